@@ -95,7 +95,7 @@ class Publisher:
             self._tensors.items(),
             version=version,
             bucket_bytes=CONFIG.bucket_bytes,
-            outlet=self._outlet,
+            writer=self._outlet,
         )
         return manifest, time.perf_counter() - start, memcpy_s
 

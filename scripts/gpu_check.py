@@ -1323,7 +1323,7 @@ def move_weights(num_tensors: int, elements: int) -> Found:
             synchronize()
             begun = time.monotonic()
             manifest = publish_version(
-                trained.items(), version=version, bucket_bytes=64 << 20, outlet=outlet
+                trained.items(), version=version, bucket_bytes=64 << 20, writer=outlet
             )
             published = time.monotonic()
             tensors = unpack_tensors(manifest, inlet.fetch_buckets(manifest))

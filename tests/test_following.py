@@ -96,7 +96,7 @@ def test_unverifiable_version_is_not_loaded_and_retried() -> None:
     told: list[tuple[str, str, WeightFault]] = []
 
     async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, on_trouble=lambda *one: told.append(one))
+        registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
         engine, held = Engine(), ServedVersion("generator-0")
         channel = Channel(registry, {1: 3})
         following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
@@ -280,7 +280,7 @@ def test_fault_is_reported_once() -> None:
             return None if self.tries else manifest(7)
 
     async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, on_trouble=lambda *one: told.append(one))
+        registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
         channel, held = Once(registry, {7: 1}), ServedVersion("generator-0")
         following = asyncio.create_task(follow_weights(stage(), Engine(), channel, held))
         await asyncio.sleep(20.0)

@@ -1,7 +1,7 @@
-"""GRPO against the median of the group in the place of its mean: one function and one row.
+"""GRPO with the group's median as the baseline instead of its mean: one function and one row.
 
-A single lucky rollout pulls the mean up and makes all the others look bad; it does not move the
-median.
+A single lucky rollout raises the mean and makes all other rollouts look bad. The median does not
+move.
 """
 
 import torch
@@ -10,8 +10,8 @@ from streamrl.algorithms import ALGORITHMS
 from streamrl.algorithms.table import variant
 
 
-def against_the_median(columns, group_ids, settings):
-    """Score minus the median of the group's scores: [B]."""
+def subtract_median(columns, group_ids, settings):
+    """Return score minus the median of the group's scores: [B]."""
     scores = columns["scores"]
     advantages = torch.empty_like(scores)
     for group in group_ids.unique():
@@ -24,6 +24,6 @@ MEDIAN_GRPO = variant(
     "median_grpo",
     "this example",
     ALGORITHMS["grpo"],
-    advantages=against_the_median,
+    advantages=subtract_median,
     defaults={"advantage_scale": "none"},
 )

@@ -203,7 +203,7 @@ class CoordinatorActor(PingableActor):
 
         keep = self._config.weights.keep_versions
         spread = self._transport.make_broadcast_tree(self._publisher_node)
-        return WeightRegistry(keep_versions=keep, on_trouble=told, spread=spread)
+        return WeightRegistry(keep_versions=keep, on_fault=told, broadcast_tree=spread)
 
     def _post_fault(self, kind: str, who: str, fault: WeightFault) -> None:
         """An event about a version and the actor, or the role, that it gives trouble."""

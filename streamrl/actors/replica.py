@@ -40,7 +40,7 @@ class ReplicaActor(PingableActor):
         self._name, self._run_dir = name, wiring.run_dir
         record_crash_stacks(self._run_dir, name)
         self._stages = wiring.make_stages(calls, name, suspendable=suspendable)
-        self._held_version = ServedVersion(name, due=due) if follows else None
+        self._held_version = ServedVersion(name, resolve_due_version=due) if follows else None
         self._channel: ClosableWeightChannel | None = (
             wiring.make_channel(name, follows) if follows else None
         )

@@ -77,7 +77,7 @@ class WeightSender:
         bucket_bytes = self._config.bucket_bytes
         try:
             return publish_version(
-                tensors, version=version, bucket_bytes=bucket_bytes, outlet=outlet
+                tensors, version=version, bucket_bytes=bucket_bytes, writer=outlet
             )
         finally:
             # If it could not be sent, the others gather on.

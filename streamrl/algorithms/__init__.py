@@ -1,4 +1,4 @@
-"""Advantages, losses and divergences as pure tensor functions; an algorithm is a row of a table."""
+"""RL algorithms: rows of a table, built from pure tensor functions (advantages, losses, KL)."""
 
 from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings, TokenLossInput
 from streamrl.algorithms.columns import list_derivation_columns, list_required_columns

@@ -1,8 +1,8 @@
-"""Numbers that are set anew after every step, from what the step showed.
+"""Adaptive parameters: coefficients that are updated after every step from the step's statistics.
 
-A dial is named after the field of `Settings`, or the number of the row's own, that it takes the
-place of. Who trains is told the dials before a step; they are part of a checkpoint, and steps that
-are made again turn them again.
+An adaptive parameter overrides the field of AlgorithmSettings, or the entry of `params`, of the
+same name. Trainers receive the values before each step. Checkpoints contain the values; repeated
+steps update them again.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from streamrl.algorithms.math.kl import adapt_kl_coef
 
 
 class AdaptiveParams:
-    """The dials of a run, by name: those of the row, and kl_coef if it is to follow a target."""
+    """Adaptive parameters of a run by name: the row's `dials`, and kl_coef if kl_target is set."""
 
     def __init__(self, row: Algorithm, settings: AlgorithmSettings) -> None:
         self._spec = row
@@ -22,16 +22,16 @@ class AdaptiveParams:
             self.values["kl_coef"] = settings.kl_coef
 
     def update_after_step(self, sums: Mapping[str, float], *, num_rollouts: int) -> None:
-        """Turn them by the policy's sums of a step and its rollouts; not if it trained nothing.
+        """Update all values from the policy's sums of a step; do nothing if it trained no token.
 
-        Raises AlgorithmError if a dial of the row gives no number.
+        Raises AlgorithmError if a function of the row returns no number.
         """
         if not sums.get("num_sampled"):
             return
         settings = self._settings.with_adaptive_params(self.values)
-        shown = {name: sums[f"{name}_sum"] / num_rollouts for name in _list_reported(sums)}
+        means = {name: sums[f"{name}_sum"] / num_rollouts for name in _list_reported(sums)}
         for name in self._spec.dials:
-            self.values[name] = self._spec.adapt_param(name, self.values[name], shown, settings)
+            self.values[name] = self._spec.adapt_param(name, self.values[name], means, settings)
         if settings.kl_target is not None:
             self.values["kl_coef"] = adapt_kl_coef(
                 settings.kl_coef,
@@ -42,11 +42,10 @@ class AdaptiveParams:
             )
 
     def state_dict(self) -> dict[str, float]:
-        """Where they stand."""
         return dict(self.values)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from where they stood; those the run no longer has are forgotten."""
+        """Restore the values; ignore parameters that the run no longer has."""
         self.values.update({name: state[name] for name in self.values if name in state})
 
 

@@ -1,7 +1,7 @@
-"""What an algorithm is made of: a row of the table, as a type.
+"""Type of an algorithm: a row of the table.
 
-A row is pure functions and defaults. Which stages a run has, what is waited for and how a gradient
-is normalised all follow from it.
+A row consists of pure functions and defaults. The stages of a run, the groups that training waits
+for and the normalization of the loss follow from the row.
 """
 
 import inspect
@@ -23,17 +23,17 @@ RESERVED_COLUMNS = COLUMN_SPECS.keys() | {
     *("attention_mask", "advantages", "group_tokens", "proximal_logprobs", "near"),
     *("num_tokens", "token_rewards", "token_costs"),
 }
-"""What a batch has, or a row's functions see, beside what the row derives."""
+"""Names that a row cannot use for derived columns: columns of a batch or inputs of its
+functions.
+"""
 
 
 @dataclass(frozen=True)
 class AlgorithmSettings:
-    """What the user chose, filled up from the row: `AlgorithmConfig` with nothing left open.
+    """User's settings with the row's defaults: `AlgorithmConfig` without nulls.
 
-    max_length: the longest completion there can be, tokens.
-    scope: group or step, see `Algorithm`.
-    params: the row's own numbers by name.
-    reward_weights: of each reward component, by name.
+    max_length: longest possible completion in tokens. scope: group or step, see `Algorithm`.
+    params: the row's own numbers by name. reward_weights: weight of each reward component by name.
     """
 
     group_size: int
@@ -66,29 +66,29 @@ class AlgorithmSettings:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates per step."""
+        """Optimizer updates per training step."""
         return self.epochs * self.mini_batches
 
-    def with_adaptive_params(self, dials: Mapping[str, float]) -> "AlgorithmSettings":
-        """The same with dials in the place of the fields, or the row's numbers, of their names."""
-        own = {name: value for name, value in dials.items() if name in self.params}
-        fields: dict[str, Any] = {name: dials[name] for name in dials if name not in own}
-        return replace(self, **fields, params={**self.params, **own})
+    def with_adaptive_params(self, values: Mapping[str, float]) -> "AlgorithmSettings":
+        """Return the settings with fields, or entries of `params`, replaced by adaptive values."""
+        params = {name: value for name, value in values.items() if name in self.params}
+        fields: dict[str, Any] = {name: values[name] for name in values if name not in params}
+        return replace(self, **fields, params={**self.params, **params})
 
     @property
     def should_recompute_logprobs(self) -> bool:
-        """Whether the policy has to see a step's tokens before it is updated with them."""
+        """True if the policy must recompute a step's logprobs before its first update."""
         from_start = self.correction.proximal == "trainer" and self.num_updates > 1
         return from_start or self.correction.second_moment_threshold is not None
 
 
 @dataclass(frozen=True)
 class TokenLossInput:
-    """What a token loss sees of a micro-batch; all [B, T] and 0 where `loss_mask` is false.
+    """Inputs of a token loss for a micro-batch; all [B, T], and 0 where `loss_mask` is false.
 
-    log_ratio: trained policy minus the policy it is clipped against, with the gradient.
-    logprobs: of the trained policy, with the gradient.
-    derived: what the row's own `derived` functions made.
+    log_ratio: logprobs of the trained policy minus those of the policy it is clipped against, with
+    gradient. logprobs: of the trained policy, with gradient. derived: results of the row's
+    `derived` functions.
     """
 
     log_ratio: "Tensor"
@@ -106,21 +106,21 @@ AdaptFunction = Callable[[float, Mapping[str, float], AlgorithmSettings], float]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A row of the table.
+    """A row of the algorithm table.
 
-    columns: what its functions read, besides `loss_mask` and `num_tokens` [B], the tokens sampled.
-        "reward/*" stands for all reward components. Columns are [B] or [B, T].
-    advantages: (columns, group_ids [B], settings) -> [B] or [B, T], from whole groups.
-    token_loss: (tokens, settings) -> loss [B, T] and where it stops the gradient, bool [B, T].
-    defaults: of the fields `AlgorithmConfig` leaves at null.
-    params: defaults of numbers only this row has, set under `algorithm.params`.
-    limits: of those that have any, the least and the largest they may be.
-    scope: "group" if a group is enough for `advantages` and `derived`, "step" if they need all
-        groups of the step: the pipeline then waits for them.
-    derived: further functions like `advantages`, which they see as a column, for `token_loss`;
-        under names of their own.
-    dials: how those of `params` that change go on after a step: (value, what the step showed,
-        settings) -> value. It showed a mean per rollout: score, and cost where there are costs.
+    - columns: columns that the functions read, besides `loss_mask` and `num_tokens` [B], the number
+      of sampled tokens. "reward/*" stands for all reward components. Columns are [B] or [B, T].
+    - advantages: (columns, group_ids [B], settings) -> [B] or [B, T], from whole groups.
+    - token_loss: (tokens, settings) -> loss [B, T] and a mask of clipped gradients, bool [B, T].
+    - defaults: values for fields that `AlgorithmConfig` leaves at null.
+    - params: defaults of the row's own numbers, set under `algorithm.params`.
+    - limits: (smallest, largest) allowed value of those params that have limits.
+    - scope: "group" if `advantages` and `derived` need only whole groups; "step" if they need all
+      groups of the step, for which training then waits.
+    - derived: further functions like `advantages`, whose result they receive as a column. Their
+      results go to `token_loss` under these names.
+    - dials: update functions of adaptive params, (value, means, settings) -> value. `means` has the
+      step's mean score per rollout, and the mean cost if the run has costs.
     """
 
     name: str
@@ -143,38 +143,45 @@ class Algorithm:
         for function in (self.advantages, self.token_loss, *functions):
             if not inspect.isfunction(function):
                 raise ValueError(f"algorithm {self.name}: {function!r} must be a plain function")
-        if taken := self.derived.keys() & RESERVED_COLUMNS:
-            raise ValueError(f"algorithm {self.name}: derived {sorted(taken)} is streamrl's own")
+        if reserved := self.derived.keys() & RESERVED_COLUMNS:
+            raise ValueError(
+                f"algorithm {self.name}: derived {sorted(reserved)} is a reserved name"
+            )
         self._validate_params()
 
     def _validate_params(self) -> None:
-        for what, names in {"dials": self.dials, "limits": self.limits}.items():
-            if alien := names.keys() - self.params.keys():
-                raise ValueError(f"algorithm {self.name}: {what} {sorted(alien)} are not in params")
+        for kind, names in {"dials": self.dials, "limits": self.limits}.items():
+            if unknown := names.keys() - self.params.keys():
+                raise ValueError(
+                    f"algorithm {self.name}: {kind} {sorted(unknown)} are not in params"
+                )
         for name, value in self.params.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value):
-                raise ValueError(f"algorithm {self.name}: params {name}={value!r} is no number")
-            least, largest = self.limits.get(name, (value, value))
-            if not least <= value <= largest:
-                limits = f"limits {least}, {largest}"
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value):
+                raise ValueError(f"algorithm {self.name}: params {name}={value!r} is not a number")
+            low, high = self.limits.get(name, (value, value))
+            if not low <= value <= high:
+                limits = f"limits {low}, {high}"
                 raise ValueError(f"algorithm {self.name}: {name}={value} is outside its {limits}")
 
     def call_function(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What one of the row's functions gives. Raises AlgorithmError naming it and the line."""
+        """Call a function of the row. Raise AlgorithmError with its name and the failing line."""
         try:
             return function(*arguments)
-        # Whatever a user's function does wrong, exit() included.
+        # A user's function may raise anything, or call exit().
         except (Exception, SystemExit) as error:
-            who = f"algorithm {self.name}: {function.__name__}"
             place = format_failure(function.__code__.co_filename, error)
-            raise AlgorithmError(f"{who} at {place}") from error
+            raise AlgorithmError(
+                f"algorithm {self.name}: {function.__name__} at {place}"
+            ) from error
 
     def adapt_param(
-        self, dial: str, value: float, shown: Mapping[str, float], settings: AlgorithmSettings
+        self, name: str, value: float, means: Mapping[str, float], settings: AlgorithmSettings
     ) -> float:
-        """A dial's next value. Raises AlgorithmError if its function gives no finite number."""
-        found = self.call_function(self.dials[dial], value, shown, settings)
-        if not isinstance(found, int | float) or not math.isfinite(found):
-            raise AlgorithmError(f"algorithm {self.name}: dial {dial} became {found!r}")
-        return float(found)
+        """Return the next value of an adaptive parameter; raise AlgorithmError unless finite."""
+        result = self.call_function(self.dials[name], value, means, settings)
+        if not isinstance(result, int | float) or not math.isfinite(result):
+            raise AlgorithmError(
+                f"algorithm {self.name}: dial {name} returned {result!r}, expected a finite number"
+            )
+        return float(result)

@@ -1,8 +1,4 @@
-"""What rows are made of: from columns to advantages and further columns, from tokens to losses.
-
-They hand the columns and settings of a run to the functions of `advantages`, `losses` and others,
-which know of neither.
-"""
+"""Functions of the table's rows: bind columns and settings of a run to the math functions."""
 
 import hashlib
 from collections.abc import Mapping
@@ -19,7 +15,7 @@ if TYPE_CHECKING:
     from streamrl.algorithms.math import advantages as adv
     from streamrl.algorithms.math import losses, masks
 else:
-    # Who only asks a row what it needs has no use for torch.
+    # Import torch lazily: the CLI and the planner read rows without computing anything.
     torch = LazyModule("torch")
     adv = LazyModule("streamrl.algorithms.math.advantages")
     losses, masks = (
@@ -33,7 +29,6 @@ else:
 def group_relative(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Score against the group's mean, over what `advantage_scale` says."""
     return adv.group_relative_advantages(
         columns["scores"],
         group_ids,
@@ -47,7 +42,6 @@ def group_relative(
 def leave_one_out(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Score against the mean of the others in the group."""
     return adv.leave_one_out_advantages(
         columns["scores"], group_ids, single=settings.single_rollout
     )
@@ -56,7 +50,6 @@ def leave_one_out(
 def length_weighted_baseline(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Score against the mean of the group's tokens."""
     return adv.length_weighted_advantages(
         columns["scores"], group_ids, columns["num_tokens"], single=settings.single_rollout
     )
@@ -65,7 +58,6 @@ def length_weighted_baseline(
 def best_of_group(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """The lead of the best of the group."""
     return adv.best_of_group_advantages(
         columns["scores"],
         group_ids,
@@ -76,26 +68,23 @@ def best_of_group(
 
 
 def gpg(columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
-    """Score against the group's mean, times rollouts over rollouts with a score."""
     return adv.gpg_advantages(columns["scores"], group_ids, single=settings.single_rollout)
 
 
 def reward_to_go(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """The discounted rewards from each token on."""
     return adv.reward_to_go(columns["token_rewards"], columns["loss_mask"], gamma=settings.gamma)
 
 
 def generalized_advantages(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Generalized advantage estimates under the critic's values."""
     return _compute_gae(columns, settings)[0]
 
 
 def returns(columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
-    """What the critic is to learn: advantages, before they are whitened, plus values."""
+    """Return the critic's targets: advantages before whitening, plus values."""
     return _compute_gae(columns, settings)[1]
 
 
@@ -112,7 +101,7 @@ def _compute_gae(columns: ColumnTensors, settings: AlgorithmSettings) -> tuple["
 def greedy_baseline(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """The rewards from each token on against the score of the prompt's likeliest completion."""
+    """Return rewards-to-go minus the score of the prompt's greedy completion."""
     later = adv.reward_to_go(columns["token_rewards"], columns["loss_mask"], gamma=settings.gamma)
     return adv.greedy_baseline_advantages(later, columns["baseline_scores"][:, None])
 
@@ -120,7 +109,6 @@ def greedy_baseline(
 def constrained_advantages(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Advantages of reward and of cost, weighed by the multiplier."""
     return lagrangian_advantages(
         _compute_reward_gae(columns, settings)[0],
         _compute_cost_gae(columns, settings)[0],
@@ -131,37 +119,36 @@ def constrained_advantages(
 def clipped_returns(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """What the critic of rewards is to learn."""
+    """Return the targets of the reward critic, from clipped token rewards."""
     return _compute_reward_gae(columns, settings)[1]
 
 
 def cost_returns(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """What the critic of costs is to learn."""
+    """Return the targets of the cost critic, from clipped token costs."""
     return _compute_cost_gae(columns, settings)[1]
 
 
 def _compute_reward_gae(
     columns: ColumnTensors, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    most = settings.params["token_clip"]
-    rewards = columns["token_rewards"].clamp(-most, most)
+    clip = settings.params["token_clip"]
+    rewards = columns["token_rewards"].clamp(-clip, clip)
     return _compute_gae({**columns, "token_rewards": rewards}, settings)
 
 
 def _compute_cost_gae(
     columns: ColumnTensors, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    most = settings.params["token_clip"]
-    costs, values = columns["token_costs"].clamp(-most, most), columns["cost_values"]
+    clip = settings.params["token_clip"]
+    costs, values = columns["token_costs"].clamp(-clip, clip), columns["cost_values"]
     return _compute_gae({**columns, "token_rewards": costs, "values": values}, settings)
 
 
 def decoupled_rewards(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Every reward against its own mean in the group, weighted and added up."""
     weights = settings.reward_weights
     rewards = torch.stack([columns[f"reward/{name}"] for name in weights], -1)
     return adv.decoupled_reward_advantages(
@@ -176,7 +163,7 @@ def decoupled_rewards(
 def covariance_band(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """A few tokens of large covariance, drawn by lot: of the data, so that all ranks draw alike."""
+    """Choose random tokens of large covariance; the draws depend on the data only (see below)."""
     logprobs = columns["generator_logprobs"]
     return losses.covariance_band_mask(
         logprobs,
@@ -185,24 +172,26 @@ def covariance_band(
         low=settings.params["covariance_low"],
         high=settings.params["covariance_high"],
         fraction=settings.params["covariance_fraction"],
-        lots=_draw_seeded_lots(logprobs, columns["loss_mask"]),
+        draws=_draw_from_tokens(logprobs, columns["loss_mask"]),
     )
 
 
-def _draw_seeded_lots(logprobs: "Tensor", mask: "Tensor") -> "Tensor":
-    """A number in [0, 1) per token, that follows from what its rollout's own tokens are: [B, T]."""
-    lots = torch.zeros(mask.shape)
-    for row, own, drawn in zip(logprobs, mask, lots, strict=True):
-        digest = hashlib.blake2b(row[own].float().numpy().tobytes(), digest_size=7).digest()
+def _draw_from_tokens(logprobs: "Tensor", mask: "Tensor") -> "Tensor":
+    """Return random numbers in [0, 1) per token, seeded by the rollout's own logprobs: [B, T].
+
+    All ranks draw equal numbers for a rollout, in whatever batch it lies.
+    """
+    draws = torch.zeros(mask.shape)
+    for row, row_mask, row_draws in zip(logprobs, mask, draws, strict=True):
+        digest = hashlib.blake2b(row[row_mask].float().numpy().tobytes(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        drawn[own] = torch.rand(int(own.sum()), generator=generator)
-    return lots
+        row_draws[row_mask] = torch.rand(int(row_mask.sum()), generator=generator)
+    return draws
 
 
 def covariance_top(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """The tokens of largest covariance."""
     return losses.covariance_top_mask(
         columns["generator_logprobs"],
         columns["advantages"],
@@ -211,27 +200,27 @@ def covariance_top(
     )
 
 
-# Dials: (value, what a step showed, settings) -> value.
+# Adaptive parameters: (value, means of the step, settings) -> value.
 
 
-def cost_multiplier(value: float, shown: Mapping[str, float], settings: AlgorithmSettings) -> float:
-    """Up while the mean cost is above its limit, down while it is below."""
+def cost_multiplier(value: float, means: Mapping[str, float], settings: AlgorithmSettings) -> float:
+    """Raise the multiplier while the mean cost exceeds its limit, lower it otherwise."""
     return adapt_multiplier(
         value,
-        shown["cost"],
+        means["cost"],
         limit=settings.params["cost_limit"],
         lr=settings.params["lagrange_lr"],
         largest=settings.params["lagrange_max"],
     )
 
 
-# Token losses: (tokens, settings) -> loss and where it stops the gradient, both [B, T].
+# Token losses: (tokens, settings) -> loss and mask of clipped gradients, both [B, T].
 
 
 def clipped_surrogate(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """PPO's clipped loss."""
+    """Return PPO's clipped loss."""
     loss = losses.clipped_surrogate_loss(
         tokens.log_ratio,
         tokens.advantages,
@@ -245,7 +234,7 @@ def clipped_surrogate(
 def sequence_clipped_surrogate(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """GSPO: one ratio per rollout."""
+    """Return GSPO's loss, with a single ratio per rollout."""
     loss = losses.sequence_clipped_surrogate_loss(
         tokens.log_ratio,
         tokens.advantages,
@@ -260,7 +249,7 @@ def sequence_clipped_surrogate(
 def clipped_importance(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """CISPO: the weight is clipped, the gradient never."""
+    """Return CISPO's loss: the weight is clipped, the gradient never."""
     loss = losses.clipped_importance_loss(
         tokens.log_ratio,
         tokens.advantages,
@@ -274,7 +263,7 @@ def clipped_importance(
 def geometric_mean(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """GMPO: the geometric mean of clipped ratios."""
+    """Return GMPO's loss: the geometric mean of clipped ratios."""
     loss = losses.geometric_mean_loss(
         tokens.log_ratio,
         tokens.advantages,
@@ -288,7 +277,7 @@ def geometric_mean(
 
 
 def soft_adaptive(tokens: TokenLossInput, settings: AlgorithmSettings) -> tuple["Tensor", "Tensor"]:
-    """SAPO: a soft gate."""
+    """Return SAPO's loss: a soft gate."""
     loss = losses.soft_adaptive_loss(tokens.log_ratio, tokens.advantages, **settings.params)
     return loss, _empty_mask(tokens)
 
@@ -296,7 +285,7 @@ def soft_adaptive(tokens: TokenLossInput, settings: AlgorithmSettings) -> tuple[
 def covariance_clip(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """Clip-Cov: PPO's loss without a few tokens of large covariance."""
+    """Return Clip-Cov's loss: PPO's without a few tokens of large covariance."""
     chosen = tokens.derived["chosen"]
     loss = losses.covariance_clip_loss(
         tokens.log_ratio,
@@ -309,7 +298,7 @@ def covariance_clip(
 
 
 def covariance_kl(tokens: TokenLossInput, settings: AlgorithmSettings) -> tuple["Tensor", "Tensor"]:
-    """KL-Cov: tokens of large covariance are held where they are."""
+    """Return KL-Cov's loss: a KL penalty on tokens of large covariance."""
     loss = losses.covariance_kl_loss(
         tokens.log_ratio,
         tokens.advantages,
@@ -322,21 +311,21 @@ def covariance_kl(tokens: TokenLossInput, settings: AlgorithmSettings) -> tuple[
 def variation_masked(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """DPPO: no update of a token whose probability has come too far."""
+    """Return DPPO-TV's loss: mask tokens by the difference of their probabilities."""
     return _divergence_masked(tokens, settings, "tv")
 
 
 def divergence_masked(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """DPPO with the divergence of "this token or another" in the place of the difference."""
+    """Return DPPO-KL's loss: mask tokens by the binary KL divergence of "this token or another"."""
     return _divergence_masked(tokens, settings, "kl")
 
 
 def score_function(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """REINFORCE's loss."""
+    """Return REINFORCE's loss."""
     return losses.score_function_loss(tokens.logprobs, tokens.advantages), _empty_mask(tokens)
 
 

@@ -1,4 +1,4 @@
-"""What the functions of a row give, checked: they may be a user's."""
+"""Checks of the results of a row's functions, which a user may have written."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,34 +13,33 @@ from streamrl.errors import AlgorithmError
 def compute_token_losses(
     row: Algorithm, tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple[Tensor, Tensor]:
-    """Loss and where it stops the gradient, [B, T]. Raises AlgorithmError for anything else."""
-    found = row.call_function(row.token_loss, tokens, settings)
-    who = f"algorithm {row.name}: {row.token_loss.__name__}"
+    """Return loss and mask of clipped gradients, [B, T]. Raise AlgorithmError for other results."""
+    result = row.call_function(row.token_loss, tokens, settings)
+    name = f"algorithm {row.name}: {row.token_loss.__name__}"
     try:
-        losses, stopped = found
+        losses, clipped = result
     except (TypeError, ValueError):
-        gave = type(found).__name__
         raise AlgorithmError(
-            f"{who} gave a {gave}, wanted a loss and where it stops the gradient"
+            f"{name} returned a {type(result).__name__}, expected (loss, clipped mask)"
         ) from None
-    for one in (losses, stopped):
-        validate_tensor(row, row.token_loss, one, [tuple(tokens.loss_mask.shape)])
-    if stopped.dtype != torch.bool:
-        raise AlgorithmError(f"{who}: where it stops the gradient is {stopped.dtype}, not bool")
-    return losses, stopped
+    for tensor in (losses, clipped):
+        validate_tensor(row, row.token_loss, tensor, [tuple(tokens.loss_mask.shape)])
+    if clipped.dtype != torch.bool:
+        raise AlgorithmError(f"{name}: the clipped mask is {clipped.dtype}, must be bool")
+    return losses, clipped
 
 
 def validate_tensor(
     row: Algorithm,
     function: Callable[..., Any],
-    found: object,
+    result: object,
     shapes: Sequence[tuple[int, ...]],
 ) -> None:
-    """Raise AlgorithmError unless a function gave a tensor of one of these shapes."""
-    if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
-        short = " ".join(repr(found).split())[:80]
-        gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else short
-        wanted = " or ".join(str(list(shape)) for shape in shapes)
+    """Raise AlgorithmError unless the result of a function is a tensor with one of the shapes."""
+    if not isinstance(result, Tensor) or tuple(result.shape) not in shapes:
+        short = " ".join(repr(result).split())[:80]
+        actual = f"shape {list(result.shape)}" if isinstance(result, Tensor) else short
+        expected = " or ".join(str(list(shape)) for shape in shapes)
         raise AlgorithmError(
-            f"algorithm {row.name}: {function.__name__} gave {gave}, wanted {wanted}"
+            f"algorithm {row.name}: {function.__name__} returned {actual}, expected {expected}"
         )

@@ -1,4 +1,4 @@
-"""Which algorithm trains the policy, as the user writes it."""
+"""Settings of the algorithm that trains the policy."""
 
 import difflib
 import functools
@@ -25,77 +25,77 @@ _SPEC_SETTINGS = (
     "single_rollout",
     "gamma",
 )
-"""What only the functions of a row read: it may have none that does."""
+"""Settings that only a row's functions read; a row may ignore them."""
 
 
 @dataclass
 class AlgorithmConfig:
-    """Which algorithm trains the policy. Null takes the algorithm's own default."""
+    """Algorithm that trains the policy. Null takes the algorithm's own default."""
 
-    #: A row of the table; `streamrl algorithms` prints it.
+    #: Row of the algorithm table; `streamrl algorithms` prints all.
     name: str = "grpo"
-    #: A Python file with rows of your own, looked at first.
+    #: Python file with your own rows, which take precedence.
     path: str = ""
     #: Rollouts per prompt.
     group_size: int = 8
-    #: How far below 1 the probability ratio still has a gradient.
+    #: Distance below 1 at which the probability ratio is clipped.
     clip_low: float | None = None
-    #: How far above 1 the probability ratio still has a gradient.
+    #: Distance above 1 at which the probability ratio is clipped.
     clip_high: float | None = None
-    #: Bound c of the loss under a negative advantage A, -c A; null for none.
+    #: Dual clip c: the loss under a negative advantage A is at most -c A; null: none.
     dual_clip: float | None = None
-    #: How token losses become one: token-mean, seq-mean-token-mean, seq-mean-token-sum, ...-norm,
-    #: prompt-mean.
+    #: Aggregation of token losses: token-mean, seq-mean-token-mean, seq-mean-token-sum,
+    #: seq-mean-token-sum-norm, prompt-mean.
     loss_aggregation: str | None = None
-    #: What a group's advantages are divided by: std, batch, mean or none.
+    #: Divisor of a group's advantages: std, batch, mean or none.
     advantage_scale: str | None = None
-    #: Added to the deviation that divides.
+    #: Added to the standard deviation that divides.
     advantage_eps: float = 1e-6
-    #: Whether that deviation divides by n - 1, or else by n.
+    #: Whether the standard deviation divides by n - 1 instead of n.
     advantage_unbiased: bool = True
-    #: What a group of one gets: zero, or keep for its score.
+    #: Advantage of a group with a single rollout: zero, or keep for its score.
     single_rollout: str = "zero"
-    #: Whether advantages are shifted and scaled to mean 0, deviation 1 over the step's tokens.
+    #: Whether advantages are normalized to mean 0 and standard deviation 1 over the step's tokens.
     whiten_advantages: bool | None = None
-    #: Discount per token of later rewards.
+    #: Discount of rewards per token.
     gamma: float = 1.0
-    #: Weight of the divergence from the reference; 0 runs no reference at all.
+    #: Weight of the KL divergence from the reference; 0 runs no reference.
     kl_coef: float = 0.0
-    #: Estimator of that divergence: k1, k2, k3, abs, k1+, k2+, k3+, abs+.
+    #: Estimator of the KL divergence: k1, k2, k3, abs, k1+, k2+, k3+, abs+.
     kl_kind: str | None = None
-    #: Where it enters: loss or reward.
+    #: Place of the KL penalty: loss or reward.
     kl_in: str | None = None
-    #: Divergence per token that its weight is to follow, from kl_coef on; null keeps the weight.
+    #: Target KL divergence per token; kl_coef adapts to reach it. Null keeps kl_coef fixed.
     kl_target: float | None = None
-    #: Rollouts in which that weight changes by a fifth at most.
+    #: Rollouts over which kl_coef changes by at most 20 %.
     kl_horizon: float = 10_000.0
     #: Weight of the entropy bonus in the loss.
     entropy_coef: float = 0.0
-    #: Weight of the pretraining loss on the texts of data.pretrain; 0 for none.
+    #: Weight of the pretraining loss on the texts of data.pretrain; 0: none.
     ptx_coef: float = 0.0
-    #: Texts in each update.
+    #: Pretraining texts in each update.
     ptx_rows: int = 32
-    #: Tokens before the longest completion in which the score falls (DAPO); 0 for none.
+    #: Last tokens before the length limit over which the score decreases (DAPO); 0: none.
     overlong_buffer: int = 0
-    #: By how much it falls in all.
+    #: Total decrease of the score over overlong_buffer.
     overlong_factor: float = 1.0
-    #: Leave rollouts that were cut off out of the loss; their scores still count in the group.
+    #: Exclude truncated rollouts from the loss; their scores still count in the group.
     mask_truncated: bool = False
-    #: How often every rollout of a step is trained.
+    #: Passes over the rollouts of a training step.
     epochs: int = 1
-    #: Optimizer updates per epoch, each with as many of the step's groups.
+    #: Optimizer updates per epoch, each with an equal share of the step's groups.
     mini_batches: int = 1
     #: The row's own numbers by name.
     params: dict[str, Any] = field(default_factory=dict)
-    #: What is done about off-policy tokens.
+    #: Off-policy correction.
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     def __post_init__(self) -> None:
         row = self.spec
         if self.group_size < row.min_group_size:
             raise ConfigError(
-                f"algorithm.group_size={self.group_size}: {self.name} compares the rollouts of a"
-                f" group; needs at least {row.min_group_size}"
+                f"algorithm.group_size={self.group_size}: must be at least {row.min_group_size},"
+                f" because {self.name} compares the rollouts of a group"
             )
         self._check_numbers()
         self._check_choices()
@@ -126,10 +126,10 @@ class AlgorithmConfig:
             "kl_kind": KL_KINDS,
             "kl_in": ("loss", "reward"),
         }
-        if alien := self.spec.defaults.keys() - DEFAULT_SETTINGS.keys():
+        if unknown := self.spec.defaults.keys() - DEFAULT_SETTINGS.keys():
             raise ConfigError(
-                f"algorithm {self.name}: defaults have {', '.join(sorted(alien))}; a row may set"
-                f" {', '.join(DEFAULT_SETTINGS)}"
+                f"algorithm {self.name}: defaults contain {', '.join(sorted(unknown))}; allowed"
+                f" are {', '.join(DEFAULT_SETTINGS)}"
             )
         for key, allowed in choices.items():
             value = self._resolve_setting(key) if key in DEFAULT_SETTINGS else vars(self)[key]
@@ -137,30 +137,34 @@ class AlgorithmConfig:
                 raise ConfigError(f"algorithm.{key}={value}: must be one of {', '.join(allowed)}")
 
     def _check_params(self) -> None:
-        known = self.spec.params
+        defaults = self.spec.params
         for key, value in self.params.items():
-            if key not in known:
-                has = ", ".join(known) or "none"
-                raise ConfigError(f"algorithm.params.{key}={value}: {self.name} has {has}")
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value):
+            if key not in defaults:
+                names = ", ".join(defaults) or "none"
+                raise ConfigError(
+                    f"algorithm.params.{key}={value}: unknown; params of {self.name}: {names}"
+                )
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value):
                 raise ConfigError(f"algorithm.params.{key}={value!r}: must be a number")
-            least, largest = self.spec.limits.get(key, (-math.inf, math.inf))
-            if not least <= value <= largest:
-                most = f" and at most {largest}" if largest < math.inf else ""
-                raise ConfigError(f"algorithm.params.{key}={value}: must be at least {least}{most}")
+            low, high = self.spec.limits.get(key, (-math.inf, math.inf))
+            if not low <= value <= high:
+                upper_limit = f" and at most {high}" if high < math.inf else ""
+                raise ConfigError(
+                    f"algorithm.params.{key}={value}: must be at least {low}{upper_limit}"
+                )
 
     def _check_combinations(self) -> None:
         kind, place = self._resolve_setting("kl_kind"), self._resolve_setting("kl_in")
         if place == "reward" and kind.endswith("+"):
             raise ConfigError(
-                f"algorithm.kl_kind={kind}: has a gradient of its own, which kl_in=reward never"
-                f" takes; {kind.removesuffix('+')} has the same value"
+                f"algorithm.kl_kind={kind}: '+' changes only the gradient, which kl_in=reward does"
+                f" not use. Set algorithm.kl_kind={kind.removesuffix('+')}."
             )
         if self.kl_target is not None and not self.kl_coef:
             raise ConfigError(
-                f"algorithm.kl_target={self.kl_target}: algorithm.kl_coef=0 is no weight to begin"
-                " with"
+                f"algorithm.kl_target={self.kl_target}: needs algorithm.kl_coef above 0 as the"
+                " initial weight"
             )
         if any(name.endswith("/*") for name in self.spec.columns):
             shaped: dict[str, float] = {"overlong_buffer": self.overlong_buffer}
@@ -168,45 +172,49 @@ class AlgorithmConfig:
             for key, value in shaped.items():
                 if value:
                     raise ConfigError(
-                        f"algorithm.{key}={value}: {self.name} takes every reward by itself, there"
-                        " is no one score to be lowered"
+                        f"algorithm.{key}={value}: {self.name} normalizes every reward separately,"
+                        " so a penalty on the score has no effect. Set it to 0."
                     )
         aggregation = self._resolve_setting("loss_aggregation")
         if aggregation == "prompt-mean" and not self.correction.count_rejected:
             raise ConfigError(
-                "algorithm.correction.count_rejected=False: prompt-mean divides by all tokens of"
-                " a group, before it is known which of them are rejected"
+                "algorithm.correction.count_rejected=False: not possible with"
+                " algorithm.loss_aggregation=prompt-mean, which divides by all tokens of a group"
+                " before any are rejected"
             )
 
     def check_unused_settings(self, read: Collection[str]) -> None:
-        """Raise ConfigError if a setting was changed that is not among those the row reads."""
-        defaults = {one.name: one.default for one in fields(self)}
+        """Raise ConfigError if a setting was changed that the row does not read."""
+        defaults = {setting.name: setting.default for setting in fields(self)}
         for key in _SPEC_SETTINGS:
             value = vars(self)[key]
             if value != defaults[key] and key not in read:
-                raise ConfigError(f"algorithm.{key}={value}: {self.name} does not use it")
+                raise ConfigError(
+                    f"algorithm.{key}={value} has no effect: {self.name} does not use it."
+                    " Remove it."
+                )
 
     @property
     def spec(self) -> Algorithm:
-        """The algorithm. Raises ConfigError if there is none of that name."""
+        """The selected row. Raises ConfigError if the name is unknown."""
         rows = {**ALGORITHMS, **(load_specs(self.path) if self.path else {})}
         if self.name not in rows:
-            near = difflib.get_close_matches(self.name.lower(), rows, n=1, cutoff=0.0)
+            matches = difflib.get_close_matches(self.name.lower(), rows, n=1, cutoff=0.0)
             raise ConfigError(
-                f"algorithm.name={self.name}: no such algorithm; did you mean {near[0]}?"
+                f"algorithm.name={self.name}: no such algorithm; did you mean {matches[0]}?"
             )
         return rows[self.name]
 
     @property
     def scope(self) -> str:
-        """Group if a group may be trained as it comes, step if its advantages need the step."""
-        whole = (
+        """ "group" if groups train as they arrive, "step" if advantages need the whole step."""
+        needs_step = (
             self._resolve_setting("whiten_advantages")
             or self._resolve_setting("advantage_scale") == "batch"
         )
-        several = self.epochs * self.mini_batches > 1
-        ranked = self.correction.second_moment_threshold is not None
-        return "step" if whole or several or ranked else self.spec.scope
+        several_updates = self.epochs * self.mini_batches > 1
+        masks_by_rank = self.correction.second_moment_threshold is not None
+        return "step" if needs_step or several_updates or masks_by_rank else self.spec.scope
 
     def _resolve_setting(self, key: str) -> Any:
         value = vars(self)[key]
@@ -215,24 +223,24 @@ class AlgorithmConfig:
     def to_settings(
         self, *, max_length: int, reward_weights: Mapping[str, float]
     ) -> AlgorithmSettings:
-        """The settings with the row's defaults filled in.
+        """Return the settings with the row's defaults filled in.
 
-        `max_length`: the longest completion there can be. `reward_weights`: of each component.
+        `max_length`: longest possible completion in tokens. `reward_weights`: weight by component.
         """
-        filled = {**vars(self), **DEFAULT_SETTINGS, **self.spec.defaults}
-        filled |= {key: value for key, value in vars(self).items() if value is not None}
-        filled |= {"params": {**self.spec.params, **self.params}, "scope": self.scope}
-        filled |= {"max_length": max_length, "reward_weights": dict(reward_weights)}
+        values = {**vars(self), **DEFAULT_SETTINGS, **self.spec.defaults}
+        values |= {key: value for key, value in vars(self).items() if value is not None}
+        values |= {"params": {**self.spec.params, **self.params}, "scope": self.scope}
+        values |= {"max_length": max_length, "reward_weights": dict(reward_weights)}
         return AlgorithmSettings(
-            **{one.name: filled[one.name] for one in fields(AlgorithmSettings)}
+            **{setting.name: values[setting.name] for setting in fields(AlgorithmSettings)}
         )
 
 
 @functools.cache
 def load_specs(path: str) -> dict[str, Algorithm]:
-    """The rows of a user's Python file, by name. Raises ConfigError if there are none."""
+    """Return the rows of a user's Python file by name. Raise ConfigError if there are none."""
     module = import_file(path, setting="algorithm.path")
     rows = {row.name: row for row in vars(module).values() if isinstance(row, Algorithm)}
     if not rows:
-        raise ConfigError(f"algorithm.path={path}: has no Algorithm")
+        raise ConfigError(f"algorithm.path={path}: contains no Algorithm")
     return rows

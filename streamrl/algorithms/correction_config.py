@@ -1,4 +1,4 @@
-"""What is done about off-policy tokens, as the user writes it."""
+"""Settings of the off-policy correction."""
 
 from dataclasses import dataclass
 
@@ -16,33 +16,35 @@ PROXIMAL_POLICIES = ("generator", "trainer", "interpolated")
 
 @dataclass
 class CorrectionConfig:
-    """What is done about tokens an older policy, or another engine, sampled."""
+    """Off-policy correction of tokens from an older policy or a different engine."""
 
-    #: What the loss clips against: generator, the policy that sampled the token; trainer, the one
-    #: at the start of the step (decoupled PPO); interpolated, between that and the current one.
+    #: Policy that the loss clips against: generator, which sampled the token; trainer, the policy
+    #: at the start of the step (decoupled PPO); interpolated, between generator and current policy.
     proximal: str = "generator"
-    #: Weights proximal over generator, unless that is the same: none, token, sequence or geometric.
+    #: Importance weight of proximal over generator policy, if they differ: none, token, sequence or
+    #: geometric.
     weights: str = NO_CORRECTION
-    #: What happens to a weight out of bounds: truncate (TIS) or mask (IcePop).
+    #: Treatment of a weight out of bounds: truncate (TIS) or mask (IcePop).
     weight_mode: str = "truncate"
-    #: Least weight; null for no bound.
+    #: Smallest weight; null for no bound.
     weight_low: float | None = None
     #: Largest weight; null for no bound.
     weight_high: float | None = 2.0
-    #: What is bounded, or else rejected: none, k1 (the ratio), k2 or k3 (divergences).
+    #: Quantity by which tokens are rejected: none, k1 (the ratio), k2 or k3 (divergences).
     reject: str = NO_CORRECTION
-    #: Whose it is: token, or the rollout's sum, mean or max.
+    #: Level of the rejection: token, or the rollout's sum, mean or max.
     reject_level: str = "token"
-    #: Least ratio (k1).
+    #: Smallest ratio (k1).
     reject_low: float | None = None
     #: Largest ratio (k1) or divergence.
     reject_high: float | None = None
-    #: Bad rollouts that got less likely than exp(-this) per token are left out; null for none.
+    #: Mask tokens of negative advantage in rollouts that became less likely than exp(-this) per
+    #: token; null: none.
     off_policy_threshold: float | None = None
-    #: The farthest tokens of a step are left out until the mean squared log-ratio of the others is
-    #: below this (M2PO); null for none.
+    #: Mask the tokens of largest log-ratio until the mean squared log-ratio of the rest of the step
+    #: is below this (M2PO); null: none.
     second_moment_threshold: float | None = None
-    #: Whether rejected tokens still count in what the loss is divided by.
+    #: Whether rejected tokens count in the loss denominator.
     count_rejected: bool = True
 
     def __post_init__(self) -> None:
@@ -60,9 +62,8 @@ class CorrectionConfig:
                 )
         if self.weights != NO_CORRECTION and self.proximal == "generator":
             raise ConfigError(
-                f"{_format_setting(self, 'weights')}: under"
-                f" correction.proximal=generator the loss's own ratio"
-                " is that weight already; set proximal=trainer"
+                f"{_format_setting(self, 'weights')}: with correction.proximal=generator the"
+                " loss's ratio is this weight already. Set correction.proximal=trainer."
             )
         self._check_bounds()
 
@@ -87,15 +88,15 @@ class CorrectionConfig:
         for key in ("reject_low", "reject_high"):
             if self.reject == NO_CORRECTION and vars(self)[key] is not None:
                 raise ConfigError(
-                    f"{_format_setting(self, key)}: nothing is rejected under reject=none"
+                    f"{_format_setting(self, key)} has no effect with reject=none. Remove it, or"
+                    " set reject."
                 )
         if self.reject != NO_CORRECTION and self.reject_low is None and self.reject_high is None:
             raise ConfigError(f"{_format_setting(self, 'reject')}: needs reject_low or reject_high")
         if self.reject not in (NO_CORRECTION, "k1") and self.reject_low is not None:
             raise ConfigError(
-                f"{_format_setting(self, 'reject_low')}: {self.reject} is a divergence,"
-                f" which only reject_high"
-                " bounds"
+                f"{_format_setting(self, 'reject_low')}: {self.reject} is a divergence, which only"
+                " has an upper bound. Use reject_high."
             )
 
 

@@ -1,4 +1,4 @@
-"""A row tried on a made-up step, before a run is started on it."""
+"""Dry run of a row on random data, before a run is started with it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,87 +16,88 @@ from streamrl.messages import ColumnAxis, get_column_spec
 
 NUM_GROUPS = 2
 MAX_GROUP_SIZE = 4096
-"""Rollouts of a group at most: more are no run's, and would be a wait."""
+"""Limit of the dry run's group size, to bound its time."""
 NUM_POSITIONS = 4
 REPORTED_MEANS: Mapping[str, float] = {"score": 0.5, "cost": 0.5}
-"""What the step shows to dials, of what its columns have."""
+"""Step means for adaptive parameters, restricted to existing columns."""
 
 
 def dry_run_algorithm(row: Algorithm, settings: AlgorithmSettings) -> None:
-    """Derive and train two groups of tokens that say nothing, and turn the dials.
+    """Derive columns and train on two groups of random tokens, then update adaptive parameters.
 
-    Raises AlgorithmError for a row that fails, gives numbers that are not finite, or does not say
-    what a critic is to learn.
+    Raises AlgorithmError if the row fails, returns non-finite numbers, or derives no returns for a
+    critic.
     """
     try:
         _run_step(row, settings)
     except AlgorithmError:
         raise
-    # What no check has foreseen, as a tensor of another kind.
+    # Errors that no check foresees, such as a tensor of a wrong dtype inside torch.
     except Exception as error:
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise AlgorithmError(f"algorithm {row.name}: {what}") from error
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise AlgorithmError(f"algorithm {row.name}: {message}") from error
 
 
 def find_read_settings(row: Algorithm, settings: AlgorithmSettings) -> frozenset[str]:
-    """The names of the settings that a row of the table reads: the others change nothing under it.
+    """Return the names of the settings that a row of the table reads.
 
-    Its functions read what they read whatever the data is; those of a user may not.
+    Runs the row on settings that record access. Valid for the table's rows, which read the same
+    settings whatever the data is; a user's functions may not.
     """
     read: set[str] = set()
 
-    class Watched(AlgorithmSettings):
+    class RecordingSettings(AlgorithmSettings):
         def __getattribute__(self, name: str) -> Any:
             read.add(name)
             return super().__getattribute__(name)
 
-    _run_step(row, Watched(**vars(settings)))
+    _run_step(row, RecordingSettings(**vars(settings)))
     return frozenset(read)
 
 
 def _run_step(row: Algorithm, settings: AlgorithmSettings) -> None:
-    """The step: from columns to the gradient of the loss, and to the next value of the dials."""
+    """Run a step: from columns to the gradient of the loss and the next adaptive parameters."""
     size = min(settings.group_size, MAX_GROUP_SIZE)
     step = _make_columns(row, settings, size)
     derived = derive_group_columns(row, settings, step, torch.arange(NUM_GROUPS * size) // size)
     for column, role in CRITIC_BY_COLUMN.items():
         if column in row.columns and RETURNS_BY_CRITIC[role] not in derived:
             raise AlgorithmError(
-                f"algorithm {row.name}: derived has no {RETURNS_BY_CRITIC[role]} for the"
-                f" {role} to learn"
+                f"algorithm {row.name}: derived lacks {RETURNS_BY_CRITIC[role]}, the target of the"
+                f" {role}"
             )
     logprobs = step["generator_logprobs"].clone().requires_grad_()
-    versions = {"policy_version": torch.zeros_like(logprobs, dtype=torch.int32)}
-    batch = {**step, **versions, **derived}
+    version_column = {"policy_version": torch.zeros_like(logprobs, dtype=torch.int32)}
+    batch = {**step, **version_column, **derived}
     entropy = torch.ones_like(logprobs)
     loss, _ = policy_loss(row, settings, batch, logprobs=logprobs, entropy=entropy)
     if not loss.requires_grad:
-        raise AlgorithmError(f"algorithm {row.name}: its loss has no gradient")
+        raise AlgorithmError(f"algorithm {row.name}: the loss has no gradient")
     (gradient,) = torch.autograd.grad(loss, logprobs, materialize_grads=True)
-    for what, found in {**derived, "loss": loss, "gradient": gradient}.items():
-        if not found.double().isfinite().all():
+    for name, tensor in {**derived, "loss": loss, "gradient": gradient}.items():
+        if not tensor.double().isfinite().all():
             raise AlgorithmError(
-                f"algorithm {row.name}: {what} is not finite with params {dict(settings.params)}"
+                f"algorithm {row.name}: {name} is not finite with params {dict(settings.params)}"
             )
-    shown = {name: value for name, value in REPORTED_MEANS.items() if f"{name}s" in step}
-    for name in row.dials:
-        row.adapt_param(name, settings.params[name], shown, settings)
+    means = {name: value for name, value in REPORTED_MEANS.items() if f"{name}s" in step}
+    for param in row.dials:
+        row.adapt_param(param, settings.params[param], means, settings)
 
 
 def _make_columns(row: Algorithm, settings: AlgorithmSettings, size: int) -> dict[str, Tensor]:
-    """Columns of two groups: numbers from 0 to 1, of logprobs the negative ones."""
+    """Return random columns of two groups: values in [0, 1), negated for logprobs."""
     rows = NUM_GROUPS * size
     random = torch.Generator().manual_seed(0)
     mask = (torch.arange(NUM_POSITIONS) > 0).expand(rows, NUM_POSITIONS)
     step = {"loss_mask": mask, "lengths": torch.full((rows,), NUM_POSITIONS)}
-    known = ("generator_logprobs", "ref_logprobs")
-    for name in dict.fromkeys((*list_derivation_columns(row, settings), *known)):
+    logprob_columns = ("generator_logprobs", "ref_logprobs")
+    for name in dict.fromkeys((*list_derivation_columns(row, settings), *logprob_columns)):
         spec = get_column_spec(name)
         if spec.axis is ColumnAxis.GROUP:
-            raise AlgorithmError(f"algorithm {row.name}: column {name} is of no single rollout")
+            raise AlgorithmError(f"algorithm {row.name}: column {name} has no values per rollout")
         shape = (rows, NUM_POSITIONS) if spec.axis is ColumnAxis.TOKEN else (rows,)
-        made = torch.rand(shape, generator=random)
-        blank = torch.from_numpy(np.zeros(shape, spec.dtype))
-        made = -made if name.endswith("logprobs") else made
-        step.setdefault(name, made if spec.dtype == "float32" else blank)
+        values = torch.rand(shape, generator=random)
+        zeros = torch.from_numpy(np.zeros(shape, spec.dtype))
+        values = -values if name.endswith("logprobs") else values
+        step.setdefault(name, values if spec.dtype == "float32" else zeros)
     return step

@@ -1,11 +1,11 @@
-"""Modules that are imported once something of them is asked for."""
+"""Modules that are imported on first attribute access."""
 
 import importlib
 from typing import Any
 
 
 class LazyModule:
-    """Stands for a module in one that names its functions long before they are called."""
+    """Proxy of a module that defers its import until a function is called."""
 
     def __init__(self, name: str) -> None:
         self._name = name

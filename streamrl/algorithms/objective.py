@@ -1,7 +1,7 @@
-"""An algorithm applied: from columns to advantages, and from a micro-batch to a summed loss.
+"""Application of an algorithm: from columns to advantages, and from a micro-batch to a summed loss.
 
-The loss is in plain sums, so that micro-batches and ranks may be added up; `summarise_policy` does
-the divisions, once, at the end of the step.
+Losses are plain sums, so micro-batches and ranks can be added up. `step_loss_denominator` gives the
+single divisor at the end of the step.
 """
 
 from collections.abc import Mapping
@@ -32,40 +32,38 @@ from streamrl.messages import FinishReason
 def derive_group_columns(
     row: Algorithm, settings: AlgorithmSettings, columns: Mapping[str, Tensor], group_ids: Tensor
 ) -> dict[str, Tensor]:
-    """What is known of whole groups before they are trained: per rollout [B] or per token [B, T].
+    """Derive the columns that need whole groups, per rollout [B] or per token [B, T].
 
-    `columns` are those of `list_derivation_columns` for all groups of the row's scope, `group_ids`
-    [B] tells them apart. Gives loss_mask bool [B, T] without what is not to be trained, advantages,
-    group_tokens [B] (tokens that count in the rollout's group) and the row's own.
+    `columns` are those of `list_derivation_columns` for all groups of the row's scope; `group_ids`
+    [B] identifies the group of each rollout. Returns loss_mask bool [B, T] without tokens that must
+    not be trained, advantages, group_tokens [B] (trained tokens in the rollout's group) and the
+    row's derived columns.
     """
     sampled = columns["loss_mask"]
-    counts = sampled
+    mask = sampled
     if settings.mask_truncated:
-        cut_off = columns["finish_reason"] == FinishReason.LENGTH.value
-        counts = sampled & ~cut_off[:, None]
-    known = _shape_rewards(settings, columns) | {"loss_mask": counts, "num_tokens": sampled.sum(-1)}
-    shapes = [(len(counts),), tuple(counts.shape)]
-    advantages = row.call_function(row.advantages, known, group_ids, settings)
+        truncated = columns["finish_reason"] == FinishReason.LENGTH.value
+        mask = sampled & ~truncated[:, None]
+    inputs = _shape_rewards(settings, columns) | {"loss_mask": mask, "num_tokens": sampled.sum(-1)}
+    shapes = [(len(mask),), tuple(mask.shape)]
+    advantages = row.call_function(row.advantages, inputs, group_ids, settings)
     validate_tensor(row, row.advantages, advantages, shapes)
     if settings.whiten_advantages:
         per_token = advantages if advantages.ndim > 1 else advantages[:, None]
-        advantages = masked_whiten(per_token.expand(counts.shape), counts)
-    result = {"loss_mask": counts, "advantages": advantages}
+        advantages = masked_whiten(per_token.expand(mask.shape), mask)
+    result = {"loss_mask": mask, "advantages": advantages}
     for name, function in row.derived.items():
-        seen = known | _expand_to_tokens(result, counts)
-        result[name] = row.call_function(function, seen, group_ids, settings)
+        derived_inputs = inputs | _expand_to_tokens(result, mask)
+        result[name] = row.call_function(function, derived_inputs, group_ids, settings)
         validate_tensor(row, function, result[name], shapes)
     _, index = torch.unique(group_ids, return_inverse=True)
-    tokens = counts.sum(-1)
+    tokens = mask.sum(-1)
     totals = tokens.new_zeros(int(index.max()) + 1).index_add(0, index, tokens)
     return result | {"group_tokens": totals[index]}
 
 
 def _shape_rewards(settings: AlgorithmSettings, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The columns with scores as the algorithm is to see them, and token_rewards [B, T].
-
-    Where there are costs, token_costs [B, T] too.
-    """
+    """Return the columns with shaped scores and token_rewards [B, T], plus token_costs if any."""
     sampled, scores = columns["loss_mask"], columns["scores"]
     if settings.overlong_buffer:
         scores = scores + soft_overlong_penalty(
@@ -78,22 +76,25 @@ def _shape_rewards(settings: AlgorithmSettings, columns: Mapping[str, Tensor]) -
     if "costs" in columns:
         shaped["token_costs"] = make_token_rewards(columns["costs"], sampled)
     if settings.kl_coef and settings.kl_in == "reward":
-        behaviour = apply_mask(columns["generator_logprobs"], sampled)
+        sampling = apply_mask(columns["generator_logprobs"], sampled)
         reference = apply_mask(columns["ref_logprobs"], sampled)
-        penalties = settings.kl_coef * kl_estimate(behaviour, reference, settings.kl_kind)
+        penalties = settings.kl_coef * kl_estimate(sampling, reference, settings.kl_kind)
         shaped["token_rewards"] = make_token_rewards(scores, sampled, penalties)
         shaped["scores"] = scores - masked_row_sum(penalties, sampled)[:, 0]
         if "costs" in columns:
-            # To lower a cost is no reason to leave the reference either.
+            # Costs are minimized, so the KL penalty is added to them.
             shaped["token_costs"] = make_token_rewards(columns["costs"], sampled, -penalties)
     return shaped
 
 
 def _expand_to_tokens(derived: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """All of it as [B, T], 0 where the mask is false."""
-    wide = {name: x if x.ndim > 1 else x[:, None].expand(mask.shape) for name, x in derived.items()}
+    """Return all columns as [B, T], 0 where the mask is false."""
+    expanded = {
+        name: x if x.ndim > 1 else x[:, None].expand(mask.shape) for name, x in derived.items()
+    }
     return {
-        name: x & mask if x.dtype == torch.bool else apply_mask(x, mask) for name, x in wide.items()
+        name: x & mask if x.dtype == torch.bool else apply_mask(x, mask)
+        for name, x in expanded.items()
     }
 
 
@@ -106,30 +107,32 @@ def policy_loss(
     entropy: Tensor,
     version: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Summed loss of a micro-batch (scalar) and sums for `summarise_policy`: token loss + KL -
-    entropy.
+    """Return the summed loss of a micro-batch (scalar) and the sums for `summarise_policy`.
 
-    `batch` holds what `derive_group_columns` gave for these rollouts, generator_logprobs [B, T],
-    and ref_logprobs [B, T] where kl_coef is not 0; proximal_logprobs [B, T] of the policy at the
-    start of the step if that is another, and near, bool [B, T], if only those are to be trained.
-    `logprobs` and `entropy` [B, T] are of the trained policy, `version` is that of the step. The
-    parts are aggregated alike, so that the whole is normalised by one number.
+    The loss is token loss + KL - entropy. All parts are aggregated alike, so a single denominator
+    normalizes the total.
+
+    `batch` contains the results of `derive_group_columns` for these rollouts and generator_logprobs
+    [B, T]. It also contains ref_logprobs [B, T] if kl_coef is not 0, proximal_logprobs [B, T] if
+    the policy at the start of the step differs from the trained one, and near, bool [B, T], if only
+    those tokens are to be trained. `logprobs` and `entropy` [B, T] are of the trained policy;
+    `version` is that of the step.
     """
-    # The mask goes on first: clamping a NaN of the padding would not make it a number.
+    # Mask first: padding may hold NaN, which clamp() keeps and whose gradient spreads.
     mask = batch["loss_mask"]
     current = apply_mask(logprobs, mask)
-    behaviour = apply_mask(batch["generator_logprobs"], mask)
+    sampling = apply_mask(batch["generator_logprobs"], mask)
     proximal = apply_mask(_proximal_logprobs(settings, batch, current.detach(), version), mask)
-    decoupled = settings.correction.proximal != "generator"
-    log_ratio = current - (proximal if decoupled else behaviour)
-    behind = proximal - behaviour
+    is_decoupled = settings.correction.proximal != "generator"
+    log_ratio = current - (proximal if is_decoupled else sampling)
+    off_policy_log_ratio = proximal - sampling
     derived = _expand_to_tokens({name: batch[name] for name in ("advantages", *row.derived)}, mask)
     tokens = TokenLossInput(log_ratio, current, derived["advantages"], mask, derived)
     losses, clipped = compute_token_losses(row, tokens, settings)
-    weights, kept = _correct_off_policy(settings, behind, mask)
+    weights, kept = _correct_off_policy(settings, off_policy_log_ratio, mask)
     if settings.correction.off_policy_threshold is not None:
         kept = kept & off_policy_sequence_mask(
-            current.detach() - behaviour,
+            current.detach() - sampling,
             derived["advantages"],
             mask,
             threshold=settings.correction.off_policy_threshold,
@@ -137,8 +140,8 @@ def policy_loss(
     if "near" in batch:
         kept = kept & batch["near"]
     counted = mask if settings.correction.count_rejected else kept
-    parts = {"policy": losses * weights, "entropy": -settings.entropy_coef * entropy}
-    sums = divergence_sums(behind, mask) | {
+    losses_by_part = {"policy": losses * weights, "entropy": -settings.entropy_coef * entropy}
+    sums = divergence_sums(off_policy_log_ratio, mask) | {
         "num_tokens": counted.sum(),
         "num_rollouts": counted.any(-1).sum(),
         "num_groups": (counted.sum(-1).double() / batch["group_tokens"].clamp(min=1)).sum(),
@@ -152,28 +155,28 @@ def policy_loss(
         kl = kl_estimate(current, apply_mask(batch["ref_logprobs"], mask), settings.kl_kind)
         sums["kl_ref_sum"] = apply_mask(kl, mask).sum()
         if settings.kl_in == "loss":
-            parts["kl"] = settings.kl_coef * kl
-    summed = {
+            losses_by_part["kl"] = settings.kl_coef * kl
+    summed_losses = {
         name: aggregate_loss_sum(
-            apply_mask(part, kept),
+            apply_mask(part_loss, kept),
             counted,
             mode=settings.loss_aggregation,
             group_tokens=batch["group_tokens"],
         )
-        for name, part in parts.items()
+        for name, part_loss in losses_by_part.items()
     }
-    loss = sum(summed.values(), start=logprobs.new_zeros(()))
-    sums |= {f"loss_{name}_sum": part for name, part in summed.items()}
+    loss = sum(summed_losses.values(), start=logprobs.new_zeros(()))
+    sums |= {f"loss_{name}_sum": part_loss for name, part_loss in summed_losses.items()}
     return loss, {name: value.detach() for name, value in sums.items()}
 
 
 def shared_value_loss(
     settings: AlgorithmSettings, batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Summed value loss of a model that is policy and critic at once, and the critic's sums.
+    """Return the summed value loss of a model that is policy and critic at once, and its sums.
 
-    As `critic_loss`, but aggregated as the policy's loss is, so that their sum is normalised by one
-    number. The sums have names of their own beside those of the policy.
+    Unlike `critic_loss`, aggregates as the policy's loss does, so a single denominator normalizes
+    both. The sums have a prefix that separates them from the policy's.
     """
     losses, sums = critic_token_losses(batch, values, clip=clip)
     loss = aggregate_loss_sum(
@@ -188,36 +191,36 @@ def shared_value_loss(
 def _proximal_logprobs(
     settings: AlgorithmSettings, batch: Mapping[str, Tensor], current: Tensor, version: int
 ) -> Tensor:
-    """Logprobs of the policy at the start of the step, or in its place, [B, T]."""
+    """Return the logprobs of the proximal policy, [B, T]."""
     if settings.correction.proximal == "interpolated":
         return interpolated_proximal(
             current, batch["generator_logprobs"], batch["policy_version"], version=version
         )
-    # Before the first update it is the policy that is trained.
+    # Before the first update of a step, the current policy is the proximal policy.
     return batch.get("proximal_logprobs", current)
 
 
 def _correct_off_policy(
-    settings: AlgorithmSettings, behind: Tensor, mask: Tensor
+    settings: AlgorithmSettings, log_ratio: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Weights [B, T] and the tokens that are kept, bool [B, T], by how far behind sampling was."""
-    chosen, weights, kept = settings.correction, torch.ones_like(behind), mask
-    if chosen.weights != NO_CORRECTION:
+    """Return importance weights [B, T] and the mask of kept tokens, bool [B, T]."""
+    correction, weights, kept = settings.correction, torch.ones_like(log_ratio), mask
+    if correction.weights != NO_CORRECTION:
         weights = importance_weights(
-            behind,
+            log_ratio,
             mask,
-            level=chosen.weights,
-            low=chosen.weight_low,
-            high=chosen.weight_high,
-            mode=chosen.weight_mode,
+            level=correction.weights,
+            low=correction.weight_low,
+            high=correction.weight_high,
+            mode=correction.weight_mode,
         )
-    if chosen.reject != NO_CORRECTION:
+    if correction.reject != NO_CORRECTION:
         kept = kept & rejection_mask(
-            behind,
+            log_ratio,
             mask,
-            kind=chosen.reject,
-            level=chosen.reject_level,
-            low=chosen.reject_low,
-            high=chosen.reject_high,
+            kind=correction.reject,
+            level=correction.reject_level,
+            low=correction.reject_low,
+            high=correction.reject_high,
         )
     return weights, kept

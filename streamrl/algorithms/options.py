@@ -1,4 +1,4 @@
-"""What the user may choose of what the functions of this room do, by name."""
+"""Names of the options that users may choose from."""
 
 ADVANTAGE_SCALES = ("std", "batch", "mean", "none")
 SINGLE_ROLLOUT_MODES = ("zero", "keep")
@@ -16,7 +16,7 @@ REJECTION_LEVELS = ("token", "sum", "mean", "max")
 
 
 def validate_aggregation(mode: str) -> None:
-    """Raise ValueError on an unknown way to add losses up."""
+    """Raise ValueError if the aggregation of losses is unknown."""
     if mode not in LOSS_AGGREGATIONS:
         raise ValueError(
             f"loss aggregation {mode!r}: must be one of {', '.join(LOSS_AGGREGATIONS)}"

@@ -1,7 +1,7 @@
-"""The algorithms, a row each: what it needs, its advantages, its token loss, its defaults.
+"""The algorithm table: each row has required columns, advantages, token loss and defaults.
 
-A new algorithm is one function or two, one row and one test. What `AlgorithmConfig` leaves at null
-is taken from the row, and what the row does not say from DEFAULTS.
+A new algorithm takes one or two functions, a row and a test. A null in `AlgorithmConfig` takes the
+row's default; a default that the row lacks comes from DEFAULT_SETTINGS.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ KL_IN_REWARD: Mapping[str, Any] = {"kl_in": "reward", "kl_kind": "k1"}
 SCORE_COLUMNS = ("scores",)
 FRACTION_LIMITS = (0.0, 1.0)
 NON_NEGATIVE_LIMITS = (0.0, math.inf)
-# What multiplies itself and is to grow must not start at 0.
+# Parameters with multiplicative updates stay 0 forever if they start at 0.
 POSITIVE_LIMITS = (1e-6, math.inf)
 GRPO = Algorithm(
     name="grpo",
@@ -41,7 +41,7 @@ GRPO = Algorithm(
 
 
 def variant(name: str, paper: str, base: Algorithm = GRPO, **changes: Any) -> Algorithm:
-    """A row that is another one but for what is said; defaults are added to those of `base`."""
+    """Return a copy of `base` with changes; `defaults` are merged into those of `base`."""
     defaults = {**base.defaults, **changes.pop("defaults", {})}
     return dataclasses.replace(base, name=name, paper=paper, defaults=defaults, **changes)
 
@@ -142,7 +142,8 @@ ALGORITHM_SPECS = (
         "rloo",
         "Ahmadian et al. 2024, RLOO, arXiv:2402.14740",
         advantages=functions.leave_one_out,
-        # On-policy PPO's loss has the gradient of REINFORCE, the paper's; off-policy it is safe.
+        # The paper uses REINFORCE. PPO's loss has the same gradient on-policy and stays bounded
+        # off-policy.
         defaults={
             "loss_aggregation": "seq-mean-token-sum",
             "advantage_scale": "none",

@@ -1,4 +1,4 @@
-"""Layouts of a model over ranks, and what has to move from one to another."""
+"""Resharding: layouts of a model over ranks, and plans that move tensors between layouts."""
 
 from streamrl.resharding.boxes import TensorBox
 from streamrl.resharding.byte_report import BytesReport, NodeTopology, RankBytes, compute_table_2

@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned regions of a tensor, half open, and what can be asked of two of them."""
+"""Boxes: axis-aligned, half-open regions of a tensor, with their set operations."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator
@@ -9,9 +9,9 @@ from operator import add
 
 @dataclass(frozen=True, order=True)
 class TensorBox:
-    """The elements with start[i] <= index[i] < stop[i] in every dimension i; never empty.
+    """Elements with start[i] <= index[i] < stop[i] in every dimension i; never empty.
 
-    A scalar tensor has one box, with no dimensions.
+    A scalar tensor has a single box, without dimensions.
     """
 
     start: tuple[int, ...]
@@ -25,7 +25,7 @@ class TensorBox:
 
     @classmethod
     def from_shape(cls, shape: tuple[int, ...]) -> "TensorBox":
-        """All of a tensor of that shape, which has at least one element."""
+        """Return the box of a whole tensor, which must have at least one element."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -35,21 +35,19 @@ class TensorBox:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements in every dimension."""
         return tuple(high - low for low, high in self.dim_ranges)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What picks the box out of the whole tensor."""
+        """Index that selects the box from the whole tensor."""
         return tuple(slice(low, high) for low, high in self.dim_ranges)
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def intersect(self, other: "TensorBox") -> "TensorBox | None":
-        """What both have, or None."""
+        """Return the elements in both boxes, or None."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(low >= high for low, high in zip(start, stop, strict=True)):
@@ -57,85 +55,90 @@ class TensorBox:
         return TensorBox(start, stop)
 
     def subtract_box(self, other: "TensorBox") -> list["TensorBox"]:
-        """Disjoint boxes that are what this one has and the other has not."""
+        """Return disjoint boxes that cover this box without `other`.
+
+        At most two boxes per dimension: below and above the intersection in dimension 0, then
+        within the intersection's range of dimension 0 below and above in dimension 1, and so on.
+        """
         common = self.intersect(other)
         if common is None:
             return [self]
-        left = []
+        remainder = []
         start, stop = list(self.start), list(self.stop)
         for i, (low, high) in enumerate(common.dim_ranges):
             if start[i] < low:
-                left.append(TensorBox(tuple(start), (*stop[:i], low, *stop[i + 1 :])))
+                remainder.append(TensorBox(tuple(start), (*stop[:i], low, *stop[i + 1 :])))
             if high < stop[i]:
-                left.append(TensorBox((*start[:i], high, *start[i + 1 :]), tuple(stop)))
+                remainder.append(TensorBox((*start[:i], high, *start[i + 1 :]), tuple(stop)))
             start[i], stop[i] = low, high
-        return left
+        return remainder
 
     def narrow(self, dim: int, start: int, stop: int) -> "TensorBox":
-        """The same box with other limits, counted within the tensor, in one dimension."""
+        """Return the box with other limits, in tensor coordinates, in a single dimension."""
         return TensorBox(
             (*self.start[:dim], start, *self.start[dim + 1 :]),
             (*self.stop[:dim], stop, *self.stop[dim + 1 :]),
         )
 
     def iter_flat_range(self, start: int, stop: int) -> Iterator["TensorBox"]:
-        """Its elements start to stop in row-major order, as boxes in that order."""
+        """Yield boxes that cover the box's elements `start` to `stop`, in row-major order."""
         if start == 0 and stop == self.numel:
             yield self
             return
-        for part in iter_flat_boxes(self.shape, start, stop):
+        for box in iter_flat_boxes(self.shape, start, stop):
             yield TensorBox(
-                tuple(map(add, part.start, self.start)), tuple(map(add, part.stop, self.start))
+                tuple(map(add, box.start, self.start)), tuple(map(add, box.stop, self.start))
             )
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{low}:{high}" for low, high in self.dim_ranges) + "]"
 
 
-def subtract_boxes(of: Iterable[TensorBox], taken: Iterable[TensorBox]) -> list[TensorBox]:
-    """Disjoint boxes that are what the disjoint `of` have and none of `taken` has."""
-    left = list(of)
-    for other in taken:
-        left = [rest for box in left for rest in box.subtract_box(other)]
-    return left
+def subtract_boxes(boxes: Iterable[TensorBox], removed: Iterable[TensorBox]) -> list[TensorBox]:
+    """Return disjoint boxes that cover the disjoint `boxes` without any of `removed`."""
+    remainder = list(boxes)
+    for removed_box in removed:
+        remainder = [piece for box in remainder for piece in box.subtract_box(removed_box)]
+    return remainder
 
 
 def is_nested(inner: Iterable[TensorBox], outer: Collection[TensorBox]) -> bool:
-    """Whether each of the inner boxes lies within one of the outer ones."""
+    """Return True if each inner box lies within a single outer box."""
     return all(any(box.intersect(other) == box for other in outer) for box in inner)
 
 
 def count_elements(boxes: Iterable[TensorBox]) -> int:
-    """Elements in disjoint boxes."""
+    """Return the number of elements in disjoint boxes."""
     return sum(box.numel for box in boxes)
 
 
 def count_union_elements(boxes: Iterable[TensorBox]) -> int:
-    """Elements that at least one of the boxes has; they may overlap."""
-    seen: list[TensorBox] = []
+    """Return the number of elements in at least one of the boxes, which may overlap."""
+    disjoint: list[TensorBox] = []
     for box in boxes:
-        seen.extend(subtract_boxes([box], seen))
-    return count_elements(seen)
+        disjoint.extend(subtract_boxes([box], disjoint))
+    return count_elements(disjoint)
 
 
 def iter_flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorBox]:
-    """Elements start to stop of a tensor in row-major order, as boxes in that order.
+    """Yield boxes that cover a tensor's elements `start` to `stop`, in row-major order.
 
-    A matrix needs at most three: the rest of a row, whole rows, and the beginning of one.
+    A matrix needs at most three: the rest of a row, whole rows, and the beginning of a row.
+    Elements 3 to 14 of a 4 x 5 matrix are [0:1, 3:5], [1:2, 0:5] and [2:3, 0:4].
     """
     if not shape:
         if start < stop:
             yield TensorBox((), ())
         return
-    row = math.prod(shape[1:])
+    row_numel = math.prod(shape[1:])
     while start < stop:
-        index, within = divmod(start, row)
-        whole = (stop - start) // row
-        if within == 0 and whole:
-            yield TensorBox((index, *(0,) * (len(shape) - 1)), (index + whole, *shape[1:]))
-            start += whole * row
+        row, offset = divmod(start, row_numel)
+        num_whole_rows = (stop - start) // row_numel
+        if offset == 0 and num_whole_rows:
+            yield TensorBox((row, *(0,) * (len(shape) - 1)), (row + num_whole_rows, *shape[1:]))
+            start += num_whole_rows * row_numel
             continue
-        end = min(stop, (index + 1) * row)
-        for box in iter_flat_boxes(shape[1:], within, within + end - start):
-            yield TensorBox((index, *box.start), (index + 1, *box.stop))
+        end = min(stop, (row + 1) * row_numel)
+        for box in iter_flat_boxes(shape[1:], offset, offset + end - start):
+            yield TensorBox((row, *box.start), (row + 1, *box.stop))
         start = end

@@ -1,4 +1,4 @@
-"""Cutting a plan into rounds, so that what is under way at once stays bounded."""
+"""Splits a plan into rounds, so that the bytes in flight stay bounded."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,18 +8,18 @@ from itertools import accumulate
 from streamrl.resharding.boxes import TensorBox
 from streamrl.resharding.plans import BoxCopy, NamedBox
 
-#: Without a bound everything goes in one round.
+#: Everything goes in a single round.
 UNBOUNDED_BYTES = 1 << 62
 
 
 def split_box(box: TensorBox, max_numel: int) -> Iterator[TensorBox]:
-    """Disjoint boxes of at most `max_numel` elements that make up `box`, in row-major order."""
+    """Yield disjoint boxes of at most `max_numel` elements that cover `box`, in row-major order."""
     if box.numel <= max_numel:
         yield box
         return
     dim = next(i for i, size in enumerate(box.shape) if size > 1)
-    row = box.numel // box.shape[dim]
-    step = max(1, max_numel // row)
+    row_numel = box.numel // box.shape[dim]
+    step = max(1, max_numel // row_numel)
     for start in range(box.start[dim], box.stop[dim], step):
         stop = min(start + step, box.stop[dim])
         yield from split_box(box.narrow(dim, start, stop), max_numel)
@@ -28,44 +28,53 @@ def split_box(box: TensorBox, max_numel: int) -> Iterator[TensorBox]:
 def plan_copy_rounds(
     copies: Iterable[BoxCopy], itemsizes: Mapping[str, int], bucket_bytes: int
 ) -> list[list[BoxCopy]]:
-    """The copies between ranks, in rounds: none sends or receives more than `bucket_bytes` in one.
+    """Divide the copies between ranks into rounds of at most a bucket per rank and direction.
 
-    Copies that are larger are cut. bucket_bytes: at least the largest itemsize.
+    First fit: each copy goes to the first round with space at both its ends. Larger copies are
+    split. bucket_bytes: at least the largest itemsize.
     """
     rounds: list[list[BoxCopy]] = []
     sent: dict[tuple[int, int], int] = defaultdict(int)
     received: dict[tuple[int, int], int] = defaultdict(int)
-    # The first round in which a rank may still have room.
-    opens: dict[tuple[str, int], int] = defaultdict(int)
+    # First round with space for a rank, by direction; earlier rounds need no search.
+    first_open_round: dict[tuple[str, int], int] = defaultdict(int)
     for copy in copies:
         if copy.source == copy.destination:
             continue
-        tensor, whole = copy.named_box
+        tensor, copy_box = copy.named_box
         itemsize = itemsizes[tensor]
-        for box in split_box(whole, max(1, bucket_bytes // itemsize)):
-            size = box.numel * itemsize
-            at = max(opens["from", copy.source], opens["to", copy.destination])
-            while max(sent[at, copy.source], received[at, copy.destination]) + size > bucket_bytes:
-                at += 1
-            sent[at, copy.source] += size
-            received[at, copy.destination] += size
-            for side, rank, used in (
+        for box in split_box(copy_box, max(1, bucket_bytes // itemsize)):
+            num_bytes = box.numel * itemsize
+            index = max(
+                first_open_round["from", copy.source], first_open_round["to", copy.destination]
+            )
+            while (
+                max(sent[index, copy.source], received[index, copy.destination]) + num_bytes
+                > bucket_bytes
+            ):
+                index += 1
+            sent[index, copy.source] += num_bytes
+            received[index, copy.destination] += num_bytes
+            for side, rank, used_bytes in (
                 ("from", copy.source, sent),
                 ("to", copy.destination, received),
             ):
-                while used[opens[side, rank], rank] >= bucket_bytes:
-                    opens[side, rank] += 1
-            while len(rounds) <= at:
+                while used_bytes[first_open_round[side, rank], rank] >= bucket_bytes:
+                    first_open_round[side, rank] += 1
+            while len(rounds) <= index:
                 rounds.append([])
-            rounds[at].append(copy if box is whole else replace(copy, named_box=(tensor, box)))
+            rounds[index].append(
+                copy if box is copy_box else replace(copy, named_box=(tensor, box))
+            )
     return rounds
 
 
 @dataclass(frozen=True)
 class GatherRound:
-    """What each rank of a group gives in one round, how many bytes, and where they go in a buffer.
+    """Contributions of every rank of a group to a round, with their sizes and offsets in a buffer.
 
-    Where all give as much (`is_even`) it is an all-gather, else a broadcast from each that gives.
+    If all contributions have the same size (`is_even`) the round is an all-gather, otherwise a
+    broadcast from each contributing rank.
     """
 
     contributions: tuple[tuple[NamedBox, ...], ...]
@@ -75,59 +84,62 @@ class GatherRound:
 
     @property
     def buffer_bytes(self) -> int:
-        """What a rank needs for all of it, and for its own besides where it is an all-gather."""
+        """Size of a rank's buffer: the result, and in an all-gather also its own contribution."""
         return self.buffer_offsets[-1] + self.contribution_bytes[-1] * (1 + self.is_even)
 
 
 def plan_gather_rounds(
-    gives: Sequence[Sequence[NamedBox]], itemsizes: Mapping[str, int], bucket_bytes: int
+    contributions: Sequence[Sequence[NamedBox]], itemsizes: Mapping[str, int], bucket_bytes: int
 ) -> list[GatherRound]:
-    """Rounds of at most a bucket in which the ranks of a group give each other what they have.
+    """Return rounds of at most a bucket in which the ranks of a group exchange their contributions.
 
-    They are even as long as all have something left; nothing is given to fill one up.
-    bucket_bytes: at least the widest element of each rank.
+    Rounds are even while every rank has bytes left; there is no padding. Example for 2 ranks with
+    10 and 6 bytes in buckets of 8: rounds (4, 4), (2, 2) are all-gathers, (4, 0) is a broadcast.
+    bucket_bytes: at least the widest element per rank.
     """
     widest = max(itemsizes.values())
-    streams = [_BoxStream(given, itemsizes) for given in gives]
-    even = min(stream.remaining_bytes for stream in streams) // widest * widest
+    streams = [_BoxStream(boxes, itemsizes) for boxes in contributions]
+    even_bytes = min(stream.remaining_bytes for stream in streams) // widest * widest
     rounds = []
-    while giving := sum(stream.remaining_bytes > 0 for stream in streams):
-        each = bucket_bytes // (len(streams) if even else giving) // widest * widest
-        size = min(each, even) if even else each
-        left = [stream.remaining_bytes for stream in streams]
-        given = tuple(stream.take_bytes(size) for stream in streams)
+    while num_senders := sum(stream.remaining_bytes > 0 for stream in streams):
+        num_shares = len(streams) if even_bytes else num_senders
+        share = bucket_bytes // num_shares // widest * widest
+        size = min(share, even_bytes) if even_bytes else share
+        before = [stream.remaining_bytes for stream in streams]
+        boxes_by_rank = tuple(stream.take_bytes(size) for stream in streams)
         sizes = tuple(
-            was - stream.remaining_bytes for was, stream in zip(left, streams, strict=True)
+            num_bytes - stream.remaining_bytes
+            for num_bytes, stream in zip(before, streams, strict=True)
         )
-        # Each parcel begins where its widest elements can be viewed.
-        starts = accumulate((-(-taken // widest) * widest for taken in sizes[:-1]), initial=0)
-        rounds.append(GatherRound(given, sizes, tuple(starts), is_even=even > 0))
-        even -= size if even else 0
+        # Align every contribution to the widest element, so that torch can view it in place.
+        starts = accumulate((-(-size // widest) * widest for size in sizes[:-1]), initial=0)
+        rounds.append(GatherRound(boxes_by_rank, sizes, tuple(starts), is_even=even_bytes > 0))
+        even_bytes -= size if even_bytes else 0
     return rounds
 
 
 class _BoxStream:
-    """Gifts in turn, of which so many bytes can be taken; num_bytes: what is left.
+    """Queue of boxes from which a given number of bytes can be taken.
 
-    Wider elements come first, and all widths are powers of two: a multiple of the widest never ends
-    within an element.
+    Wider elements come first and all itemsizes are powers of two, so a multiple of the widest
+    itemsize never ends within an element.
     """
 
-    def __init__(self, gifts: Sequence[NamedBox], itemsizes: Mapping[str, int]) -> None:
-        self._pending_boxes = deque(sorted(gifts, key=lambda gift: -itemsizes[gift[0]]))
+    def __init__(self, boxes: Sequence[NamedBox], itemsizes: Mapping[str, int]) -> None:
+        self._pending_boxes = deque(sorted(boxes, key=lambda named_box: -itemsizes[named_box[0]]))
         self._itemsizes = itemsizes
-        self.remaining_bytes = sum(box.numel * itemsizes[tensor] for tensor, box in gifts)
+        self.remaining_bytes = sum(box.numel * itemsizes[tensor] for tensor, box in boxes)
 
     def take_bytes(self, num_bytes: int) -> tuple[NamedBox, ...]:
-        """The next of them, cut where the last one is too large."""
-        taken: list[NamedBox] = []
-        room = min(num_bytes, self.remaining_bytes)
-        self.remaining_bytes -= room
-        while room:
+        """Remove and return the next boxes, splitting the last box if it is too large."""
+        boxes: list[NamedBox] = []
+        num_left = min(num_bytes, self.remaining_bytes)
+        self.remaining_bytes -= num_left
+        while num_left:
             tensor, box = self._pending_boxes.popleft()
-            stop = min(box.numel, room // self._itemsizes[tensor])
-            taken.extend((tensor, part) for part in box.iter_flat_range(0, stop))
-            rest = [(tensor, part) for part in box.iter_flat_range(stop, box.numel)]
-            self._pending_boxes.extendleft(reversed(rest))
-            room -= stop * self._itemsizes[tensor]
-        return tuple(taken)
+            stop = min(box.numel, num_left // self._itemsizes[tensor])
+            boxes.extend((tensor, piece) for piece in box.iter_flat_range(0, stop))
+            rest_boxes = [(tensor, piece) for piece in box.iter_flat_range(stop, box.numel)]
+            self._pending_boxes.extendleft(reversed(rest_boxes))
+            num_left -= stop * self._itemsizes[tensor]
+        return tuple(boxes)

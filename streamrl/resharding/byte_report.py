@@ -1,17 +1,17 @@
-"""What a plan moves and holds, in bytes: for every rank, over which link, and at its peak."""
+"""Bytes that a plan moves and holds: per rank, by link, and at its peak."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-#: What may lie between two ranks: one rank's own memory, a node's, or the network.
+#: Links between two ranks: the same rank's memory, the node, or the network.
 LINK_KINDS = ("local", "node", "network")
 
 
 @dataclass(frozen=True)
 class NodeTopology:
-    """Consecutive ranks share a node, so many on each."""
+    """Nodes of `ranks_per_node` consecutive ranks."""
 
     ranks_per_node: int = 8
 
@@ -20,25 +20,24 @@ class NodeTopology:
             raise ValueError(f"{self.ranks_per_node} ranks per node: must be at least 1")
 
     def get_node(self, rank: int) -> int:
-        """The node a rank is on."""
         return rank // self.ranks_per_node
 
-    def get_link(self, one: int, other: int) -> str:
-        """Which of LINKS lies between two ranks."""
-        if one == other:
+    def get_link(self, rank: int, other_rank: int) -> str:
+        """Return the link between two ranks, one of LINK_KINDS."""
+        if rank == other_rank:
             return "local"
-        return "node" if self.get_node(one) == self.get_node(other) else "network"
+        return "node" if self.get_node(rank) == self.get_node(other_rank) else "network"
 
 
 @dataclass
 class RankBytes:
-    """One rank's share of a plan, in bytes.
+    """A rank's share of a plan, in bytes.
 
-    received, sent: by link; `local` is what stays where it is, in both. peak: of the model at once,
-    each element once, where all of it moves in one piece: the paper's. redundant: what training
-    keeps beside the generation weights because it does not lie inside them. memory: what both
-    layouts take, tensor by tensor in one memory where the one's lies inside the other's; an
-    executor's buffers come on top.
+    received_by_link, sent_by_link: `local` counts data that stays in place, in both. peak_bytes:
+    model bytes held at once, each element once, if everything moves in one piece (as in the paper).
+    redundant_bytes: training weights that do not lie inside the generation weights and are kept
+    beside them. memory_bytes: both layouts, sharing memory for tensors that are nested; an
+    executor's buffers are extra.
     """
 
     received_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
@@ -49,36 +48,36 @@ class RankBytes:
 
     @property
     def received_bytes(self) -> int:
-        """What comes from other ranks."""
+        """Bytes received from other ranks."""
         return self.received_by_link["node"] + self.received_by_link["network"]
 
     @property
     def sent_bytes(self) -> int:
-        """What goes to other ranks, once for each of them."""
+        """Bytes sent to other ranks, counted per receiver."""
         return self.sent_by_link["node"] + self.sent_by_link["network"]
 
 
 @dataclass(frozen=True)
 class BytesReport:
-    """The bytes of a plan: of the whole model (M) and of every rank."""
+    """Bytes of a plan: of the whole model (M) and of every rank."""
 
     model_bytes: int
     rank_bytes: Mapping[int, RankBytes]
 
     def received_fraction(self, rank: int) -> Fraction:
-        """What a rank receives, as a fraction of M."""
+        """Return the bytes that a rank receives, as a fraction of M."""
         return Fraction(self.rank_bytes[rank].received_bytes, self.model_bytes)
 
     def peak_fraction(self, rank: int) -> Fraction:
-        """What a rank holds of the model at once, as a fraction of M."""
+        """Return a rank's peak bytes as a fraction of M."""
         return Fraction(self.rank_bytes[rank].peak_bytes, self.model_bytes)
 
     def redundant_fraction(self, rank: int) -> Fraction:
-        """What a rank keeps twice, as a fraction of M."""
+        """Return a rank's redundant bytes as a fraction of M."""
         return Fraction(self.rank_bytes[rank].redundant_bytes, self.model_bytes)
 
     def count_link_bytes(self, link: str) -> int:
-        """What all ranks together receive over a link."""
+        """Return the bytes that all ranks receive over a link."""
         return sum(rank.received_by_link[link] for rank in self.rank_bytes.values())
 
 
@@ -86,35 +85,44 @@ def count_transfers(
     ranks: Mapping[int, RankBytes],
     cluster: NodeTopology,
     amounts: Mapping[int, int],
-    takers: Collection[int],
+    receivers: Collection[int],
 ) -> None:
-    """Count that each of the takers gets so many bytes from each giver, itself perhaps among them.
+    """Add a transfer from every source to every receiver; `amounts` maps sources to bytes.
 
-    Takes a step for each giver and each taker, not for each two of them.
+    A source may be a receiver too. Takes O(sources + receivers) steps, not their product.
     """
-    nodes = Counter(cluster.get_node(rank) for rank in takers)
-    from_node: Counter[int] = Counter()
-    for giver, amount in amounts.items():
-        node = cluster.get_node(giver)
-        from_node[node] += amount
-        own = int(giver in takers)
+    receivers_by_node = Counter(cluster.get_node(rank) for rank in receivers)
+    bytes_by_node: Counter[int] = Counter()
+    for source, amount in amounts.items():
+        node = cluster.get_node(source)
+        bytes_by_node[node] += amount
+        num_local = int(source in receivers)
+        num_near = receivers_by_node[node]
         _add_link_bytes(
-            ranks[giver].sent_by_link, amount, (own, nodes[node] - own, len(takers) - nodes[node])
+            ranks[source].sent_by_link,
+            amount,
+            (num_local, num_near - num_local, len(receivers) - num_near),
         )
-    everything = from_node.total()
-    for taker in takers:
-        own, near = amounts.get(taker, 0), from_node[cluster.get_node(taker)]
-        _add_link_bytes(ranks[taker].received_by_link, 1, (own, near - own, everything - near))
+    total_bytes = bytes_by_node.total()
+    for receiver in receivers:
+        num_local, node_bytes = amounts.get(receiver, 0), bytes_by_node[cluster.get_node(receiver)]
+        _add_link_bytes(
+            ranks[receiver].received_by_link,
+            1,
+            (num_local, node_bytes - num_local, total_bytes - node_bytes),
+        )
 
 
-def _add_link_bytes(counts: dict[str, int], num_bytes: int, times: tuple[int, int, int]) -> None:
-    for link, often in zip(LINK_KINDS, times, strict=True):
-        counts[link] += num_bytes * often
+def _add_link_bytes(
+    bytes_by_link: dict[str, int], num_bytes: int, counts_by_link: tuple[int, int, int]
+) -> None:
+    for link, count in zip(LINK_KINDS, counts_by_link, strict=True):
+        bytes_by_link[link] += num_bytes * count
 
 
 @dataclass(frozen=True)
 class ExpectedFractions:
-    """One column of Table 2 of arXiv:2409.19256, per rank, as fractions of M."""
+    """A column of Table 2 of arXiv:2409.19256, per rank, as fractions of M."""
 
     received: Fraction
     peak: Fraction
@@ -124,10 +132,10 @@ class ExpectedFractions:
 def compute_table_2(
     stages: int, tensor: int, replicas: int, *, serving_stages: int, serving_tensor: int
 ) -> dict[str, ExpectedFractions]:
-    """What each scheme costs for a model that divides evenly.
+    """Return the cost of each scheme for a model that divides evenly (Table 2 of arXiv:2409.19256).
 
-    full_gather is DeepSpeed-Chat's, vanilla HybridFlow-V's; `redundant` of vanilla is that of a
-    rank whose two shards have nothing in common.
+    full_gather is DeepSpeed-Chat's, vanilla HybridFlow-V's. `redundant` of vanilla applies to a
+    rank whose training and generation shards are disjoint.
     """
     model_ranks = stages * tensor
     world = model_ranks * replicas

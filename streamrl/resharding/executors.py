@@ -1,8 +1,8 @@
-"""Carrying out a plan over torch.distributed: point to point, or by gathers within groups.
+"""Executors: carry out a plan over torch.distributed, point to point or by gathers within groups.
 
-An executor is made once for a plan, by every rank of the default process group, and run at every
-switch. Bytes travel as they are, whatever their dtype, so the result is bit-exact. A target holds
-no version from the first byte that is moved until the last one is there.
+Every rank of the default process group creates the executor once per plan and runs it at every
+switch. Bytes travel unchanged, whatever their dtype, so the result is bit-exact. The target has no
+version from the first moved byte until the last.
 """
 
 import time
@@ -28,17 +28,16 @@ from streamrl.resharding.packed_boxes import BoxPacker
 from streamrl.resharding.plans import CopyPlan, GatherPlan, NamedBox, plan_copies, plan_gather
 from streamrl.resharding.storage import ShardStorage, count_memory_bytes, narrow_view
 
-NO_VERSION = -1
-"""What a rank says that holds none of the source."""
+NO_VERSION = -1  # sent by ranks without a source version
 
 
 @dataclass(frozen=True)
 class ReshardingStats:
-    """What one rank moved in one run, measured.
+    """Measured transfers of a rank in one run.
 
-    received_bytes, sent_bytes: from and to other ranks, each byte once for each rank it reaches.
-    copied_bytes: within this rank's memory. peak_bytes: the buffers of
-    source and target and what was under way. rounds: how often it waited for others.
+    received_bytes, sent_bytes: from and to other ranks, counted per receiver. copied_bytes: within
+    this rank's memory. peak_bytes: source and target buffers plus staging. rounds: number of waits
+    for other ranks.
     """
 
     version: int
@@ -66,9 +65,9 @@ class _TransferCounts:
 
 
 class ReshardingExecutor(ABC):
-    """Moves a version of the weights from one layout's storage into another's.
+    """Moves a version of the weights from the storage of one layout into that of another.
 
-    buffer_bytes: what is under way at once on this rank, beside the memory of both.
+    buffer_bytes: staging memory of this rank, in addition to source and target.
     """
 
     buffer_bytes: int
@@ -80,12 +79,12 @@ class ReshardingExecutor(ABC):
         self._packer = BoxPacker({spec.name: spec.itemsize for spec in plan.target.model.tensors})
 
     def run(self, source: ShardStorage, target: ShardStorage) -> ReshardingStats:
-        """Fill `target` with what `source` holds; every rank of the process group calls it.
+        """Fill `target` from `source`; every rank of the process group must call it.
 
-        Raises WeightsError if ranks hold different versions or none, or one does not answer within
-        timeout_s.
+        Raises WeightsError if ranks hold different versions or none, or a rank does not respond
+        within timeout_s.
         """
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         version = self._agree_on_version(source)
         target.version = None
         counts = _TransferCounts()
@@ -98,47 +97,49 @@ class ReshardingExecutor(ABC):
             copied_bytes=counts.copied_bytes,
             peak_bytes=count_memory_bytes(source, target) + counts.peak_staging_bytes,
             rounds=counts.num_rounds,
-            seconds=time.perf_counter() - begun,
+            seconds=time.perf_counter() - start_s,
         )
 
     @abstractmethod
     def _move_weights(
         self, source: ShardStorage, target: ShardStorage, counts: _TransferCounts
     ) -> None:
-        """Move all of it, and count."""
+        """Move all weights and add up `counts`."""
 
     def _agree_on_version(self, source: ShardStorage) -> int:
         version = NO_VERSION if source.version is None else source.version
-        mine = torch.tensor([version], device=get_collective_device())
-        said = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        everyone = range(dist.get_world_size())
-        self._wait_for_work(dist.all_gather(said, mine, async_op=True), everyone, "their version")
+        own_version = torch.tensor([version], device=get_collective_device())
+        all_versions = [torch.empty_like(own_version) for _ in range(dist.get_world_size())]
+        ranks = range(dist.get_world_size())
+        self._wait_for_work(
+            dist.all_gather(all_versions, own_version, async_op=True), ranks, "their version"
+        )
         versions = {
             rank: int(version.item())
-            for rank, version in enumerate(said)
+            for rank, version in enumerate(all_versions)
             if rank in self._source_ranks
         }
         if len(set(versions.values())) != 1 or NO_VERSION in versions.values():
-            held = ", ".join(f"rank {rank}: {held}" for rank, held in versions.items())
-            raise WeightsError(f"resharding: the ranks do not hold one version ({held})")
+            listing = ", ".join(f"rank {rank}: {version}" for rank, version in versions.items())
+            raise WeightsError(f"resharding: the ranks hold different versions ({listing})")
         return next(iter(versions.values()))
 
-    def _wait_for_work(self, work: dist.Work, ranks: Sequence[int], what: str) -> None:
-        begun = time.monotonic()
+    def _wait_for_work(self, work: dist.Work, ranks: Sequence[int], payload: str) -> None:
+        start_s = time.monotonic()
         try:
             work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             others = [rank for rank in ranks if rank != self._rank]
             raise WeightsError(
-                f"resharding: rank {self._rank} waited {time.monotonic() - begun:.1f} of"
-                f" {self._timeout_s:g} s for {what} from ranks {others}: {error}"
+                f"resharding: rank {self._rank} waited {time.monotonic() - start_s:.1f} of"
+                f" {self._timeout_s:g} s for {payload} from ranks {others}: {error}"
             ) from error
 
 
 class PointToPointExecutor(ReshardingExecutor):
-    """Sends every box of a CopyPlan from the rank that has it to the one that needs it.
+    """Sends every box of a CopyPlan from its sender to its receiver.
 
-    bucket_bytes: what a rank sends, and what it receives, in one round, at most.
+    bucket_bytes: limit of the bytes that a rank sends, and that it receives, in a round.
     """
 
     def __init__(
@@ -161,8 +162,11 @@ class PointToPointExecutor(ReshardingExecutor):
                 self._rounds.append((sends, receives))
         self.buffer_bytes = max(
             (
-                sum(self._packer.count_bytes(gifts) for gifts in (*out.values(), *into.values()))
-                for out, into in self._rounds
+                sum(
+                    self._packer.count_bytes(boxes)
+                    for boxes in (*sends.values(), *receives.values())
+                )
+                for sends, receives in self._rounds
             ),
             default=0,
         )
@@ -175,100 +179,114 @@ class PointToPointExecutor(ReshardingExecutor):
                 target.get_view(tensor, box), source.get_view(tensor, box)
             )
         for sends, receives in self._rounds:
-            out = {peer: self._packer.create_packed(source, gifts) for peer, gifts in sends.items()}
-            into = {
-                peer: torch.empty(
-                    self._packer.count_bytes(gifts), dtype=torch.uint8, device=target.device
-                )
-                for peer, gifts in receives.items()
+            send_buffers = {
+                peer: self._packer.create_packed(source, boxes) for peer, boxes in sends.items()
             }
-            operations = [dist.P2POp(dist.isend, parcel, peer) for peer, parcel in out.items()]
-            operations += [dist.P2POp(dist.irecv, parcel, peer) for peer, parcel in into.items()]
+            receive_buffers = {
+                peer: torch.empty(
+                    self._packer.count_bytes(boxes), dtype=torch.uint8, device=target.device
+                )
+                for peer, boxes in receives.items()
+            }
+            operations = [
+                dist.P2POp(dist.isend, buffer, peer) for peer, buffer in send_buffers.items()
+            ]
+            operations += [
+                dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in receive_buffers.items()
+            ]
             for work in dist.batch_isend_irecv(operations):
-                self._wait_for_work(work, sorted({*out, *into}), "weights")
-            for peer, parcel in into.items():
-                self._packer.unpack_boxes(parcel, receives[peer], target)
-            sent = sum(parcel.nbytes for parcel in out.values())
-            received = sum(parcel.nbytes for parcel in into.values())
+                self._wait_for_work(work, sorted({*send_buffers, *receive_buffers}), "weights")
+            for peer, buffer in receive_buffers.items():
+                self._packer.unpack_boxes(buffer, receives[peer], target)
+            sent = sum(buffer.nbytes for buffer in send_buffers.values())
+            received = sum(buffer.nbytes for buffer in receive_buffers.values())
             counts.add_round(received=received, sent=sent, staging=sent + received)
 
-    def _group_by_peer(self, gifts: Iterable[tuple[int, NamedBox]]) -> dict[int, list[NamedBox]]:
-        found: dict[int, list[NamedBox]] = {}
-        for peer, gift in gifts:
-            found.setdefault(peer, []).append(gift)
-        return {peer: self._packer.sort_boxes(for_peer) for peer, for_peer in found.items()}
+    def _group_by_peer(
+        self, transfers: Iterable[tuple[int, NamedBox]]
+    ) -> dict[int, list[NamedBox]]:
+        boxes_by_peer: dict[int, list[NamedBox]] = {}
+        for peer, box in transfers:
+            boxes_by_peer.setdefault(peer, []).append(box)
+        return {peer: self._packer.sort_boxes(boxes) for peer, boxes in boxes_by_peer.items()}
 
 
 class GroupGatherExecutor(ReshardingExecutor):
-    """Gathers within the groups of a GatherPlan; each rank keeps what it needs.
+    """Gathers within the groups of a GatherPlan; each rank keeps the data it needs.
 
-    All-gathers as long as all ranks of a group have something left to give, and then broadcasts
-    from those that have: no byte is moved for padding.
+    Uses all-gathers while every rank of a group has data left, then broadcasts from the remaining
+    ranks, so no padding is sent.
 
     With micro-DP groups this is HybridFlow's zero-redundancy transition, with the ranks of a model
-    replica HybridFlow-V's, and with one group of all ranks DeepSpeed-Chat's full gather. Groups go
-    side by side. bucket_bytes: what the ranks of a group give in one round, together.
+    replica HybridFlow-V's, and with a single group of all ranks DeepSpeed-Chat's full gather.
+    Groups run concurrently. bucket_bytes: limit of a round's contributions from all ranks of a
+    group together.
     """
 
     def __init__(
         self, plan: GatherPlan, *, bucket_bytes: int = UNBOUNDED_BYTES, timeout_s: float = 60.0
     ) -> None:
         super().__init__(plan, timeout_s=timeout_s)
-        most = max(map(len, plan.groups), default=1)
-        limit = validate_bucket_bytes(bucket_bytes, self._packer.itemsizes, ranks=most)
+        max_group_size = max(map(len, plan.groups), default=1)
+        limit = validate_bucket_bytes(bucket_bytes, self._packer.itemsizes, ranks=max_group_size)
         self._group_ranks: tuple[int, ...] = ()
         for group in plan.groups:
-            made = dist.new_group(list(group), timeout=timedelta(seconds=timeout_s))
+            process_group = dist.new_group(list(group), timeout=timedelta(seconds=timeout_s))
             if self._rank in group:
-                self._group_ranks, self._group = group, made
-        gives = [plan.contributions[rank] for rank in self._group_ranks]
+                self._group_ranks, self._group = group, process_group
+        contributions = [plan.contributions[rank] for rank in self._group_ranks]
         self._rounds: list[GatherRound] = []
         if len(self._group_ranks) > 1:
-            self._rounds = plan_gather_rounds(gives, self._packer.itemsizes, limit)
-        self.buffer_bytes = max((step.buffer_bytes for step in self._rounds), default=0)
+            self._rounds = plan_gather_rounds(contributions, self._packer.itemsizes, limit)
+        self.buffer_bytes = max((round_.buffer_bytes for round_ in self._rounds), default=0)
 
     def _move_weights(
         self, source: ShardStorage, target: ShardStorage, counts: _TransferCounts
     ) -> None:
-        for tensor, held, view in source:
-            for wanted, place in target.get_pieces(tensor):
-                if common := held.intersect(wanted):
+        for tensor, source_box, view in source:
+            for target_box, target_view in target.get_pieces(tensor):
+                if common := source_box.intersect(target_box):
                     counts.copied_bytes += _copy_tensor(
-                        narrow_view(place, wanted, common), narrow_view(view, held, common)
+                        narrow_view(target_view, target_box, common),
+                        narrow_view(view, source_box, common),
                     )
         if not self._rounds:
             return
-        mine = self._group_ranks.index(self._rank)
-        # The same memory in every round: an allocator that is asked anew keeps ever more.
+        own_index = self._group_ranks.index(self._rank)
+        # Allocate once: sizes differ by round, and torch's caching allocator would keep them all.
         device = _find_device(source, target)
         buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
-        for step in self._rounds:
-            spans = zip(step.buffer_offsets, step.contribution_bytes, strict=True)
-            parcels = [buffer[start : start + size] for start, size in spans]
-            if step.is_even:
-                whole = buffer[: sum(step.contribution_bytes)]
-                own = buffer[len(whole) : len(whole) + step.contribution_bytes[mine]]
-                self._packer.pack_boxes(source, step.contributions[mine], own)
-                self._all_gather(whole, own)
+        for round_ in self._rounds:
+            spans = zip(round_.buffer_offsets, round_.contribution_bytes, strict=True)
+            contributions = [buffer[start : start + size] for start, size in spans]
+            if round_.is_even:
+                gathered = buffer[: sum(round_.contribution_bytes)]
+                own_contribution = buffer[
+                    len(gathered) : len(gathered) + round_.contribution_bytes[own_index]
+                ]
+                self._packer.pack_boxes(source, round_.contributions[own_index], own_contribution)
+                self._all_gather(gathered, own_contribution)
             else:
-                self._packer.pack_boxes(source, step.contributions[mine], parcels[mine])
-                self._broadcast_buffers(parcels)
-            for index, parcel in enumerate(parcels):
-                if index != mine:
-                    self._packer.unpack_boxes(parcel, step.contributions[index], target)
-            others = sum(step.contribution_bytes) - step.contribution_bytes[mine]
-            sent = step.contribution_bytes[mine] * (len(self._group_ranks) - 1)
-            counts.add_round(received=others, sent=sent, staging=buffer.nbytes)
+                self._packer.pack_boxes(
+                    source, round_.contributions[own_index], contributions[own_index]
+                )
+                self._broadcast_buffers(contributions)
+            for index, contribution in enumerate(contributions):
+                if index != own_index:
+                    self._packer.unpack_boxes(contribution, round_.contributions[index], target)
+            received = sum(round_.contribution_bytes) - round_.contribution_bytes[own_index]
+            sent = round_.contribution_bytes[own_index] * (len(self._group_ranks) - 1)
+            counts.add_round(received=received, sent=sent, staging=buffer.nbytes)
 
-    def _all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        work = dist.all_gather_single(whole, own, group=self._group, async_op=True)
+    def _all_gather(self, gathered: torch.Tensor, contribution: torch.Tensor) -> None:
+        work = dist.all_gather_single(gathered, contribution, group=self._group, async_op=True)
         self._wait_for_work(work, self._group_ranks, "weights")
 
-    def _broadcast_buffers(self, parcels: Sequence[torch.Tensor]) -> None:
+    def _broadcast_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         works = [
-            dist.broadcast(parcel, giver, group=self._group, async_op=True)
-            for giver, parcel in zip(self._group_ranks, parcels, strict=True)
-            if parcel.nbytes
+            dist.broadcast(buffer, sender, group=self._group, async_op=True)
+            for sender, buffer in zip(self._group_ranks, buffers, strict=True)
+            if buffer.nbytes
         ]
         for work in works:
             self._wait_for_work(work, self._group_ranks, "weights")
@@ -282,10 +300,10 @@ def create_least_bytes_executor(
     bucket_bytes: int,
     timeout_s: float,
 ) -> ReshardingExecutor:
-    """One that moves the fewest bytes: a gather of all ranks where that moves no more than copies.
+    """Return the executor that moves the fewest bytes, preferring a gather over all ranks on a tie.
 
-    A gather is one collective; copies are a message from each rank to each. Every rank of the
-    process group calls it, and all come to the same.
+    A gather is a single collective; copies are a message per pair of ranks. Every rank of the
+    process group must call this, and all make the same choice.
     """
     copies = plan_copies(source, target, cluster)
     gather = plan_gather(source, target, cluster, [source.ranks])
@@ -295,23 +313,25 @@ def create_least_bytes_executor(
 
 
 def is_gather_least_bytes(copies: CopyPlan, gather: GatherPlan) -> bool:
-    """Whether a gather moves no byte more than the copies do."""
-    least, whole = copies.report_bytes(), gather.report_bytes()
+    """Return True if the gather moves no more bytes than the copies."""
+    copy_report, gather_report = copies.report_bytes(), gather.report_bytes()
     return all(
-        least.rank_bytes[rank].received_bytes == counts.received_bytes
-        for rank, counts in whole.rank_bytes.items()
+        copy_report.rank_bytes[rank].received_bytes == counts.received_bytes
+        for rank, counts in gather_report.rank_bytes.items()
     )
 
 
 def _find_device(*storages: ShardStorage) -> torch.device:
-    """Where the first of them is that holds anything; else where the ranks meet."""
-    held = (storage.device for storage in storages for _ in islice(storage, 1))
-    return next(held, get_collective_device())
+    """Return the device of the first non-empty storage, or the process group's device."""
+    devices = (storage.device for storage in storages for _ in islice(storage, 1))
+    return next(devices, get_collective_device())
 
 
 def get_collective_device() -> torch.device:
-    """Where a tensor must be that the ranks of the default group exchange: nccl takes those of
-    this process's GPU only, whether or not it holds any weights."""
+    """Return the device of tensors in the default group's collectives.
+
+    NCCL requires tensors on this process's GPU, even from a rank without weights.
+    """
     if dist.get_backend() == dist.Backend.NCCL:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -320,16 +340,16 @@ def get_collective_device() -> torch.device:
 def validate_bucket_bytes(
     bucket_bytes: int, itemsizes: Mapping[str, int], *, ranks: int = 1
 ) -> int:
-    """The bucket, if an element of each of so many ranks fits into it. Raises ValueError."""
-    least = ranks * max(itemsizes.values())
-    if bucket_bytes < least:
-        raise ValueError(f"buckets of {bucket_bytes} bytes: must be at least {least}")
+    """Return `bucket_bytes`; raise ValueError unless an element of each of `ranks` ranks fits."""
+    min_bytes = ranks * max(itemsizes.values())
+    if bucket_bytes < min_bytes:
+        raise ValueError(f"buckets of {bucket_bytes} bytes: must be at least {min_bytes}")
     return bucket_bytes
 
 
-def _copy_tensor(place: torch.Tensor, given: torch.Tensor) -> int:
-    """Copy and say how many bytes; nothing if both are the same memory."""
-    if place.data_ptr() == given.data_ptr() and place.stride() == given.stride():
+def _copy_tensor(target: torch.Tensor, source: torch.Tensor) -> int:
+    """Copy and return the number of bytes; 0 if both are the same memory."""
+    if target.data_ptr() == source.data_ptr() and target.stride() == source.stride():
         return 0
-    place.copy_(given)
-    return given.nbytes
+    target.copy_(source)
+    return source.nbytes

@@ -1,7 +1,7 @@
-"""Ranks on a grid of pipeline stages, tensor-parallel ranks and data-parallel replicas.
+"""Grids of ranks by pipeline stage, tensor-parallel rank and data-parallel replica.
 
-Two orders are in use (arXiv:2409.19256 numbers ranks as "hf", Megatron-Core as "mcore"). With
-stage p of P, tensor rank t of T and replica d of D:
+Two orders are in use (arXiv:2409.19256 numbers ranks as "hf", Megatron-Core as "mcore"). With stage
+p of P, tensor rank t of T and replica d of D:
 
     hf     rank = d*P*T + p*T + t      replicas outermost
     mcore  rank = p*D*T + d*T + t      stages outermost
@@ -17,7 +17,7 @@ RANK_ORDERS = ("hf", "mcore")
 
 @dataclass(frozen=True, order=True)
 class RankCoordinates:
-    """Where a rank sits: its pipeline stage, tensor rank and data-parallel replica."""
+    """Pipeline stage, tensor rank and data-parallel replica of a rank."""
 
     pp_rank: int
     tp_rank: int
@@ -26,9 +26,9 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """Which rank sits where in P-T-D, in any order: ranks[i] sits at seats[i].
+    """Coordinates of every rank in a P-T-D grid: rank first_rank + i is at coordinates[i].
 
-    Raises ValueError unless every seat is taken once.
+    Raises ValueError unless every position of the grid occurs exactly once.
     """
 
     pp_size: int
@@ -38,55 +38,54 @@ class RankAssignment:
     first_rank: int = 0
 
     def __post_init__(self) -> None:
-        every = {
-            RankCoordinates(*at)
-            for at in itertools.product(
+        grid = {
+            RankCoordinates(*position)
+            for position in itertools.product(
                 range(self.pp_size), range(self.tp_size), range(self.dp_size)
             )
         }
-        if len(self.coordinates) != len(every) or set(self.coordinates) != every:
+        if len(self.coordinates) != len(grid) or set(self.coordinates) != grid:
             raise ValueError(
-                f"{len(self.coordinates)} seats do not fill"
+                f"{len(self.coordinates)} coordinates do not fill the grid"
                 f" {self.pp_size}-{self.tp_size}-{self.dp_size}"
             )
 
     @property
     def ranks(self) -> range:
-        """The ranks, in the order of their seats."""
+        """Ranks in the order of `coordinates`."""
         return range(self.first_rank, self.first_rank + len(self.coordinates))
 
     def get_coordinates(self, rank: int) -> RankCoordinates:
-        """Where a rank sits."""
         return self.coordinates[rank - self.first_rank]
 
     def list_tp_groups(self) -> list[list[int]]:
-        """Ranks that split the same places, by tensor rank."""
+        """Return the tensor-parallel groups, each by tensor rank."""
         return self.group_ranks("dp_rank", "pp_rank")
 
     def list_pp_groups(self) -> list[list[int]]:
-        """Ranks that pass activations on, by stage."""
+        """Return the pipeline groups, each by stage."""
         return self.group_ranks("dp_rank", "tp_rank")
 
     def list_dp_groups(self) -> list[list[int]]:
-        """Ranks that hold the same shard, by replica."""
+        """Return the groups of ranks that hold the same shard, each by replica."""
         return self.group_ranks("pp_rank", "tp_rank")
 
     def list_replica_groups(self) -> list[list[int]]:
-        """Ranks that hold one replica of the model, stage by stage."""
+        """Return the groups of ranks that hold a replica of the model, each by stage."""
         return self.group_ranks("dp_rank")
 
-    def group_ranks(self, *same: str) -> list[list[int]]:
-        """The ranks whose coordinates agree in these; in each group by coordinates."""
-        key = attrgetter(*same)
-        found: dict[Hashable, list[int]] = {}
+    def group_ranks(self, *names: str) -> list[list[int]]:
+        """Return the ranks grouped by equal values of these coordinates, each group sorted."""
+        key = attrgetter(*names)
+        groups: dict[Hashable, list[int]] = {}
         for rank in sorted(self.ranks, key=self.get_coordinates):
-            found.setdefault(key(self.get_coordinates(rank)), []).append(rank)
-        return sorted(found.values())
+            groups.setdefault(key(self.get_coordinates(rank)), []).append(rank)
+        return sorted(groups.values())
 
 
 @dataclass(frozen=True)
 class RankGrid:
-    """P-T-D ranks in one of ORDERS; `str` and `parse` write it as P-T-D."""
+    """P x T x D ranks in one of RANK_ORDERS; `str` and `from_text` write the sizes as P-T-D."""
 
     pp_size: int
     tp_size: int
@@ -101,7 +100,7 @@ class RankGrid:
 
     @classmethod
     def from_text(cls, text: str, order: str = "hf") -> "RankGrid":
-        """The grid of "P-T-D". Raises ValueError."""
+        """Parse "P-T-D". Raise ValueError if it is malformed."""
         parts = text.split("-")
         if len(parts) != len("PTD") or not all(part.isdecimal() for part in parts):
             raise ValueError(f"{text}: must be pipeline-tensor-data, as in 1-4-2")
@@ -110,22 +109,23 @@ class RankGrid:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
         return self.pp_size * self.tp_size * self.dp_size
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that hold one replica of the model."""
+        """Ranks that hold a replica of the model."""
         return self.pp_size * self.tp_size
 
-    def get_rank(self, at: RankCoordinates) -> int:
-        """The rank at these coordinates."""
+    def get_rank(self, position: RankCoordinates) -> int:
         if self.order == "hf":
-            return (at.dp_rank * self.pp_size + at.pp_rank) * self.tp_size + at.tp_rank
-        return (at.pp_rank * self.dp_size + at.dp_rank) * self.tp_size + at.tp_rank
+            return (
+                position.dp_rank * self.pp_size + position.pp_rank
+            ) * self.tp_size + position.tp_rank
+        return (
+            position.pp_rank * self.dp_size + position.dp_rank
+        ) * self.tp_size + position.tp_rank
 
     def get_coordinates(self, rank: int) -> RankCoordinates:
-        """Where a rank sits."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank {rank} of a grid of {self.num_ranks}")
         outer, tensor = divmod(rank, self.tp_size)
@@ -136,7 +136,7 @@ class RankGrid:
         return RankCoordinates(stage, tensor, replica)
 
     def assign_ranks(self) -> "RankAssignment":
-        """Every rank at its own coordinates."""
+        """Return the assignment of every rank to its own coordinates."""
         return RankAssignment(
             self.pp_size,
             self.tp_size,

@@ -1,13 +1,17 @@
-"""Which rank serves which part of the model in generation, given how training holds it.
+"""Assignment of ranks to generation shards, given their training shards.
 
-Sizes are P-T-D for training and Pg-Tg-Dg-D for generation, Dg*Pg*Tg = P*T. A micro-DP group is the
-Dg ranks of one training replica that serve the same part in generation.
+Sizes are P-T-D for training and Pg-Tg-Dg-D for generation, Dg*Pg*Tg = P*T. A micro-DP group
+consists of the Dg ranks of a training replica that serve the same shard in generation.
 
-- vanilla (HybridFlow-V): consecutive ranks serve the parts of a replica in turn.
+- vanilla (HybridFlow-V): consecutive ranks serve consecutive shards of a replica.
 - zero (arXiv:2409.19256, section 5.3): the training shards of a micro-DP group are disjoint and
-  together exactly the part it serves, so that each rank's own shard lies inside it.
-- overlap: the assignment with the most bytes that stay where they are, for any sizes. Where sizes
-  divide it keeps as much as zero does.
+  form exactly the generation shard, so each rank's training shard lies inside its generation shard.
+- overlap: the assignment that keeps the most bytes in place, for any sizes. If the sizes divide, it
+  keeps as many as zero.
+
+Example: training 1-4-2, generation 1-2-2-2. Replica 0 has ranks 0 to 3 with quarters 0 to 3 of
+every tensor; generation needs halves. vanilla: ranks 0, 1, 2, 3 serve halves 0, 1, 0, 1, so rank 1
+keeps none of its quarter. zero: they serve halves 0, 0, 1, 1, so every rank keeps its quarter.
 """
 
 from collections import Counter
@@ -37,7 +41,7 @@ class GenerationSizes:
 
     @classmethod
     def from_text(cls, text: str) -> "GenerationSizes":
-        """The sizes of "Pg-Tg-Dg-D". Raises ValueError."""
+        """Parse "Pg-Tg-Dg-D". Raise ValueError if it is malformed."""
         parts = text.split("-")
         if len(parts) != len("PTGD") or not all(part.isdecimal() for part in parts):
             raise ValueError(f"{text}: must be pipeline-tensor-microdata-data, as in 1-2-2-2")
@@ -45,7 +49,6 @@ class GenerationSizes:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
         return self.pp_size * self.tp_size * self.micro_dp_size * self.dp_size
 
     @property
@@ -59,7 +62,7 @@ class GenerationSizes:
 
 @dataclass(frozen=True)
 class _SplitRatio:
-    """How many training tensor ranks (a) and stages (c) make one of generation."""
+    """Training tensor ranks and training stages per generation tensor rank and stage."""
 
     tp_ratio: int
     pp_ratio: int
@@ -67,17 +70,17 @@ class _SplitRatio:
     @classmethod
     def from_sizes(cls, train: RankGrid, generate: GenerationSizes, grouping: str) -> "_SplitRatio":
         validate_sizes(train, generate)
-        divide = not (train.tp_size % generate.tp_size or train.pp_size % generate.pp_size)
-        if not divide or train.dp_size != generate.dp_size:
+        divides = not (train.tp_size % generate.tp_size or train.pp_size % generate.pp_size)
+        if not divides or train.dp_size != generate.dp_size:
             raise ValueError(
                 f"grouping {grouping}: {generate} must divide {train} in stages and tensor ranks"
-                " and have as many data replicas; grouping overlap takes any sizes"
+                " and have as many data replicas. Use grouping overlap for other sizes."
             )
         return cls(train.tp_size // generate.tp_size, train.pp_size // generate.pp_size)
 
 
 def validate_sizes(train: RankGrid, generate: GenerationSizes) -> None:
-    """Raises ValueError unless both use the same number of ranks."""
+    """Raise ValueError unless both use the same number of ranks."""
     if train.num_ranks != generate.num_ranks:
         raise ValueError(
             f"training {train} has {train.num_ranks} ranks, generation {generate} has"
@@ -86,116 +89,135 @@ def validate_sizes(train: RankGrid, generate: GenerationSizes) -> None:
 
 
 def assign_vanilla(train: RankGrid, generate: GenerationSizes) -> RankAssignment:
-    """Consecutive ranks of a replica serve consecutive tensor shards, then stages."""
+    """Assign consecutive ranks of a replica to consecutive tensor shards, then to stages."""
     _SplitRatio.from_sizes(train, generate, "vanilla")
 
-    def seat(at: RankCoordinates) -> RankCoordinates:
-        within = at.pp_rank * train.tp_size + at.tp_rank
-        stage, tensor = divmod(within, generate.tp_size)
-        micro, stage = divmod(stage, generate.pp_size)
-        return RankCoordinates(stage, tensor, at.dp_rank * generate.micro_dp_size + micro)
+    def locate(train_coords: RankCoordinates) -> RankCoordinates:
+        index = train_coords.pp_rank * train.tp_size + train_coords.tp_rank
+        stage, tensor = divmod(index, generate.tp_size)
+        micro_replica, stage = divmod(stage, generate.pp_size)
+        return RankCoordinates(
+            stage, tensor, train_coords.dp_rank * generate.micro_dp_size + micro_replica
+        )
 
-    return _assign_ranks(train, generate, seat)
+    return _assign_ranks(train, generate, locate)
 
 
 def assign_zero_redundancy(train: RankGrid, generate: GenerationSizes) -> RankAssignment:
-    """Tensor ranks at intervals of T/Tg, stages at intervals of P/Pg."""
+    """Assign groups of T/Tg tensor ranks and P/Pg stages to the generation shard they form."""
     ratio = _SplitRatio.from_sizes(train, generate, "zero")
 
-    def seat(at: RankCoordinates) -> RankCoordinates:
-        micro = at.pp_rank % ratio.pp_ratio * ratio.tp_ratio + at.tp_rank % ratio.tp_ratio
+    def locate(train_coords: RankCoordinates) -> RankCoordinates:
+        micro_replica = (
+            train_coords.pp_rank % ratio.pp_ratio * ratio.tp_ratio
+            + train_coords.tp_rank % ratio.tp_ratio
+        )
         return RankCoordinates(
-            at.pp_rank // ratio.pp_ratio,
-            at.tp_rank // ratio.tp_ratio,
-            at.dp_rank * generate.micro_dp_size + micro,
+            train_coords.pp_rank // ratio.pp_ratio,
+            train_coords.tp_rank // ratio.tp_ratio,
+            train_coords.dp_rank * generate.micro_dp_size + micro_replica,
         )
 
-    return _assign_ranks(train, generate, seat)
+    return _assign_ranks(train, generate, locate)
 
 
 def _assign_ranks(
-    train: RankGrid, generate: GenerationSizes, seat: Callable[[RankCoordinates], RankCoordinates]
+    train: RankGrid, generate: GenerationSizes, locate: Callable[[RankCoordinates], RankCoordinates]
 ) -> RankAssignment:
-    seats = tuple(seat(train.get_coordinates(rank)) for rank in range(train.num_ranks))
-    return RankAssignment(generate.pp_size, generate.tp_size, generate.num_replicas, seats)
+    coordinates = tuple(locate(train.get_coordinates(rank)) for rank in range(train.num_ranks))
+    return RankAssignment(generate.pp_size, generate.tp_size, generate.num_replicas, coordinates)
 
 
-def assign_max_overlap(held: ModelLayout, generate: GenerationSizes) -> RankAssignment:
-    """The seating whose ranks together keep the most bytes of what they hold in training.
+def assign_max_overlap(training_layout: ModelLayout, generate: GenerationSizes) -> RankAssignment:
+    """Return the assignment in which ranks keep the most bytes of their training shards.
 
-    held: the training layout, of ranks 0, 1, ... Of several such seatings one is taken where the
-    ranks of a replica are near each other. Raises ValueError if the sizes do not fit.
+    `training_layout` must have ranks 0, 1, ... Among equal assignments, prefer those with the ranks
+    of a replica near each other. Raises ValueError if the sizes do not fit.
     """
-    ranks = held.ranks
+    ranks = training_layout.ranks
     if ranks != list(range(generate.num_ranks)):
         raise ValueError(f"generation {generate} has {generate.num_ranks} ranks, not {len(ranks)}")
-    parts = [
+    shard_coords = [
         RankCoordinates(stage, tensor, 0)
         for stage in range(generate.pp_size)
         for tensor in range(generate.tp_size)
     ]
-    alone = RankGrid(generate.pp_size, generate.tp_size, 1)
-    whole = create_layout(held.model, alone.assign_ranks())
-    kept = _count_kept_bytes(held, [whole.shards[alone.get_rank(part)] for part in parts])
-    per_replica = len(parts)
-    away = np.abs(
+    replica_grid = RankGrid(generate.pp_size, generate.tp_size, 1)
+    replica_layout = create_layout(training_layout.model, replica_grid.assign_ranks())
+    kept_bytes = _count_kept_bytes(
+        training_layout,
+        [replica_layout.shards[replica_grid.get_rank(coords)] for coords in shard_coords],
+    )
+    per_replica = len(shard_coords)
+    distance = np.abs(
         np.arange(len(ranks))[:, None] // per_replica - np.arange(generate.num_replicas)[None, :]
     )
-    # One byte more kept outweighs any distance; whole numbers keep ties exact.
-    scale = np.gcd.reduce(kept, axis=None) or 1
-    value = (kept // scale)[:, None, :] * float(away.max() * len(ranks) + 1) - away[:, :, None]
-    # Imported here: it takes longer than all other imports of the package.
+    # An assignment problem: rows are ranks, columns are (replica, shard). Any additional kept byte
+    # outweighs all distances together. Dividing by the gcd keeps the floats exact, and so ties.
+    scale = np.gcd.reduce(kept_bytes, axis=None) or 1
+    byte_value = float(distance.max() * len(ranks) + 1)
+    value = (kept_bytes // scale)[:, None, :] * byte_value - distance[:, :, None]
+    # Import here: scipy.optimize takes longer than all other imports of the package.
     from scipy.optimize import linear_sum_assignment
 
     _, columns = linear_sum_assignment(value.reshape(len(ranks), -1), maximize=True)
-    seats = []
-    served: Counter[int] = Counter()
+    coordinates = []
+    num_replicas_by_shard: Counter[int] = Counter()
     for column in columns.tolist():
-        part = column % per_replica
-        seats.append(replace(parts[part], dp_rank=served[part]))
-        served[part] += 1
-    return RankAssignment(generate.pp_size, generate.tp_size, generate.num_replicas, tuple(seats))
+        shard_index = column % per_replica
+        coordinates.append(
+            replace(shard_coords[shard_index], dp_rank=num_replicas_by_shard[shard_index])
+        )
+        num_replicas_by_shard[shard_index] += 1
+    return RankAssignment(
+        generate.pp_size, generate.tp_size, generate.num_replicas, tuple(coordinates)
+    )
 
 
-def _count_kept_bytes(held: ModelLayout, parts: Sequence[Mapping[str, TensorShard]]) -> np.ndarray:
-    """Bytes of every part (columns) that every rank (rows) has already; equal ranks once."""
-    specs = held.model.specs_by_name()
+def _count_kept_bytes(
+    training_layout: ModelLayout, generation_shards: Sequence[Mapping[str, TensorShard]]
+) -> np.ndarray:
+    """Return int64 [ranks, shards]: bytes of every generation shard that a rank already has.
+
+    Ranks that share their shards (replicas) are computed once.
+    """
+    specs = training_layout.model.specs_by_name()
     rows: dict[int, list[int]] = {}
-    for rank in held.ranks:
-        shards = held.shards[rank]
+    for rank in training_layout.ranks:
+        shards = training_layout.shards[rank]
         if id(shards) not in rows:
             rows[id(shards)] = [
                 sum(
                     common.numel * specs[name].itemsize
-                    for name in shards.keys() & part.keys()
-                    for mine in shards[name].boxes
-                    for wanted in part[name].boxes
-                    if (common := mine.intersect(wanted))
+                    for name in shards.keys() & target.keys()
+                    for box in shards[name].boxes
+                    for target_box in target[name].boxes
+                    if (common := box.intersect(target_box))
                 )
-                for part in parts
+                for target in generation_shards
             ]
-    return np.array([rows[id(held.shards[rank])] for rank in held.ranks])
+    return np.array([rows[id(training_layout.shards[rank])] for rank in training_layout.ranks])
 
 
 def assign_generation_ranks(
-    grouping: str, train: RankGrid, generate: GenerationSizes, held: ModelLayout
+    grouping: str, train: RankGrid, generate: GenerationSizes, training_layout: ModelLayout
 ) -> RankAssignment:
-    """The seating of a grouping by its name in GROUPINGS. Raises ValueError."""
+    """Return the assignment of the grouping with this name in GROUPINGS. Raises ValueError."""
     if grouping == "zero":
         return assign_zero_redundancy(train, generate)
     if grouping == "vanilla":
         return assign_vanilla(train, generate)
     if grouping == "overlap":
         validate_sizes(train, generate)
-        return assign_max_overlap(held, generate)
+        return assign_max_overlap(training_layout, generate)
     raise ValueError(f"grouping {grouping}: must be one of {', '.join(GROUPINGS)}")
 
 
-def list_micro_dp_groups(train: RankGrid, serving: RankAssignment) -> list[list[int]]:
-    """The ranks of each training replica that serve the same part: the micro-DP groups."""
-    found: dict[tuple[int, int, int], list[int]] = {}
-    for rank in serving.ranks:
-        at = serving.get_coordinates(rank)
-        key = (train.get_coordinates(rank).dp_rank, at.pp_rank, at.tp_rank)
-        found.setdefault(key, []).append(rank)
-    return sorted(found.values())
+def list_micro_dp_groups(train: RankGrid, generation: RankAssignment) -> list[list[int]]:
+    """Return the micro-DP groups: ranks of a training replica that serve the same shard."""
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for rank in generation.ranks:
+        coords = generation.get_coordinates(rank)
+        key = (train.get_coordinates(rank).dp_rank, coords.pp_rank, coords.tp_rank)
+        groups.setdefault(key, []).append(rank)
+    return sorted(groups.values())

@@ -1,8 +1,8 @@
-"""Layouts: which rank holds which part of which tensor, and where in its memory.
+"""Layouts: the part of each tensor that each rank stores, and its place in memory.
 
-A shard is what one rank stores of one tensor: a local tensor of its own shape, or a run of its
-elements. Its pieces say which boxes of the whole tensor lie where in that storage, so that any
-piece is a strided view of it.
+A shard is the data that a rank stores of a tensor: a local tensor with its own shape, or a flat
+range of its elements. The pieces of a shard map boxes of the whole tensor to offsets and strides in
+that storage, so every piece is a strided view.
 """
 
 import math
@@ -21,33 +21,35 @@ from streamrl.resharding.tensor_specs import (
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a contiguous tensor."""
+    """Return the strides, in elements, of a contiguous tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """A box of the whole tensor, and where it lies: offset and strides in elements."""
+    """A box of the whole tensor and its place in the storage: offset and strides in elements."""
 
     box: TensorBox
     offset: int
     strides: tuple[int, ...]
 
     def narrow_to(self, box: TensorBox) -> "ShardPiece":
-        """The part of it that is `box`, which lies inside."""
-        steps = zip(box.start, self.box.start, self.strides, strict=True)
+        """Return the sub-piece for `box`, which must lie inside this piece."""
+        dims = zip(box.start, self.box.start, self.strides, strict=True)
         return ShardPiece(
-            box, self.offset + sum((low - own) * by for low, own, by in steps), self.strides
+            box,
+            self.offset + sum((low - piece_start) * stride for low, piece_start, stride in dims),
+            self.strides,
         )
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What a rank stores of a tensor.
+    """Data that a rank stores of a tensor.
 
-    shape: that of the local tensor. parts: for each box of the whole tensor that lies in it, the
-    index where it begins there. run: the elements of the local tensor, in row-major order, that
-    are stored; None is all of them.
+    shape: of the local tensor. box_origins: boxes of the whole tensor in the local tensor, each
+    with the index where it begins there. flat_range: elements of the local tensor that are stored,
+    in row-major order; None for all.
     """
 
     tensor: str
@@ -57,54 +59,55 @@ class TensorShard:
 
     @property
     def numel(self) -> int:
-        """Elements stored."""
+        """Number of stored elements."""
         start, stop = self._resolved_range
         return stop - start
 
     @property
     def boxes(self) -> list[TensorBox]:
-        """The boxes of the whole tensor that are stored; disjoint."""
+        """Stored boxes of the whole tensor; disjoint."""
         return [piece.box for piece in self.pieces]
 
     @cached_property
     def pieces(self) -> tuple[ShardPiece, ...]:
-        """What is stored, and where."""
         strides = row_major_strides(self.shape)
         start, stop = self._resolved_range
-        found = []
+        pieces = []
         for local in iter_flat_boxes(self.shape, start, stop):
-            for box, at in self.box_origins:
-                common = local.intersect(_shift_box(box, box.start, at))
+            for box, origin in self.box_origins:
+                common = local.intersect(_shift_box(box, box.start, origin))
                 if common:
-                    offset = sum(i * by for i, by in zip(common.start, strides, strict=True))
-                    found.append(
-                        ShardPiece(_shift_box(common, at, box.start), offset - start, strides)
+                    offset = sum(
+                        i * stride for i, stride in zip(common.start, strides, strict=True)
                     )
-        return tuple(found)
+                    pieces.append(
+                        ShardPiece(_shift_box(common, origin, box.start), offset - start, strides)
+                    )
+        return tuple(pieces)
 
     def chunk(self, dim: int, index: int, count: int) -> "TensorShard | None":
-        """Chunk `index` of `count` along `dim` of the local tensor, as torch.chunk cuts it.
+        """Return chunk `index` of `count` along `dim` of the local tensor, as in torch.chunk.
 
-        None where nothing is left for it.
+        Returns None if the chunk is empty.
         """
         size = -(-self.shape[dim] // count)
         start, stop = index * size, min((index + 1) * size, self.shape[dim])
         if start >= stop:
             return None
         window = TensorBox.from_shape(self.shape).narrow(dim, start, stop)
-        parts = []
-        for box, at in self.box_origins:
-            common = window.intersect(_shift_box(box, box.start, at))
+        box_origins = []
+        for box, origin in self.box_origins:
+            common = window.intersect(_shift_box(box, box.start, origin))
             if common:
-                parts.append(
-                    (_shift_box(common, at, box.start), _shift_box(common, window.start).start)
+                box_origins.append(
+                    (_shift_box(common, origin, box.start), _shift_box(common, window.start).start)
                 )
-        return TensorShard(self.tensor, window.shape, tuple(parts))
+        return TensorShard(self.tensor, window.shape, tuple(box_origins))
 
     def chunk_flat(self, index: int, count: int) -> "TensorShard | None":
-        """Part `index` of `count` of the local tensor's elements, as ZeRO cuts it.
+        """Return part `index` of `count` of the local tensor's elements, as ZeRO divides them.
 
-        All parts have the same size but the last ones, which may be shorter or None.
+        All parts have the same size, except that the last may be shorter or None.
         """
         size = -(-math.prod(self.shape) // count)
         start, stop = index * size, min((index + 1) * size, math.prod(self.shape))
@@ -120,33 +123,32 @@ class TensorShard:
 def _shift_box(
     box: TensorBox, origin: tuple[int, ...], to: tuple[int, ...] | None = None
 ) -> TensorBox:
-    """The box, counted from `to` (or zeros) instead of from `origin`."""
+    """Return the box in coordinates relative to `to` (default: zeros) instead of `origin`."""
     shift = [new - old for new, old in zip(to or (0,) * len(origin), origin, strict=True)]
     return TensorBox(
-        tuple(low + by for low, by in zip(box.start, shift, strict=True)),
-        tuple(high + by for high, by in zip(box.stop, shift, strict=True)),
+        tuple(low + offset for low, offset in zip(box.start, shift, strict=True)),
+        tuple(high + offset for high, offset in zip(box.stop, shift, strict=True)),
     )
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The shards of every rank by tensor name. A rank without any may still be in it."""
+    """Shards of every rank by tensor name. A rank may have no shards."""
 
     model: ModelSpec
     shards: Mapping[int, Mapping[str, TensorShard]]
 
     @property
     def ranks(self) -> list[int]:
-        """Who has a part in it."""
         return sorted(self.shards)
 
     def get_boxes(self, rank: int, tensor: str) -> list[TensorBox]:
-        """What of a tensor a rank holds; nothing where it is not in the layout."""
+        """Return a rank's boxes of a tensor; empty if the rank stores none of it."""
         shard = self.shards.get(rank, {}).get(tensor)
         return shard.boxes if shard else []
 
     def count_bytes(self, rank: int) -> int:
-        """Bytes a rank stores."""
+        """Return the bytes that a rank stores."""
         sizes = {spec.name: spec.itemsize for spec in self.model.tensors}
         return sum(
             count_elements(s.boxes) * sizes[s.tensor] for s in self.shards.get(rank, {}).values()
@@ -154,62 +156,61 @@ class ModelLayout:
 
 
 def create_layout(
-    model: ModelSpec, seating: RankAssignment, *, stages: Sequence[int] | None = None
+    model: ModelSpec, assignment: RankAssignment, *, stages: Sequence[int] | None = None
 ) -> ModelLayout:
-    """Tensor-parallel shards in pipeline stages, the same in every replica.
+    """Return tensor-parallel shards in pipeline stages, equal in every replica.
 
-    stages: how many places each stage holds; None shares them out evenly. Raises ValueError where a
+    stages: pipeline positions per stage; None distributes them evenly. Raises ValueError if a
     tensor does not divide or the stages do not fit.
     """
-    counts = tuple(stages or split_stages_evenly(model.num_pipeline_positions, seating.pp_size))
+    counts = tuple(stages or split_stages_evenly(model.num_pipeline_positions, assignment.pp_size))
     if (
-        len(counts) != seating.pp_size
+        len(counts) != assignment.pp_size
         or sum(counts) != model.num_pipeline_positions
         or min(counts) < 1
     ):
         raise ValueError(
-            f"stages of {counts} places: must be {seating.pp_size}, in all"
-            f" {model.num_pipeline_positions}"
+            f"stages={counts}: must be {assignment.pp_size} stages with a total of"
+            f" {model.num_pipeline_positions} pipeline positions, at least 1 in each"
         )
-    places = [set(held) for held in list_stage_positions(counts)]
-    made: dict[tuple[int, int], dict[str, TensorShard]] = {}
+    stage_positions = [set(positions) for positions in list_stage_positions(counts)]
+    shards_by_coords: dict[tuple[int, int], dict[str, TensorShard]] = {}
     shards = {}
-    for rank in seating.ranks:
-        at = seating.get_coordinates(rank)
-        if (at.pp_rank, at.tp_rank) not in made:
-            made[at.pp_rank, at.tp_rank] = {
-                spec.name: create_tensor_shard(spec, at.tp_rank, seating.tp_size)
+    for rank in assignment.ranks:
+        coords = assignment.get_coordinates(rank)
+        if (coords.pp_rank, coords.tp_rank) not in shards_by_coords:
+            shards_by_coords[coords.pp_rank, coords.tp_rank] = {
+                spec.name: create_tensor_shard(spec, coords.tp_rank, assignment.tp_size)
                 for spec in model.tensors
-                if places[at.pp_rank].intersection(spec.pipeline_positions)
+                if stage_positions[coords.pp_rank].intersection(spec.pipeline_positions)
             }
-        shards[rank] = made[at.pp_rank, at.tp_rank]
+        shards[rank] = shards_by_coords[coords.pp_rank, coords.tp_rank]
     return ModelLayout(model, shards)
 
 
 def create_tensor_shard(spec: TensorSpec, index: int, count: int) -> TensorShard:
-    """What tensor rank `index` of `count` stores: its parts of the components in turn."""
+    """Return tensor rank `index`'s shard of `count`: its parts of all components, concatenated."""
     boxes = spec.split_tensor(index, count)
     if spec.split_dim is None:
         return create_whole_shard(spec.name, spec.shape)
     dim = spec.split_dim
-    parts = []
+    box_origins = []
     length = 0
     for box in boxes:
-        parts.append((box, (*(0,) * dim, length, *(0,) * (len(spec.shape) - dim - 1))))
+        box_origins.append((box, (*(0,) * dim, length, *(0,) * (len(spec.shape) - dim - 1))))
         length += box.shape[dim]
     shape = (*spec.shape[:dim], length, *spec.shape[dim + 1 :])
-    return TensorShard(spec.name, shape, tuple(parts))
+    return TensorShard(spec.name, shape, tuple(box_origins))
 
 
 def create_whole_shard(tensor: str, shape: tuple[int, ...]) -> TensorShard:
-    """All of a tensor."""
     return TensorShard(tensor, shape, ((TensorBox.from_shape(shape), (0,) * len(shape)),))
 
 
 def partition_zero3(layout: ModelLayout, groups: Sequence[Sequence[int]]) -> ModelLayout:
-    """The same, but the ranks of a group, which hold the same, each keep a run of every shard.
+    """Return the layout in which each rank of a group keeps a flat range of every shard (ZeRO-3).
 
-    This is how ZeRO stage 3 holds parameters.
+    The ranks of a group must hold the same shards.
     """
     return _partition_shards(
         layout, groups, lambda shard, index, count: shard.chunk_flat(index, count)
@@ -219,33 +220,34 @@ def partition_zero3(layout: ModelLayout, groups: Sequence[Sequence[int]]) -> Mod
 def partition_fsdp2(
     layout: ModelLayout, groups: Sequence[Sequence[int]], *, dim: int = 0
 ) -> ModelLayout:
-    """The same, but the ranks of a group, which hold the same, each keep a chunk along `dim`.
+    """Return the layout in which each rank of a group keeps a chunk along `dim` (FSDP2).
 
-    This is how FSDP2 holds parameters, over tensor parallelism too: DTensor's Shard(dim), or its
-    strided shard where tensor parallelism splits the same dimension. Scalars stay whole.
+    The ranks of a group must hold the same shards. Over tensor parallelism this matches DTensor's
+    Shard(dim), or its strided shard if tensor parallelism splits the same dimension. Scalars stay
+    whole.
     """
 
-    def part(shard: TensorShard, index: int, count: int) -> TensorShard | None:
+    def chunk(shard: TensorShard, index: int, count: int) -> TensorShard | None:
         return shard.chunk(dim, index, count) if shard.shape else shard
 
-    return _partition_shards(layout, groups, part)
+    return _partition_shards(layout, groups, chunk)
 
 
 def _partition_shards(
     layout: ModelLayout,
     groups: Sequence[Sequence[int]],
-    part: Callable[[TensorShard, int, int], TensorShard | None],
+    partition: Callable[[TensorShard, int, int], TensorShard | None],
 ) -> ModelLayout:
     shards: dict[int, dict[str, TensorShard]] = {}
     for group in groups:
         for index, rank in enumerate(group):
-            held = layout.shards[rank]
+            group_shards = layout.shards[rank]
             if rank in shards:
                 raise ValueError(f"rank {rank} is in the groups more than once")
-            if held != layout.shards[group[0]]:
+            if group_shards != layout.shards[group[0]]:
                 raise ValueError(f"ranks {group[0]} and {rank} of one group hold different shards")
-            parts = (part(shard, index, len(group)) for shard in held.values())
+            parts = (partition(shard, index, len(group)) for shard in group_shards.values())
             shards[rank] = {shard.tensor: shard for shard in parts if shard}
     if shards.keys() != layout.shards.keys():
-        raise ValueError("the groups must have every rank of the layout")
+        raise ValueError("the groups must contain every rank of the layout")
     return ModelLayout(layout.model, shards)

@@ -1,4 +1,4 @@
-"""Parcels: boxes of several tensors in one run of bytes, as they travel together."""
+"""Packing of boxes of several tensors into a single byte buffer for transfer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,45 +11,43 @@ from streamrl.resharding.storage import ShardStorage, narrow_view
 
 @dataclass(frozen=True)
 class BoxPacker:
-    """Packs and unpacks; itemsizes: bytes of an element, by tensor name."""
+    """Packs and unpacks boxes. itemsizes: bytes per element, by tensor name."""
 
     itemsizes: Mapping[str, int]
 
-    def sort_boxes(self, gifts: Sequence[NamedBox]) -> list[NamedBox]:
-        """The order in a parcel: wider elements first, so that each lies where it can be viewed."""
-        return sorted(gifts, key=lambda gift: -self.itemsizes[gift[0]])
+    def sort_boxes(self, boxes: Sequence[NamedBox]) -> list[NamedBox]:
+        """Order boxes for a buffer: wider elements first, so that every box is aligned."""
+        return sorted(boxes, key=lambda named_box: -self.itemsizes[named_box[0]])
 
-    def count_bytes(self, gifts: Sequence[NamedBox]) -> int:
-        """Size of their parcel."""
-        return sum(box.numel * self.itemsizes[tensor] for tensor, box in gifts)
+    def count_bytes(self, boxes: Sequence[NamedBox]) -> int:
+        return sum(box.numel * self.itemsizes[tensor] for tensor, box in boxes)
 
-    def create_packed(self, source: ShardStorage, gifts: Sequence[NamedBox]) -> torch.Tensor:
-        """A parcel with the gifts."""
-        size = self.count_bytes(gifts)
-        parcel = torch.empty(size, dtype=torch.uint8, device=source.device)
-        self.pack_boxes(source, gifts, parcel)
-        return parcel
+    def create_packed(self, source: ShardStorage, boxes: Sequence[NamedBox]) -> torch.Tensor:
+        size = self.count_bytes(boxes)
+        buffer = torch.empty(size, dtype=torch.uint8, device=source.device)
+        self.pack_boxes(source, boxes, buffer)
+        return buffer
 
     def pack_boxes(
-        self, source: ShardStorage, gifts: Sequence[NamedBox], parcel: torch.Tensor
+        self, source: ShardStorage, boxes: Sequence[NamedBox], buffer: torch.Tensor
     ) -> None:
-        """Put the gifts into the front of a parcel, which may be longer."""
+        """Copy the boxes to the front of a buffer, which may be longer."""
         begin = 0
-        for tensor, box in gifts:
+        for tensor, box in boxes:
             view = source.get_view(tensor, box)
             end = begin + view.nbytes
-            parcel[begin:end].view(view.dtype).view(box.shape).copy_(view)
+            buffer[begin:end].view(view.dtype).view(box.shape).copy_(view)
             begin = end
 
     def unpack_boxes(
-        self, parcel: torch.Tensor, gifts: Sequence[NamedBox], target: ShardStorage
+        self, buffer: torch.Tensor, boxes: Sequence[NamedBox], target: ShardStorage
     ) -> None:
-        """Put into the target what it holds of the gifts; the rest is passed over."""
+        """Copy the packed data that `target` stores; skip the rest."""
         begin = 0
-        for tensor, box in gifts:
+        for tensor, box in boxes:
             end = begin + box.numel * self.itemsizes[tensor]
-            for held, view in target.get_pieces(tensor):
-                if common := held.intersect(box):
-                    given = parcel[begin:end].view(view.dtype).view(box.shape)
-                    narrow_view(view, held, common).copy_(narrow_view(given, box, common))
+            for piece_box, view in target.get_pieces(tensor):
+                if common := piece_box.intersect(box):
+                    received = buffer[begin:end].view(view.dtype).view(box.shape)
+                    narrow_view(view, piece_box, common).copy_(narrow_view(received, box, common))
             begin = end

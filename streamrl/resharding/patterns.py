@@ -1,7 +1,7 @@
-"""Patterns: tensors that all ranks hold and want in the same boxes, which are planned once.
+"""Patterns: tensors with the same boxes on all ranks in source and target, planned once.
 
-The layers of a model are alike, so a model of hundreds of tensors has a few patterns. Within one,
-what is held is cut into fragments that no two ranks hold different parts of.
+The layers of a model are alike, so hundreds of tensors form a few patterns. Within a pattern the
+source boxes are divided into fragments, such that every rank holds all or nothing of a fragment.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -16,15 +16,15 @@ from streamrl.resharding.layouts import ModelLayout, TensorShard
 
 Key = TypeVar("Key", bound=Hashable)
 
-#: A box, and the ranks that hold all of it.
+#: A box and the ranks that hold it.
 BoxFragment = tuple[TensorBox, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class ShardPattern:
-    """Tensors of one shape and element size, cut alike on every rank.
+    """Tensors of the same shape and itemsize, sharded alike on every rank.
 
-    held, wanted: the boxes of each rank that has any, in the source and in the target.
+    source_boxes, target_boxes: boxes by rank, without ranks that have none.
     """
 
     tensors: tuple[str, ...]
@@ -34,11 +34,11 @@ class ShardPattern:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of all of the tensors."""
+        """Bytes of an element, summed over all tensors of the pattern."""
         return self.itemsize * len(self.tensors)
 
     def group_receivers(self, ranks: Iterable[int]) -> dict[tuple[TensorBox, ...], list[int]]:
-        """Of these ranks those that want any, by the boxes that they want."""
+        """Group those of `ranks` that need data by the boxes they need."""
         return _group_by_value(
             {rank: self.target_boxes[rank] for rank in ranks if rank in self.target_boxes}
         )
@@ -47,7 +47,7 @@ class ShardPattern:
     def ranks_by_boxes(
         self,
     ) -> Mapping[tuple[tuple[TensorBox, ...], tuple[TensorBox, ...]], list[int]]:
-        """The ranks by what they hold and what they want."""
+        """Ranks grouped by (source boxes, target boxes)."""
         ranks = sorted({*self.source_boxes, *self.target_boxes})
         return _group_by_value(
             {
@@ -57,7 +57,7 @@ class ShardPattern:
         )
 
     def find_fragments(self, ranks: Iterable[int] | None = None) -> "FragmentSet":
-        """What these ranks hold, or all."""
+        """Return the fragments that `ranks` hold; None means all ranks."""
         holders: dict[TensorBox, tuple[int, ...]] = {}
         for rank in self.source_boxes if ranks is None else ranks:
             for box in self.source_boxes.get(rank, ()):
@@ -73,27 +73,30 @@ class FragmentSet:
 
     fragments: tuple[BoxFragment, ...]
 
-    def find_within(self, wanted: Sequence[TensorBox]) -> list[BoxFragment]:
-        """The parts of them that lie in the wanted boxes, which are disjoint."""
+    def find_within(self, boxes: Sequence[TensorBox]) -> list[BoxFragment]:
+        """Return the intersections of the fragments with `boxes`, which are disjoint.
+
+        Vectorized over fragments, because layouts of thousands of ranks have thousands of them.
+        """
         if not self.fragments:
             return []
         start, stop = self._corners
-        meets = np.zeros((len(self.fragments), len(wanted)), dtype=bool)
-        for column, box in enumerate(wanted):
-            meets[:, column] = ((start < box.stop) & (stop > box.start)).all(axis=1)
+        overlaps = np.zeros((len(self.fragments), len(boxes)), dtype=bool)
+        for column, box in enumerate(boxes):
+            overlaps[:, column] = ((start < box.stop) & (stop > box.start)).all(axis=1)
         return [
             (common, self.fragments[row][1])
-            for row, column in np.argwhere(meets).tolist()
-            if (common := self.fragments[row][0].intersect(wanted[column]))
+            for row, column in np.argwhere(overlaps).tolist()
+            if (common := self.fragments[row][0].intersect(boxes[column]))
         ]
 
     def find_missing(
-        self, wanted: Sequence[TensorBox], found: Sequence[BoxFragment]
+        self, boxes: Sequence[TensorBox], fragments: Sequence[BoxFragment]
     ) -> list[TensorBox]:
-        """What of the wanted boxes nobody holds, where `found` is what lies within them."""
-        if count_elements(box for box, _ in found) == count_elements(wanted):
+        """Return the parts of `boxes` that no rank holds; `fragments` is `find_within(boxes)`."""
+        if count_elements(fragment for fragment, _ in fragments) == count_elements(boxes):
             return []
-        return subtract_boxes(wanted, [box for box, _ in found])
+        return subtract_boxes(boxes, [fragment for fragment, _ in fragments])
 
     @cached_property
     def _corners(self) -> tuple[np.ndarray, np.ndarray]:
@@ -101,41 +104,41 @@ class FragmentSet:
 
 
 def find_patterns(source: ModelLayout, target: ModelLayout) -> list[ShardPattern]:
-    """The patterns of the target's model, in the order of their first tensors."""
-    forms = _ShardForms()
-    found: dict[Hashable, list[str]] = {}
+    """Return the patterns of the target's model, in the order of their first tensors."""
+    shard_forms = _ShardForms()
+    tensors_by_key: dict[Hashable, list[str]] = {}
     sizes = {}
     for spec in target.model.tensors:
         sizes[spec.name] = spec.itemsize
         key = (
             spec.shape,
             spec.itemsize,
-            forms.list_forms(source, spec.name),
-            forms.list_forms(target, spec.name),
+            shard_forms.list_forms(source, spec.name),
+            shard_forms.list_forms(target, spec.name),
         )
-        found.setdefault(key, []).append(spec.name)
+        tensors_by_key.setdefault(key, []).append(spec.name)
     return [
         ShardPattern(
             tuple(tensors),
-            sizes[first],
-            _boxes_by_rank(source, first),
-            _boxes_by_rank(target, first),
+            sizes[first_tensor],
+            _boxes_by_rank(source, first_tensor),
+            _boxes_by_rank(target, first_tensor),
         )
-        for tensors in found.values()
-        for first in tensors[:1]
+        for tensors in tensors_by_key.values()
+        for first_tensor in tensors[:1]
     ]
 
 
 class _ShardForms:
-    """Numbers for how shards are cut, whatever their tensors are called."""
+    """Numbers shards by their form, regardless of the tensor's name."""
 
     def __init__(self) -> None:
         self._form_ids: dict[Hashable, int] = {}
-        # By identity, as the replicas of a layout share their shards.
+        # Keyed by id(): the replicas of a layout share their shard objects.
         self._ids_by_shard: dict[int, int] = {}
 
     def list_forms(self, layout: ModelLayout, tensor: str) -> tuple[tuple[int, int], ...]:
-        """Of each rank that holds some of a tensor, the form of its shard."""
+        """Return (rank, form) of every rank that stores part of a tensor."""
         return tuple(
             (rank, self._get_form_id(shard))
             for rank, shards in layout.shards.items()
@@ -155,11 +158,11 @@ def _boxes_by_rank(layout: ModelLayout, tensor: str) -> dict[int, tuple[TensorBo
     }
 
 
-def _group_by_value(kinds: Mapping[int, Key]) -> dict[Key, list[int]]:
-    found: dict[Key, list[int]] = {}
-    for rank, kind in kinds.items():
-        found.setdefault(kind, []).append(rank)
-    return found
+def _group_by_value(values: Mapping[int, Key]) -> dict[Key, list[int]]:
+    groups: dict[Key, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return groups
 
 
 def _stack_corners(boxes: Sequence[TensorBox]) -> tuple[np.ndarray, np.ndarray]:
@@ -169,7 +172,6 @@ def _stack_corners(boxes: Sequence[TensorBox]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _has_overlap(boxes: Sequence[TensorBox]) -> bool:
-    """Whether any two of them do."""
     if not boxes:
         return False
     start, stop = _stack_corners(boxes)
@@ -182,14 +184,14 @@ def _has_overlap(boxes: Sequence[TensorBox]) -> bool:
 def _split_overlaps(
     holders: Mapping[TensorBox, tuple[int, ...]],
 ) -> dict[TensorBox, tuple[int, ...]]:
-    """The same, cut where boxes overlap."""
-    apart: dict[TensorBox, tuple[int, ...]] = {}
+    """Split boxes where they overlap and merge their holders."""
+    disjoint: dict[TensorBox, tuple[int, ...]] = {}
     for box, ranks in holders.items():
-        cut: dict[TensorBox, tuple[int, ...]] = {}
-        for other, others in apart.items():
+        refined: dict[TensorBox, tuple[int, ...]] = {}
+        for other, other_ranks in disjoint.items():
             if common := other.intersect(box):
-                cut[common] = (*others, *ranks)
-            cut.update(dict.fromkeys(other.subtract_box(box), others))
-        cut.update(dict.fromkeys(subtract_boxes([box], apart), ranks))
-        apart = cut
-    return apart
+                refined[common] = (*other_ranks, *ranks)
+            refined.update(dict.fromkeys(other.subtract_box(box), other_ranks))
+        refined.update(dict.fromkeys(subtract_boxes([box], disjoint), ranks))
+        disjoint = refined
+    return disjoint

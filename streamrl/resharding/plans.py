@@ -1,8 +1,11 @@
-"""Plans: what has to move from one layout to another, as data, with its bytes counted.
+"""Plans: the transfers between two layouts as data, with their bytes counted.
 
-A CopyPlan names every box that moves and who sends it. A GatherPlan lets the ranks of a group give
-each other all they hold, as an all-gather does, and each keep what it needs. Every rank makes the
-plan for itself, from the same layouts, and all come to the same.
+A CopyPlan lists every box that moves and its sender. In a GatherPlan the ranks of a group exchange
+all they hold, as in an all-gather, and each keeps its part. Every rank computes the plan locally
+from the same layouts; planning is deterministic, so the plans agree.
+
+    layouts --find_patterns--> patterns --plan_copies / plan_gather--> plan
+    plan --plan_copy_rounds / plan_gather_rounds--> rounds --executor--> target storage
 """
 
 from collections import Counter, defaultdict
@@ -18,30 +21,30 @@ from streamrl.resharding.patterns import BoxFragment, FragmentSet, ShardPattern,
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
-#: A box of a tensor, named.
+#: Tensor name and box.
 NamedBox = tuple[str, TensorBox]
 
 
 @dataclass(frozen=True)
 class BoxCopy:
-    """A box of a tensor, from the rank that has it to one that needs it; or it stays."""
+    """Copy of a box from `source` to `destination`; the same rank if the data stays in place."""
 
     named_box: NamedBox
     source: int
     destination: int
 
 
-#: The boxes of a tensor that one rank gets, and who gives each.
+#: Boxes of a tensor that a rank receives, each with its sender.
 BoxSources = tuple[tuple[TensorBox, int], ...]
-#: What every rank gets of a tensor; those that get the same from the same have one object.
+#: Received boxes by rank; ranks with equal entries share the object.
 MovesByRank = Mapping[int, BoxSources]
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """What every rank of `target` needs and lacks, each box from one rank that holds it.
+    """For every rank of `target`, the boxes it needs, each from a rank that holds it.
 
-    moves: by tensor; tensors that are cut alike may have one object.
+    moves: by tensor; tensors with equal moves may share the object.
     """
 
     source: ModelLayout
@@ -51,34 +54,34 @@ class CopyPlan:
 
     @property
     def copies(self) -> Iterator[BoxCopy]:
-        """Every copy: by tensors, then by ranks, and of each first what stays where it is."""
+        """All copies by tensor, then by rank; for each rank first the boxes that stay in place."""
         for tensor, moves in self.moves.items():
-            for rank, gifts in moves.items():
-                for at_home in (True, False):
-                    for box, giver in gifts:
-                        if (giver == rank) is at_home:
-                            yield BoxCopy((tensor, box), giver, rank)
+            for rank, sources in moves.items():
+                for stays in (True, False):
+                    for box, source in sources:
+                        if (source == rank) is stays:
+                            yield BoxCopy((tensor, box), source, rank)
 
     def report_bytes(self) -> BytesReport:
-        """What moves between the ranks, exactly the copies."""
+        """Count the bytes of exactly these copies."""
         ranks = _count_held_bytes(self.source, self.target)
         sizes = _get_itemsizes(self.target)
         for moves, tensors in _group_by_identity(self.moves):
-            each = sum(sizes[tensor] for tensor in tensors)
-            for gifts, takers in _group_by_identity(moves):
+            element_bytes = sum(sizes[tensor] for tensor in tensors)
+            for sources, receivers in _group_by_identity(moves):
                 amounts: dict[int, int] = defaultdict(int)
-                for box, giver in gifts:
-                    amounts[giver] += box.numel * each
-                count_transfers(ranks, self.cluster, amounts, set(takers))
+                for box, source in sources:
+                    amounts[source] += box.numel * element_bytes
+                count_transfers(ranks, self.cluster, amounts, set(receivers))
         return BytesReport(self.target.model.num_bytes, ranks)
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Groups of ranks that give each other all they hold.
+    """Groups of ranks that exchange all they hold.
 
-    gives: what each rank contributes, by tensor; what several ranks of a group hold, only one of
-    them gives. keeps_copy: the ranks keep what they gave beside the result, instead of a view.
+    contributions: boxes that each rank sends; data that several ranks of a group hold is sent by
+    one of them. keeps_copy: ranks keep their contribution beside the result, instead of a view.
     """
 
     source: ModelLayout
@@ -90,7 +93,7 @@ class GatherPlan:
 
     @property
     def copies(self) -> Iterator[BoxCopy]:
-        """Everything that reaches a rank, needed there or not."""
+        """All copies, including data that the receiver does not need."""
         for group in self.groups:
             for source in group:
                 for tensor, box in self.contributions[source]:
@@ -98,7 +101,7 @@ class GatherPlan:
                         yield BoxCopy((tensor, box), source, destination)
 
     def report_bytes(self) -> BytesReport:
-        """What moves between the ranks: each receives all that the others of its group give."""
+        """Count the bytes: each rank receives the contributions of all others in its group."""
         ranks = _count_held_bytes(self.source, self.target, keeps_copy=self.keeps_copy)
         sizes = _get_itemsizes(self.target)
         for group in self.groups:
@@ -108,37 +111,43 @@ class GatherPlan:
             }
             count_transfers(ranks, self.cluster, amounts, set(group))
             for rank in group:
-                # All that any of them holds; what they want is among it.
+                # The gathered data includes all that the rank needs.
                 ranks[rank].peak_bytes = sum(amounts.values())
         return BytesReport(self.target.model.num_bytes, ranks)
 
 
 def plan_copies(source: ModelLayout, target: ModelLayout, cluster: NodeTopology) -> CopyPlan:
-    """The fewest bytes that turn `source` into `target`; the layouts may be of other ranks.
+    """Return the plan that moves the fewest bytes; the layouts may have different ranks.
 
-    What a rank holds already stays. The rest comes from a rank of the same node where one has it,
-    and from the one that has sent least so far. Raises ValueError if nobody holds what is needed.
+    Data that a rank already holds stays in place. Other data comes from a rank on the same node if
+    possible, and among those from the rank that has sent least so far. Raises ValueError if no rank
+    holds needed data.
     """
     sent: Counter[int] = Counter()
-    found = find_patterns(source, target)
-    of_tensor = {tensor: pattern for pattern in found for tensor in pattern.tensors}
-    wants: dict[ShardPattern, Mapping[int, list[BoxFragment]]] = {}
-    settled: dict[ShardPattern, tuple[MovesByRank, Counter[int]]] = {}
+    patterns = find_patterns(source, target)
+    pattern_by_tensor = {tensor: pattern for pattern in patterns for tensor in pattern.tensors}
+    # Patterns without a choice of sender are planned once; with a choice, every tensor is planned
+    # by itself, so that the senders' loads even out.
+    needs: dict[ShardPattern, Mapping[int, list[BoxFragment]]] = {}
+    fixed: dict[ShardPattern, tuple[MovesByRank, Counter[int]]] = {}
     moves: dict[str, MovesByRank] = {}
     for spec in target.model.tensors:
-        pattern = of_tensor[spec.name]
-        if pattern not in wants:
-            wants[pattern] = _find_wanted(
+        pattern = pattern_by_tensor[spec.name]
+        if pattern not in needs:
+            needs[pattern] = _find_wanted(
                 pattern, pattern.find_fragments(), target.ranks, "no rank"
             )
-            if not _has_choice(wants[pattern]):
-                own: Counter[int] = Counter()
-                settled[pattern] = _assign_sources(wants[pattern], spec.itemsize, cluster, own), own
-        if pattern in settled:
-            moves[spec.name], own = settled[pattern]
-            sent.update(own)
+            if not _has_choice(needs[pattern]):
+                pattern_sent: Counter[int] = Counter()
+                fixed[pattern] = (
+                    _assign_sources(needs[pattern], spec.itemsize, cluster, pattern_sent),
+                    pattern_sent,
+                )
+        if pattern in fixed:
+            moves[spec.name], pattern_sent = fixed[pattern]
+            sent.update(pattern_sent)
         else:
-            moves[spec.name] = _assign_sources(wants[pattern], spec.itemsize, cluster, sent)
+            moves[spec.name] = _assign_sources(needs[pattern], spec.itemsize, cluster, sent)
     return CopyPlan(source, target, cluster, moves)
 
 
@@ -150,84 +159,91 @@ def plan_gather(
     *,
     keeps_copy: bool = False,
 ) -> GatherPlan:
-    """The ranks of each group give each other all they hold.
+    """Return the plan in which the ranks of each group exchange all they hold.
 
-    Raises ValueError if a rank needs what its group does not hold, or is in no group or in several.
+    Raises ValueError if a group does not hold all that its ranks need, or a rank is not in exactly
+    one group.
     """
     sizes = _get_itemsizes(target)
-    found = find_patterns(source, target)
-    times = Counter(rank for group in groups for rank in group)
-    wrong = [rank for rank in {*times, *target.shards} if times[rank] != 1]
-    if wrong:
-        raise ValueError(f"rank {min(wrong)}: is {times[min(wrong)]} times in the groups, not once")
-    gives: dict[int, list[NamedBox]] = {rank: [] for group in groups for rank in group}
-    given: Counter[int] = Counter()
+    patterns = find_patterns(source, target)
+    group_counts = Counter(rank for group in groups for rank in group)
+    misplaced = [rank for rank in {*group_counts, *target.shards} if group_counts[rank] != 1]
+    if misplaced:
+        rank = min(misplaced)
+        raise ValueError(f"rank {rank}: is in {group_counts[rank]} groups, must be in exactly one")
+    contributions: dict[int, list[NamedBox]] = {rank: [] for group in groups for rank in group}
+    sent_bytes: Counter[int] = Counter()
     for group in groups:
-        held = {}
-        for pattern in found:
+        fragments_by_tensor = {}
+        for pattern in patterns:
             fragments = pattern.find_fragments(group)
             _find_wanted(pattern, fragments, group, f"no rank of its group {list(group)}")
-            held.update(dict.fromkeys(pattern.tensors, fragments.fragments))
+            fragments_by_tensor.update(dict.fromkeys(pattern.tensors, fragments.fragments))
         for tensor, itemsize in sizes.items():
-            for box, ranks in held[tensor]:
-                giver = min(ranks, key=lambda rank: (given[rank], rank))
-                gives[giver].append((tensor, box))
-                given[giver] += box.numel * itemsize
+            for box, ranks in fragments_by_tensor[tensor]:
+                sender = min(ranks, key=lambda rank: (sent_bytes[rank], rank))
+                contributions[sender].append((tensor, box))
+                sent_bytes[sender] += box.numel * itemsize
     return GatherPlan(
         source,
         target,
         cluster,
         tuple(tuple(group) for group in groups),
-        {rank: tuple(boxes) for rank, boxes in gives.items()},
+        {rank: tuple(boxes) for rank, boxes in contributions.items()},
         keeps_copy,
     )
 
 
 def _find_wanted(
-    pattern: ShardPattern, fragments: FragmentSet, ranks: Collection[int], nobody: str
+    pattern: ShardPattern, fragments: FragmentSet, ranks: Collection[int], holder_text: str
 ) -> dict[int, list[BoxFragment]]:
-    """Of each of these ranks, the fragments that make up what it wants, in the order of the ranks.
+    """Return, by rank in the order of `ranks`, the fragments that cover the boxes it needs.
 
-    Ranks that want the same have the same list. Raises ValueError where there are not enough.
+    Ranks with equal needs share the list. Raises ValueError if fragments do not cover the needs.
     """
-    found = {boxes: fragments.find_within(boxes) for boxes in pattern.group_receivers(ranks)}
-    for boxes, takers in pattern.group_receivers(ranks).items():
-        for lack in fragments.find_missing(boxes, found[boxes]):
+    fragments_by_boxes = {
+        boxes: fragments.find_within(boxes) for boxes in pattern.group_receivers(ranks)
+    }
+    for boxes, receivers in pattern.group_receivers(ranks).items():
+        for missing in fragments.find_missing(boxes, fragments_by_boxes[boxes]):
             raise ValueError(
-                f"{pattern.tensors[0]}{lack}, needed by rank {takers[0]}: {nobody} holds it"
+                f"{pattern.tensors[0]}{missing}, needed by rank {receivers[0]}:"
+                f" {holder_text} holds it"
             )
     return {
-        rank: found[pattern.target_boxes[rank]] for rank in ranks if rank in pattern.target_boxes
+        rank: fragments_by_boxes[pattern.target_boxes[rank]]
+        for rank in ranks
+        if rank in pattern.target_boxes
     }
 
 
-def _has_choice(wants: Mapping[int, list[BoxFragment]]) -> bool:
-    """Whether any rank may get something from one or another."""
+def _has_choice(needs: Mapping[int, list[BoxFragment]]) -> bool:
+    """Return True if any rank may receive a fragment from more than one sender."""
     return any(
         len(holders) > 1 and rank not in holders
-        for rank, fragments in wants.items()
+        for rank, fragments in needs.items()
         for _, holders in fragments
     )
 
 
 def _assign_sources(
-    wants: Mapping[int, list[BoxFragment]], itemsize: int, cluster: NodeTopology, sent: Counter[int]
+    needs: Mapping[int, list[BoxFragment]], itemsize: int, cluster: NodeTopology, sent: Counter[int]
 ) -> MovesByRank:
-    """Who gives what; `sent`, the bytes that each rank has sent so far, goes up."""
-    made: dict[tuple[int, tuple[int, ...]], BoxSources] = {}
+    """Choose the sender of every fragment, and add the bytes to `sent`, the load of each rank."""
+    shared_sources: dict[tuple[int, tuple[int, ...]], BoxSources] = {}
     moves = {}
-    for rank, fragments in wants.items():
-        givers = []
+    for rank, fragments in needs.items():
+        senders = []
         for box, holders in fragments:
-            giver = _choose_source(holders, rank, cluster, sent)
-            if giver != rank:
-                sent[giver] += box.numel * itemsize
-            givers.append(giver)
-        key = (id(fragments), tuple(givers))
-        if key not in made:
+            sender = _choose_source(holders, rank, cluster, sent)
+            if sender != rank:
+                sent[sender] += box.numel * itemsize
+            senders.append(sender)
+        key = (id(fragments), tuple(senders))
+        if key not in shared_sources:
             boxes = (box for box, _ in fragments)
-            made[key] = tuple(zip(boxes, givers, strict=True))
-        moves[rank] = made[key]
+            shared_sources[key] = tuple(zip(boxes, senders, strict=True))
+        moves[rank] = shared_sources[key]
     return moves
 
 
@@ -244,21 +260,25 @@ def _choose_source(
 def _count_held_bytes(
     source: ModelLayout, target: ModelLayout, *, keeps_copy: bool = False
 ) -> dict[int, RankBytes]:
-    """What every rank holds of both layouts and what it keeps twice; nothing has moved yet."""
+    """Return the bytes that every rank holds of both layouts, before any transfer is counted."""
     ranks = {rank: RankBytes() for rank in sorted({*source.ranks, *target.ranks})}
     for pattern in find_patterns(source, target):
-        for (held, wanted), alike in pattern.ranks_by_boxes.items():
-            beside = count_elements(subtract_boxes(held, wanted))
-            memory = count_elements(held) + count_elements(wanted)
-            if not keeps_copy and (is_nested(held, wanted) or is_nested(wanted, held)):
-                memory = max(count_elements(held), count_elements(wanted))
-            for rank in alike:
+        for (source_boxes, target_boxes), pattern_ranks in pattern.ranks_by_boxes.items():
+            num_redundant = count_elements(subtract_boxes(source_boxes, target_boxes))
+            num_memory = count_elements(source_boxes) + count_elements(target_boxes)
+            if not keeps_copy and (
+                is_nested(source_boxes, target_boxes) or is_nested(target_boxes, source_boxes)
+            ):
+                num_memory = max(count_elements(source_boxes), count_elements(target_boxes))
+            for rank in pattern_ranks:
                 counts = ranks[rank]
-                counts.peak_bytes += (beside + count_elements(wanted)) * pattern.element_bytes
-                counts.redundant_bytes += (
-                    count_elements(held) if keeps_copy else beside
+                counts.peak_bytes += (
+                    num_redundant + count_elements(target_boxes)
                 ) * pattern.element_bytes
-                counts.memory_bytes += memory * pattern.element_bytes
+                counts.redundant_bytes += (
+                    count_elements(source_boxes) if keeps_copy else num_redundant
+                ) * pattern.element_bytes
+                counts.memory_bytes += num_memory * pattern.element_bytes
     return ranks
 
 
@@ -267,8 +287,8 @@ def _get_itemsizes(layout: ModelLayout) -> dict[str, int]:
 
 
 def _group_by_identity(objects: Mapping[Key, Value]) -> list[tuple[Value, list[Key]]]:
-    """Every object, with the keys it has."""
-    found: dict[int, tuple[Value, list[Key]]] = {}
-    for key, each in objects.items():
-        found.setdefault(id(each), (each, []))[1].append(key)
-    return list(found.values())
+    """Return every distinct object with its keys."""
+    groups: dict[int, tuple[Value, list[Key]]] = {}
+    for key, value in objects.items():
+        groups.setdefault(id(value), (value, []))[1].append(key)
+    return list(groups.values())

@@ -1,4 +1,4 @@
-"""One rank's shards in memory: every piece a view of some buffer, and the version they hold."""
+"""Shards of a rank in memory: every piece a view of some buffer, with the version they hold."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,9 +9,9 @@ from streamrl.resharding.layouts import ModelLayout, TensorShard
 
 
 class ShardStorage:
-    """The pieces one rank holds of every tensor, as views; whoever made them owns the memory.
+    """Pieces that a rank holds of every tensor, as views; their creator owns the memory.
 
-    version: the policy_version of what is in them, None while they are being filled or before.
+    version: policy version of the contents; None before and while they are filled.
     """
 
     def __init__(
@@ -29,44 +29,46 @@ class ShardStorage:
 
     @property
     def device(self) -> torch.device:
-        """Where the pieces are; the CPU if there are none."""
+        """Device of the pieces; the CPU if there are none."""
         views = (view for pieces in self._views.values() for _, view in pieces)
         return next((view.device for view in views), torch.device("cpu"))
 
     def __iter__(self) -> Iterator[tuple[str, TensorBox, torch.Tensor]]:
-        """Every piece: its tensor, its box and its view."""
+        """Yield every piece: tensor name, box and view."""
         for tensor, pieces in self._views.items():
             for box, view in pieces:
                 yield tensor, box, view
 
     def get_pieces(self, tensor: str) -> Sequence[tuple[TensorBox, torch.Tensor]]:
-        """What is held of a tensor; nothing if none of it."""
+        """Return the pieces of a tensor; empty if none is stored."""
         return self._views.get(tensor, ())
 
     def merge_with(self, other: "ShardStorage") -> "ShardStorage":
-        """The pieces of both, which are of different tensors."""
+        """Return a storage with the pieces of both, which must have different tensors."""
         return ShardStorage({**self._views, **other._views}, version=self.version)
 
     def get_view(self, tensor: str, box: TensorBox) -> torch.Tensor:
-        """The elements of a box that lies within one piece, to read or to fill."""
-        for held, view in self.get_pieces(tensor):
-            if held.intersect(box) == box:
-                return narrow_view(view, held, box)
+        """Return a view of a box, which must lie within a single piece. Raises KeyError."""
+        for piece_box, view in self.get_pieces(tensor):
+            if piece_box.intersect(box) == box:
+                return narrow_view(view, piece_box, box)
         raise KeyError(f"{tensor}{box}: not in one piece of this storage")
 
 
-def narrow_view(view: torch.Tensor, held: TensorBox, box: TensorBox) -> torch.Tensor:
-    """Of a view of `held`, that of a box inside."""
-    steps = zip(box.dim_ranges, held.start, strict=True)
-    return view[tuple(slice(low - own, high - own) for (low, high), own in steps)]
+def narrow_view(view: torch.Tensor, view_box: TensorBox, box: TensorBox) -> torch.Tensor:
+    """Return the part of a view of `view_box` that shows `box`."""
+    dims = zip(box.dim_ranges, view_box.start, strict=True)
+    return view[
+        tuple(slice(low - view_start, high - view_start) for (low, high), view_start in dims)
+    ]
 
 
 def allocate_storage(
     layout: ModelLayout, rank: int, dtypes: Mapping[str, torch.dtype], *, device: str = "cpu"
 ) -> ShardStorage:
-    """New memory for a rank's shards, one buffer for each, not yet filled.
+    """Allocate a buffer for each of a rank's shards, not filled.
 
-    dtypes: by tensor name; their sizes must be those of the layout's specs.
+    dtypes: by tensor name; their itemsizes must match the layout's specs.
     """
     buffers = {}
     specs = layout.model.specs_by_name()
@@ -74,7 +76,7 @@ def allocate_storage(
     for tensor, shard in shards.items():
         dtype = dtypes[tensor]
         if dtype.itemsize != specs[tensor].itemsize:
-            raise ValueError(f"{tensor}: {dtype} has not {specs[tensor].itemsize} bytes")
+            raise ValueError(f"{tensor}: {dtype} does not have {specs[tensor].itemsize} bytes")
         buffers[tensor] = torch.empty(shard.numel, dtype=dtype, device=device)
     return create_from_buffers(buffers, shards)
 
@@ -87,9 +89,10 @@ def allocate_overlapping(
     *,
     device: str = "cpu",
 ) -> tuple[ShardStorage, ShardStorage]:
-    """New memory for a rank's shards of two layouts.
+    """Allocate a rank's shards of two layouts, sharing memory where possible.
 
-    Tensor by tensor, those of the one are views into those of the other where they lie inside.
+    If a tensor's boxes in one layout lie inside its boxes in the other, its pieces are views of the
+    other layout's memory.
     """
     in_target = {
         name
@@ -101,18 +104,18 @@ def allocate_overlapping(
         for name, shard in target.shards.get(rank, {}).items()
         if name not in in_target and is_nested(shard.boxes, source.get_boxes(rank, name))
     }
-    held, wanted = (
+    source_storage, target_storage = (
         allocate_storage(
-            _select_tensors(layout, rank, elsewhere, without=True), rank, dtypes, device=device
+            _select_tensors(layout, rank, shared_names, without=True), rank, dtypes, device=device
         )
-        for layout, elsewhere in ((source, in_target), (target, in_source))
+        for layout, shared_names in ((source, in_target), (target, in_source))
     )
     return (
-        held.merge_with(
-            create_from_storage(_select_tensors(source, rank, in_target), rank, wanted)
+        source_storage.merge_with(
+            create_from_storage(_select_tensors(source, rank, in_target), rank, target_storage)
         ),
-        wanted.merge_with(
-            create_from_storage(_select_tensors(target, rank, in_source), rank, held)
+        target_storage.merge_with(
+            create_from_storage(_select_tensors(target, rank, in_source), rank, source_storage)
         ),
     )
 
@@ -120,7 +123,7 @@ def allocate_overlapping(
 def _select_tensors(
     layout: ModelLayout, rank: int, names: set[str], *, without: bool = False
 ) -> ModelLayout:
-    """One rank's shards of these tensors, or of all others."""
+    """Return a layout with a rank's shards of these tensors, or of all others (`without`)."""
     shards = layout.shards.get(rank, {})
     return ModelLayout(
         layout.model, {rank: {n: shards[n] for n in shards if (n in names) is not without}}
@@ -133,9 +136,9 @@ def create_from_buffers(
     *,
     version: int | None = None,
 ) -> ShardStorage:
-    """A rank's shards as views of the contiguous tensors that hold them, each from its beginning.
+    """View a rank's shards in contiguous tensors, each from the beginning of its tensor.
 
-    A buffer may be longer than its shard, as where it is padded.
+    A buffer may be longer than its shard, for example if it is padded.
     """
     return ShardStorage(
         {
@@ -157,9 +160,9 @@ def create_from_buffers(
 
 
 def create_from_storage(layout: ModelLayout, rank: int, host: ShardStorage) -> ShardStorage:
-    """A rank's shards of a layout as views into what `host` holds: no memory of their own.
+    """View a rank's shards of a layout in the memory of `host`, without own memory.
 
-    Raises ValueError if a piece does not lie within one of the host's.
+    Raises ValueError if a piece does not lie within a single piece of `host`.
     """
     views: dict[str, list[tuple[TensorBox, torch.Tensor]]] = {}
     for tensor, shard in layout.shards.get(rank, {}).items():
@@ -171,10 +174,10 @@ def create_from_storage(layout: ModelLayout, rank: int, host: ShardStorage) -> S
 
 
 def count_memory_bytes(*storages: ShardStorage) -> int:
-    """Bytes of the buffers behind some storages, each buffer once."""
+    """Return the bytes of the buffers behind the storages, each buffer once."""
     buffers = {}
     for storage in storages:
         for _, _, view in storage:
-            whole = view.untyped_storage()
-            buffers[whole.data_ptr()] = whole.nbytes()
+            buffer = view.untyped_storage()
+            buffers[buffer.data_ptr()] = buffer.nbytes()
     return sum(buffers.values())

@@ -1,8 +1,8 @@
-"""What a model's tensors are to the resharding engine: shapes, how each may be split, and where.
+"""Tensors of a model as the resharding engine sees them: shapes, allowed splits, and stages.
 
-A transformer is a row of places: 0 is the embedding's, 1 to L those of its L layers, L + 1 the
-head's. A pipeline stage holds a run of places, and a tensor lies in every stage that holds one of
-its places: a tied embedding has two, the first and the last.
+A transformer is a row of pipeline positions: 0 for the embedding, 1 to L for its L layers, and L +
+1 for the head. A pipeline stage holds a range of positions. A tensor lies in every stage that holds
+one of its positions; a tied embedding has two, the first and the last.
 """
 
 import math
@@ -13,15 +13,14 @@ from itertools import pairwise
 from streamrl.resharding.boxes import TensorBox
 
 ITEMSIZES = (1, 2, 4, 8, 16)
-"""Bytes of an element."""
 
 
 @dataclass(frozen=True)
 class FusedComponent:
-    """One of the matrices that are fused into a tensor, one behind the other in `split_dim`.
+    """A matrix fused into a tensor, with others before or behind it along `split_dim`.
 
-    size: its elements in that dimension. units: what it must not be split below, as the heads of
-    an attention: with more ranks than units, ranks hold the same unit. None splits anywhere.
+    size: elements in that dimension. num_units: indivisible units, such as attention heads; with
+    more ranks than units, several ranks hold the same unit. None allows a split anywhere.
     """
 
     size: int
@@ -35,28 +34,29 @@ class FusedComponent:
             )
 
     def get_split_range(self, index: int, count: int) -> tuple[int, int]:
-        """Start and stop of rank `index` of `count`, within the component.
+        """Return start and stop of rank `index` of `count`, within the component.
 
-        Raises ValueError where it cannot be split so evenly.
+        With 8 units of 16 elements and 4 ranks, rank 1 gets (32, 64); with 2 units and 4 ranks,
+        ranks 0 and 1 both get unit 0. Raises ValueError if neither number divides the other.
         """
-        units = self.size if self.num_units is None else self.num_units
-        unit = self.size // units
-        if units % count == 0:
-            share = units // count * unit
-            return index * share, (index + 1) * share
-        if self.num_units is not None and count % units == 0:
-            first = index * units // count * unit
-            return first, first + unit
-        raise ValueError(f"{units} do not divide among {count}")
+        num_units = self.size if self.num_units is None else self.num_units
+        unit_size = self.size // num_units
+        if num_units % count == 0:
+            rank_size = num_units // count * unit_size
+            return index * rank_size, (index + 1) * rank_size
+        if self.num_units is not None and count % num_units == 0:
+            start = index * num_units // count * unit_size
+            return start, start + unit_size
+        raise ValueError(f"{num_units} units do not divide among {count} ranks")
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the model, unsplit.
+    """An unsplit tensor of the model.
 
-    places: where in the row of places it is needed. split_dim: the dimension that tensor
-    parallelism splits, None where every rank holds all of it. components: what is fused in that
-    dimension, in order; empty is one component.
+    pipeline_positions: positions that need the tensor. split_dim: dimension that tensor parallelism
+    splits; None if every rank holds the whole tensor. components: matrices fused along that
+    dimension, in order; empty for a single component.
     """
 
     name: str
@@ -82,18 +82,16 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes."""
         return self.numel * self.itemsize
 
     def split_tensor(self, index: int, count: int) -> list[TensorBox]:
-        """What rank `index` of `count` tensor-parallel ranks holds: a box for each component.
+        """Return the boxes of tensor-parallel rank `index` of `count`: a box for each component.
 
-        Raises ValueError with the tensor's name where it does not divide.
+        Raises ValueError with the tensor's name if it does not divide.
         """
         whole = TensorBox.from_shape(self.shape)
         if self.split_dim is None or count == 1:
@@ -112,7 +110,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The tensors of a model, by name in order, and the number of its places."""
+    """Tensors of a model in order, and the number of its pipeline positions."""
 
     tensors: tuple[TensorSpec, ...]
     num_pipeline_positions: int
@@ -120,14 +118,14 @@ class ModelSpec:
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.tensors]
         if len(set(names)) != len(names):
-            raise ValueError("two tensors of one name")
+            raise ValueError("two tensors have the same name")
         for spec in self.tensors:
             if not spec.pipeline_positions or not all(
-                0 <= at < self.num_pipeline_positions for at in spec.pipeline_positions
+                0 <= position < self.num_pipeline_positions for position in spec.pipeline_positions
             ):
                 raise ValueError(
-                    f"{spec.name}: places {spec.pipeline_positions} of"
-                    f" {self.num_pipeline_positions}"
+                    f"{spec.name}: pipeline_positions={spec.pipeline_positions}: must be"
+                    f" non-empty and below {self.num_pipeline_positions}"
                 )
 
     @property
@@ -136,35 +134,35 @@ class ModelSpec:
         return sum(spec.num_bytes for spec in self.tensors)
 
     def specs_by_name(self) -> dict[str, TensorSpec]:
-        """The tensors by their names."""
         return {spec.name: spec for spec in self.tensors}
 
 
-def split_stages_evenly(num_places: int, stages: int) -> tuple[int, ...]:
-    """How many places each stage holds: as many in each, or one more in some.
+def split_stages_evenly(num_positions: int, stages: int) -> tuple[int, ...]:
+    """Return the number of positions of each stage; stages differ by at most one.
 
-    Those spread so that fewer stages are made of whole ones wherever the numbers of stages divide:
-    6 places are 2, 1, 2, 1 in four stages and 3, 3 in two.
+    Larger stages are spread so that merging stages stays exact if the numbers of stages divide: 6
+    positions are 2, 1, 2, 1 in four stages and 3, 3 in two.
     """
-    if stages > num_places:
-        raise ValueError(f"{stages} pipeline stages for {num_places} places")
-    ends = [-(-index * num_places // stages) for index in range(stages + 1)]
+    if stages > num_positions:
+        raise ValueError(f"{stages} pipeline stages for {num_positions} positions")
+    ends = [-(-index * num_positions // stages) for index in range(stages + 1)]
     return tuple(stop - start for start, stop in pairwise(ends))
 
 
 def merge_stages(counts: Sequence[int], stages: int) -> tuple[int, ...]:
-    """The places of so many stages, each made of as many consecutive ones of these.
+    """Merge consecutive stages into `stages` stages and return their sizes.
 
-    For the generation stages of training stages that are listed, which zero redundancy needs whole.
-    Raises ValueError where they do not divide.
+    Zero redundancy requires generation stages to consist of whole training stages; this computes
+    them if the training stages are listed explicitly. Raises ValueError if the numbers do not
+    divide.
     """
     if stages < 1 or len(counts) % stages:
-        raise ValueError(f"{len(counts)} stages do not make up {stages}")
+        raise ValueError(f"{len(counts)} stages cannot be merged into {stages}")
     ratio = len(counts) // stages
-    return tuple(sum(counts[at : at + ratio]) for at in range(0, len(counts), ratio))
+    return tuple(sum(counts[start : start + ratio]) for start in range(0, len(counts), ratio))
 
 
 def list_stage_positions(counts: Sequence[int]) -> list[range]:
-    """The places of every stage, for that many in each."""
+    """Return the positions of every stage, given the number in each."""
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to those who follow it: versions, buckets, checks."""
+"""Weight sync: versions travel from the trainer to its followers in buckets with checksums."""
 
 from streamrl.weights.config import WeightsConfig
 from streamrl.weights.held_version import LoadVerification, ServedVersion, WeightLoadStats

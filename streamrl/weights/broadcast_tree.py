@@ -1,14 +1,16 @@
-"""How a version goes through a cluster: as a tree, so that no node has to serve all others.
+"""Order in which nodes pull a version: a tree, so that no single node serves all others.
 
-The publisher's node has a new version first. A node that has it serves at most `fanout` others at
-a time, so after k rounds (1 + fanout)**k nodes have it. Pure arithmetic on times that are given.
+The publisher's node has a new version first. A node that has the version serves at most `fanout`
+pulls at a time, so (1 + fanout)**k nodes have it after k rounds. Pure arithmetic: the caller
+supplies the times.
 """
 
 
 class BroadcastTree:
-    """Who may pull the newest version now. Nodes are known by any name, times are seconds.
+    """Admission of pulls of the newest version. Node names are arbitrary; times are in seconds.
 
-    `origin` is the publisher's node; a pull that is not done within `deadline_s` counts no more.
+    `origin` is the publisher's node. A pull older than `deadline_s` stops counting against the
+    limit.
     """
 
     def __init__(self, origin: str, *, fanout: int = 2, deadline_s: float = 60.0) -> None:
@@ -22,10 +24,10 @@ class BroadcastTree:
         self._pull_starts_s: dict[str, float] = {}
 
     def try_start_pull(self, node: str, version: int, now_s: float) -> bool:
-        """Whether a reader on `node` may pull `version` now; if so, the node is pulling.
+        """Return True if a reader on `node` may pull `version` now, and record the pull.
 
-        Others on a node that has it or pulls it may go at once: they share one copy. So may those
-        who still want an older version: nobody waits for it.
+        Readers share one copy per node: once a node has the version or pulls it, every reader on
+        the node may go. Pulls of an older version are always admitted.
         """
         if version > self._newest_version:
             self._newest_version, self._ready_nodes, self._pull_starts_s = (
@@ -35,24 +37,25 @@ class BroadcastTree:
             )
         if version < self._newest_version or node in self._ready_nodes:
             return True
-        if (
-            node in self._pull_starts_s
-        ):  # one that has taken too long may go on, on nobody's account
+        # A pull past its deadline may still finish; it only stops counting below.
+        if node in self._pull_starts_s:
             return True
-        live = sum(now_s - since < self._deadline_s for since in self._pull_starts_s.values())
-        if live >= self._fanout * len(self._ready_nodes):
+        num_active = sum(
+            now_s - start_s < self._deadline_s for start_s in self._pull_starts_s.values()
+        )
+        if num_active >= self._fanout * len(self._ready_nodes):
             return False
         self._pull_starts_s[node] = now_s
         return True
 
     def mark_pulled(self, node: str, version: int) -> None:
-        """The node has the version, and others may pull it from there."""
+        """Record that `node` has `version`; the node now serves other nodes."""
         if version == self._newest_version:
             self._pull_starts_s.pop(node, None)
             self._ready_nodes.add(node)
 
     def remove_node(self, node: str) -> None:
-        """The node is gone, or failed to pull: nobody waits for it and it serves nobody."""
+        """Stop counting a node that left or failed to pull, and stop pulling from it."""
         self._pull_starts_s.pop(node, None)
         if node != self._origin:
             self._ready_nodes.discard(node)

@@ -1,6 +1,6 @@
-"""Checksums beside the work: while one piece is laid, the piece before it is hashed.
+"""Checksums computed in parallel with copying: a thread hashes one piece while the next is written.
 
-XXH3 lets go of the interpreter's lock, so a second core does it and the hash is all but free.
+XXH3 releases the GIL, so hashing on a second core is nearly free.
 """
 
 import os
@@ -15,16 +15,17 @@ from streamrl.messages import Array
 from streamrl.weights.manifest import compute_checksum
 
 HASH_CHUNK_BYTES = 4 << 20
-"""What is handed to another thread at once: to hand it over costs as much as hashing 0.5 MB."""
+"""Bytes hashed per task of the thread pool; submitting a task costs as much as hashing 0.5 MB."""
 
 MAX_HASH_THREADS = 4
-"""Memory, not the processor, is the limit beyond these."""
+"""More threads do not help: memory bandwidth is the limit."""
 
 
 class RunningChecksum(AbstractContextManager["RunningChecksum"]):
-    """The checksum of a bucket that is being laid, front to back; its thread ends with the block.
+    """Checksum of a bucket that is being filled front to back; use in a `with` block.
 
-    What was said to be laid must stay as it is until `finish`.
+    The block's end stops the hashing thread. Bytes reported to `hash_written` must not change until
+    `finish_bucket` returns.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,8 @@ class RunningChecksum(AbstractContextManager["RunningChecksum"]):
         self._executor.shutdown()
 
     def hash_written(self, data: Array, end: int) -> None:
-        """The first `end` bytes of the bucket, uint8, are what they will be."""
+        """Report that the first `end` bytes of the bucket (uint8) are final."""
+        # If the previous piece is still being hashed, this one is hashed with the next call.
         if end - self._num_hashed >= HASH_CHUNK_BYTES and (
             self._pending_hash is None or self._pending_hash.done()
         ):
@@ -52,22 +54,22 @@ class RunningChecksum(AbstractContextManager["RunningChecksum"]):
             self._num_hashed = end
 
     def finish_bucket(self, data: Array) -> str:
-        """`checksum` of the whole bucket, and the next one begins."""
+        """Return the checksum of the whole bucket and reset for the next bucket."""
         if self._pending_hash is not None:
             self._pending_hash.result()
         self._update_digest(data[self._num_hashed :])
-        found = self._digest.hexdigest()
+        checksum = self._digest.hexdigest()
         self._digest.reset()
         self._num_hashed = 0
         self._pending_hash = None
-        return found
+        return checksum
 
     def _update_digest(self, piece: Array) -> None:
         self._digest.update(piece.data)
 
 
 def compute_checksums(arrays: Sequence[Array]) -> list[str]:
-    """`checksum` of each, by as many threads as help."""
+    """Return the checksum of each array, hashed by several threads if the arrays are large."""
     num_threads = min(len(arrays), os.cpu_count() or 1, MAX_HASH_THREADS)
     if num_threads <= 1 or sum(array.nbytes for array in arrays) < HASH_CHUNK_BYTES:
         return [compute_checksum(array) for array in arrays]

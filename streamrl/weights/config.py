@@ -1,4 +1,4 @@
-"""The settings of weight sync."""
+"""Settings of weight sync."""
 
 from dataclasses import dataclass
 
@@ -20,30 +20,30 @@ MAX_BUCKET_MB = 4096
 
 @dataclass
 class WeightsConfig:
-    """How versions of the weights travel, and when."""
+    """How and when versions of the weights travel."""
 
-    #: What they travel through: store (Ray's object store), shared_memory (one node), collective (a
-    #: broadcast to all who follow), disk (a directory per version, for other engines too), delta
-    #: (through the store, only what has changed), or auto, which takes shared memory where there is
-    #: one node and the store elsewhere, and says so.
+    #: Transport of the weights: store (Ray's object store), shared_memory (single node), collective
+    #: (broadcast to all followers), disk (a directory per version, readable by other engines),
+    #: delta (only the changed bytes, through the store), or auto: shared memory on a single node,
+    #: the store otherwise; the run prints its choice.
     transport: str = AUTO
-    #: A version is published after every so many steps; the others are sampled by the last one.
+    #: Training steps per published version; generators keep the last published version in between.
     publish_every: int = 1
-    #: What a new version does to running rollouts: interrupt goes on with them under the new
-    #: weights; drain lets them end under the old ones, and begins none meanwhile.
+    #: Effect of a new version on running rollouts: interrupt continues them under the new weights;
+    #: drain finishes them under the old weights and starts no others until then.
     on_update: str = "interrupt"
-    #: Keys and values of rollouts that are interrupted: computed anew, or kept as the old weights
-    #: made them.
+    #: KV cache of interrupted rollouts: recompute it under the new weights, or keep the entries
+    #: that the old weights produced.
     kv: str = "recompute"
-    #: With the first three and then every so many published versions generators compare the
-    #: log-probabilities of a fixed batch with the trainer's; 0 for never.
+    #: Published versions per logprob check, in which generators compare the log-probabilities of
+    #: fixed sequences with the trainer's. The first three versions are always checked; 0: never.
     probe_every: int = 20
-    #: Largest difference of a log-probability that a probe lets pass. Unset: 1e-3 where trainer and
-    #: generator compute in float32, else 1. Needs `probe_every`.
+    #: Largest difference of a log-probability that passes the check. Unset: 1e-3 if trainer and
+    #: generator both compute in float32, else 1. Requires `probe_every`.
     probe_limit: float | None = None
-    #: Size of a bucket, MB, at most 4096. A larger tensor gets a bucket of its own.
+    #: Size of a bucket in MB, at most 4096. A larger tensor gets a bucket of its own.
     bucket_mb: int = 64
-    #: How many of the newest versions the publisher keeps for those who are still pulling.
+    #: Newest versions that the publisher keeps for readers that are still pulling.
     keep_versions: int = 2
 
     def __post_init__(self) -> None:
@@ -69,21 +69,21 @@ class WeightsConfig:
             raise ConfigError(f"weights.probe_limit={self.probe_limit}: must be above 0")
         if self.probe_limit is not None and not self.probe_every:
             raise ConfigError(
-                f"weights.probe_limit={self.probe_limit}: nothing is probed with"
-                " weights.probe_every=0"
+                f"weights.probe_limit={self.probe_limit} has no effect: weights.probe_every=0"
+                " disables the check. Remove one of them."
             )
         if self.on_update == "drain" and self.kv == "keep":
             raise ConfigError(
-                "weights.kv=keep: nothing runs through an update under weights.on_update=drain"
+                "weights.kv=keep has no effect: weights.on_update=drain finishes all rollouts"
+                " before an update. Remove one of them."
             )
 
     def resolve_probe_limit(self, *, exact: bool) -> float:
-        """What a probe lets pass; `exact` is whether both sides compute in float32."""
+        """Return the limit of the logprob check; `exact`: both sides compute in float32."""
         if self.probe_limit is not None:
             return self.probe_limit
         return EXACT_LOGPROB_LIMIT if exact else ROUNDED_LOGPROB_LIMIT
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of a bucket in bytes."""
         return self.bucket_mb << 20

@@ -1,4 +1,4 @@
-"""The version a follower holds."""
+"""The version of the weights that a follower serves."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 from streamrl.errors import LogprobCheckError, WeightsError
 
-MAX_NAMED_PARAMETERS = 3
-"""Most parameters that an error names."""
+MAX_NAMED_PARAMETERS = 3  # in an error message
 
 
 @dataclass(frozen=True)
 class LoadVerification:
-    """Which of the published parameters a model holds, by their names in its files.
+    """Comparison of a model's parameters with the published ones, by checkpoint name.
 
-    num_compared: those that could be compared, 0 if none were. differing: those it holds other
-    values of. warnings: what the engine itself says of weights that it did not load.
+    num_compared: parameters that could be compared; 0 if none. differing_names: parameters whose
+    values differ. warnings: the engine's own warnings about weights that it did not load.
     """
 
     num_compared: int = 0
@@ -23,26 +22,26 @@ class LoadVerification:
     warnings: Sequence[str] = ()
 
     def raise_on_difference(self, holder: str) -> None:
-        """Raise ProbeError if parameters did not arrive in `holder`."""
+        """Raise LogprobCheckError if any parameter of `holder` differs from the published value."""
         if self.differing_names:
-            more = max(0, len(self.differing_names) - MAX_NAMED_PARAMETERS)
-            first = ", ".join(
+            num_more = max(0, len(self.differing_names) - MAX_NAMED_PARAMETERS)
+            names = ", ".join(
                 self.differing_names[:MAX_NAMED_PARAMETERS]
-            ) + f" and {more} more" * bool(more)
-            said = f"; vLLM says: {'; '.join(self.warnings)}" if self.warnings else ""
+            ) + f" and {num_more} more" * bool(num_more)
+            engine_warnings = f"; vLLM says: {'; '.join(self.warnings)}" if self.warnings else ""
             raise LogprobCheckError(
-                f"{holder} holds other values than were published of {first}: a run would"
-                f" learn from wrong figures{said}"
+                f"{holder} holds parameters that differ from the published ones: {names}."
+                f" Training would use wrong log-probabilities{engine_warnings}"
             )
 
 
 @dataclass(frozen=True)
 class WeightLoadStats:
-    """What it took a model to go over to a version.
+    """Cost and outcome of loading a version into a model.
 
-    pause_s: while nothing was computed, s. interrupted: rollouts that had begun, and go on.
-    copied_bytes: of weights, also those that were cast or merged; the rest is used where it lies.
-    arrival: whether all of it is there.
+    pause_s: time without computation. num_interrupted: running rollouts that continue under the new
+    version. copied_bytes: bytes of weights copied, including cast or merged ones; the rest is used
+    in place. verification: comparison with the published parameters.
     """
 
     pause_s: float = 0.0
@@ -52,41 +51,46 @@ class WeightLoadStats:
 
 
 class ServedVersion:
-    """The version one holder (a generator, a scorer) serves, and a place to wait for a newer one.
+    """Version that one holder (a generator or scorer) serves, with a wait for newer versions.
 
-    Belongs to one event loop. -1 is no version at all. What is followed may stand still for some
-    versions: `due` says which one there is at a version of the policy.
+    Use from a single event loop. Version -1 means no weights yet. A followed model may skip
+    versions of the policy (publish_every): `resolve_due_version` maps a policy version to the
+    version of the followed model that is current at that point.
     """
 
     def __init__(
-        self, holder: str, version: int = -1, *, due: Callable[[int], int] = lambda version: version
+        self,
+        holder: str,
+        version: int = -1,
+        *,
+        resolve_due_version: Callable[[int], int] = lambda version: version,
     ) -> None:
-        self._resolve_due_version = due
+        self._resolve_due_version = resolve_due_version
         self.holder = holder
         self._version = version
         self._version_changed = asyncio.Event()
 
     @property
     def version(self) -> int:
-        """The version that is held now."""
         return self._version
 
     def advance_to(self, version: int) -> None:
-        """From now on `version` is held. Raises WeightsError unless it is newer."""
+        """Switch to `version` and wake all waiters. Raise WeightsError unless it is newer."""
         if version <= self._version:
             raise WeightsError(
-                f"{self.holder} holds version {self._version}: cannot go to version {version}"
+                f"{self.holder} holds version {self._version}: cannot switch to version {version}"
             )
         self._version = version
         changed, self._version_changed = self._version_changed, asyncio.Event()
         changed.set()
 
     async def wait_for_version(self, version: int) -> int:
-        """Wait until what is due at `version`, or a newer one, is held, and say which one is.
+        """Wait until the version due at policy version `version`, or a newer one, is served.
 
-        It has no deadline of its own, which would have to know how many steps a resumed run makes
-        again before that version. Two others bound it: that of the trainer, which has to make the
-        version, and those of whoever takes it up, with whom the process ends.
+        Returns the served version. Deliberately without a timeout: a resumed run may repeat any
+        number of steps before that version exists. Two other timeouts bound the wait: the trainer's
+        for producing the version, and the RPC timeouts of the process that loads it, after which
+        this process ends too.
         """
         while self._version < self._resolve_due_version(version):
             await self._version_changed.wait()

@@ -1,7 +1,7 @@
-"""A few fixed sequences on which a follower must say what the trainer says.
+"""Logprob check: fixed sequences whose log-probabilities followers compare with the trainer's.
 
-Checksums prove that the bytes have arrived; a probe proves that they have become the model: that
-no layer was left out, swapped, or read in another layout.
+Checksums prove that the bytes arrived. This check proves that the bytes became the model: no layer
+was left out, swapped, or read in a wrong layout.
 """
 
 from collections.abc import Sequence
@@ -13,29 +13,30 @@ from streamrl.errors import LogprobCheckError
 from streamrl.messages import Array
 
 SEQUENCE_LENGTHS = (64, 64, 64, 512)
-"""Tokens of the sequences, unless rollouts are shorter: one is longer than common windows of
-attention are in small models."""
+"""Tokens per sequence, capped by the rollout length. One is longer than the attention windows that
+are common in small models.
+"""
 NUM_SEQUENCES = len(SEQUENCE_LENGTHS)
 SAME_PARAMETERS_HINT = (
-    "; their parameters were compared and are the same, so they compute other things with them:"
-    " attention (trainer.attention), positions, experts or number types (generator.dtype)"
+    ". Their parameters were compared and are equal, so the computation differs: check"
+    " attention (trainer.attention), positions, experts and dtype (generator.dtype)"
 )
 NUM_INITIAL_CHECKS = 3
-"""Versions that are probed at first: the model as it was read, and after the first updates, by
-which every parameter that is trained has another value."""
+"""Versions checked at the start: the model as loaded, and the first updates, which change every
+trained parameter.
+"""
 
 
 def is_logprob_check_due(count: int, *, every: int) -> bool:
-    """Tell whether the version published as number `count`, from 0, is probed; never if 0."""
+    """Return True if published version number `count` (from 0) is checked; `every` 0 is never."""
     return bool(every) and (count < NUM_INITIAL_CHECKS or count % every == 0)
 
 
 @dataclass(frozen=True, eq=False)
 class LogprobCheck:
-    """Token ids, int32 [T] each, and the trainer's logprob of each token, float32 [T].
+    """Sequences of token ids, int32 [T] each, and the trainer's logprob per token, float32 [T].
 
-    A sequence's first token has none, so that one of a single token has nothing to compare. `limit`
-    is the largest difference that passes.
+    The first token of a sequence has no logprob, so a one-token sequence compares nothing.
     """
 
     sequences: Sequence[Array]
@@ -43,29 +44,29 @@ class LogprobCheck:
     max_difference: float
 
     def compare_logprobs(
-        self, found: Sequence[Array], who: str, *, same_parameters: bool = False
+        self, logprobs: Sequence[Array], follower: str, *, same_parameters: bool = False
     ) -> float:
-        """The largest difference of `found` from the trainer's. Raises ProbeError beyond the limit.
+        """Return the largest absolute difference in nats; raise LogprobCheckError above the limit.
 
-        `who` says whose figures they are; `same_parameters` whether its parameters are known to be
-        the trainer's. NaN never passes.
+        `follower` names the model in the error; `same_parameters`: its parameters are known to
+        equal the trainer's. NaN never passes.
         """
-        pairs = zip(self.logprobs, found, strict=True)
-        largest = [np.abs(want[1:] - got[1:]).max(initial=0.0) for want, got in pairs]
-        difference = float(np.max(largest))  # Python's max may pass over a NaN
+        pairs = zip(self.logprobs, logprobs, strict=True)
+        differences = [np.abs(ours[1:] - theirs[1:]).max(initial=0.0) for ours, theirs in pairs]
+        difference = float(np.max(differences))  # Python's max may skip a NaN
         if not difference <= self.max_difference:
             raise LogprobCheckError(
-                f"{who} gives log-probabilities that differ from the trainer's by up to"
+                f"{follower} gives log-probabilities that differ from the trainer's by up to"
                 f" {difference:.3g} nats, more than"
                 f" weights.probe_limit={self.max_difference:g}: generator"
-                " and trainer are not one model, and a run would learn from wrong figures"
+                " and trainer do not compute the same model, so training would be wrong"
                 f"{SAME_PARAMETERS_HINT if same_parameters else ''}"
             )
         return difference
 
 
 def make_check_sequences(*, vocab_size: int, max_length: int) -> list[Array]:
-    """The same random tokens for every version of a model: any token may occur, at any place."""
+    """Return the check's random token ids, identical for every version of a model."""
     rng = np.random.default_rng(0)
     lengths = [min(length, max_length - 1) for length in SEQUENCE_LENGTHS]
     return [rng.integers(0, vocab_size, length, np.int32) for length in lengths]

@@ -1,10 +1,10 @@
-"""Low-rank adapters on their way: what travels in place of whole weights, and the merge at its end.
+"""LoRA adapters in transit: the trainer publishes adapters, followers merge them into base weights.
 
-A trainer of adapters publishes these and what else it trains (a value head); the rest everybody has
-in the model directory the run started from. Of a linear layer with weight W0 [out, in] come two
-tensors, A [rank, in] and B [out, rank], under the names peft gives them, and for all layers one
-scale. The trainer computes with W0 + scale B A (arXiv:2106.09685, section 4.1); whoever follows it
-puts that sum in the place of W0. It is made of W0 every time, so no rounding adds up.
+A LoRA trainer publishes its adapters and other trained tensors (a value head). Every follower
+already has the base model's directory. A linear layer with weight W0 [out, in] contributes A [rank,
+in] and B [out, rank], under peft's names; a single scale applies to all layers. The effective
+weight is W0 + scale B A (arXiv:2106.09685, section 4.1). Followers always compute this sum from the
+original W0, so rounding errors do not accumulate over versions.
 """
 
 import functools
@@ -27,28 +27,27 @@ LORA_SCALE = "lora_scale"
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """What is added to the weight of a layer: `scale` B A, of A [rank, in] and B [out, rank]."""
+    """Update of a layer's weight: scale * B A, with A [rank, in] and B [out, rank]."""
 
     lora_a: Tensor
     lora_b: Tensor
     scale: float
 
     def fits_weight(self, weight: Tensor) -> bool:
-        """Whether it has the shape to be added to this."""
         (rank, num_in), (num_out, inner) = self.lora_a.shape, self.lora_b.shape
         return rank == inner and tuple(weight.shape) == (num_out, num_in)
 
     def compute_merged(self, weight: Tensor) -> Tensor:
-        """W0 + scale B A in float32, whatever these come in; `weight` stays as it is."""
-        a, b = (part.to(weight.device, torch.float32) for part in (self.lora_a, self.lora_b))
+        """Return W0 + scale B A in float32, whatever the input dtypes; `weight` is not modified."""
+        a, b = (matrix.to(weight.device, torch.float32) for matrix in (self.lora_a, self.lora_b))
         return torch.addmm(weight.float(), b, a, alpha=self.scale)
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """A full set of parameters, of which the adapted ones are computed whenever they are asked for.
+    """Mapping of all parameters that merges adapted ones on access.
 
-    These are float32, on `device`; the others are as they were stored. One that goes through it and
-    keeps nothing never has a second model in memory.
+    Merged parameters are float32 on `device`; all others keep their stored dtype and device.
+    Iterating without keeping the values never holds a second model in memory.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
     @property
     def merged_names(self) -> Set[str]:
-        """Names of those that are computed, and lie nowhere before they are asked for."""
+        """Names of the parameters computed on access, which exist nowhere in memory before that."""
         return self._adapters.keys()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -85,41 +84,42 @@ def build_full_weights(
     model_path: str,
     device: torch.device,
 ) -> Mapping[str, Tensor]:
-    """All parameters of a model, of what its trainer has published.
+    """Return all parameters of a model from published tensors: a full set, or adapters to merge.
 
-    That is all of them, or adapters, to be merged on `device` into what `model_path` holds. Raises
-    WeightsError if parameters are missing or unknown, or a shape is not the model's.
+    Adapters are merged on `device` into the weights in `model_path`. Raises WeightsError if
+    parameters are missing or unknown, or a shape does not match the model.
     """
     if LORA_SCALE not in published:
         return parameters.expand_tied(published)
-    adapters, whole = split_adapters(published)
+    adapters, trained = split_adapters(published)
     try:
         full = parameters.expand_tied(
-            {**_drop_unknown(load_stored_weights(model_path), parameters), **whole}
+            {**_drop_unknown(load_stored_weights(model_path), parameters), **trained}
         )
     except WeightsError as error:
+        # The checkpoint's names or shapes may differ from the model's: let transformers convert it.
         try:
             loaded = _load_parameters(model_path)
         except (OSError, ValueError):
             raise error from None
-        full = parameters.expand_tied({**_drop_unknown(loaded, parameters), **whole})
+        full = parameters.expand_tied({**_drop_unknown(loaded, parameters), **trained})
     for name, adapter in adapters.items():
         if name not in full or not adapter.fits_weight(full[name]):
             shapes = f"A {tuple(adapter.lora_a.shape)} and B {tuple(adapter.lora_b.shape)}"
-            raise WeightsError(f"{shapes} fit no weight of the model, came for {name}")
+            raise WeightsError(f"adapter of {name}: {shapes} fit no weight of the model")
     return MergedWeights(full, adapters, device)
 
 
 def _drop_unknown(stored: Mapping[str, Tensor], parameters: ParameterSet) -> dict[str, Tensor]:
-    """Leave out what a model has not, as a critic the head of the language model it began as."""
+    """Drop stored tensors that the model lacks, such as the language model head under a critic."""
     return {name: tensor for name, tensor in stored.items() if name in parameters.shapes}
 
 
 @functools.lru_cache(1)
 def _load_parameters(model_path: str) -> Mapping[str, Tensor]:
-    """Load the parameters of a model whose files keep them by other names, or in other shapes.
+    """Load the parameters of a model whose checkpoint uses other names or shapes.
 
-    They stay in memory: transformers makes them anew, as all experts' weights in one.
+    Cached in memory: transformers builds them anew, for example by fusing all experts' weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -133,24 +133,25 @@ def _load_parameters(model_path: str) -> Mapping[str, Tensor]:
 def split_adapters(
     published: Mapping[str, Tensor | Array],
 ) -> tuple[dict[str, LoraAdapter], dict[str, Tensor]]:
-    """The adapters, by the name of the weight each changes, and what was trained whole."""
-    whole = {name: as_tensor(value) for name, value in published.items()}
-    scale = whole.pop(LORA_SCALE).item()
-    layers = [name.removesuffix(LORA_A_SUFFIX) for name in whole if name.endswith(LORA_A_SUFFIX)]
+    """Return the adapters by name of the weight they update, and the fully trained tensors."""
+    trained = {name: as_tensor(value) for name, value in published.items()}
+    scale = trained.pop(LORA_SCALE).item()
+    layers = [name.removesuffix(LORA_A_SUFFIX) for name in trained if name.endswith(LORA_A_SUFFIX)]
     adapters = {
         f"{layer}.weight": LoraAdapter(
-            whole.pop(layer + LORA_A_SUFFIX), whole.pop(layer + LORA_B_SUFFIX), scale
+            trained.pop(layer + LORA_A_SUFFIX), trained.pop(layer + LORA_B_SUFFIX), scale
         )
         for layer in layers
-        if layer + LORA_B_SUFFIX in whole
+        if layer + LORA_B_SUFFIX in trained
     }
-    return adapters, whole
+    return adapters, trained
 
 
 def load_stored_weights(model_path: str) -> dict[str, Tensor]:
-    """The tensors in a Hugging Face directory, mapped into memory: none is read before it is used.
+    """Return the tensors of a Hugging Face directory, memory-mapped.
 
-    What is read lies in the system's file cache, which gives it up where memory is short.
+    Reading is lazy. Pages that were read stay in the page cache, which the kernel evicts under
+    memory pressure.
     """
     from safetensors.torch import load_file
 

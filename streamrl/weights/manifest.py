@@ -1,8 +1,8 @@
-"""Which tensor lies where in which bucket: the table of contents of one version of the weights.
+"""Manifest of a version: which tensor lies at which bytes of which bucket.
 
-Pure data and arithmetic. A bucket is a run of bytes that travels as one object, large enough that
-the cost per object is small and small enough that a copy of it fits anywhere. The bytes of a
-manifest are counted before anything moves.
+Pure data and arithmetic. A bucket is a run of bytes that travels as one object: large enough to
+amortize the cost per object, small enough that a copy fits anywhere. All sizes are known before any
+transfer.
 """
 
 import math
@@ -15,7 +15,7 @@ import xxhash
 from streamrl.messages import Array
 from streamrl.weights.logprob_probe import LogprobCheck
 
-#: A tensor starts at a multiple of this, so that any dtype can be viewed in place.
+#: Tensors start at multiples of this, so that any dtype can be viewed in place.
 ALIGNMENT_BYTES = 64
 
 DTYPE_BYTES = {
@@ -23,12 +23,12 @@ DTYPE_BYTES = {
     **{"float8_e4m3fn": 1, "float8_e5m2": 1},
     **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
 }
-"""Bytes of an element of what can travel, by its name in torch."""
+"""Element size of each supported dtype, by its torch name."""
 
 
 @dataclass(frozen=True)
 class TensorMetadata:
-    """Name, dtype (a key of ITEMSIZES) and shape of a tensor that has no place yet."""
+    """Name, dtype (a key of DTYPE_BYTES) and shape of a tensor."""
 
     name: str
     dtype: str
@@ -36,13 +36,12 @@ class TensorMetadata:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """A tensor and the place of its `num_bytes` bytes: `offset` bytes into its bucket."""
+    """Tensor metadata and its place: `num_bytes` bytes, `offset` bytes into the bucket."""
 
     name: str
     dtype: str
@@ -52,13 +51,13 @@ class TensorSlot:
 
     @property
     def end(self) -> int:
-        """The first byte after the tensor."""
+        """First byte after the tensor."""
         return self.offset + self.num_bytes
 
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """One run of bytes: the slots in it, its size and the checksum of all of it; gaps are zeros."""
+    """Slots of a bucket, its size, and the checksum of all bytes; gaps between slots are zeros."""
 
     slots: tuple[TensorSlot, ...]
     num_bytes: int
@@ -67,9 +66,9 @@ class WeightBucket:
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """One version of the weights: its buckets and, one for each, the handle to fetch it by.
+    """Buckets of a version and, for each bucket, the transport's handle to fetch it by.
 
-    `probe` is there if those who take it up are to compare themselves with the trainer.
+    If `logprob_check` is set, followers compare their log-probabilities with the trainer's.
     """
 
     version: int
@@ -83,12 +82,12 @@ class WeightManifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes one pull of this version moves."""
+        """Bytes that one pull of this version moves."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 
 class SlotAllocator:
-    """Gives tensors their places one at a time, in the order they come, never looking back."""
+    """Assigns places to tensors in order of arrival, in a single pass."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -96,7 +95,7 @@ class SlotAllocator:
         self._end_offset = 0
 
     def place_tensor(self, spec: TensorMetadata) -> tuple[int, TensorSlot]:
-        """The bucket (counted from 0) and the slot of the next tensor."""
+        """Return the bucket index (from 0) and the slot of the next tensor."""
         offset = -(-self._end_offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if self._end_offset and offset + spec.num_bytes > self._max_bytes:
             self._bucket_index += 1
@@ -109,9 +108,9 @@ class SlotAllocator:
 def plan_buckets(
     specs: Iterable[TensorMetadata], *, max_bytes: int
 ) -> tuple[tuple[TensorSlot, ...], ...]:
-    """The slots of every bucket for tensors in this order; a bucket has at most `max_bytes`.
+    """Return the slots of every bucket for tensors in this order; a bucket has at most `max_bytes`.
 
-    A tensor larger than that gets a bucket of its own.
+    A larger tensor gets a bucket of its own.
     """
     allocator = SlotAllocator(max_bytes)
     buckets: list[list[TensorSlot]] = []
@@ -124,5 +123,5 @@ def plan_buckets(
 
 
 def compute_checksum(data: Array) -> str:
-    """XXH3 (64 bits, hex) of a contiguous array's bytes."""
+    """Return the XXH3 hash (64 bits, hex) of a contiguous array's bytes."""
     return xxhash.xxh3_64_hexdigest(data.data)

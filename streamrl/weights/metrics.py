@@ -1,4 +1,4 @@
-"""What it took to publish and to take up versions, in figures."""
+"""Metrics of publishing and loading versions (weights/*)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PullStats:
-    """What it took a reader to serve a version.
+    """Cost of one pull by a reader.
 
-    pull_s: from the news of it until it is held, s. pause_s: while nothing was sampled, s.
-    num_bytes: that travelled. interrupted: rollouts that ran at that moment. probe_diff: largest
-    difference of a log-probability from the trainer's; NaN if none was looked at. detour: why it
-    did not come the way it should have. copied_bytes: that were copied within processes, from where
-    they are trained to where they are served; NaN if nobody knows. warnings: what the reader's
-    engine says of weights that it did not load.
+    - pull_s: from learning of the version until serving it.
+    - pause_s: time without sampling.
+    - num_bytes: bytes received.
+    - num_interrupted: rollouts running at that moment.
+    - logprob_diff: largest difference of a log-probability from the trainer's; NaN if not checked.
+    - fallback_reason: why the fallback transport was used; empty if it was not.
+    - copied_bytes: bytes copied within processes, from the trainer's to the served tensors; NaN if
+      unknown.
+    - warnings: the engine's warnings about weights that it did not load.
     """
 
     pull_s: float = 0.0
@@ -29,10 +32,10 @@ class PullStats:
 
 @dataclass(frozen=True)
 class SyncStats:
-    """What went on around the weights of one model in some time.
+    """Weight sync of one model during an interval.
 
-    publish_s: of the longest publish, s; NaN if there was none. skew: versions that the reader
-    furthest behind has to go. num_faults: publishes and pulls that failed since the run began.
+    publish_s: longest publish, NaN without any. max_version_lag: versions that the slowest reader
+    is behind. num_faults: failed publishes and pulls since the run began.
     """
 
     pulls: Sequence[PullStats]
@@ -41,28 +44,30 @@ class SyncStats:
     num_faults: int
 
 
-def weight_metrics(policy: SyncStats, others: Sequence[SyncStats] = ()) -> Mapping[str, float]:
-    """weights/* of a run, NaN where nothing was measured.
+def weight_metrics(policy: SyncStats, shadows: Sequence[SyncStats] = ()) -> Mapping[str, float]:
+    """Return the weights/* metrics of a run, NaN for unmeasured ones.
 
-    What sampling suffers, and what is copied, is the policy's alone; critics and references count
-    in all else.
+    Pauses, interruptions, copies and logprob checks count for the policy only; the other metrics
+    include critics and references.
     """
-    everything = (policy, *others)
-    pulls = [pull for traffic in everything for pull in traffic.pulls]
+    models = (policy, *shadows)
+    pulls = [pull for model in models for pull in model.pulls]
     seconds = sum(pull.pull_s for pull in pulls)
-    moved = sum(pull.num_bytes for pull in pulls)
-    copied = sum(pull.copied_bytes for pull in policy.pulls)
-    published = [t.publish_s for t in everything if not math.isnan(t.publish_s)]
-    probed = [pull.logprob_diff for pull in policy.pulls if not math.isnan(pull.logprob_diff)]
+    num_bytes = sum(pull.num_bytes for pull in pulls)
+    copied_bytes = sum(pull.copied_bytes for pull in policy.pulls)
+    publish_times_s = [model.publish_s for model in models if not math.isnan(model.publish_s)]
+    logprob_diffs = [
+        pull.logprob_diff for pull in policy.pulls if not math.isnan(pull.logprob_diff)
+    ]
     return {
-        "weights/skew_max": max(traffic.max_version_lag for traffic in everything),
-        "weights/publish_s": max(published, default=math.nan),
+        "weights/skew_max": max(model.max_version_lag for model in models),
+        "weights/publish_s": max(publish_times_s, default=math.nan),
         "weights/pull_s": max((pull.pull_s for pull in pulls), default=0.0),
         "weights/pause_s": max((pull.pause_s for pull in policy.pulls), default=0.0),
-        "weights/bytes": moved,
-        "weights/copied_bytes": copied if policy.pulls else math.nan,
-        "weights/bytes_per_s": moved / seconds if seconds else math.nan,
+        "weights/bytes": num_bytes,
+        "weights/copied_bytes": copied_bytes if policy.pulls else math.nan,
+        "weights/bytes_per_s": num_bytes / seconds if seconds else math.nan,
         "weights/interrupted": sum(pull.num_interrupted for pull in policy.pulls),
-        "weights/probe_diff": max(probed, default=math.nan),
-        "weights/faults": sum(traffic.num_faults for traffic in everything),
+        "weights/probe_diff": max(logprob_diffs, default=math.nan),
+        "weights/faults": sum(model.num_faults for model in models),
     }

@@ -1,4 +1,4 @@
-"""Tensors as views of the buckets they travel in."""
+"""Views of a bucket's bytes as tensors."""
 
 import torch
 
@@ -6,13 +6,13 @@ from streamrl.messages import Array
 from streamrl.weights.manifest import DTYPE_BYTES, TensorSlot
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
-"""What can travel, by name: numpy has no bfloat16, so a name is what manifest and tensor share."""
+"""Supported dtypes by name. Manifests store names because numpy has no bfloat16."""
 
 
 def view_tensor(data: Array, slot: TensorSlot) -> torch.Tensor:
-    """The tensor of a slot as a view of its bucket's bytes; `data` may be read-only.
+    """Return the tensor of a slot as a view of its bucket's bytes; `data` may be read-only.
 
-    Through DLPack, because torch.from_numpy warns of a read-only array.
+    Uses DLPack because torch.from_numpy warns about read-only arrays.
     """
     raw = torch.from_dlpack(data[slot.offset : slot.end])
     return raw.view(TORCH_DTYPES[slot.dtype]).view(slot.shape)

@@ -1,4 +1,4 @@
-"""Which transport a run takes, and the sentence that says why. Pure arithmetic on facts."""
+"""Choice of the transport, with a reason for the user. Pure arithmetic on given facts."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ TRANSPORT_LABELS = {SHARED_MEMORY: "shared memory", OBJECT_STORE: "the object st
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A model that is published: whose it is, bytes of a version, and how many follow it."""
+    """A published model: role, bytes per version, and number of readers."""
 
     role: str
     num_bytes: int
@@ -19,11 +19,11 @@ class PublishedModel:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What is known of a cluster and a run before anything moves.
+    """Facts about a cluster and a run that decide the transport.
 
-    num_nodes: nodes on which publishers and readers may be. max_staleness: versions that tokens may
-    be old when they are trained. shm_free_bytes: free in /dev/shm of the publishers' node.
-    store_bytes: what Ray's object store may yet take of that.
+    num_nodes: nodes that may hold publishers or readers. max_staleness: largest staleness of a
+    trained token, in versions. shm_free_bytes: free bytes in /dev/shm on the publishers' node.
+    object_store_bytes: bytes of those that Ray's object store may still claim.
     """
 
     num_nodes: int
@@ -34,30 +34,30 @@ class ClusterFacts:
 
     @property
     def capacity_bytes(self) -> int:
-        """What is left for versions of the weights."""
+        """Bytes of shared memory left for versions of the weights."""
         return max(0, self.shm_free_bytes - self.object_store_bytes)
 
     def count_lagging_versions(self, model: PublishedModel) -> int:
-        """Versions that are read though they are no longer kept.
+        """Return the number of versions that readers still hold after the publisher dropped them.
 
-        A reader has one in use. They may be as many versions apart as tokens may be old: who is
-        further behind samples nothing that is trained.
+        Each reader holds a version. Versions in use span at most max_staleness + 1: a reader
+        further behind samples tokens that are too stale to train.
         """
         return min(model.num_readers, self.max_staleness + 1)
 
 
 @dataclass(frozen=True)
 class TransportDecision:
-    """A transport (one of TRANSPORTS, never auto) and, in one line for the user, why it is that."""
+    """The chosen transport (one of TRANSPORTS, never auto) and a one-line reason for the user."""
 
     transport: str
     reason: str
 
 
 def choose_transport(config: WeightsConfig, facts: ClusterFacts) -> TransportDecision:
-    """The transport that the settings ask for, or for auto the fastest that is possible.
+    """Return the configured transport, or for auto the fastest possible one.
 
-    Raises ConfigError, with the arithmetic, if the one asked for is impossible.
+    Raises ConfigError, with the arithmetic, if the configured transport is impossible.
     """
     obstacle = _find_obstacle(config, facts)
     if config.transport == SHARED_MEMORY and obstacle:
@@ -80,29 +80,30 @@ def choose_transport(config: WeightsConfig, facts: ClusterFacts) -> TransportDec
 
 
 def divide_shared_memory(config: WeightsConfig, facts: ClusterFacts) -> dict[str, int]:
-    """Bytes of shared memory that each published model may take: all there are, as they need."""
+    """Divide the available shared memory among the published models by their needs."""
     needs = _count_needed_bytes(config, facts)
     total = sum(needs.values())
     return {role: facts.capacity_bytes * need // total for role, need in needs.items()}
 
 
 def _find_obstacle(config: WeightsConfig, facts: ClusterFacts) -> str | None:
-    """What keeps weights from going through shared memory, if anything."""
-    if why := describe_node_obstacle(facts.num_nodes):
-        return why
+    """Return why shared memory is impossible, or None."""
+    if obstacle := describe_node_obstacle(facts.num_nodes):
+        return obstacle
     if sum(_count_needed_bytes(config, facts).values()) > facts.capacity_bytes:
         return f"{_describe_capacity(facts)} and {_describe_demand(config, facts)}"
     return None
 
 
 def describe_node_obstacle(num_nodes: int) -> str:
-    """What keeps weights from going through shared memory on so many nodes; empty on one."""
-    one = num_nodes == 1
-    return "" if one else f"publisher and readers are on {num_nodes} nodes, and must be on one"
+    """Return why shared memory is impossible on so many nodes; empty for a single node."""
+    if num_nodes == 1:
+        return ""
+    return f"publisher and readers are on {num_nodes} nodes, and must be on one"
 
 
 def _count_needed_bytes(config: WeightsConfig, facts: ClusterFacts) -> dict[str, int]:
-    """Bytes of all versions of each model that are there at once: kept, laid and still read."""
+    """Return the peak bytes of each model: versions kept, being written, and still read."""
     return {
         model.role: (config.keep_versions + 1 + facts.count_lagging_versions(model))
         * model.num_bytes
@@ -111,11 +112,11 @@ def _count_needed_bytes(config: WeightsConfig, facts: ClusterFacts) -> dict[str,
 
 
 def _describe_capacity(facts: ClusterFacts) -> str:
-    has = f"/dev/shm has {_format_size(facts.capacity_bytes)}"
+    capacity = f"/dev/shm has {_format_size(facts.capacity_bytes)}"
     if not facts.object_store_bytes:
-        return has
+        return capacity
     return (
-        f"{has} = {_format_size(facts.shm_free_bytes)} -"
+        f"{capacity} = {_format_size(facts.shm_free_bytes)} -"
         f" {_format_size(facts.object_store_bytes)} of Ray's own store"
     )
 
@@ -131,7 +132,6 @@ def _describe_demand(config: WeightsConfig, facts: ClusterFacts) -> str:
 
 
 def _format_size(num_bytes: int) -> str:
-    """A size as people say it, in the unit in which it is neither long nor zero."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"

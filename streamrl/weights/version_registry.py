@@ -1,4 +1,4 @@
-"""Which version is the newest, who holds which, and what it took to get there."""
+"""Registry of versions: the newest version, the version each reader serves, and sync statistics."""
 
 import asyncio
 import math
@@ -11,9 +11,6 @@ from streamrl.weights.manifest import WeightManifest
 from streamrl.weights.metrics import PullStats, SyncStats
 
 PULL_POLL_S = 0.01
-"""How often a reader whose turn has not come looks again, s."""
-
-
 LOAD_REFUSED = "weights_refused"
 FALLBACK_USED = "weights_detour"
 NOT_LOADED = "weights_not_loaded"
@@ -21,7 +18,7 @@ NOT_LOADED = "weights_not_loaded"
 
 @dataclass(frozen=True)
 class WeightFault:
-    """Why a reader could not take up a version it was given."""
+    """Reason why a reader could not load a version."""
 
     version: int
     reason: str
@@ -29,9 +26,9 @@ class WeightFault:
 
 @dataclass(frozen=True)
 class ReaderState:
-    """What a reader says of itself: the version it serves, and on what node it is.
+    """State that a reader reports: the version it serves and its node.
 
-    With it come, each told once, what it took to serve that version and the last try that failed.
+    The statistics of the last pull and the last failed pull are each reported once.
     """
 
     version: int
@@ -41,27 +38,28 @@ class ReaderState:
 
 
 class WeightRegistry:
-    """The meeting point of publisher and readers: manifests only, never weights.
+    """Rendezvous of publisher and readers; holds manifests, never weights.
 
-    The last `keep_versions` manifests are held, so that a reader half way through a pull is not
-    left without its buckets when the next version comes.
+    The last `keep_versions` manifests stay, so that a reader in the middle of a pull keeps its
+    buckets when the next version arrives.
     """
 
     def __init__(
         self,
         *,
         keep_versions: int,
-        on_trouble: Callable[[str, str, WeightFault], None] = lambda kind, reader, fault: None,
-        spread: BroadcastTree | None = None,
+        on_fault: Callable[[str, str, WeightFault], None] = lambda kind, reader, fault: None,
+        broadcast_tree: BroadcastTree | None = None,
     ) -> None:
-        """`on_trouble` is told of every pull that failed (REFUSED) or took another way (DETOUR),
-        and of weights that an engine says it did not load (NOT_LOADED).
+        """Create a registry.
 
-        `spread` says which nodes may pull at a time, where that matters.
+        `on_fault(kind, reader, fault)` is called for every failed pull (LOAD_REFUSED), every pull
+        through the fallback (FALLBACK_USED), and weights that an engine did not load (NOT_LOADED).
+        `broadcast_tree` limits which nodes pull at a time.
         """
         self._keep_versions = keep_versions
-        self._on_fault = on_trouble
-        self._broadcast_tree = spread
+        self._on_fault = on_fault
+        self._broadcast_tree = broadcast_tree
         self._manifests: list[WeightManifest] = []
         self._version_published = asyncio.Event()
         self._reader_versions: dict[str, int] = {}
@@ -71,41 +69,44 @@ class WeightRegistry:
 
     @property
     def version(self) -> int:
-        """The newest version; -1 before the first."""
+        """Newest version; -1 before the first."""
         return self._manifests[-1].version if self._manifests else -1
 
     @property
     def readers(self) -> list[str]:
-        """Those who have asked for a version, sorted."""
+        """Names of the readers that have requested a version, sorted."""
         return sorted(self._reader_versions)
 
     def add_manifest(self, manifest: WeightManifest, *, publish_s: float = 0.0) -> None:
-        """A version was published, for the first time or, if it is the newest, once more.
+        """Add a published version, or replace the newest one if it was published again.
 
-        Raises WeightsError if it is older than the newest.
+        Raises WeightsError if the version is older than the newest.
         """
         if manifest.version < self.version:
             raise WeightsError(f"version {manifest.version} was published after {self.version}")
-        others = [one for one in self._manifests if one.version < manifest.version]
-        self._manifests = [*others, manifest][-self._keep_versions :]
+        older = [m for m in self._manifests if m.version < manifest.version]
+        self._manifests = [*older, manifest][-self._keep_versions :]
         self._publish_durations_s.append(publish_s)
         self._version_published.set()
 
     def count_fault(self) -> None:
-        """A publish failed and is tried again."""
+        """Count a failed publish that will be retried."""
         self._num_faults += 1
 
     async def wait_for_newer(
-        self, reader: str, held: ReaderState, *, wait_s: float
+        self, reader: str, state: ReaderState, *, wait_s: float
     ) -> WeightManifest | None:
-        """The newest manifest if it is newer than what `reader` holds, waiting up to `wait_s`."""
-        self._record_state(reader, held)
+        """Wait up to `wait_s` for a version newer than the reader's; return its manifest or None.
+
+        Records `state` for the statistics first. The broadcast tree may delay the pull.
+        """
+        self._record_state(reader, state)
         try:
             async with asyncio.timeout(wait_s):
-                while self.version <= held.version:
+                while self.version <= state.version:
                     self._version_published.clear()
                     await self._version_published.wait()
-                while not self._try_start_pull(held.node):
+                while not self._try_start_pull(state.node):
                     await asyncio.sleep(PULL_POLL_S)
         except TimeoutError:
             return None
@@ -118,32 +119,32 @@ class WeightRegistry:
         )
 
     def remove_reader(self, reader: str) -> None:
-        """The reader has left: it counts as behind no more."""
+        """Forget a reader that left; it no longer counts as lagging."""
         self._reader_versions.pop(reader, None)
 
-    def _record_state(self, reader: str, held: ReaderState) -> None:
-        self._reader_versions[reader] = held.version
-        if held.pull is not None:
-            self._pulls.append(held.pull)
-            if held.pull.fallback_reason:
+    def _record_state(self, reader: str, state: ReaderState) -> None:
+        self._reader_versions[reader] = state.version
+        if state.pull is not None:
+            self._pulls.append(state.pull)
+            if state.pull.fallback_reason:
                 self._on_fault(
-                    FALLBACK_USED, reader, WeightFault(held.version, held.pull.fallback_reason)
+                    FALLBACK_USED, reader, WeightFault(state.version, state.pull.fallback_reason)
                 )
-            for warning in held.pull.warnings:
-                self._on_fault(NOT_LOADED, reader, WeightFault(held.version, warning))
-        if held.fault is not None:
+            for warning in state.pull.warnings:
+                self._on_fault(NOT_LOADED, reader, WeightFault(state.version, warning))
+        if state.fault is not None:
             self._num_faults += 1
-            self._on_fault(LOAD_REFUSED, reader, held.fault)
-        if self._broadcast_tree is not None and held.fault is not None:
-            self._broadcast_tree.remove_node(held.node)
+            self._on_fault(LOAD_REFUSED, reader, state.fault)
+        if self._broadcast_tree is not None and state.fault is not None:
+            self._broadcast_tree.remove_node(state.node)
         elif self._broadcast_tree is not None:
-            self._broadcast_tree.mark_pulled(held.node, held.version)
+            self._broadcast_tree.mark_pulled(state.node, state.version)
 
     def drain_stats(self) -> SyncStats:
-        """What went on since the last call."""
+        """Return the statistics since the last call."""
         pulls, self._pulls = self._pulls, []
         publish_s = max(self._publish_durations_s, default=math.nan)
         self._publish_durations_s = []
-        served = [version for version in self._reader_versions.values() if version >= 0]
-        skew = self.version - min(served, default=self.version)
-        return SyncStats(pulls, publish_s, skew, self._num_faults)
+        served_versions = [version for version in self._reader_versions.values() if version >= 0]
+        max_version_lag = self.version - min(served_versions, default=self.version)
+        return SyncStats(pulls, publish_s, max_version_lag, self._num_faults)

@@ -339,7 +339,7 @@ class Publisher:
     def publish(self, version: int, readers: list[str]) -> WeightManifest:
         self._outlet.set_readers(readers)
         tensors = tensors_of(version).items()
-        return publish_version(tensors, version=version, bucket_bytes=1 << 20, outlet=self._outlet)
+        return publish_version(tensors, version=version, bucket_bytes=1 << 20, writer=self._outlet)
 
 
 class Reader:

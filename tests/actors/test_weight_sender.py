@@ -14,7 +14,7 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightBucket, WeightManifest, WeightsConfig
 from streamrl.weights.unpack import unpack_tensors
-from tests.weights.local_outlet import LocalInlet, LocalOutlet
+from tests.weights.local_transport import LocalReader, LocalWriter
 
 
 class Rank:
@@ -33,7 +33,7 @@ class Rank:
             yield f"layers.{index}.weight", torch.full((300_000,), self.value)
 
 
-class Full(LocalOutlet):
+class Full(LocalWriter):
     """A disk on which a bucket of some versions has no room, so many times."""
 
     def __init__(self) -> None:
@@ -47,14 +47,14 @@ class Full(LocalOutlet):
         return super().commit_bucket(bucket, data)
 
 
-def sender(rank: Rank, outlets: dict[str, LocalOutlet], *, decay: float = 0.5) -> WeightSender:
+def sender(rank: Rank, outlets: dict[str, LocalWriter], *, decay: float = 0.5) -> WeightSender:
     weights = WeightsConfig(bucket_mb=1)
     return WeightSender(rank, POLICY, outlets, weights, EmaReference(decay))  # type: ignore[arg-type]
 
 
 def values(manifest: WeightManifest | None) -> Sequence[float]:
     assert manifest is not None
-    tensors = unpack_tensors(manifest, LocalInlet().fetch_buckets(manifest))
+    tensors = unpack_tensors(manifest, LocalReader().fetch_buckets(manifest))
     return sorted({float(value) for tensor in tensors.values() for value in tensor.unique()})
 
 

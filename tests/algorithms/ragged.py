@@ -1,6 +1,6 @@
-"""Ragged batches for the pure functions, and what must make no difference to them.
+"""Ragged batches for pure functions, and changes that must have no effect on results.
 
-A batch is tensors by name: [B], [B, T] or [B, T, V]. What is outside `loss_mask` has no say.
+A batch maps names to tensors: [B], [B, T] or [B, T, V]. Values outside `loss_mask` have no effect.
 """
 
 import math
@@ -18,7 +18,7 @@ LEFT, RIGHT = 1, 2
 
 
 def ragged(seed: int, dtype: torch.dtype = torch.float64) -> Batch:
-    """2 to 6 rows of up to 8 positions, with holes, some without a token that counts."""
+    """Return 2 to 6 rows of up to 8 positions, with holes, some without counted tokens."""
     draw = torch.Generator().manual_seed(seed)
     rows, width = 2 + seed % 5, 1 + seed % 8
 
@@ -49,26 +49,25 @@ BATCHES = st.builds(ragged, st.integers(0, 9999))
 
 
 def gradient(leaf: Tensor) -> Tensor:
-    """Fail if a leaf has none."""
     assert leaf.grad is not None
     return leaf.grad
 
 
-def take(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Some of the rows, in this order."""
+def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Return some of the rows, in this order."""
     return {name: x[list(rows)] for name, x in batch.items()}
 
 
 def shuffled_cuts(batch: Batch, seed: int) -> list[list[int]]:
-    """Every row once, in any order, cut into two micro-batches."""
+    """Return every row index once, in random order, in two micro-batches."""
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(batch["loss_mask"]), generator=draw).tolist()
     middle = 1 + seed % (len(order) - 1)
     return [order[:middle], order[middle:]]
 
 
-def spoilt(batch: Batch) -> Batch:
-    """NaN wherever the mask is false."""
+def with_nan_padding(batch: Batch) -> Batch:
+    """Return the batch with NaN wherever the mask is false."""
     return {
         name: torch.where(_like(x, batch["loss_mask"]), x, math.nan)
         if x.is_floating_point() and x.ndim > 1
@@ -77,23 +76,23 @@ def spoilt(batch: Batch) -> Batch:
     }
 
 
-def wider(batch: Batch) -> Batch:
-    """The same rows with LEFT and RIGHT more positions that do not count; NaN, or true, there."""
-    wide = {name: _widened(x) if x.ndim > 1 else x for name, x in batch.items()}
+def with_more_padding(batch: Batch) -> Batch:
+    """Return the batch with LEFT and RIGHT more masked positions, which hold NaN or true."""
+    wide = {name: _with_more_padding(x) if x.ndim > 1 else x for name, x in batch.items()}
     mask = torch.zeros_like(wide["loss_mask"])
     mask[:, LEFT:-RIGHT] = batch["loss_mask"]
     return wide | {"loss_mask": mask}
 
 
-def _widened(x: Tensor) -> Tensor:
+def _with_more_padding(x: Tensor) -> Tensor:
     shape = (x.shape[0], LEFT + x.shape[1] + RIGHT, *x.shape[2:])
     wide = torch.full(shape, math.nan if x.is_floating_point() else 1).to(x.dtype)
     wide[:, LEFT:-RIGHT] = x
     return wide
 
 
-def rows_that_count(batch: Batch) -> list[dict[str, list[float]]]:
-    """Of each row the tokens that count, as Python's numbers; what is per row as a list of one."""
+def list_counted_rows(batch: Batch) -> list[dict[str, list[float]]]:
+    """Return the counted tokens of each row as Python numbers; values per row as a list of one."""
     return [
         {
             name: (x[i][batch["loss_mask"][i]] if x.ndim > 1 else x[i : i + 1]).tolist()
@@ -103,44 +102,48 @@ def rows_that_count(batch: Batch) -> list[dict[str, list[float]]]:
     ]
 
 
-def on_tokens(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
-    """The opposite of `rows_that_count` for one name: float64 [B, T], 0 elsewhere."""
+def place_on_tokens(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
+    """Invert `list_counted_rows` for a name: float64 [B, T], 0 elsewhere."""
     result = torch.zeros(mask.shape, dtype=torch.float64)
     result[mask] = torch.tensor([x for row in rows for x in row], dtype=torch.float64)
     return result
 
 
-def assert_as_in_loops(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """The dtype of what came in, and the numbers of the reference."""
+def assert_equals_reference(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Assert the dtype of the input, and the values of the reference."""
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
 
 
-def assert_padding_has_no_say(function: Callable[[Batch], Tensor], batch: Batch) -> None:
-    """Neither what it holds, NaN included, nor how much of it there is; the result is 0 there."""
+def assert_padding_has_no_effect(function: Callable[[Batch], Tensor], batch: Batch) -> None:
+    """Assert that content and width of the padding have no effect and that results there are 0."""
     result, mask = function(batch), batch["loss_mask"]
     assert not result[~mask].any()
-    assert torch.equal(function(spoilt(batch)), result)
-    wide = function(wider(batch))
+    assert torch.equal(function(with_nan_padding(batch)), result)
+    wide = function(with_more_padding(batch))
     torch.testing.assert_close(wide[:, LEFT:-RIGHT], result, atol=1e-12, rtol=1e-12)
     assert not wide[:, :LEFT].any()
     assert not wide[:, -RIGHT:].any()
 
 
-def assert_rows_are_apart(function: Callable[[Batch], Tensor], batch: Batch, seed: int) -> None:
-    """Shuffled, and cut into micro-batches, every row has the result it had."""
-    result = function(batch)
-    for rows in shuffled_cuts(batch, seed):
-        torch.testing.assert_close(function(take(batch, rows)), result[rows], atol=1e-12, rtol=0)
-
-
-def assert_rows_may_be_shuffled(
+def assert_rows_are_independent(
     function: Callable[[Batch], Tensor], batch: Batch, seed: int
 ) -> None:
-    """Every row has the result it had, wherever it lies."""
+    """Assert equal results per row after shuffling and splitting into micro-batches."""
+    result = function(batch)
+    for rows in shuffled_cuts(batch, seed):
+        torch.testing.assert_close(
+            function(take_rows(batch, rows)), result[rows], atol=1e-12, rtol=0
+        )
+
+
+def assert_row_order_has_no_effect(
+    function: Callable[[Batch], Tensor], batch: Batch, seed: int
+) -> None:
+    """Assert equal results per row in any order."""
     order = [i for part in shuffled_cuts(batch, seed) for i in part]
     torch.testing.assert_close(
-        function(take(batch, order)), function(batch)[order], atol=1e-12, rtol=1e-12
+        function(take_rows(batch, order)), function(batch)[order], atol=1e-12, rtol=1e-12
     )
 
 

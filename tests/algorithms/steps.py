@@ -1,4 +1,4 @@
-"""A made-up step: columns of whole groups, and the loss of a row over any part of it."""
+"""A random training step: columns of whole groups, and the loss of any subset of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ WEIGHTS = {"right": 1.0, "short": 0.5}
 MAX_LENGTH = 9
 
 
-def settings_of(config: AlgorithmConfig) -> AlgorithmSettings:
+def make_settings(config: AlgorithmConfig) -> AlgorithmSettings:
     return config.to_settings(max_length=MAX_LENGTH, reward_weights=WEIGHTS)
 
 
 @dataclass
 class Step:
-    """Columns [B] and [B, T] in float64, and what the policy in training says of the tokens."""
+    """Columns [B] and [B, T] in float64, and logprobs and entropy of the trained policy."""
 
     columns: dict[str, Tensor]
     group_ids: Tensor
@@ -33,13 +33,13 @@ class Step:
         return len(self.group_ids)
 
     def rows(self, order: Sequence[int]) -> "Step":
-        """Only these rows, in this order."""
+        """Return only these rows, in this order."""
         picked = torch.tensor(list(order))
         columns = {name: column[picked] for name, column in self.columns.items()}
         return Step(columns, self.group_ids[picked], self.logprobs[picked], self.entropy[picked])
 
-    def spoilt(self) -> "Step":
-        """NaN wherever the policy did not sample."""
+    def with_nan_padding(self) -> "Step":
+        """Return the step with NaN wherever the policy did not sample."""
         mask = self.columns["loss_mask"]
         columns = {
             name: torch.where(mask, column, torch.nan) if is_float_per_token(column) else column
@@ -48,8 +48,8 @@ class Step:
         spoil = [torch.where(mask, x, torch.nan) for x in (self.logprobs, self.entropy)]
         return Step(columns, self.group_ids, *spoil)
 
-    def wider(self, by: int) -> "Step":
-        """The same rows, padded further."""
+    def with_more_padding(self, by: int) -> "Step":
+        """Return the step with more padding on the right."""
         pad = torch.nn.functional.pad
         columns = {
             name: pad(column, (0, by)) if column.ndim > 1 else column
@@ -64,10 +64,10 @@ def is_float_per_token(column: Tensor) -> bool:
     return column.ndim > 1 and column.is_floating_point()
 
 
-def made_up_step(
+def make_step(
     seed: int = 0, *, sizes: Sequence[int] = (4, 3, 2), dtype: torch.dtype = torch.float64
 ) -> Step:
-    """Groups of those sizes, ragged rows of several turns, ratios up to about 2."""
+    """Return groups of these sizes, ragged multi-turn rows, and ratios up to about 2."""
     random = torch.Generator().manual_seed(seed)
     num_rows = sum(sizes)
     group_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
@@ -95,7 +95,7 @@ def made_up_step(
         "cost_values": per_token(1.0),
         "costs": normal(num_rows),
         "baseline_scores": normal(len(sizes))[group_ids],
-        # Not all of them score.
+        # Some scores are 0.
         "scores": normal(num_rows) * (torch.arange(num_rows) % 4 != 0),
         **{f"reward/{name}": normal(num_rows) for name in WEIGHTS},
     }
@@ -104,11 +104,11 @@ def made_up_step(
     return Step(columns, group_ids, logprobs, entropy)
 
 
-def derived_of(config: AlgorithmConfig, step: Step) -> dict[str, Tensor]:
-    return derive_group_columns(config.spec, settings_of(config), step.columns, step.group_ids)
+def derive_columns(config: AlgorithmConfig, step: Step) -> dict[str, Tensor]:
+    return derive_group_columns(config.spec, make_settings(config), step.columns, step.group_ids)
 
 
-def batch_of(step: Step, derived: dict[str, Tensor]) -> dict[str, Tensor]:
+def make_batch(step: Step, derived: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**step.columns, **derived}
 
 
@@ -122,12 +122,12 @@ class Trained:
 
 
 def train(config: AlgorithmConfig, step: Step, derived: dict[str, Tensor]) -> Trained:
-    """Forward and backward of these rows, with what was derived for them."""
+    """Run forward and backward on these rows with their derived columns."""
     leaf = step.logprobs.clone().requires_grad_()
     loss, sums = policy_loss(
         config.spec,
-        settings_of(config),
-        batch_of(step, derived),
+        make_settings(config),
+        make_batch(step, derived),
         logprobs=leaf,
         entropy=step.entropy,
     )
@@ -136,5 +136,5 @@ def train(config: AlgorithmConfig, step: Step, derived: dict[str, Tensor]) -> Tr
     return Trained(loss.detach(), sums, torch.where(step.columns["loss_mask"], leaf.grad, 0.0))
 
 
-def changed(config: AlgorithmConfig, **changes: Any) -> AlgorithmConfig:
+def replace_settings(config: AlgorithmConfig, **changes: Any) -> AlgorithmConfig:
     return AlgorithmConfig(**{**vars(config), **changes})

@@ -1,4 +1,4 @@
-"""Numbers that follow what a step showed."""
+"""Adaptive parameters follow the statistics of a step."""
 
 import math
 from dataclasses import replace
@@ -9,23 +9,23 @@ from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.algorithms.table import variant
 from streamrl.errors import AlgorithmError
-from tests.algorithms.steps import settings_of
+from tests.algorithms.steps import make_settings
 
 FOLLOWING = AlgorithmConfig(kl_coef=0.1, kl_target=0.05, kl_horizon=1000)
 
 
-def showing(kl: float) -> dict[str, float]:
+def make_sums(kl: float) -> dict[str, float]:
     return {"num_sampled": 10.0, "kl_ref_sum": 10 * kl}
 
 
-def dials_of(config: AlgorithmConfig) -> AdaptiveParams:
-    return AdaptiveParams(config.spec, settings_of(config))
+def make_adaptive_params(config: AlgorithmConfig) -> AdaptiveParams:
+    return AdaptiveParams(config.spec, make_settings(config))
 
 
-def test_without_a_target_there_is_nothing_to_turn():
-    dials = dials_of(AlgorithmConfig(kl_coef=0.1))
-    dials.update_after_step(showing(7.0), num_rollouts=8)
-    assert dials.values == {}
+def test_without_kl_target_no_parameter_adapts():
+    params = make_adaptive_params(AlgorithmConfig(kl_coef=0.1))
+    params.update_after_step(make_sums(7.0), num_rollouts=8)
+    assert params.values == {}
 
 
 @pytest.mark.parametrize(
@@ -33,27 +33,27 @@ def test_without_a_target_there_is_nothing_to_turn():
     [
         (0.05, 0.1),  # at the target
         (0.055, 0.1 * (1 + 0.1 * 250 / 1000)),  # a tenth above it
-        (5.0, 0.1 * (1 + 0.2 * 250 / 1000)),  # far above: a fifth at most
+        (5.0, 0.1 * (1 + 0.2 * 250 / 1000)),  # far above: clamped to 20 %
         (0.0, 0.1 * (1 - 0.2 * 250 / 1000)),
     ],
 )
-def test_the_weight_of_the_divergence_follows_its_target(kl, coef):
-    dials = dials_of(FOLLOWING)
-    dials.update_after_step(showing(kl), num_rollouts=250)
-    assert dials.values == {"kl_coef": pytest.approx(coef)}
+def test_kl_coef_follows_its_target(kl, coef):
+    params = make_adaptive_params(FOLLOWING)
+    params.update_after_step(make_sums(kl), num_rollouts=250)
+    assert params.values == {"kl_coef": pytest.approx(coef)}
 
 
-def test_a_step_the_policy_left_out_turns_nothing():
-    dials = dials_of(FOLLOWING)
-    dials.update_after_step({}, num_rollouts=250)
-    assert dials.values == {"kl_coef": 0.1}
+def test_a_step_without_policy_training_adapts_no_parameter():
+    params = make_adaptive_params(FOLLOWING)
+    params.update_after_step({}, num_rollouts=250)
+    assert params.values == {"kl_coef": 0.1}
 
 
-def test_they_go_on_where_they_stood():
-    dials, later = dials_of(FOLLOWING), dials_of(FOLLOWING)
-    dials.update_after_step(showing(1.0), num_rollouts=250)
-    later.load_state_dict({**dials.state_dict(), "forgotten": 3.0})
-    assert later.values == dials.values
+def test_adaptive_params_resume_from_a_checkpoint():
+    params, later = make_adaptive_params(FOLLOWING), make_adaptive_params(FOLLOWING)
+    params.update_after_step(make_sums(1.0), num_rollouts=250)
+    later.load_state_dict({**params.state_dict(), "forgotten": 3.0})
+    assert later.values == params.values
 
 
 LIMITED = AlgorithmConfig(name="safe_rlhf", params={"cost_limit": 0.2, "lagrange_lr": 0.5})
@@ -69,34 +69,34 @@ LIMITED = AlgorithmConfig(name="safe_rlhf", params={"cost_limit": 0.2, "lagrange
         (-1e9, 0.0),
     ],
 )
-def test_the_multiplier_rises_while_the_cost_is_above_its_limit(cost, multiplier):
-    dials = dials_of(LIMITED)
-    dials.update_after_step(
+def test_the_multiplier_rises_while_the_cost_exceeds_its_limit(cost, multiplier):
+    params = make_adaptive_params(LIMITED)
+    params.update_after_step(
         {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * cost}, num_rollouts=4
     )
-    assert dials.values == {"lagrange": pytest.approx(multiplier)}
+    assert params.values == {"lagrange": pytest.approx(multiplier)}
     assert LIMITED.spec.params["lagrange"] == 1.0
 
 
-def test_the_next_step_starts_where_the_dial_stands():
-    dials = dials_of(LIMITED)
-    shown = {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * 0.6}
+def test_the_next_step_uses_the_adapted_value():
+    params = make_adaptive_params(LIMITED)
+    sums = {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * 0.6}
     for _ in range(2):
-        dials.update_after_step(shown, num_rollouts=4)
-    first = math.exp(0.2)
-    assert dials.values["lagrange"] == pytest.approx(first * math.exp(0.2 * first))
-    turned = settings_of(LIMITED).with_adaptive_params(dials.values)
-    assert turned.params["lagrange"] == dials.values["lagrange"]
+        params.update_after_step(sums, num_rollouts=4)
+    first_value = math.exp(0.2)
+    assert params.values["lagrange"] == pytest.approx(first_value * math.exp(0.2 * first_value))
+    turned = make_settings(LIMITED).with_adaptive_params(params.values)
+    assert turned.params["lagrange"] == params.values["lagrange"]
     assert turned.params["cost_limit"] == 0.2
 
 
-def test_a_dial_that_gives_no_number_is_named():
-    def broken(value, shown, settings):
+def test_a_dial_that_returns_no_number_is_named():
+    def broken(value, sums, settings):
         return None
 
     row = variant("mine", "a test", params={"tau": 1.0}, dials={"tau": broken})
-    with pytest.raises(AlgorithmError, match="algorithm mine: dial tau became None"):
-        chosen = replace(settings_of(AlgorithmConfig()), params=row.params)
+    with pytest.raises(AlgorithmError, match="algorithm mine: dial tau returned None"):
+        chosen = replace(make_settings(AlgorithmConfig()), params=row.params)
         AdaptiveParams(row, chosen).update_after_step(
             {"num_sampled": 1.0, "score_sum": 1.0}, num_rollouts=1
         )

@@ -1,4 +1,4 @@
-"""A row applied: what it derives from groups, and the loss of any part of a step."""
+"""Application of rows: derived columns, and the loss of any part of a step."""
 
 import math
 
@@ -15,10 +15,10 @@ from streamrl.errors import AlgorithmError
 from streamrl.messages import FinishReason
 from tests.algorithms.steps import (
     MAX_LENGTH,
-    batch_of,
-    derived_of,
-    made_up_step,
-    settings_of,
+    derive_columns,
+    make_batch,
+    make_settings,
+    make_step,
     train,
 )
 
@@ -44,44 +44,46 @@ every_config = pytest.mark.parametrize(
 )
 
 
-def close(one, other):
-    torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
 
 
 @every_config
-def test_neither_nan_where_nothing_was_sampled_nor_more_padding_changes_anything(config):
-    step = made_up_step()
-    steps = (step, step.spoilt(), step.wider(3))
-    clean, spoilt, wider = (train(config, each, derived_of(config, each)) for each in steps)
-    close(spoilt.loss, clean.loss)
-    close(spoilt.gradient, clean.gradient)
-    close(spoilt.sums, clean.sums)
-    close(wider.loss, clean.loss)
-    close(wider.gradient[:, :-3], clean.gradient)
+def test_nan_padding_and_more_padding_have_no_effect(config):
+    step = make_step()
+    steps = (step, step.with_nan_padding(), step.with_more_padding(3))
+    clean, nan_padded, more_padded = (
+        train(config, variant, derive_columns(config, variant)) for variant in steps
+    )
+    close(nan_padded.loss, clean.loss)
+    close(nan_padded.gradient, clean.gradient)
+    close(nan_padded.sums, clean.sums)
+    close(more_padded.loss, clean.loss)
+    close(more_padded.gradient[:, :-3], clean.gradient)
     assert clean.gradient.abs().sum() > 0
 
 
 @every_config
 @given(seed=st.integers(0, 50), data=st.data())
-def test_cutting_a_step_into_parts_changes_nothing(config, seed, data):
-    """Micro-batches and ranks are parts of a step, in any order and of any rows."""
-    step = made_up_step(seed)
-    derived = derived_of(config, step)
-    whole = train(config, step, derived)
+def test_micro_batches_and_ranks_add_up_to_the_whole_step(config, seed, data):
+    """Micro-batches and ranks are subsets of a step's rows in any order."""
+    step = make_step(seed)
+    derived = derive_columns(config, step)
+    full = train(config, step, derived)
     order = data.draw(st.permutations(range(step.num_rows)))
     cuts = sorted(data.draw(st.sets(st.integers(1, step.num_rows - 1), max_size=4)))
-    loss, sums = torch.zeros((), dtype=torch.float64), dict.fromkeys(whole.sums, 0.0)
+    loss, sums = torch.zeros((), dtype=torch.float64), dict.fromkeys(full.sums, 0.0)
     for start, end in zip([0, *cuts], [*cuts, step.num_rows], strict=True):
         rows = order[start:end]
-        part = {name: values[torch.tensor(rows)] for name, values in derived.items()}
-        trained = train(config, step.rows(rows), part)
-        close(trained.gradient, whole.gradient[torch.tensor(rows)])
+        columns_of_part = {name: values[torch.tensor(rows)] for name, values in derived.items()}
+        trained = train(config, step.rows(rows), columns_of_part)
+        close(trained.gradient, full.gradient[torch.tensor(rows)])
         loss = loss + trained.loss
         sums = {name: sums[name] + value.item() for name, value in trained.sums.items()}
-    close(loss, whole.loss)
-    expected = {name: value.item() for name, value in whole.sums.items()}
+    close(loss, full.loss)
+    expected = {name: value.item() for name, value in full.sums.items()}
     assert sums == pytest.approx(expected, rel=1e-6, abs=1e-6)
-    chosen = settings_of(config)
+    chosen = make_settings(config)
     divisor = step_loss_denominator(chosen, sums)
     assert divisor == pytest.approx(step_loss_denominator(chosen, expected))
     assert summarise_policy(sums, divisor) == pytest.approx(
@@ -89,71 +91,71 @@ def test_cutting_a_step_into_parts_changes_nothing(config, seed, data):
     )
 
 
-def test_off_policy_rollouts_are_judged_by_the_policy_in_training():
-    """Not by that at the start of the step, which is what the ratio is to."""
+def test_off_policy_masking_uses_the_trained_policy():
     correction = CorrectionConfig(proximal="trainer", off_policy_threshold=0.05)
-    config, step = AlgorithmConfig(correction=correction), made_up_step()
-    derived = derived_of(config, step) | {"proximal_logprobs": step.columns["generator_logprobs"]}
-    near = train(config, step, derived)
+    config, step = AlgorithmConfig(correction=correction), make_step()
+    derived = derive_columns(config, step) | {
+        "proximal_logprobs": step.columns["generator_logprobs"]
+    }
+    close_policy = train(config, step, derived)
     step.logprobs = step.logprobs - 1.0
-    far = train(config, step, derived)
-    assert far.sums["num_kept"] < near.sums["num_kept"]
+    distant_policy = train(config, step, derived)
+    assert distant_policy.sums["num_kept"] < close_policy.sums["num_kept"]
 
 
-def test_off_policy_rollouts_are_judged_by_the_distance_to_the_policy_that_sampled_them():
-    """Not by what the step has done to them so far, which is the distance to the proximal one."""
+def test_off_policy_masking_measures_the_distance_to_the_sampling_policy():
     correction = CorrectionConfig(proximal="trainer", off_policy_threshold=0.4)
     # Row 0 has become less likely since it was sampled, before this step; row 1 only within it.
-    batch, _ = hand_made(
+    batch, _ = make_hand_computed_step(
         advantages=torch.tensor([-1.0, -1.0]),
         generator_logprobs=torch.tensor([[0.0] * 4, [-0.5] * 4]),
         proximal_logprobs=torch.tensor([[-0.5] * 4, [0.0] * 4]),
     )
     config, logprobs = AlgorithmConfig(name="dapo", correction=correction), torch.full((2, 4), -0.5)
     loss, sums = policy_loss(
-        config.spec, settings_of(config), batch, logprobs=logprobs, entropy=torch.zeros(2, 4)
+        config.spec, make_settings(config), batch, logprobs=logprobs, entropy=torch.zeros(2, 4)
     )
     assert sums["num_kept"] == 1, "row 1 has one token, row 0 three"
     assert loss.item() == pytest.approx(0.8), "its ratio, exp(-0.5) = 0.61, is clipped"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_order_of_rows_changes_nothing(name):
-    config, step = AlgorithmConfig(name=name), made_up_step()
+def test_row_order_has_no_effect(name):
+    config, step = AlgorithmConfig(name=name), make_step()
     order = torch.randperm(step.num_rows, generator=torch.Generator().manual_seed(1)).tolist()
     turned = step.rows(order)
-    one = train(config, step, derived_of(config, step))
-    other = train(config, turned, derived_of(config, turned))
-    close(other.loss, one.loss)
-    close(other.gradient, one.gradient[torch.tensor(order)])
+    in_order = train(config, step, derive_columns(config, step))
+    permuted = train(config, turned, derive_columns(config, turned))
+    close(permuted.loss, in_order.loss)
+    close(permuted.gradient, in_order.gradient[torch.tensor(order)])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_row_whose_scope_is_the_group_needs_no_other(name):
-    # Of so few tokens none has a covariance as large as the paper's.
+def test_scope_group_needs_no_other_groups_and_scope_step_does(name):
+    # With so few tokens, no covariance reaches the paper's band.
     params = {"covariance_low": 0.01, "covariance_fraction": 0.3} if name == "clip_cov" else {}
-    config, step = AlgorithmConfig(name=name, params=params), made_up_step()
-    whole = derived_of(config, step)
+    config, step = AlgorithmConfig(name=name, params=params), make_step()
+    full = derive_columns(config, step)
     differs = False
     for group in range(3):
         rows = (step.group_ids == group).nonzero()[:, 0].tolist()
-        alone = derived_of(config, step.rows(rows))
-        pairs = [(alone[key], whole[key][torch.tensor(rows)]) for key in whole]
+        alone = derive_columns(config, step.rows(rows))
+        pairs = [(alone[key], full[key][torch.tensor(rows)]) for key in full]
         if config.scope == "group":
-            for one, other in pairs:
-                close(one, other)
-        differs |= any(not torch.equal(one, other) for one, other in pairs)
-    # What says that it needs the step really does: else it could train as groups come.
+            for of_group, of_step in pairs:
+                close(of_group, of_step)
+        differs |= any(not torch.equal(of_group, of_step) for of_group, of_step in pairs)
+    # Scope "step" must be necessary: otherwise training could start as groups arrive.
     assert differs or config.scope == "group"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_float32_is_float64_to_its_precision(name):
+def test_float32_matches_float64_to_its_precision(name):
     config = AlgorithmConfig(name=name, kl_coef=0.1)
     results = []
     for dtype in (torch.float64, torch.float32):
-        step = made_up_step(dtype=dtype)
-        results.append(train(config, step, derived_of(config, step)))
+        step = make_step(dtype=dtype)
+        results.append(train(config, step, derive_columns(config, step)))
     assert results[1].gradient.dtype == torch.float32
     torch.testing.assert_close(
         results[1].gradient.double(), results[0].gradient, atol=2e-5, rtol=2e-5
@@ -161,25 +163,25 @@ def test_float32_is_float64_to_its_precision(name):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_tokens_that_do_not_count_add_nothing(name):
-    config, step = AlgorithmConfig(name=name, kl_coef=0.1, entropy_coef=0.1), made_up_step()
-    derived = derived_of(config, step)
+def test_uncounted_tokens_have_no_gradient(name):
+    config, step = AlgorithmConfig(name=name, kl_coef=0.1, entropy_coef=0.1), make_step()
+    derived = derive_columns(config, step)
     derived["loss_mask"] = torch.zeros_like(derived["loss_mask"])
     trained = train(config, step, derived)
     assert trained.loss.item() == 0
     assert trained.gradient.abs().sum() == 0
     sums = {name: value.item() for name, value in trained.sums.items()}
     assert set(sums.values()) == {0.0}
-    assert step_loss_denominator(settings_of(config), sums) == 0
+    assert step_loss_denominator(make_settings(config), sums) == 0
     assert summarise_policy(sums, 0.0) == {}
 
 
-def first_step_gradient(config):
-    """On-policy: the policy in training is the one that sampled."""
-    step = made_up_step()
+def compute_first_step_gradient(config):
+    """Return the on-policy gradient: the trained policy is the sampling policy."""
+    step = make_step()
     step.logprobs = step.columns["generator_logprobs"].clone()
-    settled = derived_of(AlgorithmConfig(name="grpo"), step)
-    return train(config, step, derived_of(config, step) | settled).gradient
+    settled = derive_columns(AlgorithmConfig(name="grpo"), step)
+    return train(config, step, derive_columns(config, step) | settled).gradient
 
 
 @pytest.mark.parametrize(
@@ -196,17 +198,17 @@ def first_step_gradient(config):
     ],
     ids=lambda config: config.name,
 )
-def test_the_first_on_policy_step_is_the_same_for_all_of_them(config):
+def test_the_first_on_policy_step_is_reinforce_for_most_rows(config):
     """Vanilla, dual-clip, CISPO, REINFORCE and most others: -A times the gradient of log pi."""
-    step = made_up_step()
-    advantages = derived_of(AlgorithmConfig(name="grpo"), step)["advantages"]
+    step = make_step()
+    advantages = derive_columns(AlgorithmConfig(name="grpo"), step)["advantages"]
     expected = torch.where(step.columns["loss_mask"], -advantages[:, None], 0.0)
-    close(first_step_gradient(AlgorithmConfig(loss_aggregation="token-mean")), expected)
-    close(first_step_gradient(config), expected)
+    close(compute_first_step_gradient(AlgorithmConfig(loss_aggregation="token-mean")), expected)
+    close(compute_first_step_gradient(config), expected)
 
 
-def hand_made(**changes):
-    """Two rows, three and one tokens that count; the ratios are 1.5, 1, 0.5 and 1."""
+def make_hand_computed_step(**changes):
+    """Return two rows with three and one counted tokens; the ratios are 1.5, 1, 0.5 and 1."""
     batch = {
         "loss_mask": torch.tensor([[False, True, True, True], [False, True, False, False]]),
         "generator_logprobs": torch.zeros(2, 4),
@@ -218,48 +220,48 @@ def hand_made(**changes):
     return batch | changes, logprobs
 
 
-def loss_by_hand(config, **changes):
-    batch, logprobs = hand_made(**changes)
+def compute_loss(config, **changes):
+    batch, logprobs = make_hand_computed_step(**changes)
     entropy = torch.full_like(logprobs, 2.0)
     loss, sums = policy_loss(
-        config.spec, settings_of(config), batch, logprobs=logprobs, entropy=entropy
+        config.spec, make_settings(config), batch, logprobs=logprobs, entropy=entropy
     )
     return loss.item(), {name: value.item() for name, value in sums.items()}
 
 
-def test_the_grpo_loss_by_hand():
+def test_grpo_loss_by_hand():
     # Row 0: -1.2 (clipped), -1, -0.5 over 3 tokens; row 1: 2 over 1 token.
-    loss, sums = loss_by_hand(AlgorithmConfig())
+    loss, sums = compute_loss(AlgorithmConfig())
     assert loss == pytest.approx(-2.7 / 3 + 2.0)
     assert (sums["clipped_sum"], sums["num_tokens"], sums["num_rollouts"]) == (1, 4, 2)
 
 
-def test_the_dapo_loss_by_hand():
-    assert loss_by_hand(AlgorithmConfig(name="dapo"))[0] == pytest.approx(-1.28 - 1 - 0.5 + 2.0)
+def test_dapo_loss_by_hand():
+    assert compute_loss(AlgorithmConfig(name="dapo"))[0] == pytest.approx(-1.28 - 1 - 0.5 + 2.0)
 
 
 def test_prompt_mean_by_hand():
     # One group of four tokens.
     config = AlgorithmConfig(name="dapo", loss_aggregation="prompt-mean")
-    loss, sums = loss_by_hand(config)
+    loss, sums = compute_loss(config)
     assert loss == pytest.approx((-1.28 - 1 - 0.5 + 2.0) / 4)
     assert sums["num_groups"] == 1
-    assert step_loss_denominator(settings_of(config), sums) == 1
+    assert step_loss_denominator(make_settings(config), sums) == 1
 
 
-def test_prompt_mean_divides_by_groups_as_they_were_before_a_rejection():
+def test_prompt_mean_counts_groups_before_rejection():
     # Two of the group's four tokens, with the ratios 1.5 and 0.5, are rejected.
     correction = CorrectionConfig(reject="k1", reject_low=0.8, reject_high=1.25)
     config = AlgorithmConfig(name="dapo", loss_aggregation="prompt-mean", correction=correction)
-    loss, sums = loss_by_hand(config)
+    loss, sums = compute_loss(config)
     assert loss == pytest.approx((-1 + 2.0) / 4)
     assert sums["num_kept"] == 2
-    assert step_loss_denominator(settings_of(config), sums) == 1
+    assert step_loss_denominator(make_settings(config), sums) == 1
 
 
-def test_divergence_and_entropy_join_under_the_same_aggregation():
+def test_kl_and_entropy_share_the_aggregation():
     config = AlgorithmConfig(name="dapo", kl_coef=0.1, kl_kind="k1", entropy_coef=0.01)
-    loss, sums = loss_by_hand(config)
+    loss, sums = compute_loss(config)
     kl = 4 * 0.5 + math.log(1.5) + math.log(0.5)
     assert loss == pytest.approx(-0.78 + 0.1 * kl - 0.01 * 4 * 2.0)
     assert sums["kl_ref_sum"] == pytest.approx(kl)
@@ -268,9 +270,9 @@ def test_divergence_and_entropy_join_under_the_same_aggregation():
     assert parts == pytest.approx(loss / 4)
 
 
-def test_divergence_in_the_reward_is_measured_and_not_in_the_loss():
+def test_kl_in_reward_is_reported_but_not_in_the_loss():
     config = AlgorithmConfig(name="dapo", kl_coef=0.1, kl_in="reward", kl_kind="k1")
-    loss, sums = loss_by_hand(config)
+    loss, sums = compute_loss(config)
     assert loss == pytest.approx(-0.78)
     metrics = summarise_policy(sums, 4.0)
     assert metrics["policy/kl_ref"] == pytest.approx((4 * 0.5 + math.log(0.75)) / 4)
@@ -278,7 +280,7 @@ def test_divergence_in_the_reward_is_measured_and_not_in_the_loss():
 
 
 def test_metrics_by_hand():
-    metrics = summarise_policy(loss_by_hand(AlgorithmConfig(name="dapo"))[1], 4.0)
+    metrics = summarise_policy(compute_loss(AlgorithmConfig(name="dapo"))[1], 4.0)
     chi2 = (2.25 + 1 + 0.25 + 1) / 4 - 1
     assert metrics == {
         "policy/clip_frac": pytest.approx(0.25),
@@ -300,39 +302,39 @@ def test_metrics_by_hand():
 
 
 def test_decoupled_weights_by_hand():
-    """The ratio is 1, nothing is clipped; the weights are 1.2 (of 1.5), 1, 0.5 and 1."""
+    """Ratios are 1, so clipping has no effect; the weights are 1.2 (of 1.5), 1, 0.5 and 1."""
     correction = CorrectionConfig(proximal="trainer", weights="token", weight_high=1.2)
-    loss, sums = loss_by_hand(AlgorithmConfig(name="dapo", correction=correction))
+    loss, sums = compute_loss(AlgorithmConfig(name="dapo", correction=correction))
     assert loss == pytest.approx(-1.2 - 1 - 0.5 + 2.0)
     assert sums["clipped_sum"] == 0
     assert summarise_policy(sums, 4.0)["correction/weight_mean"] == pytest.approx(3.7 / 4)
 
 
 @pytest.mark.parametrize(("count_rejected", "divisor"), [(True, 4), (False, 2)])
-def test_rejected_tokens_are_not_trained_and_count_if_they_are_to(count_rejected, divisor):
+def test_count_rejected_decides_whether_rejected_tokens_count(count_rejected, divisor):
     correction = CorrectionConfig(
         reject="k1", reject_low=0.8, reject_high=1.25, count_rejected=count_rejected
     )
     config = AlgorithmConfig(name="dapo", correction=correction)
-    loss, sums = loss_by_hand(config)
+    loss, sums = compute_loss(config)
     assert loss == pytest.approx(-1 + 2.0)  # the ratios 1.5 and 0.5 are out
-    assert step_loss_denominator(settings_of(config), sums) == divisor
+    assert step_loss_denominator(make_settings(config), sums) == divisor
     assert summarise_policy(sums, divisor)["correction/rejected_frac"] == 0.5
 
 
-def test_a_step_in_which_all_is_rejected_has_nothing_to_divide_by():
+def test_a_fully_rejected_step_has_denominator_0():
     correction = CorrectionConfig(reject="k1", reject_low=7.0)
     config = AlgorithmConfig(name="dapo", correction=correction)
-    loss, sums = loss_by_hand(config)
+    loss, sums = compute_loss(config)
     assert loss == 0
-    assert step_loss_denominator(settings_of(config), sums) == 0
+    assert step_loss_denominator(make_settings(config), sums) == 0
     assert summarise_policy(sums, 0.0)["correction/rejected_frac"] == 1
 
 
-def test_a_truncated_rollout_is_left_out_but_its_score_counts_in_the_group():
-    step = made_up_step(sizes=(3,))
-    plain = derived_of(AlgorithmConfig(), step)
-    masked = derived_of(AlgorithmConfig(mask_truncated=True), step)
+def test_mask_truncated_keeps_the_score_in_the_group():
+    step = make_step(sizes=(3,))
+    plain = derive_columns(AlgorithmConfig(), step)
+    masked = derive_columns(AlgorithmConfig(mask_truncated=True), step)
     cut_off = step.columns["finish_reason"] == 1
     assert cut_off.any()
     assert not cut_off.all()
@@ -342,55 +344,55 @@ def test_a_truncated_rollout_is_left_out_but_its_score_counts_in_the_group():
     assert masked["group_tokens"].tolist() == [int(masked["loss_mask"].sum())] * 3
 
 
-def test_the_baseline_of_opo_weighs_a_truncated_rollout_by_the_tokens_that_were_sampled():
+def test_opo_weighs_truncated_rollouts_by_sampled_tokens():
     # Six tokens with score 1 and two with score 0: the baseline is (6 * 1 + 2 * 0) / 8.
-    step = made_up_step(sizes=(2,))
+    step = make_step(sizes=(2,))
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[0, :6], mask[1, :2] = True, True
     truncated = torch.tensor([FinishReason.LENGTH.value, FinishReason.STOP.value])
     changes = {"loss_mask": mask, "scores": torch.tensor([1.0, 0.0]), "finish_reason": truncated}
     step.columns = {**step.columns, **changes}
-    derived = derived_of(AlgorithmConfig(name="opo", mask_truncated=True), step)
+    derived = derive_columns(AlgorithmConfig(name="opo", mask_truncated=True), step)
     close(derived["advantages"], torch.tensor([0.25, -0.75]))
     assert derived["loss_mask"].sum(-1).tolist() == [0, 2]
 
 
-def test_the_overlong_penalty_reaches_the_advantages():
+def test_overlong_penalty_affects_the_advantages():
     # Nine tokens at most, penalised from five on: 9 tokens lose 1, 7 lose 0.5.
-    step = made_up_step(sizes=(2,))
+    step = make_step(sizes=(2,))
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[0], mask[1, :7] = True, True
     step.columns = {**step.columns, "loss_mask": mask, "scores": torch.tensor([1.0, 1.0])}
     config = AlgorithmConfig(name="dr_grpo", overlong_buffer=4)
     assert MAX_LENGTH == 9
-    close(derived_of(config, step)["advantages"], torch.tensor([-0.25, 0.25]))
+    close(derive_columns(config, step)["advantages"], torch.tensor([-0.25, 0.25]))
 
 
-def test_divergence_in_the_reward_shifts_scores_and_token_rewards():
-    step = made_up_step(sizes=(2,))
+def test_kl_in_reward_shifts_scores_and_token_rewards():
+    step = make_step(sizes=(2,))
     mask = step.columns["loss_mask"]
     divergence = (step.columns["generator_logprobs"] - step.columns["ref_logprobs"]) * mask
     config = AlgorithmConfig(name="dr_grpo", kl_coef=0.5, kl_in="reward", kl_kind="k1")
     scores = step.columns["scores"] - 0.5 * divergence.sum(-1)
-    close(derived_of(config, step)["advantages"], scores - scores.mean())
+    close(derive_columns(config, step)["advantages"], scores - scores.mean())
     config = AlgorithmConfig(
         name="reinforce_pp", kl_coef=0.5, whiten_advantages=False, group_size=1
     )
-    to_go = derived_of(config, step)["advantages"]
-    first = mask.int().argmax(-1)
-    close(to_go[torch.arange(2), first], scores)
+    to_go = derive_columns(config, step)["advantages"]
+    first_token = mask.int().argmax(-1)
+    close(to_go[torch.arange(2), first_token], scores)
 
 
-def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_tokens_of_the_step():
-    config, step = AlgorithmConfig(name="reinforce_pp"), made_up_step()
-    values = derived_of(config, step)["advantages"][step.columns["loss_mask"]]
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_step():
+    config, step = AlgorithmConfig(name="reinforce_pp"), make_step()
+    values = derive_columns(config, step)["advantages"][step.columns["loss_mask"]]
     close(values.mean(), torch.zeros((), dtype=torch.float64))
     assert values.std().item() == pytest.approx(1, abs=1e-6)
 
 
-def test_a_row_finds_what_it_derived_itself_in_its_loss():
-    config, step = AlgorithmConfig(name="kl_cov"), made_up_step()
-    derived = derived_of(config, step)
+def test_a_token_loss_receives_the_rows_derived_columns():
+    config, step = AlgorithmConfig(name="kl_cov"), make_step()
+    derived = derive_columns(config, step)
     assert derived["chosen"].sum() == 1  # a fraction of 2e-4 of few tokens is one
     marked = train(config, step, derived)
     derived["chosen"] = torch.zeros_like(derived["chosen"])
@@ -398,18 +400,18 @@ def test_a_row_finds_what_it_derived_itself_in_its_loss():
 
 
 def _held(step, config):
-    chosen = derived_of(config, step)["chosen"]
+    chosen = derive_columns(config, step)["chosen"]
     return (step.logprobs - step.columns["generator_logprobs"])[chosen].abs().sum()
 
 
-def test_batches_carry_what_was_derived_in_the_place_of_columns():
-    step = made_up_step()
-    derived = derived_of(AlgorithmConfig(mask_truncated=True), step)
-    assert batch_of(step, derived)["loss_mask"] is derived["loss_mask"]
+def test_derived_columns_replace_input_columns_in_batches():
+    step = make_step()
+    derived = derive_columns(AlgorithmConfig(mask_truncated=True), step)
+    assert make_batch(step, derived)["loss_mask"] is derived["loss_mask"]
 
 
-def failing(function: str, body: str, tmp_path):
-    """A row of the user's in which one function is wrong."""
+def write_failing_row(function: str, body: str, tmp_path):
+    """Write a custom row in which one function is wrong."""
     (tmp_path / "own.py").write_text(
         "import torch\n"
         "from streamrl.algorithms.table import GRPO, variant\n"
@@ -423,13 +425,21 @@ def failing(function: str, body: str, tmp_path):
     ("function", "body", "message"),
     [
         ("advantages", "return arguments[0]['nothing']", r"own.py:4: KeyError: 'nothing'"),
-        ("advantages", "return torch.zeros(3)", r"broken gave shape \[3\], wanted \[9\] or \[9, "),
-        ("advantages", "return None", r"broken gave None, wanted \[9\]"),
-        ("token_loss", "return torch.zeros(2), torch.zeros(2)", r"gave shape \[2\], wanted \[9, "),
+        (
+            "advantages",
+            "return torch.zeros(3)",
+            r"broken returned shape \[3\], expected \[9\] or \[9, ",
+        ),
+        ("advantages", "return None", r"broken returned None, expected \[9\]"),
+        (
+            "token_loss",
+            "return torch.zeros(2), torch.zeros(2)",
+            r"returned shape \[2\], expected \[9, ",
+        ),
         ("token_loss", "exit(3)", r"own.py:4: SystemExit: 3"),
     ],
 )
-def test_a_function_that_fails_is_named_with_its_line(function, body, message, tmp_path):
-    config, step = failing(function, body, tmp_path), made_up_step()
+def test_a_failing_function_is_named_with_its_line(function, body, message, tmp_path):
+    config, step = write_failing_row(function, body, tmp_path), make_step()
     with pytest.raises(AlgorithmError, match=f"^algorithm own: .*{message}"):
-        train(config, step, derived_of(config, step))
+        train(config, step, derive_columns(config, step))

@@ -1,4 +1,4 @@
-"""The rows, and what a config may ask of them."""
+"""Rows of the algorithm table, and validation of configs."""
 
 import dataclasses
 from pathlib import Path
@@ -20,32 +20,32 @@ from streamrl.config import load_config
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
-from tests.algorithms.steps import settings_of
+from tests.algorithms.steps import make_settings
 
 GRPO_RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
 
-def test_rows_fill_what_the_config_leaves_open_and_no_more():
-    grpo, dapo = (settings_of(AlgorithmConfig(name=name)) for name in ("grpo", "dapo"))
+def test_a_rows_defaults_fill_only_null_settings():
+    grpo, dapo = (make_settings(AlgorithmConfig(name=name)) for name in ("grpo", "dapo"))
     assert (grpo.clip_low, grpo.clip_high, grpo.advantage_scale) == (0.2, 0.2, "std")
     assert grpo.loss_aggregation == "seq-mean-token-mean"
     assert (dapo.clip_low, dapo.clip_high) == (0.2, 0.28)
     assert (dapo.loss_aggregation, dapo.kl_coef, dapo.dual_clip) == ("token-mean", 0.0, None)
-    chosen = settings_of(AlgorithmConfig(name="dapo", clip_high=0.5, dual_clip=3.0))
+    chosen = make_settings(AlgorithmConfig(name="dapo", clip_high=0.5, dual_clip=3.0))
     assert chosen == dataclasses.replace(dapo, clip_high=0.5, dual_clip=3.0)
 
 
 def test_every_row_can_be_configured_by_its_name_alone():
-    settings = {name: settings_of(AlgorithmConfig(name=name)) for name in ALGORITHMS}
-    assert {one.max_length for one in settings.values()} == {9}
-    assert {name: one.params for name, one in settings.items()} == {
+    settings = {name: make_settings(AlgorithmConfig(name=name)) for name in ALGORITHMS}
+    assert {row_settings.max_length for row_settings in settings.values()} == {9}
+    assert {name: row_settings.params for name, row_settings in settings.items()} == {
         name: row.params for name, row in ALGORITHMS.items()
     }
 
 
-def test_a_rows_own_numbers_are_set_under_params():
+def test_a_rows_params_are_set_under_algorithm_params():
     config = AlgorithmConfig(name="sapo", params={"temperature_negative": 2})
-    assert settings_of(config).params == {"temperature_positive": 1.0, "temperature_negative": 2}
+    assert make_settings(config).params == {"temperature_positive": 1.0, "temperature_negative": 2}
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_a_rows_own_numbers_are_set_under_params():
         (AlgorithmConfig(name="reinforce_pp", whiten_advantages=False), "group"),
     ],
 )
-def test_what_is_normalised_over_the_step_waits_for_the_step(config, scope):
-    assert config.scope == settings_of(config).scope == scope
+def test_normalization_over_the_step_needs_scope_step(config, scope):
+    assert config.scope == make_settings(config).scope == scope
 
 
 def needed(config):
-    return list_required_columns(config.spec, settings_of(config))
+    return list_required_columns(config.spec, make_settings(config))
 
 
 def test_columns_feed_the_dataflow():
@@ -75,20 +75,20 @@ def test_columns_feed_the_dataflow():
     with_reference = needed(AlgorithmConfig(kl_coef=0.01))
     assert with_reference == (*ROLLOUT_COLUMNS, "scores", "ref_logprobs")
     assert "reference" in build_dataflow(with_reference).stages
-    # Components come with the scores.
+    # Reward components come with the scores.
     assert needed(AlgorithmConfig(name="gdpo")) == plain
 
 
 def test_advantages_are_derived_from_few_columns():
     def read(**config):
         chosen = AlgorithmConfig(**config)
-        return list_derivation_columns(chosen.spec, settings_of(chosen))
+        return list_derivation_columns(chosen.spec, make_settings(chosen))
 
-    few = ("lengths", "loss_mask", "finish_reason", "scores")
-    assert read() == read(kl_coef=0.1) == few
+    basic_columns = ("lengths", "loss_mask", "finish_reason", "scores")
+    assert read() == read(kl_coef=0.1) == basic_columns
     both = ("generator_logprobs", "ref_logprobs")
-    assert read(kl_coef=0.1, kl_in="reward", kl_kind="k1") == (*few, *both)
-    assert read(name="gdpo") == (*few, "reward/right", "reward/short")
+    assert read(kl_coef=0.1, kl_in="reward", kl_kind="k1") == (*basic_columns, *both)
+    assert read(name="gdpo") == (*basic_columns, "reward/right", "reward/short")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,8 @@ def test_advantages_are_derived_from_few_columns():
         ({"name": "drpo"}, "algorithm.name=drpo: no such algorithm; did you mean grpo?"),
         (
             {"group_size": 1},
-            "algorithm.group_size=1: grpo compares the rollouts of a group; needs at least 2",
+            "algorithm.group_size=1: must be at least 2, because grpo compares the rollouts of a"
+            " group",
         ),
         ({"clip_low": 0.0}, "algorithm.clip_low=0.0: must be above 0"),
         ({"gamma": 1.5}, "algorithm.gamma=1.5: must be at most 1, it is a discount"),
@@ -107,7 +108,7 @@ def test_advantages_are_derived_from_few_columns():
         ({"kl_target": 0.0, "kl_coef": 0.1}, "algorithm.kl_target=0.0: must be above 0"),
         (
             {"kl_target": 0.1},
-            "algorithm.kl_target=0.1: algorithm.kl_coef=0 is no weight to begin with",
+            "algorithm.kl_target=0.1: needs algorithm.kl_coef above 0 as the initial weight",
         ),
         ({"overlong_buffer": -1}, "algorithm.overlong_buffer=-1: must be at least 0"),
         (
@@ -121,13 +122,14 @@ def test_advantages_are_derived_from_few_columns():
         ({"kl_in": "score"}, "algorithm.kl_in=score: must be one of loss, reward"),
         (
             {"kl_in": "reward", "kl_kind": "k3+"},
-            "algorithm.kl_kind=k3+: has a gradient of its own, which kl_in=reward never takes;"
-            " k3 has the same value",
+            "algorithm.kl_kind=k3+: '+' changes only the gradient, which kl_in=reward does not use."
+            " Set algorithm.kl_kind=k3.",
         ),
-        ({"params": {"tau": 1.0}}, "algorithm.params.tau=1.0: grpo has none"),
+        ({"params": {"tau": 1.0}}, "algorithm.params.tau=1.0: unknown; params of grpo: none"),
         (
             {"name": "sapo", "params": {"tau": 1.0}},
-            "algorithm.params.tau=1.0: sapo has temperature_positive, temperature_negative",
+            "algorithm.params.tau=1.0: unknown; params of sapo: temperature_positive,"
+            " temperature_negative",
         ),
         (
             {"name": "sapo", "params": {"temperature_negative": "hot"}},
@@ -135,7 +137,7 @@ def test_advantages_are_derived_from_few_columns():
         ),
     ],
 )
-def test_an_impossible_config_is_refused(settings, message):
+def test_an_invalid_config_is_refused(settings, message):
     with pytest.raises(ConfigError) as refusal:
         AlgorithmConfig(**settings)
     assert str(refusal.value) == message
@@ -146,8 +148,8 @@ def test_an_impossible_config_is_refused(settings, message):
     [
         (
             {"weights": "token"},
-            "algorithm.correction.weights=token: under correction.proximal=generator the loss's"
-            " own ratio is that weight already; set proximal=trainer",
+            "algorithm.correction.weights=token: with correction.proximal=generator the loss's"
+            " ratio is this weight already. Set correction.proximal=trainer.",
         ),
         (
             {"proximal": "reference"},
@@ -160,8 +162,8 @@ def test_an_impossible_config_is_refused(settings, message):
         ),
         (
             {"reject": "k3", "reject_low": 0.1},
-            "algorithm.correction.reject_low=0.1: k3 is a divergence, which only reject_high"
-            " bounds",
+            "algorithm.correction.reject_low=0.1: k3 is a divergence, which only has an upper"
+            " bound. Use reject_high.",
         ),
         (
             {"weight_low": 3.0},
@@ -170,7 +172,7 @@ def test_an_impossible_config_is_refused(settings, message):
         ({"weight_high": -1.0}, "algorithm.correction.weight_high=-1.0: must be above 0"),
     ],
 )
-def test_an_impossible_correction_is_refused(settings, message):
+def test_an_invalid_correction_is_refused(settings, message):
     with pytest.raises(ConfigError) as refusal:
         OmegaConf.to_object(
             OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), {"correction": settings})
@@ -178,20 +180,20 @@ def test_an_impossible_correction_is_refused(settings, message):
     assert str(refusal.value) == message
 
 
-def test_prompt_mean_cannot_leave_rejected_tokens_out_of_its_count():
-    given = {"loss_aggregation": "prompt-mean", "correction": {"count_rejected": False}}
-    with pytest.raises(ConfigError, match="count_rejected=False: prompt-mean divides by all"):
-        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), given))
+def test_prompt_mean_requires_count_rejected():
+    overrides = {"loss_aggregation": "prompt-mean", "correction": {"count_rejected": False}}
+    with pytest.raises(ConfigError, match=r"count_rejected=False: not possible with .*prompt-mean"):
+        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), overrides))
 
 
-def test_the_config_is_one_omegaconf_can_read():
-    given: dict[str, Any] = {
+def test_omegaconf_can_read_the_config():
+    overrides: dict[str, Any] = {
         "name": "sapo",
         "clip_low": 0.1,
         "params": {"temperature_positive": 0.5},
     }
-    merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), given)
-    assert OmegaConf.to_object(merged) == AlgorithmConfig(**given)
+    merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), overrides)
+    assert OmegaConf.to_object(merged) == AlgorithmConfig(**overrides)
 
 
 OWN = """
@@ -207,18 +209,18 @@ HALF = variant("half", "nobody, nowhere", ALGORITHMS["grpo"], advantages=half)
 """
 
 
-def test_a_row_of_ones_own_comes_from_a_file(tmp_path: Path):
+def test_a_custom_row_is_loaded_from_a_file(tmp_path: Path):
     (tmp_path / "own.py").write_text(OWN)
     config = AlgorithmConfig(name="half", path=str(tmp_path / "own.py"))
     assert config.spec.name == "half"
-    assert settings_of(config).loss_aggregation == "seq-mean-token-mean"
+    assert make_settings(config).loss_aggregation == "seq-mean-token-mean"
     assert AlgorithmConfig(name="dapo", path=str(tmp_path / "own.py")).spec.name == "dapo"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\n", "has no Algorithm"),
+        ("x = 1\n", "contains no Algorithm"),
         (
             "from functools import partial\n"
             "from streamrl.algorithms.bindings import group_relative\n"
@@ -238,7 +240,7 @@ def test_a_file_without_a_row_is_refused(tmp_path: Path, text: str, message: str
     assert message in str(refusal.value)
 
 
-def test_a_file_that_is_not_there_is_refused():
+def test_a_missing_file_is_refused():
     with pytest.raises(ConfigError, match=r"algorithm.path=nowhere.py: no such file"):
         AlgorithmConfig(path="nowhere.py")
 
@@ -313,24 +315,27 @@ STUCK = variant("stuck", "x", params={"knob": 1.0}, dials={"knob": stuck})
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nobodys", "stage train needs column foo: no stage produces it"),
-        ("unknown", "algorithm unknown: defaults have clip_hihg; a row may set clip_low"),
+        ("nobodys", "stage train needs column foo: nobody makes it"),
+        ("unknown", "algorithm unknown: defaults contain clip_hihg; allowed are clip_low"),
         ("wrong", "algorithm.loss_aggregation=tokenmean: must be one of token-mean"),
-        ("untaught", "algorithm untaught: derived has no returns for the critic to learn"),
-        ("still", "algorithm still: its loss has no gradient"),
+        ("untaught", "algorithm untaught: derived lacks returns, the target of the critic"),
+        ("still", "algorithm still: the loss has no gradient"),
         ("endless", "algorithm endless: advantages is not finite with params {}"),
-        ("stuck", "algorithm stuck: dial knob became None"),
-        ("soft", r"algorithm soft: soft: where it stops the gradient is torch.float32, not bool"),
-        ("half", "algorithm half: half gave a Tensor, wanted a loss and where it stops"),
-        ("mute", "algorithm mute: mute gave a NoneType, wanted a loss and where it stops"),
-        ("foreign", r"algorithm foreign: foreign gave array\(\[.*, wanted \[16\] or \[16, 4\]"),
+        ("stuck", "algorithm stuck: dial knob returned None, expected a finite number"),
+        ("soft", r"algorithm soft: soft: the clipped mask is torch.float32, must be bool"),
+        ("half", r"algorithm half: half returned a Tensor, expected \(loss, clipped mask\)"),
+        ("mute", r"algorithm mute: mute returned a NoneType, expected \(loss, clipped mask\)"),
+        (
+            "foreign",
+            r"algorithm foreign: foreign returned array\(\[.*, expected \[16\] or \[16, 4\]",
+        ),
         ("other", "algorithm other: RuntimeError: "),
-        ("likeliest", "algorithm likeliest: column greedy_ids is of no single rollout"),
+        ("likeliest", "algorithm likeliest: column greedy_ids has no values per rollout"),
         ("negative", "algorithm.clip_low=-1: must be above 0"),
         ("broken", r"algorithm broken: broken at .*own.py:8: KeyError: 'nothing'"),
     ],
 )
-def test_a_row_that_cannot_be_trained_is_refused_before_a_run_is_started(tmp_path, name, message):
+def test_a_row_that_cannot_train_is_refused_before_the_run_starts(tmp_path, name, message):
     (tmp_path / "own.py").write_text(BAD_ROWS)
     chosen = [f"algorithm.path={tmp_path}/own.py", f"algorithm.name={name}"]
     with pytest.raises(ConfigError, match=message) as error:
@@ -338,7 +343,7 @@ def test_a_row_that_cannot_be_trained_is_refused_before_a_run_is_started(tmp_pat
     assert "\n" not in str(error.value)
 
 
-def test_a_row_for_rewards_that_are_not_negative_may_read_its_settings_as_it_likes(tmp_path):
+def test_unused_settings_of_a_custom_row_are_not_refused(tmp_path):
     (tmp_path / "own.py").write_text(BAD_ROWS)
     chosen = [f"algorithm.path={tmp_path}/own.py", "algorithm.name=rooted", "algorithm.gamma=0.9"]
     assert load_config(GRPO_RECIPE, chosen).algorithm_settings.gamma == 0.9
@@ -347,14 +352,14 @@ def test_a_row_for_rewards_that_are_not_negative_may_read_its_settings_as_it_lik
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"params": {"tau": "hot"}}, "params tau='hot' is no number"),
+        ({"params": {"tau": "hot"}}, "params tau='hot' is not a number"),
         ({"params": {"tau": 2.0}, "limits": {"tau": (0.0, 1.0)}}, "tau=2.0 is outside its limits"),
         ({"params": {"tau": 0.5}, "limits": {"tau": (1.0, 0.0)}}, "tau=0.5 is outside its limits"),
         ({"limits": {"tau": (0.0, 1.0)}}, r"limits \['tau'\] are not in params"),
-        ({"derived": {"loss_mask": group_relative}}, r"derived \['loss_mask'\] is streamrl's own"),
+        ({"derived": {"loss_mask": group_relative}}, r"derived \['loss_mask'\] is a reserved name"),
     ],
 )
-def test_a_row_that_contradicts_itself_is_none(changes, message):
+def test_an_inconsistent_row_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         variant("own", "x", **changes)
 
@@ -371,10 +376,13 @@ def test_a_row_that_contradicts_itself_is_none(changes, message):
             ["algorithm.name=ppo", "algorithm.params.lam=5"],
             "algorithm.params.lam=5: must be at least 0.0 and at most 1.0",
         ),
-        (["algorithm.name=sapo", "algorithm.dual_clip=3"], "dual_clip=3.0: sapo does not use it"),
+        (
+            ["algorithm.name=sapo", "algorithm.dual_clip=3"],
+            "dual_clip=3.0 has no effect: sapo does not use it",
+        ),
         (["algorithm.name=rloo", "algorithm.advantage_scale=batch"], "rloo does not use it"),
         (["algorithm.single_rollout=keep", "algorithm.name=gdpo"], "gdpo does not use it"),
-        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9: grpo does not use it"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect: grpo does not use it"),
         (["critic.warmup_alone=3"], "critic.warmup_alone=3: grpo has no critic"),
         (
             ["algorithm.name=ppo", "critic.shared_coef=1", "critic.trainer.lr=1e-3"],
@@ -390,18 +398,21 @@ def test_a_row_that_contradicts_itself_is_none(changes, message):
         ),
         (
             ["algorithm.name=clip_cov", "algorithm.params.covariance_low=6"],
-            "covariances from 6 to 5.0: there are none",
+            "covariance band \\(6, 5.0\\): low must be below high",
         ),
         (["algorithm.name=GRPPO"], "did you mean grpo"),
         (
             ["algorithm.name=ppo", "algorithm.group_size=1", "filter.kind=equal_rewards"],
             "filter.kind=equal_rewards has no effect: algorithm.group_size=1",
         ),
-        (["algorithm.correction.reject_high=2"], "nothing is rejected under reject=none"),
-        (["algorithm.name=gdpo", "algorithm.overlong_buffer=4"], "takes every reward by itself"),
+        (["algorithm.correction.reject_high=2"], "has no effect with reject=none"),
+        (
+            ["algorithm.name=gdpo", "algorithm.overlong_buffer=4"],
+            "normalizes every reward separately",
+        ),
         (
             ["algorithm.name=gdpo", "algorithm.kl_in=reward", *KL],
-            "algorithm.kl_coef=0.1: gdpo takes every reward by itself",
+            "algorithm.kl_coef=0.1: gdpo normalizes every reward separately",
         ),
         (
             ["algorithm.name=ppo", "critic.shared_coef=1", UNCOUNTED],
@@ -414,12 +425,12 @@ def test_a_row_that_contradicts_itself_is_none(changes, message):
         ),
     ],
 )
-def test_settings_a_row_cannot_work_with_are_refused_before_a_run_is_started(override, message):
+def test_settings_incompatible_with_a_row_are_refused_before_the_run_starts(override, message):
     with pytest.raises(ConfigError, match=message):
         load_config(GRPO_RECIPE, override)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_row_passes_its_rehearsal(name):
+def test_every_row_passes_the_dry_run(name):
     config = AlgorithmConfig(name=name)
     dry_run_algorithm(config.spec, config.to_settings(max_length=8, reward_weights={"right": 1.0}))

@@ -44,7 +44,7 @@ def test_every_fault_is_told_and_no_step_is_missing(run_dir: Path) -> None:
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
     refused = [event["reason"] for event in events(run_dir, "weights_refused")]
     assert any("checksum is" in reason for reason in refused)
-    assert any("0 buckets came, wanted 1" in reason for reason in refused)
+    assert any("received 0 buckets, expected 1" in reason for reason in refused)
     last = found[-1]
     assert last["weights/faults"] >= 3
     assert last["ledger/admitted"] == last["ledger/trained"] + last["ledger/in_flight"]

@@ -28,7 +28,7 @@ from tests.engines.tiny_qwen import (
     weights_of,
     worst_error,
 )
-from tests.weights.local_outlet import LocalOutlet
+from tests.weights.local_transport import LocalWriter
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
 
@@ -240,7 +240,7 @@ async def test_compute_logprobs_does_not_wait_for_rollouts(flight: Flight) -> No
 def packed(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     """Return the weights as views of the trainer's buckets, in this order."""
     manifest = publish_version(
-        weights.items(), version=version, bucket_bytes=1 << 22, outlet=LocalOutlet()
+        weights.items(), version=version, bucket_bytes=1 << 22, writer=LocalWriter()
     )
     for data in manifest.handles:
         data.flags.writeable = False

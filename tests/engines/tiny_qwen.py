@@ -132,4 +132,4 @@ def publish_to_disk(trainer: "ModelTrainer", model_path: str, folder: Path) -> N
         assert not list(tensors)
         return
     outlet = DiskWriter(folder, keep_versions=1, model_dir=Path(model_path))
-    publish_version(tensors, version=2, bucket_bytes=1 << 16, outlet=outlet)
+    publish_version(tensors, version=2, bucket_bytes=1 << 16, writer=outlet)

@@ -8,16 +8,16 @@ import torch
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.cli.main import main
-from tests.algorithms.steps import derived_of, made_up_step, train
+from tests.algorithms.steps import derive_columns, make_step, train
 
 PATH = str(Path("examples/custom_algorithm/median.py"))
 
 
 def test_its_advantages_are_scores_against_the_median():
     config = AlgorithmConfig(name="median_grpo", path=PATH)
-    step = made_up_step(sizes=(3, 2))
+    step = make_step(sizes=(3, 2))
     step.columns["scores"] = torch.tensor([0.0, 1.0, 9.0, 2.0, 4.0])
-    derived = derived_of(config, step)
+    derived = derive_columns(config, step)
     assert derived["advantages"].tolist() == [-1.0, 0.0, 8.0, -1.0, 1.0]
     assert train(config, step, derived).gradient.isfinite().all()
 
@@ -25,6 +25,6 @@ def test_its_advantages_are_scores_against_the_median():
 def test_the_command_lists_it(capsys: pytest.CaptureFixture[str]):
     assert main(["algorithms", "median_grpo", "--path", PATH, "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["median_grpo"]
-    assert row["advantages"] == "against_the_median"
+    assert row["advantages"] == "subtract_median"
     assert row["token_loss"] == "clipped_surrogate"
     assert row["scope"] == "group"

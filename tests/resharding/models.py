@@ -1,4 +1,4 @@
-"""Small models to lay out: one that divides evenly, and one as models are; and grids for them."""
+"""Small models for layouts: an evenly divisible one and a transformer; and their grids."""
 
 from hypothesis import strategies as st
 
@@ -15,11 +15,11 @@ GRIDS = st.builds(
 
 
 def even(num_places: int, size: int = 16) -> ModelSpec:
-    """In every place one matrix split by rows and one split by columns."""
+    """Return a model with a row-split and a column-split matrix at every pipeline position."""
     return ModelSpec(
         tuple(
-            TensorSpec(f"{place}.{kind}", (size, size), (place,), dim)
-            for place in range(num_places)
+            TensorSpec(f"{position}.{kind}", (size, size), (position,), dim)
+            for position in range(num_places)
             for dim, kind in enumerate(("rows", "columns"))
         ),
         num_places,
@@ -29,22 +29,24 @@ def even(num_places: int, size: int = 16) -> ModelSpec:
 def transformer(
     *, layers: int = 3, heads: int = 4, kv_heads: int = 2, tied: bool = True
 ) -> ModelSpec:
-    """A transformer with fused qkv and gate_up, norms that nobody splits, and a tied embedding."""
+    """Return a transformer with fused qkv and gate_up, unsplit norms and a tied embedding."""
     width, head, inner, words = 8, 2, 24, 12
-    last = layers + 1
-    tensors = [TensorSpec("embed", (words, width), (0, last) if tied else (0,), 0)]
-    for place in range(1, last):
+    head_position = layers + 1
+    tensors = [TensorSpec("embed", (words, width), (0, head_position) if tied else (0,), 0)]
+    for position in range(1, head_position):
         kv = FusedComponent(kv_heads * head, kv_heads)
         qkv = (FusedComponent(heads * head, heads), kv, kv)
         gate_up = (FusedComponent(inner), FusedComponent(inner))
         tensors += [
-            TensorSpec(f"{place}.norm", (width,), (place,)),
-            TensorSpec(f"{place}.qkv", ((heads + 2 * kv_heads) * head, width), (place,), 0, qkv),
-            TensorSpec(f"{place}.o", (width, heads * head), (place,), 1, (qkv[0],)),
-            TensorSpec(f"{place}.gate_up", (2 * inner, width), (place,), 0, gate_up),
-            TensorSpec(f"{place}.down", (width, inner), (place,), 1),
+            TensorSpec(f"{position}.norm", (width,), (position,)),
+            TensorSpec(
+                f"{position}.qkv", ((heads + 2 * kv_heads) * head, width), (position,), 0, qkv
+            ),
+            TensorSpec(f"{position}.o", (width, heads * head), (position,), 1, (qkv[0],)),
+            TensorSpec(f"{position}.gate_up", (2 * inner, width), (position,), 0, gate_up),
+            TensorSpec(f"{position}.down", (width, inner), (position,), 1),
         ]
-    tensors.append(TensorSpec("norm", (width,), (last,)))
+    tensors.append(TensorSpec("norm", (width,), (head_position,)))
     if not tied:
-        tensors.append(TensorSpec("head", (words, width), (last,), 0))
-    return ModelSpec(tuple(tensors), last + 1)
+        tensors.append(TensorSpec("head", (words, width), (head_position,), 0))
+    return ModelSpec(tuple(tensors), head_position + 1)

@@ -1,6 +1,6 @@
-"""Switches carried out by four processes over gloo, and what each saw.
+"""Resharding by four processes over gloo, and the results of each rank.
 
-torch.distributed belongs in no process of pytest's.
+torch.distributed is never initialized in pytest's own process.
 """
 
 import time
@@ -47,7 +47,7 @@ SMALL = 128
 """Bytes of a bucket: smaller than most tensors, so that they are cut."""
 LATE_S = 2.0
 
-# Of two widths, as where norms stay in float32.
+# Two itemsizes, as for norms kept in float32.
 PLAIN = transformer()
 MODEL = ModelSpec(
     tuple(replace(s, itemsize=8) if "norm" in s.name else s for s in PLAIN.tensors),
@@ -63,8 +63,8 @@ def layout(sizes: str, *, order: str = "hf", first: int = 0) -> ModelLayout:
     return create_layout(MODEL, RankAssignment(*shape, seating.coordinates, first))
 
 
-def whole(version: int) -> Mapping[str, torch.Tensor]:
-    """The model of a version, unsplit."""
+def full_tensors(version: int) -> Mapping[str, torch.Tensor]:
+    """Return the unsplit tensors of a version."""
     generator = torch.Generator().manual_seed(version)
     drawn = {s.name: torch.randn(s.shape, generator=generator) for s in MODEL.tensors}
     return {name: drawn[name].mul(1e6).to(DTYPES[name]) for name in NAMES}
@@ -72,30 +72,32 @@ def whole(version: int) -> Mapping[str, torch.Tensor]:
 
 def fill(storage: ShardStorage, version: int) -> ShardStorage:
     for name, box, view in storage:
-        view.copy_(whole(version)[name][box.slices])
+        view.copy_(full_tensors(version)[name][box.slices])
     storage.version = version
     return storage
 
 
 def holds(storage: ShardStorage, version: int) -> bool:
-    same = all(view.equal(whole(version)[name][box.slices]) for name, box, view in storage)
+    same = all(view.equal(full_tensors(version)[name][box.slices]) for name, box, view in storage)
     return same and storage.version == version
 
 
 def switch(
     executor: ReshardingExecutor, source: ModelLayout, target: ModelLayout
 ) -> dict[str, Any]:
-    """A version between separate memories and one where they are shared: whether they came through,
-    and the counts of the second."""
+    """Reshard between separate memories, then between shared ones.
+
+    Returns whether both results are right, and the stats of the second run.
+    """
     rank = dist.get_rank()
     apart = allocate_storage(source, rank, DTYPES), allocate_storage(target, rank, DTYPES)
     exact = []
-    for version, (held, into) in (
+    for version, (held_storage, into) in (
         (3, apart),
         (4, allocate_overlapping(source, target, rank, DTYPES)),
     ):
         fill(into, 2)
-        moved = executor.run(fill(held, version), into)
+        moved = executor.run(fill(held_storage, version), into)
         exact.append(holds(into, version) and moved.version == version)
     return {
         "exact": all(exact),
@@ -111,7 +113,7 @@ CLUSTER = NodeTopology(2)
 
 
 def pairs() -> dict[str, tuple[ModelLayout, ModelLayout]]:
-    """Layouts that are switched."""
+    """Return the layout pairs to reshard between."""
     return {
         "1-4-1 to 1-2-2": (layout("1-4-1"), layout("1-2-2")),
         "1-2-2 to 1-4-1": (layout("1-2-2"), layout("1-4-1")),
@@ -124,60 +126,62 @@ def pairs() -> dict[str, tuple[ModelLayout, ModelLayout]]:
 
 
 def ways() -> dict[str, Any]:
-    """Every executor between them, in one piece and in small buckets."""
-    found = {}
+    """Run every executor between all pairs, in one piece and in small buckets."""
+    results = {}
     for name, (source, target) in pairs().items():
         copies = plan_copies(source, target, CLUSTER)
         gather = plan_gather(source, target, CLUSTER, [list(range(WORLD))])
         for bucket, limit in (("whole", {}), ("cut", {"bucket_bytes": SMALL})):
-            found[f"{name}, copies, {bucket}"] = switch(
+            results[f"{name}, copies, {bucket}"] = switch(
                 PointToPointExecutor(copies, **limit), source, target
             )
-            found[f"{name}, gather, {bucket}"] = switch(
+            results[f"{name}, gather, {bucket}"] = switch(
                 GroupGatherExecutor(gather, **limit), source, target
             )
-    return found
+    return results
 
 
 def least() -> dict[str, Any]:
-    """The executor that is chosen between what all ranks have parts of and all of it on each."""
-    whole = layout("1-1-4")
+    """Run the executor chosen for layouts with parts on all ranks, towards full copies."""
+    full_layout = layout("1-1-4")
     sources = {
-        "zero": partition_zero3(whole, [list(range(WORLD))]),
-        "fsdp": partition_fsdp2(whole, [list(range(WORLD))]),
-        "whole": whole,
+        "zero": partition_zero3(full_layout, [list(range(WORLD))]),
+        "fsdp": partition_fsdp2(full_layout, [list(range(WORLD))]),
+        "whole": full_layout,
     }
-    found = {}
+    results = {}
     for name, source in sources.items():
         executor = create_least_bytes_executor(
-            source, whole, cluster=CLUSTER, bucket_bytes=SMALL, timeout_s=60.0
+            source, full_layout, cluster=CLUSTER, bucket_bytes=SMALL, timeout_s=60.0
         )
-        found[name] = {**switch(executor, source, whole), "kind": type(executor).__name__}
-    return found
+        results[name] = {**switch(executor, source, full_layout), "kind": type(executor).__name__}
+    return results
 
 
 def pools() -> dict[str, Any]:
-    """From two ranks to the two others."""
+    """Reshard from two ranks to the two others."""
     source, target = layout("1-2-1"), layout("1-1-2", first=2)
     return switch(PointToPointExecutor(plan_copies(source, target, CLUSTER)), source, target)
 
 
 def shared() -> dict[str, Any]:
-    """Training shards inside the generation weights: what stays is not even copied."""
+    """Reshard training shards inside the generation weights; data that stays is not copied."""
     rank = dist.get_rank()
     source, target = layout("1-4-1"), layout("1-2-2")
     into = allocate_storage(target, rank, DTYPES)
-    # Rank 0 serves the first half and held its first quarter, rank 3 the last of the second.
+    # Rank 0 serves the first half and trains its first quarter; rank 3 trains the last quarter.
     stays = rank in (0, 3)
-    held = (
+    held_storage = (
         create_from_storage(source, rank, into) if stays else allocate_storage(source, rank, DTYPES)
     )
-    moved = PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(fill(held, 5), into)
+    moved = PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(
+        fill(held_storage, 5), into
+    )
     return {"exact": holds(into, 5), "copied": moved.copied_bytes}
 
 
 def small_buckets() -> list[str]:
-    """What is said of buckets that have no room for an element, of each rank in a gather."""
+    """Return the errors for buckets smaller than an element per rank of a gather."""
     source, target = layout("1-4-1"), layout("1-2-2")
     errors = []
     for make, bucket_bytes in (
@@ -202,7 +206,7 @@ def small_buckets() -> list[str]:
 
 
 def fsdp() -> dict[str, list[float]]:
-    """What FSDP2 over tensor parallelism keeps of two matrices on this rank, 2 by 2."""
+    """Return this rank's shards of two matrices under FSDP2 over tensor parallelism, 2 by 2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     module = torch.nn.Sequential(
         torch.nn.Linear(8, 12, bias=False), torch.nn.Linear(12, 8, bias=False)
@@ -218,30 +222,36 @@ def fsdp() -> dict[str, list[float]]:
 
 
 def odd_version() -> dict[str, str]:
-    """One rank has gone on to another version: nobody moves anything."""
+    """Give one rank a different version: no rank moves anything."""
     rank = dist.get_rank()
     source, target = layout("1-4-1"), layout("1-2-2")
-    held, into = allocate_storage(source, rank, DTYPES), allocate_storage(target, rank, DTYPES)
-    fill(held, 8 if rank == 2 else 7)
+    held_storage, into = (
+        allocate_storage(source, rank, DTYPES),
+        allocate_storage(target, rank, DTYPES),
+    )
+    fill(held_storage, 8 if rank == 2 else 7)
     fill(into, 6)
     try:
-        PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(held, into)
+        PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(held_storage, into)
     except WeightsError as error:
         return {"error": str(error), "kept": str(holds(into, 6))}
     return {"error": "", "kept": ""}
 
 
 def absent() -> dict[str, str]:
-    """The last rank does not come: the others say so within their deadline."""
+    """Leave out the last rank: the others raise within their deadline."""
     rank = dist.get_rank()
     source, target = layout("1-4-1"), layout("1-2-2")
     executor = PointToPointExecutor(plan_copies(source, target, CLUSTER), timeout_s=LATE_S)
     if rank == WORLD - 1:
         time.sleep(LATE_S + 2.0)
         return {"error": "absent"}
-    held, into = allocate_storage(source, rank, DTYPES), allocate_storage(target, rank, DTYPES)
+    held_storage, into = (
+        allocate_storage(source, rank, DTYPES),
+        allocate_storage(target, rank, DTYPES),
+    )
     try:
-        executor.run(fill(held, 9), into)
+        executor.run(fill(held_storage, 9), into)
     except WeightsError as error:
         return {"error": str(error)}
     return {"error": ""}
@@ -259,6 +269,6 @@ def one_rank(rank: int, folder: Path) -> dict[str, Any]:
         "small_buckets": small_buckets(),
         "fsdp": fsdp(),
         "odd_version": odd_version(),
-        # The last one: it breaks the connections.
+        # Runs last, because it breaks the connections.
         "absent": absent(),
     }

@@ -1,4 +1,4 @@
-"""Plans made the plain way, box by box and rank by rank: what the quick ones must come to."""
+"""Straightforward reference plans, box by box and rank by rank."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,43 +15,43 @@ from streamrl.resharding.plans import BoxCopy, NamedBox
 
 
 def copies(source: ModelLayout, target: ModelLayout, cluster: NodeTopology) -> list[BoxCopy]:
-    """Where no two ranks hold boxes that overlap without being equal."""
+    """Plan copies, if boxes of different ranks are equal or disjoint."""
     sent: Counter[int] = Counter()
-    made = []
+    planned = []
     for spec in target.model.tensors:
         holders = _holders(source, spec.name, source.ranks)
         for rank in target.ranks:
-            left = target.get_boxes(rank, spec.name)
-            for held in sorted(holders, key=lambda box: rank not in holders[box]):
-                ranks = [rank] if rank in holders[held] else holders[held]
-                for common in (box.intersect(held) for box in left):
+            missing = target.get_boxes(rank, spec.name)
+            for held_box in sorted(holders, key=lambda box: rank not in holders[box]):
+                ranks = [rank] if rank in holders[held_box] else holders[held_box]
+                for common in (box.intersect(held_box) for box in missing):
                     if common:
-                        giver = min(
+                        source_rank = min(
                             ranks,
                             key=lambda r: (cluster.get_link(r, rank) == "network", sent[r], r),
                         )
-                        if giver != rank:
-                            sent[giver] += common.numel * spec.itemsize
-                        made.append(BoxCopy((spec.name, common), giver, rank))
-                left = subtract_boxes(left, [held])
-            assert not left
-    return made
+                        if source_rank != rank:
+                            sent[source_rank] += common.numel * spec.itemsize
+                        planned.append(BoxCopy((spec.name, common), source_rank, rank))
+                missing = subtract_boxes(missing, [held_box])
+            assert not missing
+    return planned
 
 
 def gives(source: ModelLayout, groups: Sequence[Sequence[int]]) -> dict[int, tuple[NamedBox, ...]]:
-    """What each rank of each group gives."""
-    given: Counter[int] = Counter()
-    made: dict[int, list[NamedBox]] = {rank: [] for group in groups for rank in group}
+    """Return the contribution of each rank of each group."""
+    sent_bytes: Counter[int] = Counter()
+    contributions: dict[int, list[NamedBox]] = {rank: [] for group in groups for rank in group}
     for group in groups:
         for spec in source.model.tensors:
             done: list[TensorBox] = []
-            for held, ranks in _holders(source, spec.name, group).items():
-                for box in subtract_boxes([held], done):
-                    giver = min(ranks, key=lambda rank: (given[rank], rank))
-                    made[giver].append((spec.name, box))
-                    given[giver] += box.numel * spec.itemsize
-                done.append(held)
-    return {rank: tuple(gifts) for rank, gifts in made.items()}
+            for held_box, ranks in _holders(source, spec.name, group).items():
+                for box in subtract_boxes([held_box], done):
+                    sender = min(ranks, key=lambda rank: (sent_bytes[rank], rank))
+                    contributions[sender].append((spec.name, box))
+                    sent_bytes[sender] += box.numel * spec.itemsize
+                done.append(held_box)
+    return {rank: tuple(gifts) for rank, gifts in contributions.items()}
 
 
 def report(
@@ -62,7 +62,7 @@ def report(
     *,
     keeps_copy: bool,
 ) -> dict[int, tuple[dict[str, int], dict[str, int], int, int]]:
-    """Of every rank what it receives and sends by link, its peak and what it keeps twice."""
+    """Return bytes received and sent by link, peak and redundant bytes of every rank."""
     sizes = {spec.name: spec.itemsize for spec in target.model.tensors}
     ranks = sorted({*source.ranks, *target.ranks})
     received = {rank: dict.fromkeys(LINK_KINDS, 0) for rank in ranks}
@@ -74,22 +74,27 @@ def report(
         received[copy.destination][link] += box.numel * sizes[tensor]
         sent[copy.source][link] += box.numel * sizes[tensor]
         arrived[copy.destination, tensor].append(box)
-    found = {}
+    counts_by_rank = {}
     for rank in ranks:
         peak = redundant = 0
         for tensor, itemsize in sizes.items():
-            held, wanted = source.get_boxes(rank, tensor), target.get_boxes(rank, tensor)
-            peak += itemsize * count_union_elements([*arrived[rank, tensor], *held, *wanted])
-            redundant += itemsize * count_elements(
-                held if keeps_copy else subtract_boxes(held, wanted)
+            source_boxes, target_boxes = (
+                source.get_boxes(rank, tensor),
+                target.get_boxes(rank, tensor),
             )
-        found[rank] = (received[rank], sent[rank], peak, redundant)
-    return found
+            peak += itemsize * count_union_elements(
+                [*arrived[rank, tensor], *source_boxes, *target_boxes]
+            )
+            redundant += itemsize * count_elements(
+                source_boxes if keeps_copy else subtract_boxes(source_boxes, target_boxes)
+            )
+        counts_by_rank[rank] = (received[rank], sent[rank], peak, redundant)
+    return counts_by_rank
 
 
 def _holders(layout: ModelLayout, tensor: str, ranks: Iterable[int]) -> dict[TensorBox, list[int]]:
-    found: dict[TensorBox, list[int]] = {}
+    holders: dict[TensorBox, list[int]] = {}
     for rank in ranks:
         for box in layout.get_boxes(rank, tensor):
-            found.setdefault(box, []).append(rank)
-    return found
+            holders.setdefault(box, []).append(rank)
+    return holders

@@ -1,4 +1,4 @@
-"""The benchmark plans every switch that can be asked for, and carries one out."""
+"""The benchmark plans every requested pair of layouts and executes one."""
 
 import itertools
 import json
@@ -12,14 +12,14 @@ from benchmarks import resharding
 from streamrl.resharding import GenerationSizes, RankGrid, create_layout
 
 
-def asked(train: str, generate: str, **more: object) -> list[str]:
+def make_arguments(train: str, generate: str, **more: object) -> list[str]:
     options = {"train": train, "generate": generate, **more}
     return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
 
 
-def dividing() -> list[tuple[str, str]]:
-    """Every pair whose sizes divide, of up to 16 ranks."""
-    found = []
+def list_dividing_pairs() -> list[tuple[str, str]]:
+    """Return all pairs of sizes that divide, for up to 16 ranks."""
+    results = []
     for stages, tensor, replicas in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2, 4), (1, 2)):
         if stages * tensor * replicas > resharding.MOST_RANKS:
             continue
@@ -27,16 +27,16 @@ def dividing() -> list[tuple[str, str]]:
             if stages % fewer == 0 and tensor % narrower == 0:
                 micro = stages * tensor // fewer // narrower
                 pair = (f"{stages}-{tensor}-{replicas}", f"{fewer}-{narrower}-{micro}-{replicas}")
-                found.append(pair)
-    return found
+                results.append(pair)
+    return results
 
 
 @pytest.mark.parametrize("order", ["hf", "mcore"])
-def test_zero_redundancy_is_planned_for_all_sizes_that_divide(order: str) -> None:
-    pairs = dividing()
+def test_zero_redundancy_is_planned_for_all_sizes_that_divide_evenly(order: str) -> None:
+    pairs = list_dividing_pairs()
     assert len(pairs) == 121
     for train, generate in pairs:
-        arguments = asked(train, generate, order=order, model="transformer")
+        arguments = make_arguments(train, generate, order=order, model="transformer")
         switch = resharding.make_switch(resharding.make_parser().parse_args(arguments))
         plans = switch.plans()
         for way in ("point_to_point", "in_groups"):
@@ -48,13 +48,13 @@ def test_zero_redundancy_is_planned_for_all_sizes_that_divide(order: str) -> Non
             )
 
 
-def test_a_transformer_is_cut_for_any_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Planning starts no processes, of which there would be too many.
+def test_a_transformer_is_planned_for_any_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only plan: executing would start too many processes.
     monkeypatch.setattr(resharding, "MOST_RANKS", 35)
     for trained, served in itertools.product((1, 2, 3, 4, 5, 7), repeat=2):
         ranks = math.lcm(trained, served)
         pair = (f"1-{trained}-{ranks // trained}", f"1-{served}-1-{ranks // served}")
-        arguments = asked(*pair, grouping="overlap", model="transformer")
+        arguments = make_arguments(*pair, grouping="overlap", model="transformer")
         switch = resharding.make_switch(resharding.make_parser().parse_args(arguments))
         report = switch.plans()["point_to_point"].report_bytes()
         target = create_layout(switch.model, switch.serving)
@@ -79,17 +79,17 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.param("1-3-1", "1-1-3-1", [[0, 1, 2]], marks=pytest.mark.slow),
     ],
 )
-def test_a_switch_of_unequal_stages_or_odd_sizes_is_carried_out(
+def test_unequal_stages_and_odd_sizes_are_executed(
     train: str, generate: str, groups: list[list[int]]
 ) -> None:
-    arguments = asked(train, generate, model="transformer", rounds=1, bucket_mb=0.01)
+    arguments = make_arguments(train, generate, model="transformer", rounds=1, bucket_mb=0.01)
     done = run(*arguments, "--json")
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout)
-    assert found["groups"]["micro_data"] == groups
-    assert set(found["ways"]) == {"in_groups", "point_to_point", "full_gather"}
+    results = json.loads(done.stdout)
+    assert results["groups"]["micro_data"] == groups
+    assert set(results["ways"]) == {"in_groups", "point_to_point", "full_gather"}
     ranks = sum(map(len, groups))
-    for way, figures in found["ways"].items():
+    for way, figures in results["ways"].items():
         assert figures["bit_exact"], way
         assert figures["received_of_M"] == figures["planned_of_M"], way
         assert figures["peak_of_M"] == figures["planned_peak_of_M"], way
@@ -97,7 +97,7 @@ def test_a_switch_of_unequal_stages_or_odd_sizes_is_carried_out(
             assert figures["redundant_of_M"] == ["0"] * ranks
 
 
-def test_every_process_has_room_for_the_model() -> None:
+def test_every_process_has_memory_for_the_model() -> None:
     for tensor, part in itertools.product(range(1, 17), repeat=2):
         for replicas in range(1, 16 // tensor + 1):
             sizes = GenerationSizes.from_text(f"1-{part}-1-1")
@@ -106,22 +106,22 @@ def test_every_process_has_room_for_the_model() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_served_lies_in_what_is_trained_where_that_is_more() -> None:
-    arguments = asked("1-1-4", "1-2-1-2", grouping="overlap", rounds=1, bucket_mb=100)
+def test_generation_shards_are_views_of_larger_training_shards() -> None:
+    arguments = make_arguments("1-1-4", "1-2-1-2", grouping="overlap", rounds=1, bucket_mb=100)
     done = run(*arguments, "--json")
     assert done.returncode == 0, done.stderr[-4000:]
     ways = json.loads(done.stdout)["ways"]
     copies, full = ways["point_to_point"], ways["full_gather"]
     assert copies["received_of_M"] == copies["copied_of_M"] == ["0"] * 4
     assert copies["peak_of_M"] == copies["planned_peak_of_M"] == ["1"] * 4
-    # A quarter kept, a half served, one for all that comes, and the quarter that is given.
+    # A quarter trained, a half served, one received, and the quarter that is sent.
     assert full["peak_of_M"] == full["planned_peak_of_M"] == ["2"] * 4
     assert full["peak_in_one_piece_of_M"] == ["1"] * 4
 
 
 @pytest.mark.slow
-def test_where_nothing_moves_there_is_nothing_to_compare_with() -> None:
-    done = run(*asked("1-1-2", "1-1-1-2", rounds=1), "--json")
+def test_no_transfer_has_no_baseline_to_compare_with() -> None:
+    done = run(*make_arguments("1-1-2", "1-1-1-2", rounds=1), "--json")
     assert done.returncode == 0, done.stderr[-4000:]
     ways = json.loads(done.stdout)["ways"]
     assert ways["point_to_point"]["received_of_M"] == ["0", "0"]
@@ -149,13 +149,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "line"), BAD, ids=[f"{bad}" for bad, _ in BAD])
-def test_a_bad_argument_is_one_clear_line(
+def test_an_invalid_argument_gives_a_one_line_error(
     options: dict[str, str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = {"train": "1-4-2", "generate": "1-2-2-2", **options}
     with pytest.raises(SystemExit) as ended:
-        resharding.main(asked(**arguments))
-    said = capsys.readouterr()
+        resharding.main(make_arguments(**arguments))
+    output = capsys.readouterr()
     assert ended.value.code == 2
-    assert said.err.startswith(f"resharding: {line}") and said.err.count("\n") == 1
-    assert not said.out
+    assert output.err.startswith(f"resharding: {line}") and output.err.count("\n") == 1
+    assert not output.out

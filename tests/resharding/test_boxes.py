@@ -1,4 +1,4 @@
-"""Boxes: every element is in one place, whatever is cut out or met."""
+"""Set operations of boxes keep every element exactly once."""
 
 import itertools
 
@@ -29,46 +29,46 @@ def boxes(draw: st.DrawFn, dims: int = 3, size: int = 5) -> TensorBox:
 
 
 @given(boxes(), boxes())
-def test_what_two_boxes_share_and_what_one_has_alone_make_up_the_one(
-    one: TensorBox, other: TensorBox
-) -> None:
-    common, alone = one.intersect(other), one.subtract_box(other)
-    assert (elements(common) if common else set()) == elements(one) & elements(other)
-    assert sum(box.numel for box in alone) == len(elements(one) - elements(other))
-    assert set().union(*map(elements, alone)) == elements(one) - elements(other)
+def test_intersection_and_difference_partition_a_box(one: TensorBox, other_box: TensorBox) -> None:
+    common, alone = one.intersect(other_box), one.subtract_box(other_box)
+    assert (elements(common) if common else set()) == elements(one) & elements(other_box)
+    assert sum(box.numel for box in alone) == len(elements(one) - elements(other_box))
+    assert set().union(*map(elements, alone)) == elements(one) - elements(other_box)
 
 
 @given(st.lists(boxes(dims=2), max_size=5))
-def test_overlapping_boxes_are_counted_once(some: list[TensorBox]) -> None:
+def test_the_union_counts_overlaps_once(some: list[TensorBox]) -> None:
     assert count_union_elements(some) == len(set().union(*map(elements, some)))
 
 
 @given(st.lists(boxes(dims=2), max_size=4))
-def test_what_remains_of_a_whole_is_what_nobody_took(taken: list[TensorBox]) -> None:
-    left = subtract_boxes([TensorBox.from_shape((5, 5))], taken)
-    assert count_elements(left) == 25 - count_union_elements(taken)
+def test_subtraction_leaves_exactly_the_elements_in_no_removed_box(
+    removed: list[TensorBox],
+) -> None:
+    remainder = subtract_boxes([TensorBox.from_shape((5, 5))], removed)
+    assert count_elements(remainder) == 25 - count_union_elements(removed)
 
 
 @given(st.lists(st.integers(1, 4), max_size=4).map(tuple), st.data())
-def test_a_run_of_elements_is_boxes_in_row_major_order(
+def test_a_flat_range_is_boxes_in_row_major_order(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
     every = list(itertools.product(*map(range, shape)))
     start = data.draw(st.integers(0, len(every)))
     stop = data.draw(st.integers(start, len(every)))
-    found = [sorted(elements(box)) for box in iter_flat_boxes(shape, start, stop)]
-    assert list(itertools.chain(*found)) == every[start:stop]
+    range_boxes = [sorted(elements(box)) for box in iter_flat_boxes(shape, start, stop)]
+    assert list(itertools.chain(*range_boxes)) == every[start:stop]
 
 
-def test_a_run_of_a_matrix_is_the_rest_of_a_row_whole_rows_and_the_start_of_one() -> None:
-    found = list(iter_flat_boxes((5, 4), 3, 14))
-    assert found == [
+def test_a_flat_range_of_a_matrix_is_a_row_rest_whole_rows_and_a_row_start() -> None:
+    range_boxes = list(iter_flat_boxes((5, 4), 3, 14))
+    assert range_boxes == [
         TensorBox((0, 3), (1, 4)),
         TensorBox((1, 0), (3, 4)),
         TensorBox((3, 0), (4, 2)),
     ]
 
 
-def test_a_box_without_elements_is_refused() -> None:
+def test_an_empty_box_is_refused() -> None:
     with pytest.raises(ValueError, match="must be 0 <= start < stop"):
         TensorBox((0, 2), (3, 2))

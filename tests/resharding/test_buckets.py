@@ -1,4 +1,4 @@
-"""Rounds: every element once, none larger than a bucket, and nothing to fill one up."""
+"""Rounds contain every element once, fit into a bucket, and have no padding."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,57 +14,57 @@ SIZES = {"wide": 8, "plain": 4, "narrow": 2, "bytes": 1}
 
 
 @st.composite
-def gifts(draw: st.DrawFn) -> list[NamedBox]:
-    """Some boxes, of different tensors."""
-    found = []
+def named_boxes(draw: st.DrawFn) -> list[NamedBox]:
+    """Draw boxes of different tensors."""
+    boxes_drawn = []
     for tensor in draw(st.lists(st.sampled_from(sorted(SIZES)), unique=True)):
         shape = draw(st.lists(st.integers(1, 4), max_size=3))
         start = [draw(st.integers(0, 3)) for _ in shape]
         stop = [low + size for low, size in zip(start, shape, strict=True)]
-        found.append((tensor, TensorBox(tuple(start), tuple(stop))))
-    return found
+        boxes_drawn.append((tensor, TensorBox(tuple(start), tuple(stop))))
+    return boxes_drawn
 
 
 def num_bytes(some: Iterable[NamedBox]) -> int:
     return sum(box.numel * SIZES[tensor] for tensor, box in some)
 
 
-def check_cut(whole: list[NamedBox], parts: list[NamedBox]) -> None:
-    """The parts are the whole, every element once."""
+def assert_partition(whole: list[NamedBox], parts: list[NamedBox]) -> None:
+    """Assert that the parts contain every element of the whole exactly once."""
     for tensor, box in whole:
-        mine = [part for name, part in parts if name == tensor]
+        own_boxes = [part for name, part in parts if name == tensor]
         assert (
-            count_elements(mine)
-            == count_union_elements(mine)
-            == count_union_elements([*mine, box])
+            count_elements(own_boxes)
+            == count_union_elements(own_boxes)
+            == count_union_elements([*own_boxes, box])
             == box.numel
         )
     assert num_bytes(parts) == num_bytes(whole)
 
 
-@given(st.lists(gifts(), min_size=1, max_size=4), st.integers(0, 100))
-def test_a_gather_gives_every_element_once_in_rounds_within_a_bucket(
-    gives: list[list[NamedBox]], more: int
+@given(st.lists(named_boxes(), min_size=1, max_size=4), st.integers(0, 100))
+def test_gather_rounds_send_every_element_once_within_a_bucket(
+    contributions: list[list[NamedBox]], more: int
 ) -> None:
-    bucket = 8 * len(gives) + more
-    rounds = plan_gather_rounds(gives, SIZES, bucket)
-    for index, whole in enumerate(gives):
-        check_cut(whole, [gift for step in rounds for gift in step.contributions[index]])
+    bucket = 8 * len(contributions) + more
+    rounds = plan_gather_rounds(contributions, SIZES, bucket)
+    for index, whole in enumerate(contributions):
+        assert_partition(whole, [gift for step in rounds for gift in step.contributions[index]])
     evens = [step.is_even for step in rounds]
     assert evens == sorted(evens, reverse=True), "even ones first"
     even_bytes = sum(step.contribution_bytes[0] for step in rounds if step.is_even)
-    assert even_bytes == min(map(num_bytes, gives)) // 8 * 8
+    assert even_bytes == min(map(num_bytes, contributions)) // 8 * 8
     for step in rounds:
         assert 0 < sum(step.contribution_bytes) <= bucket
         assert list(step.contribution_bytes) == [num_bytes(parcel) for parcel in step.contributions]
         assert len(set(step.contribution_bytes)) == 1 or not step.is_even
-        check_places(step.contributions, step.buffer_offsets)
+        assert_aligned(step.contributions, step.buffer_offsets)
 
 
-def check_places(gives: Iterable[tuple[NamedBox, ...]], starts: Iterable[int]) -> None:
-    """No parcel reaches into the next one, and every element lies where it can be viewed."""
+def assert_aligned(contributions: Iterable[tuple[NamedBox, ...]], starts: Iterable[int]) -> None:
+    """Assert that contributions do not overlap and that every element is aligned."""
     end = 0
-    for parcel, start in zip(gives, starts, strict=True):
+    for parcel, start in zip(contributions, starts, strict=True):
         assert start >= end
         end = start
         for tensor, box in parcel:
@@ -72,29 +72,29 @@ def check_places(gives: Iterable[tuple[NamedBox, ...]], starts: Iterable[int]) -
             end += box.numel * SIZES[tensor]
 
 
-def test_a_gather_of_equal_shares_is_even_to_the_end() -> None:
-    gives = [[("plain", TensorBox((rank, 0), (rank + 1, 10)))] for rank in range(3)]
-    rounds = plan_gather_rounds(gives, {"plain": 4}, 3 * 16)
+def test_equal_contributions_need_only_all_gathers() -> None:
+    contributions = [[("plain", TensorBox((rank, 0), (rank + 1, 10)))] for rank in range(3)]
+    rounds = plan_gather_rounds(contributions, {"plain": 4}, 3 * 16)
     assert [step.contribution_bytes for step in rounds] == [(16,) * 3, (16,) * 3, (8,) * 3]
     assert all(step.is_even for step in rounds)
-    gives[1] = [("plain", TensorBox((1, 0), (2, 7)))]
-    rounds = plan_gather_rounds(gives, {"plain": 4}, 3 * 16)
+    contributions[1] = [("plain", TensorBox((1, 0), (2, 7)))]
+    rounds = plan_gather_rounds(contributions, {"plain": 4}, 3 * 16)
     assert [step.contribution_bytes for step in rounds] == [(16,) * 3, (12,) * 3, (12, 0, 12)]
     assert [step.is_even for step in rounds] == [True, True, False]
 
 
 @given(
-    st.lists(st.tuples(gifts(), st.integers(0, 3), st.integers(0, 3)), max_size=4),
+    st.lists(st.tuples(named_boxes(), st.integers(0, 3), st.integers(0, 3)), max_size=4),
     st.integers(8, 100),
 )
-def test_copies_go_once_in_rounds_within_a_bucket(
+def test_copy_rounds_send_every_element_once_within_a_bucket(
     some: list[tuple[list[NamedBox], int, int]], bucket: int
 ) -> None:
     for whole, source, destination in some:
         copies = [BoxCopy(gift, source, destination) for gift in whole]
         rounds = plan_copy_rounds(copies, SIZES, bucket)
         parts = [copy.named_box for copies in rounds for copy in copies]
-        check_cut([] if source == destination else whole, parts)
+        assert_partition([] if source == destination else whole, parts)
     every = [BoxCopy(gift, source, to) for whole, source, to in some for gift in whole]
     for copies in plan_copy_rounds(every, SIZES, bucket):
         sent: Counter[tuple[str, int]] = Counter()

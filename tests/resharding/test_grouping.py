@@ -1,4 +1,4 @@
-"""Groups of training and generation: the paper's, ReaL's, and what must hold for any sizes."""
+"""Assignments of ranks: the paper's, ReaL's, and invariants for any sizes."""
 
 from itertools import pairwise
 
@@ -22,24 +22,24 @@ from streamrl.resharding.tensor_specs import merge_stages
 from tests.resharding.models import even, transformer
 
 
-def test_training_groups_of_figure_8() -> None:
-    seating = RankGrid.from_text("1-4-2").assign_ranks()
-    assert seating.list_tp_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert seating.list_dp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert seating.list_replica_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+def test_training_groups_of_figure_8_of_the_paper() -> None:
+    assignment = RankGrid.from_text("1-4-2").assign_ranks()
+    assert assignment.list_tp_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert assignment.list_dp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert assignment.list_replica_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_stages_outermost_is_what_megatron_and_real_do() -> None:
-    # planner_resharding: the second node of two, ranks 8 to 15.
-    seating = RankGrid.from_text("2-2-2", "mcore").assign_ranks()
-    assert seating.list_pp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert seating.list_tp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert seating.list_dp_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+def test_mcore_order_matches_megatron_and_real() -> None:
+    # The second node of two, ranks 8 to 15.
+    assignment = RankGrid.from_text("2-2-2", "mcore").assign_ranks()
+    assert assignment.list_pp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert assignment.list_tp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert assignment.list_dp_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 @pytest.mark.parametrize("order", ["hf", "mcore"])
 @given(st.data())
-def test_every_rank_has_coordinates_of_its_own(order: str, data: st.DataObject) -> None:
+def test_ranks_and_coordinates_are_a_bijection(order: str, data: st.DataObject) -> None:
     stages, tensor, replicas = data.draw(st.tuples(*[st.integers(1, 4)] * 3))
     grid = RankGrid(stages, tensor, replicas, order)
     assert [grid.get_rank(grid.get_coordinates(rank)) for rank in range(grid.num_ranks)] == list(
@@ -80,7 +80,7 @@ FIGURES = [
 
 @pytest.mark.parametrize("grouping", ["zero", "overlap"])
 @pytest.mark.parametrize(("train", "generate", "tensor", "pipeline", "micro"), FIGURES)
-def test_zero_redundancy_groups_of_the_paper_and_overlap_comes_to_the_same(
+def test_zero_redundancy_matches_the_paper_and_overlap_agrees(
     grouping: str,
     train: str,
     generate: str,
@@ -89,8 +89,10 @@ def test_zero_redundancy_groups_of_the_paper_and_overlap_comes_to_the_same(
     micro: list[list[int]],
 ) -> None:
     grid = RankGrid.from_text(train)
-    held = create_layout(even(4), grid.assign_ranks())
-    serving = assign_generation_ranks(grouping, grid, GenerationSizes.from_text(generate), held)
+    training_layout = create_layout(even(4), grid.assign_ranks())
+    serving = assign_generation_ranks(
+        grouping, grid, GenerationSizes.from_text(generate), training_layout
+    )
     assert serving.list_tp_groups() == tensor
     assert serving.list_pp_groups() == pipeline
     assert list_micro_dp_groups(grid, serving) == micro
@@ -107,7 +109,7 @@ def test_zero_redundancy_groups_of_the_paper_and_overlap_comes_to_the_same(
         ("2-4-1", "1-2-4-1", [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]),
     ],
 )
-def test_vanilla_groups_are_of_consecutive_ranks(
+def test_vanilla_groups_have_consecutive_ranks(
     train: str, generate: str, tensor: list[list[int]], micro: list[list[int]]
 ) -> None:
     grid = RankGrid.from_text(train)
@@ -124,13 +126,15 @@ def test_vanilla_groups_are_of_consecutive_ranks(
         ("4-2-1", "2-1-4-1", [1, 3, 4, 6]),
     ],
 )
-def test_vanilla_leaves_ranks_nothing_of_what_they_had(
+def test_vanilla_leaves_some_ranks_without_their_training_data(
     train: str, generate: str, without: list[int]
 ) -> None:
     grid = RankGrid.from_text(train)
-    held = create_layout(even(4), grid.assign_ranks())
+    training_layout = create_layout(even(4), grid.assign_ranks())
     serving = assign_vanilla(grid, GenerationSizes.from_text(generate))
-    report = plan_copies(held, create_layout(even(4), serving), NodeTopology()).report_bytes()
+    report = plan_copies(
+        training_layout, create_layout(even(4), serving), NodeTopology()
+    ).report_bytes()
     assert [
         rank for rank in report.rank_bytes if not report.rank_bytes[rank].received_by_link["local"]
     ] == without
@@ -140,30 +144,30 @@ SIZES = st.integers(1, 4)
 
 
 @given(SIZES, SIZES, st.integers(1, 2), SIZES, SIZES, st.sampled_from(["hf", "mcore"]))
-def test_zero_redundancy_holds_for_all_sizes_that_divide_and_overlap_keeps_as_much(
+def test_zero_redundancy_for_all_dividing_sizes_and_overlap_keeps_as_much(
     stages: int, tensor: int, replicas: int, more_stages: int, more_tensor: int, order: str
 ) -> None:
     assume(stages * more_stages <= 4 and tensor * more_tensor <= 8)
     grid = RankGrid(stages * more_stages, tensor * more_tensor, replicas, order)
     sizes = GenerationSizes(stages, tensor, more_stages * more_tensor, replicas)
     model = even(grid.pp_size, size=840)
-    held = create_layout(model, grid.assign_ranks())
+    training_layout = create_layout(model, grid.assign_ranks())
     served = create_layout(model, assign_zero_redundancy(grid, sizes))
-    report = plan_copies(held, served, NodeTopology()).report_bytes()
+    report = plan_copies(training_layout, served, NodeTopology()).report_bytes()
     expected = (sizes.micro_dp_size - 1) / grid.ranks_per_replica
     assert all(
         report.received_fraction(rank) == pytest.approx(expected) for rank in report.rank_bytes
     )
     assert all(report.redundant_fraction(rank) == 0 for rank in report.rank_bytes)
-    other = create_layout(model, assign_max_overlap(held, sizes))
-    best = plan_copies(held, other, NodeTopology()).report_bytes()
+    other = create_layout(model, assign_max_overlap(training_layout, sizes))
+    best = plan_copies(training_layout, other, NodeTopology()).report_bytes()
     assert sum(best.received_fraction(rank) for rank in best.rank_bytes) == sum(
         report.received_fraction(rank) for rank in report.rank_bytes
     )
 
 
 @given(SIZES, SIZES, st.integers(1, 2), SIZES, SIZES, st.integers(2, 9), st.data())
-def test_zero_redundancy_holds_where_the_stages_have_unequal_layers(
+def test_zero_redundancy_with_unequal_stages(
     stages: int, tensor: int, replicas: int, more_stages: int, more_tensor: int, layers: int, data
 ) -> None:
     assume(tensor * more_tensor in (1, 2, 4) and stages * more_stages <= layers + 2)
@@ -176,12 +180,12 @@ def test_zero_redundancy_holds_where_the_stages_have_unequal_layers(
         ends = data.draw(st.permutations(range(1, layers + 2)).map(lambda p: p[: grid.pp_size - 1]))
         listed = [b - a for a, b in pairwise([0, *sorted(ends), layers + 2])]
     serving = assign_zero_redundancy(grid, sizes)
-    held = create_layout(model, grid.assign_ranks(), stages=listed)
+    training_layout = create_layout(model, grid.assign_ranks(), stages=listed)
     merged = merge_stages(listed, stages) if listed else None
     served = create_layout(model, serving, stages=merged)
     for plan in (
-        plan_copies(held, served, NodeTopology()),
-        plan_gather(held, served, NodeTopology(), list_micro_dp_groups(grid, serving)),
+        plan_copies(training_layout, served, NodeTopology()),
+        plan_gather(training_layout, served, NodeTopology(), list_micro_dp_groups(grid, serving)),
     ):
         report = plan.report_bytes()
         for rank in report.rank_bytes:
@@ -190,7 +194,7 @@ def test_zero_redundancy_holds_where_the_stages_have_unequal_layers(
 
 
 @given(SIZES, SIZES, SIZES, st.randoms(use_true_random=False))
-def test_overlap_keeps_at_least_what_any_other_seating_keeps(
+def test_overlap_keeps_at_least_as_much_as_any_assignment(
     stages: int, tensor: int, replicas: int, random
 ) -> None:
     assume(stages <= 3 and tensor in (1, 2, 4) and stages * tensor * replicas <= 12)
@@ -198,29 +202,33 @@ def test_overlap_keeps_at_least_what_any_other_seating_keeps(
     serving_tensor = random.choice([t for t in (1, 2, 4) if world % t == 0])
     sizes = GenerationSizes(1, serving_tensor, world // serving_tensor, 1)
     model = transformer()
-    held = create_layout(model, RankGrid(stages, tensor, replicas).assign_ranks())
+    training_layout = create_layout(model, RankGrid(stages, tensor, replicas).assign_ranks())
 
-    def kept(seating) -> int:
-        report = plan_copies(held, create_layout(model, seating), NodeTopology()).report_bytes()
+    def count_kept(assignment) -> int:
+        report = plan_copies(
+            training_layout, create_layout(model, assignment), NodeTopology()
+        ).report_bytes()
         return sum(counts.received_by_link["local"] for counts in report.rank_bytes.values())
 
-    best = assign_max_overlap(held, sizes)
+    best = assign_max_overlap(training_layout, sizes)
     seats = list(best.coordinates)
     random.shuffle(seats)
     shuffled = type(best)(best.pp_size, best.tp_size, best.dp_size, tuple(seats))
-    assert kept(best) >= kept(shuffled)
+    assert count_kept(best) >= count_kept(shuffled)
 
 
-def test_more_tensor_ranks_than_in_training_keep_their_neighbours() -> None:
+def test_with_more_tensor_ranks_than_in_training_neighbors_stay_together() -> None:
     grid = RankGrid.from_text("1-2-4")
-    held = create_layout(even(2), grid.assign_ranks())
-    serving = assign_max_overlap(held, GenerationSizes(1, 4, 2, 1))
-    report = plan_copies(held, create_layout(even(2), serving), NodeTopology()).report_bytes()
+    training_layout = create_layout(even(2), grid.assign_ranks())
+    serving = assign_max_overlap(training_layout, GenerationSizes(1, 4, 2, 1))
+    report = plan_copies(
+        training_layout, create_layout(even(2), serving), NodeTopology()
+    ).report_bytes()
     assert all(report.received_fraction(rank) == 0 for rank in report.rank_bytes)
     assert [sorted(group) for group in serving.list_tp_groups()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_sizes_that_do_not_fit_are_refused_by_name() -> None:
+def test_incompatible_sizes_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="training 1-4-2 has 8 ranks, generation 1-2-2-1 has 4"):
         assign_zero_redundancy(RankGrid.from_text("1-4-2"), GenerationSizes.from_text("1-2-2-1"))
     with pytest.raises(ValueError, match="1-4-2-1 must divide 1-2-4 in stages and tensor ranks"):

@@ -1,4 +1,4 @@
-"""Layouts: which rank stores what of a tensor, and that the pieces lie where they are said to."""
+"""Layouts: the parts that each rank stores, and their places in memory."""
 
 import pytest
 import torch
@@ -26,39 +26,41 @@ from tests.resharding.models import even, transformer
 FLOAT = torch.float32
 
 
-def whole(layout: ModelLayout, name: str) -> torch.Tensor:
+def full_tensor(layout: ModelLayout, name: str) -> torch.Tensor:
     spec = layout.model.specs_by_name()[name]
     return torch.arange(spec.numel, dtype=FLOAT).view(spec.shape)
 
 
 def stored(layout: ModelLayout, rank: int, name: str) -> torch.Tensor:
-    """What lies in a rank's buffer of a tensor, in the order of its memory."""
+    """Return a rank's buffer of a tensor, in memory order."""
     storage = allocate_storage(layout, rank, dict.fromkeys(layout.model.specs_by_name(), FLOAT))
     for box, view in storage.get_pieces(name):
-        view.copy_(whole(layout, name)[tuple(slice(low, high) for low, high in box.dim_ranges)])
+        view.copy_(
+            full_tensor(layout, name)[tuple(slice(low, high) for low, high in box.dim_ranges)]
+        )
     (_, view), *_ = storage.get_pieces(name)
     return torch.tensor(view.untyped_storage(), dtype=torch.uint8).view(FLOAT)
 
 
-def test_fused_components_are_split_each_for_itself() -> None:
+def test_fused_components_are_split_separately() -> None:
     layout = create_layout(transformer(), RankGrid.from_text("1-2-1").assign_ranks())
-    qkv = whole(layout, "1.qkv")
+    qkv = full_tensor(layout, "1.qkv")
     q, k, v = qkv.split([8, 4, 4])
     for rank in range(2):
         expected = torch.cat([part.chunk(2)[rank] for part in (q, k, v)])
         assert stored(layout, rank, "1.qkv").equal(expected.flatten())
-    down = whole(layout, "1.down")
+    down = full_tensor(layout, "1.down")
     assert stored(layout, 1, "1.down").equal(down[:, 12:].flatten())
 
 
-def test_a_head_is_never_cut_and_ranks_share_one_where_there_are_more_ranks() -> None:
+def test_heads_are_never_split_and_shared_by_surplus_ranks() -> None:
     layout = create_layout(transformer(), RankGrid.from_text("1-4-1").assign_ranks())
-    k = whole(layout, "1.qkv")[8:12]
-    held = [stored(layout, rank, "1.qkv").view(-1, 8)[2:4] for rank in range(4)]
-    assert all(held[rank].equal(k.chunk(2)[rank // 2]) for rank in range(4))
+    k = full_tensor(layout, "1.qkv")[8:12]
+    keys = [stored(layout, rank, "1.qkv").view(-1, 8)[2:4] for rank in range(4)]
+    assert all(keys[rank].equal(k.chunk(2)[rank // 2]) for rank in range(4))
 
 
-def test_a_tied_embedding_lies_in_the_first_and_in_the_last_stage() -> None:
+def test_a_tied_embedding_lies_in_the_first_and_last_stage() -> None:
     layout = create_layout(transformer(layers=4), RankGrid.from_text("3-1-1").assign_ranks())
     assert ["embed" in layout.shards[rank] for rank in range(3)] == [True, False, True]
     untied = create_layout(
@@ -67,41 +69,41 @@ def test_a_tied_embedding_lies_in_the_first_and_in_the_last_stage() -> None:
     assert "head" in untied.shards[2] and "embed" not in untied.shards[2]
 
 
-def test_stages_may_be_uneven_and_are_refused_where_they_do_not_fit() -> None:
+def test_listed_stages_must_add_up_to_the_positions() -> None:
     assert split_stages_evenly(5, 3) == (2, 2, 1)
     layout = create_layout(even(5), RankGrid.from_text("2-1-1").assign_ranks(), stages=(1, 4))
     assert list(layout.shards[0]) == ["0.rows", "0.columns"]
-    with pytest.raises(ValueError, match=r"stages of \(3, 3\) places: must be 2, in all 5"):
+    with pytest.raises(ValueError, match=r"stages=\(3, 3\): must be 2 stages with a total of 5"):
         create_layout(even(5), RankGrid.from_text("2-1-1").assign_ranks(), stages=(3, 3))
-    with pytest.raises(ValueError, match="6 pipeline stages for 5 places"):
+    with pytest.raises(ValueError, match="6 pipeline stages for 5 positions"):
         create_layout(even(5), RankGrid.from_text("6-1-1").assign_ranks())
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 6))
-def test_stages_are_as_even_as_they_go_and_fewer_are_made_of_whole_ones(
+def test_stages_differ_by_at_most_one_and_merge_into_fewer(
     num_places: int, stages: int, ratio: int
 ) -> None:
     assume(stages * ratio <= num_places)
-    parts, whole = (
+    parts, full_tensor = (
         split_stages_evenly(num_places, stages * ratio),
         split_stages_evenly(num_places, stages),
     )
     assert sum(parts) == num_places and max(parts) - min(parts) <= 1
-    assert merge_stages(parts, stages) == whole
+    assert merge_stages(parts, stages) == full_tensor
 
 
-def test_listed_stages_are_merged_where_they_divide() -> None:
+def test_listed_stages_merge_if_the_numbers_divide() -> None:
     assert split_stages_evenly(6, 4) == (2, 1, 2, 1)
     assert merge_stages((3, 1, 1, 2), 2) == (4, 3)
-    with pytest.raises(ValueError, match="4 stages do not make up 3"):
+    with pytest.raises(ValueError, match="4 stages cannot be merged into 3"):
         merge_stages((3, 1, 1, 2), 3)
 
 
-def test_what_does_not_divide_is_named() -> None:
-    with pytest.raises(ValueError, match=r"0\.rows, dimension 0: 16 do not divide among 3"):
+def test_indivisible_tensors_are_named() -> None:
+    with pytest.raises(ValueError, match=r"0\.rows, dimension 0: 16 units do not divide among 3"):
         create_layout(even(1), RankGrid.from_text("1-3-1").assign_ranks())
     heads = TensorSpec("q", (8, 2), (0,), 0, (FusedComponent(8, 4),))
-    with pytest.raises(ValueError, match="q, dimension 0: 4 do not divide among 3"):
+    with pytest.raises(ValueError, match="q, dimension 0: 4 units do not divide among 3"):
         create_tensor_shard(heads, 0, 3)
 
 
@@ -109,32 +111,30 @@ GRIDS = st.sampled_from(["1-1-1", "1-2-2", "2-2-1", "3-1-2", "1-4-2", "2-4-2", "
 ORDERS = st.sampled_from(["hf", "mcore"])
 
 
-def check_covers(layout: ModelLayout, ranks: list[int]) -> None:
-    """Those ranks together hold every element of the model; each its own boxes once."""
+def assert_covers(layout: ModelLayout, ranks: list[int]) -> None:
+    """Assert that these ranks hold every element, and that each rank's boxes are disjoint."""
     for spec in layout.model.tensors:
-        held = [box for rank in ranks for box in layout.get_boxes(rank, spec.name)]
-        assert count_union_elements(held) == spec.numel, spec.name
+        boxes = [box for rank in ranks for box in layout.get_boxes(rank, spec.name)]
+        assert count_union_elements(boxes) == spec.numel, spec.name
         for rank in ranks:
             own = layout.get_boxes(rank, spec.name)
             assert count_union_elements(own) == count_elements(own)
 
 
 @given(GRIDS, ORDERS)
-def test_a_replica_holds_every_element(sizes: str, order: str) -> None:
+def test_a_replica_covers_every_element(sizes: str, order: str) -> None:
     seating = RankGrid.from_text(sizes, order).assign_ranks()
     layout = create_layout(transformer(), seating)
     for group in seating.list_replica_groups():
-        check_covers(layout, group)
+        assert_covers(layout, group)
 
 
 @given(GRIDS, ORDERS, st.sampled_from([partition_zero3, partition_fsdp2]))
-def test_replicas_that_share_their_shards_hold_every_element_together(
-    sizes: str, order: str, share
-) -> None:
+def test_partitioned_replicas_cover_every_element_together(sizes: str, order: str, share) -> None:
     seating = RankGrid.from_text(sizes, order).assign_ranks()
     before = create_layout(transformer(), seating)
     layout = share(before, seating.list_dp_groups())
-    check_covers(layout, layout.ranks)
+    assert_covers(layout, layout.ranks)
     for group in seating.list_dp_groups():
         for spec in layout.model.tensors:
             parts = sum(count_elements(layout.get_boxes(rank, spec.name)) for rank in group)
@@ -143,46 +143,46 @@ def test_replicas_that_share_their_shards_hold_every_element_together(
             )
 
 
-def test_zero_holds_runs_of_a_shards_elements() -> None:
+def test_zero3_stores_flat_ranges_of_a_shard() -> None:
     seating = RankGrid.from_text("1-2-3").assign_ranks()
     layout = partition_zero3(create_layout(transformer(), seating), seating.list_dp_groups())
     # 3 replicas share the 6x4 elements of tensor rank 1's half of the embedding: 16 each.
-    embed = whole(layout, "embed")[6:].flatten()
+    embed = full_tensor(layout, "embed")[6:].flatten()
     assert [stored(layout, rank, "embed").tolist() for rank in (1, 3, 5)] == [
         part.tolist() for part in embed.split(16)
     ]
-    down = whole(layout, "1.down")[:, 12:].flatten()
+    down = full_tensor(layout, "1.down")[:, 12:].flatten()
     assert stored(layout, 5, "1.down").equal(down[64:])
 
 
-def test_fsdp_chunks_what_tensor_parallelism_left_along_its_first_dimension() -> None:
+def test_fsdp2_chunks_tensor_parallel_shards_along_the_first_dimension() -> None:
     seating = RankGrid.from_text("1-2-2").assign_ranks()
     layout = partition_fsdp2(create_layout(transformer(), seating), seating.list_dp_groups())
-    # DTensor says (_StridedShard(0), Shard(0)) of both, (Shard(0), Shard(1)) of the one below.
-    qkv = whole(layout, "1.qkv")
+    # DTensor: (_StridedShard(0), Shard(0)) for both, (Shard(0), Shard(1)) for the next one.
+    qkv = full_tensor(layout, "1.qkv")
     of_rank_1 = torch.cat([part.chunk(2)[1] for part in qkv.split([8, 4, 4])])
     assert stored(layout, 3, "1.qkv").equal(of_rank_1.chunk(2)[1].flatten())
-    assert stored(layout, 1, "1.down").equal(whole(layout, "1.down")[:4, 12:].flatten())
+    assert stored(layout, 1, "1.down").equal(full_tensor(layout, "1.down")[:4, 12:].flatten())
 
 
-def test_a_chunk_that_is_left_empty_is_no_shard() -> None:
+def test_an_empty_chunk_is_not_a_shard() -> None:
     seating = RankGrid.from_text("1-1-5").assign_ranks()
     layout = partition_fsdp2(create_layout(transformer(), seating), seating.list_dp_groups())
-    # 12 rows in chunks of 3: the fifth rank has none.
+    # 12 rows in chunks of 3: none are left for the fifth rank.
     assert "embed" not in layout.shards[4] and "embed" in layout.shards[3]
 
 
-def test_groups_must_hold_the_same_and_be_everybody() -> None:
+def test_groups_must_hold_equal_shards_and_contain_all_ranks() -> None:
     layout = create_layout(transformer(), RankGrid.from_text("1-2-2").assign_ranks())
     with pytest.raises(ValueError, match="ranks 0 and 1 of one group hold different shards"):
         partition_fsdp2(layout, [[0, 1], [2, 3]])
-    with pytest.raises(ValueError, match="must have every rank"):
+    with pytest.raises(ValueError, match="must contain every rank"):
         partition_zero3(layout, [[0, 2]])
     with pytest.raises(ValueError, match="rank 0 is in the groups more than once"):
         partition_zero3(layout, [[0, 2, 0], [1, 3]])
 
 
-def test_a_smaller_shard_lies_inside_a_larger_one_and_shares_its_memory() -> None:
+def test_a_nested_shard_shares_the_memory_of_the_larger_one() -> None:
     model = transformer()
     small = create_layout(model, RankGrid.from_text("1-4-1").assign_ranks())
     large = create_layout(model, RankGrid.from_text("1-2-2").assign_ranks())
@@ -198,9 +198,9 @@ def test_a_smaller_shard_lies_inside_a_larger_one_and_shares_its_memory() -> Non
         create_from_storage(small, 2, host)
 
 
-def test_a_storage_has_views_of_the_right_shapes_and_sizes_only() -> None:
+def test_storage_refuses_views_of_wrong_shape_or_dtype() -> None:
     layout = create_layout(even(1), RankGrid.from_text("1-1-1").assign_ranks())
-    with pytest.raises(ValueError, match=r"0\.rows: torch.float64 has not 4 bytes"):
+    with pytest.raises(ValueError, match=r"0\.rows: torch.float64 does not have 4 bytes"):
         allocate_storage(layout, 0, dict.fromkeys(layout.model.specs_by_name(), torch.float64))
     storage = allocate_storage(layout, 0, dict.fromkeys(layout.model.specs_by_name(), FLOAT))
     with pytest.raises(KeyError, match="not in one piece"):

@@ -1,4 +1,4 @@
-"""Tensors that are cut alike are planned once, and it comes to what the plain way comes to."""
+"""Planning by patterns gives the same plans as the straightforward reference."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,7 @@ SHARING = {
 
 
 def odd_model(model: ModelSpec) -> ModelSpec:
-    """With elements of two sizes and a scalar."""
+    """Return a model with two itemsizes and a scalar."""
     tensors = [
         TensorSpec(
             s.name,
@@ -39,22 +39,22 @@ def odd_model(model: ModelSpec) -> ModelSpec:
     return ModelSpec((*tensors, TensorSpec("scale", (), (0,))), model.num_pipeline_positions)
 
 
-def check_report(
-    plan: CopyPlan | GatherPlan, made: Iterable[BoxCopy], *, keeps_copy: bool = False
+def assert_report(
+    plan: CopyPlan | GatherPlan, planned: Iterable[BoxCopy], *, keeps_copy: bool = False
 ) -> None:
     expected = slow_plans.report(
-        plan.source, plan.target, plan.cluster, made, keeps_copy=keeps_copy
+        plan.source, plan.target, plan.cluster, planned, keeps_copy=keeps_copy
     )
     report = plan.report_bytes()
     assert report.rank_bytes.keys() == expected.keys()
     for rank, counts in report.rank_bytes.items():
-        found = (
+        actual = (
             counts.received_by_link,
             counts.sent_by_link,
             counts.peak_bytes,
             counts.redundant_bytes,
         )
-        assert found == expected[rank], rank
+        assert actual == expected[rank], rank
 
 
 @given(
@@ -65,65 +65,71 @@ def check_report(
     st.sampled_from([0, 0, 5]),
     st.integers(1, 8),
 )
-def test_copies_are_those_of_the_plain_way_to_the_last_byte(
-    one: RankGrid, other: RankGrid, held: str, wanted: str, first: int, per_node: int
+def test_copy_plans_equal_the_reference_to_the_byte(
+    source_grid: RankGrid,
+    target_grid: RankGrid,
+    source_sharing: str,
+    target_sharing: str,
+    first: int,
+    per_node: int,
 ) -> None:
     model = odd_model(transformer())
-    source = SHARING[held](
-        create_layout(model, one.assign_ranks()), one.assign_ranks().list_dp_groups()
+    source = SHARING[source_sharing](
+        create_layout(model, source_grid.assign_ranks()),
+        source_grid.assign_ranks().list_dp_groups(),
     )
-    seating = other.assign_ranks()
+    assignment = target_grid.assign_ranks()
     moved = RankAssignment(
-        seating.pp_size, seating.tp_size, seating.dp_size, seating.coordinates, first
+        assignment.pp_size, assignment.tp_size, assignment.dp_size, assignment.coordinates, first
     )
-    target = SHARING[wanted](create_layout(model, moved), moved.list_dp_groups())
+    target = SHARING[target_sharing](create_layout(model, moved), moved.list_dp_groups())
     cluster = NodeTopology(per_node)
     plan = plan_copies(source, target, cluster)
-    made = slow_plans.copies(source, target, cluster)
-    assert list(plan.copies) == made
-    check_report(plan, made)
+    planned = slow_plans.copies(source, target, cluster)
+    assert list(plan.copies) == planned
+    assert_report(plan, planned)
 
 
 @given(GRIDS, st.sampled_from(sorted(SHARING)), st.booleans(), st.integers(1, 8))
-def test_gathers_are_those_of_the_plain_way_to_the_last_byte(
-    grid: RankGrid, held: str, everyone: bool, per_node: int
+def test_gather_plans_equal_the_reference_to_the_byte(
+    grid: RankGrid, sharing: str, everyone: bool, per_node: int
 ) -> None:
     model = odd_model(transformer())
     plain = create_layout(model, grid.assign_ranks())
-    source = SHARING[held](plain, grid.assign_ranks().list_dp_groups())
+    source = SHARING[sharing](plain, grid.assign_ranks().list_dp_groups())
     ranks = list(range(grid.num_ranks))
     groups = [ranks] if everyone else grid.assign_ranks().list_dp_groups()
     for keeps_copy in (False, True):
         plan = plan_gather(source, plain, NodeTopology(per_node), groups, keeps_copy=keeps_copy)
         assert plan.contributions == slow_plans.gives(source, groups)
-        check_report(plan, plan.copies, keeps_copy=keeps_copy)
+        assert_report(plan, plan.copies, keeps_copy=keeps_copy)
 
 
-def test_layers_that_are_cut_alike_are_one_pattern() -> None:
+def test_equally_sharded_layers_form_one_pattern() -> None:
     model = transformer(layers=8)
-    whole = create_layout(model, RankGrid.from_text("1-1-6").assign_ranks())
+    full = create_layout(model, RankGrid.from_text("1-1-6").assign_ranks())
     for divide in (partition_zero3, partition_fsdp2):
-        found = find_patterns(divide(whole, [list(range(6))]), whole)
-        assert [pattern.tensors[0] for pattern in found] == [
+        patterns = find_patterns(divide(full, [list(range(6))]), full)
+        assert [pattern.tensors[0] for pattern in patterns] == [
             *("embed", "1.norm", "1.qkv", "1.o", "1.gate_up", "1.down")
         ]
-        assert sum(len(pattern.tensors) for pattern in found) == len(model.tensors)
-        assert found[1].tensors[-1] == "norm"
+        assert sum(len(pattern.tensors) for pattern in patterns) == len(model.tensors)
+        assert patterns[1].tensors[-1] == "norm"
 
 
-def test_planning_grows_with_the_ranks_and_not_with_the_layers(
+def test_planning_cost_grows_with_ranks_but_not_with_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     met: list[TensorBox] = []
     plain = TensorBox.intersect
 
-    def noted(box: TensorBox, other: TensorBox) -> TensorBox | None:
+    def counting_intersect(box: TensorBox, other: TensorBox) -> TensorBox | None:
         met.append(box)
         return plain(box, other)
 
-    monkeypatch.setattr(TensorBox, "intersect", noted)
+    monkeypatch.setattr(TensorBox, "intersect", counting_intersect)
 
-    def meetings(layers: int, ranks: int) -> int:
+    def count_intersections(layers: int, ranks: int) -> int:
         whole = create_layout(transformer(layers=layers), RankGrid(1, 1, ranks).assign_ranks())
         parts = partition_zero3(whole, [list(range(ranks))])
         met.clear()
@@ -131,5 +137,5 @@ def test_planning_grows_with_the_ranks_and_not_with_the_layers(
         plan_gather(parts, whole, NodeTopology(), [list(range(ranks))]).report_bytes()
         return len(met)
 
-    assert meetings(4, 8) == meetings(40, 8) > 0
-    assert meetings(4, 32) < 2 * (32 / 8) * meetings(4, 8)
+    assert count_intersections(4, 8) == count_intersections(40, 8) > 0
+    assert count_intersections(4, 32) < 2 * (32 / 8) * count_intersections(4, 8)

@@ -1,4 +1,4 @@
-"""Plans: the paper's volumes as exact fractions, ReaL's transfers, and every element once."""
+"""Plans: the paper's volumes as exact fractions, ReaL's transfers, and completeness."""
 
 from collections import Counter
 from fractions import Fraction
@@ -31,10 +31,10 @@ LARGER = [("1-8-2", "1-2-4-2"), ("4-4-1", "2-2-4-1"), ("8-1-2", "2-1-4-2"), ("2-
 
 @pytest.mark.parametrize("order", ["hf", "mcore"])
 @pytest.mark.parametrize(("train", "generate"), PAPER + LARGER)
-def test_table_2_of_the_paper_as_exact_fractions(train: str, generate: str, order: str) -> None:
+def test_table_2_of_the_paper_in_exact_fractions(train: str, generate: str, order: str) -> None:
     grid, sizes = RankGrid.from_text(train, order), GenerationSizes.from_text(generate)
     model = even(8)
-    held = create_layout(model, grid.assign_ranks())
+    trained = create_layout(model, grid.assign_ranks())
     expected = compute_table_2(
         grid.pp_size,
         grid.tp_size,
@@ -45,11 +45,11 @@ def test_table_2_of_the_paper_as_exact_fractions(train: str, generate: str, orde
     serving = assign_zero_redundancy(grid, sizes)
     zero = create_layout(model, serving)
     side_by_side = create_layout(model, assign_vanilla(grid, sizes))
-    partitioned = partition_zero3(held, grid.assign_ranks().list_dp_groups())
+    partitioned = partition_zero3(trained, grid.assign_ranks().list_dp_groups())
     plans = {
-        "zero": plan_gather(held, zero, CLUSTER, list_micro_dp_groups(grid, serving)),
+        "zero": plan_gather(trained, zero, CLUSTER, list_micro_dp_groups(grid, serving)),
         "vanilla": plan_gather(
-            held, side_by_side, CLUSTER, grid.assign_ranks().list_replica_groups()
+            trained, side_by_side, CLUSTER, grid.assign_ranks().list_replica_groups()
         ),
         "full_gather": plan_gather(
             partitioned, zero, CLUSTER, [list(range(grid.num_ranks))], keeps_copy=True
@@ -60,39 +60,39 @@ def test_table_2_of_the_paper_as_exact_fractions(train: str, generate: str, orde
         for rank in range(grid.num_ranks):
             assert report.received_fraction(rank) == expected[scheme].received, scheme
             assert report.peak_fraction(rank) == expected[scheme].peak, scheme
-        most = max(report.redundant_fraction(rank) for rank in range(grid.num_ranks))
+        max_redundant = max(report.redundant_fraction(rank) for rank in range(grid.num_ranks))
         without = [
             r for r in report.rank_bytes if not report.rank_bytes[r].received_by_link["local"]
         ]
         if scheme != "vanilla" or without:
-            assert most == expected[scheme].redundant, scheme
-    exact = plan_copies(held, zero, CLUSTER).report_bytes()
+            assert max_redundant == expected[scheme].redundant, scheme
+    exact = plan_copies(trained, zero, CLUSTER).report_bytes()
     assert {exact.received_fraction(rank) for rank in range(grid.num_ranks)} == {
         expected["zero"].received
     }
 
 
-def test_worked_fractions_of_figure_8() -> None:
+def test_fractions_of_figure_8_of_the_paper() -> None:
     grid, sizes = RankGrid.from_text("1-4-2"), GenerationSizes.from_text("1-2-2-2")
-    held = create_layout(even(2), grid.assign_ranks())
+    trained = create_layout(even(2), grid.assign_ranks())
     served = create_layout(even(2), assign_vanilla(grid, sizes))
-    exact = plan_copies(held, served, CLUSTER).report_bytes()
+    exact = plan_copies(trained, served, CLUSTER).report_bytes()
     quarter, half = Fraction(1, 4), Fraction(1, 2)
     received = [exact.received_fraction(rank) for rank in range(8)]
     assert received == [quarter, half, half, quarter] * 2
     gathered = plan_gather(
-        held, served, CLUSTER, grid.assign_ranks().list_replica_groups()
+        trained, served, CLUSTER, grid.assign_ranks().list_replica_groups()
     ).report_bytes()
     assert {gathered.received_fraction(rank) for rank in range(8)} == {Fraction(3, 4)}
 
 
 def mesh(stages: int, replicas: int, first: int = 0) -> RankAssignment:
-    """Stages outermost, as ReaL numbers them, from a first rank on."""
+    """Return a layout with stages outermost, as ReaL numbers ranks, from a first rank on."""
     grid = RankGrid(stages, 1, replicas, "mcore")
     return RankAssignment(stages, 1, replicas, grid.assign_ranks().coordinates, first)
 
 
-def test_reals_example_on_eight_devices_moves_what_is_needed_from_balanced_senders() -> None:
+def test_reals_example_on_eight_devices_balances_the_senders() -> None:
     model = even(2)
     train, generate = (
         create_layout(model, mesh(2, 2)),
@@ -106,15 +106,15 @@ def test_reals_example_on_eight_devices_moves_what_is_needed_from_balanced_sende
     assert pairs == {(0, 2), (1, 3), (2, 4), (3, 5), (2, 6), (3, 7)}
     sent = Counter({rank: report.rank_bytes[rank].sent_bytes for rank in range(4)})
     assert sent[0] == sent[1] and sent[2] == sent[3]
-    # ReaL's own plan moves 3.5 M: it sends to rank 1 what that has.
+    # ReaL's own plan moves 3.5 M: it sends rank 1 data that rank 1 already has.
 
 
-def test_a_holder_on_the_same_node_is_asked_first() -> None:
+def test_a_holder_on_the_same_node_is_preferred() -> None:
     model = even(1)
     train = create_layout(model, RankGrid.from_text("1-1-8").assign_ranks())
-    some = ModelLayout(model, {rank: train.shards[rank] for rank in (1, 5)})
-    wanted = ModelLayout(model, {rank: train.shards[rank] for rank in (0, 2, 3, 4, 6, 7)})
-    plan = plan_copies(some, wanted, CLUSTER)
+    source = ModelLayout(model, {rank: train.shards[rank] for rank in (1, 5)})
+    target = ModelLayout(model, {rank: train.shards[rank] for rank in (0, 2, 3, 4, 6, 7)})
+    plan = plan_copies(source, target, CLUSTER)
     assert {(c.source, c.destination) for c in plan.copies} == {
         *((1, 0), (1, 2), (1, 3)),
         *((5, 4), (5, 6), (5, 7)),
@@ -122,23 +122,23 @@ def test_a_holder_on_the_same_node_is_asked_first() -> None:
     assert plan.report_bytes().count_link_bytes("network") == 0
 
 
-def test_a_holder_of_a_smaller_box_on_the_same_node_is_asked_first() -> None:
+def test_a_holder_of_a_smaller_box_on_the_same_node_is_preferred() -> None:
     model = ModelSpec((TensorSpec("w", (8, 4), (0,), 0),), 1)
-    (whole,) = create_layout(model, RankGrid.from_text("1-1-1").assign_ranks()).shards.values()
+    (full_shard,) = create_layout(model, RankGrid.from_text("1-1-1").assign_ranks()).shards.values()
     halves = create_layout(model, RankGrid.from_text("1-2-1").assign_ranks()).shards
-    # Rank 0 of the first node has all of it, rank 2 of the second one half.
-    source = ModelLayout(model, {0: whole, 2: halves[0]})
-    near = plan_copies(source, ModelLayout(model, {3: halves[0]}), NodeTopology(2))
-    assert [(c.source, c.destination) for c in near.copies] == [(2, 3)]
-    assert near.report_bytes().count_link_bytes("network") == 0
-    both = plan_copies(source, ModelLayout(model, {3: whole}), NodeTopology(2))
-    check_complete(both)
-    report = both.report_bytes()
+    # Rank 0 on the first node has all of it, rank 2 on the second node has half.
+    source = ModelLayout(model, {0: full_shard, 2: halves[0]})
+    plan = plan_copies(source, ModelLayout(model, {3: halves[0]}), NodeTopology(2))
+    assert [(c.source, c.destination) for c in plan.copies] == [(2, 3)]
+    assert plan.report_bytes().count_link_bytes("network") == 0
+    plan_of_both = plan_copies(source, ModelLayout(model, {3: full_shard}), NodeTopology(2))
+    assert_complete(plan_of_both)
+    report = plan_of_both.report_bytes()
     assert (report.count_link_bytes("node"), report.count_link_bytes("network")) == (64, 64)
 
 
 def mixed(model: ModelSpec, data: st.DataObject) -> ModelLayout:
-    """Eight ranks that each hold what they would in a layout of their own."""
+    """Return a layout of eight ranks, each with the shards of a randomly drawn layout."""
     shards = {}
     for rank in range(8):
         seating = RankGrid.from_text(
@@ -153,43 +153,48 @@ def mixed(model: ModelSpec, data: st.DataObject) -> ModelLayout:
 
 
 @given(st.data(), st.integers(1, 4))
-def test_no_byte_crosses_the_network_that_a_rank_of_the_node_holds(
+def test_no_byte_crosses_the_network_if_the_node_holds_it(
     data: st.DataObject, per_node: int
 ) -> None:
     model = transformer(heads=4, kv_heads=4)
-    (whole,) = create_layout(model, RankGrid.from_text("1-1-1").assign_ranks()).shards.values()
-    source = ModelLayout(model, {**mixed(model, data).shards, 8: whole})
+    (full_shard,) = create_layout(model, RankGrid.from_text("1-1-1").assign_ranks()).shards.values()
+    source = ModelLayout(model, {**mixed(model, data).shards, 8: full_shard})
     target, cluster = mixed(model, data), NodeTopology(per_node)
     plan = plan_copies(source, target, cluster)
-    check_complete(plan)
+    assert_complete(plan)
     for copy in plan.copies:
         if cluster.get_link(copy.source, copy.destination) == "network":
             tensor, box = copy.named_box
-            near = [
+            same_node = [
                 r for r in source.ranks if cluster.get_node(r) == cluster.get_node(copy.destination)
             ]
-            assert not any(box.intersect(own) for r in near for own in source.get_boxes(r, tensor))
+            assert not any(
+                box.intersect(box_of_rank)
+                for r in same_node
+                for box_of_rank in source.get_boxes(r, tensor)
+            )
     gather = plan_gather(source, target, cluster, [source.ranks])
     for spec in model.tensors:
-        gives = {
+        boxes_by_rank = {
             rank: [box for name, box in gifts if name == spec.name]
             for rank, gifts in gather.contributions.items()
         }
-        every = [box for boxes in gives.values() for box in boxes]
-        assert count_elements(every) == count_union_elements(every) == spec.numel
+        all_boxes = [box for boxes in boxes_by_rank.values() for box in boxes]
+        assert count_elements(all_boxes) == count_union_elements(all_boxes) == spec.numel
         assert all(
-            is_nested(boxes, source.get_boxes(rank, spec.name)) for rank, boxes in gives.items()
+            is_nested(boxes, source.get_boxes(rank, spec.name))
+            for rank, boxes in boxes_by_rank.items()
         )
 
 
-def test_pools_without_a_rank_in_common() -> None:
+def test_copies_between_disjoint_pools() -> None:
     model = transformer()
     train = create_layout(model, RankGrid.from_text("2-2-2", "mcore").assign_ranks())
     pool = RankAssignment(
         1, 2, 2, RankGrid.from_text("1-2-2").assign_ranks().coordinates, first_rank=8
     )
     plan = plan_copies(train, create_layout(model, pool), CLUSTER)
-    check_complete(plan)
+    assert_complete(plan)
     report = plan.report_bytes()
     assert report.count_link_bytes("local") == report.count_link_bytes("node") == 0
     assert all(report.rank_bytes[rank].received_bytes == 0 for rank in range(8))
@@ -197,8 +202,8 @@ def test_pools_without_a_rank_in_common() -> None:
     assert max(sent) < 2 * report.model_bytes / 8 * 1.5
 
 
-def check_complete(plan: CopyPlan) -> None:
-    """Every element that is needed comes once, from a rank that holds it."""
+def assert_complete(plan: CopyPlan) -> None:
+    """Assert that every needed element comes once, from a rank that holds it."""
     for rank in plan.target.ranks:
         for spec in plan.target.model.tensors:
             come = [
@@ -206,31 +211,31 @@ def check_complete(plan: CopyPlan) -> None:
                 for c in plan.copies
                 if c.destination == rank and c.named_box[0] == spec.name
             ]
-            wanted = plan.target.get_boxes(rank, spec.name)
+            needed = plan.target.get_boxes(rank, spec.name)
             assert (
                 count_elements(come)
                 == count_union_elements(come)
-                == count_union_elements(wanted)
-                == count_elements(wanted)
+                == count_union_elements(needed)
+                == count_elements(needed)
             )
-            assert count_union_elements([*come, *wanted]) == count_elements(wanted)
+            assert count_union_elements([*come, *needed]) == count_elements(needed)
     for copy in plan.copies:
         tensor, box = copy.named_box
         assert any(
-            held.intersect(box) == box for held in plan.source.get_boxes(copy.source, tensor)
+            trained.intersect(box) == box for trained in plan.source.get_boxes(copy.source, tensor)
         )
 
 
 @given(GRIDS, GRIDS, st.sampled_from(["plain", "zero", "fsdp"]), st.booleans(), st.integers(0, 9))
-def test_any_layout_becomes_any_other(
-    one: RankGrid, other: RankGrid, shared: str, tied: bool, first: int
+def test_copy_plans_between_any_layouts_are_complete(
+    source_grid: RankGrid, target_grid: RankGrid, shared: str, tied: bool, first: int
 ) -> None:
     model = transformer(tied=tied)
-    source = create_layout(model, one.assign_ranks())
+    source = create_layout(model, source_grid.assign_ranks())
     if shared != "plain":
         divide = partition_zero3 if shared == "zero" else partition_fsdp2
-        source = divide(source, one.assign_ranks().list_dp_groups())
-    seating = other.assign_ranks()
+        source = divide(source, source_grid.assign_ranks().list_dp_groups())
+    seating = target_grid.assign_ranks()
     target = create_layout(
         model,
         RankAssignment(
@@ -238,16 +243,16 @@ def test_any_layout_becomes_any_other(
         ),
     )
     plan = plan_copies(source, target, CLUSTER)
-    check_complete(plan)
+    assert_complete(plan)
     assert plan == plan_copies(source, target, CLUSTER), "every rank makes the same"
     report = plan.report_bytes()
     for rank in target.ranks:
         counts = report.rank_bytes[rank]
-        own = sum(
+        stored_bytes = sum(
             count_union_elements([*target.get_boxes(rank, s.name)]) * s.itemsize
             for s in model.tensors
         )
-        assert sum(counts.received_by_link.values()) == own
+        assert sum(counts.received_by_link.values()) == stored_bytes
         assert counts.received_by_link["local"] >= 0
     assert sum(c.sent_bytes for c in report.rank_bytes.values()) == sum(
         c.received_bytes for c in report.rank_bytes.values()
@@ -255,73 +260,73 @@ def test_any_layout_becomes_any_other(
 
 
 @given(GRIDS, st.sampled_from(GROUPINGS), st.integers(1, 2))
-def test_a_group_that_gives_each_other_all_gives_no_element_twice(
-    grid: RankGrid, grouping: str, ratio: int
-) -> None:
+def test_gather_plans_send_no_element_twice(grid: RankGrid, grouping: str, ratio: int) -> None:
     assume(grid.tp_size % ratio == 0)
     sizes = GenerationSizes(grid.pp_size, grid.tp_size // ratio, ratio, grid.dp_size)
     model = transformer()
-    held = create_layout(model, grid.assign_ranks())
-    serving = assign_generation_ranks(grouping, grid, sizes, held)
+    trained = create_layout(model, grid.assign_ranks())
+    serving = assign_generation_ranks(grouping, grid, sizes, trained)
     target = create_layout(model, serving)
-    plan = plan_gather(held, target, CLUSTER, grid.assign_ranks().list_replica_groups())
+    plan = plan_gather(trained, target, CLUSTER, grid.assign_ranks().list_replica_groups())
     for group in plan.groups:
         for spec in model.tensors:
-            given = [
+            contributed = [
                 box for rank in group for name, box in plan.contributions[rank] if name == spec.name
             ]
-            assert count_elements(given) == count_union_elements(given) == spec.numel
+            assert count_elements(contributed) == count_union_elements(contributed) == spec.numel
 
 
-def test_what_several_of_a_group_hold_they_give_in_equal_shares() -> None:
+def test_shared_data_is_contributed_in_equal_shares() -> None:
     model = even(6)
-    whole = create_layout(model, RankGrid.from_text("1-1-4").assign_ranks())
-    plan = plan_gather(whole, whole, CLUSTER, [[0, 1, 2], [3]])
-    given = {rank: count_elements(box for _, box in plan.contributions[rank]) for rank in range(4)}
-    assert given == {0: 1024, 1: 1024, 2: 1024, 3: 3072}
+    full = create_layout(model, RankGrid.from_text("1-1-4").assign_ranks())
+    plan = plan_gather(full, full, CLUSTER, [[0, 1, 2], [3]])
+    contributed = {
+        rank: count_elements(box for _, box in plan.contributions[rank]) for rank in range(4)
+    }
+    assert contributed == {0: 1024, 1: 1024, 2: 1024, 3: 3072}
 
 
-def test_what_nobody_holds_is_named() -> None:
+def test_data_that_no_rank_holds_is_named() -> None:
     model = even(2)
     train = create_layout(model, RankGrid.from_text("2-1-1").assign_ranks())
     half = ModelLayout(model, {0: train.shards[0]})
-    whole = create_layout(model, RankGrid.from_text("1-1-2").assign_ranks())
+    full = create_layout(model, RankGrid.from_text("1-1-2").assign_ranks())
     with pytest.raises(ValueError, match=r"1\.rows\[0:16, 0:16\], needed by rank 0: no rank holds"):
-        plan_copies(half, whole, CLUSTER)
+        plan_copies(half, full, CLUSTER)
     with pytest.raises(ValueError, match=r"needed by rank 0: no rank of its group \[0\] holds it"):
-        plan_gather(train, whole, CLUSTER, [[0], [1]])
+        plan_gather(train, full, CLUSTER, [[0], [1]])
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "error_text"),
     [
-        ([[0]], "rank 1: is 0 times in the groups"),
-        ([[0, 1], [1]], "rank 1: is 2 times in the groups"),
+        ([[0]], "rank 1: is in 0 groups"),
+        ([[0, 1], [1]], "rank 1: is in 2 groups"),
     ],
 )
-def test_every_rank_is_in_one_group(groups: list[list[int]], told: str) -> None:
-    whole = create_layout(even(2), RankGrid.from_text("1-1-2").assign_ranks())
-    with pytest.raises(ValueError, match=told):
-        plan_gather(whole, whole, CLUSTER, groups)
+def test_every_rank_must_be_in_exactly_one_group(groups: list[list[int]], error_text: str) -> None:
+    full = create_layout(even(2), RankGrid.from_text("1-1-2").assign_ranks())
+    with pytest.raises(ValueError, match=error_text):
+        plan_gather(full, full, CLUSTER, groups)
 
 
 @pytest.mark.parametrize("units", [-2, 0, 3])
-def test_a_component_is_made_of_whole_units(units: int) -> None:
+def test_a_component_must_consist_of_whole_units(units: int) -> None:
     with pytest.raises(ValueError, match=f"component of size 4: must be a multiple of {units}"):
         FusedComponent(4, units)
 
 
-def test_an_element_has_some_bytes() -> None:
+def test_an_unknown_itemsize_is_refused() -> None:
     with pytest.raises(ValueError, match="w: itemsize 3 is none of"):
         TensorSpec("w", (4,), (0,), itemsize=3)
 
 
-def test_a_switch_between_equal_layouts_moves_nothing() -> None:
+def test_equal_layouts_need_no_copies() -> None:
     for grid in (RankGrid.from_text("1-4-2"), RankGrid.from_text("2-2-2", "mcore")):
-        held = create_layout(transformer(), grid.assign_ranks())
+        trained = create_layout(transformer(), grid.assign_ranks())
         sizes = GenerationSizes(grid.pp_size, grid.tp_size, 1, grid.dp_size)
-        serving = assign_max_overlap(held, sizes)
-        report = plan_copies(held, create_layout(held.model, serving), CLUSTER).report_bytes()
+        serving = assign_max_overlap(trained, sizes)
+        report = plan_copies(trained, create_layout(trained.model, serving), CLUSTER).report_bytes()
         assert all(
             report.received_fraction(rank) == 0 == report.redundant_fraction(rank)
             for rank in report.rank_bytes

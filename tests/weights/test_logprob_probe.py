@@ -1,4 +1,4 @@
-"""What a probe lets pass."""
+"""Logprob check: differences that pass or fail."""
 
 import math
 
@@ -11,22 +11,22 @@ from streamrl.weights.logprob_probe import LogprobCheck, make_check_sequences
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
 
-def test_the_first_token_of_a_probe_has_no_say_and_nan_never_passes() -> None:
+def test_the_first_token_is_ignored_and_nan_fails() -> None:
     logprobs = [np.array([0, -1, -2], np.float32)]
-    probe = LogprobCheck([np.array([3, 1, 4], np.int32)], logprobs, max_difference=0.1)
-    assert probe.compare_logprobs([np.array([9, -1, -2.0625], np.float32)], "it") == 0.0625
+    check = LogprobCheck([np.array([3, 1, 4], np.int32)], logprobs, max_difference=0.1)
+    assert check.compare_logprobs([np.array([9, -1, -2.0625], np.float32)], "it") == 0.0625
     with pytest.raises(LogprobCheckError, match="by up to nan"):
-        probe.compare_logprobs([np.array([0, math.nan, -2], np.float32)], "it")
+        check.compare_logprobs([np.array([0, math.nan, -2], np.float32)], "it")
 
 
-def test_nan_in_any_sequence_of_a_probe_never_passes() -> None:
+def test_nan_in_any_sequence_fails() -> None:
     logprobs = [np.array([0, -1], np.float32)] * 2
-    probe = LogprobCheck([np.array([3, 1], np.int32)] * 2, logprobs, max_difference=0.1)
+    check = LogprobCheck([np.array([3, 1], np.int32)] * 2, logprobs, max_difference=0.1)
     with pytest.raises(LogprobCheckError, match="by up to nan"):
-        probe.compare_logprobs([logprobs[0], np.array([0, math.nan], np.float32)], "it")
+        check.compare_logprobs([logprobs[0], np.array([0, math.nan], np.float32)], "it")
 
 
-def test_a_probe_for_sequences_of_two_has_nothing_to_compare_and_passes() -> None:
+def test_one_token_sequences_compare_nothing_and_pass() -> None:
     sequences = make_check_sequences(vocab_size=50, max_length=2)
     assert {len(ids) for ids in sequences} == {1}
     logprobs = [np.zeros(1, np.float32)] * len(sequences)
@@ -36,9 +36,9 @@ def test_a_probe_for_sequences_of_two_has_nothing_to_compare_and_passes() -> Non
     )
 
 
-def test_a_probe_is_the_same_for_every_version_and_fits_the_model() -> None:
-    first = make_check_sequences(vocab_size=50, max_length=20)
-    again = make_check_sequences(vocab_size=50, max_length=20)
-    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    assert {len(ids) for ids in first} == {19}
-    assert all(ids.min() >= 0 and ids.max() < 50 for ids in first)
+def test_check_sequences_are_reproducible_and_fit_the_model() -> None:
+    sequences = make_check_sequences(vocab_size=50, max_length=20)
+    repeated = make_check_sequences(vocab_size=50, max_length=20)
+    assert all(np.array_equal(a, b) for a, b in zip(sequences, repeated, strict=True))
+    assert {len(ids) for ids in sequences} == {19}
+    assert all(ids.min() >= 0 and ids.max() < 50 for ids in sequences)

@@ -1,4 +1,4 @@
-"""The merge of adapters: W0 + scale B A, of the stored W0 every time."""
+"""LoRA merge: W0 + scale B A, always from the stored W0."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,9 @@ CPU = torch.device("cpu")
 
 
 class Value(torch.nn.Module):
-    """A tied model's body, as two files hold it, and a head that they do not hold."""
+    """A value model: the body of a tied model, stored in two files, and a head that is not
+    stored.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,25 +58,25 @@ def model_path(tmp_path: Path) -> str:
     names = sorted(STORED)
     save_file({name: STORED[name] for name in names[:1]}, tmp_path / "model-1.safetensors")
     save_file({name: STORED[name] for name in names[1:]}, tmp_path / "model-2.safetensors")
-    places = {name: f"model-{1 if name == names[0] else 2}.safetensors" for name in names}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    weight_map = {name: f"model-{1 if name == names[0] else 2}.safetensors" for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return str(tmp_path)
 
 
-def test_the_product_is_added_to_the_weight() -> None:
+def test_merge_adds_the_scaled_product_to_the_weight() -> None:
     merged = LoraAdapter(A, B, scale=2.0).compute_merged(STORED["proj.weight"])
     # 2 B A = [[1, 0, -1], [4, 0, -4]]
     assert merged.tolist() == [[2.0, 2.0, 2.0], [8.0, 5.0, 2.0]]
 
 
-def test_the_sum_is_computed_in_float32_whatever_it_is_of() -> None:
+def test_merge_computes_in_float32() -> None:
     weight, a, b = (torch.full(shape, 1.0, dtype=torch.bfloat16) for shape in [(1, 1)] * 3)
     merged = LoraAdapter(a, b, scale=2**-10).compute_merged(weight)
     assert merged.dtype == torch.float32
-    assert merged.item() == 1 + 2**-10  # bfloat16 has no number between 1 and 1 + 2**-7
+    assert merged.item() == 1 + 2**-10  # not representable in bfloat16
 
 
-def test_a_full_set_comes_of_adapters_head_and_the_directory(model_path: str) -> None:
+def test_full_weights_combine_adapters_head_and_model_directory(model_path: str) -> None:
     full = build_full_weights(PUBLISHED, PARAMETERS, model_path=model_path, device=CPU)
     assert full.keys() == PARAMETERS.shapes.keys()
     assert full["proj.weight"].tolist() == [[2.0, 2.0, 2.0], [8.0, 5.0, 2.0]]
@@ -83,7 +85,7 @@ def test_a_full_set_comes_of_adapters_head_and_the_directory(model_path: str) ->
         assert torch.equal(full[name], STORED["embed.weight"])
 
 
-def test_what_was_published_may_be_read_only_arrays(model_path: str) -> None:
+def test_published_tensors_may_be_read_only_arrays(model_path: str) -> None:
     arrays = {name: tensor.numpy().copy() for name, tensor in PUBLISHED.items()}
     for array in arrays.values():
         array.flags.writeable = False
@@ -91,13 +93,13 @@ def test_what_was_published_may_be_read_only_arrays(model_path: str) -> None:
     assert full["proj.weight"].tolist() == [[2.0, 2.0, 2.0], [8.0, 5.0, 2.0]]
 
 
-def test_each_merge_starts_from_the_stored_weight(model_path: str) -> None:
+def test_every_merge_starts_from_the_stored_weight(model_path: str) -> None:
     full = build_full_weights(PUBLISHED, PARAMETERS, model_path=model_path, device=CPU)
     assert torch.equal(full["proj.weight"], full["proj.weight"])
     assert torch.equal(load_stored_weights(model_path)["proj.weight"], STORED["proj.weight"])
 
 
-def test_adapters_that_say_nothing_give_the_stored_weights_bit_for_bit(tmp_path: Path) -> None:
+def test_zero_adapters_give_the_stored_weights_bit_for_bit(tmp_path: Path) -> None:
     weight = torch.randn(2, 3, generator=torch.manual_seed(0)).bfloat16()
     save_file({**STORED, "proj.weight": weight}, tmp_path / "model.safetensors")
     published = {
@@ -109,11 +111,13 @@ def test_adapters_that_say_nothing_give_the_stored_weights_bit_for_bit(tmp_path:
     assert torch.equal(full["proj.weight"].bfloat16(), weight)
 
 
-def test_without_adapters_what_was_published_is_all(tmp_path: Path) -> None:
-    whole: dict[str, Any] = {"weight": torch.ones(2, 3), "bias": np.zeros(2, np.float32)}
+def test_without_adapters_the_published_tensors_are_the_full_set(tmp_path: Path) -> None:
+    published: dict[str, Any] = {"weight": torch.ones(2, 3), "bias": np.zeros(2, np.float32)}
     parameters = ParameterSet.from_module(torch.nn.Linear(3, 2))
-    full = build_full_weights(whole, parameters, model_path=str(tmp_path / "nowhere"), device=CPU)
-    assert full["weight"] is whole["weight"]
+    full = build_full_weights(
+        published, parameters, model_path=str(tmp_path / "nowhere"), device=CPU
+    )
+    assert full["weight"] is published["weight"]
 
 
 @pytest.mark.parametrize(
@@ -123,18 +127,18 @@ def test_without_adapters_what_was_published_is_all(tmp_path: Path) -> None:
         ({"proj" + LORA_A_SUFFIX: torch.ones(2, 3)}, r"A \(2, 3\) and B \(2, 1\) fit no weight"),
         (
             {"k" + LORA_A_SUFFIX: A, "k" + LORA_B_SUFFIX: B},
-            "fit no weight of the model, came for k.weight",
+            r"adapter of k.weight: .* fit no weight of the model",
         ),
-        ({"k" + LORA_A_SUFFIX: A}, "have unknown 1 parameters, as k.lora_A"),
-        ({"k" + LORA_B_SUFFIX: B}, "have unknown 1 parameters, as k.lora_B"),
-        ({"score.weight": None}, "lack 1 parameters, as score.weight"),
-        ({"bias": B}, "have unknown 1 parameters, as bias"),
+        ({"k" + LORA_A_SUFFIX: A}, "have unknown 1 parameters, such as k.lora_A"),
+        ({"k" + LORA_B_SUFFIX: B}, "have unknown 1 parameters, such as k.lora_B"),
+        ({"score.weight": None}, "lack 1 parameters, such as score.weight"),
+        ({"bias": B}, "have unknown 1 parameters, such as bias"),
     ],
 )
-def test_adapters_of_another_model_are_refused(
+def test_adapters_of_a_different_model_are_refused(
     model_path: str, change: dict[str, torch.Tensor | None], fault: str
 ) -> None:
     changed = {**PUBLISHED, **change}
-    given = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    changed = {name: tensor for name, tensor in changed.items() if tensor is not None}
     with pytest.raises(WeightsError, match=fault):
-        build_full_weights(given, PARAMETERS, model_path=model_path, device=CPU)
+        build_full_weights(changed, PARAMETERS, model_path=model_path, device=CPU)

@@ -22,7 +22,7 @@ SPECS = st.lists(
 )
 
 
-def test_tensors_are_laid_end_to_end_at_multiples_of_64() -> None:
+def test_tensors_are_packed_at_multiples_of_64_bytes() -> None:
     specs = [TensorMetadata("a", "float32", (5,)), TensorMetadata("b", "bfloat16", (3, 2))]
     assert plan_buckets(specs, max_bytes=100) == (
         (
@@ -32,13 +32,13 @@ def test_tensors_are_laid_end_to_end_at_multiples_of_64() -> None:
     )
 
 
-def test_a_tensor_that_does_not_fit_opens_a_bucket() -> None:
+def test_a_tensor_that_does_not_fit_starts_a_new_bucket() -> None:
     specs = [TensorMetadata(name, "uint8", (40,)) for name in "abc"]
     buckets = plan_buckets(specs, max_bytes=104)
     assert [[slot.name for slot in slots] for slots in buckets] == [["a", "b"], ["c"]]
 
 
-def test_a_tensor_larger_than_a_bucket_has_one_of_its_own() -> None:
+def test_a_tensor_larger_than_a_bucket_gets_its_own_bucket() -> None:
     sizes = {"a": 10, "big": 1000, "b": 10}
     specs = [TensorMetadata(name, "uint8", (size,)) for name, size in sizes.items()]
     buckets = plan_buckets(specs, max_bytes=128)
@@ -46,7 +46,7 @@ def test_a_tensor_larger_than_a_bucket_has_one_of_its_own() -> None:
 
 
 @given(SPECS, st.integers(1, 2000))
-def test_every_tensor_has_one_place_and_no_two_overlap(
+def test_every_tensor_has_exactly_one_slot_and_slots_do_not_overlap(
     specs: list[TensorMetadata], max_bytes: int
 ) -> None:
     buckets = plan_buckets(specs, max_bytes=max_bytes)
@@ -58,7 +58,7 @@ def test_every_tensor_has_one_place_and_no_two_overlap(
         assert all(a.end <= b.offset for a, b in pairwise(bucket))
 
 
-def test_a_view_shares_the_bytes_even_of_a_read_only_array() -> None:
+def test_a_tensor_view_shares_memory_even_with_a_read_only_array() -> None:
     data = np.zeros(128, np.uint8)
     data[64:68] = np.frombuffer(np.float32(2.5).tobytes(), np.uint8)
     data.flags.writeable = False
@@ -67,7 +67,7 @@ def test_a_view_shares_the_bytes_even_of_a_read_only_array() -> None:
     assert view.data_ptr() == data.ctypes.data + 64
 
 
-def test_bytes_of_a_manifest_are_the_sum_over_its_buckets() -> None:
+def test_manifest_bytes_are_the_sum_over_its_buckets() -> None:
     manifest = WeightManifest(
         3, (WeightBucket((), 10, "x"), WeightBucket((), 5, "y")), ("h0", "h1")
     )
@@ -75,11 +75,11 @@ def test_bytes_of_a_manifest_are_the_sum_over_its_buckets() -> None:
     assert pickle.loads(pickle.dumps(manifest)) == manifest
 
 
-def test_each_bucket_needs_a_handle() -> None:
+def test_every_bucket_needs_a_handle() -> None:
     with pytest.raises(ValueError, match="1 handles for 2 buckets"):
         WeightManifest(3, (WeightBucket((), 10, "x"), WeightBucket((), 5, "y")), ("h0",))
 
 
-def test_the_size_of_a_tensor_is_that_of_torch() -> None:
+def test_tensor_sizes_match_torch() -> None:
     for name, dtype in TORCH_DTYPES.items():
         assert TensorMetadata("a", name, (2, 3)).num_bytes == torch.empty(2, 3, dtype=dtype).nbytes

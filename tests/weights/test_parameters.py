@@ -8,7 +8,7 @@ from tests.engines.tiny_qwen import tiny_model
 
 
 class Tied(torch.nn.Module):
-    """An embedding whose weight is the head's as well, and a norm."""
+    """An embedding that shares its weight with the head, and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,14 +18,14 @@ class Tied(torch.nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_a_set_has_all_names_and_knows_which_are_one_tensor() -> None:
-    found = ParameterSet.from_module(Tied())
-    assert found.shapes == {"embed.weight": (6, 4), "norm.weight": (4,), "head.weight": (6, 4)}
-    assert found.tied_groups == (frozenset({"embed.weight", "head.weight"}),)
+def test_a_parameter_set_has_all_names_and_the_tied_groups() -> None:
+    parameters = ParameterSet.from_module(Tied())
+    assert parameters.shapes == {"embed.weight": (6, 4), "norm.weight": (4,), "head.weight": (6, 4)}
+    assert parameters.tied_groups == (frozenset({"embed.weight", "head.weight"}),)
 
 
 @pytest.mark.parametrize("given", ["embed.weight", "head.weight"])
-def test_one_of_two_tied_names_is_enough(given: str) -> None:
+def test_any_tied_name_is_enough(given: str) -> None:
     weight = torch.ones(6, 4)
     full = ParameterSet.from_module(Tied()).expand_tied(
         {given: weight, "norm.weight": torch.ones(4)}
@@ -34,13 +34,13 @@ def test_one_of_two_tied_names_is_enough(given: str) -> None:
     assert full["head.weight"] is weight
 
 
-def test_what_is_whole_stays_as_it_is() -> None:
+def test_a_full_set_is_returned_unchanged() -> None:
     tensors = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
     full = ParameterSet.from_module(torch.nn.Linear(3, 2)).expand_tied(tensors)
     assert all(full[name] is tensor for name, tensor in tensors.items())
 
 
-def test_arrays_are_taken_without_a_copy() -> None:
+def test_arrays_become_tensors_without_a_copy() -> None:
     arrays = {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(2, np.float32)}
     arrays["bias"].flags.writeable = False
     full = ParameterSet.from_module(torch.nn.Linear(3, 2)).expand_tied(arrays)
@@ -50,23 +50,25 @@ def test_arrays_are_taken_without_a_copy() -> None:
 @pytest.mark.parametrize(
     ("tensors", "fault"),
     [
-        ({"weight": torch.ones(2, 3)}, "the weights lack 1 parameters, as bias"),
+        ({"weight": torch.ones(2, 3)}, "the weights lack 1 parameters, such as bias"),
         (
             {"weight": torch.ones(2, 3), "bias": torch.ones(2), "c": torch.ones(1)},
-            "the weights have unknown 1 parameters, as c",
+            "the weights have unknown 1 parameters, such as c",
         ),
         (
             {"weight": torch.ones(3, 2), "bias": torch.ones(2)},
-            r"weight has shape \(3, 2\), wanted \(2, 3\)",
+            r"weight has shape \(3, 2\), expected \(2, 3\)",
         ),
     ],
 )
-def test_what_is_not_the_set_is_named(tensors: dict[str, torch.Tensor], fault: str) -> None:
+def test_missing_unknown_and_misshapen_parameters_are_named(
+    tensors: dict[str, torch.Tensor], fault: str
+) -> None:
     with pytest.raises(WeightsError, match=fault):
         ParameterSet.from_module(torch.nn.Linear(3, 2)).expand_tied(tensors)
 
 
-def test_tied_names_are_one_parameter_and_go_by_the_first() -> None:
+def test_tied_names_go_by_the_first_name() -> None:
     model = tiny_model(tied=True, seed=0)
     assert ParameterSet.from_module(model).unique_names == order_for_fusion(
         dict(model.named_parameters())

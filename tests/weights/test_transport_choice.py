@@ -25,7 +25,7 @@ LITTLE_ROOM = ClusterFacts(
 )
 
 
-def test_one_node_with_room_takes_shared_memory() -> None:
+def test_auto_chooses_shared_memory_on_a_single_node() -> None:
     assert choose_transport(WeightsConfig(), ONE_NODE) == TransportDecision(
         "shared_memory",
         "weights: shared memory, as publisher and 3 readers are on one node, /dev/shm has 11.2 GB"
@@ -33,7 +33,7 @@ def test_one_node_with_room_takes_shared_memory() -> None:
     )
 
 
-def test_two_nodes_take_the_store() -> None:
+def test_auto_chooses_the_object_store_on_two_nodes() -> None:
     assert choose_transport(WeightsConfig(), TWO_NODES) == TransportDecision(
         "store",
         "weights: the object store, as for shared memory publisher and readers are on 2 nodes, "
@@ -41,7 +41,7 @@ def test_two_nodes_take_the_store() -> None:
     )
 
 
-def test_what_rays_store_may_take_is_no_room_for_weights() -> None:
+def test_the_share_of_rays_object_store_is_not_available_to_weights() -> None:
     assert choose_transport(WeightsConfig(), LITTLE_ROOM) == TransportDecision(
         "store",
         "weights: the object store, as for shared memory /dev/shm has 64.0 MB = 576.0 MB - 512.0 MB"
@@ -56,7 +56,7 @@ def test_what_rays_store_may_take_is_no_room_for_weights() -> None:
 @pytest.mark.parametrize(
     ("readers", "max_staleness", "read"), [(1, 5, 1), (4, 0, 1), (4, 1, 2), (4, 9, 4), (0, 3, 0)]
 )
-def test_readers_hold_one_version_each_and_no_more_than_tokens_may_be_old(
+def test_lagging_versions_are_bounded_by_readers_and_max_staleness(
     readers: int, max_staleness: int, read: int
 ) -> None:
     model = PublishedModel("policy", 100, readers)
@@ -66,7 +66,7 @@ def test_readers_hold_one_version_each_and_no_more_than_tokens_may_be_old(
     assert choose_transport(WeightsConfig(), facts).transport == "store"
 
 
-def test_every_published_model_counts_and_they_share_what_there_is() -> None:
+def test_published_models_share_the_memory_by_need() -> None:
     models = (
         PublishedModel("policy", 100, num_readers=2),
         PublishedModel("critic", 50, num_readers=1),
@@ -88,7 +88,9 @@ def test_every_published_model_counts_and_they_share_what_there_is() -> None:
         (LITTLE_ROOM, "weights.transport=shared_memory: /dev/shm has 64.0 MB = 576.0 MB - 512.0"),
     ],
 )
-def test_shared_memory_that_cannot_be_is_refused(facts: ClusterFacts, rule: str) -> None:
+def test_impossible_shared_memory_is_refused_with_the_arithmetic(
+    facts: ClusterFacts, rule: str
+) -> None:
     with pytest.raises(ConfigError, match=rule):
         choose_transport(WeightsConfig(transport="shared_memory"), facts)
 
@@ -111,7 +113,7 @@ def test_shared_memory_that_cannot_be_is_refused(facts: ClusterFacts, rule: str)
         object_store_bytes=st.integers(0, 10**11),
     ),
 )
-def test_what_is_asked_for_is_taken_or_refused(transport: str, facts: ClusterFacts) -> None:
+def test_the_configured_transport_is_chosen_or_refused(transport: str, facts: ClusterFacts) -> None:
     try:
         choice = choose_transport(WeightsConfig(transport=transport), facts)
     except ConfigError:
@@ -121,5 +123,5 @@ def test_what_is_asked_for_is_taken_or_refused(transport: str, facts: ClusterFac
     assert transport in ("auto", choice.transport)
     assert choice.reason.startswith("weights: ")
     if choice.transport == "shared_memory":
-        (room,) = divide_shared_memory(WeightsConfig(), facts).values()
-        assert 4 * facts.models[0].num_bytes <= room == facts.capacity_bytes
+        (num_bytes,) = divide_shared_memory(WeightsConfig(), facts).values()
+        assert 4 * facts.models[0].num_bytes <= num_bytes == facts.capacity_bytes

@@ -1,9 +1,9 @@
-"""Advantages: how much better a rollout, or a token of it, did than was to be expected.
+"""Advantages of rollouts or tokens over a baseline.
 
-Shapes: B rollouts, T positions. Scores are [B]. What is per token is [B, T], with `loss_mask` bool
-true where the policy sampled; whatever stands elsewhere, NaN included, has no say, and the results
-are 0 there. A group is the rows with the same integer in `group_ids` [B], wherever they lie. The
-statistics are taken in float64, the results have the dtype of what came in.
+Shapes: B rollouts, T positions. Scores are [B]. Per-token tensors are [B, T], with `loss_mask` bool
+true where the policy sampled. Values outside the mask, NaN included, have no effect, and results
+are 0 there. A group consists of the rows with equal integers in `group_ids` [B], in any order.
+Statistics use float64; results have the dtype of the input.
 """
 
 import torch
@@ -26,12 +26,13 @@ def group_relative_advantages(
     unbiased: bool = True,
     single: str = "zero",
 ) -> Tensor:
-    """Score minus the group's mean score, divided by what `scale` says: [B].
+    """Return score minus the group's mean score, divided according to `scale`: [B].
 
-    "std" divides by the deviation of the group's scores, "batch" by that of all scores (`unbiased`:
-    with n - 1), "mean" by the group's mean, both plus `eps`; "none" by nothing. Where the mean is
-    not positive, "mean" gives 0. A group of equal scores gets exactly 0. A group of one has nothing
-    to compare with: `single` is "zero", or "keep" for a baseline of 0 and a deviation of 1.
+    "std" divides by the standard deviation of the group's scores, "batch" by that of all scores
+    (`unbiased`: with n - 1), "mean" by the group's mean, each plus `eps`; "none" does not divide.
+    If the mean is not positive, "mean" gives 0. A group of equal scores gets exactly 0. For a group
+    with a single rollout, `single` is "zero", or "keep" for a baseline of 0 and a deviation of 1.
+    Example: scores 1, 0, 0, 1 with "none" give 0.5, -0.5, -0.5, 0.5.
 
     Source: Shao et al. 2024 (DeepSeekMath, GRPO), section 4.1.2; "none" is Liu et al. 2025 (Dr.
     GRPO), "batch" Liu et al. 2025 (Tricks or Traps), "mean" Tajwar et al. 2026 (MaxRL). Raises
@@ -40,45 +41,46 @@ def group_relative_advantages(
     if scale not in ADVANTAGE_SCALES:
         raise ValueError(f"scale={scale!r}: must be one of {', '.join(ADVANTAGE_SCALES)}")
     values, groups = scores.double(), _GroupStatistics(group_ids)
-    centred = groups.center_values(values)
+    centered = groups.center_values(values)
     if scale == "std":
-        centred = centred / (groups.group_std(centred, unbiased=unbiased) + eps)
+        centered = centered / (groups.group_std(centered, unbiased=unbiased) + eps)
     elif scale == "batch":
-        everyone = _GroupStatistics(torch.zeros_like(group_ids))
-        deviation = everyone.group_std(everyone.center_values(values), unbiased=unbiased)
-        centred = centred / (deviation + eps)
+        batch = _GroupStatistics(torch.zeros_like(group_ids))
+        deviation = batch.group_std(batch.center_values(values), unbiased=unbiased)
+        centered = centered / (deviation + eps)
     elif scale == "mean":
         mean = groups.group_mean(values)
-        centred = torch.where(mean > 0, centred / (mean + eps), 0.0)
-    kept = values / (1 + eps) if scale == "std" else values
-    return _fill_single_rollouts(centred, kept, groups, single).to(_result_dtype(scores))
+        centered = torch.where(mean > 0, centered / (mean + eps), 0.0)
+    single_values = values / (1 + eps) if scale == "std" else values
+    return _fill_single_rollouts(centered, single_values, groups, single).to(_result_dtype(scores))
 
 
 def leave_one_out_advantages(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -> Tensor:
-    """Score minus the mean score of the others in its group: [B].
+    """Return score minus the mean score of the other rollouts in the group: [B].
 
-    A group of one has no others: `single` is "zero", or "keep" for a baseline of 0. Source:
+    For a group with a single rollout, `single` is "zero", or "keep" for a baseline of 0. Source:
     Ahmadian et al. 2024 (RLOO). Raises ValueError on an unknown `single`.
     """
     values, groups = scores.double(), _GroupStatistics(group_ids)
-    others = (groups.group_sizes - 1).clamp(min=1)
-    advantages = groups.center_values(values) * groups.group_sizes / others
+    num_others = (groups.group_sizes - 1).clamp(min=1)
+    # s - mean of the others = (s - mean of all) n / (n - 1)
+    advantages = groups.center_values(values) * groups.group_sizes / num_others
     return _fill_single_rollouts(advantages, values, groups, single).to(_result_dtype(scores))
 
 
 def length_weighted_advantages(
     scores: Tensor, group_ids: Tensor, lengths: Tensor, *, single: str = "zero"
 ) -> Tensor:
-    """Score minus the mean score of the group's tokens: [B].
+    """Return score minus the group's mean score weighted by length: [B].
 
-    `lengths` [B] are the sampled tokens of the rollouts: a long one weighs more in the baseline,
-    which makes it the one of least variance. A group of one is `single`: "zero", or "keep" for a
-    baseline of 0. Source: Hao et al. 2025 (OPO). Raises ValueError on an unknown `single`.
+    `lengths` [B] are the sampled tokens of the rollouts. The weights give the baseline of least
+    variance. For a group with a single rollout, `single` is "zero", or "keep" for a baseline of 0.
+    Source: Hao et al. 2025 (OPO). Raises ValueError on an unknown `single`.
     """
     values, weights, groups = scores.double(), lengths.double(), _GroupStatistics(group_ids)
-    # From the centred scores, so that equal scores are exactly 0 here too.
-    centred = groups.center_values(values)
-    advantages = centred - groups.group_sum(weights * centred) / groups.group_sum(weights)
+    # Start from centered scores, so that equal scores give exactly 0.
+    centered = groups.center_values(values)
+    advantages = centered - groups.group_sum(weights * centered) / groups.group_sum(weights)
     return _fill_single_rollouts(advantages, values, groups, single).to(_result_dtype(scores))
 
 
@@ -90,35 +92,35 @@ def best_of_group_advantages(
     eps: float = 1e-6,
     unbiased: bool = True,
 ) -> Tensor:
-    """For the best of each group its lead over the second best, for the others 0: [B].
+    """Return the lead over the second best for the best of each group, 0 for all others: [B].
 
-    What the group's best score is more than it would be without this rollout: of 0 and 1, what
-    pass@G gains by it. With `scale` "std" divided by the deviation of the group's scores. Source:
-    Tang et al. 2025 (inference-time objectives). Raises ValueError for a group of one, or another
-    scale.
+    The value is the decrease of the group's best score without this rollout; for scores 0 and 1,
+    its contribution to pass@G. Scores 0.2, 0.9, 0.6 give 0, 0.3, 0. `scale` "std" divides by the
+    standard deviation of the group's scores. Source: Tang et al. 2025 (inference-time objectives).
+    Raises ValueError for a group with a single rollout, or a different scale.
     """
     if scale not in ("std", "none"):
         raise ValueError(f"scale={scale!r}: must be std or none")
     values, groups = scores.double(), _GroupStatistics(group_ids)
     if (groups.group_sizes == 1).any():
-        raise ValueError("a group of one has no second best")
+        raise ValueError("a group with a single rollout has no second best")
     best = groups.group_max(values)
-    # With two at the top the lead is 0, for both of them.
+    # Rollouts that tie for the best have a lead of 0.
     is_best = values == best
     second = groups.group_max(torch.where(is_best, -torch.inf, values))
-    shared = groups.group_sum(is_best.double()) > 1
-    lead = torch.where(is_best & ~shared, best - second, 0.0)
+    is_tied = groups.group_sum(is_best.double()) > 1
+    lead = torch.where(is_best & ~is_tied, best - second, 0.0)
     if scale == "std":
         lead = lead / (groups.group_std(groups.center_values(values), unbiased=unbiased) + eps)
     return lead.to(_result_dtype(scores))
 
 
 def gpg_advantages(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -> Tensor:
-    """Score minus the group's mean score, times rollouts over rollouts whose score is not 0: [B].
+    """Return score minus the group's mean score, scaled by the share of nonzero scores: [B].
 
-    The factor makes up for rollouts from which there is nothing to learn; it is of the whole
-    batch. A group of one is `single`: "zero", or "keep" for a baseline of 0. Source: Chu et al.
-    2025 (GPG). Raises ValueError on an unknown `single`.
+    The factor, rollouts of the batch over rollouts whose score is not 0, compensates for rollouts
+    without a gradient. For a group with a single rollout, `single` is "zero", or "keep" for a
+    baseline of 0. Source: Chu et al. 2025 (GPG). Raises ValueError on an unknown `single`.
     """
     values, groups = scores.double(), _GroupStatistics(group_ids)
     factor = len(values) / (values != 0).double().sum().clamp(min=1)
@@ -129,7 +131,7 @@ def gpg_advantages(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -
 
 
 def greedy_baseline_advantages(scores: Tensor, baseline_scores: Tensor) -> Tensor:
-    """Score minus that of the prompt's greedy completion, `baseline_scores` [B]: [B].
+    """Return score minus the score of the prompt's greedy completion, `baseline_scores` [B]: [B].
 
     Source: Li et al. 2024 (ReMax).
     """
@@ -144,18 +146,18 @@ def decoupled_reward_advantages(
     eps: float = 1e-6,
     unbiased: bool = True,
 ) -> Tensor:
-    """Each reward made group-relative by itself, then added up: [B].
+    """Return the weighted sum of the group-relative advantages of each reward: [B].
 
-    `rewards` [B, K], `weights` [K], 1 each if None. So a reward of wide spread does not drown the
-    others. A reward of NaN says nothing of a rollout, and is left out for it. The paper whitens the
-    sum over the batch, which is `masked_whiten`. Source: Liu et al. 2026 (GDPO).
+    `rewards` [B, K]; `weights` [K], default 1 each. Normalizing each reward separately keeps a
+    reward of wide spread from dominating. A NaN reward is left out for its rollout. The paper also
+    whitens the sum over the batch: use `masked_whiten`. Source: Liu et al. 2026 (GDPO).
     """
     total = torch.zeros(rewards.shape, dtype=torch.float64)
-    for part, column in zip(total.unbind(-1), rewards.double().unbind(-1), strict=True):
-        said = ~column.isnan()
-        if said.any():
-            part[said] = group_relative_advantages(
-                column[said], group_ids[said], eps=eps, unbiased=unbiased
+    for advantages, column in zip(total.unbind(-1), rewards.double().unbind(-1), strict=True):
+        is_known = ~column.isnan()
+        if is_known.any():
+            advantages[is_known] = group_relative_advantages(
+                column[is_known], group_ids[is_known], eps=eps, unbiased=unbiased
             )
     return (
         (total if weights is None else total * weights.double()).sum(-1).to(_result_dtype(rewards))
@@ -171,61 +173,65 @@ def generalized_advantages(
     lam: float,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimates and returns, both [B, T].
+    """Return generalized advantage estimates and returns, both [B, T].
 
-    delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next, returns A + V; "next" is
-    the next token that counts, so what a tool or an environment wrote is carried through, and a
-    reward that stands there has no say. After the last token V is `bootstrap_values` [B], 0 if
-    None: that of a rollout that was cut off need not be 0. Whitening is apart (`masked_whiten`).
-    Source: Schulman et al. 2016 (GAE), equation 16.
+    delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next, returns A + V. "next" is
+    the next token inside the mask: tokens of tools and environments are skipped, and rewards on
+    them are ignored. After the last token V is `bootstrap_values` [B], default 0; a truncated
+    rollout may need another value. For whitening use `masked_whiten`. Source: Schulman et al. 2016
+    (GAE), equation 16.
     """
     rewards, estimates = (
         apply_mask(token_rewards.double(), loss_mask),
         apply_mask(values.double(), loss_mask),
     )
     advantages = torch.zeros_like(rewards)
-    after = rewards.new_zeros(len(rewards))
-    value_after = after if bootstrap_values is None else bootstrap_values.double()
+    next_advantage = rewards.new_zeros(len(rewards))
+    next_value = next_advantage if bootstrap_values is None else bootstrap_values.double()
     for t in reversed(range(rewards.shape[1])):
-        counts = loss_mask[:, t]
-        delta = rewards[:, t] + gamma * value_after - estimates[:, t]
-        after = torch.where(counts, delta + gamma * lam * after, after)
-        value_after = torch.where(counts, estimates[:, t], value_after)
-        advantages[:, t] = apply_mask(after, counts)
+        is_counted = loss_mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - estimates[:, t]
+        next_advantage = torch.where(
+            is_counted, delta + gamma * lam * next_advantage, next_advantage
+        )
+        next_value = torch.where(is_counted, estimates[:, t], next_value)
+        advantages[:, t] = apply_mask(next_advantage, is_counted)
     dtype = _result_dtype(values)
     return advantages.to(dtype), (advantages + estimates).to(dtype)
 
 
 def reward_to_go(token_rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> Tensor:
-    """The discounted sum of rewards from each token on: [B, T].
+    """Return the discounted sum of rewards from each token on: [B, T].
 
-    Tokens that do not count are carried through undiscounted. REINFORCE++ (Hu et al. 2025) whitens
-    this over the step; its variant with a baseline whitens group-relative scores instead.
+    Tokens outside the mask are skipped without discount. REINFORCE++ (Hu et al. 2025) whitens the
+    result over the step; its variant with a baseline whitens group-relative scores instead.
     """
     rewards = apply_mask(token_rewards.double(), loss_mask)
     returns = torch.zeros_like(rewards)
-    after = rewards.new_zeros(len(rewards))
+    next_return = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
-        counts = loss_mask[:, t]
-        after = torch.where(counts, rewards[:, t] + gamma * after, after)
-        returns[:, t] = apply_mask(after, counts)
+        is_counted = loss_mask[:, t]
+        next_return = torch.where(is_counted, rewards[:, t] + gamma * next_return, next_return)
+        returns[:, t] = apply_mask(next_return, is_counted)
     return returns.to(_result_dtype(token_rewards))
 
 
 def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, unbiased: bool = True) -> Tensor:
-    """`x` shifted and scaled to mean 0 and variance 1 over what the mask keeps: [B, T].
+    """Return `x` normalized to mean 0 and variance 1 over the mask: [B, T].
 
-    Over tokens, so a long rollout weighs more. `eps` is added to the variance. Fewer than two
-    tokens give 0.
+    Statistics are over tokens, so long rollouts weigh more. `eps` is added to the variance. Fewer
+    than two tokens give 0.
     """
     kept, count = apply_mask(x.double(), mask), mask.sum()
-    centred = apply_mask(kept - kept.sum() / count.clamp(min=1), mask)
-    freedom = (count - 1 if unbiased else count).clamp(min=1)
-    return (centred * (centred.square().sum() / freedom + eps).rsqrt()).to(_result_dtype(x))
+    centered = apply_mask(kept - kept.sum() / count.clamp(min=1), mask)
+    degrees_of_freedom = (count - 1 if unbiased else count).clamp(min=1)
+    return (centered * (centered.square().sum() / degrees_of_freedom + eps).rsqrt()).to(
+        _result_dtype(x)
+    )
 
 
 class _GroupStatistics:
-    """Statistics of the rows with the same id, float64, spread to the rows again: [B]."""
+    """Group statistics in float64, broadcast to the rows: [B]."""
 
     def __init__(self, group_ids: Tensor) -> None:
         _, self._index = torch.unique(group_ids, return_inverse=True)
@@ -234,37 +240,34 @@ class _GroupStatistics:
         self.group_sizes = torch.bincount(self._index)[self._index]
 
     def group_sum(self, values: Tensor) -> Tensor:
-        """The sum of the group."""
         return values.new_zeros(self._num_groups).index_add(0, self._index, values)[self._index]
 
     def group_mean(self, values: Tensor) -> Tensor:
-        """The mean of the group."""
         return self.group_sum(values) / self.group_sizes
 
     def group_max(self, values: Tensor) -> Tensor:
-        """The largest of the group."""
         empty = values.new_zeros(self._num_groups)
         best = empty.scatter_reduce(0, self._index, values, "amax", include_self=False)
         return best[self._index]
 
     def center_values(self, values: Tensor) -> Tensor:
-        """Minus the mean of the group; exactly 0 where all of them are equal.
+        """Subtract the group's mean; exactly 0 if all values of the group are equal.
 
-        The mean of equal numbers can be off by one rounding, which a division would blow up.
+        The mean of equal floats can be off by a rounding error, which dividing by the tiny
+        deviation would blow up.
         """
         equal = self.group_max(values) == -self.group_max(-values)
         return torch.where(equal, 0.0, values - self.group_mean(values))
 
-    def group_std(self, centred: Tensor, *, unbiased: bool) -> Tensor:
-        """The standard deviation of the group."""
-        freedom = (self.group_sizes - 1).clamp(min=1) if unbiased else self.group_sizes
-        return (self.group_sum(centred.square()) / freedom).sqrt()
+    def group_std(self, centered: Tensor, *, unbiased: bool) -> Tensor:
+        degrees_of_freedom = (self.group_sizes - 1).clamp(min=1) if unbiased else self.group_sizes
+        return (self.group_sum(centered.square()) / degrees_of_freedom).sqrt()
 
 
 def _fill_single_rollouts(
-    advantages: Tensor, kept: Tensor, groups: _GroupStatistics, single: str
+    advantages: Tensor, single_values: Tensor, groups: _GroupStatistics, single: str
 ) -> Tensor:
     if single not in SINGLE_ROLLOUT_MODES:
         raise ValueError(f"single={single!r}: must be one of {', '.join(SINGLE_ROLLOUT_MODES)}")
-    alone = groups.group_sizes == 1
-    return torch.where(alone, kept if single == "keep" else 0.0, advantages)
+    is_single = groups.group_sizes == 1
+    return torch.where(is_single, single_values if single == "keep" else 0.0, advantages)

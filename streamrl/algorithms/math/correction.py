@@ -1,13 +1,14 @@
-"""Correction for tokens that another policy sampled than the one that is trained.
+"""Off-policy correction: weights and masks for tokens sampled by a different policy.
 
-Three policies sign a token: the one that sampled it (behaviour: `generator_logprobs`, an older
-version in another engine), the one at the start of the step (proximal) and the one in training.
-The loss clips the last against the proximal policy and weighs by proximal over behaviour: decoupled
-PPO (Hilton et al. 2021, AReaL: Fu et al. 2025). What is here weighs and rejects, and tells how far
-apart they are.
+Three policies assign a logprob to a token: the sampling policy (behavior: `generator_logprobs`, an
+older version in another engine), the policy at the start of the step (proximal), and the trained
+policy. The loss clips the trained policy against the proximal one and weighs tokens by proximal
+over behavior: decoupled PPO (Hilton et al. 2021; AReaL, Fu et al. 2025).
 
-Shapes: `log_ratio` [B, T] is proximal (or trained) minus behaviour logprobs, `loss_mask` bool.
-Weights and masks have no gradient; outside `loss_mask` they are 0 and false whatever stands there.
+    behavior --importance weights, rejection--> proximal --clip--> trained
+
+Shapes: `log_ratio` [B, T] is proximal (or trained) minus behavior logprobs, `loss_mask` bool.
+Weights and masks have no gradient; outside `loss_mask` they are 0 and false, whatever the input.
 """
 
 import torch
@@ -33,23 +34,23 @@ def importance_weights(
     high: float | None = None,
     mode: str = "truncate",
 ) -> Tensor:
-    """Weights that make up for the behaviour policy, with bounded variance: [B, T].
+    """Return importance weights of proximal over behavior policy, with bounded variance: [B, T].
 
-    `level` "token" takes each token's ratio, "sequence" the product over its rollout, "geometric"
-    the geometric mean. `mode` "truncate" holds the weight within [low, high] (TIS: Yao et al.
-    2025), "mask" makes it 0 outside of them (IcePop: Ling Team 2025); None is no bound. Raises
-    ValueError on an unknown level or mode.
+    `level` "token" uses each token's ratio, "sequence" the product over its rollout, "geometric"
+    the geometric mean. `mode` "truncate" clamps the weight to [low, high] (TIS: Yao et al. 2025),
+    "mask" sets it to 0 outside (IcePop: Ling Team 2025); None is no bound. Raises ValueError on an
+    unknown level or mode.
     """
     if level not in WEIGHT_LEVELS:
         raise ValueError(f"level={level!r}: must be one of {', '.join(WEIGHT_LEVELS)}")
     if mode not in WEIGHT_MODES:
         raise ValueError(f"mode={mode!r}: must be one of {', '.join(WEIGHT_MODES)}")
-    known = apply_mask(log_ratio.detach(), loss_mask)
+    masked_log_ratio = apply_mask(log_ratio.detach(), loss_mask)
     if level == "sequence":
-        known = masked_row_sum(known, loss_mask).expand_as(known)
+        masked_log_ratio = masked_row_sum(masked_log_ratio, loss_mask).expand_as(masked_log_ratio)
     elif level == "geometric":
-        known = masked_row_mean(known, loss_mask).expand_as(known)
-    weights = probability_ratio(known)
+        masked_log_ratio = masked_row_mean(masked_log_ratio, loss_mask).expand_as(masked_log_ratio)
+    weights = probability_ratio(masked_log_ratio)
     bounded = weights.clamp(low, high) if (low, high) != (None, None) else weights
     if mode == "mask":
         bounded = torch.where(bounded == weights, weights, 0.0)
@@ -65,13 +66,13 @@ def rejection_mask(
     low: float | None = None,
     high: float | None = None,
 ) -> Tensor:
-    """The tokens that are near enough to be trained on: bool [B, T], part of `loss_mask`.
+    """Return the mask of tokens close enough to train on: bool [B, T], a subset of `loss_mask`.
 
-    `kind` "k1" bounds the probability ratio by [low, high]; "k2" and "k3" are divergences, which
-    only `high` bounds. `level` "token" judges each token; the others judge whole rollouts by the
-    "sum", "mean" or "max" of its tokens: the mean of k1 is the geometric mean of the ratio, its max
-    asks that all of them are within. Bounds count as inside. Source: Liu et al. 2025 (When Speed
-    Kills Stability). Raises ValueError on an unknown kind or level, or `low` for a divergence.
+    `kind` "k1" bounds the probability ratio by [low, high]; "k2" and "k3" are divergences with only
+    the bound `high`. `level` "token" judges each token; "sum", "mean" and "max" judge whole
+    rollouts: the mean of k1 is the geometric mean of the ratios, "max" requires all tokens to be
+    within the bounds. Bounds are inclusive. Source: Liu et al. 2025 (When Speed Kills Stability).
+    Raises ValueError on an unknown kind or level, or `low` for a divergence.
     """
     if kind not in REJECTION_KINDS:
         raise ValueError(f"kind={kind!r}: must be one of {', '.join(REJECTION_KINDS)}")
@@ -96,20 +97,20 @@ def rejection_mask(
 def off_policy_sequence_mask(
     log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, threshold: float
 ) -> Tensor:
-    """All but the tokens of bad rollouts the policy has left behind: bool [B, T].
+    """Mask tokens of negative advantage in rollouts that became unlikely: bool [B, T].
 
-    A token is left out if its advantage is negative and its rollout has become less likely than
-    exp(-threshold) per token, on average. Source: DeepSeek-AI 2025 (DeepSeek-V3.2).
+    A token is dropped if its advantage is negative and the mean log-ratio of its rollout is below
+    -threshold. Source: DeepSeek-AI 2025 (DeepSeek-V3.2).
     """
-    left_behind = -masked_row_mean(log_ratio.detach(), loss_mask) > threshold
-    return loss_mask & ~(left_behind & (advantages < 0))
+    is_unlikely = -masked_row_mean(log_ratio.detach(), loss_mask) > threshold
+    return loss_mask & ~(is_unlikely & (advantages < 0))
 
 
 def second_moment_mask(log_ratio: Tensor, loss_mask: Tensor, *, threshold: float) -> Tensor:
-    """As many tokens as can stay with a mean squared log-ratio below `threshold`: bool [B, T].
+    """Return the largest mask with a mean squared log-ratio below `threshold`: bool [B, T].
 
-    The farthest go first; of the whole step, as the mean of a chunk is another one. Source: Zheng
-    et al. 2025 (M2PO).
+    Drops the tokens of largest log-ratio first. Requires all tokens of the step: the mean of a
+    micro-batch differs. Source: Zheng et al. 2025 (M2PO).
     """
     squares = apply_mask(log_ratio.detach().double(), loss_mask).square()
     limit = second_moment_limit(squares[loss_mask], threshold=threshold)
@@ -117,13 +118,14 @@ def second_moment_mask(log_ratio: Tensor, loss_mask: Tensor, *, threshold: float
 
 
 def second_moment_limit(squares: Tensor, *, threshold: float) -> float:
-    """The largest of `squares` [N] such that those up to it have a mean below `threshold`.
+    """Return the largest of `squares` [N] such that values up to it have a mean below `threshold`.
 
-    Below all of them, -1, if even the smallest is too large.
+    Returns -1, below all values, if even the smallest is too large. Example: squares 1, 2, 9 with
+    threshold 2 give 2 (means 1, 1.5, 4).
     """
     ordered = squares.double().sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
-    # Ties stand or fall together: the mean up to the last of them decides.
+    # Equal values are kept or dropped together: the mean up to the last of them decides.
     last_of_ties = torch.ones(len(ordered), dtype=torch.bool, device=ordered.device)
     last_of_ties[:-1] = ordered[1:] > ordered[:-1]
     allowed = ordered[(means < threshold) & last_of_ties]
@@ -133,15 +135,16 @@ def second_moment_limit(squares: Tensor, *, threshold: float) -> float:
 def interpolated_proximal(
     logprobs: Tensor, generator_logprobs: Tensor, policy_version: Tensor, *, version: int
 ) -> Tensor:
-    """The proximal policy's logprobs without a forward pass, between the two known: [B, T].
+    """Interpolate the proximal policy's logprobs instead of computing a forward pass: [B, T].
 
-    A token sampled by version v_b, trained towards `version` + 1, is (version - v_b) of (version +
-    1 - v_b) steps along the line between the logprobs; v_b are `policy_version` [B, T]. One sampled
-    by `version` itself has its generator's. Source: Fu et al. 2025 (AReaL), log-linear.
+    A token sampled by version v_b and trained at `version` v gets the weight (v - v_b) / (v + 1 -
+    v_b) of the current logprobs; v_b are `policy_version` [B, T]. A token sampled by `version`
+    itself keeps the generator's logprob. Example: v = 5, v_b = 3 give generator + 2/3 (current -
+    generator). Source: Fu et al. 2025 (AReaL), log-linear.
     """
-    behind = (version - policy_version).clamp(min=0).to(logprobs.dtype)
-    share = behind / (behind + 1)
-    return generator_logprobs + share * (logprobs.detach() - generator_logprobs)
+    staleness = (version - policy_version).clamp(min=0).to(logprobs.dtype)
+    weight = staleness / (staleness + 1)
+    return generator_logprobs + weight * (logprobs.detach() - generator_logprobs)
 
 
 def _estimate_divergence(log_ratio: Tensor, kind: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""The critic's part of a step: its summed loss, and what is reported of it.
+"""Loss of a critic, and the sums for its metrics.
 
-The critic learns the returns that were derived from its own values at the time the group was
-scored; the clip holds it near those.
+The critic learns returns that were derived from its values at scoring time; clipping keeps the
+trained values near those.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from streamrl.algorithms.math.masks import apply_mask
 def critic_loss(
     batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Summed value loss of a micro-batch (scalar), and sums for `summarise_critic`.
+    """Return the summed value loss of a micro-batch (scalar) and the sums for `summarise_critic`.
 
-    `batch` holds loss_mask bool, returns and values (when the group was scored), all [B, T];
-    `values` [B, T] are those in training. Normalised by the tokens of the update.
+    `batch` contains loss_mask bool, returns, and values (at scoring time), all [B, T]; `values` [B,
+    T] are the trained ones. The denominator is the number of tokens of the update.
     """
     losses, sums = critic_token_losses(batch, values, clip=clip)
     return losses.sum(), sums
@@ -28,21 +28,21 @@ def critic_loss(
 def critic_token_losses(
     batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same before it is summed, [B, T]."""
+    """Return the value losses per token, [B, T], and the sums for `summarise_critic`."""
     mask = batch["loss_mask"]
-    returns, old = apply_mask(batch["returns"], mask), apply_mask(batch["values"], mask)
-    current = apply_mask(values, mask)
-    losses = apply_mask(value_loss(current, returns, old, clip=clip), mask)
-    known = current.detach()
-    moved = (known - old).abs()
+    returns, old_values = apply_mask(batch["returns"], mask), apply_mask(batch["values"], mask)
+    new_values = apply_mask(values, mask)
+    losses = apply_mask(value_loss(new_values, returns, old_values, clip=clip), mask)
+    detached = new_values.detach()
+    change = (detached - old_values).abs()
     sums = {
         "num_tokens": mask.sum(),
         "loss_value_sum": losses.sum(),
-        "value_sum": known.sum(),
+        "value_sum": detached.sum(),
         "return_sum": returns.sum(),
         "return_squared_sum": returns.square().sum(),
-        "error_sum": (returns - known).sum(),
-        "error_squared_sum": (returns - known).square().sum(),
-        "value_clipped_sum": (mask & (moved > clip)).sum() if clip else torch.zeros(()),
+        "error_sum": (returns - detached).sum(),
+        "error_squared_sum": (returns - detached).square().sum(),
+        "value_clipped_sum": (mask & (change > clip)).sum() if clip else torch.zeros(()),
     }
     return losses, {name: value.detach() for name, value in sums.items()}

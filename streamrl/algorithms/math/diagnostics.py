@@ -1,7 +1,7 @@
-"""How far the policy that sampled is from the one that is trained, in sums that add up.
+"""Sums that measure the difference between sampling policy and trained policy.
 
-Quantiles do not add up, counts do: the log-ratios are counted in bins, narrow around 0 and wider
-the farther out, and a quantile is read off the counts of the whole step.
+Quantiles of micro-batches do not add up, but counts do: log-ratios are counted in bins, narrow near
+0 and wider farther out, and quantiles are read from the counts of the whole step.
 """
 
 import torch
@@ -14,24 +14,24 @@ from streamrl.algorithms.math.step_metrics import LOG_BIN_WIDTH, MIN_LOG_RATIO, 
 
 
 def divergence_sums(log_ratio: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
-    """Sums over tokens and rollouts of a micro-batch, for `summarise_divergence`.
+    """Return sums over the tokens and rollouts of a micro-batch, for `summarise_divergence`.
 
     `log_ratio` [B, T] is trained minus sampling policy, without gradient.
     """
     weights = apply_mask(probability_ratio(log_ratio), loss_mask)
-    whole = probability_ratio(masked_row_sum(log_ratio, loss_mask))[loss_mask.any(-1)]
-    known = log_ratio[loss_mask]
-    bins = torch.bincount(_bin_index(known), minlength=2 * NUM_BINS_PER_SIDE + 1)
+    sequence_ratios = probability_ratio(masked_row_sum(log_ratio, loss_mask))[loss_mask.any(-1)]
+    token_log_ratios = log_ratio[loss_mask]
+    bins = torch.bincount(_bin_index(token_log_ratios), minlength=2 * NUM_BINS_PER_SIDE + 1)
     return {
         "ratio_sum": weights.sum(),
         "ratio_squared_sum": weights.square().sum(),
-        "log_ratio_sum": known.sum(),
+        "log_ratio_sum": token_log_ratios.sum(),
         "num_sequences": loss_mask.any(-1).sum(),
-        "sequence_ratio_squared_sum": whole.double().square().sum(),
+        "sequence_ratio_squared_sum": sequence_ratios.double().square().sum(),
     } | {f"log_ratio_bin_{i}": count for i, count in enumerate(bins)}
 
 
 def _bin_index(log_ratio: Tensor) -> Tensor:
     bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    place = (bounded.abs() / MIN_LOG_RATIO).log1p() / LOG_BIN_WIDTH
-    return (bounded.sign() * place).round().long() + NUM_BINS_PER_SIDE
+    bin_position = (bounded.abs() / MIN_LOG_RATIO).log1p() / LOG_BIN_WIDTH
+    return (bounded.sign() * bin_position).round().long() + NUM_BINS_PER_SIDE

@@ -1,4 +1,4 @@
-"""Estimates of the divergence from a reference, and what holds it at a target."""
+"""Estimators of the KL divergence from a reference, and the adaptive KL coefficient."""
 
 from typing import TYPE_CHECKING
 
@@ -10,16 +10,17 @@ if TYPE_CHECKING:
 K3_LIMIT = 10.0
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 MAX_RELATIVE_ERROR = 0.2
-"""How far one step may be from the target, in parts of it, for the coefficient to follow."""
+"""Relative deviation from the target beyond which the coefficient's update is clamped."""
 
 
 def kl_estimate(logprobs: "Tensor", ref_logprobs: "Tensor", kind: str) -> "Tensor":
-    """Estimate of KL(policy || reference) at tokens sampled from the policy: same shape.
+    """Estimate KL(policy || reference) at tokens sampled from the policy: same shape.
 
-    With x = logprobs - ref_logprobs: k1 x, k2 x^2 / 2, k3 exp(-x) + x - 1 (at most 10), abs |x|.
-    A trailing + takes the value of that estimate and the gradient of k2, which on-policy is the
-    gradient of the divergence (k2+ is k2); that of k1 is 0 on average, that of k3 is another
-    divergence's.
+    With x = logprobs - ref_logprobs: k1 is x, k2 is x^2 / 2, k3 is exp(-x) + x - 1 (at most 10),
+    abs is |x|. A trailing + uses the value of the estimator and the gradient of k2, which on-policy
+    is the gradient of the KL divergence (k2+ equals k2). The gradient of k1 is 0 in expectation,
+    and that of k3 belongs to a different divergence.
+
     Source: Schulman 2020, "Approximating KL divergence". Raises ValueError on an unknown kind.
     """
     if kind not in KL_KINDS:
@@ -43,10 +44,10 @@ def _estimate_kl(x: "Tensor", kind: str) -> "Tensor":
 def adapt_kl_coef(
     coef: float, kl: float, *, target: float, horizon: float, num_rollouts: int
 ) -> float:
-    """The coefficient of the next step, from the divergence `kl` that this one showed.
+    """Return the coefficient of the next step, given this step's divergence `kl`.
 
-    It grows where `kl` is above `target` and shrinks below, by at most a fifth in `horizon`
-    rollouts. Source: Ziegler et al. 2019, section 2.2.
+    The coefficient grows if `kl` is above `target` and shrinks if below, by at most 20 % over
+    `horizon` rollouts. Source: Ziegler et al. 2019, section 2.2.
     """
     error = min(max(kl / target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
     return coef * (1 + error * num_rollouts / horizon)

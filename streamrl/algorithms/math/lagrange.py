@@ -1,4 +1,4 @@
-"""Reward under a limit on cost: one advantage from two, and the multiplier that weighs them."""
+"""Lagrangian for rewards under a cost limit: combined advantage and multiplier update."""
 
 import math
 from typing import TYPE_CHECKING
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 def lagrangian_advantages(
     reward_advantages: "Tensor", cost_advantages: "Tensor", *, multiplier: float
 ) -> "Tensor":
-    """(A_R - lambda A_C) / (1 + lambda), of the arguments' shape.
+    """Return (A_R - lambda A_C) / (1 + lambda), of the arguments' shape.
 
-    Divided so that a growing multiplier changes what is learned, not how fast. Source: Dai et al.
-    2024 (Safe RLHF).
+    The division keeps the scale, and so the effective learning rate, independent of lambda. Source:
+    Dai et al. 2024 (Safe RLHF).
     """
     return (reward_advantages - multiplier * cost_advantages) / (1 + multiplier)
 
@@ -21,11 +21,11 @@ def lagrangian_advantages(
 def adapt_multiplier(
     multiplier: float, cost: float, *, limit: float, lr: float, largest: float
 ) -> float:
-    """The multiplier after a step of mean cost `cost`: larger if that is above `limit`.
+    """Return the multiplier after a step with mean cost `cost`; larger if that exceeds `limit`.
 
-    A step of gradient ascent on lambda (cost - limit) in the logarithm of lambda, so that it stays
-    above 0; at most `largest`. Source: Dai et al. 2024 (Safe RLHF).
+    Gradient ascent on lambda (cost - limit) in log lambda, so lambda stays positive: lambda' =
+    lambda exp(lr lambda (cost - limit)), at most `largest`. Source: Dai et al. 2024 (Safe RLHF).
     """
-    # A cost that is far off would be too much for exp: half of its range is beyond any use.
+    # Keep exp() from overflowing (at 709) for costs far off the limit.
     ascent = max(min(lr * (cost - limit) * multiplier, 350.0), -350.0)
     return min(multiplier * math.exp(ascent), largest)

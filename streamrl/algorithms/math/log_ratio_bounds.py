@@ -1,4 +1,4 @@
-"""How far apart two policies are taken to be at most."""
+"""Bound of the log-ratio between two policies."""
 
 LOG_RATIO_LIMIT = 20.0
-"""exp() of more than this says nothing more and overflows sooner or later."""
+"""Bound that keeps exp() and its squares finite in float32; larger ratios carry no information."""

@@ -1,6 +1,6 @@
-"""Metrics of a step, and what its loss is divided by, from the sums of its micro-batches.
+"""Metrics of a step and its loss denominator, from the sums of all micro-batches and ranks.
 
-Nothing here is a tensor: it is computed where the sums of all ranks have come together.
+Plain floats, no tensors: runs after the sums of all ranks were added up.
 """
 
 import itertools
@@ -13,18 +13,18 @@ from streamrl.algorithms.options import validate_aggregation
 
 NUM_BINS_PER_SIDE = 40
 MIN_LOG_RATIO = 1e-3
-"""Log-ratios below this are not told from 0."""
+"""Log-ratios below this count as 0."""
 LOG_BIN_WIDTH = math.log1p(LOG_RATIO_LIMIT / MIN_LOG_RATIO) / NUM_BINS_PER_SIDE
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 SHARED_CRITIC_PREFIX = "critic_"
-"""Before the names of a critic's sums among those of the policy it shares a model with."""
+"""Prefix of a critic's sums if policy and critic share a model."""
 CRITIC_LOSS_METRICS = {"critic": "loss/value", "cost_critic": "loss/cost_value"}
 
 
 def step_loss_denominator(settings: AlgorithmSettings, sums: Mapping[str, float]) -> float:
-    """What the summed loss of a step is divided by, from its sums over micro-batches and ranks.
+    """Return the divisor of a step's summed loss, from the sums of micro-batches and ranks.
 
-    0 if no token was kept: there is nothing to divide, and no update to make.
+    Returns 0 if no token was kept; the caller must then skip the update.
     """
     if not sums.get("num_kept"):
         return 0.0
@@ -45,13 +45,13 @@ def loss_denominator(
     num_groups: float | None = None,
     max_length: int | None = None,
 ) -> float:
-    """What the sum of `aggregate_loss_sum` over a whole optimizer step is divided by.
+    """Return the divisor of the sum of `aggregate_loss_sum` over a whole optimizer step.
 
-    Counts are of the step, over all micro-batches and ranks: tokens that count, rollouts and groups
-    that have some. `max_length` is the longest completion there can be, needed by
-    seq-mean-token-sum-norm (Liu et al. 2025, Dr. GRPO) alone; a constant, because the padded width
-    would make the loss depend on how the step is cut. Raises ValueError if what the mode needs is
-    missing, or on an unknown mode.
+    Counts are over all micro-batches and ranks of the step: counted tokens, and rollouts and groups
+    with counted tokens. `max_length`, the longest possible completion, is required by
+    seq-mean-token-sum-norm (Liu et al. 2025, Dr. GRPO) only; a constant, because the padded width
+    would make the loss depend on the micro-batches. Raises ValueError on an unknown mode or a
+    missing count.
     """
     validate_aggregation(mode)
     if mode == "token-mean":
@@ -67,12 +67,12 @@ def loss_denominator(
     return float(num_sequences * max_length)
 
 
-def summarise_policy(sums: Mapping[str, float], normaliser: float) -> dict[str, float]:
-    """Metrics of a step from its sums over all micro-batches and ranks; none if it had no token.
+def summarise_policy(sums: Mapping[str, float], denominator: float) -> dict[str, float]:
+    """Return the policy's metrics of a step; empty if no token was sampled.
 
-    `loss/*` are the parts of the loss as it was minimised, weights included; `policy/*` are means
-    over tokens, `correction/*` tell how far the sampling policy was from the trained one. What
-    needs a reference is there only if there was one.
+    `loss/*` are the parts of the minimized loss, weights included; `policy/*` are means over
+    tokens; `correction/*` measure the distance between sampling and trained policy. policy/kl_ref
+    and loss/kl exist only with a reference.
     """
     num_sampled = sums.get("num_sampled", 0.0)
     if not num_sampled:
@@ -84,21 +84,22 @@ def summarise_policy(sums: Mapping[str, float], normaliser: float) -> dict[str, 
     }
     if "kl_ref_sum" in sums:
         metrics["policy/kl_ref"] = sums["kl_ref_sum"] / num_sampled
-    if not normaliser:
+    if not denominator:
         return metrics
     parts = [part for part in ("policy", "entropy", "kl") if f"loss_{part}_sum" in sums]
     return metrics | {
         "correction/weight_mean": sums["weight_sum"] / sums["num_kept"],
-        **{f"loss/{part}": sums[f"loss_{part}_sum"] / normaliser for part in parts},
+        **{f"loss/{part}": sums[f"loss_{part}_sum"] / denominator for part in parts},
     }
 
 
 def summarise_divergence(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-    """Metrics of a step from the sums of its micro-batches.
+    """Return the metrics of the off-policy distance of a step.
 
     ess is the effective share of the sample, (sum r)^2 / (n sum r^2); kl the divergence of the
     sampling policy from the trained one per token (k1, the mean of -log r); chi2 the mean of r^2
-    minus 1, over tokens and over whole rollouts; ratio_* quantiles of r, to about a tenth of log r.
+    minus 1, over tokens and over whole rollouts; ratio_* quantiles of r, exact to about a tenth of
+    log r.
     """
     counts = [sums[f"log_ratio_bin_{i}"] for i in range(2 * NUM_BINS_PER_SIDE + 1)]
     return {
@@ -111,18 +112,21 @@ def summarise_divergence(sums: Mapping[str, float], num_tokens: float) -> dict[s
 
 
 def _read_quantile(counts: list[float], q: float) -> float:
-    """The ratio below which a share q of the tokens lies, at the middle of its bin."""
-    reached = itertools.accumulate(counts)
-    place = next(i for i, seen in enumerate(reached) if seen >= q * sum(counts)) - NUM_BINS_PER_SIDE
-    size = MIN_LOG_RATIO * math.expm1(abs(place) * LOG_BIN_WIDTH)
-    return math.exp(math.copysign(size, place))
+    """Return the ratio below which a share q of the tokens lies, at the middle of its bin."""
+    cumulative = itertools.accumulate(counts)
+    bin_index = (
+        next(i for i, count in enumerate(cumulative) if count >= q * sum(counts))
+        - NUM_BINS_PER_SIDE
+    )
+    log_ratio = MIN_LOG_RATIO * math.expm1(abs(bin_index) * LOG_BIN_WIDTH)
+    return math.exp(math.copysign(log_ratio, bin_index))
 
 
 def summarise_critic(sums: Mapping[str, float], role: str) -> dict[str, float]:
-    """Metrics of a step from its sums, under the critic's role; none if it had no token.
+    """Return the metrics of the critic with this role; empty if it trained no token.
 
-    explained_variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0
-    for one that knows no more than the mean.
+    explained_variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a
+    critic that predicts only the mean.
     """
     count = sums.get("num_tokens", 0.0)
     if not count:
@@ -132,9 +136,11 @@ def summarise_critic(sums: Mapping[str, float], role: str) -> dict[str, float]:
         f"{role}/value_mean": sums["value_sum"] / count,
         f"{role}/clip_frac": sums["value_clipped_sum"] / count,
     }
-    spread = _compute_variance(sums, "return", count)
-    if spread > 0:
-        metrics[f"{role}/explained_variance"] = 1 - _compute_variance(sums, "error", count) / spread
+    variance = _compute_variance(sums, "return", count)
+    if variance > 0:
+        metrics[f"{role}/explained_variance"] = (
+            1 - _compute_variance(sums, "error", count) / variance
+        )
     return metrics
 
 

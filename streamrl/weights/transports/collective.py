@@ -1,14 +1,15 @@
-"""Weights as a broadcast: the publisher sends a version once, to all members together.
+"""Collective transport: the publisher broadcasts a version once to all members of a group.
 
-Buckets are laid into staging of the publisher's and sent by a thread of its own while the trainer
-goes on. Each also goes through another transport, the fallback, which serves whoever is no member,
-comes too late, or was in a broadcast that failed. `members` has how they agree.
+The writer copies buckets into staging buffers and a background thread sends them while training
+continues. Every bucket also goes through a fallback transport, for readers that are not members,
+arrive late, or took part in a failed broadcast. `collective_group` contains the agreement between
+the members.
 """
 
 import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as WaitedTooLong
+from concurrent.futures import TimeoutError as SendTimeoutError
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,18 +37,18 @@ from streamrl.weights.transports.collective_group import (
 CPU_DEVICE = torch.device("cpu")
 
 MEMBER_WAIT_FRACTION = 0.25
-"""Part of a timeout that the publisher waits for members; the rest is for the group and what is
-sent, beside what the bytes take."""
+"""Share of the timeout spent waiting for members; the rest is for group setup and the transfer, on
+top of the time that the bytes take.
+"""
 DEADLINE_GRACE_S = 5.0
-"""How much longer than it may take a broadcast is waited for, s: deadlines are not kept to the
-millisecond."""
+"""Extra wait for the sending thread: its deadlines are not exact."""
 NUM_KEPT_VERSIONS = 2
-"""Of how many versions the store keeps what was said: one who comes late looks for the last."""
+"""Versions with keys in the store; a late reader looks up the last version."""
 
 
 @dataclass(frozen=True)
 class CollectiveHandle:
-    """The term in which a bucket is sent, its number, and its handle in the fallback."""
+    """Group epoch of the broadcast, bucket index, and the handle in the fallback transport."""
 
     epoch: GroupEpoch
     bucket: int
@@ -55,11 +56,12 @@ class CollectiveHandle:
 
 
 class CollectiveWriter:
-    """The publisher's end, reached by others at `host`; what is sent is on `device`.
+    """Publisher's end: serves the store at `host` and sends from `device`.
 
-    A broadcast takes at most `timeout_s` and what its bytes take at SLOW_BYTES_PER_S. A quarter of
-    the timeout is for gathering the members: no more is lost where one is not there. One that dies
-    or hangs later on may cost all of it, of which the next version waits for what is left.
+    A broadcast takes at most `timeout_s` plus the transfer time at MIN_BYTES_PER_S. A quarter of
+    the timeout is for gathering the members, so a member that is absent from the start costs no
+    more than that. A member that dies or hangs later may cost all of the timeout; the next version
+    waits for the rest.
     """
 
     def __init__(
@@ -85,26 +87,26 @@ class CollectiveWriter:
         self._handles: list[CollectiveHandle] = []
         self._send_timeout_s = 0.0
         self._announced_versions: list[tuple[GroupEpoch, int]] = []
-        #: Why the last broadcast failed and who was waited for; None if it did not fail.
+        #: Why the last broadcast failed, with the members involved; None if it succeeded.
         self.send_failure: str | None = None
 
     def set_readers(self, names: Sequence[str]) -> None:
-        """Who takes part from the next version on."""
+        """Set the members from the next version on."""
         self._readers = tuple(names)
 
     def begin_version(self, version: int) -> None:
-        """Wait until the last version is sent, and begin a term if the members change.
+        """Wait for the previous broadcast, and begin a new group epoch if the members changed.
 
-        A broadcast that keeps its deadlines ends in time. Raises WeightsError if one does not: what
-        it reads cannot be laid anew.
+        Raises WeightsError if the broadcast overruns its deadline: it still reads the staging
+        buffers, so they cannot be refilled.
         """
         self._wait_for_send()
         self._absent_readers -= {name for name in self._absent_readers if self._has_returned(name)}
         members = tuple(name for name in self._readers if name not in self._absent_readers)
         if self.send_failure is not None:
-            # What failed may still be reading from it.
+            # A failed broadcast may still read the buffers in its thread: never refill them.
             self._staging_buffers = []
-        # What was said of a version that comes once more is still there.
+        # Keys of a version that is published again are still in the store, so it needs a new epoch.
         is_over = self.send_failure is not None or version == self._version
         if is_over or members != self._epoch.members:
             number = self._epoch.number + 1
@@ -115,7 +117,7 @@ class CollectiveWriter:
         self._fallback.begin_version(version)
 
     def allocate_buffer(self, num_bytes: int) -> Array:
-        """Staging, the same for the buckets of one number."""
+        """Return a staging buffer; bucket i of every version shares buffer i."""
         index = len(self._handles)
         if index == len(self._staging_buffers):
             self._staging_buffers.append(np.empty(0, np.uint8))
@@ -124,14 +126,14 @@ class CollectiveWriter:
         return self._staging_buffers[index][:num_bytes]
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> CollectiveHandle:
-        """Seal a copy in the fallback."""
+        """Commit a copy of the bucket to the fallback."""
         copy = commit_copy(self._fallback, bucket, data)
         handle = CollectiveHandle(self._epoch, len(self._handles), copy)
         self._handles.append(handle)
         return handle
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Send the version, in a thread, once its members are there."""
+        """Commit the version to the fallback and start the broadcast in a thread."""
         self._fallback.commit_version(_fallback_manifest(manifest))
         pairs = zip(self._staging_buffers, manifest.buckets, strict=False)
         buckets = [data[: bucket.num_bytes] for data, bucket in pairs]
@@ -143,7 +145,7 @@ class CollectiveWriter:
             )
 
     def close(self) -> None:
-        """Wait for what is being sent, at most as long as that may take."""
+        """Wait for a running broadcast, at most until its deadline."""
         try:
             self._wait_for_send()
         finally:
@@ -152,48 +154,47 @@ class CollectiveWriter:
             self._fallback.close()
 
     def _send_version(self, version: int, buckets: Sequence[Array]) -> None:
-        """A broadcast, from the wait for its members on; what goes wrong is kept in `failure`."""
-        term = self._epoch
+        """Wait for the members and broadcast the version; an error ends up in `send_failure`."""
+        epoch = self._epoch
         try:
             has_group = self._group is not None
-            patience = SharedDeadline(self._timeout_s * MEMBER_WAIT_FRACTION)
+            member_deadline = SharedDeadline(self._timeout_s * MEMBER_WAIT_FRACTION)
             absent = gather_members(
-                self._store, term, version, has_group=has_group, deadline=patience
+                self._store, epoch, version, has_group=has_group, deadline=member_deadline
             )
-            self._delete_old_keys(term, version)
+            self._delete_old_keys(epoch, version)
             if absent:
                 self._absent_readers |= set(absent)
                 for name in absent:
                     self._store.delete_key(_return_key(name))
-                raise WeightsError(f"waited for {', '.join(absent)}")
+                raise WeightsError(f"timed out waiting for {', '.join(absent)}")
             deadline = SharedDeadline(self._send_timeout_s - self._timeout_s * MEMBER_WAIT_FRACTION)
             if self._group is None:
                 self._group = BroadcastGroup(
-                    self._store, term, PUBLISHER_RANK, self._device, deadline
+                    self._store, epoch, PUBLISHER_RANK, self._device, deadline
                 )
-            self._group.verify_header((term.number, version), deadline)
+            self._group.verify_header((epoch.number, version), deadline)
             for data in buckets:
                 self._group.broadcast_tensor(torch.from_numpy(data), deadline)
         except (RuntimeError, WeightsError) as error:
-            members = ", ".join(term.members)
+            members = ", ".join(epoch.members)
             self.send_failure = f"weights version {version} was not sent to {members}: {error}"
 
-    def _delete_old_keys(self, term: GroupEpoch, version: int) -> None:
-        """Take away what was said of older versions than this one and the last."""
-        self._announced_versions.append((term, version))
+    def _delete_old_keys(self, epoch: GroupEpoch, version: int) -> None:
+        self._announced_versions.append((epoch, version))
         while len(self._announced_versions) > NUM_KEPT_VERSIONS:
-            old, number = self._announced_versions.pop(0)
-            for key in old.list_keys(number):
+            old_epoch, old_version = self._announced_versions.pop(0)
+            for key in old_epoch.list_keys(old_version):
                 self._store.delete_key(key)
 
     def _wait_for_send(self) -> None:
-        sending, self._pending_send = self._pending_send, None
-        if sending is None:
+        send, self._pending_send = self._pending_send, None
+        if send is None:
             return
         try:
-            sending.result(self._send_timeout_s + DEADLINE_GRACE_S)
-        except WaitedTooLong as error:
-            self._pending_send = sending
+            send.result(self._send_timeout_s + DEADLINE_GRACE_S)
+        except SendTimeoutError as error:
+            self._pending_send = send
             raise WeightsError(
                 f"weights version {self._version} is still being sent to "
                 f"{', '.join(self._epoch.members)} after"
@@ -201,14 +202,15 @@ class CollectiveWriter:
             ) from error
 
     def _has_returned(self, name: str) -> bool:
-        """Whether one that was missed has read something since."""
+        """Return True once if a reader that was absent has fetched a version since."""
         return bool(self._store.delete_key(_return_key(name)))
 
 
 class CollectiveReader:
-    """The end of the reader `name`: takes part in broadcasts, and fetches by `fallback` else.
+    """Reader's end for the reader `name`: takes part in broadcasts, otherwise uses `fallback`.
 
-    `failure` says why the last version came by the fallback; None if it did not, or was the first.
+    `fallback_reason` says why the last version came through the fallback; None if it did not, or
+    was the first version.
     """
 
     def __init__(
@@ -231,46 +233,46 @@ class CollectiveReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """The buckets as they are sent, or from the fallback once a broadcast has had its time."""
+        """Receive the buckets from the broadcast, or from the fallback if that fails."""
         self.fallback_reason = None
         self.bytes_fetched += manifest.num_bytes
         if not manifest.handles:
             return []
         deadline = SharedDeadline(self._timeout_s + estimate_send_s(manifest.num_bytes))
-        term = manifest.handles[0].epoch
+        epoch = manifest.handles[0].epoch
         try:
-            store = self._join_store(term, deadline)
-            if not self._is_new_member(term):
-                return self._receive_buckets(store, term, manifest, deadline)
+            store = self._join_store(epoch, deadline)
+            if not self._is_new_member(epoch):
+                return self._receive_buckets(store, epoch, manifest, deadline)
         except (RuntimeError, WeightsError) as error:
             self._group = None
+            # A group is unusable after any error; the writer begins a new epoch.
             self.fallback_reason = f"weights version {manifest.version} was not sent: {error}"
         self._announce_return()
         try:
             return self._fallback.fetch_buckets(_fallback_manifest(manifest))
         except WeightsError as error:
-            why = f" ({self.fallback_reason})" if self.fallback_reason else ""
-            raise WeightsError(f"{error}{why}") from error
+            cause = f" ({self.fallback_reason})" if self.fallback_reason else ""
+            raise WeightsError(f"{error}{cause}") from error
 
     def close(self) -> None:
-        """Leave the group; the others find out when it is used."""
+        """Leave the group; the other members notice at its next use."""
         self._group = self._store = None
         self._fallback.close()
 
-    def _join_store(self, term: GroupEpoch, deadline: SharedDeadline) -> dist.TCPStore:
-        """The publisher's store."""
-        if self._store is None or self._address != (term.host, term.port):
-            self._store = join_store(term, deadline)
-            self._address = (term.host, term.port)
+    def _join_store(self, epoch: GroupEpoch, deadline: SharedDeadline) -> dist.TCPStore:
+        if self._store is None or self._address != (epoch.host, epoch.port):
+            self._store = join_store(epoch, deadline)
+            self._address = (epoch.host, epoch.port)
             self._group = None
         return self._store
 
-    def _is_new_member(self, term: GroupEpoch) -> bool:
-        """Whether we have never been a member, and could not be yet: the next term knows us."""
-        return self._epoch is None and self._name not in term.members
+    def _is_new_member(self, epoch: GroupEpoch) -> bool:
+        """Return True if this reader joined after the epoch began; the next epoch includes it."""
+        return self._epoch is None and self._name not in epoch.members
 
     def _announce_return(self) -> None:
-        """Tell the publisher, if it can be reached, that we are there for the next term."""
+        """Announce this reader for the next epoch, if the publisher is reachable."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(_return_key(self._name), "")
@@ -278,25 +280,25 @@ class CollectiveReader:
     def _receive_buckets(
         self,
         store: dist.TCPStore,
-        term: GroupEpoch,
+        epoch: GroupEpoch,
         manifest: WeightManifest,
         deadline: SharedDeadline,
     ) -> list[Array]:
         version = manifest.version
-        if self._name not in term.members:
-            raise WeightsError(f"{self._name} is no member of term {term.number}")
-        if self._epoch != term:
-            self._epoch, self._group = term, None
-        announce_member(store, term, version, self._name, has_group=self._group is not None)
-        wait_for_go_ahead(store, term, version, deadline)
+        if self._name not in epoch.members:
+            raise WeightsError(f"{self._name} is not a member of group epoch {epoch.number}")
+        if self._epoch != epoch:
+            self._epoch, self._group = epoch, None
+        announce_member(store, epoch, version, self._name, has_group=self._group is not None)
+        wait_for_go_ahead(store, epoch, version, deadline)
         if self._group is None:
-            rank = term.members.index(self._name) + 1
-            self._group = BroadcastGroup(store, term, rank, self._device, deadline)
-        self._group.verify_header((term.number, version), deadline)
+            rank = epoch.members.index(self._name) + 1
+            self._group = BroadcastGroup(store, epoch, rank, self._device, deadline)
+        self._group.verify_header((epoch.number, version), deadline)
         arrays = []
         for bucket in manifest.buckets:
-            room = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            data = self._group.broadcast_tensor(room, deadline).numpy()
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            data = self._group.broadcast_tensor(buffer, deadline).numpy()
             data.flags.writeable = False
             arrays.append(data)
         return arrays

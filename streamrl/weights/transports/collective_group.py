@@ -1,11 +1,12 @@
-"""Who takes part in a broadcast: a term of fixed members, their group, and how they agree.
+"""Group epochs of the collective transport: fixed members, their process group, and agreement.
 
-A group is good only as long as every member takes part in everything, so before each version all
-say at a store, which the publisher serves, that they are there; then the publisher says whether it
-goes ahead. One that is missing costs the others a wait for it, never a broken group. A broadcast
-that fails ends the term, and the next one has a group of its own.
+A process group works only while every member takes part in every collective. Before each version
+all members therefore announce themselves in a TCPStore that the publisher serves, and the publisher
+decides whether to send. An absent member costs the others a wait, never a broken group. A failed
+broadcast ends the epoch; the next epoch creates a new group.
 
-Groups are made directly, beside whatever default group a process has (vLLM's has one).
+Groups are created directly, not through torch.distributed's default group, because the process may
+already have one (vLLM's workers do).
 """
 
 import json
@@ -25,12 +26,12 @@ from streamrl.errors import WeightsError
 PUBLISHER_RANK = 0
 STORE_POLL_S = 0.002
 MIN_BYTES_PER_S = 100e6
-"""What a broadcast is given time for, bytes/s: about a gigabit Ethernet."""
+"""Slowest network that a broadcast's deadline allows for: about gigabit Ethernet."""
 
 
 @dataclass(frozen=True)
 class GroupEpoch:
-    """A time in which the members of a broadcast are the same. The store is at `host`:`port`."""
+    """Period in which the members of the broadcast do not change. The store is at `host`:`port`."""
 
     number: int
     host: str
@@ -38,151 +39,153 @@ class GroupEpoch:
     members: tuple[str, ...]
 
     def go_ahead_key(self, version: int) -> str:
-        """Where the publisher says whether it sends a version."""
+        """Return the store key of the publisher's decision to send a version."""
         return f"{self.number}/{version}/verdict"
 
     def list_keys(self, version: int) -> list[str]:
-        """All that is said of a version."""
+        """Return all store keys of a version."""
         return [self.go_ahead_key(version), *(self.ready_key(version, m) for m in self.members)]
 
     def ready_key(self, version: int, member: str) -> str:
-        """Where a member says that it waits for a version."""
+        """Return the store key by which a member announces itself for a version."""
         return f"{self.number}/{version}/here/{member}"
 
 
 def estimate_send_s(num_bytes: int) -> float:
-    """What so many bytes take where the network is slow, s."""
+    """Return the seconds that a transfer takes on the slowest supported network."""
     return num_bytes / MIN_BYTES_PER_S
 
 
 class SharedDeadline:
-    """A point in time that several waits share."""
+    """Deadline shared by several waits."""
 
     def __init__(self, timeout_s: float) -> None:
         self._end_s = time.monotonic() + timeout_s
 
     def has_passed(self) -> bool:
-        """Whether nothing is left of it."""
         return time.monotonic() >= self._end_s
 
     def remaining_time(self) -> timedelta:
-        """What is left of it; never nothing at all, which some take for no deadline."""
+        """Return the time left, at least 10 ms: torch.distributed takes a zero timeout as none."""
         return timedelta(seconds=max(self._end_s - time.monotonic(), 0.01))
 
 
 class BroadcastGroup:
-    """The members of a term and the publisher, as one of them sees them.
+    """Process group of the publisher (rank 0) and the members of an epoch.
 
-    To make one waits until all do. Everything raises RuntimeError when a deadline passes or a peer
-    is lost; the group is of no more use then. Tensors are on `device`, which says how they travel.
+    The constructor waits for all members. Every method raises RuntimeError on timeout or a lost
+    peer, and the group is unusable afterwards. `device` selects NCCL (cuda) or Gloo.
     """
 
     def __init__(
         self,
         store: dist.Store,
-        term: GroupEpoch,
+        epoch: GroupEpoch,
         rank: int,
         device: torch.device,
         deadline: SharedDeadline,
     ) -> None:
-        own = dist.PrefixStore(f"{term.number}/group", store)
-        size = len(term.members) + 1
+        prefix_store = dist.PrefixStore(f"{epoch.number}/group", store)
+        size = len(epoch.members) + 1
         self._device = device
         self._group: Any
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = deadline.remaining_time()
-            self._group = dist.ProcessGroupNCCL(own, rank, size, options)
+            self._group = dist.ProcessGroupNCCL(prefix_store, rank, size, options)
         else:
-            self._group = dist.ProcessGroupGloo(own, rank, size, deadline.remaining_time())
+            self._group = dist.ProcessGroupGloo(prefix_store, rank, size, deadline.remaining_time())
 
     def broadcast_tensor(self, tensor: Tensor, deadline: SharedDeadline) -> Tensor:
-        """The publisher's `tensor`, on the processor; others give one of the same shape to fill."""
-        there = tensor.to(self._device)
+        """Broadcast the publisher's `tensor` and return the result on the CPU.
+
+        Members pass a tensor of the same shape, which may be overwritten.
+        """
+        device_tensor = tensor.to(self._device)
         options = dist.BroadcastOptions()
         options.rootRank = PUBLISHER_RANK
         options.timeout = deadline.remaining_time()
-        self._group.broadcast([there], options).wait(deadline.remaining_time())
-        return there.cpu()
+        self._group.broadcast([device_tensor], options).wait(deadline.remaining_time())
+        return device_tensor.cpu()
 
     def verify_header(self, header: tuple[int, int], deadline: SharedDeadline) -> None:
-        """Send, or receive and compare, the numbers of term and version.
+        """Broadcast the numbers of epoch and version, and compare them on the members.
 
-        Raises WeightsError for others than these: what follows is not what is wanted.
+        Raises WeightsError if they differ: the following buckets belong to another version.
         """
-        found = tuple(self.broadcast_tensor(torch.tensor(header), deadline).tolist())
-        if found != header:
-            raise WeightsError(f"term and version {found} came, wanted {header}")
+        received = tuple(self.broadcast_tensor(torch.tensor(header), deadline).tolist())
+        if received != header:
+            raise WeightsError(f"received epoch and version {received}, expected {header}")
 
 
 def serve_readers(host: str, timeout_s: float) -> dist.TCPStore:
-    """The publisher's store, at a port nobody uses. Raises WeightsError if it cannot be."""
+    """Start the publisher's store on a free port. Raise WeightsError if that fails."""
     try:
         return serve_tcp_store(host, 0, timeout_s)
     except (OSError, RuntimeError) as error:
         raise WeightsError(f"weights: cannot serve readers at {host}: {error}") from error
 
 
-def join_store(term: GroupEpoch, deadline: SharedDeadline) -> dist.TCPStore:
-    """A member's way to the publisher's store. Raises WeightsError if there is none."""
-    # Where nobody listens the store's own client tries for long, and fills standard error.
+def join_store(epoch: GroupEpoch, deadline: SharedDeadline) -> dist.TCPStore:
+    """Connect a member to the publisher's store. Raise WeightsError if it is unreachable."""
+    # Probe the port first: TCPStore's client retries for long and fills stderr if nothing listens.
     try:
         socket.create_connection(
-            (term.host, term.port), deadline.remaining_time().total_seconds()
+            (epoch.host, epoch.port), deadline.remaining_time().total_seconds()
         ).close()
     except OSError as error:
-        raise WeightsError(f"no publisher at {term.host}:{term.port}: {error}") from error
+        raise WeightsError(f"no publisher at {epoch.host}:{epoch.port}: {error}") from error
     return dist.TCPStore(
-        term.host, term.port, None, False, deadline.remaining_time(), wait_for_workers=False
+        epoch.host, epoch.port, None, False, deadline.remaining_time(), wait_for_workers=False
     )
 
 
 def announce_member(
-    store: dist.Store, term: GroupEpoch, version: int, member: str, *, has_group: bool
+    store: dist.Store, epoch: GroupEpoch, version: int, member: str, *, has_group: bool
 ) -> None:
-    """Say that a member waits for a version.
+    """Announce that a member waits for a version.
 
-    Raises WeightsError if it was said before: by a process of that name that has died since, whose
-    place in the group is nobody else's.
+    Raises WeightsError if the key exists: an earlier process of the same name set it and died, and
+    its place in the group cannot be taken over.
     """
-    key = term.ready_key(version, member)
+    key = epoch.ready_key(version, member)
     if store.check([key]):
-        raise WeightsError(f"another process of {member} waited for it")
+        raise WeightsError(f"another process of {member} has already announced itself")
     store.set(key, json.dumps(has_group))
 
 
 def gather_members(
-    store: dist.Store, term: GroupEpoch, version: int, *, has_group: bool, deadline: SharedDeadline
+    store: dist.Store, epoch: GroupEpoch, version: int, *, has_group: bool, deadline: SharedDeadline
 ) -> tuple[str, ...]:
-    """Wait for all members, and tell them whether to go on; who cannot is returned.
+    """Wait for all members and publish the decision to send. Return the members that prevent it.
 
-    That is who is not there, or was in another process when the group was made.
+    Those are absent members, and members that lost their process group since it was created.
     """
-    keys = {member: term.ready_key(version, member) for member in term.members}
+    keys = {member: epoch.ready_key(version, member) for member in epoch.members}
     absent: tuple[str, ...] = ()
     if not _wait_for_keys(store, list(keys.values()), deadline):
         absent = tuple(member for member, key in keys.items() if not store.check([key]))
     if not absent:
         absent = tuple(m for m, key in keys.items() if json.loads(store.get(key)) != has_group)
-    store.set(term.go_ahead_key(version), json.dumps(absent))
+    store.set(epoch.go_ahead_key(version), json.dumps(absent))
     return absent
 
 
 def wait_for_go_ahead(
-    store: dist.Store, term: GroupEpoch, version: int, deadline: SharedDeadline
+    store: dist.Store, epoch: GroupEpoch, version: int, deadline: SharedDeadline
 ) -> None:
-    """Wait for what the publisher says. Raises WeightsError if it does not send the version."""
-    key = term.go_ahead_key(version)
+    """Wait for the publisher's decision. Raise WeightsError if it does not send the version."""
+    key = epoch.go_ahead_key(version)
     if not _wait_for_keys(store, [key], deadline):
-        raise WeightsError("the publisher did not say in time whether it sends it")
+        raise WeightsError("timed out waiting for the publisher's decision to send")
     absent = json.loads(store.get(key))
     if absent:
-        raise WeightsError(f"{', '.join(absent)} did not come")
+        raise WeightsError(f"{', '.join(absent)} did not join in time")
 
 
 def _wait_for_keys(store: dist.Store, keys: list[str], deadline: SharedDeadline) -> bool:
-    """Whether all keys are set before the deadline."""
-    # The store's own wait writes warnings to standard error when its time is over.
+    """Wait until all keys are set; return False at the deadline."""
+    # TCPStore.wait writes warnings to stderr when it times out, so poll instead.
     while not store.check(keys):
         if deadline.has_passed():
             return False

@@ -1,9 +1,13 @@
-"""Only what has changed: each bucket also as its difference from the last version, bit for bit.
+"""Delta transport: send each bucket in full and as its bitwise difference from the last version.
 
-A bucket is compared word by word, a word being as long as the shortest element in it. A delta is a
-bitmap, one bit per word, and the words whose bits are set; what does not change costs a 32nd of
-itself in float32. It is nothing but a shorter way to the same bytes: the manifest's checksum is
-that of the whole bucket, and a reader that lacks the version before takes the whole one.
+Buckets are compared word by word; a word is as long as the bucket's shortest element. A delta is a
+bitmap with one bit per word, followed by the words whose bits are set. Unchanged float32 data costs
+1/32 of its size. The result is exact: the manifest's checksum covers the reconstructed bucket, and
+a reader without the previous version fetches the full bucket.
+
+    old words     a b c d e f g h
+    new words     a b X d e f Y h
+    delta         0 0 1 0 0 0 1 0 | X Y
 """
 
 from collections.abc import Sequence
@@ -21,7 +25,7 @@ from streamrl.weights.transport_protocol import TransportReader, TransportWriter
 
 @dataclass(frozen=True)
 class DeltaHandle:
-    """Handles of the carrier: of the whole bucket, and of what makes it of `base`'s, if shorter."""
+    """The carrier's handles: the full bucket and, if shorter, the delta from `base_version`."""
 
     full_handle: Any
     delta_handle: Any = None
@@ -31,24 +35,24 @@ class DeltaHandle:
 
 @dataclass(frozen=True)
 class _BaseBucket:
-    """A bucket of the last version, to compare with."""
+    """Bucket of the last version, the base of the next delta."""
 
     slots: tuple[TensorSlot, ...]
     data: Array
 
 
 def word_bytes(slots: Sequence[TensorSlot]) -> int:
-    """The length of the words a bucket is compared by: of its shortest element, 1 to 8."""
+    """Return the word size for comparing a bucket: that of its shortest element, 1 to 8 bytes."""
     return min(TORCH_DTYPES[slot.dtype].itemsize for slot in slots)
 
 
 def encode_delta(base: Array, data: Array, word: int) -> Array:
-    """What has changed from `base` to `data`, uint8 both, of the same size, a multiple of `word`.
+    """Encode the change from `base` to `data`: both uint8, of equal size, a multiple of `word`.
 
-    Returns uint8: the bitmap, filled up to whole words, and the words of `data` that differ.
+    Returns uint8: the bitmap, padded to whole words, and the words of `data` that differ.
     """
-    kind = np.dtype(f"u{word}")
-    old, new = base.view(kind), data.view(kind)
+    word_dtype = np.dtype(f"u{word}")
+    old, new = base.view(word_dtype), data.view(word_dtype)
     changed = old != new
     bitmap = np.packbits(changed)
     bitmap.resize(_bitmap_bytes(new.size, word))
@@ -56,15 +60,15 @@ def encode_delta(base: Array, data: Array, word: int) -> Array:
 
 
 def decode_delta(base: Array, delta: Array, word: int) -> Array:
-    """The `data` that `encode` made `delta` of. Raises ValueError if the sizes do not fit."""
-    kind = np.dtype(f"u{word}")
+    """Reconstruct `data` from `base` and a delta. Raise ValueError if the sizes do not match."""
+    word_dtype = np.dtype(f"u{word}")
     data = base.copy()
-    new = data.view(kind)
+    new = data.view(word_dtype)
     bitmap_bytes = _bitmap_bytes(new.size, word)
     changed = np.unpackbits(delta[:bitmap_bytes], count=new.size).view(np.bool_)
-    words = delta[bitmap_bytes:].view(kind)
-    if words.size != np.count_nonzero(changed):  # numpy would fill all with a single one
-        raise ValueError(f"{words.size} words for {np.count_nonzero(changed)} places")
+    words = delta[bitmap_bytes:].view(word_dtype)
+    if words.size != np.count_nonzero(changed):  # numpy would broadcast a single word to all
+        raise ValueError(f"{words.size} words for {np.count_nonzero(changed)} set bits")
     new[changed] = words
     return data
 
@@ -74,7 +78,7 @@ def _bitmap_bytes(num_words: int, word: int) -> int:
 
 
 class DeltaWriter:
-    """The publisher's end: all goes through `carrier`. Keeps a copy of the last version."""
+    """Publisher's end: sends through `carrier` and keeps a copy of the last version."""
 
     def __init__(self, carrier: TransportWriter) -> None:
         self._carrier = carrier
@@ -86,11 +90,10 @@ class DeltaWriter:
         self._handles: list[Any] = []
 
     def set_readers(self, names: Sequence[str]) -> None:
-        """As the carrier does."""
         self._carrier.set_readers(names)
 
     def begin_version(self, version: int) -> None:
-        """As the carrier does. A version that comes once more comes whole."""
+        """Start a version. A version that is published again is sent in full."""
         self._carrier.begin_version(version)
         if version == self._base_version:
             self._base_buckets = []
@@ -98,37 +101,35 @@ class DeltaWriter:
         self._next_buckets, self._buckets, self._handles = [], [], []
 
     def allocate_buffer(self, num_bytes: int) -> Array:
-        """The carrier's."""
         return self._carrier.allocate_buffer(num_bytes)
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> DeltaHandle:
-        """Seal the bucket, and a delta if that is shorter."""
+        """Commit the bucket, and a delta if that is shorter."""
         index = len(self._next_buckets)
-        old = self._base_buckets[index] if index < len(self._base_buckets) else None
-        kept = data.copy()  # the carrier's memory is no longer ours once it is sealed
-        self._next_buckets.append(_BaseBucket(bucket.slots, kept))
-        whole = self._commit_to_carrier(bucket, data)
-        if old is None or old.slots != bucket.slots:
-            return DeltaHandle(whole)
-        delta = encode_delta(old.data, kept, word_bytes(bucket.slots))
+        base = self._base_buckets[index] if index < len(self._base_buckets) else None
+        data_copy = data.copy()  # the carrier may reuse its buffer after the commit
+        self._next_buckets.append(_BaseBucket(bucket.slots, data_copy))
+        full_handle = self._commit_to_carrier(bucket, data)
+        if base is None or base.slots != bucket.slots:
+            return DeltaHandle(full_handle)
+        delta = encode_delta(base.data, data_copy, word_bytes(bucket.slots))
         if delta.nbytes >= data.nbytes:
-            return DeltaHandle(whole)
-        room = self._carrier.allocate_buffer(delta.nbytes)[: delta.nbytes]
-        room[:] = delta
-        handle = self._commit_to_carrier(
-            WeightBucket((), delta.nbytes, compute_checksum(delta)), room
+            return DeltaHandle(full_handle)
+        buffer = self._carrier.allocate_buffer(delta.nbytes)[: delta.nbytes]
+        buffer[:] = delta
+        delta_handle = self._commit_to_carrier(
+            WeightBucket((), delta.nbytes, compute_checksum(delta)), buffer
         )
-        return DeltaHandle(whole, handle, delta.nbytes, self._base_version)
+        return DeltaHandle(full_handle, delta_handle, delta.nbytes, self._base_version)
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """From now on deltas are to this version."""
+        """Commit the version and make it the base of the next deltas."""
         self._carrier.commit_version(
             WeightManifest(self._version, tuple(self._buckets), tuple(self._handles))
         )
         self._base_buckets, self._base_version = self._next_buckets, self._version
 
     def close(self) -> None:
-        """Close the carrier."""
         self._carrier.close()
 
     def _commit_to_carrier(self, bucket: WeightBucket, data: Array) -> Any:
@@ -139,7 +140,7 @@ class DeltaWriter:
 
 
 class DeltaReader:
-    """A reader's end: keeps the last version it fetched. `bytes_fetched` is what came so far."""
+    """Reader's end: keeps the last fetched version. `bytes_fetched` counts the bytes received."""
 
     def __init__(self, carrier: TransportReader) -> None:
         self._carrier = carrier
@@ -149,30 +150,31 @@ class DeltaReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """The buckets, made of those of the version before where it is at hand."""
+        """Fetch deltas where the base version is at hand, full buckets otherwise."""
         pairs = list(zip(manifest.handles, manifest.buckets, strict=True))
-        by_delta = [
+        use_delta = [
             self._version >= 0
             and handle.delta_handle is not None
             and handle.base_version == self._version
             for handle, _ in pairs
         ]
-        wanted = [
+        requests = [
             (WeightBucket((), handle.delta_bytes, ""), handle.delta_handle)
-            if short
+            if is_delta
             else (bucket, handle.full_handle)
-            for (handle, bucket), short in zip(pairs, by_delta, strict=True)
+            for (handle, bucket), is_delta in zip(pairs, use_delta, strict=True)
         ]
-        buckets, handles = zip(*wanted, strict=True) if wanted else ((), ())
-        came = list(self._carrier.fetch_buckets(WeightManifest(manifest.version, buckets, handles)))
-        self.bytes_fetched += sum(array.nbytes for array in came)
-        for index in np.flatnonzero(by_delta).tolist():
-            came[index] = self._apply_delta(manifest, index, came[index])
-        self._last_buckets, self._version = came, manifest.version
-        return came
+        buckets, handles = zip(*requests, strict=True) if requests else ((), ())
+        arrays = list(
+            self._carrier.fetch_buckets(WeightManifest(manifest.version, buckets, handles))
+        )
+        self.bytes_fetched += sum(array.nbytes for array in arrays)
+        for index in np.flatnonzero(use_delta).tolist():
+            arrays[index] = self._apply_delta(manifest, index, arrays[index])
+        self._last_buckets, self._version = arrays, manifest.version
+        return arrays
 
     def close(self) -> None:
-        """Close the carrier's end."""
         self._last_buckets, self._version = (), -1
         self._carrier.close()
 

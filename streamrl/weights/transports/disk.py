@@ -1,13 +1,13 @@
-"""Weights on disk: a directory per version, which transformers and other engines can load.
+"""Disk transport: a directory per version, which transformers and other engines can load.
 
     v00000012/model-00001-of-00003.safetensors ...   a file per bucket
-              model.safetensors.index.json           which tensor is in which of them
+              model.safetensors.index.json           file of each tensor
               manifest.json                          version, slots and checksums
-              config.json, tokenizer ...             as in the model directory, if one is given
+              config.json, tokenizer ...             copied from the model directory, if given
     latest -> v00000012
 
-A directory has a name of its own, `.tmp-...`, until all in it is on the disk, and `latest_values`
-is replaced by a rename: who follows it, in the run or not, never sees half a version.
+A directory is named `.tmp-...` until all its files are on disk, and a rename replaces `latest`:
+followers inside and outside the run never see half a version.
 """
 
 import json
@@ -34,41 +34,40 @@ MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 256 * MIB
 INDEX_FILE = "model.safetensors.index.json"
 PARTIAL_PREFIX = ".tmp-"
-#: What of a model directory says how its weights are to be used.
+#: Config and tokenizer files of a model directory.
 MODEL_FILE_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
 @dataclass(frozen=True)
 class DiskHandle:
-    """A bucket's place: the directory of its version, and its number there, from 0."""
+    """Directory of a version and the index of a bucket in it, from 0."""
 
     directory: str
     bucket: int
 
 
 def format_version_name(version: int) -> str:
-    """The name of a version's directory."""
     return f"v{version:08d}"
 
 
 def format_bucket_name(bucket: int, num_buckets: int) -> str:
-    """The name transformers knows a part of a model by."""
+    """Return the file name that transformers expects for a shard of a model."""
     return f"model-{bucket + 1:05d}-of-{num_buckets:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class _ManifestFile:
-    """What manifest.json says. Handles are not in it: a directory may be moved."""
+    """Contents of manifest.json. Handles are left out: the directory may be moved."""
 
     version: int
     buckets: tuple[WeightBucket, ...]
 
 
 class DiskWriter:
-    """The publisher's end, the only one for its `directory`. Keeps the newest `keep_versions`.
+    """Publisher's end, the only writer of its `directory`. Keeps the newest `keep_versions`.
 
-    `model_dir` is where config and tokenizer are copied from. Raises WeightsError, naming the
-    version, if something cannot be written.
+    Config and tokenizer are copied from `model_dir`. Raises WeightsError, naming the version, if a
+    file cannot be written.
     """
 
     def __init__(
@@ -83,29 +82,29 @@ class DiskWriter:
         self._staging_buffer = np.empty(0, np.uint8)
 
     def set_readers(self, names: Sequence[str]) -> None:
-        """It does not matter who reads."""
+        pass
 
     def begin_version(self, version: int) -> None:
-        """Take away what was left half written, and open a directory."""
+        """Remove directories that an interrupted publish left, and create a new one."""
         self._version_dir = self._directory / format_version_name(version)
         self._partial_dir = self._directory / f"{PARTIAL_PREFIX}{format_version_name(version)}"
         self._num_committed = 0
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for left in self._directory.glob(f"{PARTIAL_PREFIX}*"):
-                _remove_path(left)
+            for leftover in self._directory.glob(f"{PARTIAL_PREFIX}*"):
+                _remove_path(leftover)
             self._partial_dir.mkdir()
         except OSError as error:
             raise self._make_write_error(error) from error
 
     def allocate_buffer(self, num_bytes: int) -> Array:
-        """The same memory for every bucket: it is written when it is sealed."""
+        """Return the same memory for every bucket; `commit_bucket` writes it to disk."""
         if self._staging_buffer.nbytes < num_bytes:
             self._staging_buffer = np.zeros(num_bytes, np.uint8)
         return self._staging_buffer[:num_bytes]
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> DiskHandle:
-        """The file of the bucket; its name is not final as long as nobody knows how many come."""
+        """Write the bucket's file under a temporary name; the final name needs the bucket count."""
         index = self._num_committed
         tensors = {slot.name: view_tensor(data, slot) for slot in bucket.slots}
         try:
@@ -118,13 +117,13 @@ class DiskWriter:
         return DiskHandle(str(self._version_dir), index)
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """The version gets its name, becomes the latest one, and others go.
+        """Rename the version's directory, point `latest` to it, and remove old versions.
 
-        Those with a higher number too: a run that was resumed before them writes them anew.
+        Removes higher versions too: a run that resumed before them publishes them again.
         """
         try:
             self._write_metadata(manifest)
-            if self._version_dir.exists():  # of a run that was resumed before it
+            if self._version_dir.exists():  # published before the run was resumed
                 self._version_dir.rename(
                     self._directory / f"{PARTIAL_PREFIX}old-{self._version_dir.name}"
                 )
@@ -137,21 +136,21 @@ class DiskWriter:
             raise self._make_write_error(error) from error
 
     def close(self) -> None:
-        """Versions stay for those who follow them."""
+        """Remove an unfinished version; committed versions stay."""
         self._staging_buffer = np.empty(0, np.uint8)
         if self._partial_dir.name != PARTIAL_PREFIX and self._partial_dir.exists():
             _remove_path(self._partial_dir)
 
     def _write_metadata(self, manifest: WeightManifest) -> None:
-        """Write all that is not weights."""
+        """Write the index, the config files and the manifest, and rename the bucket files."""
         num_buckets = len(manifest.buckets)
-        where: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         for index, bucket in enumerate(manifest.buckets):
             name = format_bucket_name(index, num_buckets)
             (self._partial_dir / _format_partial_name(index)).rename(self._partial_dir / name)
-            where |= {slot.name: name for slot in bucket.slots}
-        total = sum(slot.num_bytes for bucket in manifest.buckets for slot in bucket.slots)
-        index_file = {"metadata": {"total_size": total}, "weight_map": where}
+            weight_map |= {slot.name: name for slot in bucket.slots}
+        total_bytes = sum(slot.num_bytes for bucket in manifest.buckets for slot in bucket.slots)
+        index_file = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (self._partial_dir / INDEX_FILE).write_text(
             json.dumps(index_file, indent=1), encoding="utf-8"
         )
@@ -164,14 +163,14 @@ class DiskWriter:
         (self._partial_dir / MANIFEST_FILE).write_bytes(msgspec.json.encode(contents))
 
     def _prune_versions(self, version: int) -> None:
-        found = sorted(_list_versions(self._directory))
-        older = [number for number in found if number <= version]
-        for number in {*older[: -self._keep_versions], *(set(found) - set(older))}:
+        versions = sorted(_list_versions(self._directory))
+        older = [number for number in versions if number <= version]
+        for number in {*older[: -self._keep_versions], *(set(versions) - set(older))}:
             path = self._directory / format_version_name(number)
-            # Renamed first, so that no reader takes what is left of it for a version.
+            # Rename first, so that readers never see a half-deleted version.
             path.rename(self._directory / f"{PARTIAL_PREFIX}gone-{path.name}")
-        for left in self._directory.glob(f"{PARTIAL_PREFIX}*"):
-            _remove_path(left)
+        for leftover in self._directory.glob(f"{PARTIAL_PREFIX}*"):
+            _remove_path(leftover)
 
     def _make_write_error(self, error: Exception) -> WeightsError:
         return WeightsError(
@@ -181,7 +180,7 @@ class DiskWriter:
 
 
 class DiskReader:
-    """A reader's end; needs nothing but the directories. `name` is whose weights they are."""
+    """Reader's end; needs only the directories. `name` names the model in errors."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -189,13 +188,13 @@ class DiskReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """The buckets as they were laid, made of the tensors in the files."""
-        found = [self._read_bucket(manifest, index) for index in range(len(manifest.buckets))]
+        """Rebuild the buckets from the tensors in the files."""
+        arrays = [self._read_bucket(manifest, index) for index in range(len(manifest.buckets))]
         self.bytes_fetched += manifest.num_bytes
-        return found
+        return arrays
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass
 
     def _read_bucket(self, manifest: WeightManifest, index: int) -> Array:
         bucket, handle = manifest.buckets[index], manifest.handles[index]
@@ -216,7 +215,7 @@ class DiskReader:
 
 
 def latest_version(directory: Path) -> int:
-    """The newest whole version in a publisher's directory; -1 if there is none yet."""
+    """Return the newest complete version in a publisher's directory; -1 if none."""
     try:
         return int(os.readlink(directory / LATEST_LINK)[1:])
     except FileNotFoundError:
@@ -224,17 +223,17 @@ def latest_version(directory: Path) -> int:
 
 
 def read_manifest(version_dir: Path) -> WeightManifest:
-    """What a version's directory (or `latest_values`) holds, to be fetched by a DiskInlet.
+    """Return the manifest of a version's directory (or `latest`), to be fetched by a DiskReader.
 
-    Raises WeightsError if it is none, or is gone.
+    Raises WeightsError if the directory is gone or contains no version.
     """
-    # Not `latest_values`, which may be another one when the buckets are read.
+    # Resolve the link now: `latest` may point elsewhere by the time the buckets are read.
     directory = version_dir.resolve()
     try:
         text = read_small_text(directory / MANIFEST_FILE, most_bytes=MAX_MANIFEST_BYTES)
         contents = msgspec.json.decode(text, type=_ManifestFile)
     except (OSError, ValueError, RecursionError, msgspec.DecodeError) as error:
-        raise WeightsError(f"{directory} holds no version of the weights: {error}") from error
+        raise WeightsError(f"{directory} contains no version of the weights: {error}") from error
     handles = tuple(DiskHandle(str(directory), i) for i in range(len(contents.buckets)))
     return WeightManifest(contents.version, contents.buckets, handles)
 

@@ -1,10 +1,10 @@
-"""Weights through the memory of one node: a bucket is laid where it is read.
+"""Shared memory transport: the publisher writes buckets where readers on the same node map them.
 
-The publisher lays a bucket straight into its mapping of a file in /dev/shm and readers map that
-read-only, so nothing is copied on the way. Pages that were never touched cost twice as much as
-memory that was, so the files of versions that are no longer kept are laid anew, unless somebody
-still reads them. Memory is asked for before it is written: where there is none, the bucket goes
-another way, and the next version tries again.
+The publisher fills its mapping of a file in /dev/shm and readers map the file read-only, so no copy
+is made in transit. First-touch page faults make new files twice as slow to write as used ones.
+Files of dropped versions are therefore reused, unless a reader still holds them. Memory is reserved
+before it is written: if it is short, the bucket goes through the fallback transport, and the next
+version tries again.
 """
 
 import errno
@@ -36,16 +36,15 @@ from streamrl.weights.transports.shm_segments import (
 )
 
 OUT_OF_MEMORY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-"""What the system says where there is no memory to be had."""
 
 
 class SharedMemoryWriter:
-    """The publisher's end. `token` tells a run from others on the node; see the module.
+    """Publisher's end. `token` distinguishes runs on the node.
 
-    The newest `keep_versions` versions stay as they are. Its files have at most `max_bytes`: what
-    lies in the same memory, as Ray's object store, dies where others have taken all of it. A bucket
-    for which these do not suffice goes through `fallback`. Raises WeightsError where `directory` is
-    full, or cannot be used for another reason.
+    The newest `keep_versions` versions are never overwritten. Segments take at most `max_bytes`:
+    other users of /dev/shm, such as Ray's object store, crash once it is full. A bucket that
+    exceeds the limit goes through `fallback`. Raises WeightsError if `directory` is full or not
+    usable.
     """
 
     def __init__(
@@ -75,11 +74,10 @@ class SharedMemoryWriter:
         self._last_bucket_bytes: tuple[int, ...] = ()
 
     def set_readers(self, names: Sequence[str]) -> None:
-        """It matters to the fallback, if to anybody."""
         self._fallback.set_readers(names)
 
     def begin_version(self, version: int) -> None:
-        """What was laid of a version that was never finished is free again."""
+        """Start a version; segments of an unfinished version become free."""
         self._release_open_segment()
         self._free_segments += self._committed_segments.items()
         self._committed_segments, self._num_committed = {}, 0
@@ -87,10 +85,10 @@ class SharedMemoryWriter:
         self._fallback.begin_version(version)
 
     def allocate_buffer(self, num_bytes: int) -> Array:
-        """Where the bucket will be read, if it is known how large it is: as large as the last time.
+        """Return the segment's memory if the bucket's size is known from the last version.
 
-        Otherwise it is laid elsewhere and moved when it is sealed, since there may be no room for
-        the largest one it could be.
+        Otherwise return staging memory, copied at commit: reserving a segment for the largest
+        possible bucket may fail although the actual bucket fits.
         """
         index = self._num_committed
         self._release_open_segment()
@@ -106,7 +104,7 @@ class SharedMemoryWriter:
         return self._staging_buffer[:num_bytes]
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
-        """Where the bucket is, or its handle in the fallback."""
+        """Commit the bucket; return a SegmentHandle, or the fallback's handle without memory."""
         index, segment = self._num_committed, self._open_segment
         self._num_committed += 1
         if segment is None:
@@ -122,7 +120,7 @@ class SharedMemoryWriter:
         return SegmentHandle(str(segment.path), self._version, index)
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """The version is kept; the one that no longer is will be laid anew."""
+        """Keep the version; the segments of the oldest one become free for reuse."""
         self._fallback.commit_version(_fallback_manifest(manifest))
         self._drop_unread_segments()
         self._last_bucket_bytes = tuple(bucket.num_bytes for bucket in manifest.buckets)
@@ -133,7 +131,7 @@ class SharedMemoryWriter:
             self._free_segments += self._kept_versions.pop(0).items()
 
     def close(self) -> None:
-        """Take all names away: who reads a version goes on, who comes later finds none."""
+        """Unlink all segments. Current readers keep their mappings; later readers find no file."""
         for segment in self._list_segments():
             segment.unlink_file()
         self._open_segment, self._committed_segments, self._kept_versions, self._free_segments = (
@@ -149,14 +147,16 @@ class SharedMemoryWriter:
         self._fallback.close()
 
     def _acquire_segment(self, index: int, num_bytes: int) -> SharedMemorySegment | None:
-        """A segment nobody reads, locked, with memory for so many bytes; None without room."""
+        """Return a locked segment with reserved memory and no readers; None if memory is short."""
         segment = self._reuse_segment(index)
         try:
             if segment is None:
                 path = self._directory / f"{self._name_prefix}-{next(self._serials)}"
                 segment = SharedMemorySegment(path, self._requested_bytes)
-            taken = sum(other.reserved_bytes + HEADER_BYTES for other in self._list_segments())
-            if taken + max(num_bytes, segment.reserved_bytes) + HEADER_BYTES > self._max_bytes:
+            used_bytes = sum(
+                used_segment.reserved_bytes + HEADER_BYTES for used_segment in self._list_segments()
+            )
+            if used_bytes + max(num_bytes, segment.reserved_bytes) + HEADER_BYTES > self._max_bytes:
                 segment.unlink_file()
                 return None
             segment.reserve_memory(num_bytes)
@@ -166,43 +166,43 @@ class SharedMemoryWriter:
             if error.errno in OUT_OF_MEMORY_ERRNOS:
                 return None
             raise WeightsError(
-                f"weights version {self._version}, bucket {index}: cannot be laid in "
+                f"weights version {self._version}, bucket {index}: cannot be written to "
                 f"{self._directory}: {error.strerror}"
             ) from error
         segment.write_header(*UNCOMMITTED_HEADER)
         return segment
 
     def _require_free_memory(self, num_bytes: int) -> None:
-        """Raise WeightsError if the memory is full, of whatever: the fallback's may be the same.
+        """Raise WeightsError if /dev/shm itself is full.
 
-        Ray's store dies of that. Full of what this publisher may take at most, it has room.
+        The fallback (Ray's object store) may live in the same memory and would crash. If only this
+        publisher's `max_bytes` is exhausted, the fallback has room.
         """
-        there = get_free_bytes(self._directory)
-        if there < num_bytes:
+        free_bytes = get_free_bytes(self._directory)
+        if free_bytes < num_bytes:
             raise WeightsError(
                 f"weights version {self._version}, bucket {self._num_committed - 1}: needs "
-                f"{num_bytes / 1e6:.1f} MB, and {self._directory} has {there / 1e6:.1f} MB free"
+                f"{num_bytes / 1e6:.1f} MB, but {self._directory} has {free_bytes / 1e6:.1f} MB"
+                " free"
             )
 
     def _reuse_segment(self, index: int) -> SharedMemorySegment | None:
-        """One of the bucket's that nobody reads any more; those that are too small go."""
-        for place in [place for place in self._free_segments if place[0] == index]:
-            segment = place[1]
+        """Lock and return a free segment of this bucket without readers; unlink small ones."""
+        for entry in [entry for entry in self._free_segments if entry[0] == index]:
+            segment = entry[1]
             if segment.try_lock():
-                self._free_segments.remove(place)
+                self._free_segments.remove(entry)
                 if segment.capacity_bytes >= self._requested_bytes:
                     return segment
                 segment.unlink_file()
         return None
 
     def _release_open_segment(self) -> None:
-        """What was to be laid was not."""
         if self._open_segment is not None:
             self._free_segments.append((self._num_committed, self._open_segment))
             self._open_segment = None
 
     def _list_segments(self) -> list[SharedMemorySegment]:
-        """All that have memory."""
         free = [segment for _, segment in self._free_segments]
         versions = [segment for version in self._kept_versions for segment in version.values()]
         return [
@@ -213,18 +213,17 @@ class SharedMemoryWriter:
         ]
 
     def _drop_unread_segments(self) -> None:
-        """Give back what this version had no use for. What is read is not given back by that."""
-        for place in list(self._free_segments):
-            if place[1].try_lock():
-                self._free_segments.remove(place)
-                place[1].unlink_file()
+        """Unlink free segments that this version did not reuse, except those with readers."""
+        for entry in list(self._free_segments):
+            if entry[1].try_lock():
+                self._free_segments.remove(entry)
+                entry[1].unlink_file()
 
 
 class SharedMemoryReader:
-    """A reader's end, on the publisher's node; `name` is whose weights are read, for errors.
+    """Reader's end, on the publisher's node; `name` names the model in errors.
 
-    Buckets that found no room come by `fallback`; `failure` says of how many of the last version
-    that is so.
+    `fallback_reason` says how many buckets of the last version came through the fallback.
     """
 
     def __init__(self, name: str, fallback: TransportReader) -> None:
@@ -234,34 +233,33 @@ class SharedMemoryReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """The publisher's own memory: it is not laid anew as long as the arrays live."""
+        """Map the publisher's segments; they are not overwritten while the arrays live."""
         self.fallback_reason = None
         pairs = zip(manifest.handles, manifest.buckets, strict=True)
-        # First, so that they are held while the others come.
-        laid = [
+        # Map first: the mappings lock the segments while the fallback fetches the rest.
+        mapped = [
             map_segment(handle, bucket.num_bytes, self._name)
             if isinstance(handle, SegmentHandle)
             else None
             for handle, bucket in pairs
         ]
-        others = _fallback_manifest(manifest)
-        came = iter(self._fallback.fetch_buckets(others) if others.buckets else ())
-        if others.buckets:
+        fallback = _fallback_manifest(manifest)
+        fallback_arrays = iter(self._fallback.fetch_buckets(fallback) if fallback.buckets else ())
+        if fallback.buckets:
             self.fallback_reason = (
-                f"weights version {manifest.version}: {len(others.buckets)} of {len(laid)} "
-                f"buckets found no room in {SHARED_MEMORY_DIR} and came another way"
+                f"weights version {manifest.version}: {len(fallback.buckets)} of {len(mapped)} "
+                f"buckets did not fit in {SHARED_MEMORY_DIR} and used the fallback transport"
             )
         self.bytes_fetched += manifest.num_bytes
-        return [next(came) if array is None else array for array in laid]
+        return [next(fallback_arrays) if array is None else array for array in mapped]
 
     def close(self) -> None:
-        """Mappings go with their arrays."""
         self._fallback.close()
 
 
 def _fallback_manifest(manifest: WeightManifest) -> WeightManifest:
-    """The part of a version that is in no segment."""
+    """Return the manifest of the buckets that are in no segment."""
     pairs = zip(manifest.buckets, manifest.handles, strict=True)
-    others = [pair for pair in pairs if not isinstance(pair[1], SegmentHandle)]
-    buckets, handles = zip(*others, strict=True) if others else ((), ())
+    entries = [pair for pair in pairs if not isinstance(pair[1], SegmentHandle)]
+    buckets, handles = zip(*entries, strict=True) if entries else ((), ())
     return replace(manifest, buckets=buckets, handles=handles)

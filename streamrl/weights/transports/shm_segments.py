@@ -1,12 +1,13 @@
-"""Files in shared memory, and who may lay them anew: the locks behind `shared_memory`.
+"""Segments in /dev/shm with file locks that decide when a segment may be overwritten.
 
-A segment is a file in /dev/shm: a header page that says which bucket of which version it holds, and
-the bucket. Its publisher locks it alone while it is laid, and readers together as long as they have
-arrays of it: a mapping holds a descriptor of the file, and that holds the lock. The kernel takes
-the locks of the dead away.
+A segment is a file: a header page with version and bucket index, then the bucket. The publisher
+holds an exclusive flock while writing. Readers hold shared locks while their arrays live: a mapping
+keeps a descriptor of the file, which keeps the lock. The kernel releases the locks of dead
+processes.
 
-The files of a publisher begin with one name, `streamrl-<token>-<pid>-<random>`. One of them,
-`.owner`, is locked as long as it lives: where it is not, the next publisher clears up.
+All files of a publisher share a prefix, `streamrl-<token>-<pid>-<random>`. The publisher locks the
+file `.owner` for its lifetime; if the lock is free, the next publisher on the node removes the
+files.
 """
 
 import contextlib
@@ -27,14 +28,13 @@ SHARED_MEMORY_DIR = Path("/dev/shm")
 SEGMENT_PREFIX = "streamrl-"
 OWNER_SUFFIX = ".owner"
 HEADER_BYTES = mmap.PAGESIZE
-#: Version and bucket.
-_HEADER_STRUCT = struct.Struct("<qq")
+_HEADER_STRUCT = struct.Struct("<qq")  # version, bucket
 UNCOMMITTED_HEADER = (-1, -1)
 
 
 @dataclass(frozen=True)
 class SegmentHandle:
-    """The file that holds a bucket, as long as its header says so."""
+    """File that holds a bucket, valid while the file's header says the same."""
 
     path: str
     version: int
@@ -42,10 +42,10 @@ class SegmentHandle:
 
 
 class SharedMemorySegment:
-    """A file of the publisher's and its mapping: `capacity` bytes behind the header.
+    """A publisher's file and its mapping: `capacity_bytes` after the header.
 
-    Locked by the publisher while it is laid. Of the file, which is sparse, only `reserved_bytes`
-    bytes are sure to be there: to write more could end the process with a SIGBUS.
+    The publisher holds the lock while writing. The file is sparse and only `reserved_bytes` are
+    backed by memory: writing beyond them may kill the process with SIGBUS.
     """
 
     def __init__(self, path: Path, capacity: int) -> None:
@@ -58,7 +58,7 @@ class SharedMemorySegment:
         self._mapping: mmap.mmap | None = None
 
     def reserve_memory(self, num_bytes: int) -> None:
-        """Have memory for so many bytes and the header. Raises OSError where there is none."""
+        """Reserve memory for the header and `num_bytes`. Raises OSError if memory is short."""
         if num_bytes > self.reserved_bytes or not self.reserved_bytes:
             os.posix_fallocate(self._fd, 0, HEADER_BYTES + num_bytes)
             self.reserved_bytes = num_bytes
@@ -66,17 +66,16 @@ class SharedMemorySegment:
             self._mapping = mmap.mmap(self._fd, HEADER_BYTES + self.capacity_bytes)
 
     def view_bytes(self, num_bytes: int) -> Array:
-        """The first so many bytes, writable."""
+        """Return the first `num_bytes` after the header, writable."""
         assert self._mapping is not None
         return np.frombuffer(self._mapping, np.uint8, num_bytes, HEADER_BYTES)
 
     def write_header(self, version: int, bucket: int) -> None:
-        """Say what it holds."""
         assert self._mapping is not None
         _HEADER_STRUCT.pack_into(self._mapping, 0, version, bucket)
 
     def try_lock(self) -> bool:
-        """Whether nobody reads it; nobody can from now on, if so."""
+        """Lock the segment if it has no readers; readers then fail to map it until `unlock`."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -84,98 +83,97 @@ class SharedMemorySegment:
         return True
 
     def unlock(self) -> None:
-        """Let it be read."""
+        """Let readers map the segment."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def unlink_file(self) -> None:
-        """Take its name away; those who read it keep what they have."""
+        """Unlink the file; current readers keep their mappings."""
         self.path.unlink(missing_ok=True)
-        # Not before the name is gone: to close is to unlock. The mapping goes with its arrays.
+        # Closing releases the lock, so unlink first. The mapping lives as long as its arrays.
         os.close(self._fd)
         self._mapping = None
 
 
 def map_segment(handle: SegmentHandle, num_bytes: int, name: str) -> Array:
-    """The bucket a handle names, uint8 [num_bytes], read-only and locked as long as it lives.
+    """Map the bucket of a handle: uint8 [num_bytes], read-only, locked while the array lives.
 
-    `name` is whose weights they are. Raises WeightsError if the segment holds something else, or
-    is gone.
+    `name` names the model in errors. Raises WeightsError if the segment is gone or reused.
     """
     place = f"weights of {name} version {handle.version}, bucket {handle.bucket}"
     try:
-        file = os.open(handle.path, os.O_RDONLY)
+        fd = os.open(handle.path, os.O_RDONLY)
     except OSError as error:
         raise WeightsError(f"{place}: gone, {handle.path}: {error.strerror}") from error
     try:
-        # The mapping has a descriptor of its own, which keeps the lock until it goes.
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        mapping = mmap.mmap(file, HEADER_BYTES + num_bytes, prot=mmap.PROT_READ)
+        # mmap duplicates the descriptor, which keeps the lock for the mapping's lifetime.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        mapping = mmap.mmap(fd, HEADER_BYTES + num_bytes, prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{place}: gone, {handle.path} is being laid anew") from error
+        raise WeightsError(f"{place}: gone, {handle.path} is being overwritten") from error
     finally:
-        os.close(file)
-    holds = _HEADER_STRUCT.unpack_from(mapping)
-    if holds != (handle.version, handle.bucket):
+        os.close(fd)
+    header = _HEADER_STRUCT.unpack_from(mapping)
+    if header != (handle.version, handle.bucket):
         raise WeightsError(
-            f"{place}: gone, {handle.path} holds version {holds[0]}, bucket {holds[1]}"
+            f"{place}: gone, {handle.path} holds version {header[0]}, bucket {header[1]}"
         )
     return np.frombuffer(mapping, np.uint8, num_bytes, HEADER_BYTES)
 
 
 def get_free_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
-    """What can still be written there; 0 if there is no such directory."""
+    """Return the free bytes of the file system; 0 if the directory does not exist."""
     return _count_block_bytes(directory, "f_bavail")
 
 
 def get_total_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
-    """What could be written there if nothing were; 0 if there is no such directory."""
+    """Return the size of the file system; 0 if the directory does not exist."""
     return _count_block_bytes(directory, "f_blocks")
 
 
-def _count_block_bytes(directory: Path, kind: str) -> int:
-    """The bytes of a file system's blocks of a kind, by its name in statvfs."""
+def _count_block_bytes(directory: Path, statvfs_field: str) -> int:
     try:
-        found = os.statvfs(directory)
+        stats = os.statvfs(directory)
     except OSError:
         return 0
-    return int(getattr(found, kind)) * found.f_frsize
+    return int(getattr(stats, statvfs_field)) * stats.f_frsize
 
 
 def remove_stale_segments(directory: Path = SHARED_MEMORY_DIR) -> list[str]:
-    """Take away what dead publishers of this user left; the names of those files."""
-    gone = []
+    """Remove the files of this user's dead publishers; return their names."""
+    removed = []
     for owner in directory.glob(f"{SEGMENT_PREFIX}*{OWNER_SUFFIX}"):
-        with contextlib.suppress(OSError):  # another user's, or somebody else clears up
+        with contextlib.suppress(OSError):  # alive, another user's, or removed concurrently
             if owner.stat().st_uid == os.getuid():
-                gone += _remove_segments_of(owner)
-    return gone
+                removed += _remove_segments_of(owner)
+    return removed
 
 
 def _remove_segments_of(owner: Path) -> list[str]:
-    file = os.open(owner, os.O_RDWR)
+    fd = os.open(owner, os.O_RDWR)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The owner last: without it nobody would look for the others.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Remove the owner file last: the search for stale segments starts from it.
         files = [*owner.parent.glob(f"{owner.name.removesuffix(OWNER_SUFFIX)}-*"), owner]
         for path in files:
             path.unlink(missing_ok=True)
         return [path.name for path in files]
     finally:
-        os.close(file)
+        os.close(fd)
 
 
 def claim_name_prefix(directory: Path, token: str) -> tuple[str, int]:
-    """A name no other publisher has, and the open file that says we live."""
+    """Return an unused name prefix and the locked descriptor of its owner file."""
     while True:
         name = f"{SEGMENT_PREFIX}{token}-{os.getpid()}-{secrets.token_hex(4)}"
         try:
-            file = os.open(
+            fd = os.open(
                 directory / f"{name}{OWNER_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600
             )
         except OSError as error:
             raise WeightsError(f"weights: cannot write to {directory}: {error}") from error
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file).st_nlink:
-                return name, file
-        os.close(file)  # one who clears up took it for a dead one's before it was locked
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return name, fd
+        # Another publisher's cleanup removed the file before it was locked: try another name.
+        os.close(fd)

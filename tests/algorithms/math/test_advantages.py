@@ -18,16 +18,16 @@ from streamrl.algorithms.math.advantages import (
     leave_one_out_advantages,
     length_weighted_advantages,
 )
-from tests.algorithms.ragged import assert_as_in_loops
+from tests.algorithms.ragged import assert_equals_reference
 
 SCORES = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=6)
 SEEDS = st.integers(0, 9999)
 
 
-def random_groups(seed: int) -> list[list[float]]:
-    """1 to 4 groups of 2 to 5; a score in five is 0.
+def make_random_groups(seed: int) -> list[list[float]]:
+    """Return 1 to 4 groups of 2 to 5 scores; a fifth of the scores is 0.
 
-    In eighths: their sums are exact, so that nothing hangs on the order of rounding.
+    Scores are multiples of 1/8, so sums are exact and independent of the order of rounding.
     """
     draw = random.Random(seed)
     return [
@@ -36,7 +36,7 @@ def random_groups(seed: int) -> list[list[float]]:
     ]
 
 
-GROUPS = st.builds(random_groups, SEEDS)
+GROUPS = st.builds(make_random_groups, SEEDS)
 
 
 def grouped(groups: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +49,7 @@ def near(advantages: torch.Tensor, expected: list[float]) -> None:
     torch.testing.assert_close(advantages, torch.tensor(expected), atol=3e-6, rtol=0)
 
 
-def test_two_groups_by_hand():
+def test_group_relative_by_hand():
     # Group 7: mean 2, unbiased deviation sqrt(((1-2)^2 + 0 + (3-2)^2) / 2) = 1. Group 3: mean 0.5,
     # deviation sqrt(2 * 0.25 / 1) = sqrt(0.5).
     scores = torch.tensor([1.0, 0.0, 2.0, 1.0, 3.0])
@@ -63,7 +63,7 @@ def test_scale_none_only_subtracts_the_mean():
 
 
 def test_scale_batch_divides_by_the_deviation_of_all_scores():
-    # All: mean 3, squares of what is left 9 + 1 + 1 + 9 = 20. Groups: means 1 and 5.
+    # All: mean 3, squared deviations 9 + 1 + 1 + 9 = 20. Groups: means 1 and 5.
     scores, ids = grouped([[0.0, 2.0], [4.0, 6.0]])
     unbiased, biased = math.sqrt(20 / 3), math.sqrt(20 / 4)
     near(
@@ -74,7 +74,7 @@ def test_scale_batch_divides_by_the_deviation_of_all_scores():
     near(divided, [x / biased for x in (-1, 1, -1, 1)])
 
 
-def test_scale_mean_divides_by_the_mean_and_gives_0_where_that_is_not_positive():
+def test_scale_mean_divides_by_the_mean_and_gives_0_if_it_is_not_positive():
     scores, ids = grouped([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0], [-3.0, 1.0], [1.0, 3.0]])
     expected = [1.0, -1.0, -1.0, 1.0, 0.0, 0.0, 0.0, 0.0, -0.5, 0.5]
     near(group_relative_advantages(scores, ids, scale="mean"), expected)
@@ -85,8 +85,8 @@ def test_the_biased_deviation_divides_by_n():
 
 
 @pytest.mark.parametrize("scale", ["std", "batch", "mean"])
-def test_eps_is_added_to_what_is_divided_by(scale):
-    # Mean 1 and biased deviation 1; and both a millionth, as eps is if nothing is said.
+def test_eps_is_added_to_the_divisor(scale):
+    # Mean 1 and biased deviation 1; and both 1e-6, the default eps.
     large = group_relative_advantages(*grouped([[0.0, 2.0]]), scale=scale, eps=1.0, unbiased=False)
     near(large, [-0.5, 0.5])
     near(
@@ -104,7 +104,7 @@ def test_equal_scores_give_exactly_zero(score, size):
     assert length_weighted_advantages(scores, ids, lengths)[:size].tolist() == [0.0] * size
 
 
-def test_a_group_of_one_gets_zero_or_keeps_its_score():
+def test_a_single_rollout_gets_zero_or_keeps_its_score():
     scores, ids = grouped([[3.0], [1.0, 1.0]])
     assert group_relative_advantages(scores, ids).tolist() == [0.0, 0.0, 0.0]
     assert group_relative_advantages(scores, ids, scale="none", single="keep").tolist() == [
@@ -121,14 +121,14 @@ def test_a_group_of_one_gets_zero_or_keeps_its_score():
     ]
 
 
-def test_a_group_of_one_elsewhere():
+def test_a_single_rollout_under_other_baselines():
     scores, ids = grouped([[3.0], [0.0, 0.0]])
     lengths = torch.tensor([5, 1, 2])
     for single, expected in (("zero", [0.0, 0.0, 0.0]), ("keep", [3.0, 0.0, 0.0])):
         assert leave_one_out_advantages(scores, ids, single=single).tolist() == expected
         opo = length_weighted_advantages(scores, ids, lengths, single=single)
         assert opo.tolist() == expected
-        # Three rollouts, one score that is not 0.
+        # Three rollouts with a single nonzero score.
         assert gpg_advantages(scores, ids, single=single).tolist() == [3 * x for x in expected]
 
 
@@ -146,7 +146,7 @@ def test_the_length_weighted_baseline_by_hand():
 
 
 def test_the_best_of_a_group_by_hand():
-    # Leads of 3 and of 2, and one that is shared. Deviation of 0, 0, 3: sqrt((1 + 1 + 4) / 2).
+    # Leads of 3 and 2, and a tie. Deviation of 0, 0, 3: sqrt((1 + 1 + 4) / 2).
     scores, ids = grouped([[0.0, 3.0, 0.0], [-3.0, -5.0], [2.0, 2.0, 1.0]])
     near(best_of_group_advantages(scores, ids), [0.0, 3.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
     scaled = best_of_group_advantages(scores, ids, scale="std")
@@ -163,12 +163,12 @@ def test_the_lead_over_the_deviation_and_eps():
     near(best_of_group_advantages(*grouped([[0.0, 2e-6]]), scale="std", unbiased=False), [0.0, 1.0])
 
 
-def test_a_group_of_one_has_no_second_best():
-    with pytest.raises(ValueError, match="group of one"):
+def test_best_of_group_refuses_a_single_rollout():
+    with pytest.raises(ValueError, match="with a single rollout"):
         best_of_group_advantages(*grouped([[1.0], [0.0, 1.0]]))
 
 
-def test_gpg_by_hand_and_that_its_factor_is_of_the_whole_batch():
+def test_gpg_by_hand_with_a_factor_over_the_whole_batch():
     # 4 rollouts, 1 with a score: a factor of 4. The first group alone: a factor of 2.
     scores, ids = grouped([[1.0, 0.0], [0.0, 0.0]])
     near(gpg_advantages(scores, ids), [2.0, -2.0, 0.0, 0.0])
@@ -198,9 +198,9 @@ def test_decoupled_rewards_by_hand():
     near(biased, [0.0, 0.0, -1.0, 1.0])
 
 
-def test_a_reward_that_says_nothing_of_a_rollout_is_left_out_for_it_by_hand():
+def test_nan_rewards_are_left_out_per_rollout_by_hand():
     nan, half = math.nan, 1 / math.sqrt(2)
-    # In the first group the first reward speaks of two rollouts of three, in the other of none.
+    # The first reward scores two of three rollouts in the first group, none in the other.
     rewards = torch.tensor([[0.0, 1.0], [nan, 1.0], [2.0, 1.0], [nan, 0.0], [nan, 4.0]])
     ids = torch.tensor([4, 4, 4, 1, 1])
     near(decoupled_reward_advantages(rewards, ids), [-half, 0.0, half, -half, half])
@@ -223,8 +223,8 @@ def test_advantages_of_a_group_sum_to_zero(groups):
         assert abs(float(advantages[ids == i].sum())) < 1e-4
 
 
-def lengths_of(scores: torch.Tensor) -> torch.Tensor:
-    """A length for every score, equal ones for equal scores."""
+def make_lengths(scores: torch.Tensor) -> torch.Tensor:
+    """Return a length for every score, equal for equal scores."""
     return 1 + (scores * 8).long().abs() % 7
 
 
@@ -241,7 +241,7 @@ ESTIMATORS = {
     "mean": lambda s, g: group_relative_advantages(s, g, scale="mean", eps=TINY),
     "none": lambda s, g: group_relative_advantages(s, g, scale="none"),
     "leave one out": leave_one_out_advantages,
-    "length weighted": lambda s, g: length_weighted_advantages(s, g, lengths_of(s)),
+    "length weighted": lambda s, g: length_weighted_advantages(s, g, make_lengths(s)),
     "best": best_of_group_advantages,
     "best over std": lambda s, g: best_of_group_advantages(s, g, scale="std", eps=TINY),
     "gpg": gpg_advantages,
@@ -257,7 +257,7 @@ def others(group, i):
 
 
 def spread(group, deviation=stdev):
-    """Scores over their deviation, 0 if they are equal."""
+    """Return scores over their deviation, 0 if they are equal."""
     divisor = deviation(group)
     return [(x - mean(group)) / divisor if divisor else 0.0 for x in group]
 
@@ -299,29 +299,29 @@ IN_LOOPS = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", ESTIMATORS)
 @given(groups=GROUPS)
-def test_any_groups_are_as_in_plain_loops(name, dtype, groups):
+def test_advantages_equal_the_reference_in_python_loops(name, dtype, groups):
     scores, ids = grouped(groups)
     everyone = [x for group in groups for x in group]
     expected = [x for group in groups for x in IN_LOOPS[name](group, everyone)]
     advantages = ESTIMATORS[name](scores.to(dtype), ids)
-    assert_as_in_loops(advantages, torch.tensor(expected, dtype=torch.float64), dtype)
+    assert_equals_reference(advantages, torch.tensor(expected, dtype=torch.float64), dtype)
 
 
 # Not those whose references square the scores.
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in SQUARING])
 @given(groups=GROUPS)
-def test_small_differences_of_large_scores_are_not_lost_in_float32(name, groups):
+def test_small_differences_of_large_scores_survive_float32(name, groups):
     large = [[2.0**20 + x for x in group] for group in groups]
     scores, ids = grouped(large)
     everyone = [x for group in large for x in group]
     expected = [x for group in large for x in IN_LOOPS[name](group, everyone)]
     advantages = ESTIMATORS[name](scores, ids)
-    assert_as_in_loops(advantages, torch.tensor(expected, dtype=torch.float64), torch.float32)
+    assert_equals_reference(advantages, torch.tensor(expected, dtype=torch.float64), torch.float32)
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in OF_THE_BATCH])
 @given(groups=GROUPS)
-def test_a_group_does_not_see_the_others(name, groups):
+def test_groups_are_independent(name, groups):
     scores, ids = grouped(groups)
     for i in range(len(groups)):
         alone = ESTIMATORS[name](scores[ids == i], ids[ids == i])
@@ -330,7 +330,7 @@ def test_a_group_does_not_see_the_others(name, groups):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @given(groups=GROUPS, seed=SEEDS)
-def test_neither_the_order_of_rows_matters_nor_which_number_a_group_has(name, groups, seed):
+def test_row_order_and_group_numbers_have_no_effect(name, groups, seed):
     scores, ids = grouped(groups)
     order = random.Random(seed).sample(range(len(scores)), len(scores))
     renamed = torch.tensor([900, -7, 12, 3])[ids]
@@ -341,14 +341,14 @@ def test_neither_the_order_of_rows_matters_nor_which_number_a_group_has(name, gr
 
 @pytest.mark.parametrize("name", ["std", "batch", "none", "leave one out", "best", "best over std"])
 @given(groups=GROUPS, shift=st.integers(-9, 9))
-def test_a_shift_of_all_scores_does_nothing(name, groups, shift):
+def test_a_shift_of_all_scores_has_no_effect(name, groups, shift):
     scores, ids = grouped(groups)
     shifted = ESTIMATORS[name](scores.double() + shift, ids)
     expected = ESTIMATORS[name](scores.double(), ids)
     torch.testing.assert_close(shifted, expected, atol=1e-9, rtol=1e-9)
 
 
-def test_a_shift_does_nothing_under_given_lengths_and_baselines():
+def test_a_shift_has_no_effect_with_lengths_and_baselines():
     scores, ids = grouped([[1.0, 2.0, 6.0], [0.0, 4.0]])
     lengths = torch.tensor([1, 4, 2, 8, 2])
     moved = length_weighted_advantages(scores + 8, ids, lengths)
@@ -364,20 +364,20 @@ def test_a_shift_does_nothing_under_given_lengths_and_baselines():
     ],
 )
 @given(groups=GROUPS, factor=st.integers(1, 7))
-def test_the_unit_of_the_scores_cancels_or_stays(name, power, groups, factor):
+def test_advantages_scale_with_the_scores_or_not_at_all(name, power, groups, factor):
     scores, ids = grouped(groups)
     scaled = ESTIMATORS[name](scores.double() * factor, ids)
     expected = ESTIMATORS[name](scores.double(), ids) * factor**power
     torch.testing.assert_close(scaled, expected, atol=1e-9, rtol=1e-9)
 
 
-def test_no_groups_have_no_advantages():
+def test_an_empty_batch_has_no_advantages():
     for name, estimate in ESTIMATORS.items():
         if name != "greedy":
             assert estimate(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
 
 
-def test_an_unknown_choice_is_refused():
+def test_unknown_options_are_refused():
     scores, ids = grouped([[0.0, 1.0]])
     with pytest.raises(ValueError, match="scale='iqr'"):
         group_relative_advantages(scores, ids, scale="iqr")

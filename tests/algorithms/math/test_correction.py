@@ -1,4 +1,4 @@
-"""Weights for tokens that another policy sampled, and the policy between the two."""
+"""Importance weights for off-policy tokens, and the interpolated proximal policy."""
 
 import math
 from itertools import product
@@ -13,12 +13,12 @@ from streamrl.algorithms.math.correction import importance_weights, interpolated
 from streamrl.algorithms.options import WEIGHT_LEVELS, WEIGHT_MODES
 from tests.algorithms.ragged import (
     BATCHES,
-    assert_as_in_loops,
-    assert_padding_has_no_say,
-    assert_rows_are_apart,
-    on_tokens,
+    assert_equals_reference,
+    assert_padding_has_no_effect,
+    assert_rows_are_independent,
+    list_counted_rows,
+    place_on_tokens,
     ragged,
-    rows_that_count,
 )
 
 NAN = math.nan
@@ -35,13 +35,13 @@ def weights(level, **bounds):
     return [round(x, 5) for x in result[0].tolist()]
 
 
-def test_weights_by_hand_are_ratios_of_tokens_their_product_or_its_root():
+def test_importance_weights_of_each_level_by_hand():
     assert weights("token") == [2, 0.5, 0, 8]
     assert weights("sequence") == [8, 8, 0, 8]
     assert weights("geometric") == [2, 2, 0, 2]
 
 
-def test_a_weight_out_of_bounds_is_truncated_or_masked_by_hand():
+def test_importance_weights_are_truncated_or_masked_by_hand():
     assert weights("token", high=3.0) == [2, 0.5, 0, 3]
     assert weights("token", low=0.75, high=3.0) == [2, 0.75, 0, 3]
     assert weights("token", low=0.75) == [2, 0.75, 0, 8]
@@ -53,7 +53,7 @@ def test_a_weight_out_of_bounds_is_truncated_or_masked_by_hand():
     assert weights("geometric", high=3.0, mode="mask") == [2, 2, 0, 2]
 
 
-def test_a_weight_on_its_bound_is_inside():
+def test_weight_bounds_are_inclusive():
     same = torch.zeros(1, 2)
     for bounds in ({"low": 1.0}, {"high": 1.0}):
         result = importance_weights(
@@ -62,7 +62,7 @@ def test_a_weight_on_its_bound_is_inside():
         assert result.tolist() == [[1, 1]]
 
 
-def test_weights_stay_finite():
+def test_importance_weights_stay_finite():
     far = torch.tensor([[1e6, -1e6], [15.0, 15.0]])
     for level in WEIGHT_LEVELS:
         assert importance_weights(far, torch.ones(2, 2).bool(), level=level).isfinite().all()
@@ -90,18 +90,18 @@ def weights_in_loops(row: list[float], level: str, mode: str, low: float, high: 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", BOUNDED)
-def test_weights_are_as_in_plain_loops(name, dtype):
+def test_importance_weights_equal_the_reference_in_python_loops(name, dtype):
     for seed in range(12):
         batch = ragged(seed, dtype)
-        rows = [row["log_ratio"] for row in rows_that_count(batch)]
+        rows = [row["log_ratio"] for row in list_counted_rows(batch)]
         expected = [weights_in_loops(row, **BOUNDED[name]) if row else [] for row in rows]
         result = importance_weights(batch["log_ratio"], batch["loss_mask"], **BOUNDED[name])
-        assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
+        assert_equals_reference(result, place_on_tokens(expected, batch["loss_mask"]), dtype)
 
 
 @given(batch=BATCHES)
-def test_weights_of_a_behaviour_that_is_right_average_to_1(batch):
-    # Over all tokens there are, by their probability under the behaviour: sum of q p / q.
+def test_importance_weights_average_to_1_under_the_behavior_policy(batch):
+    # Expectation over the vocabulary under the behavior policy: sum of q p / q.
     p, q = batch["logits"].log_softmax(-1), batch["logits"].flip(-1).log_softmax(-1)
     for log_p, log_q in zip(p.flatten(0, 1), q.flatten(0, 1), strict=True):
         x = (log_p - log_q)[None]
@@ -113,7 +113,7 @@ def test_weights_of_a_behaviour_that_is_right_average_to_1(batch):
 VERSIONS = torch.tensor([[5, 4, 2, 6]])
 
 
-def test_the_proximal_policy_lies_between_the_two_known_by_hand():
+def test_interpolated_proximal_by_hand():
     logprobs = torch.full((1, 4), -1.0, requires_grad=True)
     behaviour = torch.full((1, 4), -3.0)
     proximal = interpolated_proximal(logprobs, behaviour, VERSIONS, version=5)
@@ -123,7 +123,7 @@ def test_the_proximal_policy_lies_between_the_two_known_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_proximal_policy_is_as_in_plain_loops(dtype):
+def test_interpolated_proximal_equals_the_reference_in_python_loops(dtype):
     for seed in range(8):
         batch = ragged(seed, dtype)
         everything = batch | {"loss_mask": torch.ones_like(batch["loss_mask"])}
@@ -132,11 +132,11 @@ def test_the_proximal_policy_is_as_in_plain_loops(dtype):
             batch["logprobs"], batch["old_logprobs"], versions, version=4
         )
         expected = []
-        for row, sampled_by in zip(rows_that_count(everything), versions.tolist(), strict=True):
+        for row, sampled_by in zip(list_counted_rows(everything), versions.tolist(), strict=True):
             tokens = zip(row["logprobs"], row["old_logprobs"], sampled_by, strict=True)
             shares = [(p, q, 1 - 1 / (1 + max(4 - v, 0))) for p, q, v in tokens]
             expected.append([s * p + (1 - s) * q for p, q, s in shares])
-        assert_as_in_loops(result, on_tokens(expected, everything["loss_mask"]), dtype)
+        assert_equals_reference(result, place_on_tokens(expected, everything["loss_mask"]), dtype)
 
 
 def proximal(batch):
@@ -153,17 +153,17 @@ MASKED = {
 
 @pytest.mark.parametrize("name", MASKED)
 @given(batch=BATCHES)
-def test_padding_has_no_say(name, batch):
-    assert_padding_has_no_say(MASKED[name], batch)
+def test_padding_has_no_effect(name, batch):
+    assert_padding_has_no_effect(MASKED[name], batch)
 
 
 @pytest.mark.parametrize("name", MASKED)
 @given(batch=BATCHES, seed=SEEDS)
-def test_a_row_does_not_see_the_others(name, batch, seed):
-    assert_rows_are_apart(MASKED[name], batch, seed)
+def test_rows_are_independent(name, batch, seed):
+    assert_rows_are_independent(MASKED[name], batch, seed)
 
 
-def test_unknown_choices_are_refused():
+def test_unknown_options_are_refused():
     with pytest.raises(ValueError, match="level='row'"):
         importance_weights(LOG_RATIO, MASK, level="row")
     with pytest.raises(ValueError, match="mode='drop'"):

@@ -1,4 +1,4 @@
-"""The critic's loss and figures."""
+"""The critic's loss and metrics."""
 
 import math
 
@@ -10,7 +10,7 @@ from streamrl.algorithms.math.critic import critic_loss
 from streamrl.algorithms.math.step_metrics import summarise_critic
 from streamrl.dataflow import CRITIC
 from tests.algorithms.ragged import gradient
-from tests.algorithms.steps import derived_of, made_up_step
+from tests.algorithms.steps import derive_columns, make_step
 
 MASK = torch.tensor([[False, True, True, True]])
 BATCH = {
@@ -25,21 +25,21 @@ def sums_of(loss_and_sums):
     return {name: value.item() for name, value in loss_and_sums[1].items()}
 
 
-def test_the_loss_by_hand():
+def test_value_loss_by_hand():
     # (0.4 - 1)^2, (2 - 2)^2 and (-0.5 - 0)^2, halved.
     loss, _ = critic_loss(BATCH, VALUES, clip=None)
     assert loss.item() == pytest.approx((0.36 + 0 + 0.25) / 2)
 
 
-def test_the_clip_counts_a_value_as_if_it_had_stayed_near():
-    # Held within 0.2 of 0, 1 and 0 the values are 0.2, 1.2 and -0.2: 0.64, 0.64, 0.04; the larger
-    # error counts.
+def test_value_loss_takes_the_larger_error_of_value_and_clipped_value():
+    # Clamped within 0.2 of 0, 1 and 0 the values are 0.2, 1.2 and -0.2: errors 0.64, 0.64, 0.04.
+    # The larger error counts.
     loss, sums = critic_loss(BATCH, VALUES, clip=0.2)
     assert loss.item() == pytest.approx((0.64 + 0.64 + 0.25) / 2)
     assert sums["value_clipped_sum"] == 3
 
 
-def test_figures_by_hand():
+def test_critic_metrics_by_hand():
     metrics = summarise_critic(sums_of(critic_loss(BATCH, VALUES, clip=0.45)), CRITIC)
     # Errors 0.6, 0 and 0.5; returns 1, 2 and 0 have a variance of 2/3.
     errors = torch.tensor([0.6, 0.0, 0.5])
@@ -50,20 +50,23 @@ def test_figures_by_hand():
     assert summarise_critic({}, CRITIC) == {}
 
 
-def test_equal_returns_leave_nothing_to_explain():
+def test_equal_returns_have_no_explained_variance():
     batch = BATCH | {"returns": torch.ones(1, 4)}
     metrics = summarise_critic(sums_of(critic_loss(batch, VALUES, clip=None)), CRITIC)
     assert "critic/explained_variance" not in metrics
 
 
-def test_nan_where_nothing_was_sampled_changes_nothing():
-    spoilt = {
+def test_nan_padding_has_no_effect():
+    with_nan_padding = {
         name: torch.where(MASK, x, math.nan)
         for name, x in BATCH.items()
         if x.ndim and x.is_floating_point()
     }
     results = []
-    for batch, values in ((BATCH, VALUES), (BATCH | spoilt, torch.where(MASK, VALUES, math.nan))):
+    for batch, values in (
+        (BATCH, VALUES),
+        (BATCH | with_nan_padding, torch.where(MASK, VALUES, math.nan)),
+    ):
         leaf = values.clone().requires_grad_()
         loss, sums = critic_loss(batch, leaf, clip=0.2)
         loss.backward()
@@ -71,9 +74,9 @@ def test_nan_where_nothing_was_sampled_changes_nothing():
     assert results[0] == results[1]
 
 
-def test_parts_of_a_step_add_up():
-    step = made_up_step()
-    derived = derived_of(AlgorithmConfig(name="ppo"), step)
+def test_micro_batches_of_a_step_add_up():
+    step = make_step()
+    derived = derive_columns(AlgorithmConfig(name="ppo"), step)
     batch = {**step.columns, **derived}
     values = step.columns["values"] + 0.3
     whole = sums_of(critic_loss(batch, values, clip=0.2))
@@ -84,11 +87,11 @@ def test_parts_of_a_step_add_up():
     assert {k: parts[0][k] + parts[1][k] for k in whole} == pytest.approx(whole)
 
 
-def test_returns_are_what_advantages_are_measured_against():
-    """Under lambda 1 a return is the reward to come, whatever the critic said."""
-    step = made_up_step()
+def test_returns_are_rewards_to_go_under_lambda_1():
+    """With lambda 1 returns are rewards-to-go, whatever the critic predicts."""
+    step = make_step()
     config = AlgorithmConfig(name="ppo", params={"lam": 1.0}, whiten_advantages=False)
-    derived = derived_of(config, step)
+    derived = derive_columns(config, step)
     mask = step.columns["loss_mask"]
     scores = step.columns["scores"][:, None].expand(mask.shape)
     torch.testing.assert_close(derived["returns"], torch.where(mask, scores, 0.0))

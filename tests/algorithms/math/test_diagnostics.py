@@ -1,4 +1,4 @@
-"""How far policies are apart, in sums that add up."""
+"""Additive sums of the divergence between policies."""
 
 import math
 
@@ -16,12 +16,12 @@ from streamrl.algorithms.math.step_metrics import (
 from tests.algorithms.ragged import (
     BATCHES,
     BOUNDS,
+    list_counted_rows,
     ragged,
-    rows_that_count,
     shuffled_cuts,
-    spoilt,
-    take,
-    wider,
+    take_rows,
+    with_more_padding,
+    with_nan_padding,
 )
 
 NAN = math.nan
@@ -38,7 +38,7 @@ def summary(log_ratio: list[list[float]], mask: list[list[bool]]) -> dict[str, f
 
 
 def test_metrics_by_hand():
-    # Ratios 2 and 2 of one rollout, 1 of another: their sum is 5, of squares 9; whole: 4 and 1.
+    # Ratios 2 and 2 in one rollout, 1 in another: sum 5, sum of squares 9; per sequence 4 and 1.
     two = math.log(2)
     metrics = summary(
         [[two, NAN, two], [NAN, 0.0, NAN], [NAN] * 3],
@@ -56,17 +56,17 @@ def test_metrics_by_hand():
     }
 
 
-def test_the_same_policy_is_nowhere_apart():
+def test_equal_policies_have_no_divergence():
     metrics = summary([[0.0, 0.0], [0.0, NAN]], [[True, True], [True, False]])
     ones = {"policy/ratio_mean", "policy/ess"} | {f"correction/ratio_p{q}" for q in ("01", 50, 99)}
     assert metrics == {name: 1.0 if name in ones else 0.0 for name in metrics}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_metrics_are_as_in_plain_loops(dtype):
+def test_metrics_equal_the_reference_in_python_loops(dtype):
     for seed in range(1, 12):
         batch = ragged(seed, dtype)
-        rows = [row["log_ratio"] for row in rows_that_count(batch) if row["log_ratio"]]
+        rows = [row["log_ratio"] for row in list_counted_rows(batch) if row["log_ratio"]]
         tokens = [x for row in rows for x in row]
         n, ratios = len(tokens), [math.exp(x) for x in tokens]
         squares, whole = sum(r * r for r in ratios), [math.exp(2 * sum(row)) for row in rows]
@@ -84,19 +84,19 @@ def test_metrics_are_as_in_plain_loops(dtype):
 
 @given(batch=BATCHES, seed=st.integers(0, 9999))
 def test_sums_add_up_over_any_micro_batches(batch, seed):
-    parts = [sums_of(take(batch, rows)) for rows in shuffled_cuts(batch, seed)]
+    parts = [sums_of(take_rows(batch, rows)) for rows in shuffled_cuts(batch, seed)]
     total = {name: sum(part[name] for part in parts) for name in parts[0]}
     assert total == pytest.approx(sums_of(batch))
 
 
 @given(batch=BATCHES)
-def test_padding_has_no_say(batch):
-    assert sums_of(spoilt(batch)) == sums_of(batch)
-    assert sums_of(wider(batch)) == pytest.approx(sums_of(batch))
+def test_padding_has_no_effect(batch):
+    assert sums_of(with_nan_padding(batch)) == sums_of(batch)
+    assert sums_of(with_more_padding(batch)) == pytest.approx(sums_of(batch))
 
 
 @given(batch=BATCHES, spread=st.floats(-4, 1))
-def test_every_token_is_counted_in_one_bin(batch, spread):
+def test_every_token_is_counted_in_exactly_one_bin(batch, spread):
     sums = sums_of(batch | {"log_ratio": batch["log_ratio"] * 10**spread})
     counts = [n for name, n in sums.items() if "bin" in name]
     assert len(counts) == 2 * NUM_BINS_PER_SIDE + 1
@@ -105,7 +105,7 @@ def test_every_token_is_counted_in_one_bin(batch, spread):
 
 
 @given(seed=st.integers(0, 9999), spread=st.floats(-4, 1), shift=st.floats(-1, 1))
-def test_quantiles_are_near_the_true_ones(seed, spread, shift):
+def test_quantiles_are_accurate_to_half_a_bin(seed, spread, shift):
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(20, 15, generator=draw).double() * 10**spread + shift
     sums = sums_of({"log_ratio": x.clamp(-20, 20), "loss_mask": torch.ones_like(x).bool()})
@@ -118,7 +118,7 @@ def test_quantiles_are_near_the_true_ones(seed, spread, shift):
         assert error <= 0.14 * (abs(exact) + MIN_LOG_RATIO)
 
 
-def test_policies_that_are_far_apart_have_numbers():
+def test_metrics_of_distant_policies_are_finite():
     metrics = summary([[1e6, 1e6], [-1e6, -1e6]], [[True, True], [True, True]])
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["correction/ratio_p99"] == pytest.approx(math.exp(20))

@@ -1,4 +1,4 @@
-"""What all token losses and divergences share: plain loops, padding, order, cuts, first steps."""
+"""Properties of all token losses and KL estimates: references, padding, order, first steps."""
 
 import itertools
 import math
@@ -31,13 +31,13 @@ from streamrl.algorithms.options import LOSS_AGGREGATIONS
 from tests.algorithms.ragged import (
     BATCHES,
     Batch,
-    assert_as_in_loops,
-    assert_padding_has_no_say,
-    assert_rows_are_apart,
+    assert_equals_reference,
+    assert_padding_has_no_effect,
+    assert_rows_are_independent,
     gradient,
-    on_tokens,
+    list_counted_rows,
+    place_on_tokens,
     ragged,
-    rows_that_count,
 )
 
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5
@@ -96,7 +96,7 @@ def trained(name: str) -> str:
 
 
 def run(name: str, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The loss of every token that counts, and the gradient of their sum; both [B, T]."""
+    """Return the loss of every counted token, and the gradient of their sum; both [B, T]."""
     leaf = batch[trained(name)].clone().requires_grad_()
     mask = batch["loss_mask"]
     tokens = {
@@ -109,8 +109,8 @@ def run(name: str, batch: Batch) -> tuple[Tensor, Tensor]:
     return loss.detach(), gradient(leaf)
 
 
-def part_of(name: str, part: int) -> Callable[[Batch], Tensor]:
-    """One of what `run` gives: 0 the loss, 1 the gradient."""
+def select_result(name: str, part: int) -> Callable[[Batch], Tensor]:
+    """Return a function for one result of `run`: 0 the loss, 1 the gradient."""
     return lambda batch: run(name, batch)[part]
 
 
@@ -146,10 +146,10 @@ def gspo(row: Row) -> Slopes:
 
 def cispo(row: Row) -> Slopes:
     weights = [min(max(exp(x), 1 - LOW), 1 + HIGH) for x in row["log_ratio"]]
-    return weighed(row, weights)
+    return weigh_row(row, weights)
 
 
-def weighed(row: Row, weights: list[float]) -> Slopes:
+def weigh_row(row: Row, weights: list[float]) -> Slopes:
     tokens = zip(weights, row["advantages"], row["logprobs"], strict=True)
     return [(-w * a * logprob, -w * a) for w, a, logprob in tokens]
 
@@ -195,7 +195,7 @@ def dppo(row: Row, kind: str) -> Slopes:
             far = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
         goes_on = p > q if a > 0 else p < q
         weights.append(0.0 if goes_on and far > (FAR if a > 0 else NEAR) else min(exp(x), CAP))
-    return weighed(row, weights)
+    return weigh_row(row, weights)
 
 
 def value(row: Row, clip: float = math.inf) -> Slopes:
@@ -235,7 +235,7 @@ IN_LOOPS: dict[str, Callable[[Row], Slopes]] = {
     "kl_cov": kl_cov,
     "dppo_tv": partial(dppo, kind="tv"),
     "dppo_kl": partial(dppo, kind="kl"),
-    "reinforce": lambda row: weighed(row, [1.0] * len(row["logprobs"])),
+    "reinforce": lambda row: weigh_row(row, [1.0] * len(row["logprobs"])),
     "value": value,
     "clipped value": partial(value, clip=VALUE_CLIP),
     **{kind: partial(divergence, kind=kind) for kind in KL_KINDS},
@@ -244,34 +244,34 @@ IN_LOOPS: dict[str, Callable[[Row], Slopes]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_gradients_are_as_in_plain_loops(name, dtype):
+def test_losses_and_gradients_equal_the_reference_in_python_loops(name, dtype):
     for seed in range(12):
         batch = ragged(seed, dtype)
         expected = []
-        for row in rows_that_count(batch):
+        for row in list_counted_rows(batch):
             ratios = zip(row["logprobs"], row["old_logprobs"], strict=True)
             expected.append(IN_LOOPS[name](row | {"log_ratio": [p - q for p, q in ratios]}))
         for i, result in enumerate(run(name, batch)):
             numbers = [[token[i] for token in row] for row in expected]
-            assert_as_in_loops(result, on_tokens(numbers, batch["loss_mask"]), dtype)
+            assert_equals_reference(result, place_on_tokens(numbers, batch["loss_mask"]), dtype)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(batch=BATCHES)
-def test_padding_has_no_say_in_loss_or_gradient(name, batch):
+def test_padding_has_no_effect_on_loss_or_gradient(name, batch):
     for i in range(2):
-        assert_padding_has_no_say(part_of(name, i), batch)
+        assert_padding_has_no_effect(select_result(name, i), batch)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(batch=BATCHES, seed=SEEDS)
-def test_a_row_does_not_see_the_others(name, batch, seed):
+def test_rows_are_independent(name, batch, seed):
     for i in range(2):
-        assert_rows_are_apart(part_of(name, i), batch, seed)
+        assert_rows_are_independent(select_result(name, i), batch, seed)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_policies_that_are_far_apart_have_a_loss_and_a_gradient(name):
+def test_losses_of_distant_policies_are_finite(name):
     mask = torch.tensor([[True, True, False], [True, False, False], [False, True, True]])
     near, far = torch.tensor([[-0.1, -1e4, -0.1]]), torch.tensor([[-1e4, -0.1, -0.1]])
     batch = {
@@ -287,7 +287,7 @@ def test_policies_that_are_far_apart_have_a_loss_and_a_gradient(name):
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @given(batch=BATCHES)
-def test_one_advantage_per_rollout_may_be_given_once(name, batch):
+def test_advantages_may_be_per_rollout(name, batch):
     mask = batch["loss_mask"]
     once = batch["advantages"][:, :1]
     tokens = batch | {"log_ratio": apply_mask(batch["log_ratio"], mask), "advantages": once}
@@ -300,14 +300,14 @@ def test_one_advantage_per_rollout_may_be_given_once(name, batch):
 
 @pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "kl_cov"])
 @given(batch=BATCHES, factor=st.floats(0, 5))
-def test_advantages_are_in_the_unit_of_the_loss(name, batch, factor):
+def test_the_loss_scales_with_the_advantages(name, batch, factor):
     scaled = run(name, batch | {"advantages": batch["advantages"] * factor})
     for result, once in zip(scaled, run(name, batch), strict=True):
         torch.testing.assert_close(result, once * factor, atol=1e-9, rtol=0)
 
 
 def first_step(loss: Callable[[Batch], Tensor], batch: Batch, mode: str) -> Tensor:
-    """The gradient of a first on-policy step, by logprobs: every ratio is 1, and moves."""
+    """Return the gradient of a first on-policy step by logprobs: every ratio is 1."""
     mask = batch["loss_mask"]
     leaf = batch["logprobs"].clone().requires_grad_()
     logprobs = apply_mask(leaf, mask)
@@ -339,7 +339,7 @@ EXACTLY = {
 
 
 @pytest.mark.parametrize("name", EXACTLY)
-def test_a_first_on_policy_step_has_exactly_the_gradient_of_reinforce(name):
+def test_the_first_on_policy_step_has_exactly_the_gradient_of_reinforce(name):
     for mode, seed in itertools.product(LOSS_AGGREGATIONS, range(8)):
         batch = ragged(seed)
         expected = first_step(POLICY_LOSSES["reinforce"], batch, mode)
@@ -347,7 +347,7 @@ def test_a_first_on_policy_step_has_exactly_the_gradient_of_reinforce(name):
 
 
 @pytest.mark.parametrize("name", ["sapo", "gmpo"])
-def test_a_first_step_of_sapo_and_of_gmpo_under_one_advantage_per_rollout_is_it_but_for_rounding(
+def test_the_first_step_of_sapo_and_gmpo_is_reinforce_up_to_rounding(
     name,
 ):
     for mode, seed in itertools.product(LOSS_AGGREGATIONS, range(8)):
@@ -359,7 +359,7 @@ def test_a_first_step_of_sapo_and_of_gmpo_under_one_advantage_per_rollout_is_it_
         torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=1e-15)
 
 
-def test_a_first_step_of_gmpo_has_the_mean_advantage_of_the_rollout():
+def test_the_first_step_of_gmpo_uses_the_mean_advantage_of_the_rollout():
     batch = ragged(11)
     mask = batch["loss_mask"]
     lengths = mask.sum(-1, keepdim=True).clamp(min=1)

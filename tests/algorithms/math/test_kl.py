@@ -1,4 +1,4 @@
-"""The divergence from a reference, and the coefficient that holds it at a target."""
+"""KL estimators, and the adaptive coefficient."""
 
 import math
 from typing import Any
@@ -46,7 +46,7 @@ def test_kl_estimates_by_hand(kind, expected):
         ("abs+", 0.5),
     ],
 )
-def test_kl_estimates_of_a_token_that_got_less_likely(kind, expected):
+def test_kl_estimates_of_a_token_that_became_less_likely(kind, expected):
     assert kl_estimate(torch.tensor(-1.5), torch.tensor(-1.0), kind).item() == pytest.approx(
         expected
     )
@@ -62,14 +62,14 @@ def test_kl_estimates_of_a_token_that_got_less_likely(kind, expected):
         *((kind, [0.5, -1.0]) for kind in STRAIGHT_THROUGH),
     ],
 )
-def test_gradients_by_hand_and_straight_through_ones_are_those_of_k2(kind, expected):
+def test_kl_gradients_by_hand_and_plus_kinds_use_that_of_k2(kind, expected):
     logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
     kl_estimate(logprobs, torch.tensor([-1.5, -2.0]), kind).sum().backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
-def test_the_same_policy_has_no_divergence(kind):
+def test_equal_policies_have_no_kl(kind):
     logprobs = torch.tensor([-0.3, -7.0])
     assert kl_estimate(logprobs, logprobs, kind).tolist() == [0.0, 0.0]
 
@@ -80,7 +80,7 @@ def test_k3_is_bounded_for_any_input():
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
-def test_estimates_and_gradients_are_finite_however_far_the_policies_are(kind):
+def test_kl_estimates_and_gradients_are_finite_for_distant_policies(kind):
     logprobs = torch.tensor([-1e6, 0.0], requires_grad=True)
     estimates = kl_estimate(logprobs, torch.tensor([0.0, -1e6]), kind)
     estimates.sum().backward()
@@ -93,7 +93,7 @@ WEIGHTS = st.lists(st.floats(0.3, 1.0), min_size=4, max_size=4)
 
 
 @given(WEIGHTS, WEIGHTS)
-def test_k1_and_k3_average_to_the_divergence(weights, reference_weights):
+def test_k1_and_k3_average_to_the_kl_divergence(weights, reference_weights):
     policy, reference = torch.tensor([weights, reference_weights], dtype=torch.float64)
     policy, reference = policy / policy.sum(), reference / reference.sum()
     exact = (policy * (policy / reference).log()).sum()
@@ -103,9 +103,7 @@ def test_k1_and_k3_average_to_the_divergence(weights, reference_weights):
 
 
 @given(WEIGHTS, WEIGHTS)
-def test_in_the_mean_only_k2_and_the_straight_through_ones_lead_down_the_divergence(
-    weights, reference_weights
-):
+def test_only_k2_and_plus_kinds_have_the_gradient_of_the_kl_divergence(weights, reference_weights):
     logits = torch.tensor(weights, dtype=torch.float64, requires_grad=True)
     reference = torch.tensor(reference_weights, dtype=torch.float64).log_softmax(-1)
     logprobs = logits.log_softmax(-1)
@@ -117,7 +115,7 @@ def test_in_the_mean_only_k2_and_the_straight_through_ones_lead_down_the_diverge
     forward = gradient((p * (logprobs - reference)).sum())
     reverse = gradient((q * (reference - logprobs)).sum())
     for kind in KL_KINDS:
-        # Tokens are sampled with p, and that sampling has no gradient.
+        # Sampling with p has no gradient.
         mean = gradient((p.detach() * kl_estimate(logprobs, reference, kind)).sum())
         expected = {"k1": torch.zeros(4).double(), "k3": reverse}.get(kind, forward)
         if kind != "abs":
@@ -136,24 +134,24 @@ ADAPTATION: dict[str, Any] = {"target": 0.1, "horizon": 1000.0, "num_rollouts": 
     ("kl", "expected"),
     [
         (0.1, 0.5),  # at the target
-        (0.11, 0.505),  # a tenth too far, for a tenth of the horizon: a hundredth more
+        (0.11, 0.505),  # 10 % above the target, for a tenth of the horizon: 1 % more
         (0.09, 0.495),
-        (0.3, 0.51),  # at most a fifth is seen
+        (0.3, 0.51),  # the error is clamped to 20 %
         (0.0, 0.49),
         (-0.3, 0.49),
     ],
 )
-def test_the_coefficient_follows_the_divergence_by_hand(kl, expected):
+def test_adaptive_kl_coef_by_hand(kl, expected):
     assert adapt_kl_coef(0.5, kl, **ADAPTATION) == pytest.approx(expected)
 
 
 @given(st.floats(0.01, 10), st.floats(-1, 1), st.floats(-1, 1))
-def test_a_larger_divergence_never_gives_a_smaller_coefficient(coef, kl, other):
+def test_kl_coef_is_monotone_in_the_divergence(coef, kl, other):
     low, high = sorted((kl, other))
     assert adapt_kl_coef(coef, low, **ADAPTATION) <= adapt_kl_coef(coef, high, **ADAPTATION)
 
 
 @given(st.floats(0, 1), st.floats(0.5, 4))
-def test_only_the_ratio_of_divergence_and_target_matters(kl, unit):
+def test_kl_coef_depends_only_on_the_ratio_of_kl_and_target(kl, unit):
     scaled = adapt_kl_coef(1.0, kl * unit, **(ADAPTATION | {"target": 0.1 * unit}))
     assert scaled == pytest.approx(adapt_kl_coef(1.0, kl, **ADAPTATION))

@@ -1,4 +1,4 @@
-"""PPO's loss, the entropy, and how the losses of tokens become one number."""
+"""PPO's loss, entropy, and the aggregation of token losses."""
 
 import math
 from functools import partial
@@ -22,14 +22,14 @@ from streamrl.algorithms.math.step_metrics import loss_denominator
 from streamrl.algorithms.options import LOSS_AGGREGATIONS
 from tests.algorithms.ragged import (
     BATCHES,
-    assert_as_in_loops,
-    assert_padding_has_no_say,
-    assert_rows_are_apart,
+    assert_equals_reference,
+    assert_padding_has_no_effect,
+    assert_rows_are_independent,
     gradient,
+    list_counted_rows,
     ragged,
-    rows_that_count,
-    spoilt,
-    wider,
+    with_more_padding,
+    with_nan_padding,
 )
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -43,7 +43,7 @@ def surrogate(ratio: float, advantage: float, **clip: float) -> float:
 
 def test_clipped_surrogate_by_hand():
     assert surrogate(1.1, 2.0) == -2.2  # inside: -A r
-    assert surrogate(1.5, 2.0) == -2.56  # -A (1 + 0.28), the ratio has gone far enough
+    assert surrogate(1.5, 2.0) == -2.56  # -A (1 + 0.28): clipped
     assert surrogate(0.5, 2.0) == -1.0  # worse than the clip allows for: no clipping
     assert surrogate(0.5, -2.0) == 1.6  # -A (1 - 0.2)
     assert surrogate(5.0, -2.0) == 10.0
@@ -51,7 +51,7 @@ def test_clipped_surrogate_by_hand():
     assert surrogate(1.1, 2.0, dual_clip=3.0) == -2.2
 
 
-def test_the_gradient_stops_where_outside_clip_says():
+def test_the_clip_mask_marks_tokens_without_gradient():
     log_ratio = torch.tensor([[0.5, -0.5, 0.1, 0.5, -0.5]], requires_grad=True)
     advantages = torch.tensor([[1.0, 1.0, 1.0, -1.0, -1.0]])
     clipped_surrogate_loss(log_ratio, advantages, **CLIP).sum().backward()
@@ -60,7 +60,7 @@ def test_the_gradient_stops_where_outside_clip_says():
     assert torch.equal(gradient(log_ratio) == 0, stopped)
 
 
-def test_outside_clip_by_hand_and_on_the_bound_is_inside():
+def test_clip_mask_by_hand_with_inclusive_bounds():
     log_ratio = torch.tensor([1.5, 0.75, 1.6, 0.7, 1.6, 0.7, 1.6, 0.7]).log()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0, 0.0, 0.0])
     high, low, *_ = probability_ratio(log_ratio).tolist()  # 1.5 and 0.75, as rounded
@@ -69,7 +69,7 @@ def test_outside_clip_by_hand_and_on_the_bound_is_inside():
     assert stopped.tolist() == [False, False, True, True, False, False, False, False]
 
 
-def test_a_ratio_is_that_of_the_probabilities_and_stays_finite():
+def test_probability_ratio_by_hand_and_for_large_log_ratios():
     log_ratio = torch.tensor([math.log(3), 0.0, -math.log(4), 1e4, -1e4], dtype=torch.float64)
     expected = torch.tensor([3, 1, 0.25, math.exp(20), math.exp(-20)], dtype=torch.float64)
     torch.testing.assert_close(probability_ratio(log_ratio), expected, atol=0, rtol=1e-9)
@@ -77,13 +77,13 @@ def test_a_ratio_is_that_of_the_probabilities_and_stays_finite():
 
 
 @given(batch=BATCHES, seed=st.integers(0, 9999))
-def test_where_the_clip_is_sees_neither_padding_nor_other_rows(batch, seed):
+def test_the_clip_mask_ignores_padding_and_other_rows(batch, seed):
     def stopped(b):
         x, a = (apply_mask(b[name], b["loss_mask"]) for name in ("log_ratio", "advantages"))
         return outside_clip_mask(x, a, **CLIP).double()
 
-    assert_padding_has_no_say(stopped, batch)
-    assert_rows_are_apart(stopped, batch, seed)
+    assert_padding_has_no_effect(stopped, batch)
+    assert_rows_are_independent(stopped, batch, seed)
 
 
 def test_a_huge_log_ratio_stays_finite():
@@ -108,7 +108,7 @@ def test_entropy_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_entropy_and_its_gradient_are_as_in_plain_loops(dtype):
+def test_entropy_and_gradient_equal_the_reference_in_python_loops(dtype):
     for seed in range(6):
         logits = ragged(seed, dtype)["logits"].requires_grad_()
         result = entropy_from_logits(logits)
@@ -121,23 +121,23 @@ def test_the_entropy_and_its_gradient_are_as_in_plain_loops(dtype):
             slopes.append([-math.exp(x) * (x + expected[-1]) for x in logs])
         shape = result.shape
         float64 = partial(torch.tensor, dtype=torch.float64)
-        assert_as_in_loops(result, float64(expected).view(shape), dtype)
-        assert_as_in_loops(gradient(logits), float64(slopes).view(*shape, -1), dtype)
+        assert_equals_reference(result, float64(expected).view(shape), dtype)
+        assert_equals_reference(gradient(logits), float64(slopes).view(*shape, -1), dtype)
 
 
 @given(batch=BATCHES, seed=st.integers(0, 9999), shift=st.floats(-50, 50))
-def test_the_entropy_sees_neither_padding_nor_other_rows_nor_a_shift(batch, seed, shift):
+def test_entropy_ignores_padding_other_rows_and_shifts_of_logits(batch, seed, shift):
     def kept(b):
         return apply_mask(entropy_from_logits(b["logits"]), b["loss_mask"])
 
-    assert_padding_has_no_say(kept, batch)
-    assert_rows_are_apart(kept, batch, seed)
+    assert_padding_has_no_effect(kept, batch)
+    assert_rows_are_independent(kept, batch, seed)
     torch.testing.assert_close(
         entropy_from_logits(batch["logits"] + shift), entropy_from_logits(batch["logits"])
     )
 
 
-def test_tokens_that_cannot_be_add_nothing_to_the_entropy_nor_to_its_gradient():
+def test_forbidden_tokens_do_not_affect_entropy_or_gradient():
     logits = torch.tensor([0.0, 1.0, -torch.inf], dtype=torch.float64, requires_grad=True)
     without = logits.detach()[:2].clone().requires_grad_()
     torch.testing.assert_close(entropy_from_logits(logits), entropy_from_logits(without))
@@ -146,7 +146,7 @@ def test_tokens_that_cannot_be_add_nothing_to_the_entropy_nor_to_its_gradient():
     torch.testing.assert_close(gradient, torch.cat([expected, torch.zeros(1)]))
 
 
-def test_the_entropy_of_logits_far_apart_is_0():
+def test_the_entropy_of_extreme_logits_is_0():
     assert entropy_from_logits(torch.tensor([1e4, 0.0, -1e4])).item() == 0
 
 
@@ -173,7 +173,7 @@ def test_prompt_mean_by_hand():
     # The means of the tokens of a group, 2 and 10, or of all in one: 16 / 4.
     assert aggregate_loss(LOSSES, MASK, mode="prompt-mean", group_ids=APART).item() == 6
     assert aggregate_loss(LOSSES, MASK, mode="prompt-mean", group_ids=TOGETHER).item() == 4
-    # Three rows of two groups: (10 + 6) / 4 and 9 / 1; a group without a token is none.
+    # Three rows of two groups: (10 + 6) / 4 and 9 / 1; a group without tokens does not count.
     losses, mask = torch.cat([LOSSES, LOSSES]), torch.cat([MASK, MASK])
     mask[2:] = torch.tensor([[False, False, False, True], [False] * 4])
     loss = aggregate_loss(losses, mask, mode="prompt-mean", group_ids=torch.tensor([7, 7, 1, 3]))
@@ -181,7 +181,7 @@ def test_prompt_mean_by_hand():
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-def test_only_prompt_mean_sees_the_groups(mode):
+def test_only_prompt_mean_depends_on_groups(mode):
     losses = {
         aggregate_loss(LOSSES, MASK, mode=mode, max_length=8, group_ids=ids).item()
         for ids in (APART, TOGETHER)
@@ -199,38 +199,38 @@ def test_only_prompt_mean_sees_the_groups(mode):
         ("prompt-mean", 2),
     ],
 )
-def test_the_normaliser_by_hand(mode, expected):
+def test_loss_denominator_by_hand(mode, expected):
     counts = {"num_tokens": 12, "num_sequences": 5, "num_groups": 2, "max_length": 9}
     assert loss_denominator(mode, **counts) == expected
 
 
-def test_one_loss_per_row_counts_for_each_of_its_tokens():
+def test_a_loss_per_row_applies_to_each_of_its_tokens():
     losses = torch.tensor([[2.0], [3.0]])
     assert aggregate_loss_sum(losses, MASK, mode="token-mean").item() == 3 * 2 + 3
     assert aggregate_loss_sum(losses, MASK, mode="seq-mean-token-mean").item() == 2 + 3
 
 
-def test_a_batch_without_a_token_adds_nothing():
+def test_a_batch_without_counted_tokens_adds_0():
     nothing = torch.zeros_like(MASK)
     for mode in LOSS_AGGREGATIONS:
         total = aggregate_loss_sum(LOSSES, nothing, mode=mode, group_tokens=torch.zeros(2).long())
         assert total.item() == 0
 
 
-def test_aggregate_takes_the_counts_of_the_whole_step():
+def test_aggregate_uses_given_counts_of_the_whole_step():
     loss = aggregate_loss(LOSSES, MASK, mode="token-mean", num_tokens=32)
     assert loss.item() == pytest.approx(16 / 32)
     loss = aggregate_loss(LOSSES, MASK, mode="seq-mean-token-mean", num_sequences=4)
     assert loss.item() == pytest.approx(12 / 4)
 
 
-def test_an_all_masked_row_is_no_sequence():
+def test_a_fully_masked_row_is_not_a_sequence():
     mask = torch.tensor([[True, True, True, False], [False, False, False, False]])
     assert aggregate_loss(LOSSES, mask, mode="seq-mean-token-mean").item() == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-def test_nan_under_the_mask_reaches_neither_loss_nor_gradient(mode):
+def test_masked_nan_reaches_neither_loss_nor_gradient(mode):
     tokens = torch.where(MASK, LOSSES, math.nan).requires_grad_()
     loss = aggregate_loss(tokens, MASK, mode=mode, max_length=8, group_ids=TOGETHER)
     loss.backward()
@@ -241,22 +241,22 @@ def test_nan_under_the_mask_reaches_neither_loss_nor_gradient(mode):
 
 
 @st.composite
-def cut_up(draw):
+def split_step(draw):
     lengths = draw(st.lists(st.integers(1, 7), min_size=2, max_size=8))
     cuts = draw(st.sets(st.integers(1, len(lengths) - 1)))
     return lengths, sorted(cuts)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-@given(case=cut_up(), seed=st.integers(0, 99))
-def test_splitting_a_step_leaves_its_loss_and_gradient_alone(mode, case, seed):
+@given(case=split_step(), seed=st.integers(0, 99))
+def test_micro_batches_do_not_change_loss_or_gradient(mode, case, seed):
     lengths, cuts = case
     draw = torch.Generator().manual_seed(seed)
     losses = torch.randn(len(lengths), max(lengths), generator=draw).double().requires_grad_()
     group_ids = torch.randint(3, (len(lengths),), generator=draw)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     whole = aggregate_loss(losses, mask, mode=mode, max_length=7, group_ids=group_ids)
-    # A cut may go through a group: what a row needs to know is the tokens of its whole group.
+    # A micro-batch may split a group, so each row carries the token count of its whole group.
     of_group = [sum(n for n, g in zip(lengths, group_ids, strict=True) if g == i) for i in range(3)]
     group_tokens = torch.tensor(of_group)[group_ids]
     parts = losses.new_zeros(())
@@ -272,8 +272,8 @@ def test_splitting_a_step_leaves_its_loss_and_gradient_alone(mode, case, seed):
     torch.testing.assert_close(*gradients)
 
 
-def in_loops(rows: list[list[float]], group_ids: list[int], mode: str) -> float:
-    """One loss from the tokens of each row, as the mode's name says."""
+def aggregate_in_loops(rows: list[list[float]], group_ids: list[int], mode: str) -> float:
+    """Return the aggregated loss of the tokens of each row, by the definition of the mode."""
     rows, ids = [r for r in rows if r], [g for r, g in zip(rows, group_ids, strict=True) if r]
     groups = [[x for r, g in zip(rows, ids, strict=True) if g == i for x in r] for i in set(ids)]
     means = {
@@ -288,17 +288,19 @@ def in_loops(rows: list[list[float]], group_ids: list[int], mode: str) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-def test_any_loss_is_as_in_plain_loops_however_wide_the_padding(mode, dtype):
+def test_aggregation_equals_the_reference_in_python_loops(mode, dtype):
     for seed in range(1, 9):
         batch = ragged(seed, dtype)
         group_ids = torch.tensor([4, 9, 4, 1, 9, 4])[: len(batch["loss_mask"])]
-        rows = [row["values"] for row in rows_that_count(batch)]
-        expected = torch.tensor(in_loops(rows, group_ids.tolist(), mode), dtype=torch.float64)
-        for b in (batch, spoilt(batch), wider(batch)):
+        rows = [row["values"] for row in list_counted_rows(batch)]
+        expected = torch.tensor(
+            aggregate_in_loops(rows, group_ids.tolist(), mode), dtype=torch.float64
+        )
+        for b in (batch, with_nan_padding(batch), with_more_padding(batch)):
             loss = aggregate_loss(
                 b["values"], b["loss_mask"], mode=mode, max_length=8, group_ids=group_ids
             )
-            assert_as_in_loops(loss, expected, dtype)
+            assert_equals_reference(loss, expected, dtype)
             order = torch.arange(len(group_ids)).flip(0)
             turned = aggregate_loss(
                 b["values"][order],
@@ -307,10 +309,10 @@ def test_any_loss_is_as_in_plain_loops_however_wide_the_padding(mode, dtype):
                 max_length=8,
                 group_ids=group_ids[order],
             )
-            assert_as_in_loops(turned, expected, dtype)
+            assert_equals_reference(turned, expected, dtype)
 
 
-def test_an_unknown_mode_and_what_a_mode_lacks_are_refused():
+def test_unknown_modes_and_missing_counts_are_refused():
     with pytest.raises(ValueError, match="'mean'"):
         aggregate_loss_sum(LOSSES, MASK, mode="mean")
     with pytest.raises(ValueError, match="max_length"):
@@ -319,5 +321,5 @@ def test_an_unknown_mode_and_what_a_mode_lacks_are_refused():
         loss_denominator("mean", num_tokens=1, num_sequences=1)
     with pytest.raises(ValueError, match="number of groups"):
         loss_denominator("prompt-mean", num_tokens=1, num_sequences=1)
-    with pytest.raises(ValueError, match="needs the groups"):
+    with pytest.raises(ValueError, match="needs group_tokens"):
         aggregate_loss_sum(LOSSES, MASK, mode="prompt-mean")

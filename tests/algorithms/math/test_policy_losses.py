@@ -1,4 +1,4 @@
-"""The policy losses beside PPO's, and the critic's; what they share is in test_every_loss.py."""
+"""Policy losses besides PPO's, and the critic's; test_every_loss.py has common properties."""
 
 import math
 from collections.abc import Callable
@@ -31,20 +31,20 @@ from streamrl.algorithms.math.losses import (
 from streamrl.algorithms.math.masks import apply_mask
 from tests.algorithms.ragged import (
     BATCHES,
-    assert_as_in_loops,
-    assert_padding_has_no_say,
-    assert_rows_may_be_shuffled,
+    assert_equals_reference,
+    assert_padding_has_no_effect,
+    assert_row_order_has_no_effect,
     gradient,
-    on_tokens,
+    list_counted_rows,
+    place_on_tokens,
     ragged,
-    rows_that_count,
 )
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def logs(*values: float) -> torch.Tensor:
-    """One row of logarithms, float64, to take gradients by."""
+    """Return a row of logarithms, float64, with gradient."""
     return torch.tensor([values], dtype=torch.float64).log().requires_grad_()
 
 
@@ -53,7 +53,7 @@ def row(*values: float) -> torch.Tensor:
 
 
 def check(loss: torch.Tensor, by: torch.Tensor, expected: list[float], slopes: list[float]) -> None:
-    """The losses of a row, and the gradient of their sum."""
+    """Assert the losses of a row, and the gradient of their sum."""
     loss.sum().backward()
     torch.testing.assert_close(loss.detach(), row(*expected))
     torch.testing.assert_close(by.grad, row(*slopes))
@@ -75,19 +75,19 @@ def test_gspo_by_hand():
     check(sequence_clipped_surrogate_loss(down, row(-1, -1), ALL, **CLIP), down, [0.8, 0.8], [0, 0])
 
 
-def test_the_ratio_of_a_rollout_is_that_of_its_tokens_that_count():
+def test_the_sequence_ratio_uses_only_counted_tokens():
     log_ratio, mask = logs(4, 1, 64), torch.tensor([[True, True, False]])
     loss = sequence_clipped_surrogate_loss(log_ratio, row(-1, -1, -1), mask, **CLIP)
     assert apply_mask(loss, mask).tolist() == [[pytest.approx(2), pytest.approx(2), 0]]
 
 
-def test_the_ratio_of_a_rollout_is_kept_finite():
+def test_the_sequence_ratio_stays_finite():
     log_ratio = row(12.0, 12.0).requires_grad_()
     loss = sequence_clipped_surrogate_loss(log_ratio, row(-1, -1), ALL, **CLIP)
     check(loss, log_ratio, [math.exp(10)] * 2, [0, 0])
 
 
-def test_gspo_under_seq_mean_token_mean_has_the_gradient_of_one_ratio_per_rollout():
+def test_gspo_with_seq_mean_token_mean_has_the_papers_gradient():
     batch = ragged(3)
     mask, weights = batch["loss_mask"], batch["scores"][:, None]
     gradients = []
@@ -108,7 +108,7 @@ def test_gspo_under_seq_mean_token_mean_has_the_gradient_of_one_ratio_per_rollou
 
 
 def test_cispo_by_hand():
-    # The weights 2, 1/2 and 1.1 are held within 0.8 and 1.28, and have no gradient.
+    # The weights 2, 1/2 and 1.1 are clamped to [0.8, 1.28] and have no gradient.
     logprobs = logs(0.5, 0.25, 0.5)
     log_ratio = logprobs - logs(0.25, 0.5, 0.5 / 1.1).detach()
     loss = clipped_importance_loss(log_ratio, row(2, 3, -1), logprobs=logprobs, **CLIP)
@@ -131,7 +131,7 @@ def test_gmpo_by_hand():
     )
 
 
-def test_gmpo_clips_each_way_by_its_own_bound():
+def test_gmpo_has_separate_lower_and_upper_clips():
     clip = {"clip_low": 0.2, "clip_high": 0.5}
     for log_ratio, advantage, clipped in ((2.0, 1, 0.5), (-2.0, -1, -0.2), (-2.0, 1, -2.0)):
         loss = geometric_mean_loss(
@@ -140,7 +140,7 @@ def test_gmpo_clips_each_way_by_its_own_bound():
         assert loss.tolist()[0] == [pytest.approx(-advantage * math.exp(clipped))] * 2
 
 
-def test_the_advantage_of_a_rollout_in_gmpo_is_the_mean_of_its_tokens_that_count():
+def test_gmpo_uses_the_mean_advantage_of_counted_tokens():
     mask = torch.tensor([[True, True, False]])
     clip = {"clip_low": 0.4, "clip_high": 0.4}
     loss = geometric_mean_loss(row(0.3, 0.1, 9.0), row(1, 3, 50), mask, **clip)
@@ -180,7 +180,7 @@ def test_clip_cov_by_hand():
     check(loss, log_ratio, [0, -2.2, -2.56], [0, -2.2, 0])
 
 
-def test_kl_cov_by_hand_pulls_the_chosen_back_from_either_side():
+def test_kl_cov_penalizes_chosen_tokens_in_both_directions_by_hand():
     for ratio, pull in ((2.0, 0.7), (0.5, -0.7)):
         log_ratio = logs(ratio, ratio, ratio)
         loss = covariance_kl_loss(log_ratio, row(3, 3, -1), chosen=CHOSEN, coef=0.7)
@@ -200,15 +200,15 @@ def test_covariances_by_hand():
     assert token_covariances(*COV).tolist() == [[2.0, 0.0], [0.0, 1.0]]
 
 
-def test_one_token_varies_with_nothing():
+def test_the_covariance_of_a_single_token_is_0():
     assert token_covariances(row(-1, math.nan), row(3, 0), torch.tensor([[True, False]])).sum() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_covariances_are_as_in_plain_loops(dtype):
+def test_covariances_equal_the_reference_in_python_loops(dtype):
     for seed in range(1, 9):
         batch = ragged(seed, dtype)
-        rows = rows_that_count(batch)
+        rows = list_counted_rows(batch)
         means = {
             name: mean([x for row in rows for x in row[name]])
             for name in ("advantages", "logprobs")
@@ -222,7 +222,7 @@ def test_covariances_are_as_in_plain_loops(dtype):
         ]
         mask = batch["loss_mask"]
         result = token_covariances(batch["logprobs"], batch["advantages"], mask)
-        assert_as_in_loops(result, on_tokens(expected, mask), torch.float64)
+        assert_equals_reference(result, place_on_tokens(expected, mask), torch.float64)
 
 
 OF_COVARIANCES: dict[str, Callable[..., Tensor]] = {
@@ -234,20 +234,20 @@ OF_COVARIANCES: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", OF_COVARIANCES)
 @given(batch=BATCHES, seed=st.integers(0, 9999))
-def test_covariances_see_neither_padding_nor_the_order_of_rows(name, batch, seed):
-    # Those of two tokens are equal: which of them is the largest is the order's say.
+def test_covariances_ignore_padding_and_row_order(name, batch, seed):
+    # With two tokens both covariances are equal, so the choice depends on the order.
     assume(batch["loss_mask"].sum() != 2)
 
     def result(b):
         of = OF_COVARIANCES[name]
         return of(b["logprobs"], b["advantages"], b["loss_mask"]).double()
 
-    assert_padding_has_no_say(result, batch)
-    assert_rows_may_be_shuffled(result, batch, seed)
+    assert_padding_has_no_effect(result, batch)
+    assert_row_order_has_no_effect(result, batch, seed)
 
 
 @given(batch=BATCHES)
-def test_one_advantage_per_rollout_is_enough_for_covariances(batch):
+def test_covariances_accept_advantages_per_rollout(batch):
     once = batch["advantages"][:, :1]
     wide = once.expand_as(batch["logprobs"])
     result, expected = (
@@ -257,7 +257,7 @@ def test_one_advantage_per_rollout_is_enough_for_covariances(batch):
     assert torch.equal(result, expected)
 
 
-def test_a_fraction_of_the_tokens_is_chosen_from_the_band():
+def test_clip_cov_chooses_a_fraction_of_all_tokens_from_the_band():
     def chosen(low: float, high: float, fraction: float) -> list[list[bool]]:
         return covariance_band_mask(*COV, low=low, high=high, fraction=fraction).tolist()
 
@@ -271,10 +271,10 @@ def test_a_fraction_of_the_tokens_is_chosen_from_the_band():
         assert sum(map(sum, chosen(0.5, 3.0, fraction))) == 1
 
 
-def test_which_of_the_band_is_drawn_follows_from_the_lots():
+def test_clip_cov_choices_follow_from_the_draws():
     def drawn(seed: int) -> list[list[bool]]:
-        lots = torch.rand(2, 2, generator=torch.Generator().manual_seed(seed))
-        return covariance_band_mask(*COV, low=0.5, high=3.0, fraction=0.4, lots=lots).tolist()
+        draws = torch.rand(2, 2, generator=torch.Generator().manual_seed(seed))
+        return covariance_band_mask(*COV, low=0.5, high=3.0, fraction=0.4, draws=draws).tolist()
 
     assert [drawn(seed) for seed in range(9)] == [drawn(seed) for seed in range(9)]
     assert {str(drawn(seed)) for seed in range(9)} == {
@@ -283,7 +283,7 @@ def test_which_of_the_band_is_drawn_follows_from_the_lots():
     }
 
 
-def test_the_largest_covariances_are_chosen():
+def test_kl_cov_chooses_the_largest_covariances():
     assert covariance_top_mask(*COV, fraction=0.67).tolist() == [[True, False], [False, True]]
     for fraction in (0.0, 0.34, 0.66):
         assert covariance_top_mask(*COV, fraction=fraction).tolist() == [
@@ -293,7 +293,7 @@ def test_the_largest_covariances_are_chosen():
     assert covariance_top_mask(*COV, fraction=1.0).tolist() == COV_MASK.tolist()
 
 
-def test_nothing_is_chosen_of_nothing():
+def test_empty_batches_have_no_chosen_tokens():
     nothing = torch.zeros_like(COV_MASK)
     assert not covariance_top_mask(COV_LOGPROBS, COV_ADVANTAGES, nothing, fraction=1.0).any()
     band: dict[str, Any] = {"low": -1.0, "high": 9.0, "fraction": 1.0}
@@ -305,8 +305,8 @@ def test_nothing_is_chosen_of_nothing():
     # Between 1/4 and 1/2: KL(q || p) of q = 1/2 or of q = 1/4.
     [("tv", (0.25, 0.25)), ("kl", (0.1438, 0.1308))],
 )
-def test_dppo_leaves_out_what_has_come_too_far_and_would_go_on(kind, distance):
-    # A good token that rose from 1/4 to 1/2, a bad one that fell back; the opposite of each.
+def test_dppo_masks_tokens_that_would_move_further_beyond_the_bound(kind, distance):
+    # A good token that rose from 1/4 to 1/2, a bad token that fell back; the opposite of each.
     for p, q, far in ((0.5, 0.25, distance[1]), (0.25, 0.5, distance[0])):
         ratio, away = p / q, 1.0 if p > q else -1.0
         for advantage, bound, stays in (
@@ -329,7 +329,7 @@ def test_dppo_leaves_out_what_has_come_too_far_and_would_go_on(kind, distance):
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])
-def test_dppo_holds_the_weight_under_its_cap(kind):
+def test_dppo_caps_the_weight(kind):
     logprobs, bounds = logs(0.5, 0.25), {"low": 1.0, "high": 1.0, "cap": 1.5}
     log_ratio = logprobs - logs(0.25, 0.25).detach()
     loss = divergence_masked_loss(log_ratio, row(1, 1), logprobs=logprobs, kind=kind, **bounds)
@@ -343,7 +343,7 @@ def test_dppo_holds_the_weight_under_its_cap(kind):
         (1.0, 0.5, 1.0, 0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-8)),
     ],
 )
-def test_dppo_has_a_divergence_for_tokens_that_were_or_became_certain(p, q, advantage, divergence):
+def test_dppo_divergence_is_finite_for_tokens_of_probability_1(p, q, advantage, divergence):
     for bound, stays in ((divergence + 0.01, True), (divergence - 0.01, False)):
         logprobs, bounds = logs(p), {"low": bound, "high": bound, "cap": 20.0}
         log_ratio = logprobs - math.log(q)
@@ -368,7 +368,7 @@ def test_reinforce_by_hand():
     check(score_function_loss(logprobs, row(2, -1)), logprobs, losses, slopes)
 
 
-def test_the_loss_of_the_critic_by_hand():
+def test_value_loss_of_the_critic_by_hand():
     # Errors -2 and 2. Held within 0.2 of the old values: 0.7 - 3 is worse than -2, and where the
     # value is; 1.8 - 0 is better than 2, which stays.
     values = row(1, 2).requires_grad_()
@@ -378,7 +378,7 @@ def test_the_loss_of_the_critic_by_hand():
     check(clipped, values, [2.3**2 / 2, 2], [0, 2])
 
 
-def test_the_first_step_of_clip_cov_is_that_of_ppo_but_for_the_chosen():
+def test_the_first_step_of_clip_cov_equals_ppo_except_for_chosen_tokens():
     logprobs, advantages = logs(0.5, 0.5, 0.5), row(1, -2, 3)
     log_ratio = logprobs - logprobs.detach()
     covariance_clip_loss(log_ratio, advantages, chosen=CHOSEN, **CLIP).sum().backward()

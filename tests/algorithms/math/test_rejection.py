@@ -1,4 +1,4 @@
-"""Tokens and rollouts of another policy that are too far off to be trained on."""
+"""Rejection of tokens and rollouts that are too far off-policy."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ from streamrl.algorithms.options import REJECTION_KINDS, REJECTION_LEVELS
 from tests.algorithms.ragged import (
     BATCHES,
     Batch,
-    assert_padding_has_no_say,
-    assert_rows_are_apart,
-    assert_rows_may_be_shuffled,
-    on_tokens,
+    assert_padding_has_no_effect,
+    assert_row_order_has_no_effect,
+    assert_rows_are_independent,
+    list_counted_rows,
+    place_on_tokens,
     ragged,
-    rows_that_count,
 )
 
 NAN = math.nan
@@ -43,7 +43,7 @@ def kept(kind, level, **bounds):
     return "".join("x" if counts else "." for counts in result[0].tolist())
 
 
-def test_k1_bounds_the_ratio_trained_over_sampling_by_hand():
+def test_k1_rejection_bounds_the_ratio_by_hand():
     # 2, 1/2 and 8: their product is 8, the geometric mean 2.
     assert kept("k1", "token", low=0.6) == "x..x"
     assert kept("k1", "token", high=3.0) == "xx.."
@@ -59,7 +59,7 @@ def test_k1_bounds_the_ratio_trained_over_sampling_by_hand():
     assert kept("k1", "max", low=0.6) == "...."
 
 
-def test_divergences_by_hand():
+def test_k2_and_k3_rejection_by_hand():
     # k2 is log^2 / 2: 0.240, 0.240 and 2.162; k3 r - 1 - log r: 0.307, 0.193 and 4.921.
     assert kept("k2", "token", high=0.25) == "xx.."
     assert kept("k2", "token", high=0.23) == "...."
@@ -79,7 +79,7 @@ def test_divergences_by_hand():
     assert kept("k3", "max", high=4.91) == "...."
 
 
-def test_what_is_on_its_bound_is_inside():
+def test_rejection_bounds_are_inclusive():
     x, mask = torch.tensor([[0.0, 1.0]], dtype=torch.float64), torch.tensor([[True, True]])
     one = rejection_mask(x, mask, kind="k1", level="token", low=1.0, high=1.0)
     assert one.tolist() == [[True, False]]
@@ -92,7 +92,7 @@ def test_what_is_on_its_bound_is_inside():
 
 @pytest.mark.parametrize("level", REJECTION_LEVELS)
 @pytest.mark.parametrize("kind", REJECTION_KINDS)
-def test_without_bounds_or_a_distance_nothing_is_rejected(kind, level):
+def test_no_bounds_or_no_divergence_reject_no_tokens(kind, level):
     assert torch.equal(rejection_mask(LOG_RATIO, MASK, kind=kind, level=level), MASK)
     for bounds in ({"high": 1.0}, {"low": 0.0, "high": 1.0} if kind == "k1" else {"high": 0.0}):
         same = torch.zeros_like(LOG_RATIO)
@@ -101,7 +101,7 @@ def test_without_bounds_or_a_distance_nothing_is_rejected(kind, level):
 
 @pytest.mark.parametrize("level", REJECTION_LEVELS)
 @pytest.mark.parametrize("kind", REJECTION_KINDS)
-def test_tokens_that_are_far_off_are_rejected_without_overflow(kind, level):
+def test_distant_tokens_are_rejected_without_overflow(kind, level):
     mask = torch.tensor([[True, True]])
     for far in (1e6, -1e6):
         x = torch.tensor([[far, far]])
@@ -109,7 +109,7 @@ def test_tokens_that_are_far_off_are_rejected_without_overflow(kind, level):
         assert not rejection_mask(x, mask, kind=kind, level=level, **bounds).any()
 
 
-def test_a_log_ratio_counts_as_20_at_most():
+def test_log_ratios_are_clamped_to_20():
     mask = torch.tensor([[True, True, True]])
     for far in (1.0, -1.0):
         # As 20, -19.5 and -0.5: their sum is 0.
@@ -143,19 +143,19 @@ def rejected_in_loops(row, kind: str, level: str, high: float, low: float = 0.0)
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", REJECTING)
-def test_rejections_are_as_in_plain_loops(name, dtype):
+def test_rejection_equals_the_reference_in_python_loops(name, dtype):
     results = []
     for seed in range(24):
         batch = ragged(seed, dtype)
-        rows = [row["log_ratio"] for row in rows_that_count(batch)]
+        rows = [row["log_ratio"] for row in list_counted_rows(batch)]
         expected = [rejected_in_loops(row, **REJECTING[name]) if row else [] for row in rows]
         result = rejection_mask(batch["log_ratio"], batch["loss_mask"], **REJECTING[name])
-        assert torch.equal(result.double(), on_tokens(expected, batch["loss_mask"]))
+        assert torch.equal(result.double(), place_on_tokens(expected, batch["loss_mask"]))
         results += result[batch["loss_mask"]].tolist()
     assert set(results) == {True, False}
 
 
-def test_bad_rollouts_that_were_left_behind_are_left_out_by_hand():
+def test_off_policy_sequence_mask_by_hand():
     # The mean log-ratios are -1/4 and 0.
     x = torch.tensor([[-0.5, NAN, 0.0], [-0.5, 0.5, NAN]]).requires_grad_()
     mask = torch.tensor([[True, False, True], [True, True, False]])
@@ -184,7 +184,7 @@ def test_bad_rollouts_that_were_left_behind_are_left_out_by_hand():
         (0.25, -1.0),
     ],
 )
-def test_the_farthest_tokens_go_until_the_mean_square_is_below_the_threshold(threshold, limit):
+def test_second_moment_limit_by_hand(threshold, limit):
     squares = torch.tensor([1.0, 4.0, 0.25])
     assert second_moment_limit(squares, threshold=threshold) == limit
     x = torch.tensor([[-1.0, NAN, 2.0], [NAN, -0.5, NAN]]).requires_grad_()
@@ -194,27 +194,27 @@ def test_the_farthest_tokens_go_until_the_mean_square_is_below_the_threshold(thr
     assert keeps.tolist() == expected
 
 
-def test_equal_tokens_stay_or_go_together():
+def test_equal_tokens_are_kept_or_dropped_together():
     # With one of the two ones the mean is 5/8, with both 3/4.
     squares = torch.tensor([1.0, 0.25, 1.0])
     assert second_moment_limit(squares, threshold=0.7) == 0.25
     assert second_moment_limit(squares, threshold=0.8) == 1.0
 
 
-def test_the_mean_of_many_squares_is_not_lost_in_float32():
+def test_the_mean_of_many_squares_is_exact_in_float32():
     tenths = torch.full((3000,), 0.1)
     tenth = tenths[0].item()
     assert second_moment_limit(tenths, threshold=tenth * (1 + 1e-9)) == tenth
 
 
-def test_of_no_tokens_none_stay():
+def test_second_moment_mask_of_an_empty_batch():
     assert second_moment_limit(torch.zeros(0), threshold=1.0) == -1.0
     nothing = torch.zeros(2, 2).bool()
     assert not second_moment_mask(torch.full((2, 2), NAN), nothing, threshold=1.0).any()
 
 
 @given(batch=BATCHES, threshold=st.floats(0.01, 1.0))
-def test_what_stays_is_below_the_threshold_and_one_more_would_not_be(batch, threshold):
+def test_the_second_moment_mask_is_maximal(batch, threshold):
     mask = batch["loss_mask"]
     stays = second_moment_mask(batch["log_ratio"], mask, threshold=threshold)
     inside = sorted(batch["log_ratio"][stays].square().tolist())
@@ -239,22 +239,22 @@ MASKED = {
 
 @pytest.mark.parametrize("name", MASKED)
 @given(batch=BATCHES)
-def test_padding_has_no_say(name, batch):
-    assert_padding_has_no_say(lambda b: MASKED[name](b).double(), batch)
+def test_padding_has_no_effect(name, batch):
+    assert_padding_has_no_effect(lambda b: MASKED[name](b).double(), batch)
 
 
 @pytest.mark.parametrize("name", [name for name in MASKED if name != "second moment"])
 @given(batch=BATCHES, seed=SEEDS)
-def test_a_row_does_not_see_the_others(name, batch, seed):
-    assert_rows_are_apart(lambda b: MASKED[name](b).double(), batch, seed)
+def test_rows_are_independent(name, batch, seed):
+    assert_rows_are_independent(lambda b: MASKED[name](b).double(), batch, seed)
 
 
 @given(batch=BATCHES, seed=SEEDS)
-def test_the_second_moment_does_not_see_the_order_of_rows(batch, seed):
-    assert_rows_may_be_shuffled(lambda b: MASKED["second moment"](b).double(), batch, seed)
+def test_the_second_moment_mask_ignores_row_order(batch, seed):
+    assert_row_order_has_no_effect(lambda b: MASKED["second moment"](b).double(), batch, seed)
 
 
-def test_unknown_choices_are_refused():
+def test_unknown_options_are_refused():
     with pytest.raises(ValueError, match="kind='abs'"):
         rejection_mask(LOG_RATIO, MASK, kind="abs", level="token", high=1.0)
     with pytest.raises(ValueError, match="level='row'"):

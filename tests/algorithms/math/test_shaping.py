@@ -1,4 +1,4 @@
-"""What is done to scores before advantages are taken."""
+"""Shaping of scores before advantages."""
 
 import math
 
@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from streamrl.algorithms.math.shaping import make_token_rewards, soft_overlong_penalty
 from tests.algorithms.ragged import (
     BATCHES,
-    assert_as_in_loops,
-    assert_padding_has_no_say,
-    assert_rows_are_apart,
-    on_tokens,
+    assert_equals_reference,
+    assert_padding_has_no_effect,
+    assert_rows_are_independent,
+    list_counted_rows,
+    place_on_tokens,
     ragged,
-    rows_that_count,
 )
 
 NAN = math.nan
 SEEDS = st.integers(0, 9999)
 
 
-def test_the_penalty_of_long_completions_by_hand():
-    # The last 4 of 10 tokens cost a quarter each.
+def test_overlong_penalty_by_hand():
+    # Each of the last 4 of 10 tokens costs a quarter.
     lengths = torch.tensor([0, 6, 7, 8, 10, 15])
     penalties = soft_overlong_penalty(lengths, max_length=10, buffer=4)
     assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
@@ -37,7 +37,7 @@ def test_the_penalty_of_long_completions_by_hand():
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(1, 30), st.floats(0.1, 10))
-def test_the_penalty_falls_linearly_from_0_to_the_factor(lengths, buffer, factor):
+def test_overlong_penalty_is_linear_from_0_to_minus_factor(lengths, buffer, factor):
     penalties = soft_overlong_penalty(
         torch.tensor(lengths), max_length=40, buffer=buffer, factor=factor
     )
@@ -47,7 +47,7 @@ def test_the_penalty_falls_linearly_from_0_to_the_factor(lengths, buffer, factor
 
 
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=9), SEEDS)
-def test_a_completion_does_not_see_the_others(lengths, seed):
+def test_overlong_penalties_are_independent(lengths, seed):
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))
     many = torch.tensor(lengths)
     alone = [soft_overlong_penalty(n[None], max_length=40, buffer=7).item() for n in many[order]]
@@ -59,12 +59,12 @@ MASK = torch.tensor(
 )
 
 
-def test_a_score_is_on_the_last_sampled_token_and_nowhere_without_one():
+def test_the_score_is_the_reward_of_the_last_sampled_token():
     rewards = make_token_rewards(torch.tensor([3.0, 4.0, 5.0]), MASK)
     assert rewards.tolist() == [[0, 0, 3.0, 0], [4.0, 0, 0, 0], [0, 0, 0, 0]]
 
 
-def test_penalties_are_subtracted_where_tokens_were_sampled():
+def test_penalties_are_subtracted_from_sampled_tokens():
     penalties = torch.tensor([[0.5, NAN, 0.25, NAN], [-1.0, NAN, NAN, NAN], [NAN] * 4])
     rewards = make_token_rewards(torch.tensor([3.0, 4.0, 5.0]), MASK, penalties)
     assert rewards.tolist() == [[-0.5, 0, 2.75, 0], [5.0, 0, 0, 0], [0, 0, 0, 0]]
@@ -75,21 +75,23 @@ def rewards_of(batch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_rewards_of_tokens_are_as_in_plain_loops(dtype):
+def test_token_rewards_equal_the_reference_in_python_loops(dtype):
     for seed in range(8):
         batch = ragged(seed, dtype)
         plain, penalised = [], []
-        for row in rows_that_count(batch):
+        for row in list_counted_rows(batch):
             plain.append(
                 [*[0.0 for _ in row["values"][1:]], *row["scores"]] if row["values"] else []
             )
             penalised.append([r - x for r, x in zip(plain[-1], row["values"], strict=True)])
         mask = batch["loss_mask"]
-        assert_as_in_loops(make_token_rewards(batch["scores"], mask), on_tokens(plain, mask), dtype)
-        assert_as_in_loops(rewards_of(batch), on_tokens(penalised, mask), dtype)
+        assert_equals_reference(
+            make_token_rewards(batch["scores"], mask), place_on_tokens(plain, mask), dtype
+        )
+        assert_equals_reference(rewards_of(batch), place_on_tokens(penalised, mask), dtype)
 
 
 @given(batch=BATCHES, seed=SEEDS)
-def test_neither_padding_nor_other_rows_have_a_say(batch, seed):
-    assert_padding_has_no_say(rewards_of, batch)
-    assert_rows_are_apart(rewards_of, batch, seed)
+def test_token_rewards_ignore_padding_and_other_rows(batch, seed):
+    assert_padding_has_no_effect(rewards_of, batch)
+    assert_rows_are_independent(rewards_of, batch, seed)

@@ -1,4 +1,4 @@
-"""Advantages of tokens, from rewards and values of tokens."""
+"""Advantages per token, from token rewards and values."""
 
 import itertools
 import math
@@ -13,13 +13,13 @@ from streamrl.algorithms.math.advantages import generalized_advantages, masked_w
 from tests.algorithms.ragged import (
     BATCHES,
     Batch,
-    assert_as_in_loops,
-    assert_padding_has_no_say,
-    assert_rows_are_apart,
-    assert_rows_may_be_shuffled,
-    on_tokens,
+    assert_equals_reference,
+    assert_padding_has_no_effect,
+    assert_row_order_has_no_effect,
+    assert_rows_are_independent,
+    list_counted_rows,
+    place_on_tokens,
     ragged,
-    rows_that_count,
 )
 
 NAN = math.nan
@@ -31,14 +31,14 @@ DISCOUNT: dict[str, Any] = {"gamma": 0.9, "lam": 0.8}
 SEEDS = st.integers(0, 9999)
 
 
-def test_generalized_advantages_by_hand_over_what_a_tool_wrote():
+def test_gae_by_hand_skips_tool_tokens():
     # Deltas: 2 - 1 = 1 and 1 + 0.9 * 1 - 0.5 = 1.4; the first advantage 1.4 + 0.72 * 1.
     advantages, returns = generalized_advantages(REWARDS, VALUES, TURNS, **DISCOUNT)
     torch.testing.assert_close(advantages, torch.tensor([[2.12, 0.0, 1.0, 0.0]]))
     torch.testing.assert_close(returns, torch.tensor([[2.62, 0.0, 2.0, 0.0]]))
 
 
-def test_a_rollout_that_was_cut_off_goes_on_with_its_bootstrap_value():
+def test_gae_of_a_truncated_rollout_uses_the_bootstrap_value():
     # Deltas: 2 + 0.9 * 3 - 1 = 3.7 and 1.4; the first advantage 1.4 + 0.72 * 3.7.
     advantages, returns = generalized_advantages(
         REWARDS, VALUES, TURNS, bootstrap_values=torch.tensor([3.0]), **DISCOUNT
@@ -47,12 +47,12 @@ def test_a_rollout_that_was_cut_off_goes_on_with_its_bootstrap_value():
     torch.testing.assert_close(returns, torch.tensor([[4.564, 0.0, 4.7, 0.0]]))
 
 
-def test_rewards_to_go_by_hand_over_what_a_tool_wrote():
+def test_rewards_to_go_by_hand_skip_tool_tokens():
     returns = reward_to_go(REWARDS, TURNS, gamma=0.9)
     torch.testing.assert_close(returns, torch.tensor([[2.8, 0.0, 2.0, 0.0]]))
 
 
-def test_whitened_by_hand():
+def test_whitening_by_hand():
     # 1, 2, 3: variance 1 with n - 1, 2/3 with n.
     x = torch.tensor([[1.0, NAN], [2.0, 3.0]])
     mask = torch.tensor([[True, False], [True, True]])
@@ -65,25 +65,27 @@ def test_whitened_by_hand():
 def test_eps_is_added_to_the_variance():
     x, mask = torch.tensor([[-1.0, 1.0]]), torch.tensor([[True, True]])
     assert masked_whiten(x, mask, eps=3.0, unbiased=False).tolist() == [[-0.5, 0.5]]
-    # A variance of 3e-8, and a third of it if nothing is said.
+    # A variance of 3e-8, and a third of it by default.
     small = masked_whiten(x * math.sqrt(3e-8), mask, unbiased=False)
     torch.testing.assert_close(small, x * math.sqrt(3 / 4))
 
 
-def test_fewer_than_two_tokens_cannot_be_whitened():
+def test_whitening_fewer_than_two_tokens_gives_0():
     x = torch.tensor([[5.0, NAN]])
     for mask in ([[True, False]], [[False, False]]):
         assert masked_whiten(x, torch.tensor(mask)).tolist() == [[0.0, 0.0]]
 
 
-def test_equal_tokens_are_whitened_to_0():
+def test_whitening_equal_values_gives_0():
     assert (
         masked_whiten(torch.full((2, 2), 4.0), torch.ones(2, 2).bool()).tolist() == [[0.0] * 2] * 2
     )
 
 
-def gae_of_row(row: dict[str, list[float]], last: float, gamma: float, lam: float) -> list[float]:
-    """The sum of discounted deltas, each written out."""
+def compute_gae_of_row(
+    row: dict[str, list[float]], last: float, gamma: float, lam: float
+) -> list[float]:
+    """Return the sum of discounted deltas, each written out."""
     rewards, values = row["token_rewards"], [*row["values"], last]
     deltas = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
     return [
@@ -92,7 +94,7 @@ def gae_of_row(row: dict[str, list[float]], last: float, gamma: float, lam: floa
     ]
 
 
-def returns_of_row(row: dict[str, list[float]], gamma: float) -> list[float]:
+def compute_returns_of_row(row: dict[str, list[float]], gamma: float) -> list[float]:
     rewards = row["token_rewards"]
     return [
         math.fsum(gamma ** (s - t) * rewards[s] for s in range(t, len(rewards)))
@@ -112,44 +114,47 @@ def gae(batch: Batch, gamma: float = 0.9, lam: float = 0.8, bootstrap: bool = Tr
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_generalized_advantages_are_as_in_plain_loops(dtype):
+def test_gae_equals_the_reference_in_python_loops(dtype):
     for seed, bootstrap in itertools.product(range(8), (False, True)):
         batch = ragged(seed, dtype)
-        mask, rows = batch["loss_mask"], rows_that_count(batch)
+        mask, rows = batch["loss_mask"], list_counted_rows(batch)
         advantages, returns = gae(batch, bootstrap=bootstrap)
-        expected = on_tokens(
-            [gae_of_row(row, row["scores"][0] if bootstrap else 0.0, 0.9, 0.8) for row in rows],
+        expected = place_on_tokens(
+            [
+                compute_gae_of_row(row, row["scores"][0] if bootstrap else 0.0, 0.9, 0.8)
+                for row in rows
+            ],
             mask,
         )
-        assert_as_in_loops(advantages, expected, dtype)
-        values = on_tokens([row["values"] for row in rows], mask)
-        assert_as_in_loops(returns, expected + values, dtype)
+        assert_equals_reference(advantages, expected, dtype)
+        values = place_on_tokens([row["values"] for row in rows], mask)
+        assert_equals_reference(returns, expected + values, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_rewards_to_go_are_as_in_plain_loops(dtype):
+def test_rewards_to_go_equal_the_reference_in_python_loops(dtype):
     for seed in range(8):
         batch = ragged(seed, dtype)
-        expected = [returns_of_row(row, 0.9) for row in rows_that_count(batch)]
+        expected = [compute_returns_of_row(row, 0.9) for row in list_counted_rows(batch)]
         result = reward_to_go(batch["token_rewards"], batch["loss_mask"], gamma=0.9)
-        assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
+        assert_equals_reference(result, place_on_tokens(expected, batch["loss_mask"]), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_whitened_tokens_are_as_in_plain_loops(dtype):
+def test_whitening_equals_the_reference_in_python_loops(dtype):
     for seed, unbiased in itertools.product(range(8), (False, True)):
         batch = ragged(seed, dtype)
-        rows = [row["values"] for row in rows_that_count(batch)]
+        rows = [row["values"] for row in list_counted_rows(batch)]
         tokens = [x for row in rows for x in row]
         mean = math.fsum(tokens) / max(len(tokens), 1)
         squares = math.fsum((x - mean) ** 2 for x in tokens)
         deviation = math.sqrt(squares / max(len(tokens) - unbiased, 1) + 1e-8)
         expected = [[(x - mean) / deviation for x in row] for row in rows]
         result = masked_whiten(batch["values"], batch["loss_mask"], unbiased=unbiased)
-        assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
+        assert_equals_reference(result, place_on_tokens(expected, batch["loss_mask"]), dtype)
 
 
-def test_long_sums_do_not_pile_up_rounding_in_float32():
+def test_long_sums_are_accurate_in_float32():
     rewards = torch.full((1, 3000), 0.1)
     mask, tenth = torch.ones(1, 3000).bool(), rewards[0, 0].item()
     expected = torch.arange(3000, 0, -1).double()[None] * tenth
@@ -165,9 +170,9 @@ def test_long_sums_do_not_pile_up_rounding_in_float32():
 
 
 @given(batch=BATCHES)
-def test_with_lam_0_an_advantage_is_the_error_of_one_step(batch):
+def test_gae_with_lam_0_is_the_one_step_td_error(batch):
     advantages, _ = gae(batch, lam=0.0, bootstrap=False)
-    rows = rows_that_count(batch)
+    rows = list_counted_rows(batch)
     errors = [
         [
             r + 0.9 * after - now
@@ -177,11 +182,11 @@ def test_with_lam_0_an_advantage_is_the_error_of_one_step(batch):
         ]
         for row in rows
     ]
-    torch.testing.assert_close(advantages, on_tokens(errors, batch["loss_mask"]))
+    torch.testing.assert_close(advantages, place_on_tokens(errors, batch["loss_mask"]))
 
 
 @given(batch=BATCHES, gamma=st.floats(0.5, 1.0))
-def test_with_lam_1_an_advantage_is_the_return_minus_the_value(batch, gamma):
+def test_gae_with_lam_1_is_return_minus_value(batch, gamma):
     advantages, returns = gae(batch, gamma=gamma, lam=1.0, bootstrap=False)
     mask = batch["loss_mask"]
     expected = reward_to_go(batch["token_rewards"], mask, gamma=gamma)
@@ -190,7 +195,7 @@ def test_with_lam_1_an_advantage_is_the_return_minus_the_value(batch, gamma):
 
 
 @given(batch=BATCHES)
-def test_without_a_discount_the_return_of_every_token_is_the_score_on_the_last(batch):
+def test_without_discount_every_return_is_the_final_score(batch):
     mask = batch["loss_mask"]
     last = torch.zeros_like(batch["token_rewards"])
     for i, row in enumerate(mask):
@@ -201,7 +206,7 @@ def test_without_a_discount_the_return_of_every_token_is_the_score_on_the_last(b
 
 
 @given(batch=BATCHES)
-def test_a_critic_that_is_right_leaves_no_advantage(batch):
+def test_a_perfect_critic_gives_zero_advantages(batch):
     mask = batch["loss_mask"]
     right = batch | {"values": reward_to_go(batch["token_rewards"], mask, gamma=0.9)}
     advantages, returns = gae(right, bootstrap=False)
@@ -210,7 +215,7 @@ def test_a_critic_that_is_right_leaves_no_advantage(batch):
 
 
 @given(batch=BATCHES)
-def test_whitened_tokens_have_mean_0_and_variance_1(batch):
+def test_whitening_gives_mean_0_and_variance_1(batch):
     mask = batch["loss_mask"]
     tokens = masked_whiten(batch["values"], mask)[mask]
     if len(tokens) > 1:
@@ -221,7 +226,7 @@ def test_whitened_tokens_have_mean_0_and_variance_1(batch):
 
 
 @given(batch=BATCHES, shift=st.integers(-9, 9), factor=st.integers(1, 9))
-def test_whitening_takes_away_shift_and_unit(batch, shift, factor):
+def test_whitening_ignores_shift_and_scale(batch, shift, factor):
     mask = batch["loss_mask"]
     moved = masked_whiten(batch["values"] * factor + shift, mask, eps=1e-15)
     torch.testing.assert_close(
@@ -239,16 +244,16 @@ OF_TOKENS = {
 
 @pytest.mark.parametrize("name", OF_TOKENS)
 @given(batch=BATCHES)
-def test_padding_has_no_say(name, batch):
-    assert_padding_has_no_say(OF_TOKENS[name], batch)
+def test_padding_has_no_effect(name, batch):
+    assert_padding_has_no_effect(OF_TOKENS[name], batch)
 
 
 @pytest.mark.parametrize("name", [name for name in OF_TOKENS if name != "whitened"])
 @given(batch=BATCHES, seed=SEEDS)
-def test_a_row_does_not_see_the_others(name, batch, seed):
-    assert_rows_are_apart(OF_TOKENS[name], batch, seed)
+def test_rows_are_independent(name, batch, seed):
+    assert_rows_are_independent(OF_TOKENS[name], batch, seed)
 
 
 @given(batch=BATCHES, seed=SEEDS)
-def test_whitening_does_not_see_the_order_of_rows(batch, seed):
-    assert_rows_may_be_shuffled(OF_TOKENS["whitened"], batch, seed)
+def test_whitening_ignores_row_order(batch, seed):
+    assert_row_order_has_no_effect(OF_TOKENS["whitened"], batch, seed)

@@ -1,4 +1,4 @@
-"""Broadcasts between real processes, and what happens when one of them is not there."""
+"""Broadcasts between real processes, including processes that are absent or die."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ from streamrl.weights.transports.collective_group import SharedDeadline
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from streamrl.weights.unpack import unpack_tensors
 from tests import forked
-from tests.weights.local_outlet import LocalInlet, LocalOutlet
+from tests.weights.local_transport import LocalReader, LocalWriter
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -32,36 +32,40 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.randn(300_000, generator=generator) for i in range(4)}
 
 
-def is_version(found: dict[str, torch.Tensor], version: int) -> bool:
-    wanted = tensors_of(version)
-    return found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+def is_version(tensors: dict[str, torch.Tensor], version: int) -> bool:
+    expected = tensors_of(version)
+    return tensors.keys() == expected.keys() and all(
+        torch.equal(tensors[n], expected[n]) for n in expected
+    )
 
 
-def follow(pipe: Connection, name: str) -> None:
-    """Fetch each manifest that comes; say whether it is right, and why it was no broadcast.
+def follow_manifests(pipe: Connection, name: str) -> None:
+    """Fetch each received manifest; reply with (tensors are right, fallback reason).
 
-    The number that comes with a manifest is that of the bucket before which to die.
+    A number beside a manifest makes the process die before that bucket.
     """
-    inlet = CollectiveReader(name, SharedMemoryReader("policy", LocalInlet()), timeout_s=TIMEOUT_S)
+    collective_reader = CollectiveReader(
+        name, SharedMemoryReader("policy", LocalReader()), timeout_s=TIMEOUT_S
+    )
     pipe.send("ready")
     while True:
         manifest, dies_at = pipe.recv()
         if dies_at is not None:
-            die_before(dies_at)
-        found = unpack_tensors(manifest, inlet.fetch_buckets(manifest))
-        pipe.send((is_version(found, manifest.version), inlet.fallback_reason))
+            die_before_bucket(dies_at)
+        tensors = unpack_tensors(manifest, collective_reader.fetch_buckets(manifest))
+        pipe.send((is_version(tensors, manifest.version), collective_reader.fallback_reason))
 
 
-def die_before(bucket: int) -> None:
+def die_before_bucket(bucket: int) -> None:
     from streamrl.weights.transports.collective_group import BroadcastGroup
 
     send = BroadcastGroup.broadcast_tensor
-    seen = 0
+    num_broadcasts = 0
 
     def broadcast(self: BroadcastGroup, *arguments: Any) -> torch.Tensor:
-        nonlocal seen
-        seen += 1
-        if seen == bucket + 2:  # the header comes first
+        nonlocal num_broadcasts
+        num_broadcasts += 1
+        if num_broadcasts == bucket + 2:  # the first broadcast is the header
             os._exit(1)
         return send(self, *arguments)
 
@@ -69,24 +73,24 @@ def die_before(bucket: int) -> None:
 
 
 class Reader:
-    """A reader in a process of its own."""
+    """A reader in its own process."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._pipe, there = forked.context().Pipe()
-        self.process = forked.context().Process(target=follow, args=(there, name))
+        self._pipe, child_end = forked.context().Pipe()
+        self.process = forked.context().Process(target=follow_manifests, args=(child_end, name))
         self.process.start()
-        there.close()
+        child_end.close()
 
     def wait_until_ready(self) -> None:
-        """To start a process takes longer than a broadcast may."""
+        """Wait for the process; its start takes longer than a broadcast may."""
         assert self._pipe.recv() == "ready"
 
     def pull(self, manifest: WeightManifest, *, dies_at: int | None = None) -> None:
         self._pipe.send((manifest, dies_at))
 
     def outcome(self) -> tuple[bool, str | None]:
-        """Whether the last version came right, and why it came by the fallback if it did."""
+        """Return (the last version is right, fallback reason)."""
         if not self._pipe.poll(60):
             raise TimeoutError(self.name)
         return self._pipe.recv()
@@ -97,11 +101,11 @@ class Reader:
 
 
 class Broadcasting:
-    """A publisher here and readers elsewhere."""
+    """A publisher in this process and readers in others."""
 
     def __init__(self) -> None:
-        self.outlet = CollectiveWriter(
-            SharedMemoryWriter("broadcast_tensor", LocalOutlet(), keep_versions=2),
+        self.writer = CollectiveWriter(
+            SharedMemoryWriter("broadcast", LocalWriter(), keep_versions=2),
             host="127.0.0.1",
             timeout_s=TIMEOUT_S,
         )
@@ -116,16 +120,16 @@ class Broadcasting:
 
     def put(self) -> WeightManifest:
         self.version += 1
-        self.outlet.set_readers([reader.name for reader in self.readers])
+        self.writer.set_readers([reader.name for reader in self.readers])
         return publish_version(
             tensors_of(self.version).items(),
             version=self.version,
             bucket_bytes=1_200_000,
-            outlet=self.outlet,
+            writer=self.writer,
         )
 
     def round(self, readers: Sequence[Reader] | None = None) -> list[tuple[bool, str | None]]:
-        """A version, as it came to these readers."""
+        """Publish a version and return the outcomes of these readers."""
         manifest = self.put()
         taking_part = self.readers if readers is None else readers
         for reader in taking_part:
@@ -135,18 +139,20 @@ class Broadcasting:
     def end(self) -> None:
         for reader in self.readers:
             reader.end()
-        self.outlet.close()
+        self.writer.close()
 
 
 @pytest.fixture
 def cluster() -> Iterator[Broadcasting]:
-    made = Broadcasting()
-    yield made
-    made.end()
+    publisher = Broadcasting()
+    yield publisher
+    publisher.end()
 
 
 @pytest.mark.slow
-def test_versions_reach_all_members_and_newcomers_join_a_term(cluster: Broadcasting) -> None:
+def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(
+    cluster: Broadcasting,
+) -> None:
     cluster.add("a", "b")
     for _ in range(3):
         assert cluster.round() == [(True, None)] * 2
@@ -161,18 +167,18 @@ def test_versions_reach_all_members_and_newcomers_join_a_term(cluster: Broadcast
     early.wait_until_ready()
     try:
         early.pull(manifest)
-        assert early.outcome() == (True, None), "it could not be a member yet"
+        assert early.outcome() == (True, None), "a new reader is not a member yet"
     finally:
         early.end()
     assert newcomer.process.is_alive()
     assert cluster.round() == [(True, None)] * 3
-    cluster.version -= 1  # and once more: what was said of it the first time does not count
+    cluster.version -= 1  # publish again: the keys of the first time must not count
     assert cluster.round() == [(True, None)] * 3
-    assert cluster.outlet.send_failure is None
+    assert cluster.writer.send_failure is None
 
 
 @pytest.mark.slow
-def test_one_that_dies_in_the_middle_costs_the_others_a_deadline_and_no_bits(
+def test_a_member_that_dies_during_a_broadcast_costs_the_others_only_a_deadline(
     cluster: Broadcasting,
 ) -> None:
     cluster.add("a", "b", "c")
@@ -187,7 +193,7 @@ def test_one_that_dies_in_the_middle_costs_the_others_a_deadline_and_no_bits(
     assert time.monotonic() - start < 2 * TIMEOUT_S
     b.process.join(10)
     assert b.process.exitcode == 1
-    # It is not known to be dead yet: the next version waits for it, and says so.
+    # The publisher does not know of the death yet: the next version waits for b.
     assert [right for right, _ in cluster.round([a, c])] == [True, True]
     manifest = cluster.put()
     assert manifest.handles[0].epoch.members == ("a", "c")
@@ -197,67 +203,77 @@ def test_one_that_dies_in_the_middle_costs_the_others_a_deadline_and_no_bits(
 
 
 @pytest.mark.slow
-def test_a_reader_that_skips_a_version_is_named_and_comes_back(cluster: Broadcasting) -> None:
+def test_a_member_that_skips_a_version_is_named_and_returns_in_the_next_epoch(
+    cluster: Broadcasting,
+) -> None:
     cluster.add("a", "b", "c")
     a, b, c = cluster.readers
     assert cluster.round() == [(True, None)] * 3
     start = time.monotonic()
     outcomes = cluster.round([a, c])
     assert time.monotonic() - start < TIMEOUT_S
-    assert outcomes == [(True, "weights version 1 was not sent: b did not come")] * 2
-    # It is waited for no more, and takes what it wants from the fallback.
-    (first, missed, last) = cluster.round([a, b, c])
-    assert cluster.outlet.send_failure is None
-    assert first == last == (True, None)
-    assert missed == (True, "weights version 2 was not sent: b is no member of term 2")
-    # Since it has read something it is a member again.
+    assert outcomes == [(True, "weights version 1 was not sent: b did not join in time")] * 2
+    # The next epoch does not include b, which uses the fallback.
+    (outcome_a, outcome_b, outcome_c) = cluster.round([a, b, c])
+    assert cluster.writer.send_failure is None
+    assert outcome_a == outcome_c == (True, None)
+    assert outcome_b == (True, "weights version 2 was not sent: b is not a member of group epoch 2")
+    # Having fetched a version, b is a member again.
     assert cluster.round() == [(True, None)] * 3
 
 
-def test_nobody_to_send_to_is_no_broadcast() -> None:
-    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=2)
-    inlet = CollectiveReader("a", LocalInlet(), timeout_s=2)
-    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
-    assert is_version(unpack_tensors(manifest, inlet.fetch_buckets(manifest)), 0)
-    assert inlet.fallback_reason is None, "it could not be a member yet"
-    inlet.close()
-    outlet.close()
+def test_without_members_the_fallback_is_used() -> None:
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=2)
+    collective_reader = CollectiveReader("a", LocalReader(), timeout_s=2)
+    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, writer=writer)
+    assert is_version(unpack_tensors(manifest, collective_reader.fetch_buckets(manifest)), 0)
+    assert collective_reader.fallback_reason is None, "a new reader is not a member yet"
+    collective_reader.close()
+    writer.close()
 
 
-def test_staging_is_not_laid_anew_while_it_is_sent() -> None:
-    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=8)
-    outlet.set_readers(["absent"])
+def test_staging_buffers_are_not_refilled_during_a_broadcast() -> None:
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8)
+    writer.set_readers(["absent"])
     start = time.monotonic()
-    publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
-    # It is gathered for 2 s.
+    publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, writer=writer)
+    # Gathering members takes 2 s, in the background.
     assert time.monotonic() - start < 1.5
-    outlet.begin_version(1)
+    writer.begin_version(1)
     assert time.monotonic() - start >= 2
-    assert outlet.send_failure == "weights version 0 was not sent to absent: waited for absent"
-    outlet.close()
+    assert (
+        writer.send_failure
+        == "weights version 0 was not sent to absent: timed out waiting for absent"
+    )
+    writer.close()
 
 
-def test_one_that_is_not_there_costs_the_next_version_no_more_than_gathering(
+def test_an_absent_member_delays_the_next_version_only_by_the_gathering(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", 1e3)  # hours for this version
-    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=8)
-    outlet.set_readers(["absent"])
-    publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
+    monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", 1e3)  # a transfer time of hours
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8)
+    writer.set_readers(["absent"])
+    publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=writer)
     start = time.monotonic()
-    outlet.begin_version(1)
+    writer.begin_version(1)
     assert time.monotonic() - start < 6
-    assert outlet.send_failure == "weights version 0 was not sent to absent: waited for absent"
-    outlet.close()
+    assert (
+        writer.send_failure
+        == "weights version 0 was not sent to absent: timed out waiting for absent"
+    )
+    writer.close()
 
 
-def test_one_that_comes_back_at_once_fetches_what_was_sent_to_the_dead(
+def test_a_restarted_member_uses_the_fallback_for_the_version_of_its_dead_predecessor(
     cluster: Broadcasting,
 ) -> None:
-    """The place of a dead process in a group is nobody else's: to take it waits for a deadline."""
+    """A process cannot take the place of a dead process in a group; trying would wait for a
+    timeout.
+    """
     cluster.add("a")
     for _ in range(2):
-        cluster.round()  # at first it is new, and then in the group
+        cluster.round()  # a new reader in the first round, a member in the second
     manifest = cluster.put()
     cluster.readers[0].pull(manifest)
     assert cluster.readers[0].outcome() == (True, None)
@@ -268,84 +284,86 @@ def test_one_that_comes_back_at_once_fetches_what_was_sent_to_the_dead(
     came_right, reason = cluster.readers[0].outcome()
     assert came_right and reason is not None and "another process of a" in reason
     assert time.monotonic() - start < TIMEOUT_S / 4
-    for _ in range(3):  # one is missed, and the next term has the new process
+    for _ in range(3):  # misses one version; the next epoch has the new process
         outcome = cluster.round()
     assert outcome == [(True, None)]
 
 
-def round_of(outlet: CollectiveWriter, inlet: CollectiveReader, version: int) -> bool:
-    """A version to a reader in this process, and whether it came right."""
+def publish_and_fetch(
+    writer: CollectiveWriter, collective_reader: CollectiveReader, version: int
+) -> bool:
+    """Publish a version and fetch it in this process; return True if it is right."""
     manifest = publish_version(
-        tensors_of(version).items(), version=version, bucket_bytes=1_200_000, outlet=outlet
+        tensors_of(version).items(), version=version, bucket_bytes=1_200_000, writer=writer
     )
-    return is_version(unpack_tensors(manifest, inlet.fetch_buckets(manifest)), version)
+    return is_version(unpack_tensors(manifest, collective_reader.fetch_buckets(manifest)), version)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bytes_per_s", "arrives"), [(100e6, False), (4e5, True)])
-def test_a_broadcast_has_time_for_its_bytes(
+def test_a_broadcasts_deadline_grows_with_its_bytes(
     monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, arrives: bool
 ) -> None:
     send = collective_group.BroadcastGroup.broadcast_tensor
 
-    def slowly(
+    def broadcast_slowly(
         self: collective_group.BroadcastGroup, tensor: torch.Tensor, deadline: SharedDeadline
     ) -> torch.Tensor:
-        if threading.current_thread() is not threading.main_thread():  # it sends
+        if threading.current_thread() is not threading.main_thread():  # the sending thread
             time.sleep(1.2)
         return send(self, tensor, deadline)
 
-    monkeypatch.setattr(collective_group.BroadcastGroup, "broadcast_tensor", slowly)
+    monkeypatch.setattr(collective_group.BroadcastGroup, "broadcast_tensor", broadcast_slowly)
     monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", bytes_per_s)
-    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=4)
-    inlet = CollectiveReader("a", LocalInlet(), timeout_s=4)
-    outlet.set_readers(["a"])
-    # 4.8 MB in four buckets, which take 6 s with the header.
-    assert round_of(outlet, inlet, 0)
-    assert (inlet.fallback_reason is None) is arrives
-    outlet.close()
-    assert (outlet.send_failure is None) is arrives
-    inlet.close()
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=4)
+    collective_reader = CollectiveReader("a", LocalReader(), timeout_s=4)
+    writer.set_readers(["a"])
+    # 4.8 MB in four buckets; with the header the five broadcasts take 6 s.
+    assert publish_and_fetch(writer, collective_reader, 0)
+    assert (collective_reader.fallback_reason is None) is arrives
+    writer.close()
+    assert (writer.send_failure is None) is arrives
+    collective_reader.close()
 
 
-def test_what_is_said_of_old_versions_does_not_pile_up() -> None:
-    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=10)
-    inlet = CollectiveReader("a", LocalInlet(), timeout_s=10)
-    outlet.set_readers(["a"])
+def test_store_keys_of_old_versions_are_deleted() -> None:
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=10)
+    collective_reader = CollectiveReader("a", LocalReader(), timeout_s=10)
+    writer.set_readers(["a"])
     num_keys = []
     for version in range(6):
-        assert round_of(outlet, inlet, version)
-        assert inlet.fallback_reason is None
-        outlet._wait_for_send()
-        num_keys.append(outlet._store.num_keys())
+        assert publish_and_fetch(writer, collective_reader, version)
+        assert collective_reader.fallback_reason is None
+        writer._wait_for_send()
+        num_keys.append(writer._store.num_keys())
     assert num_keys[1:] == num_keys[1:2] * 5
-    outlet.close()
-    inlet.close()
+    writer.close()
+    collective_reader.close()
 
 
-def test_a_publisher_that_is_gone_leaves_the_fallback() -> None:
-    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=1)
-    outlet.set_readers(["a"])
-    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
-    outlet.close()
-    del outlet
-    inlet = CollectiveReader("a", LocalInlet(), timeout_s=1)
+def test_a_dead_publisher_leaves_the_fallback() -> None:
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=1)
+    writer.set_readers(["a"])
+    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=writer)
+    writer.close()
+    del writer
+    collective_reader = CollectiveReader("a", LocalReader(), timeout_s=1)
     start = time.monotonic()
-    assert is_version(unpack_tensors(manifest, inlet.fetch_buckets(manifest)), 0)
+    assert is_version(unpack_tensors(manifest, collective_reader.fetch_buckets(manifest)), 0)
     assert time.monotonic() - start < 5
-    assert inlet.fallback_reason is not None
+    assert collective_reader.fallback_reason is not None
 
 
-def test_both_ways_closed_is_an_error_that_names_both() -> None:
-    class Closed(LocalInlet):
+def test_the_error_names_the_failures_of_broadcast_and_fallback() -> None:
+    class Closed(LocalReader):
         def fetch_buckets(self, manifest: WeightManifest) -> list[Array]:
             raise WeightsError(f"version {manifest.version}, bucket 0: gone")
 
-    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=8)
-    outlet.set_readers(["a", "absent"])
-    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
-    inlet = CollectiveReader("a", Closed(), timeout_s=8)
-    both = r"bucket 0: gone \(weights version 0 was not sent: absent did not come"
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8)
+    writer.set_readers(["a", "absent"])
+    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=writer)
+    collective_reader = CollectiveReader("a", Closed(), timeout_s=8)
+    both = r"bucket 0: gone \(weights version 0 was not sent: absent did not join in time"
     with pytest.raises(WeightsError, match=both):
-        inlet.fetch_buckets(manifest)
-    outlet.close()
+        collective_reader.fetch_buckets(manifest)
+    writer.close()

@@ -1,4 +1,4 @@
-"""The group of a broadcast: what its members agree on before anything is sent."""
+"""Agreement of a broadcast's members before anything is sent."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,19 +19,19 @@ TIMEOUT_S = 20.0
 Header = tuple[int, int]
 
 
-def exchange(sent: Header, wanted: Header) -> None:
-    """A publisher and a reader, each in a thread, send and compare a header."""
+def exchange(sent: Header, expected: Header) -> None:
+    """Send and compare a header in two threads, as publisher and reader."""
     deadline = SharedDeadline(TIMEOUT_S)
     store = serve_readers("127.0.0.1", TIMEOUT_S)
-    term = GroupEpoch(1, "127.0.0.1", store.port, ("reader",))
+    epoch = GroupEpoch(1, "127.0.0.1", store.port, ("reader",))
 
     def publish() -> None:
-        group = BroadcastGroup(store, term, PUBLISHER_RANK, torch.device("cpu"), deadline)
+        group = BroadcastGroup(store, epoch, PUBLISHER_RANK, torch.device("cpu"), deadline)
         group.verify_header(sent, deadline)
 
     def read() -> None:
-        group = BroadcastGroup(join_store(term, deadline), term, 1, torch.device("cpu"), deadline)
-        group.verify_header(wanted, deadline)
+        group = BroadcastGroup(join_store(epoch, deadline), epoch, 1, torch.device("cpu"), deadline)
+        group.verify_header(expected, deadline)
 
     with ThreadPoolExecutor(2) as threads:
         publishing, reading = threads.submit(publish), threads.submit(read)
@@ -39,12 +39,12 @@ def exchange(sent: Header, wanted: Header) -> None:
         reading.result(TIMEOUT_S)
 
 
-def test_who_wants_what_is_sent_goes_on() -> None:
+def test_equal_headers_pass() -> None:
     exchange((1, 4), (1, 4))
 
 
-@pytest.mark.parametrize("wanted", [(1, 5), (2, 4)])
-def test_who_wants_another_version_or_term_takes_nothing(wanted: Header) -> None:
-    text = rf"term and version \(1, 4\) came, wanted \({wanted[0]}, {wanted[1]}\)"
+@pytest.mark.parametrize("expected", [(1, 5), (2, 4)])
+def test_a_different_version_or_epoch_is_refused(expected: Header) -> None:
+    text = rf"received epoch and version \(1, 4\), expected \({expected[0]}, {expected[1]}\)"
     with pytest.raises(WeightsError, match=text):
-        exchange((1, 4), wanted)
+        exchange((1, 4), expected)

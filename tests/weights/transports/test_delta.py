@@ -1,4 +1,4 @@
-"""Only what has changed travels, and what comes out is the same to the bit."""
+"""Delta transport: only changes travel, and the result is bit-exact."""
 
 from dataclasses import replace
 
@@ -15,27 +15,27 @@ from streamrl.weights.pack import publish_version
 from streamrl.weights.transports.delta import DeltaReader, DeltaWriter, decode_delta, encode_delta
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from streamrl.weights.unpack import unpack_tensors
-from tests.weights.local_outlet import LocalInlet, LocalOutlet
+from tests.weights.local_transport import LocalReader, LocalWriter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
 
 
 def put(
-    outlet: DeltaWriter, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = 4096
+    writer: DeltaWriter, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = 4096
 ) -> WeightManifest:
     return publish_version(
-        tensors.items(), version=version, bucket_bytes=bucket_bytes, outlet=outlet
+        tensors.items(), version=version, bucket_bytes=bucket_bytes, writer=writer
     )
 
 
-def read(inlet: DeltaReader, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    return unpack_tensors(manifest, inlet.fetch_buckets(manifest))
+def read(reader: DeltaReader, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    return unpack_tensors(manifest, reader.fetch_buckets(manifest))
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(
-        torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
-        for name, tensor in wanted.items()
+def is_equal(fetched: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return fetched.keys() == expected.keys() and all(
+        torch.equal(fetched[name].view(torch.uint8), tensor.view(torch.uint8))
+        for name, tensor in expected.items()
     )
 
 
@@ -49,9 +49,7 @@ def test_a_delta_is_a_bitmap_and_the_words_that_changed() -> None:
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 200), st.floats(0, 1), st.integers(0, 999))
-def test_what_is_decoded_is_what_was_encoded(
-    word: int, num_words: int, share: float, seed: int
-) -> None:
+def test_decoding_inverts_encoding(word: int, num_words: int, share: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     old = random.integers(0, 256, word * num_words, np.uint8)
     flips = np.repeat(random.random(num_words) < share, word)
@@ -60,132 +58,132 @@ def test_what_is_decoded_is_what_was_encoded(
 
 
 @given(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4), st.integers(0, 99))
-def test_versions_arrive_bit_for_bit_whatever_changes(kinds: list[torch.dtype], seed: int) -> None:
+def test_versions_arrive_bit_for_bit_for_any_change(kinds: list[torch.dtype], seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
+    writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     tensors = {
         f"t{i}": (100 * torch.randn(37, generator=random)).to(dtype)
         for i, dtype in enumerate(kinds)
     }
     for version in range(4):
-        found = read(inlet, put(outlet, version, tensors, bucket_bytes=200))
-        assert same(found, tensors)
+        fetched = read(reader, put(writer, version, tensors, bucket_bytes=200))
+        assert is_equal(fetched, tensors)
         for tensor in tensors.values():
             tensor[torch.rand(37, generator=random) < 0.2] += 1
 
 
-def test_zeros_of_either_sign_and_nans_are_kept() -> None:
-    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
+def test_signed_zeros_and_nans_are_exact() -> None:
+    writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     first = torch.tensor([0.0, float("nan"), 1.0] + [7.0] * 30)
     second = torch.tensor([-0.0, float("nan"), float("-inf")] + [7.0] * 30)
-    read(inlet, put(outlet, 0, {"a": first}))
-    assert same(read(inlet, put(outlet, 1, {"a": second})), {"a": second})
+    read(reader, put(writer, 0, {"a": first}))
+    assert is_equal(read(reader, put(writer, 1, {"a": second})), {"a": second})
 
 
 def test_one_changed_element_costs_a_32nd_of_the_bucket() -> None:
-    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
+    writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     weight = torch.zeros(1024)
-    read(inlet, put(outlet, 0, {"a": weight}))
-    assert inlet.bytes_fetched == 4096
+    read(reader, put(writer, 0, {"a": weight}))
+    assert reader.bytes_fetched == 4096
     weight[5] = 1
-    read(inlet, put(outlet, 1, {"a": weight}))
-    assert inlet.bytes_fetched == 4096 + 1024 // 8 + 4
+    read(reader, put(writer, 1, {"a": weight}))
+    assert reader.bytes_fetched == 4096 + 1024 // 8 + 4
 
 
-def test_who_lacks_the_version_before_takes_the_whole_one() -> None:
-    outlet = DeltaWriter(LocalOutlet())
-    early, late, skips = (DeltaReader(LocalInlet()) for _ in range(3))
+def test_a_reader_without_the_base_version_fetches_full_buckets() -> None:
+    writer = DeltaWriter(LocalWriter())
+    early, late, skips = (DeltaReader(LocalReader()) for _ in range(3))
     weight = torch.zeros(1024)
     for version in range(4):
         weight[version] = 1
-        manifest = put(outlet, version, {"a": weight})
-        assert same(read(early, manifest), {"a": weight})
+        manifest = put(writer, version, {"a": weight})
+        assert is_equal(read(early, manifest), {"a": weight})
         if version in (0, 2, 3):
-            assert same(read(skips, manifest), {"a": weight})
-    assert same(read(late, manifest), {"a": weight})
+            assert is_equal(read(skips, manifest), {"a": weight})
+    assert is_equal(read(late, manifest), {"a": weight})
     deltas = 1024 // 8 + 4
     assert early.bytes_fetched == 4096 + 3 * deltas
     assert skips.bytes_fetched == 2 * 4096 + deltas
     assert late.bytes_fetched == 4096
 
 
-def test_all_changed_and_another_layout_travel_whole() -> None:
-    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
+def test_full_buckets_travel_if_all_words_or_the_layout_changed() -> None:
+    writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     layouts = [{"a": torch.zeros(64)}, {"a": torch.ones(64)}, {"a": torch.ones(32, 2)}]
     for version, tensors in enumerate(layouts):
-        manifest = put(outlet, version, tensors)
+        manifest = put(writer, version, tensors)
         assert manifest.handles[0].delta_handle is None
-        assert same(read(inlet, manifest), tensors)
+        assert is_equal(read(reader, manifest), tensors)
 
 
-def test_a_version_that_failed_half_way_is_no_base() -> None:
-    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
+def test_a_failed_version_is_not_a_base() -> None:
+    writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     weight = torch.zeros(1024)
-    read(inlet, put(outlet, 0, {"a": weight}))
+    read(reader, put(writer, 0, {"a": weight}))
     weight[1] = 1
     twice = [("a", weight), ("a", weight)]
-    with pytest.raises(WeightsError, match="comes twice"):
-        publish_version(twice, version=1, bucket_bytes=4096, outlet=outlet)
+    with pytest.raises(WeightsError, match="duplicate tensor"):
+        publish_version(twice, version=1, bucket_bytes=4096, writer=writer)
     weight[2] = 1
-    manifest = put(outlet, 2, {"a": weight})
+    manifest = put(writer, 2, {"a": weight})
     assert manifest.handles[0].base_version == 0
-    assert same(read(inlet, manifest), {"a": weight})
+    assert is_equal(read(reader, manifest), {"a": weight})
 
 
-def test_what_was_read_stays_as_it_is() -> None:
-    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
+def test_fetched_arrays_do_not_change_later() -> None:
+    writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     weight = torch.zeros(1024)
-    (old,) = inlet.fetch_buckets(put(outlet, 0, {"a": weight}))
+    (old,) = reader.fetch_buckets(put(writer, 0, {"a": weight}))
     weight[0] = 1
-    (new,) = inlet.fetch_buckets(put(outlet, 1, {"a": weight}))
+    (new,) = reader.fetch_buckets(put(writer, 1, {"a": weight}))
     assert not old.any()
     assert not new.flags.writeable
 
 
 def test_shared_memory_can_carry_deltas() -> None:
-    outlet = DeltaWriter(SharedMemoryWriter("delta", LocalOutlet(), keep_versions=1))
-    inlet = DeltaReader(SharedMemoryReader("policy", LocalInlet()))
+    writer = DeltaWriter(SharedMemoryWriter("delta", LocalWriter(), keep_versions=1))
+    reader = DeltaReader(SharedMemoryReader("policy", LocalReader()))
     weights = {f"t{i}": torch.randn(300) for i in range(5)}
     try:
         for version in range(5):
             weights[f"t{version}"][version] = 1.0
-            assert same(read(inlet, put(outlet, version, weights, 2048)), weights)
+            assert is_equal(read(reader, put(writer, version, weights, 2048)), weights)
     finally:
-        outlet.close()
+        writer.close()
 
 
 @pytest.mark.parametrize("num_bytes", [100, 131, 132, 136])
 def test_a_delta_that_does_not_fit_is_an_error(num_bytes: int) -> None:
-    class Cutting(LocalInlet):
+    class Cutting(LocalReader):
         def fetch_buckets(self, manifest: WeightManifest) -> list[Array]:
             return [np.resize(array, num_bytes) for array in super().fetch_buckets(manifest)]
 
-    outlet, carrier = DeltaWriter(LocalOutlet()), LocalInlet()
-    inlet = DeltaReader(carrier)
+    writer, carrier = DeltaWriter(LocalWriter()), LocalReader()
+    reader = DeltaReader(carrier)
     weight = torch.zeros(1024)
-    read(inlet, put(outlet, 0, {"a": weight}))
+    read(reader, put(writer, 0, {"a": weight}))
     weight[:2] = 1
     carrier.__class__ = Cutting
-    manifest = put(outlet, 1, {"a": weight})
+    manifest = put(writer, 1, {"a": weight})
     if num_bytes == 136:
-        assert same(read(inlet, manifest), {"a": weight})
+        assert is_equal(read(reader, manifest), {"a": weight})
     else:
         with pytest.raises(WeightsError, match="version 1, bucket 0"):
-            read(inlet, manifest)
+            read(reader, manifest)
 
 
-def test_a_version_that_comes_once_more_comes_whole() -> None:
-    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
+def test_a_republished_version_travels_in_full() -> None:
+    writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     tensors = {"a": torch.arange(1000.0)}
-    put(outlet, 0, tensors)
-    # What came was damaged, and whoever has it would go on from that.
-    damaged = put(outlet, 1, tensors)
-    inlet.fetch_buckets(
+    put(writer, 0, tensors)
+    # The first copy was damaged, so a reader that has it must not use it as a base.
+    damaged = put(writer, 1, tensors)
+    reader.fetch_buckets(
         replace(damaged, handles=tuple(replace(h, delta_handle=None) for h in damaged.handles))
     )
-    inlet._last_buckets = [array.copy() for array in inlet._last_buckets]
-    inlet._last_buckets[0][5] ^= 1
-    again = put(outlet, 1, tensors)
-    assert all(handle.delta_handle is None for handle in again.handles)
-    assert same(read(inlet, again), tensors)
-    assert put(outlet, 2, tensors).handles[0].base_version == 1
+    reader._last_buckets = [array.copy() for array in reader._last_buckets]
+    reader._last_buckets[0][5] ^= 1
+    republished = put(writer, 1, tensors)
+    assert all(handle.delta_handle is None for handle in republished.handles)
+    assert is_equal(read(reader, republished), tensors)
+    assert put(writer, 2, tensors).handles[0].base_version == 1

@@ -1,4 +1,4 @@
-"""Versions in directories that anybody can follow, and that are never seen half written."""
+"""Disk transport: directories that any process can follow and that are never half written."""
 
 import contextlib
 import json
@@ -31,9 +31,9 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def put(outlet: DiskWriter, version: int) -> WeightManifest:
+def put(writer: DiskWriter, version: int) -> WeightManifest:
     return publish_version(
-        tensors_of(version).items(), version=version, bucket_bytes=200, outlet=outlet
+        tensors_of(version).items(), version=version, bucket_bytes=200, writer=writer
     )
 
 
@@ -41,28 +41,30 @@ def read(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     return unpack_tensors(manifest, DiskReader("policy").fetch_buckets(manifest))
 
 
-def is_version(found: dict[str, torch.Tensor], version: int) -> bool:
-    wanted = tensors_of(version)
-    return found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+def is_version(fetched: dict[str, torch.Tensor], version: int) -> bool:
+    expected = tensors_of(version)
+    return fetched.keys() == expected.keys() and all(
+        torch.equal(fetched[n], expected[n]) for n in expected
+    )
 
 
-def test_every_version_is_read_as_it_was_published(tmp_path: Path) -> None:
-    outlet = DiskWriter(tmp_path / "weights", keep_versions=2)
+def test_versions_round_trip(tmp_path: Path) -> None:
+    writer = DiskWriter(tmp_path / "weights", keep_versions=2)
     for version in range(4):
-        manifest = put(outlet, version)
+        manifest = put(writer, version)
         assert len(manifest.buckets) == 2
         assert is_version(read(manifest), version)
 
 
-def test_another_process_follows_by_the_directory_alone(tmp_path: Path) -> None:
+def test_a_process_outside_the_run_follows_the_directory(tmp_path: Path) -> None:
     assert latest_version(tmp_path) == -1
-    outlet = DiskWriter(tmp_path, keep_versions=2)
-    manifests = [put(outlet, version) for version in range(3)]
+    writer = DiskWriter(tmp_path, keep_versions=2)
+    manifests = [put(writer, version) for version in range(3)]
     assert latest_version(tmp_path) == 2
-    found = read_manifest(tmp_path / "latest")
-    assert found == manifests[2]
-    put(outlet, 3)
-    assert is_version(read(found), 2)
+    fetched = read_manifest(tmp_path / "latest")
+    assert fetched == manifests[2]
+    put(writer, 3)
+    assert is_version(read(fetched), 2)
 
 
 def test_a_directory_can_be_moved(tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_a_directory_can_be_moved(tmp_path: Path) -> None:
     ),
     st.integers(1, 300),
 )
-def test_any_tensors_survive(
+def test_round_trip_of_any_tensors(
     tmp_path_factory: pytest.TempPathFactory,
     kinds: list[tuple[str, tuple[int, ...]]],
     bucket_bytes: int,
@@ -91,37 +93,37 @@ def test_any_tensors_survive(
         f"t{i}": torch.full(shape, i % 2).to(TORCH_DTYPES[dtype])
         for i, (dtype, shape) in enumerate(kinds)
     }
-    outlet = DiskWriter(tmp_path_factory.mktemp("weights"), keep_versions=1)
-    manifest = publish_version(tensors.items(), version=1, bucket_bytes=bucket_bytes, outlet=outlet)
-    found = read(manifest)
-    assert found.keys() == tensors.keys()
+    writer = DiskWriter(tmp_path_factory.mktemp("weights"), keep_versions=1)
+    manifest = publish_version(tensors.items(), version=1, bucket_bytes=bucket_bytes, writer=writer)
+    fetched = read(manifest)
+    assert fetched.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name].float(), tensor.float())
+        assert fetched[name].dtype == tensor.dtype
+        assert torch.equal(fetched[name].float(), tensor.float())
 
 
-def test_the_newest_versions_are_kept(tmp_path: Path) -> None:
-    outlet = DiskWriter(tmp_path, keep_versions=2)
-    manifests = [put(outlet, version) for version in (1, 2, 5, 6)]
+def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
+    writer = DiskWriter(tmp_path, keep_versions=2)
+    manifests = [put(writer, version) for version in (1, 2, 5, 6)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "v00000005", "v00000006"]
     with pytest.raises(WeightsError, match=r"policy version 1, bucket 0: cannot be read from .*v0"):
         read(manifests[0])
-    with pytest.raises(WeightsError, match=r"v00000001 holds no version of the weights"):
+    with pytest.raises(WeightsError, match=r"v00000001 contains no version of the weights"):
         read_manifest(tmp_path / "v00000001")
 
 
-def test_a_resumed_run_writes_its_versions_anew(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_later_versions(tmp_path: Path) -> None:
     for version in (1, 2, 3, 4):
         put(DiskWriter(tmp_path, keep_versions=3), version)
-    outlet = DiskWriter(tmp_path, keep_versions=3)
-    again = publish_version([("a", torch.ones(3))], version=3, bucket_bytes=99, outlet=outlet)
-    assert read(again)["a"].tolist() == [1, 1, 1]
+    writer = DiskWriter(tmp_path, keep_versions=3)
+    republished = publish_version([("a", torch.ones(3))], version=3, bucket_bytes=99, writer=writer)
+    assert read(republished)["a"].tolist() == [1, 1, 1]
     assert latest_version(tmp_path) == 3
     assert not (tmp_path / "v00000004").exists()
     assert is_version(read(read_manifest(tmp_path / "v00000002")), 2)
 
 
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
     manifest = put(DiskWriter(tmp_path, keep_versions=1), 1)
     path = tmp_path / "v00000001" / "model-00002-of-00002.safetensors"
     raw = bytearray(path.read_bytes())
@@ -148,8 +150,8 @@ def test_transformers_loads_a_version(tmp_path: Path) -> None:
     )
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
     trained = Qwen2ForCausalLM(config)
-    outlet = DiskWriter(tmp_path / "weights", keep_versions=1, model_dir=tmp_path / "model")
-    publish_version(trained.named_parameters(), version=3, bucket_bytes=5000, outlet=outlet)
+    writer = DiskWriter(tmp_path / "weights", keep_versions=1, model_dir=tmp_path / "model")
+    publish_version(trained.named_parameters(), version=3, bucket_bytes=5000, writer=writer)
     assert len(list((tmp_path / "weights" / "latest").glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights" / "latest")
     for name, parameter in trained.named_parameters():
@@ -160,20 +162,20 @@ def test_transformers_loads_a_version(tmp_path: Path) -> None:
     assert index["weight_map"].keys() == dict(trained.named_parameters()).keys()
 
 
-def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_write_error_names_version_and_directory(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("not a directory")
     with pytest.raises(WeightsError, match=r"v00000001, bucket 0: cannot be written to .*weights"):
         put(DiskWriter(tmp_path / "weights", keep_versions=1), 1)
 
 
 class Crash(BaseException):
-    """The process ends here, as far as files go."""
+    """End of the process, as far as files are concerned."""
 
 
 class Files:
-    """Counts the file operations under a directory, and crashes at one of them.
+    """Counts the file operations under a directory and raises Crash at one of them.
 
-    Python tells audit hooks of each before it is done. A hook stays for good: one for all tests.
+    Python calls audit hooks before each operation. Hooks cannot be removed, so all tests share one.
     """
 
     EVENTS = frozenset(
@@ -207,15 +209,17 @@ class Files:
 FILES = Files()
 
 
-def whole_versions(directory: Path) -> list[int]:
-    """The versions a reader would take, each of which must be whole."""
-    found = [read_manifest(path) for path in directory.glob("v*")]
-    assert all(is_version(read(manifest), manifest.version) for manifest in found)
-    return sorted(manifest.version for manifest in found)
+def list_complete_versions(directory: Path) -> list[int]:
+    """Return the versions a reader would find; assert that each is complete."""
+    fetched = [read_manifest(path) for path in directory.glob("v*")]
+    assert all(is_version(read(manifest), manifest.version) for manifest in fetched)
+    return sorted(manifest.version for manifest in fetched)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_crash_anywhere_leaves_no_half_version(tmp_path: Path, resumed: bool) -> None:
+def test_a_crash_at_any_file_operation_leaves_no_partial_version(
+    tmp_path: Path, resumed: bool
+) -> None:
     published = 3 if resumed else 4
     for number in range(1000):
         directory = tmp_path / str(number)
@@ -228,20 +232,20 @@ def test_a_crash_anywhere_leaves_no_half_version(tmp_path: Path, resumed: bool) 
             crashed = True
         else:
             crashed = False
-        assert published - 1 in whole_versions(directory)
+        assert published - 1 in list_complete_versions(directory)
         latest = latest_version(directory)
         assert latest in (3, published)
         if not resumed:
             assert is_version(read(read_manifest(directory / "latest")), latest)
         put(DiskWriter(directory, keep_versions=2), published)
-        assert whole_versions(directory)[-1] == published == latest_version(directory)
+        assert list_complete_versions(directory)[-1] == published == latest_version(directory)
         assert not [path for path in directory.iterdir() if path.name.startswith(".")]
         if not crashed:
             break
     assert 15 < number < 100
 
 
-def test_readers_are_given_arrays_they_cannot_write(tmp_path: Path) -> None:
+def test_fetched_arrays_are_read_only(tmp_path: Path) -> None:
     (array, _) = DiskReader("policy").fetch_buckets(put(DiskWriter(tmp_path, keep_versions=1), 1))
     assert array.dtype == np.uint8
     assert not array.flags.writeable

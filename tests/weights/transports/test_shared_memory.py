@@ -1,4 +1,4 @@
-"""Buckets that are read where they were laid."""
+"""Shared memory transport: buckets are read where they were written."""
 
 import errno
 import gc
@@ -25,7 +25,7 @@ from streamrl.weights.transports.shared_memory import SharedMemoryReader, Shared
 from streamrl.weights.transports.shm_segments import remove_stale_segments
 from streamrl.weights.unpack import unpack_tensors
 from tests import forked
-from tests.weights.local_outlet import LocalInlet, LocalOutlet
+from tests.weights.local_transport import LocalReader, LocalWriter
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -34,7 +34,7 @@ BUCKET_BYTES = 300
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A directory in real shared memory."""
+    """Yield a directory in real shared memory."""
     name = subprocess.run(
         ["mktemp", "-d", "/dev/shm/test-XXXXXX"], capture_output=True, text=True, check=True
     )
@@ -44,10 +44,10 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def outlet(folder: Path) -> Iterator[SharedMemoryWriter]:
-    made = SharedMemoryWriter("run", LocalOutlet(), keep_versions=1, directory=folder)
-    yield made
-    made.close()
+def writer(folder: Path) -> Iterator[SharedMemoryWriter]:
+    shm_writer = SharedMemoryWriter("run", LocalWriter(), keep_versions=1, directory=folder)
+    yield shm_writer
+    shm_writer.close()
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
@@ -55,30 +55,32 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.randn(20 * i + 1, generator=generator) for i in range(5)}
 
 
-def put(outlet: SharedMemoryWriter, version: int) -> WeightManifest:
+def put(writer: SharedMemoryWriter, version: int) -> WeightManifest:
     return publish_version(
-        tensors_of(version).items(), version=version, bucket_bytes=BUCKET_BYTES, outlet=outlet
+        tensors_of(version).items(), version=version, bucket_bytes=BUCKET_BYTES, writer=writer
     )
 
 
 def read(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     return unpack_tensors(
-        manifest, SharedMemoryReader("policy", LocalInlet()).fetch_buckets(manifest)
+        manifest, SharedMemoryReader("policy", LocalReader()).fetch_buckets(manifest)
     )
 
 
-def is_version(found: dict[str, torch.Tensor], version: int) -> bool:
-    wanted = tensors_of(version)
-    return found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+def is_version(fetched: dict[str, torch.Tensor], version: int) -> bool:
+    expected = tensors_of(version)
+    return fetched.keys() == expected.keys() and all(
+        torch.equal(fetched[n], expected[n]) for n in expected
+    )
 
 
 def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if not path.name.endswith(".owner")}
 
 
-def test_every_version_is_read_as_it_was_published(outlet: SharedMemoryWriter) -> None:
+def test_versions_round_trip(writer: SharedMemoryWriter) -> None:
     for version in range(6):
-        assert is_version(read(put(outlet, version)), version)
+        assert is_version(read(put(writer, version)), version)
 
 
 @given(
@@ -93,10 +95,10 @@ def test_every_version_is_read_as_it_was_published(outlet: SharedMemoryWriter) -
     ),
     st.integers(1, 400),
 )
-def test_layouts_may_change_from_version_to_version(
+def test_bucket_layouts_may_change_between_versions(
     layouts: list[list[tuple[str, int]]], bucket_bytes: int
 ) -> None:
-    outlet = SharedMemoryWriter("property", LocalOutlet(), keep_versions=1)
+    writer = SharedMemoryWriter("property", LocalWriter(), keep_versions=1)
     try:
         for version, layout in enumerate(layouts):
             raw = np.random.default_rng(version)
@@ -105,79 +107,77 @@ def test_layouts_may_change_from_version_to_version(
                 for i, (dtype, size) in enumerate(layout)
             }
             manifest = publish_version(
-                tensors.items(), version=version, bucket_bytes=bucket_bytes, outlet=outlet
+                tensors.items(), version=version, bucket_bytes=bucket_bytes, writer=writer
             )
-            found = read(manifest)
-            assert found.keys() == tensors.keys()
-            assert all(torch.equal(found[n].float(), tensors[n].float()) for n in tensors)
+            fetched = read(manifest)
+            assert fetched.keys() == tensors.keys()
+            assert all(torch.equal(fetched[n].float(), tensors[n].float()) for n in tensors)
     finally:
-        outlet.close()
+        writer.close()
 
 
-def test_memory_of_old_versions_is_laid_anew(outlet: SharedMemoryWriter, folder: Path) -> None:
-    first = [handle.path for handle in put(outlet, 0).handles]
-    put(outlet, 1)
-    assert [handle.path for handle in put(outlet, 2).handles] == first
-    put(outlet, 3)
+def test_segments_of_old_versions_are_reused(writer: SharedMemoryWriter, folder: Path) -> None:
+    first = [handle.path for handle in put(writer, 0).handles]
+    put(writer, 1)
+    assert [handle.path for handle in put(writer, 2).handles] == first
+    put(writer, 3)
     assert len(files(folder)) == 2 * len(first)
 
 
-def test_a_version_that_is_read_stays_as_it_is(outlet: SharedMemoryWriter, folder: Path) -> None:
-    old = read(put(outlet, 0))
+def test_a_version_in_use_is_not_overwritten(writer: SharedMemoryWriter, folder: Path) -> None:
+    old = read(put(writer, 0))
     for version in range(1, 5):
-        num_buckets = len(put(outlet, version).buckets)
+        num_buckets = len(put(writer, version).buckets)
     assert is_version(old, 0)
     assert len(files(folder)) == 3 * num_buckets
     del old
     gc.collect()
-    put(outlet, 5)
+    put(writer, 5)
     assert len(files(folder)) == 2 * num_buckets
 
 
-def test_the_versions_that_are_kept_can_be_read_and_others_are_gone(folder: Path) -> None:
-    outlet = SharedMemoryWriter("run", LocalOutlet(), keep_versions=2, directory=folder)
-    manifests = [put(outlet, version) for version in range(5)]
+def test_only_kept_versions_can_be_read(folder: Path) -> None:
+    writer = SharedMemoryWriter("run", LocalWriter(), keep_versions=2, directory=folder)
+    manifests = [put(writer, version) for version in range(5)]
     for version in (3, 4):
         assert is_version(read(manifests[version]), version)
     with pytest.raises(WeightsError, match=r"policy version 1, bucket 0: gone, .* holds version 4"):
         read(manifests[1])
-    outlet.close()
+    writer.close()
     assert list(folder.iterdir()) == []
     with pytest.raises(WeightsError, match=r"policy version 4, bucket 0: gone, .*No such file"):
         read(manifests[4])
 
 
-def test_a_version_that_is_being_laid_anew_is_gone(outlet: SharedMemoryWriter) -> None:
-    first = put(outlet, 0)
-    put(outlet, 1)
-    outlet.begin_version(2)
-    outlet.allocate_buffer(BUCKET_BYTES)
-    with pytest.raises(WeightsError, match=r"version 0, bucket 0: gone, .* is being laid anew"):
+def test_a_segment_being_overwritten_cannot_be_mapped(writer: SharedMemoryWriter) -> None:
+    first = put(writer, 0)
+    put(writer, 1)
+    writer.begin_version(2)
+    writer.allocate_buffer(BUCKET_BYTES)
+    with pytest.raises(WeightsError, match=r"version 0, bucket 0: gone, .* is being overwritten"):
         read(first)
 
 
-def test_a_version_that_failed_half_way_leaves_nothing(
-    outlet: SharedMemoryWriter, folder: Path
-) -> None:
-    put(outlet, 0)
-    good = put(outlet, 1)
+def test_a_failed_version_leaves_no_segments(writer: SharedMemoryWriter, folder: Path) -> None:
+    put(writer, 0)
+    with_memory = put(writer, 1)
     broken = [*tensors_of(2).items(), ("t0", torch.ones(1))]
     for _ in range(3):
-        with pytest.raises(WeightsError, match="tensor t0 comes twice"):
-            publish_version(broken, version=2, bucket_bytes=BUCKET_BYTES, outlet=outlet)
-        assert is_version(read(good), 1)
-    assert is_version(read(put(outlet, 3)), 3)
-    assert len(files(folder)) == 2 * len(good.buckets)
+        with pytest.raises(WeightsError, match="duplicate tensor t0"):
+            publish_version(broken, version=2, bucket_bytes=BUCKET_BYTES, writer=writer)
+        assert is_version(read(with_memory), 1)
+    assert is_version(read(put(writer, 3)), 3)
+    assert len(files(folder)) == 2 * len(with_memory.buckets)
 
 
-def test_readers_cannot_write(outlet: SharedMemoryWriter) -> None:
-    (array, *_) = SharedMemoryReader("policy", LocalInlet()).fetch_buckets(put(outlet, 0))
+def test_fetched_arrays_are_read_only(writer: SharedMemoryWriter) -> None:
+    (array, *_) = SharedMemoryReader("policy", LocalReader()).fetch_buckets(put(writer, 0))
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
 
 
 class Room:
-    """The system's memory, which is given to the requests of these numbers, from 0."""
+    """Memory that is granted only to the requests with these numbers, from 0."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *granted: int) -> None:
         self._real = os.posix_fallocate
@@ -191,89 +191,91 @@ class Room:
         self._real(file, offset, num_bytes)
 
 
-def came_of(manifest: WeightManifest) -> tuple[SharedMemoryReader, bool]:
-    """A reader that has fetched a version, and whether that was right."""
-    inlet = SharedMemoryReader("policy", LocalInlet())
-    return inlet, is_version(
-        unpack_tensors(manifest, inlet.fetch_buckets(manifest)), manifest.version
+def fetch(manifest: WeightManifest) -> tuple[SharedMemoryReader, bool]:
+    """Fetch a version; return the reader and whether the tensors are right."""
+    reader = SharedMemoryReader("policy", LocalReader())
+    return reader, is_version(
+        unpack_tensors(manifest, reader.fetch_buckets(manifest)), manifest.version
     )
 
 
 @pytest.mark.parametrize("granted", [(), (0,), (1, 2)])
-def test_buckets_that_find_no_room_come_another_way_in_their_order(
-    outlet: SharedMemoryWriter,
+def test_buckets_without_memory_use_the_fallback_and_keep_their_order(
+    writer: SharedMemoryWriter,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     granted: tuple[int, ...],
 ) -> None:
     Room(monkeypatch, *granted)
-    manifest = put(outlet, 0)
+    manifest = put(writer, 0)
     assert len(manifest.buckets) == 4
     assert len(files(folder)) == len(granted)
-    inlet, right = came_of(manifest)
-    assert right
-    assert inlet.bytes_fetched == manifest.num_bytes
-    assert inlet.fallback_reason == (
-        f"weights version 0: {4 - len(granted)} of 4 buckets found no room in /dev/shm"
-        " and came another way"
+    reader, is_right = fetch(manifest)
+    assert is_right
+    assert reader.bytes_fetched == manifest.num_bytes
+    assert reader.fallback_reason == (
+        f"weights version 0: {4 - len(granted)} of 4 buckets did not fit in /dev/shm"
+        " and used the fallback transport"
     )
 
 
-def test_the_next_version_tries_again(
-    outlet: SharedMemoryWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_next_version_tries_shared_memory_again(
+    writer: SharedMemoryWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         Room(patch)
-        lacking = put(outlet, 0)
-    good = put(outlet, 1)
-    inlet = SharedMemoryReader("policy", LocalInlet())
-    inlet.fetch_buckets(lacking)
-    assert inlet.fallback_reason is not None
-    assert is_version(unpack_tensors(good, inlet.fetch_buckets(good)), 1)
-    assert inlet.fallback_reason is None
-    assert len(files(folder)) == len(good.buckets)
+        without_memory = put(writer, 0)
+    with_memory = put(writer, 1)
+    reader = SharedMemoryReader("policy", LocalReader())
+    reader.fetch_buckets(without_memory)
+    assert reader.fallback_reason is not None
+    assert is_version(unpack_tensors(with_memory, reader.fetch_buckets(with_memory)), 1)
+    assert reader.fallback_reason is None
+    assert len(files(folder)) == len(with_memory.buckets)
 
 
-def test_room_that_goes_between_two_versions_costs_the_kept_one_nothing(
-    outlet: SharedMemoryWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_memory_shortage_does_not_affect_kept_versions(
+    writer: SharedMemoryWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = put(outlet, 0)
+    first = put(writer, 0)
     before = files(folder)
     Room(monkeypatch)
-    assert came_of(put(outlet, 1))[1]
+    assert fetch(put(writer, 1))[1]
     assert files(folder) == before
     assert is_version(read(first), 0)
 
 
-def test_its_files_take_no_more_than_it_was_given(folder: Path) -> None:
-    some = put(SharedMemoryWriter("some", LocalOutlet(), keep_versions=1, directory=folder), 0)
+def test_segments_take_at_most_max_bytes(folder: Path) -> None:
+    measured = put(SharedMemoryWriter("some", LocalWriter(), keep_versions=1, directory=folder), 0)
     page = os.sysconf("SC_PAGESIZE")
-    limit = sum(bucket.num_bytes + page for bucket in some.buckets)
-    outlet = SharedMemoryWriter(
-        "run", LocalOutlet(), keep_versions=1, max_bytes=limit, directory=folder
+    limit = sum(bucket.num_bytes + page for bucket in measured.buckets)
+    writer = SharedMemoryWriter(
+        "run", LocalWriter(), keep_versions=1, max_bytes=limit, directory=folder
     )
-    assert came_of(put(outlet, 0))[0].fallback_reason is None
-    kept = came_of(put(outlet, 1))[0].fallback_reason
-    assert kept is not None
-    assert "4 of 4 buckets" in kept
-    # The first is kept no longer; its memory is laid anew.
-    assert came_of(put(outlet, 2))[0].fallback_reason is None
-    outlet.close()
+    assert fetch(put(writer, 0))[0].fallback_reason is None
+    reason = fetch(put(writer, 1))[0].fallback_reason
+    assert reason is not None
+    assert "4 of 4 buckets" in reason
+    # The first version is no longer kept; its segments are reused.
+    assert fetch(put(writer, 2))[0].fallback_reason is None
+    writer.close()
 
 
-def test_what_is_no_lack_of_room_is_an_error(
-    outlet: SharedMemoryWriter, monkeypatch: pytest.MonkeyPatch
+def test_other_allocation_errors_are_raised(
+    writer: SharedMemoryWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(file: int, offset: int, num_bytes: int) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(WeightsError, match=r"version 0, bucket 0: cannot be laid in .*not permit"):
-        put(outlet, 0)
+    with pytest.raises(
+        WeightsError, match=r"version 0, bucket 0: cannot be written to .*not permit"
+    ):
+        put(writer, 0)
 
 
 def small_mount(body: str) -> "subprocess.CompletedProcess[str]":
-    """Run Python in a mount namespace of its own where /mnt is a tmpfs of 1 MB."""
+    """Run Python in its own mount namespace, with a tmpfs of 1 MB at /mnt."""
     script = f"mount -t tmpfs -o size=1m none /mnt && exec {sys.executable} -c '{body}'"
     return subprocess.run(
         ["unshare", "-m", "sh", "-c", script],
@@ -287,23 +289,23 @@ def small_mount(body: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.skipif(
     small_mount("").returncode != 0, reason="needs the right to mount a file system"
 )
-def test_a_file_system_that_is_full_is_an_error_and_not_the_end_of_the_process() -> None:
-    found = small_mount(
+def test_a_full_file_system_raises_instead_of_killing_the_process() -> None:
+    fetched = small_mount(
         "import torch; from pathlib import Path\n"
         "from streamrl.errors import WeightsError\n"
         "from streamrl.weights.pack import publish_version\n"
         "from streamrl.weights.transports.shared_memory import SharedMemoryReader\n"
         "from streamrl.weights.transports.shared_memory import SharedMemoryWriter\n"
         "from streamrl.weights.unpack import unpack_tensors\n"
-        "from tests.weights.local_outlet import LocalInlet, LocalOutlet\n"
+        "from tests.weights.local_transport import LocalReader, LocalWriter\n"
         "outlet = SharedMemoryWriter(\n"
-        '    "run", LocalOutlet(), keep_versions=2, directory=Path("/mnt"))\n'
-        'inlet = SharedMemoryReader("policy", LocalInlet())\n'
+        '    "run", LocalWriter(), keep_versions=2, directory=Path("/mnt"))\n'
+        'inlet = SharedMemoryReader("policy", LocalReader())\n'
         'other = Path("/mnt/other")\n'
         "def put(version):\n"
         '    tensors = {"a": torch.full((30_000,), version), "b": torch.full((9_000,), version)}\n'
         "    manifest = publish_version(\n"
-        "        tensors.items(), version=version, bucket_bytes=250_000, outlet=outlet)\n"
+        "        tensors.items(), version=version, bucket_bytes=250_000, writer=outlet)\n"
         "    found = unpack_tensors(manifest, inlet.fetch_buckets(manifest))\n"
         "    assert all(torch.equal(found[name], tensors[name]) for name in tensors)\n"
         "    assert inlet.fallback_reason is None\n"
@@ -315,60 +317,58 @@ def test_a_file_system_that_is_full_is_an_error_and_not_the_end_of_the_process()
         "other.unlink()\n"
         "for version in range(1, 6): put(version)\n"
     )
-    assert found.returncode == 0, found.stderr
-    told = found.stdout.splitlines()
-    assert len(told) == 3
-    assert all("version 1, bucket 0: needs 0.2 MB, and /mnt has" in line for line in told)
+    assert fetched.returncode == 0, fetched.stderr
+    errors = fetched.stdout.splitlines()
+    assert len(errors) == 3
+    assert all("version 1, bucket 0: needs 0.2 MB, but /mnt has" in line for line in errors)
 
 
-def in_child(work: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
-    here, there = forked.context().Pipe()
-    child = forked.context().Process(target=work, args=(there, *arguments))
+def in_child(target: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
+    parent_end, child_end = forked.context().Pipe()
+    child = forked.context().Process(target=target, args=(child_end, *arguments))
     child.start()
-    there.close()
-    return child, here
+    child_end.close()
+    return child, parent_end
 
 
 def hold(pipe: Connection, manifest: WeightManifest) -> None:
-    """Read a version, say whether it is right, and again whenever asked."""
-    found = read(manifest)
+    """Fetch a version, and compare it again at every message."""
+    fetched = read(manifest)
     while True:
-        pipe.send(is_version(found, manifest.version))
+        pipe.send(is_version(fetched, manifest.version))
         pipe.recv()
 
 
-def test_a_reader_that_dies_lets_go_of_what_it_read(
-    outlet: SharedMemoryWriter, folder: Path
-) -> None:
-    manifest = put(outlet, 0)
+def test_a_dead_reader_releases_its_segments(writer: SharedMemoryWriter, folder: Path) -> None:
+    manifest = put(writer, 0)
     child, pipe = in_child(hold, manifest)
     assert pipe.recv()
-    put(outlet, 1)
-    put(outlet, 2)
+    put(writer, 1)
+    put(writer, 2)
     pipe.send("again")
     assert pipe.recv()
-    newest = put(outlet, 3)
+    newest = put(writer, 3)
     child.kill()
     child.join()
     assert is_version(read(newest), 3)
 
 
 def publish_and_wait(pipe: Connection, folder: Path) -> None:
-    outlet = SharedMemoryWriter("run", LocalOutlet(), keep_versions=1, directory=folder)
-    pipe.send(put(outlet, 0))
+    writer = SharedMemoryWriter("run", LocalWriter(), keep_versions=1, directory=folder)
+    pipe.send(put(writer, 0))
     pipe.recv()
 
 
-def test_the_next_publisher_clears_up_after_one_that_was_killed(folder: Path) -> None:
+def test_the_next_publisher_removes_the_files_of_a_killed_one(folder: Path) -> None:
     child, pipe = in_child(publish_and_wait, folder)
     manifest = pipe.recv()
     assert f"run-{child.pid}" in manifest.handles[0].path
     assert remove_stale_segments(folder) == []
-    found = read(manifest)
+    fetched = read(manifest)
     child.kill()
     child.join()
     assert files(folder)
-    outlet = SharedMemoryWriter("next", LocalOutlet(), keep_versions=1, directory=folder)
+    writer = SharedMemoryWriter("next", LocalWriter(), keep_versions=1, directory=folder)
     assert files(folder) == set()
-    assert is_version(found, 0)
-    outlet.close()
+    assert is_version(fetched, 0)
+    writer.close()

@@ -1,4 +1,4 @@
-"""A transport within one process: handles are the buckets themselves."""
+"""Transport within a process: the handles are the buckets."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from streamrl.weights import WeightBucket, WeightManifest
 from streamrl.weights.pack import allocate_host_buffer
 
 
-class LocalOutlet:
-    """Every bucket gets memory of its own, which is the handle."""
+class LocalWriter:
+    """Gives every bucket its own memory, which is the handle."""
 
     def set_readers(self, names: Sequence[str]) -> None:
         pass
@@ -29,8 +29,8 @@ class LocalOutlet:
         pass
 
 
-class LocalInlet:
-    """Gives the handles as they are."""
+class LocalReader:
+    """Returns the handles."""
 
     bytes_fetched = 0
     fallback_reason: str | None = None
