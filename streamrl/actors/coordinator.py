@@ -357,8 +357,8 @@ class CoordinatorActor(PingableActor):
             if not goes_on:
                 raise
             text = (
-                f"{error}; the last checkpoint is {self._last_checkpoint_name}; the run continues"
-                f" and tries again later"
+                f"{error}; kept: {self._last_checkpoint_name}; the run goes on"
+                " and tries again later"
             )
             self._driver_events.post_report(
                 EventReport("no_space", {"version": version, "text": text})

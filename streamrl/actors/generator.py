@@ -42,7 +42,7 @@ class GeneratorActor(ReplicaActor):
         await self._shared_weights.wait_for_trainer(context.config.generator.start_timeout_s)
         self._generator = await make_generator(context.config, context.max_length, replica)
         await self._shared_weights.attach_generator(
-            self._generator, fills=context.config.needs_resharding
+            self._generator, should_fill_storage=context.config.needs_resharding
         )
 
     async def suspend(self) -> None:

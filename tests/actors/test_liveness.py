@@ -68,7 +68,7 @@ def processes(local_ray: None) -> Iterator[dict[str, ray.actor.ActorHandle]]:
 def test_of_those_that_wait_are_stopped_and_are_dead_only_the_stopped_one_is_silent(
     processes: dict[str, ray.actor.ActorHandle],
 ) -> None:
-    assert find_unresponsive(processes, within_s=2.0) == ["generator-1"]
+    assert find_unresponsive(processes, timeout_s=2.0) == ["generator-1"]
     others = {name: one for name, one in processes.items() if name != "generator-1"}
     began = time.monotonic()
     assert find_unresponsive(others) == []
@@ -189,11 +189,13 @@ def test_a_silent_process_that_has_no_other_is_named_once_and_left_alone(
     (event,) = told
     assert event.name == "silent" and event.fields["actor"] == "trainer-0"
     assert event.fields["reason"] == (
-        "trainer-0 has not answered for 12 s (run.silent_s): its process cannot be replaced, and"
-        " the run waits for it; if it was stopped, kill -CONT lets it go on; else end the run, and"
-        " go on with streamrl train --resume"
+        "trainer-0 has not answered for 12 s (run.silent_s): its process cannot be restarted, so"
+        " the run waits for it. If it was stopped, kill -CONT continues it; otherwise stop the run"
+        " and use streamrl train --resume"
     )
-    assert find_unresponsive(processes, within_s=1.0) == ["generator-1"], "it is stopped, not ended"
+    assert find_unresponsive(processes, timeout_s=1.0) == ["generator-1"], (
+        "it is stopped, not ended"
+    )
 
 
 def test_every_actor_of_a_run_gives_signs_of_life() -> None:

@@ -72,7 +72,7 @@ async def updated(rank: Rank, generator: Generator) -> tuple[int, float]:
     what is here, bytes.
     """
     residence = SharedWeights()
-    await residence.attach_generator(generator, fills=rank.gathers)
+    await residence.attach_generator(generator, should_fill_storage=rank.gathers)
     await residence.invalidate_weights()
     residence.publish_version(rank, 3)  # type: ignore[arg-type]
     fetched = residence.fetch_version(3)
@@ -104,7 +104,7 @@ def test_what_cannot_be_filled_in_is_gathered() -> None:
 def test_a_version_that_has_been_updated_is_not_taken_up() -> None:
     async def late() -> None:
         residence, generator = SharedWeights(), Generator()
-        await residence.attach_generator(generator, fills=True)
+        await residence.attach_generator(generator, should_fill_storage=True)
         residence.publish_version(Rank(gathers=True), 3)  # type: ignore[arg-type]
         await residence.invalidate_weights()
         with pytest.raises(VersionSupersededError, match="version 3 is gone"):
@@ -158,7 +158,7 @@ def test_a_part_has_a_version_in_it_by_the_time_it_is_published(fills: bool) -> 
 def test_what_every_rank_has_whole_may_be_filled_into_parts_of_it() -> None:
     async def filled() -> list[int]:
         residence, rank = SharedWeights(), Rank(gathers=False)
-        await residence.attach_generator(Generator(), fills=True)
+        await residence.attach_generator(Generator(), should_fill_storage=True)
         residence.publish_version(rank, 3)  # type: ignore[arg-type]
         return rank.filled
 
@@ -169,7 +169,7 @@ def test_what_every_rank_has_whole_may_be_filled_into_parts_of_it() -> None:
 def test_keys_and_values_make_room_for_training_if_they_are_to(releases: bool) -> None:
     async def trained() -> tuple[list[Any], dict[str, float]]:
         residence, generator = SharedWeights(), Generator()
-        await residence.attach_generator(generator, fills=False)
+        await residence.attach_generator(generator, should_fill_storage=False)
         async with residence.run_training_phase(releases_kv=releases):
             held = torch.ones(100 << 18)
         del held

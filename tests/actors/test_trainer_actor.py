@@ -90,7 +90,7 @@ def test_whoever_is_to_put_the_optimizer_aside_has_it_only_while_it_is_needed(le
         told.append("generator comes")
         await starting
         if leads:
-            await residence.attach_generator(Generator(told), fills=False)  # type: ignore[arg-type]
+            await residence.attach_generator(Generator(told), should_fill_storage=False)  # type: ignore[arg-type]
         await actor.save_checkpoint(Path("model"), Path("state"))
 
     asyncio.run(main())
@@ -108,7 +108,7 @@ def test_keys_and_values_are_not_taken_from_a_generator_that_may_sample() -> Non
         residence = SharedWeights()
         actor = TrainerActor(residence)
         await actor.start(wiring(told), 1, MEETING, None)
-        await residence.attach_generator(Generator(told), fills=False)  # type: ignore[arg-type]
+        await residence.attach_generator(Generator(told), should_fill_storage=False)  # type: ignore[arg-type]
         await residence.invalidate_weights()
         for what in ("changed", "sent again"):
             told.append(what)

@@ -307,9 +307,9 @@ def test_where_one_model_finds_no_room_on_the_named_node_nothing_is_left(
     wait_until_free()
     # The other model gets two of the three slots that are free.
     taken, crew = reserve_bundles([{"CPU": 5.0}], node=there, timeout_s=60.0), crew_of(ranks=2)
-    lacking = f"2 slots of 1 CPU each found no room on the node {there} in 2 s"
+    lacking = f"no room for 2 slots of 1 CPU each on the node {there} in 2 s"
     words = f"^critic.trainer.world_size=2: {lacking}"
-    with pytest.raises(ConfigError, match=words + r"; free in all are \S+ of 16 CPU$"):
+    with pytest.raises(ConfigError, match=words + r"; free in all: \S+ of 16 CPU$"):
         crew.create_roles(there, print)
     crew.close()
     release_placement_groups(taken)

@@ -177,9 +177,9 @@ def test_a_prompt_may_become_several_rows_and_padding_goes_with_all_of_its_own()
 @pytest.mark.parametrize(
     ("counts", "told"),
     [
-        ((4, 0), r"W-1\.do: 0 rows came back for 2: must be as many"),
-        ((1, 3), r"W-0\.do: 1 rows came back for 2"),
-        ((2, 4), r"W-1\.do: 2 rows came back for each, from another rank 1"),
+        ((4, 0), r"W-1\.do: 0 rows returned for 2: must be a multiple"),
+        ((1, 3), r"W-0\.do: 1 rows returned for 2"),
+        ((2, 4), r"W-1\.do: 2 rows returned per input row, but 1 by another rank"),
     ],
 )
 @pytest.mark.parametrize("rows", [3, 4])
@@ -207,7 +207,7 @@ def test_padding_is_taken_off_where_it_came_back_whatever_the_protocol(monkeypat
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     handed = own.distribute_calls(mesh, (batch(3),))
     answers = [call and call[0] for call in handed.calls]
-    given = make_rank_inputs(handed, own, "W.do", knows=False)
+    given = make_rank_inputs(handed, own, "W.do", knows_padding=False)
     assert [each.num_real for each in given] == [1, 2]
     back = own.collect(mesh, RankAnswers(answers, given, own.answer_kind, ["a", "b"]))
     assert rows_of(back) == [2, 0, 1]
@@ -216,16 +216,16 @@ def test_padding_is_taken_off_where_it_came_back_whatever_the_protocol(monkeypat
 def test_no_figure_counts_padding_unless_the_method_knows_of_it() -> None:
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     handed = PROTOCOLS["DP_METRIC"].distribute_calls(mesh, (batch(3),))
-    told = r"W\.do: 1 of 4 rows are padding, which would count in the figures of 2 ranks: give rows"
+    told = r"W\.do: 1 of 4 rows are padding, which would count in the metrics of 2 ranks: pass"
     with pytest.raises(ValueError, match=told):
-        make_rank_inputs(handed, PROTOCOLS["DP_METRIC"], "W.do", knows=False)
-    assert collected("DP_METRIC", mesh, handed, [0.5, 2.0], knows=True) == [0.5, 2.0]
+        make_rank_inputs(handed, PROTOCOLS["DP_METRIC"], "W.do", knows_padding=False)
+    assert collected("DP_METRIC", mesh, handed, [0.5, 2.0], knows_padding=True) == [0.5, 2.0]
     handed = PROTOCOLS["DP"].distribute_calls(mesh, (batch(3),))
     for nothing_of_rows in (0.5, None):
         with pytest.raises(ValueError, match=r"W-1\.do: 1 of its 2 rows are padding, which counts"):
             collected("DP", mesh, handed, [nothing_of_rows] * 2)
     # A method that knows answers for itself, with as many rows as it likes.
-    assert len(collected("DP", mesh, handed, came_back(1, 0), knows=True)) == 1
+    assert len(collected("DP", mesh, handed, came_back(1, 0), knows_padding=True)) == 1
 
 
 def test_answers_that_do_not_count_are_not_looked_at() -> None:
@@ -239,9 +239,9 @@ def test_answers_that_do_not_count_are_not_looked_at() -> None:
 def test_what_is_handed_out_is_a_call_for_each_rank() -> None:
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     wrong: list[tuple[Any, str]] = [
-        (RankCalls(((1,),) * 5), "protocol OWN: its distribute gave 5 calls for 2 ranks"),
+        (RankCalls(((1,),) * 5), "protocol OWN: distribute returned 5 calls for 2 ranks"),
         (RankCalls(((1,),)), "gave 1 calls for 2 ranks"),
-        ([(1,), (1,)], "protocol OWN: its distribute gave a list, not a Handed"),
+        ([(1,), (1,)], "protocol OWN: distribute returned a list, must be RankCalls"),
     ]
 
     def giving(handed: Any) -> DistributeFn:
@@ -256,7 +256,7 @@ def test_what_is_handed_out_is_a_call_for_each_rank() -> None:
 def test_columns_in_a_dict_are_handed_to_nobody() -> None:
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     for name in ("DP", "P3D", "DP_METRIC"):
-        with pytest.raises(ValueError, match=r"columns in a dict .*: hand over put"):
+        with pytest.raises(ValueError, match=r"a dict of columns .*: pass put"):
             PROTOCOLS[name].distribute_calls(mesh, ({"x": np.arange(3)},))
     for settings in ({"lr": 0.5}, {}):
         assert PROTOCOLS["DP"].distribute_calls(mesh, (settings,)).calls == ((settings,),) * 2
@@ -264,9 +264,9 @@ def test_columns_in_a_dict_are_handed_to_nobody() -> None:
 
 def test_batches_of_a_call_have_one_length() -> None:
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    with pytest.raises(ValueError, match=r"batches of \[2, 4\] rows in one call"):
+    with pytest.raises(ValueError, match=r"batches of different lengths in a call: \[2, 4\] rows"):
         PROTOCOLS["DP"].distribute(mesh, (batch(2), batch(4)))
-    with pytest.raises(ValueError, match="no seating for generation"):
+    with pytest.raises(ValueError, match="no layout for generation"):
         PROTOCOLS["P3D_ALL_MICRO_DP"].distribute(mesh, (batch(2),))
 
 
@@ -279,7 +279,7 @@ def test_a_users_own_protocol_is_known_by_its_name(monkeypatch) -> None:
     own = add_protocol("FIRST_HALF", split_by_replica(seating), lambda mesh, answers: answers[0])
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     assert own.collect(mesh, ["a", "b"]) == "a"
-    with pytest.raises(ValueError, match="protocol P3D: there is one of that name"):
+    with pytest.raises(ValueError, match="protocol P3D exists already"):
         add_protocol("P3D", split_by_replica(seating), collect_from_replicas(seating))
 
 

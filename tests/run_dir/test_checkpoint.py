@@ -193,7 +193,7 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"state.json: lacks {name}$"):
             find_resume_point(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({**whole, "version": "x"}))
-    with pytest.raises(ConfigError, match="version 'x': no integer"):
+    with pytest.raises(ConfigError, match="version 'x': must be a whole number"):
         find_resume_point(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps(whole))
     assert read_checkpoint(tmp_path).version == 1
@@ -355,10 +355,10 @@ def test_a_file_that_is_missing_or_cut_off_is_named(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"format": 2}, "not a checkpoint of format 3"),
-        ({"cuts": {"../../elsewhere": 1}}, "cuts: must be of shards and books"),
+        ({"cuts": {"../../elsewhere": 1}}, "cuts: keys must be shard folders and books"),
         ({"cuts": {"shard-0": -1}}, "cuts: must be whole numbers"),
         ({"ledger": 3}, "ledger: must be a mapping"),
-        ({"version": True}, "version True: no integer"),
+        ({"version": True}, "version True: must be a whole number"),
         ({"files": {"a": "b"}}, "files: must be whole numbers"),
     ],
 )

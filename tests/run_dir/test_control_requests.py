@@ -85,7 +85,7 @@ def test_what_is_no_request_is_answered_as_such(tmp_path: Path, text: str) -> No
     (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text(text)
     assert mailbox.take_requests() == []
     answer = json.loads((tmp_path / REQUESTS_FOLDER / "1.answer.json").read_text())
-    assert not answer["is_done"] and "no request" in answer["lines"][0]
+    assert not answer["is_done"] and "invalid request" in answer["lines"][0]
 
 
 def test_foreign_and_half_written_files_are_no_requests(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_who_waits_when_a_run_ends_or_is_resumed_is_told_at_once(
 
 def test_a_taken_request_that_is_never_answered_has_a_deadline(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
-    with pytest.raises(ConfigError, match=r"no answer within 100 s; what was asked for may"):
+    with pytest.raises(ConfigError, match=r"no answer within 100 s; the change may"):
         asked(tmp_path, lambda now: mailbox.take_requests(), generator=2)
 
 

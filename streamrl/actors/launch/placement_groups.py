@@ -131,7 +131,7 @@ def _make_capacity_error(bundles: Sequence[Bundle], node: str, timeout_s: float)
     kinds = Counter(
         " and ".join(f"{amount:g} {name}" for name, amount in bundle.items()) for bundle in bundles
     )
-    slots = " and ".join(f"{count} slots of {kind}" for kind, count in kinds.items())
+    slots = " and ".join(f"{count} slots of {kind} each" for kind, count in kinds.items())
     where = f" on the node {node}" if node else ""
     free_in = "free in all" if node else "free"
     return ConfigError(f"no room for {slots}{where} in {timeout_s:g} s; {free_in}: {free_text}")

@@ -290,7 +290,7 @@ class PolicyWorker(TrainedWorker):
         )
         self._generator = await generator_start
         await self._shared_weights.attach_generator(
-            self._generator, fills=self._config.needs_resharding
+            self._generator, should_fill_storage=self._config.needs_resharding
         )
         self._shared_weights.publish_version(self._trainer, self._version)
         await self._activate_version()

@@ -261,7 +261,7 @@ def test_a_report_is_delivered_once_the_reader_asks_for_what_comes_behind_it() -
         assert not times
         await feed.read_after(1, 1.0)
         await waiting
-        with pytest.raises(DeadlineError, match="1 reports were not fetched"):
+        with pytest.raises(DeadlineError, match="the driver left 1 reports unread"):
             await feed.wait_until_delivered(5.0)
         return [*times, clock()]
 

@@ -195,8 +195,8 @@ def test_a_newcomer_that_fails_is_told_of_and_the_run_goes_on(tmp_path: Path) ->
     run.look()
     assert run.line == (
         "failed: generators: 1 -> 1 (generator-1 cannot join: generator-1: the actor died;"
-        " generator-2 cannot join: it was not ready within 30 s;"
-        " generator-3 cannot join: it has no place after 60 s: it asks for 1 GPU; 0 GPUs are free)"
+        " generator-2 cannot join: not ready within 30 s;"
+        " generator-3 cannot join: not placed within 60 s: it asks for 1 GPU; 0 GPUs are free)"
     )
     assert run.crew.gone == ["generator-1", "generator-2", "generator-3"]
     assert run.events == []
@@ -222,7 +222,7 @@ def test_a_newcomer_that_never_serves_is_turned_down_and_the_run_goes_on(
     run.look()
     reason = "bucket 0: gone"
     if told_by == "nobody":
-        reason = f"it held no version of the weights after {STALL_S:g} s"
+        reason = f"no version of the weights loaded within {STALL_S:g} s"
     assert run.line == f"failed: generators: 1 -> 1 (generator-1 cannot join: {reason})"
     assert run.crew.gone == ["generator-1"]
     assert run.crew.roles["generator"].names == ["generator-0"]
@@ -259,8 +259,8 @@ def test_changes_are_made_one_after_the_other(tmp_path: Path) -> None:
     [
         ({"generator": 2}, "done: generators: 2 -> 2 (nothing to do)"),
         ({"generator": 9}, "failed: the cluster has 8"),
-        ({"value": 2}, "failed: this run has no value to scale, only generators, scorers"),
-        ({"policy": 2}, "failed: this run has no policy to scale, only generators, scorers"),
+        ({"value": 2}, "failed: this run has no value to scale; scalable: generators, scorers"),
+        ({"policy": 2}, "failed: this run has no policy to scale; scalable: generators, scorers"),
     ],
 )
 def test_what_needs_no_change_or_cannot_be_is_answered_at_once(

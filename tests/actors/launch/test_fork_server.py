@@ -299,7 +299,7 @@ def test_levels_start_whatever_the_process_has_done_before(
 def test_levels_that_cannot_be_started_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     none = "import sys; sys.executable = 'no-such-python'\n"
     reason, sockets = printed_by(none + COMMAND)
-    assert reason.startswith("workers import their libraries one by one, for seconds: ")
+    assert reason.startswith("workers start slowly, each importing its own libraries: ")
     assert "no-such-python" in reason
     assert sockets == "None"
 
@@ -314,7 +314,7 @@ def test_levels_that_have_ended_are_a_note_and_are_started_anew() -> None:
         "print(fork_server.is_serving(), fork_server._server.process is not first)\n"
     )
     *_, reason, anew = printed_by(COMMAND + restarts)
-    assert reason.endswith("the process that should fork them has ended with -9")
+    assert reason.endswith("the fork server exited with code -9")
     assert anew == "True True"
 
 

@@ -56,7 +56,7 @@ def test_every_actor_has_its_part_of_its_slot_and_the_slots_are_given_back() -> 
     assert indices == [0, 0, 1]
     assert shares(options) == [{"CPU": 0.5}] * 3
     said.clear()
-    with pytest.raises(ConfigError, match=r"2 slots of 1 CPU each found no room in 2 s; free are"):
+    with pytest.raises(ConfigError, match=r"no room for 2 slots of 1 CPU each in 2 s; free:"):
         reserve_bundles([{"CPU": 1.0}] * 2, timeout_s=2.0, waiting=said.append)
     assert set(said) == {"waiting for room for 2 slots"}
     seats.close()
@@ -79,7 +79,7 @@ def test_only_a_slot_where_somebody_computes_on_a_gpu_is_one_and_only_they_have_
         {"CPU": third},
         {"CPU": 1.0},
     ]
-    both = "1 slots of 1 CPU and 1 GPU each and 1 slots of 1 CPU each found no room in 1 s"
+    both = "no room for 1 slots of 1 CPU and 1 GPU each and 1 slots of 1 CPU each in 1 s"
     with pytest.raises(ConfigError, match=both):
         reserve_bundles([{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}], timeout_s=1.0)
     seats.close()
@@ -141,9 +141,7 @@ def test_a_model_whose_ranks_find_no_room_is_named_and_no_other_keeps_its_slots(
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
     monkeypatch.setattr(seats_module, "CAPACITY_WAIT_S", 2.0)
     said: list[str] = []
-    words = (
-        r"^trainer.world_size=2: 2 slots of 1 CPU each found no room in 2 s; free are \S+ of 5 CPU"
-    )
+    words = r"^trainer.world_size=2: no room for 2 slots of 1 CPU each in 2 s; free: \S+ of 5 CPU"
     with pytest.raises(ConfigError, match=words):
         demands = {"critic": ranks(2, role="critic"), "policy": ranks(2)}
         DedicatedSlots(demands, node="", waiting=said.append)

@@ -37,9 +37,7 @@ def test_whatever_else_ray_says_is_told_in_one_line() -> None:
     told = "The node was running low on memory.\n" * 40
     ended = translate_error(OutOfMemoryError(told), "generator-0.run")
     assert isinstance(ended, ActorLostError)
-    assert (
-        str(ended) == "generator-0.run: the actor was ended, as its node was running out of memory"
-    )
+    assert str(ended) == "generator-0.run: Ray killed the actor because its node ran out of memory"
     assert "\n" not in str(translate_error(ObjectStoreFullError(told), "shard-0.put"))
 
 
