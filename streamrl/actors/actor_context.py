@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MAX_LEASE_WAIT_S = 86400.0
 """Above any time that a phase may hold a pool: the arbiter enforces the real deadline."""
 RENEW_EVERY_S = 1.0
-"""With oversampling, a stage polls for dropped groups at this interval to stop work on them early.
+"""With oversampling, stages poll for dropped groups at this interval to stop work on them.
 """
 TRAINER_PHASE = "trainer"
 """All trainers of a run share one phase: they compute in lockstep."""

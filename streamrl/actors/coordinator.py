@@ -414,9 +414,7 @@ class CoordinatorActor(PingableActor):
             registry.remove_reader(name)
 
     async def request_stop(self) -> None:
-        """End the stream after the current micro-batch, or after the step if it has begun to
-        update.
-        """
+        """End the stream after the current micro-batch, or after the step if updates have begun."""
         self._run_state.request_stop()
 
     async def read_reports(self, after: int, wait_s: float) -> list[DriverReport]:

@@ -100,9 +100,7 @@ class RealEngineFactory:
             return await FollowerRank.start(_make_engine_spec(config, max_length, rank))
 
     async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
-        """Build the scorer of a dataflow role: reward, cost, reference, or a critic's inference
-        copy.
-        """
+        """Build the scorer of a role: reward, cost, reference, or inference copy of a critic."""
         with pause_gc():
             scorer = SCORER_FACTORIES[role](config, max_length)
             await scorer.start()

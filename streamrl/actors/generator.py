@@ -59,8 +59,8 @@ class GeneratorActor(ReplicaActor):
 
     async def run(self) -> None:
         """Run the stage loops until the actor drains or dies."""
-        config, generator, version = self._config, self._generator, self._held_version
-        assert generator is not None and version is not None
+        config, generator, served = self._config, self._generator, self._held_version
+        assert generator is not None and served is not None
         slots = split_slots(
             config.generator.max_concurrent_rollouts,
             [stage.name for stage in self._stages],
@@ -76,7 +76,7 @@ class GeneratorActor(ReplicaActor):
             )
             loops.append(
                 generate_rollouts(
-                    stage, sample, version, places=slots[stage.name], begun=collect_partials
+                    stage, sample, served, places=slots[stage.name], begun=collect_partials
                 )
             )
         if self._shared_weights is None:
@@ -96,9 +96,7 @@ class GeneratorActor(ReplicaActor):
             return await self._generator.sample(prompt, seeds, sampling=sampling)
 
     async def ping(self) -> ProcessLocation:
-        """Reply after the engine replied, between two engine steps: a hung engine leaves a ping
-        unanswered.
-        """
+        """Reply once the engine has replied between two steps; a hung engine fails the ping."""
         if self._generator is not None:
             await self._generator.collect_partial_rollouts()
         return ProcessLocation.from_this_process()

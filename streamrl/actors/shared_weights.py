@@ -110,8 +110,8 @@ class SharedWeights:
 
     @asynccontextmanager
     async def run_training_phase(self, *, releases_kv: bool) -> AsyncIterator[None]:
-        """Context in which the trainer computes; `releases_kv` frees the generator's KV cache
-        first.
+        """Context in which the trainer computes; `releases_kv` first frees the generator's KV
+        cache.
 
         Memory peaks before the context count as "generate", those inside as "train".
         """
@@ -181,8 +181,7 @@ class SharedWeights:
         return WeightManifest(version, (), ())
 
     def fetch_version(self, version: int) -> FetchedWeights:
-        """Return the tensors in place, with the bytes received from other ranks and the bytes
-        copied.
+        """Return the tensors in place, with the bytes received from other ranks and those copied.
 
         The mapping is empty if the generator's storage already holds the version. Raises
         VersionSupersededError once the trainer has moved on, possibly before a generator activated

@@ -26,9 +26,7 @@ class RemoteWeightChannel:
         self._node = ray.get_runtime_context().get_node_id()
 
     async def wait_for_newer(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        """Return the newest manifest if a version newer than `held` appears within `wait_s`, else
-        None.
-        """
+        """Return the newest manifest once it is newer than `held`; None after `wait_s`."""
         located = replace(held, node=self._node)
         reply = self._coordinator.wait_for_manifest.remote(
             self._role, self._reader_name, located, wait_s

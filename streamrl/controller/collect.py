@@ -88,9 +88,7 @@ class RankAnswers(Sequence[Any]):
         *,
         knows_padding: bool = False,
     ) -> None:
-        """Wrap the answers. `names` are the calls for errors, such as
-        `CriticWorker-1.compute_values`.
-        """
+        """Wrap the answers; `names` are the calls, such as `CriticWorker-1.compute_values`."""
         self._answers, self._inputs, self._names = answers, inputs, names
         self._kind, self._knows_padding = kind, knows_padding
         self._row_multiple: int | None = None

@@ -67,9 +67,7 @@ class TransferProtocol:
     answer_kind: AnswerKind = AnswerKind.ANY
 
     def distribute_calls(self, mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
-        """Return the arguments of every rank. Raises ValueError unless distribute returns RankCalls
-        for all.
-        """
+        """Return the arguments of every rank. Raises ValueError unless all ranks are covered."""
         rank_calls = self.distribute(mesh, arguments)
         if not isinstance(rank_calls, RankCalls):
             type_name = type(rank_calls).__name__
@@ -85,10 +83,9 @@ class TransferProtocol:
 
 
 def split_by_replica(get_assignment: Callable[[WorkerMesh], RankAssignment]) -> DistributeFn:
-    """Make a distribute function: each model replica gets a share of the rows, all its ranks the
-    same.
+    """Make a distribute function that splits the rows over the model replicas.
 
-    Values other than batches go to all ranks.
+    All ranks of a replica get the same rows; values other than batches go to all ranks.
     """
 
     def distribute(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
@@ -138,9 +135,7 @@ def broadcast_to_all(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
 
 
 def scatter_lists(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
-    """Call rank i with the i-th item of every argument; each argument is a list with an item per
-    rank.
-    """
+    """Call rank i with item i of every argument; each argument is a list of mesh.size items."""
     for value in arguments:
         if not isinstance(value, list | tuple):
             raise ValueError(f"a {type(value).__name__}: must be a list with a value for each rank")

@@ -46,8 +46,7 @@ _NO_FLOCK_ERRNOS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """Errors of a file system without flock."""
 _LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-"""O_NOFOLLOW: a symlink could make the lock overwrite another file. O_NONBLOCK: a FIFO would block.
-"""
+"""O_NOFOLLOW: a symlink could make the lock overwrite another file. O_NONBLOCK: a FIFO blocks."""
 WANDB_LINK_PATTERN = "wandb/*run-*/logs/debug-core.log"
 """wandb links to the log of its service, outside the run; no code here opens the link."""
 _BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")

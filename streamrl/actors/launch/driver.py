@@ -138,8 +138,7 @@ class RunSession:
     def watch_actors(
         self, handle: Callable[[DriverReport], None], stopping: Callable[[], bool]
     ) -> RunResult:
-        """Pass every report to `handle` until the run ends; `stopping` returning true ends it
-        early.
+        """Pass every report to `handle` until the run ends or `stopping` returns true.
 
         Raises the error of the first actor that fails; DeadlineError if the run does not stop in
         time or a dead actor does not restart in time, naming unresponsive processes

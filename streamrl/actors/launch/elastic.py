@@ -58,9 +58,7 @@ class ScaleChange:
     served_versions: dict[str, int] = field(default_factory=dict)
 
     def format_line(self, role: str, now: int) -> str:
-        """Format a line such as `generators: 2 -> 4 (generator-2, generator-3 joined, serving
-        version 17)`.
-        """
+        """Format a line such as `generators: 2 -> 3 (generator-2 joined, serving version 17)`."""
         parts = []
         if self.added_replicas.get(role):
             version = self.served_versions.get(role, -1)
@@ -147,9 +145,7 @@ class ReplicaScaler:
             self._milestone_handlers[pending.milestone](pending)
 
     def reject_if_unserved(self, name: str, reason: str) -> bool:
-        """Reject a joining replica whose loops ended before it served; return whether it was
-        joining.
-        """
+        """Reject a replica whose loops ended before it served; return whether this one had not."""
         for reply, pending in self._pending_replies.items():
             if pending.name == name and pending.milestone == "serves":
                 del self._pending_replies[reply]

@@ -144,8 +144,7 @@ def _find_ray_processes() -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def _patch_lean_ray() -> Iterator[None]:
-    """Make ray.init start only the parts a local instance needs, and workers through the fork
-    server.
+    """Make ray.init start only the parts a local instance needs; workers come from the fork server.
 
     `ray.init` has no arguments to disable the autoscaler's monitor, the log monitor, the dashboard
     head and the agent's modules, which delay the start by seconds. It also replaces a loopback
@@ -171,9 +170,7 @@ def _skip_api_server(self: Any, **options: Any) -> None:
 
 
 def _wait_for_node(gcs_address: str, node_id: str) -> Any:
-    """Return the record of the node that was just started. Ray's own version polls only once a
-    second.
-    """
+    """Return the record of the new node. Ray's own version polls only once a second."""
     state = GlobalState()
     state._initialize_global_state(services._get_gcs_client_options(gcs_address))
     deadline = time.monotonic() + NODE_TIMEOUT_S

@@ -146,9 +146,7 @@ class RpcConnection:
 
     @classmethod
     async def open(cls, endpoint: RpcEndpoint) -> "RpcConnection":
-        """Connect and authenticate; raises ConnectionError if the server is absent or lacks the
-        secret.
-        """
+        """Connect and authenticate; raises ConnectionError if no server with the secret answers."""
         where = f"{endpoint.host}:{endpoint.port}"
         writer: asyncio.StreamWriter | None = None
         try:

@@ -35,9 +35,7 @@ class TransportSpec:
     node: str = ""
 
     def make_broadcast_tree(self, origin: str) -> BroadcastTree | None:
-        """Make the broadcast tree rooted at node `origin`; None if nodes do not keep their own
-        copies.
-        """
+        """Make the broadcast tree rooted at node `origin`; None if nodes keep no copies."""
         return BroadcastTree(origin) if self.decision.transport in (OBJECT_STORE, DELTA) else None
 
     def clean_up(self) -> None:

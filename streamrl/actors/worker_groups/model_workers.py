@@ -1,10 +1,11 @@
 """Workers with real engines for own loops: policy, critics, reference, rewards, costs.
 
 A row of a batch is a group: a cell for its prompt and a cell per column of `messages.COLUMN_SPECS`.
-Advantages and returns of a group form the column `derived`. Scoring splits a batch by rows. An
-update
-receives the whole batch on every rank: advantages may compare all groups of a step, and the ranks
-share the rollouts by length without padding, so the result does not depend on the number of ranks.
+Advantages and returns of a group form the column `derived`.
+
+Scoring splits a batch by rows. An update receives the whole batch on every rank, since advantages
+may compare all groups of a step; the ranks share the rollouts by length without padding. So the
+result does not depend on the number of ranks.
 """
 
 import asyncio

@@ -217,9 +217,7 @@ class WorkerGroupReply:
         return self._result[0]
 
     def load(self) -> dict[str, Any]:
-        """Fetch the rows of the batch to the controller; raises ValueError if the result is no
-        batch.
-        """
+        """Fetch the rows of the batch to the controller; raises ValueError if not a batch."""
         return fetch_rows(_require_batch(self))
 
     def __or__(self, other: "WorkerGroupReply | BatchRef") -> "WorkerGroupReply":
@@ -376,9 +374,7 @@ class WorkerGroup:
     def _fetch_answers(
         self, replies: Mapping[int, Any], what: str, timeout_s: float
     ) -> dict[int, Any]:
-        """Return the answers by rank as they arrive; the first failure raises without waiting for
-        the rest.
-        """
+        """Return the answers by rank; the first failure raises without waiting for slower ranks."""
         ranks, answers = {reply: rank for rank, reply in replies.items()}, {}
         deadline = time.monotonic() + timeout_s
         while ranks:
