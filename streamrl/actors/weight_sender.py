@@ -30,7 +30,7 @@ class WeightSender:
         *,
         shared_weights: SharedWeights | None = None,
     ) -> None:
-        """With `shared_weights` every rank publishes the model in place; only a reference travels."""
+        """With `shared_weights` every rank publishes its model in place; references travel."""
         self._shared_weights = shared_weights
         self._trainer = trainer
         self._role = role
