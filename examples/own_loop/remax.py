@@ -7,7 +7,7 @@ from streamrl.actors.worker_groups.model_workers import PolicyWorker, ReferenceW
 
 
 def remax(stage: Stage) -> Iterator[Step]:
-    """Train a policy with ReMax: the greedy completion's reward is the baseline, without a critic."""
+    """Train with ReMax: no critic; the baseline is the reward of the greedy completion."""
     policy = stage.group(PolicyWorker, stage.max_length)
     reference = stage.group(ReferenceWorker, stage.max_length, ranks=1)
     reward = stage.group(RewardWorker, ranks=1)

@@ -156,8 +156,8 @@ def check_algorithm(config: RunConfig, recipe: str) -> None:
     expected = load_config(Path(recipe)).algorithm.name
     if config.algorithm.name != expected:
         raise ConfigError(
-            f"algorithm.name={config.algorithm.name}: this is a loop of {expected}; another algorithm needs"
-            " a loop with its own columns"
+            f"algorithm.name={config.algorithm.name}: this is a loop of {expected}; other"
+            " algorithms need a loop of their own, with their columns"
         )
 
 
@@ -189,7 +189,7 @@ def line(number: int, metrics: Mapping[str, float]) -> str:
         "s": ("time/step_s", 3),
     }
     columns = (
-        f"{word} {figures[name]:.{digits}f}"
+        f"{word} {metrics[name]:.{digits}f}"
         for word, (name, digits) in shown.items()
         if name in metrics
     )
