@@ -1,4 +1,4 @@
-"""Requests to a run by files: what comes torn, at once, too late, or to nobody."""
+"""Control requests by files: torn, simultaneous, late, or without a run."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ from streamrl.run_dir.control_requests import (
 
 
 class Clock:
-    """Time that passes when somebody sleeps; the run does something at every look."""
+    """Clock that advances in sleep; the run acts at every poll."""
 
     def __init__(self, run: Callable[[float], object]) -> None:
         self.now = 0.0
@@ -45,7 +45,7 @@ def opened(run_dir: Path) -> ScaleRequestInbox:
     return mailbox
 
 
-def test_a_request_is_taken_once_answered_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_request_is_taken_once_answered_and_removed(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
     taken: list[ScaleRequest] = []
 
@@ -59,7 +59,7 @@ def test_a_request_is_taken_once_answered_and_leaves_nothing_behind(tmp_path: Pa
     assert list((tmp_path / REQUESTS_FOLDER).iterdir()) == []
 
 
-def test_two_that_ask_at_once_get_their_own_answers(tmp_path: Path) -> None:
+def test_simultaneous_clients_get_their_own_answers(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
     inner: list[ScaleAnswer] = []
 
@@ -80,7 +80,7 @@ def test_two_that_ask_at_once_get_their_own_answers(tmp_path: Path) -> None:
     "text",
     ["[" * 100_000, "", '{"counts": {"gen', "[]", '{"count": 3}', '{"counts": {"generator": 0}}'],
 )
-def test_what_is_no_request_is_answered_as_such(tmp_path: Path, text: str) -> None:
+def test_an_invalid_request_is_answered_as_invalid(tmp_path: Path, text: str) -> None:
     mailbox = opened(tmp_path)
     (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text(text)
     assert mailbox.take_requests() == []
@@ -88,7 +88,7 @@ def test_what_is_no_request_is_answered_as_such(tmp_path: Path, text: str) -> No
     assert not answer["is_done"] and "invalid request" in answer["lines"][0]
 
 
-def test_foreign_and_half_written_files_are_no_requests(tmp_path: Path) -> None:
+def test_foreign_and_partial_files_are_ignored(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
     for name in ("notes.txt", ".1.request.json.partial", "1.json"):
         (tmp_path / REQUESTS_FOLDER / name).write_text("{}")
@@ -96,7 +96,7 @@ def test_foreign_and_half_written_files_are_no_requests(tmp_path: Path) -> None:
     assert len(list((tmp_path / REQUESTS_FOLDER).iterdir())) == 3
 
 
-def test_an_answer_nobody_waits_for_goes_with_the_run(tmp_path: Path) -> None:
+def test_an_unread_answer_is_removed_with_the_run(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
     taken: list[ScaleRequest] = []
     times: list[float] = []
@@ -111,7 +111,7 @@ def test_an_answer_nobody_waits_for_goes_with_the_run(tmp_path: Path) -> None:
     mailbox.close()
 
 
-def test_a_run_that_goes_on_starts_with_an_empty_mailbox(tmp_path: Path) -> None:
+def test_a_resumed_run_starts_with_an_empty_inbox(tmp_path: Path) -> None:
     folder = tmp_path / REQUESTS_FOLDER
     folder.mkdir()
     for name in ("1.answer.json", ".2.request.json.partial", "3.taken.json"):
@@ -120,7 +120,7 @@ def test_a_run_that_goes_on_starts_with_an_empty_mailbox(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [folder] and list(folder.iterdir()) == []
 
 
-def test_a_disk_that_refuses_an_answer_is_named(
+def test_a_disk_error_while_answering_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mailbox = opened(tmp_path)
@@ -136,7 +136,7 @@ def test_a_disk_that_refuses_an_answer_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_is_not_there_is_told_at_once_or_after_a_while(tmp_path: Path) -> None:
+def test_a_request_without_a_live_run_fails(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the run is not running, or still starting"):
         asked(tmp_path, lambda now: None, generator=2)
     mailbox = opened(tmp_path)
@@ -147,7 +147,7 @@ def test_a_run_that_is_not_there_is_told_at_once_or_after_a_while(tmp_path: Path
     assert mailbox.take_requests() == [], "it was taken back"
 
 
-def test_a_request_to_a_run_that_died_does_not_reach_the_one_that_goes_on(tmp_path: Path) -> None:
+def test_a_request_to_a_dead_run_does_not_reach_the_resumed_run(tmp_path: Path) -> None:
     dead = opened(tmp_path)
     (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text('{"counts": {"generator": 9}}')
     (tmp_path / REQUESTS_FOLDER / "0.request.json").write_text('{"counts": {"generator": 8}}')
@@ -158,7 +158,7 @@ def test_a_request_to_a_run_that_died_does_not_reach_the_one_that_goes_on(tmp_pa
 
 
 @pytest.mark.parametrize("end", [ScaleRequestInbox.close, ScaleRequestInbox.open])
-def test_who_waits_when_a_run_ends_or_is_resumed_is_told_at_once(
+def test_waiting_clients_fail_when_the_run_ends_or_resumes(
     tmp_path: Path, end: Callable[[ScaleRequestInbox], None]
 ) -> None:
     mailbox = opened(tmp_path)
@@ -173,13 +173,13 @@ def test_who_waits_when_a_run_ends_or_is_resumed_is_told_at_once(
     assert len(times) == 1
 
 
-def test_a_taken_request_that_is_never_answered_has_a_deadline(tmp_path: Path) -> None:
+def test_a_taken_request_without_an_answer_times_out(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
     with pytest.raises(ConfigError, match=r"no answer within 100 s; the change may"):
         asked(tmp_path, lambda now: mailbox.take_requests(), generator=2)
 
 
-def test_an_answer_that_is_none_is_one_line(tmp_path: Path) -> None:
+def test_a_malformed_answer_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / REQUESTS_FOLDER).mkdir()
 
     def spoil(now: float) -> None:
