@@ -317,7 +317,7 @@ def _has_exited(owner: RunOwner) -> bool:
 
 def _has_heartbeat(folder: Path, owner: RunOwner, status: Callable[[str], None]) -> bool:
     """Watch for a heartbeat for HEARTBEAT_TIMEOUT_S; return whether one came."""
-    status(f"waiting {HEARTBEAT_TIMEOUT_S:g} s for a heartbeat of the owner of {folder} ({owner})")
+    status(f"{folder} is owned {owner}; waiting {HEARTBEAT_TIMEOUT_S:g} s for its heartbeat")
     before, until = _read_heartbeat(folder), time.monotonic() + HEARTBEAT_TIMEOUT_S
     while time.monotonic() < until:
         time.sleep(_POLL_INTERVAL_S)

@@ -49,21 +49,25 @@ def calls_of(rank_calls: RankCalls) -> list[tuple[Any, ...]]:
     return [call for call in rank_calls.calls if call is not None]
 
 
-def through(name: str, mesh: WorkerMesh, given: BatchRef) -> tuple[list, BatchRef]:
+def through(name: str, mesh: WorkerMesh, rows: BatchRef) -> tuple[list, BatchRef]:
     """Return each rank's rows, and the result if each rank answers with its input."""
-    handed = PROTOCOLS[name].distribute_calls(mesh, (given,))
-    answers = [call and call[0] for call in handed.calls]
-    return answers, collected(name, mesh, handed, answers)
+    rank_calls = PROTOCOLS[name].distribute_calls(mesh, (rows,))
+    answers = [call and call[0] for call in rank_calls.calls]
+    return answers, collected(name, mesh, rank_calls, answers)
 
 
 def collected(
-    name: str, mesh: WorkerMesh, handed: RankCalls, answers: Sequence[Any], **knows: bool
+    name: str, mesh: WorkerMesh, rank_calls: RankCalls, answers: Sequence[Any], **options: bool
 ) -> Any:
     """Collect answers to distributed calls."""
     protocol = PROTOCOLS[name]
-    given = make_rank_inputs(handed, protocol, "W.do", **{"knows": False, **knows})
+    rank_inputs = make_rank_inputs(
+        rank_calls, protocol, "W.do", **{"knows_padding": False, **options}
+    )
     names = [f"W-{rank}.do" for rank in range(mesh.size)]
-    return protocol.collect(mesh, RankAnswers(answers, given, protocol.answer_kind, names, **knows))
+    return protocol.collect(
+        mesh, RankAnswers(answers, rank_inputs, protocol.answer_kind, names, **options)
+    )
 
 
 def make_answers(*counts: int) -> list[BatchRef]:
@@ -107,8 +111,8 @@ def test_the_3d_call_of_hybridflow_figure_5() -> None:
     actor = WorkerMesh(RankGrid.from_text("1-2-3").assign_ranks())
     critic = WorkerMesh(RankGrid.from_text("2-1-2").assign_ranks())
     protocol = PROTOCOLS["P3D"]
-    handed = protocol.distribute(actor, (batch(6),))
-    assert [rows_of(call[0]) for call in calls_of(handed)] == [
+    rank_calls = protocol.distribute(actor, (batch(6),))
+    assert [rows_of(call[0]) for call in calls_of(rank_calls)] == [
         [0, 1],
         [0, 1],
         [2, 3],
@@ -148,32 +152,34 @@ def test_one_to_all_all_to_all_and_rank_zero() -> None:
     )
     assert PROTOCOLS["RANK_ZERO"].distribute(mesh, (7,)).calls == ((7,), None, None, None)
     assert PROTOCOLS["RANK_ZERO"].collect(mesh, ["a", None, None, None]) == "a"
-    for value, told in (
+    for value, message in (
         ([1, 2, 3], "3 values for 4 ranks"),
         (5, "a int: must be a list with a value for each rank"),
         (batch(4), "a BatchRef: must be a list"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             PROTOCOLS["ALL_TO_ALL"].distribute(mesh, (value,))
 
 
 def test_metrics_come_from_every_rank() -> None:
     mesh = WorkerMesh(RankGrid.from_text("1-1-3").assign_ranks())
-    handed = PROTOCOLS["DP_METRIC"].distribute(mesh, (batch(4), "setting"))
-    assert [(len(share), setting) for share, setting in calls_of(handed)] == [(2, "setting")] * 3
+    rank_calls = PROTOCOLS["DP_METRIC"].distribute(mesh, (batch(4), "setting"))
+    assert [(len(share), setting) for share, setting in calls_of(rank_calls)] == [
+        (2, "setting")
+    ] * 3
     assert PROTOCOLS["DP_METRIC"].collect(mesh, [0.1, 0.2, 0.3]) == [0.1, 0.2, 0.3]
 
 
 def test_a_row_may_become_several_and_padding_is_cut_accordingly() -> None:
     mesh = WorkerMesh(RankGrid.from_text("1-1-4").assign_ranks())
-    handed = PROTOCOLS["DP"].distribute_calls(mesh, (batch(6),))
-    assert [call[0].num_padding for call in handed.calls if call] == [0, 0, 0, 2]
+    rank_calls = PROTOCOLS["DP"].distribute_calls(mesh, (batch(6),))
+    assert [call[0].num_padding for call in rank_calls.calls if call] == [0, 0, 0, 2]
     # Two rollouts per prompt.
-    assert len(collected("DP", mesh, handed, make_answers(4, 4, 4, 4))) == 12
+    assert len(collected("DP", mesh, rank_calls, make_answers(4, 4, 4, 4))) == 12
 
 
 @pytest.mark.parametrize(
-    ("counts", "told"),
+    ("counts", "message"),
     [
         ((4, 0), r"W-1\.do: 0 rows returned for 2: must be a multiple"),
         ((1, 3), r"W-0\.do: 1 rows returned for 2"),
@@ -182,13 +188,13 @@ def test_a_row_may_become_several_and_padding_is_cut_accordingly() -> None:
 )
 @pytest.mark.parametrize("rows", [3, 4])
 def test_wrong_row_counts_per_rank_are_refused(
-    rows: int, counts: tuple[int, int], told: str
+    rows: int, counts: tuple[int, int], message: str
 ) -> None:
     """The totals fit: as many rows as distributed, or twice as many."""
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    handed = PROTOCOLS["DP"].distribute_calls(mesh, (batch(rows),))
-    with pytest.raises(ValueError, match=told):
-        collected("DP", mesh, handed, make_answers(*counts))
+    rank_calls = PROTOCOLS["DP"].distribute_calls(mesh, (batch(rows),))
+    with pytest.raises(ValueError, match=message):
+        collected("DP", mesh, rank_calls, make_answers(*counts))
 
 
 def test_padding_is_cut_on_the_rank_that_got_it(monkeypatch) -> None:
@@ -200,38 +206,40 @@ def test_padding_is_cut_on_the_rank_that_got_it(monkeypatch) -> None:
         pieces = arguments[0].pad_to_multiple(mesh.size).split(mesh.size)
         return RankCalls(tuple((piece,) for piece in reversed(pieces)))
 
-    own = add_protocol("TURNED_ROUND", backwards, PROTOCOLS["DP"].collect)
-    assert protocols["TURNED_ROUND"] is own
+    protocol = add_protocol("TURNED_ROUND", backwards, PROTOCOLS["DP"].collect)
+    assert protocols["TURNED_ROUND"] is protocol
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    handed = own.distribute_calls(mesh, (batch(3),))
-    answers = [call and call[0] for call in handed.calls]
-    given = make_rank_inputs(handed, own, "W.do", knows_padding=False)
-    assert [each.num_real for each in given] == [1, 2]
-    back = own.collect(mesh, RankAnswers(answers, given, own.answer_kind, ["a", "b"]))
+    rank_calls = protocol.distribute_calls(mesh, (batch(3),))
+    answers = [call and call[0] for call in rank_calls.calls]
+    rank_inputs = make_rank_inputs(rank_calls, protocol, "W.do", knows_padding=False)
+    assert [each.num_real for each in rank_inputs] == [1, 2]
+    back = protocol.collect(
+        mesh, RankAnswers(answers, rank_inputs, protocol.answer_kind, ["a", "b"])
+    )
     assert rows_of(back) == [2, 0, 1]
 
 
 def test_metrics_over_padding_are_refused_unless_the_method_takes_real() -> None:
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    handed = PROTOCOLS["DP_METRIC"].distribute_calls(mesh, (batch(3),))
-    told = r"W\.do: 1 of 4 rows are padding, which would count in the metrics of 2 ranks: pass"
-    with pytest.raises(ValueError, match=told):
-        make_rank_inputs(handed, PROTOCOLS["DP_METRIC"], "W.do", knows_padding=False)
-    assert collected("DP_METRIC", mesh, handed, [0.5, 2.0], knows_padding=True) == [0.5, 2.0]
-    handed = PROTOCOLS["DP"].distribute_calls(mesh, (batch(3),))
+    rank_calls = PROTOCOLS["DP_METRIC"].distribute_calls(mesh, (batch(3),))
+    message = r"W\.do: 1 of 4 rows are padding, which would count in the metrics of 2 ranks: pass"
+    with pytest.raises(ValueError, match=message):
+        make_rank_inputs(rank_calls, PROTOCOLS["DP_METRIC"], "W.do", knows_padding=False)
+    assert collected("DP_METRIC", mesh, rank_calls, [0.5, 2.0], knows_padding=True) == [0.5, 2.0]
+    rank_calls = PROTOCOLS["DP"].distribute_calls(mesh, (batch(3),))
     for nothing_of_rows in (0.5, None):
         with pytest.raises(ValueError, match=r"W-1\.do: 1 of its 2 rows are padding, which counts"):
-            collected("DP", mesh, handed, [nothing_of_rows] * 2)
+            collected("DP", mesh, rank_calls, [nothing_of_rows] * 2)
     # A method that takes `real` may return any number of rows.
-    assert len(collected("DP", mesh, handed, make_answers(1, 0), knows_padding=True)) == 1
+    assert len(collected("DP", mesh, rank_calls, make_answers(1, 0), knows_padding=True)) == 1
 
 
 def test_answers_of_uncollected_ranks_are_not_checked() -> None:
     """Stages before the last return no rows."""
     mesh = WorkerMesh(RankGrid.from_text("2-1-2").assign_ranks())
-    handed = PROTOCOLS["P3D"].distribute_calls(mesh, (batch(3),))
+    rank_calls = PROTOCOLS["P3D"].distribute_calls(mesh, (batch(3),))
     first, last = make_answers(2, 2)
-    assert len(collected("P3D", mesh, handed, [None, first, None, last])) == 3
+    assert len(collected("P3D", mesh, rank_calls, [None, first, None, last])) == 3
 
 
 def test_distribute_must_return_a_call_per_rank() -> None:
@@ -242,13 +250,13 @@ def test_distribute_must_return_a_call_per_rank() -> None:
         ([(1,), (1,)], "protocol OWN: distribute returned a list, must be RankCalls"),
     ]
 
-    def giving(handed: Any) -> DistributeFn:
-        return lambda mesh, arguments: handed
+    def giving(rank_calls: Any) -> DistributeFn:
+        return lambda mesh, arguments: rank_calls
 
-    for handed, told in wrong:
-        own = TransferProtocol("OWN", giving(handed), PROTOCOLS["DP"].collect)
-        with pytest.raises(ValueError, match=told):
-            own.distribute_calls(mesh, ())
+    for rank_calls, message in wrong:
+        protocol = TransferProtocol("OWN", giving(rank_calls), PROTOCOLS["DP"].collect)
+        with pytest.raises(ValueError, match=message):
+            protocol.distribute_calls(mesh, ())
 
 
 def test_a_plain_dict_of_columns_is_refused() -> None:
@@ -274,9 +282,11 @@ def test_a_user_can_register_a_protocol(monkeypatch) -> None:
     def seating(mesh: WorkerMesh):
         return mesh.train
 
-    own = add_protocol("FIRST_HALF", split_by_replica(seating), lambda mesh, answers: answers[0])
+    protocol = add_protocol(
+        "FIRST_HALF", split_by_replica(seating), lambda mesh, answers: answers[0]
+    )
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    assert own.collect(mesh, ["a", "b"]) == "a"
+    assert protocol.collect(mesh, ["a", "b"]) == "a"
     with pytest.raises(ValueError, match="protocol P3D exists already"):
         add_protocol("P3D", split_by_replica(seating), collect_from_replicas(seating))
 

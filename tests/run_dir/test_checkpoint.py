@@ -55,9 +55,9 @@ def write_segments(run_dir: Path, owner: str, *numbers: int) -> None:
 
 
 def newest(run_dir: Path) -> Checkpoint:
-    found = find_resume_point(run_dir).checkpoint
-    assert found is not None
-    return found
+    checkpoint = find_resume_point(run_dir).checkpoint
+    assert checkpoint is not None
+    return checkpoint
 
 
 # Writing.
@@ -109,11 +109,15 @@ def test_a_disk_error_names_the_checkpoint_and_keeps_the_old_one(
 def test_resume_uses_the_newest_checkpoint_and_its_journal(tmp_path: Path) -> None:
     for version in (5, 100, 20):
         write(tmp_path, version)
-    found = find_resume_point(tmp_path)
-    assert found.checkpoint is not None
-    assert (found.run_dir, found.version, found.should_keep_journal) == (tmp_path, 100, True)
-    assert (found.checkpoint.model_dir / "weights").read_text() == "100"
-    assert found.checkpoint.get_role_dirs(POLICY)[1] == found.checkpoint.path / "trainer"
+    point = find_resume_point(tmp_path)
+    assert point.checkpoint is not None
+    assert (point.run_dir, point.version, point.should_keep_journal) == (
+        tmp_path,
+        100,
+        True,
+    )
+    assert (point.checkpoint.model_dir / "weights").read_text() == "100"
+    assert point.checkpoint.get_role_dirs(POLICY)[1] == point.checkpoint.path / "trainer"
 
 
 def test_resume_without_a_checkpoint_starts_at_version_0_with_the_journal(tmp_path: Path) -> None:
@@ -122,7 +126,7 @@ def test_resume_without_a_checkpoint_starts_at_version_0_with_the_journal(tmp_pa
     assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
     assert find_resume_point(tmp_path).version == 0
     CheckpointWriter(tmp_path, 1)
-    assert find_resume_point(tmp_path).version == 0, "one that is half written is none"
+    assert find_resume_point(tmp_path).version == 0, "a partial checkpoint does not count"
 
 
 @pytest.mark.parametrize("lacks", ["config.yaml", "journal"])
@@ -153,23 +157,31 @@ def test_resume_removes_partial_checkpoints(tmp_path: Path) -> None:
 def test_resume_from_the_named_newest_checkpoint_keeps_its_journal(tmp_path: Path) -> None:
     write(tmp_path, 5)
     last = write(tmp_path, 10)
-    found = find_resume_point(last)
-    assert (found.run_dir, found.version, found.should_keep_journal) == (tmp_path, 10, True)
+    point = find_resume_point(last)
+    assert (point.run_dir, point.version, point.should_keep_journal) == (
+        tmp_path,
+        10,
+        True,
+    )
 
 
 def test_resume_from_a_named_older_checkpoint_ignores_the_journal(tmp_path: Path) -> None:
     first = write(tmp_path, 5)
     write(tmp_path, 10)
-    found = find_resume_point(first)
-    assert (found.run_dir, found.version, found.should_keep_journal) == (tmp_path, 5, False)
+    point = find_resume_point(first)
+    assert (point.run_dir, point.version, point.should_keep_journal) == (
+        tmp_path,
+        5,
+        False,
+    )
 
 
 def test_resume_through_a_symlink_finds_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     last = write(run_dir, 5)
     (tmp_path / "link").symlink_to(run_dir)
-    found = find_resume_point(tmp_path / "link" / "checkpoints" / last.name)
-    assert (found.run_dir, found.should_keep_journal) == (run_dir.resolve(), True)
+    point = find_resume_point(tmp_path / "link" / "checkpoints" / last.name)
+    assert (point.run_dir, point.should_keep_journal) == (run_dir.resolve(), True)
 
 
 def test_invalid_checkpoints_are_refused_with_one_line(tmp_path: Path) -> None:
@@ -210,7 +222,7 @@ def run_with_two_checkpoints(run_dir: Path) -> None:
     write(run_dir, 10, shard_0=5, books=4)
 
 
-def left(run_dir: Path) -> tuple[list[str], list[int], list[int]]:
+def list_contents(run_dir: Path) -> tuple[list[str], list[int], list[int]]:
     names = [path.name for path in list_checkpoints(run_dir / "checkpoints")]
     return (
         names,
@@ -222,27 +234,27 @@ def left(run_dir: Path) -> tuple[list[str], list[int], list[int]]:
 def test_resume_from_an_older_checkpoint_discards_later_state(tmp_path: Path) -> None:
     run_with_two_checkpoints(tmp_path)
     find_resume_point(tmp_path / "checkpoints" / "step_000005").discard_later()
-    assert left(tmp_path) == (["step_000005"], [], [1])
+    assert list_contents(tmp_path) == (["step_000005"], [], [1])
     assert find_resume_point(tmp_path).version == 5
     assert find_snapshot(tmp_path, "shard-0").first_segment == 3
 
 
 def test_resume_from_the_newest_checkpoint_discards_nothing(tmp_path: Path) -> None:
     run_with_two_checkpoints(tmp_path)
-    before = left(tmp_path)
+    before = list_contents(tmp_path)
     for path in (tmp_path, tmp_path / "checkpoints" / "step_000010"):
         find_resume_point(path).discard_later()
-        assert left(tmp_path) == before
+        assert list_contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("version", [10, 15])
 def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path, version: int) -> None:
     run_with_two_checkpoints(tmp_path)
-    before = left(tmp_path)
+    before = list_contents(tmp_path)
     CheckpointWriter(tmp_path, version).get_role_dirs(POLICY)[0].mkdir()
     assert find_resume_point(tmp_path).version == 10
     find_resume_point(tmp_path).discard_later()
-    assert left(tmp_path) == before
+    assert list_contents(tmp_path) == before
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {"step_000005", "step_000010"}
 
@@ -251,7 +263,7 @@ def test_resume_from_the_start_discards_nothing(tmp_path: Path) -> None:
     write_segments(tmp_path, "shard-0", 1, 2)
     write_segments(tmp_path, RUN_LOG_FOLDER, 1)
     ResumePoint(tmp_path, None).discard_later()
-    assert left(tmp_path) == ([], [1, 2], [1])
+    assert list_contents(tmp_path) == ([], [1, 2], [1])
 
 
 def test_a_crash_while_discarding_leaves_only_consistent_checkpoints(
@@ -268,9 +280,9 @@ def test_a_crash_while_discarding_leaves_only_consistent_checkpoints(
         find_resume_point(older).discard_later()
     monkeypatch.undo()
     # If the newer checkpoint went first, the older would take the remaining journals for its own.
-    assert left(tmp_path) == (["step_000005", "step_000010"], [], [1])
+    assert list_contents(tmp_path) == (["step_000005", "step_000010"], [], [1])
     find_resume_point(older).discard_later()
-    assert left(tmp_path) == (["step_000005"], [], [1])
+    assert list_contents(tmp_path) == (["step_000005"], [], [1])
 
 
 def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
@@ -280,8 +292,12 @@ def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
     older, lost = (tmp_path / "checkpoints" / f"step_0000{n}" for n in ("05", "10"))
     assert find_resume_point(older).has_contiguous_journal is False
     (lost / "state.json").unlink()
-    found = find_resume_point(tmp_path)
-    assert (found.version, found.should_keep_journal, found.has_contiguous_journal) == (
+    point = find_resume_point(tmp_path)
+    assert (
+        point.version,
+        point.should_keep_journal,
+        point.has_contiguous_journal,
+    ) == (
         5,
         True,
         False,
@@ -301,7 +317,7 @@ def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
     monkeypatch.undo()
     assert times == [RUN_LOG_FOLDER] and not find_resume_point(older).should_keep_journal
     find_resume_point(older).discard_later()
-    assert left(tmp_path) == (["step_000005"], [], [1])
+    assert list_contents(tmp_path) == (["step_000005"], [], [1])
     assert not lost.exists()
     assert find_resume_point(tmp_path).has_contiguous_journal
 
@@ -314,9 +330,9 @@ def test_resume_after_losing_a_resharded_checkpoint_restores_the_old_layout(
     write_segments(tmp_path, "shard-0.1", 4)
     write_segments(tmp_path, "shard-1.1", 4)
     QueueLayout(2, 1).write(tmp_path)
-    found = find_resume_point(tmp_path / "checkpoints" / "step_000005")
-    assert not found.should_keep_journal and found.read_layout(shards=1).shard_names == ["shard-0"]
-    found.discard_later()
+    point = find_resume_point(tmp_path / "checkpoints" / "step_000005")
+    assert not point.should_keep_journal and point.read_layout(shards=1).shard_names == ["shard-0"]
+    point.discard_later()
     assert read_layout(tmp_path, shards=9).shard_names == ["shard-0"]
     assert find_resume_point(tmp_path).has_contiguous_journal
 
@@ -398,7 +414,9 @@ def test_the_layout_file_sets_the_shard_folders(tmp_path: Path) -> None:
     layout = QueueLayout(3, find_next_generation(tmp_path))
     for name in layout.shard_names:
         write_segments(tmp_path, name, 1)
-    assert read_layout(tmp_path, shards=1).shard_names == ["shard-0"], "not before it is said"
+    assert read_layout(tmp_path, shards=1).shard_names == ["shard-0"], (
+        "not before the layout file is written"
+    )
     layout.write(tmp_path)
     assert read_layout(tmp_path, shards=1).shard_names == ["shard-0.1", "shard-1.1", "shard-2.1"]
     assert find_snapshot(tmp_path, "shard-1.1") == SnapshotBase(), "the journal has all of it"

@@ -73,7 +73,7 @@ def test_a_second_owner_is_refused_with_the_owners_start_host_and_pid(tmp_path: 
         process.wait()
         started = time.monotonic()
         acquire_run_lock(tmp_path).release()
-        assert time.monotonic() - started < 1, "a dead owner is told at once"
+        assert time.monotonic() - started < 1, "a dead owner is detected at once"
 
 
 def test_a_fork_neither_keeps_nor_releases_the_owners_lock(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_a_fork_neither_keeps_nor_releases_the_owners_lock(tmp_path: Path) -> No
         f"acquire_run_lock(Path({str(tmp_path)!r}))"
     )
     words = [sys.executable, "-c", asks]
-    found = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert found.returncode and f"pid {os.getpid()}" in found.stderr
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert result.returncode and f"pid {os.getpid()}" in result.stderr
     lock.release()
 
 
@@ -115,9 +115,11 @@ def test_a_read_lock_keeps_owners_out_and_writes_nothing(tmp_path: Path) -> None
 
 def elsewhere(folder: Path) -> RunOwner:
     """Write an owner on another node, which flock does not reach."""
-    found = replace(RunOwner.from_this_process(), host="node-7", boot="another kernel", pid=1)
-    (folder / LOCK_FILE).write_text(json.dumps(asdict(found)))
-    return found
+    owner_elsewhere = replace(
+        RunOwner.from_this_process(), host="node-7", boot="another kernel", pid=1
+    )
+    (folder / LOCK_FILE).write_text(json.dumps(asdict(owner_elsewhere)))
+    return owner_elsewhere
 
 
 @pytest.fixture
@@ -139,13 +141,13 @@ def test_an_owner_on_another_node_is_alive_while_its_heartbeat_moves(tmp_path: P
 
     beating = threading.Thread(target=beat)
     beating.start()
-    told: list[str] = []
+    status_lines: list[str] = []
     with pytest.raises(ConfigError, match=r"on node-7, pid 1.*kill -INT 1 on node-7"):
-        acquire_run_lock(tmp_path, status=told.append)
+        acquire_run_lock(tmp_path, status=status_lines.append)
     ended.set()
     beating.join()
-    assert "owned since" in told[0]
-    acquire_run_lock(tmp_path, status=told.append).release()
+    assert "owned since" in status_lines[0]
+    acquire_run_lock(tmp_path, status=status_lines.append).release()
 
 
 @pytest.mark.usefixtures("quick")
@@ -164,7 +166,7 @@ def test_verify_owner_names_the_command_that_took_over(tmp_path: Path) -> None:
     with pytest.raises(StreamError, match=r"was taken over since .* on node-7, pid 1"):
         lock.verify_owner()
     lock.release()
-    assert read_owner(tmp_path) is not None, "the other one's name stays"
+    assert read_owner(tmp_path) is not None, "the new owner's entry stays"
 
 
 @pytest.mark.usefixtures("quick")
@@ -177,8 +179,8 @@ def test_without_flock_pid_and_start_time_identify_the_owner(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     this = RunOwner.from_this_process()
-    found = this if alive else replace(this, start=this.start + 1)
-    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(found)))
+    recorded = this if alive else replace(this, start=this.start + 1)
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(recorded)))
     if alive:
         with pytest.raises(ConfigError, match=f"pid {os.getpid()}"):
             acquire_run_lock(tmp_path)

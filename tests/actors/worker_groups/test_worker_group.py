@@ -198,7 +198,7 @@ class Unknown(Doubler):
 
 
 @pytest.mark.parametrize(
-    ("worker", "told"),
+    ("worker", "message"),
     [
         (Hidden, "Hidden.close: WorkerGroup itself has a method of this name"),
         (Asynchronous, "Asynchronous.soon is async: must be a plain method"),
@@ -207,8 +207,10 @@ class Unknown(Doubler):
         (Unknown, "Unknown.lower: protocol dp: must be one of ONE_TO_ALL, "),
     ],
 )
-def test_invalid_transfer_methods_are_refused(pool: ResourcePool, worker: type, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_transfer_methods_are_refused(
+    pool: ResourcePool, worker: type, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         WorkerGroup(pool, worker, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()))
 
 
@@ -248,13 +250,13 @@ def test_invalid_slots_are_refused(pool: ResourcePool) -> None:
         WorkerGroup(pool, Doubler, mesh=one, first_slot=-1)
     with pytest.raises(ConfigError, match="Doubler: timeout_s=0: must be more than 0"):
         WorkerGroup(pool, Doubler, mesh=one, timeout_s=0.0)
-    for settings, told in (
+    for settings, message in (
         ({"cpus": -1.0}, "pool: cpus=-1, gpus=0: must be 0 or more, and not both 0"),
         ({"cpus": 0.0}, "pool: cpus=0, gpus=0: must be"),
         ({"groups": 0}, "pool: groups=0: must be at least 1"),
         ({"strategy": "FAR"}, "pool: strategy=FAR: must be one of PACK, SPREAD"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             ResourcePool(1, **settings)  # type: ignore[arg-type]
 
 
