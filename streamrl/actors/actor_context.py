@@ -63,7 +63,6 @@ class ActorContext:
     memory: WorkerMemory | None = None
 
     def make_channel(self, reader: str, role: str) -> "RemoteWeightChannel":
-        """Make the channel through which `reader` follows the weights of `role`."""
         # The channel imports torch, which only actors with a model need.
         from streamrl.actors.weight_channel import RemoteWeightChannel
 
@@ -136,7 +135,6 @@ def map_phase_slots(config: RunConfig) -> dict[str, set[int]]:
 
 
 def make_arbiter(config: RunConfig, clock: ProgressClock) -> DeviceArbiter:
-    """Build the arbiter of a run with shared slots."""
     timeout_s = config.pipeline.stall_s
     if config.placement.is_sequential:
         return DeviceArbiter(timeout_s=timeout_s, pulse=clock)
@@ -181,7 +179,6 @@ class RemoteArbiter:
         await await_reply(reply, "lease.acquire", MAX_LEASE_WAIT_S)
 
     def report_progress(self, holder: str) -> None:
-        """Report progress without waiting for a reply."""
         self._coordinator.call_arbiter.remote("report_progress", holder)
 
     async def release(self, holder: str) -> None:

@@ -19,7 +19,6 @@ class HybridActor(PingableActor):
         self._role_actors = {"trainer": TrainerActor(shared_weights), "generator": generator}
 
     async def call_role(self, role: str, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of the hosted actor `role` ("trainer" or "generator")."""
         return await methodcaller(method, *arguments)(self._role_actors[role])
 
 

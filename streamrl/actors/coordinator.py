@@ -213,7 +213,6 @@ class CoordinatorActor(PingableActor):
         )
 
     def _post_fault(self, kind: str, actor: str, fault: WeightFault) -> None:
-        """Post an event about a version that an actor or role failed on."""
         fields: dict[str, str | int] = {"actor": actor, "version": fault.version}
         self._driver_events.post_report(EventReport(kind, {**fields, "reason": fault.reason}))
 
@@ -229,7 +228,6 @@ class CoordinatorActor(PingableActor):
         )
 
     async def run(self) -> RunResult:
-        """Evaluate, stream until the last step or a stop request, evaluate, save."""
         run_state, config = self._run_state, self._config
         self._step_reporter = StepReporter(
             config, self._role_actors.roles, self._driver_events, start_s=time.time()
@@ -421,14 +419,13 @@ class CoordinatorActor(PingableActor):
         return await self._driver_events.read_after(after, wait_s)
 
     async def wait_for_manifest(
-        self, role: str, reader: str, held: ReaderState, wait_s: float
+        self, role: str, reader: str, state: ReaderState, wait_s: float
     ) -> WeightManifest | None:
         return await self._run_state.publisher.registries[role].wait_for_newer(
-            reader, held, wait_s=wait_s
+            reader, state, wait_s=wait_s
         )
 
     async def call_arbiter(self, method: str, *arguments: str) -> Any:
-        """Call a method of the device arbiter, see ArbiterProtocol."""
         result = methodcaller(method, *arguments)(self._arbiter)
         return await result if asyncio.iscoroutine(result) else result
 

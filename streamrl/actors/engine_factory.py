@@ -54,7 +54,6 @@ class FollowerScorer:
         self._lock = asyncio.Lock()
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        """Compute the columns of each group in a thread, off the event loop."""
         async with self._lock:
             return [
                 await asyncio.to_thread(self._compute_columns, experience.columns)
@@ -62,7 +61,6 @@ class FollowerScorer:
             ]
 
     async def load_weights(self, tensors: Mapping[str, "Tensor"], version: int) -> WeightLoadStats:
-        """Load another version between two batches."""
         async with self._lock:
             started = time.perf_counter()
             await asyncio.to_thread(self._load_tensors, tensors)

@@ -46,19 +46,16 @@ class GeneratorActor(ReplicaActor):
         )
 
     async def suspend(self) -> None:
-        """Pause the engine while another phase holds the pool."""
         assert self._generator is not None
         await self._generator.pause("lease")
         self._stages[0].spans.pause_spans([stage.name for stage in self._stages])
 
     async def resume(self) -> None:
-        """Resume paused requests."""
         assert self._generator is not None
         self._stages[0].spans.resume_spans()
         await self._generator.resume("lease")
 
     async def run(self) -> None:
-        """Run the stage loops until the actor drains or dies."""
         config, generator, served = self._config, self._generator, self._held_version
         assert generator is not None and served is not None
         slots = split_slots(
@@ -116,7 +113,6 @@ class FollowerRankActor(ReplicaActor):
         self._follower_rank: HostedFollowerRank | None = None
 
     async def start(self, context: ActorContext, rank: int, calls: Sequence[ModelCall]) -> None:
-        """Load this rank's shard of the engine."""
         config = context.config
         self._join_stream(context, calls, f"generator-{rank}", follows=POLICY)
         assert self._channel is not None

@@ -56,7 +56,6 @@ class ShardActor(PingableActor):
         return await self._rpc_server.get_endpoint()
 
     async def handle_request(self, request: RpcRequest) -> Any:
-        """Call the method of the shard that the request names."""
         arguments = request.arguments
         if request.method in ("commit_columns", "add_groups", "save_partials"):
             *others, commits = arguments

@@ -19,7 +19,6 @@ class ScorerActor(ReplicaActor):
         self._scorer: HostedScorer | None = None
 
     async def start(self, context: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
-        """Load the scorer of the role."""
         self._config = context.config
         self._calls = calls
         role, follows = calls[0].role, calls[0].followed_role
@@ -32,7 +31,6 @@ class ScorerActor(ReplicaActor):
         self._scorer = await context.engines.make_scorer(context.config, context.max_length, role)
 
     async def run(self) -> None:
-        """Run the stage loops until the actor drains or dies."""
         scorer, batch = self._scorer, self._config.scorer.max_groups
         assert scorer is not None
         loops = []
@@ -53,7 +51,6 @@ class ScorerActor(ReplicaActor):
         return await self._scorer.stages[REWARD_CALL.stage](experiences)
 
     async def collect_report(self) -> ActorReport:
-        """Report activity since the last call, with a few scored texts."""
         if self._scorer is None:
             return ActorReport("", ())
         spans = self._stages[0].spans

@@ -240,8 +240,8 @@ class SharedWeightsChannel:
         self._channel = channel
         self._shared_weights = shared_weights
 
-    async def wait_for_newer(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        return await self._channel.wait_for_newer(held, wait_s=wait_s)
+    async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
+        return await self._channel.wait_for_newer(state, wait_s=wait_s)
 
     async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
         return self._shared_weights.fetch_version(manifest.version)

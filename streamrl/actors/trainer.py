@@ -77,7 +77,6 @@ class TrainerActor(PingableActor):
         self._shared_weights = shared_weights
 
     async def find_rendezvous(self) -> tuple[str, int]:
-        """Return an address and a free port of rank 0's node."""
         return find_rendezvous()
 
     async def get_node_id(self) -> str:
@@ -86,7 +85,6 @@ class TrainerActor(PingableActor):
     async def start(
         self, context: ActorContext, rank: int, rendezvous: RendezvousInfo, resume_dir: Path | None
     ) -> None:
-        """Load the model, join the other ranks, and load the training state from `resume_dir`."""
         from streamrl.engines.training.ema_reference import EmaReference
 
         self._config = context.config
@@ -193,7 +191,6 @@ class TrainerActor(PingableActor):
         version: int,
         adaptive_params: Mapping[str, float],
     ) -> Mapping[str, float]:
-        """Run forward and backward of one micro-batch, and return sums for the metrics."""
         self._trainer.set_adaptive_params(adaptive_params)
         groups = await self._read_groups(rollouts)
         async with self._run_compute_phase(is_piece=True):
@@ -208,7 +205,6 @@ class TrainerActor(PingableActor):
         return await self._stage.queue.read_columns(uids, self._columns)
 
     async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Run an optimizer step and return its metrics."""
         if self._shared_weights is not None:
             await self._shared_weights.invalidate_weights()
         async with self._run_compute_phase():

@@ -60,7 +60,6 @@ class TrainerGroup:
         )
 
     def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
-        """Set the version and the adaptive parameters of the following calls."""
         self._version, self._adaptive_params = version, adaptive_params
 
     def is_frozen(self, version: int) -> bool:
@@ -112,7 +111,6 @@ class TrainerGroup:
         return metrics
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the current weights as `version`."""
         async with self._publish_lock:
             if version != self._published_version:  # a retry repeats the first decision
                 # Decided here, not per rank: the check is a collective, and after a failed send the
@@ -133,7 +131,6 @@ class TrainerGroup:
     async def publish_reference(
         self, version: int, readers: Sequence[str], *, moves: bool
     ) -> WeightManifest:
-        """Publish the EMA reference of this model."""
         async with self._publish_lock:
             calls = [rank.publish_reference.remote(version, readers, moves) for rank in self._ranks]
             manifest = (await self._gather_replies("publish_reference", calls))[0]

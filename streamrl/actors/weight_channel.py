@@ -25,18 +25,19 @@ class RemoteWeightChannel:
         self._transport_reader = make_transport_reader(transport, role, reader)
         self._node = ray.get_runtime_context().get_node_id()
 
-    async def wait_for_newer(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        """Return the newest manifest once it is newer than `held`; None after `wait_s`."""
-        located = replace(held, node=self._node)
+    async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
+        """Return the newest manifest once it is newer than the reader's `state`; None after
+        `wait_s`.
+        """
+        located_state = replace(state, node=self._node)
         reply = self._coordinator.wait_for_manifest.remote(
-            self._role, self._reader_name, located, wait_s
+            self._role, self._reader_name, located_state, wait_s
         )
         manifest = await await_reply(reply, "coordinator.newest", wait_s + CALL_TIMEOUT_S)
         assert manifest is None or isinstance(manifest, WeightManifest)
         return manifest
 
     async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
-        """Fetch and verify the tensors of a version: views of the buckets."""
         return await asyncio.to_thread(self._fetch_version, manifest)
 
     async def close(self) -> None:

@@ -40,7 +40,6 @@ class WeightSender:
         self._reference_version = -1
 
     def send_model(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
-        """Publish the current model as `version`."""
         if self._shared_weights is not None:
             return self._shared_weights.publish_version(self._trainer, version)
         # Other programs load a policy from disk and do not know adapters: write merged weights.

@@ -62,7 +62,6 @@ class ColumnBlock:
         return ColumnBlock(tuple(slices) or empty)
 
     def to_padding(self) -> "ColumnBlock":
-        """Return the same rows marked as padding."""
         return ColumnBlock(tuple(replace(row_slice, is_padding=True) for row_slice in self.slices))
 
     @property
@@ -91,7 +90,6 @@ class BatchRef:
 
     @classmethod
     def from_slices(cls, *slices: RowSlice) -> "BatchRef":
-        """Make a batch from slices in row order."""
         return cls((ColumnBlock(slices),))
 
     def __len__(self) -> int:
@@ -129,7 +127,6 @@ class BatchRef:
 
     @property
     def num_padding(self) -> int:
-        """Number of padding rows at the end. Raises ValueError for padding elsewhere."""
         return max((block.num_padding for block in self.blocks), default=0)
 
 

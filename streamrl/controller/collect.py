@@ -46,7 +46,6 @@ class RankInput:
 
     @property
     def num_real(self) -> int:
-        """Number of rows before the padding."""
         return self.num_rows - self.num_padding
 
 

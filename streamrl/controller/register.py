@@ -27,7 +27,6 @@ class WorkerContext:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.mesh.size
 
 

@@ -26,7 +26,6 @@ class WorkerMesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.train.coordinates)
 
 
@@ -123,14 +122,12 @@ def collect_from_replicas(get_assignment: Callable[[WorkerMesh], RankAssignment]
 
 
 def join_answers(answers: Sequence[Any]) -> Any:
-    """Join the answers if all are batches; otherwise return them as a list."""
     if all(isinstance(answer, BatchRef) for answer in answers):
         return join_batches(answers)
     return list(answers)
 
 
 def broadcast_to_all(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
-    """Call every rank with the same arguments."""
     return RankCalls((arguments,) * mesh.size)
 
 
@@ -145,7 +142,6 @@ def scatter_lists(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
 
 
 def send_to_first(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
-    """Call rank 0 only."""
     return RankCalls((arguments, *(None,) * (mesh.size - 1)))
 
 

@@ -76,12 +76,10 @@ class Checkpoint:
 
     @property
     def version(self) -> int:
-        """Policy version of the checkpoint."""
         return self.state["version"]
 
     @property
     def model_dir(self) -> Path:
-        """Hugging Face directory of the policy."""
         return self.get_role_dirs(POLICY)[0]
 
     def get_role_dirs(self, role: str) -> tuple[Path, Path]:
@@ -106,11 +104,9 @@ class CheckpointWriter:
             self._partial_dir.mkdir(parents=True)
 
     def rename_in_error(self, error: CheckpointError) -> CheckpointError:
-        """Replace the temporary folder by the final one in an error's message."""
         return type(error)(str(error).replace(str(self._partial_dir), str(self._final_dir)))
 
     def discard(self) -> None:
-        """Remove everything written so far."""
         shutil.rmtree(self._partial_dir, ignore_errors=True)
 
     def get_role_dirs(self, role: str) -> tuple[Path, Path]:
@@ -139,7 +135,6 @@ class CheckpointWriter:
 
 
 def _measure_files(folder: Path) -> dict[str, int]:
-    """Return the size of every file by relative path, bytes."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
@@ -222,12 +217,10 @@ class QueueLayout:
 
     @property
     def shard_names(self) -> list[str]:
-        """Folder name of each shard, in the journal and in checkpoint snapshots."""
         suffix = f".{self.generation}" if self.generation else ""
         return [f"shard-{i}{suffix}" for i in range(self.shards)]
 
     def write(self, run_dir: Path) -> None:
-        """Make this the layout of the run, atomically."""
         write_atomic(run_dir / "journal" / LAYOUT_FILE, json.dumps(vars(self)) + "\n")
 
 
@@ -250,7 +243,6 @@ def read_layout(run_dir: Path, *, shards: int) -> QueueLayout:
 
 
 def _get_snapshot_layout(checkpoint: Checkpoint, *, shards: int) -> QueueLayout:
-    """Return the layout of a checkpoint's snapshots."""
     matches = [
         _SHARD_FOLDER_PATTERN.fullmatch(name)
         for name in checkpoint.state["cuts"]
@@ -289,7 +281,6 @@ class ResumePoint:
 
     @property
     def version(self) -> int:
-        """Policy version to resume from."""
         return self.checkpoint.version if self.checkpoint else 0
 
     def read_layout(self, *, shards: int) -> QueueLayout:
@@ -389,7 +380,6 @@ def _find_snapshot_in(checkpoint: Checkpoint, shard: str) -> SnapshotBase:
 
 
 def _find_journal_gaps(run_dir: Path, checkpoint: Checkpoint) -> set[str]:
-    """Return the journals that lack the records right after a checkpoint."""
     cuts = checkpoint.state["cuts"]
     if not cuts:
         return set()

@@ -145,7 +145,6 @@ def request_scale(
 
 
 def _withdraw_request(request_path: Path) -> bool:
-    """Remove a request that the run has not taken; return whether that succeeded."""
     try:
         request_path.unlink()
     except FileNotFoundError:
@@ -154,7 +153,6 @@ def _withdraw_request(request_path: Path) -> bool:
 
 
 def _read_request(name: str, path: Path) -> ScaleRequest:
-    """Read a request; raises ValueError, LookupError, TypeError or AttributeError if invalid."""
     counts = read_small_json(path)["counts"]
     for role, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:

@@ -79,7 +79,6 @@ class RunOwner:
 
     @classmethod
     def from_this_process(cls) -> "RunOwner":
-        """Describe this process as an owner from now on."""
         pid, boot, processes = os.getpid(), "", ""
         with contextlib.suppress(OSError):
             boot = _BOOT_ID_PATH.read_text().strip()
@@ -132,7 +131,6 @@ class RunLock:
         return None if owner is None or owner.id == self._owner.id else owner
 
     def set_folder(self, folder: Path) -> None:
-        """Record a new path of the renamed directory."""
         self._path = folder / LOCK_FILE
 
     def release(self) -> None:
@@ -146,7 +144,6 @@ class RunLock:
         self.close()
 
     def close(self) -> None:
-        """Close the file. The kernel drops the lock with the last open descriptor."""
         _held_locks.discard(self)
         with contextlib.suppress(OSError):
             os.close(self._file)
@@ -316,7 +313,6 @@ def _has_exited(owner: RunOwner) -> bool:
 
 
 def _has_heartbeat(folder: Path, owner: RunOwner, status: Callable[[str], None]) -> bool:
-    """Watch for a heartbeat for HEARTBEAT_TIMEOUT_S; return whether one came."""
     status(f"{folder} is owned {owner}; waiting {HEARTBEAT_TIMEOUT_S:g} s for its heartbeat")
     before, until = _read_heartbeat(folder), time.monotonic() + HEARTBEAT_TIMEOUT_S
     while time.monotonic() < until:

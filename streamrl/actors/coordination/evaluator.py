@@ -47,8 +47,6 @@ class RunEvaluator:
     async def run_evaluation(
         self, prompts: Mapping[str, Sequence[Prompt]], version: int
     ) -> EvaluationResult:
-        """Sample and score the prompts of each file with `version`."""
-
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
             arguments = (prompt, seeds, self._config.sampling, version)
             return list(await self._call_replica(self._generators, "sample", *arguments))
@@ -107,7 +105,6 @@ class RoundRobinReplicas:
         self._next = 0
 
     def next_replica(self) -> tuple[str, Any]:
-        """Return the name and the actor of the next replica."""
         index = self._next % len(self._role.actors)
         self._next = index + 1
         return self._role.names[index], self._role.actors[index]

@@ -161,7 +161,6 @@ class RunPersistence:
         )
 
     async def close(self) -> None:
-        """Flush all journals."""
         if self._journal is not None:
             await asyncio.gather(*(shard.close() for _, shard in self._list_journaled_shards()))
             await self._journal.close()

@@ -48,7 +48,6 @@ class RoleActors:
         self.actors.append(actor)
 
     def remove_replica(self, name: str) -> None:
-        """Remove a replica if present."""
         if name in self.names:
             index = self.names.index(name)
             del self.names[index], self.actors[index]
@@ -100,11 +99,9 @@ class StepReporter:
         self._window_start = start_s
 
     def add_step(self, snapshot: StepSnapshot) -> None:
-        """Queue a finished step for reporting."""
         self._snapshots.put_nowait(snapshot)
 
     async def report_steps(self) -> None:
-        """Report every queued step, forever."""
         clock = asyncio.get_running_loop().time
         while True:
             snapshots = [await self._snapshots.get()]
@@ -169,7 +166,6 @@ class StepReporter:
         return samples
 
     async def _drain_actors(self) -> dict[str, list[ActorReport]]:
-        """Collect the reports of all actors, by role."""
         tasks = {
             role.role: [
                 asyncio.ensure_future(self._drain_actor(name, actor))
@@ -194,7 +190,6 @@ class StepReporter:
     def _measure_cores(
         self, reports: Mapping[str, Sequence[ActorReport]], *, shards_s: float
     ) -> None:
-        """Measure busy cores since the last drain: machine, stages, queue."""
         times: dict[str, dict[str, float]] = {
             "machine": read_machine_time(),
             "stages": {},

@@ -59,7 +59,6 @@ class RestartPolicy:
     """Which actors Ray restarts, how often, and the call that starts them again."""
 
     def __init__(self, max_restarts: int) -> None:
-        """`max_restarts` is the default number of restarts per actor."""
         self._max_restarts = max_restarts
         self._max_restarts_by_actor: dict[str, int] = {}
         self._start_calls: dict[str, Callable[[], Any]] = {}
@@ -79,21 +78,17 @@ class RestartPolicy:
         self._num_deaths.pop(name, None)
 
     def is_restartable(self, name: str) -> bool:
-        """Return whether Ray restarts the process of this actor."""
         return name in self._start_calls
 
     def select_irreplaceable(self, processes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the processes that Ray does not restart."""
         return {name: actor for name, actor in processes.items() if not self.is_restartable(name)}
 
     def can_restart(self, name: str) -> bool:
-        """Return whether the actor has restarts left."""
         return (
             name in self._start_calls and self._num_deaths[name] < self._max_restarts_by_actor[name]
         )
 
     def restart_actor(self, name: str) -> Any:
-        """Start the new process of an actor; return the reply."""
         self._num_deaths[name] += 1
         return self._start_calls[name]()
 
@@ -132,7 +127,6 @@ class ActorRegistry:
 
     @property
     def demands(self) -> list[ResourceDemand]:
-        """Resource demands of all roles at the start."""
         return list(self._demands.values())
 
     def create_roles(self, node: str, waiting: Callable[[str], None]) -> None:
@@ -161,7 +155,6 @@ class ActorRegistry:
             self.roles[role] = RoleActors(demand.calls, names, actors)
 
     def _reserve_slots(self, waiting: Callable[[str], None]) -> SharedSlots | DedicatedSlots:
-        """Reserve the slots that must be placed together."""
         config = self._config
         if not config.placement.shared_pools:
             trained = {role: self._demands[role] for role in config.dataflow.trained_roles}
@@ -176,7 +169,6 @@ class ActorRegistry:
         )
 
     def _create_hybrid_actors(self, roles: Sequence[str]) -> list[Any]:
-        """Create the processes that host these roles together, a process per trainer rank."""
         if not roles:
             return []
         demand = self._demands[POLICY]
@@ -216,14 +208,12 @@ class ActorRegistry:
         return list(roles.values())
 
     def _make_slot_options(self, demand: ResourceDemand, index: int) -> dict[str, Any]:
-        """Return the Ray options of an actor created at the start."""
         role = demand.calls[0].role
         if self._placement_slots is not None and role in self._placement_slots:
             return self._placement_slots.make_actor_options(role, index)
         return self._make_node_options(demand)
 
     def _make_node_options(self, demand: ResourceDemand) -> dict[str, Any]:
-        """Return the Ray options of an actor placed individually."""
         options: dict[str, Any] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
         if self._is_node_bound(demand):
             # Binds restarts and added replicas too, even if the cluster has grown.
@@ -315,7 +305,6 @@ class ActorRegistry:
         return name, actor.__ray_ready__.remote()
 
     def describe_demand(self, role: str) -> str:
-        """Describe the resources that a replica asks for and the free ones."""
         demand, free = self._demands[role], ray.available_resources()
         requested = _pluralize(demand.cpus, "CPU slot")
         requested += f" and {_pluralize(demand.gpus, 'GPU')}" if demand.gpus else ""
@@ -326,7 +315,6 @@ class ActorRegistry:
         return f"asks for {requested}; {available} are free"
 
     def start_replica(self, name: str, role: str) -> Any:
-        """Start a spawned replica; return the reply."""
         assert self._context is not None
         number, calls = int(name.rpartition("-")[2]), self.roles[role].calls
         self._register_restart(name, number, self.roles[role])
@@ -369,7 +357,6 @@ class ActorRegistry:
         fetch_reply(reply, f"coordinator.{method}")
 
     def kill_actor(self, name: str) -> None:
-        """Kill an actor without restart."""
         self.restarts.forget_actor(name)
         _kill_actor(self.actors.pop(name))
 
@@ -384,17 +371,14 @@ class ActorRegistry:
         return {shard.actor.run.remote(): shard.name for shard in shards}
 
     def crash_actor(self, name: str) -> None:
-        """Kill the process of a live actor; Ray restarts it."""
         with contextlib.suppress(ActorLostError):
             fetch_reply(self.actors[name].crash_process.remote(), f"{name}.fail")
 
     def find_node(self, role: str) -> str:
-        """Return the node id of a role's first actor."""
         reply = self.roles[role].actors[0].get_node_id.remote()
         return str(fetch_reply(reply, f"{role}.node"))
 
     def close(self) -> None:
-        """Kill every actor and release the slots."""
         for actor in self.actors.values():
             _kill_actor(actor)
         if self._placement_slots is not None:

@@ -243,7 +243,6 @@ class RunSession:
     def _restart_actor(
         self, name: str, reason: str, handle: Callable[[DriverReport], None]
     ) -> None:
-        """Start a dead actor again in the process that Ray restarted."""
         handle(EventReport("died", {"actor": name, "reason": reason}))
         for crash in self.crash_watch.find_new_crashes():
             handle(EventReport("crashed", asdict(crash)))
@@ -255,7 +254,6 @@ class RunSession:
         self._pending_starts.add_actor(self._registry.restarts.restart_actor(name), name)
 
     def close(self) -> None:
-        """Kill every actor."""
         self._scaler.close()
         self._registry.close()
         self.crash_watch.close()
@@ -303,7 +301,6 @@ class RunSession:
 
     @property
     def _first_publish_timeout_s(self) -> float:
-        """Timeout of opening the run log and publishing the first weights, seconds."""
         config = self._config
         roles = config.dataflow.trained_roles
         publish_s = max(config.get_trainer_config(role).collective_timeout_s for role in roles)
@@ -327,7 +324,6 @@ class RunSession:
 
 
 def _explain_irreplaceable(pid: str) -> str:
-    """Explain what the user can do about a silent process that cannot be restarted."""
     process = f"process {pid}" if pid else "its process"
     return (
         f"{process} cannot be restarted, so the run waits for it. If it was stopped, kill -CONT"

@@ -129,7 +129,6 @@ class ReplicaScaler:
         self._answer_if_done()
 
     def handle_reply(self, reply: Any, handle: ReportHandler) -> None:
-        """Handle a pending reply that has arrived."""
         pending = self._pending_replies.pop(reply)
         if pending.milestone == "left":
             self._finish_leave(pending, handle)
@@ -238,7 +237,6 @@ class ReplicaScaler:
             self._add_pending(loop, pending)
 
     def _pop_loops(self, name: str) -> list[Any]:
-        """Remove and return the pending replies of an actor's loops."""
         replies = [reply for reply, actor_name in self._loop_replies.items() if actor_name == name]
         for reply in replies:
             del self._loop_replies[reply]

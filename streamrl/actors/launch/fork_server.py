@@ -188,7 +188,6 @@ def start_fork_server(levels: Sequence[ForkLevel] = FORK_LEVELS) -> None:
 
 
 def is_serving() -> bool:
-    """Return whether this process has started the levels and the base is alive."""
     return _server_state.process is not None and _server_state.process.poll() is None
 
 
@@ -266,7 +265,6 @@ def _serve_level(
 
 
 def _serve_launcher(level: ForkLevel, connection: socket.socket, listener: socket.socket) -> None:
-    """Fork the worker that a launcher requests, and reply whether that succeeded."""
     connection.settimeout(REQUEST_TIMEOUT_S)
     if not is_same_user(connection):
         return
@@ -301,7 +299,6 @@ def _import_modules(level: ForkLevel) -> None:
 
 
 def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Read a request and the file descriptors of the worker's standard streams."""
     _, files, _, _ = socket.recv_fds(connection, 1, len(STANDARD_STREAMS))
     with connection.makefile("rb") as lines:
         line = lines.readline()
@@ -322,7 +319,7 @@ def _draws_unique_ids() -> bool:
     """
     if "ray" not in sys.modules:
         return True
-    drawn = []
+    ids = []
     for _ in range(2):
         read, write = os.pipe()
         if os.fork() == 0:
@@ -330,8 +327,8 @@ def _draws_unique_ids() -> bool:
             os._exit(0)
         os.close(write)
         with open(read, "rb") as pipe:
-            drawn.append(pipe.read())
-    return drawn[0] != drawn[1]
+            ids.append(pipe.read())
+    return ids[0] != ids[1]
 
 
 def _become_worker(request: Mapping[str, Any], files: list[int]) -> NoReturn:
@@ -363,7 +360,6 @@ def _become_worker(request: Mapping[str, Any], files: list[int]) -> NoReturn:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

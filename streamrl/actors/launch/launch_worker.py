@@ -24,12 +24,10 @@ SETUP_WORKER_OPTIONS = ("--language", "--serialized-runtime-env-context")
 
 
 def make_socket_address(sockets: str, level: str) -> str:
-    """Return the address of a level's socket in Linux's abstract namespace."""
     return f"\0{sockets}.{level}"
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Return whether the peer process of a Unix socket has this process's user id."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", peer)[1] == os.getuid())
 

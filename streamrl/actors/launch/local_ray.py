@@ -133,7 +133,6 @@ def _make_private_folder() -> Path:
 
 
 def _find_ray_processes() -> list[psutil.Process]:
-    """Return Ray's processes among the descendants of this process."""
     package, ray_processes = str(Path(ray.__file__).parent), []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

@@ -103,7 +103,6 @@ def _make_bundle(demand: ResourceDemand) -> Bundle:
 
 
 def order_bundles(group: PlacementGroup, bundles: Sequence[Bundle]) -> list[int]:
-    """Return the bundle index of each slot, see `order_by_node`."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return order_by_node(bundles, [nodes[i] for i in range(len(bundles))])
 
@@ -166,7 +165,6 @@ class SharedSlots:
         self._bundles = order_bundles(self._group, bundles)
 
     def make_actor_options(self, role: str, index: int) -> dict[str, Any]:
-        """Return the Ray options of the actor with this index."""
         slot = self._placement.slots[role][index]
         slot_roles = self._placement.list_roles(slot)
         return {
@@ -180,15 +178,12 @@ class SharedSlots:
         }
 
     def _count_processes(self, roles: Iterable[str]) -> int:
-        """Count the processes that host these roles in a slot."""
         return len({self._host_roles.get(role, role) for role in roles})
 
     def __contains__(self, role: str) -> bool:
-        """Return whether the role has slots here; with shared devices every role has."""
         return role in self._placement.slots
 
     def close(self) -> None:
-        """Release the slots, killing what runs there."""
         release_placement_groups(self._group)
 
 
@@ -237,14 +232,11 @@ class DedicatedSlots:
         self._rank_resources[role] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
 
     def __contains__(self, role: str) -> bool:
-        """Return whether the ranks of a role have slots here."""
         return role in self._groups
 
     def make_actor_options(self, role: str, index: int) -> dict[str, Any]:
-        """Return the Ray options of the rank with this index."""
         strategy = PlacementGroupSchedulingStrategy(self._groups[role], self._bundles[role][index])
         return {**self._rank_resources[role], "scheduling_strategy": strategy}
 
     def close(self) -> None:
-        """Release the slots, killing what runs there."""
         release_placement_groups(*self._groups.values())

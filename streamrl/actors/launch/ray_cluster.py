@@ -45,7 +45,6 @@ class RayContext:
 
     @property
     def machine_facts(self) -> dict[str, int | bool | str]:
-        """Facts for the run's records: GPUs, nodes, cores of this node, placement mode."""
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         cores = len(os.sched_getaffinity(0))
         return {
@@ -85,7 +84,6 @@ def connect_cluster(
 
 
 def get_object_store_bytes() -> list[float]:
-    """Return the object store size of each alive node, bytes."""
     alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
     return [float(resources.get("object_store_memory", 0.0)) for resources in alive]
 

@@ -26,7 +26,6 @@ class PendingStarts:
 
     @property
     def actor_names(self) -> str:
-        """Actor names joined by commas."""
         return ", ".join(sorted(name for name, _ in self._deadlines.values()))
 
     def add_actor(self, reply: Any, name: str) -> None:
@@ -46,7 +45,6 @@ class PendingStarts:
         return bool(replies)
 
     def raise_if_late(self) -> None:
-        """Raise DeadlineError naming the actors past their deadline."""
         now = self._clock()
         late = sorted(name for name, deadline in self._deadlines.values() if now > deadline)
         if late:

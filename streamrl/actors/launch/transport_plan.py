@@ -79,7 +79,6 @@ def plan_transport(
 
 
 def _describe_hybrid_transport(config: RunConfig, *, on_gpu: bool) -> str:
-    """Describe how weights get from a trainer rank to the generator of its process."""
     if config.generator.tensor_parallel > 1:
         return _describe_rank_groups(config)
     if config.trainer.has_sharded_params:
@@ -119,7 +118,6 @@ def _list_published_models(
 
 
 def _count_trained_elements(config: RunConfig, role: str) -> int:
-    """Count the trained elements of a role's model."""
     trainer, shares_policy = config.get_trainer_config(role), config.critic.shared_coef is not None
     from_config = count_trained_params_from_config(
         config.get_model_path(role),
@@ -135,7 +133,6 @@ def _count_trained_elements(config: RunConfig, role: str) -> int:
 
 
 def _load_role_skeleton(config: RunConfig, role: str) -> "PreTrainedModel":
-    """Load the model of a role as its trainer builds it, without weights."""
     if role != POLICY:
         return load_value_skeleton(config.get_model_path(role))
     module = load_skeleton(config.get_model_path(role))

@@ -53,7 +53,6 @@ def to_message(blob: Blob) -> Any:
 
 
 def from_message(blob: Any) -> Blob:
-    """Invert `to_message`."""
     if isinstance(blob, list):
         return tuple(map(memoryview, blob))
     return blob if isinstance(blob, bytes) else memoryview(blob)

@@ -39,7 +39,6 @@ class ObjectStoreWriter:
         return self._staging
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
-        """Put the bucket into the store and return its object reference."""
         return ray.put(data)
 
     def commit_version(self, manifest: WeightManifest) -> None:
@@ -58,10 +57,9 @@ class ObjectStoreReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """Return views of the buckets in the store of this node."""
-        what = f"buckets of {self._name} version {manifest.version}"
+        call_name = f"buckets of {self._name} version {manifest.version}"
         try:
-            arrays: list[Array] = fetch_reply(list(manifest.handles), what, FETCH_TIMEOUT_S)
+            arrays: list[Array] = fetch_reply(list(manifest.handles), call_name, FETCH_TIMEOUT_S)
         except (ActorLostError, ActorError, DeadlineError) as error:
             raise WeightsError(str(error)) from error
         self.bytes_fetched += manifest.num_bytes

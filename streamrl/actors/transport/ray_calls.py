@@ -34,8 +34,8 @@ DEATH_NOTICE_S = 20.0
 _DISK_ERRORS = (CheckpointError, JournalError, DiskError)
 
 
-async def await_reply(reply: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-    """Await the reply of an actor. `what` names the call in errors, e.g. "shard-0.commit_columns".
+async def await_reply(reply: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    """Await the reply of an actor. `call_name` is for errors, e.g. "shard-0.commit_columns".
 
     Raises DeadlineError after `timeout_s`, ActorLostError if the actor died, and the StreamError or
     ConfigError that the actor raised.
@@ -43,28 +43,28 @@ async def await_reply(reply: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) 
     try:
         return await asyncio.wait_for(reply, timeout_s)
     except TimeoutError:
-        raise DeadlineError(f"{what}: no answer within {timeout_s:g} s") from None
+        raise DeadlineError(f"{call_name}: no answer within {timeout_s:g} s") from None
     except RayError as error:
-        raise translate_error(error, what) from None
+        raise translate_error(error, call_name) from None
 
 
-def fetch_reply(replies: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+def fetch_reply(replies: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
     """Blocking `await_reply` for the driver, which has no event loop; takes a reply or a list."""
     try:
         return ray.get(replies, timeout=timeout_s)
     except GetTimeoutError:
-        raise DeadlineError(f"{what}: no answer within {timeout_s:g} s") from None
+        raise DeadlineError(f"{call_name}: no answer within {timeout_s:g} s") from None
     except RayError as error:
-        raise translate_error(error, what) from None
+        raise translate_error(error, call_name) from None
 
 
 async def fetch_objects(
-    references: Sequence[Any], what: str, timeout_s: float = CALL_TIMEOUT_S
+    references: Sequence[Any], call_name: str, timeout_s: float = CALL_TIMEOUT_S
 ) -> list[Any]:
     """Fetch many objects at once in a thread; awaiting each reference costs ten times as much."""
     # Ray warns about a blocking get in an asyncio actor; this get runs in a thread.
     os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
-    return list(await asyncio.to_thread(fetch_reply, list(references), what, timeout_s))
+    return list(await asyncio.to_thread(fetch_reply, list(references), call_name, timeout_s))
 
 
 async def gather_replies(*replies: Awaitable[Any]) -> list[Any]:
@@ -105,20 +105,22 @@ def has_died(reply: Any) -> bool:
     return False
 
 
-def translate_error(error: RayError, what: str) -> StreamError | ConfigError:
+def translate_error(error: RayError, call_name: str) -> StreamError | ConfigError:
     """Return the streamrl error for a Ray error, with a message of a single line."""
     if isinstance(error, RayTaskError):
         cause = unwrap_error(error.cause)
         if isinstance(cause, StreamError | ConfigError):
             return cause
-        return ActorError(f"{what}: {type(cause).__name__}: {cause}\n{error}")
+        return ActorError(f"{call_name}: {type(cause).__name__}: {cause}\n{error}")
     if isinstance(error, RayActorError):
-        return ActorLostError(f"{what}: the actor died ({_first_line(error)})")
+        return ActorLostError(f"{call_name}: the actor died ({_first_line(error)})")
     if isinstance(error, ObjectLostError):
-        return ActorLostError(f"{what}: the actor that owned it died")
+        return ActorLostError(f"{call_name}: the actor that owned it died")
     if isinstance(error, OutOfMemoryError):
-        return ActorLostError(f"{what}: Ray killed the actor because its node ran out of memory")
-    return ActorError(f"{what}: {type(error).__name__}: {_first_line(error)}")
+        return ActorLostError(
+            f"{call_name}: Ray killed the actor because its node ran out of memory"
+        )
+    return ActorError(f"{call_name}: {type(error).__name__}: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

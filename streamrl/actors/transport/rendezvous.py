@@ -13,7 +13,6 @@ RENDEZVOUS_PORTS = range(20_000, 32_000)
 
 
 def find_rendezvous() -> tuple[str, int]:
-    """Return this node's address and a free port."""
     for port in random.sample(RENDEZVOUS_PORTS, 50):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))

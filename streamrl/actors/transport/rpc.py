@@ -72,7 +72,6 @@ class RpcServer:
         self._request_tasks: set[asyncio.Task[Any]] = set()
 
     async def get_endpoint(self) -> RpcEndpoint:
-        """Return the endpoint; the first call starts listening."""
         async with self._start_lock:
             if self._server is None:
                 self._server = await asyncio.start_server(
@@ -167,8 +166,8 @@ class RpcConnection:
             writer.close()
         raise ConnectionError(reason)
 
-    async def call(self, request: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """Send a request and return its result; `what` names the request in errors.
+    async def call(self, request: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Send a request and return its result; `call_name` is for errors.
 
         Raises ConnectionResetError if the connection breaks, DeadlineError after `timeout_s`, the
         server's own StreamError or ConfigError, and ActorError for any other error of the server.
@@ -183,14 +182,14 @@ class RpcConnection:
             async with asyncio.timeout(timeout_s):
                 body = await self._pending_replies[request_id]
         except TimeoutError:
-            raise DeadlineError(f"{what}: no answer within {timeout_s:g} s") from None
+            raise DeadlineError(f"{call_name}: no answer within {timeout_s:g} s") from None
         finally:
             del self._pending_replies[request_id]
         is_result, value = _decode_message(body)
         if is_result:
             return value
         if isinstance(value, str):
-            raise ActorError(f"{what}: {value}")
+            raise ActorError(f"{call_name}: {value}")
         raise value
 
     def close(self) -> None:
@@ -263,7 +262,6 @@ def _encode_frame(request_id: int, message: object) -> bytes:
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, memoryview]:
-    """Return the request id and the body of the next frame."""
     request_id, num_bytes = _FRAME_HEADER.unpack(await reader.readexactly(_FRAME_HEADER.size))
     return request_id, memoryview(await reader.readexactly(num_bytes))
 

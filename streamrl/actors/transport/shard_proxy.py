@@ -135,8 +135,8 @@ class RemoteShard:
     async def find_overdue(self, age_s: float) -> list[OverdueLease]:
         return list(await self._send_request(RpcRequest("find_overdue", (age_s,))))
 
-    async def requeue_overdue(self, found: Sequence[OverdueLease]) -> None:
-        await self._send_request(RpcRequest("requeue_overdue", (found,)))
+    async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
+        await self._send_request(RpcRequest("requeue_overdue", (overdue,)))
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
         return dict(await self._send_request(RpcRequest("locate_groups", (uids,))))

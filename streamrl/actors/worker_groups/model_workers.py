@@ -82,7 +82,6 @@ TrainResult = tuple[dict[str, float], Metrics]
 
 
 def make_engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
-    """Return the environment of the worker processes."""
     vllm_env = make_vllm_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
     accelerator = {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
     trusted = make_trusted_env(*config.trusted_models)
@@ -154,7 +153,6 @@ class TrainedWorker:
         self._version = 0
 
     def _train_step(self, batch: Batch) -> TrainResult:
-        """Run all updates of a step."""
         groups = map_groups_by_uid(batch)
         self._trainer.plan_step(groups, dict(zip(groups, batch[DERIVED_COLUMN], strict=True)))
         settings, dp_rank = (
@@ -203,15 +201,15 @@ class TrainedWorker:
             add_metric_sums(total, rank_sums)
         return total
 
-    def _all_gather(self, value: Any, what: str) -> list[Any]:
+    def _all_gather(self, value: Any, label: str) -> list[Any]:
         values: list[Any] = [None] * self._context.size
-        with self._limit_wait(what):
+        with self._limit_wait(label):
             dist.all_gather_object(values, value)
         return values
 
-    def _limit_wait(self, what: str) -> AbstractContextManager[None]:
+    def _limit_wait(self, label: str) -> AbstractContextManager[None]:
         waited = f"rank {self._context.rank} waited {self._timeout_s:g} s"
-        return translate_collective_errors(f"{waited} for the others' {what}")
+        return translate_collective_errors(f"{waited} for the others' {label}")
 
 
 class PolicyWorker(TrainedWorker):
@@ -283,7 +281,6 @@ class PolicyWorker(TrainedWorker):
         self._trainer.save_model(folder)
 
     async def _start_generator(self) -> None:
-        """Start the generator beside the trainer, on the trainer's weights."""
         if self._worker_memory.offloads_optimizer:
             self._trainer.offload_optimizer()
         generator_start = RealEngineFactory().make_generator(
@@ -333,7 +330,6 @@ class PolicyWorker(TrainedWorker):
         return load_stats
 
     def _gather_memory_peaks(self) -> Metrics:
-        """Return the maximum memory of any rank in each phase since the last call."""
         peaks: Metrics = {}
         for rank_peaks in self._all_gather(
             self._shared_weights.peak_memory.drain_peaks(), "peaks of memory"
@@ -412,7 +408,6 @@ class CriticWorker(TrainedWorker):
 
     @transfers(TO_ALL_FROM_FIRST)
     def update_critic(self, batch: Batch) -> Metrics:
-        """Train a step on the returns; returns metrics."""
         sums, updates = self._train_step(batch)
         self._version += 1
         return summarise_critic(sums, self._role) | updates
@@ -468,7 +463,6 @@ class RewardWorker:
         return self._score_groups(COST_CALL.stage, batch)
 
     def _score_groups(self, stage: str, batch: Batch) -> dict[str, list[Array]]:
-        """Score the groups; raises the error of the first group that could not be scored."""
         groups = [
             Experience(
                 GroupLease(0, prompt.uid, stage, 0, float("inf")), 0, prompt=prompt, columns=columns
@@ -487,12 +481,10 @@ async def _await_result(results: Any) -> Any:
 
 
 def to_batch(groups: Sequence[Columns]) -> dict[str, list[Array]]:
-    """Make a batch with a row per group."""
     return {name: [columns[name] for columns in groups] for name in (groups[0] if groups else ())}
 
 
 def get_group_columns(batch: Batch) -> list[Columns]:
-    """Return the columns of every group, in row order."""
     names = [name for name in batch if name in COLUMN_SPECS or is_component_column(name)]
     return [
         dict(zip(names, cells, strict=True))
@@ -524,12 +516,10 @@ def compute_concatenated(batch: Batch, compute: Callable[[Columns], Array]) -> l
 
 
 def list_rollouts(groups: Mapping[str, Columns]) -> list[RolloutIndex]:
-    """Return the index (uid, number) of every rollout."""
     return [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
 
 
 def _average_scores(sums: Mapping[str, float]) -> Metrics:
-    """Return mean reward and cost per rollout."""
     names = {"score_sum": "reward/mean", "cost_sum": "cost/mean"}
     return {mean: sums[name] / sums["rollouts"] for name, mean in names.items() if name in sums}
 

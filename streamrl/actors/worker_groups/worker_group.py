@@ -72,8 +72,8 @@ class ResourcePool:
                 f"pool: cpus={cpus:g}, gpus={gpus:g}: must be 0 or more, and not both 0"
             )
         if strategy not in NODE_STRATEGIES:
-            known = ", ".join(NODE_STRATEGIES)
-            raise ConfigError(f"pool: strategy={strategy}: must be one of {known}")
+            strategies = ", ".join(NODE_STRATEGIES)
+            raise ConfigError(f"pool: strategy={strategy}: must be one of {strategies}")
         self.slots = slots
         self._worker_resources = {"num_cpus": cpus / groups, "num_gpus": gpus / groups}
         self._groups = groups
@@ -100,11 +100,9 @@ class ResourcePool:
         return {**self._worker_resources, "scheduling_strategy": strategy}
 
     def release_slot(self, slot: int) -> None:
-        """Give back a share of a slot."""
         self._used_shares[slot] -= 1
 
     def close(self) -> None:
-        """Release the slots, killing what runs there."""
         self.is_closed = True
         remove_placement_group(self._placement)
 
@@ -126,16 +124,14 @@ class WorkerFailure:
         trace = "".join(traceback.format_exception(error)).rstrip()
         return cls(streamrl_error, f"{type(cause).__name__}: {cause}\n{trace}")
 
-    def to_error(self, what: str) -> StreamError | ConfigError:
-        """Return the error to raise for the call `what`."""
-        return self.error or ActorError(f"{what}: {self.text}")
+    def to_error(self, call_name: str) -> StreamError | ConfigError:
+        return self.error or ActorError(f"{call_name}: {self.text}")
 
 
 class WorkerHost:
     """Actor that hosts a worker."""
 
     def find_rendezvous(self) -> tuple[str, int]:
-        """Return an address and a free port of this node."""
         return find_rendezvous()
 
     def build_worker(
@@ -147,7 +143,6 @@ class WorkerHost:
         rendezvous: tuple[str, int],
         arguments: Sequence[Any],
     ) -> WorkerFailure | None:
-        """Construct the worker; return the failure, if any."""
         try:
             self._worker = worker(WorkerContext(rank, mesh, *rendezvous, slot), *arguments)
         except Exception as error:  # noqa: BLE001
@@ -228,7 +223,6 @@ class WorkerGroupReply:
 
 
 def resolve_reply(value: Any) -> Any:
-    """Return the result of a reply, or any other value unchanged."""
     return value.get() if isinstance(value, WorkerGroupReply) else value
 
 
@@ -312,14 +306,12 @@ class WorkerGroup:
             self._build_replies = None
 
     def __getattr__(self, name: str) -> Callable[..., WorkerGroupReply]:
-        """Return a method of the worker class as a call of all ranks."""
         if name.startswith("_") or name not in self._methods:
-            known = ", ".join(sorted(vars(self).get("_methods", {})))
-            raise AttributeError(f"{name} is not a method of the group; its methods: {known}")
+            methods = ", ".join(sorted(vars(self).get("_methods", {})))
+            raise AttributeError(f"{name} is not a method of the group; its methods: {methods}")
         return partial(self._call_ranks, name)
 
     def close(self) -> None:
-        """Kill the workers and release their slots."""
         self._is_closed = True
         for host in self._hosts:
             ray.kill(host)
@@ -372,7 +364,7 @@ class WorkerGroup:
         return protocol.collect(self._mesh, rank_answers)
 
     def _fetch_answers(
-        self, replies: Mapping[int, Any], what: str, timeout_s: float
+        self, replies: Mapping[int, Any], method: str, timeout_s: float
     ) -> dict[int, Any]:
         """Return the answers by rank; the first failure raises without waiting for slower ranks."""
         ranks, answers = {reply: rank for rank, reply in replies.items()}, {}
@@ -383,11 +375,11 @@ class WorkerGroup:
             if not done:
                 late = ", ".join(map(str, sorted(ranks.values())))
                 raise DeadlineError(
-                    f"{self._name}.{what}: no answer within {timeout_s:g} s from rank {late}"
+                    f"{self._name}.{method}: no answer within {timeout_s:g} s from rank {late}"
                 )
             for reply in done:
                 rank = ranks.pop(reply)
-                name = f"{self._name}-{rank}.{what}"
+                name = f"{self._name}-{rank}.{method}"
                 answers[rank] = answer = fetch_reply(reply, name)
                 if isinstance(answer, WorkerFailure):
                     raise answer.to_error(name)
