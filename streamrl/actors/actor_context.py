@@ -188,6 +188,7 @@ class RemoteArbiter:
         """Return whether the arbiter wants the pool back; waits up to PREEMPTION_WAIT_S."""
         return bool(
             await await_reply(
-                self._coordinator.call_arbiter.remote("wait_for_preemption", holder), "lease.wanted"
+                self._coordinator.call_arbiter.remote("wait_for_preemption", holder),
+                "lease.wait_for_preemption",
             )
         )

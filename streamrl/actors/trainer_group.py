@@ -79,7 +79,7 @@ class TrainerGroup:
                 )
                 for rank, dp_rank in self._pair_dp_ranks()
             ]
-            await self._gather_replies("plan", plans)
+            await self._gather_replies("plan_step", plans)
 
     async def train_round(self, micro_batches: Round, *, epoch: int) -> Mapping[str, float]:
         """Train one micro-batch on every rank; return sums over the data-parallel ranks."""
@@ -91,7 +91,7 @@ class TrainerGroup:
                 )
                 for rank, dp_rank in self._pair_dp_ranks()
             ]
-            rank_sums = await self._gather_replies("train", calls)
+            rank_sums = await self._gather_replies("train_micro_batch", calls)
         sums: dict[str, float] = {}
         for sums_of_rank in rank_sums[:: self._tensor_parallel]:
             add_metric_sums(sums, sums_of_rank)
@@ -122,7 +122,7 @@ class TrainerGroup:
                 rank.publish_weights.remote(version, readers, self._has_logprob_check)
                 for rank in self._ranks
             ]
-            manifest = (await self._gather_replies("publish", calls))[0]
+            manifest = (await self._gather_replies("publish_weights", calls))[0]
             self._num_published += version != self._published_version
             self._published_version = version
         assert isinstance(manifest, WeightManifest)
@@ -141,7 +141,8 @@ class TrainerGroup:
         model, state = writer.get_role_dirs(self.role)
         async with self._exclude_publish():
             await self._gather_replies(
-                "save", [rank.save_checkpoint.remote(model, state) for rank in self._ranks]
+                "save_checkpoint",
+                [rank.save_checkpoint.remote(model, state) for rank in self._ranks],
             )
 
     def _exclude_publish(self) -> contextlib.AbstractAsyncContextManager[object]:

@@ -33,7 +33,9 @@ class RemoteWeightChannel:
         reply = self._coordinator.wait_for_manifest.remote(
             self._role, self._reader_name, located_state, wait_s
         )
-        manifest = await await_reply(reply, "coordinator.newest", wait_s + CALL_TIMEOUT_S)
+        manifest = await await_reply(
+            reply, "coordinator.wait_for_manifest", wait_s + CALL_TIMEOUT_S
+        )
         assert manifest is None or isinstance(manifest, WeightManifest)
         return manifest
 

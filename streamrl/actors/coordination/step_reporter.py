@@ -180,7 +180,7 @@ class StepReporter:
         """Collect the report of an actor; empty if the actor died or hangs."""
         try:
             report = await await_reply(
-                actor.collect_report.remote(), f"{name}.drain", DRAIN_TIMEOUT_S
+                actor.collect_report.remote(), f"{name}.collect_report", DRAIN_TIMEOUT_S
             )
         except (ActorLostError, DeadlineError):
             return ActorReport(name, (), process_time={})

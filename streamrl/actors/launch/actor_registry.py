@@ -256,7 +256,7 @@ class ActorRegistry:
                 # Long timeout: the first call of a process waits for its imports.
                 reply = role.actors[0].find_rendezvous.remote()
                 address = fetch_reply(
-                    reply, f"{name}.rendezvous", self._config.generator.start_timeout_s
+                    reply, f"{name}.find_rendezvous", self._config.generator.start_timeout_s
                 )
                 rendezvous = RendezvousInfo(call, name.rpartition("-")[0], *address)
                 training_state_dir = (
@@ -372,11 +372,11 @@ class ActorRegistry:
 
     def crash_actor(self, name: str) -> None:
         with contextlib.suppress(ActorLostError):
-            fetch_reply(self.actors[name].crash_process.remote(), f"{name}.fail")
+            fetch_reply(self.actors[name].crash_process.remote(), f"{name}.crash_process")
 
     def find_node(self, role: str) -> str:
         reply = self.roles[role].actors[0].get_node_id.remote()
-        return str(fetch_reply(reply, f"{role}.node"))
+        return str(fetch_reply(reply, f"{role}.get_node_id"))
 
     def close(self) -> None:
         for actor in self.actors.values():

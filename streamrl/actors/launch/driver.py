@@ -172,7 +172,7 @@ class RunSession:
                 continue
             if result:
                 reports_reply = coordinator.read_reports.remote(num_seen, 0.0)
-            reports = fetch_reply(reports_reply, "coordinator.reports")
+            reports = fetch_reply(reports_reply, "coordinator.read_reports")
             for report in reports:
                 handle(report)
             num_seen += len(reports)
@@ -249,7 +249,7 @@ class RunSession:
         if name not in self._shard_names:
             fetch_reply(
                 self._registry.actors["coordinator"].handle_actor_death.remote(name),
-                "coordinator.lost",
+                "coordinator.handle_actor_death",
             )
         self._pending_starts.add_actor(self._registry.restarts.restart_actor(name), name)
 

@@ -227,7 +227,7 @@ class RemoteShard:
         return await asyncio.shield(opening)
 
     async def _open_connection(self) -> RpcConnection:
-        endpoint = await await_reply(self.actor.get_endpoint.remote(), f"{self.name}.endpoint")
+        endpoint = await await_reply(self.actor.get_endpoint.remote(), f"{self.name}.get_endpoint")
         assert isinstance(endpoint, RpcEndpoint)
         return await RpcConnection.open(endpoint)
 

@@ -36,6 +36,6 @@ def start_shards(
     }
     shards = create_shards(plans)
     for shard in shards:
-        for text in fetch_reply(shard.actor.open_shard.remote(), f"{shard.name}.ready"):
+        for text in fetch_reply(shard.actor.open_shard.remote(), f"{shard.name}.open_shard"):
             warnings.warn(f"{text}; its groups are lost or must be made again", stacklevel=2)
     return shards

@@ -196,7 +196,7 @@ def test_a_shard_without_a_journal_does_not_come_back(make: Make) -> None:
     async def main() -> None:
         await shard.get_stats()
         await asyncio.to_thread(kill, shard)
-        with pytest.raises(ActorLostError, match=r"shard-0\.endpoint: the actor died"):
+        with pytest.raises(ActorLostError, match=r"shard-0\.get_endpoint: the actor died"):
             await shard.get_stats()
 
     asyncio.run(main())
