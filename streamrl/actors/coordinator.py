@@ -242,8 +242,8 @@ class CoordinatorActor(PingableActor):
         interrupted = not run_state.admission.is_finished
         if run_state.has_partial_update:
             text = (
-                f"stopped in the middle of a training step; no checkpoint was written. Resume from"
-                f" {self._last_checkpoint_name}"
+                "stopped in the middle of a training step; no checkpoint was written: a resume"
+                f" continues from {self._last_checkpoint_name}"
             )
             self._driver_events.post_report(EventReport("note", {"text": text}))
         elif interrupted or config.checkpoint.at_end:
