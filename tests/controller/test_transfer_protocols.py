@@ -228,7 +228,7 @@ def test_metrics_over_padding_are_refused_unless_the_method_takes_real() -> None
     assert collected("DP_METRIC", mesh, rank_calls, [0.5, 2.0], knows_padding=True) == [0.5, 2.0]
     rank_calls = PROTOCOLS["DP"].distribute_calls(mesh, (batch(3),))
     for nothing_of_rows in (0.5, None):
-        with pytest.raises(ValueError, match=r"W-1\.do: 1 of its 2 rows are padding, which counts"):
+        with pytest.raises(ValueError, match=r"W-1\.do: 1 of its 2 rows are padding, which would"):
             collected("DP", mesh, rank_calls, [nothing_of_rows] * 2)
     # A method that takes `real` may return any number of rows.
     assert len(collected("DP", mesh, rank_calls, make_answers(1, 0), knows_padding=True)) == 1
@@ -246,7 +246,7 @@ def test_distribute_must_return_a_call_per_rank() -> None:
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     wrong: list[tuple[Any, str]] = [
         (RankCalls(((1,),) * 5), "protocol OWN: distribute returned 5 calls for 2 ranks"),
-        (RankCalls(((1,),)), "gave 1 calls for 2 ranks"),
+        (RankCalls(((1,),)), "returned 1 calls for 2 ranks"),
         ([(1,), (1,)], "protocol OWN: distribute returned a list, must be RankCalls"),
     ]
 

@@ -202,7 +202,7 @@ def test_invalid_checkpoints_are_refused_with_one_line(tmp_path: Path) -> None:
     for name in CheckpointState.__required_keys__:
         lacking = {key: value for key, value in whole.items() if key != name}
         (tmp_path / "state.json").write_text(json.dumps(lacking))
-        with pytest.raises(ConfigError, match=f"state.json: lacks {name}$"):
+        with pytest.raises(ConfigError, match=f"state.json: missing keys: {name}$"):
             find_resume_point(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({**whole, "version": "x"}))
     with pytest.raises(ConfigError, match="version 'x': must be a whole number"):
@@ -311,7 +311,7 @@ def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
         times.append(journal.name)
         forget(journal, first)
 
-    monkeypatch.setattr(checkpoint, "forget_from", die)
+    monkeypatch.setattr(checkpoint, "delete_segments_from", die)
     with pytest.raises(KeyboardInterrupt):
         find_resume_point(older).discard_later()
     monkeypatch.undo()

@@ -108,7 +108,7 @@ def test_a_read_lock_keeps_owners_out_and_writes_nothing(tmp_path: Path) -> None
         assert list(tmp_path.iterdir()) == []
     acquire_run_lock(tmp_path).release()
     before = (tmp_path / LOCK_FILE).stat()
-    with lock_for_reading(tmp_path), pytest.raises(ConfigError, match="reads it for a fork"):
+    with lock_for_reading(tmp_path), pytest.raises(ConfigError, match="reading it for a fork"):
         acquire_run_lock(tmp_path)
     assert (tmp_path / LOCK_FILE).stat().st_mtime_ns == before.st_mtime_ns
 

@@ -339,7 +339,7 @@ def test_a_closed_connection_takes_no_calls() -> None:
             connection = await RpcConnection.open(endpoint)
             connection.close()
             calling = connection.call("x", "shard-0.put")
-            with pytest.raises(ConnectionResetError, match="closed here"):
+            with pytest.raises(ConnectionResetError, match="closed by this process"):
                 await asyncio.wait_for(calling, 5.0)
 
     asyncio.run(main())
