@@ -42,7 +42,7 @@ broken = ForkLevel("broken", "base", ("no_such_module",))
 draws = ForkLevel("draws", "base", ("draws_an_id",))
 threads = ForkLevel("threads", "base", ("starts_a_thread",))
 fork_server.start_fork_server([base, second, broken, draws, threads])
-print(fork_server.refusal(), flush=True)
+print(fork_server.describe_refusal(), flush=True)
 import os
 print(os.environ.get("STREAMRL_FORK_SERVER"), flush=True)
 time.sleep(60)
@@ -307,11 +307,11 @@ def test_a_failed_start_of_the_levels_is_a_note(monkeypatch: pytest.MonkeyPatch)
 def test_dead_levels_are_a_note_and_can_be_restarted() -> None:
     restarts = (
         "import os, signal\n"
-        "first = fork_server._server.process\n"
+        "first = fork_server._server_state.process\n"
         "os.kill(first.pid, signal.SIGKILL); first.wait()\n"
-        "print(fork_server.refusal())\n"
+        "print(fork_server.describe_refusal())\n"
         "fork_server.start_fork_server([base])\n"
-        "print(fork_server.is_serving(), fork_server._server.process is not first)\n"
+        "print(fork_server.is_serving(), fork_server._server_state.process is not first)\n"
     )
     *_, reason, anew = printed_by(COMMAND + restarts)
     assert reason.endswith("the fork server exited with code -9")
@@ -330,7 +330,7 @@ def test_the_fork_server_can_be_disabled() -> None:
 def test_forks_of_a_level_draw_distinct_ray_ids() -> None:
     code = (
         "from streamrl.actors.launch import fork_server\n"
-        "for level in fork_server.LEVELS: fork_server._import_modules(level)\n"
+        "for level in fork_server.FORK_LEVELS: fork_server._import_modules(level)\n"
         "print(fork_server._draws_unique_ids())\n"
         "import ray; ray.remote(int)\n"
         "print(fork_server._draws_unique_ids())\n"
@@ -354,7 +354,7 @@ options = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": 0}
 with start_local_ray(2, 200 << 20):
     actor = ray.remote(Actor).options(**options).remote()
     pid, level = ray.get(actor.find.remote())
-    assert level == fork_server._server.process.pid
+    assert level == fork_server._server_state.process.pid
     os.kill(level, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(pid)], timeout=30)
     print(ray.get(actor.find.remote(), timeout=60)[1] != level)

@@ -147,7 +147,7 @@ def test_a_model_without_room_is_named_and_all_slots_are_released(
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
     # A bundle has only the requested resources.
-    with pytest.raises(ConfigError, match=r"2 slots of 1 GPU each .* free are \S+ of 1 GPU$"):
+    with pytest.raises(ConfigError, match=r"2 slots of 1 GPU each .* free: \S+ of 1 GPU$"):
         DedicatedSlots({"policy": ranks(2, cpus=0, gpus=1)}, node="", waiting=said.append)
 
 
