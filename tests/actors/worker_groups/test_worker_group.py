@@ -129,7 +129,7 @@ def test_two_batches_are_joined_column_beside_column(group: WorkerGroup) -> None
     assert {name: column.tolist() for name, column in found.items()} == {"x": [1, 2], "y": [11, 12]}
     joined = put({"z": np.arange(4.0)}) | group.double(prompts)
     assert set(joined.load()) == {"x", "z", "rank"}
-    with pytest.raises(ValueError, match="columns x: in two batches"):
+    with pytest.raises(ValueError, match="columns x are in both"):
         fetch_rows(prompts | prompts)
 
 
@@ -161,7 +161,7 @@ def test_a_rank_must_return_as_many_rows_as_it_got(group: WorkerGroup) -> None:
 
 
 def test_put_accepts_only_columns_of_equal_length(group: WorkerGroup) -> None:
-    with pytest.raises(ValueError, match=r"Doubler\.double: columns in a dict .*put\(\.\.\.\)"):
+    with pytest.raises(ValueError, match=r"Doubler\.double: a dict of columns .*put\(\.\.\.\)"):
         group.double({"x": np.arange(3.0)})
     for wrong in ({"x": 3}, {"x": "abc"}, None):
         with pytest.raises(ValueError, match="put: a batch must be a dict of columns"):
@@ -347,7 +347,7 @@ def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup) 
         AttributeError, match="doubel is not a method of the group; its methods: counted, "
     ):
         group.doubel  # noqa: B018
-    with pytest.raises(ValueError, match=r"batches of \[2, 3\] rows"):
+    with pytest.raises(ValueError, match=r"batches of different lengths in a call: \[2, 3\] rows"):
         group.double(put({"x": np.arange(2.0)}), put({"x": np.arange(3.0)}))
 
 
