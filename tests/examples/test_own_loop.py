@@ -68,7 +68,7 @@ class Narrow:
 
     def __init__(self, pool: ResourcePool, slots: int) -> None:
         self.slots = slots
-        self.options, self.give_back = pool.acquire_slot, pool.release_slot
+        self.acquire_slot, self.release_slot = pool.acquire_slot, pool.release_slot
         self.is_closed = False
 
 
@@ -418,7 +418,9 @@ def test_a_line_has_what_a_step_has() -> None:
 def test_the_page_has_every_protocol() -> None:
     """Those of streamrl itself: workers and tests may have added others."""
     own = re.findall(
-        r"^ +Protocol\(\"(\w+)\"", Path(transfer_protocols.__file__).read_text(), re.MULTILINE
+        r"^ +TransferProtocol\(\s*\"(\w+)\"",
+        Path(transfer_protocols.__file__).read_text(),
+        re.MULTILINE,
     )
     assert len(own) == 8
     assert re.findall(r"^\| `([A-Z_0-9]+)` \|", PAGE.read_text(), re.MULTILINE) == own
