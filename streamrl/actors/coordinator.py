@@ -48,7 +48,7 @@ REFUSALS_PER_RESEND = 2
 
 @dataclass(frozen=True)
 class RoleActorMap:
-    """All actors of a run by role, trainer ranks included."""
+    """Actors of a run by role, trainer ranks included."""
 
     roles: Sequence[RoleActors]
 

@@ -61,7 +61,7 @@ class HostedGenerator(Protocol):
 
 
 class HostedFollowerRank(Protocol):
-    """One rank of a generator whose leader lives in another process."""
+    """Rank of a generator; its leader lives in another process."""
 
     async def run_rank(self) -> None:
         """Compute in step with the leader; raises GenerationError when the leader exits."""

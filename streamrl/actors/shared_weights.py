@@ -151,7 +151,7 @@ class SharedWeights:
 
     @property
     def is_changing(self) -> bool:
-        """Whether the weights are between two versions and must not be sampled from."""
+        """Return whether the weights are between two versions and must not be sampled from."""
         return self._version < 0
 
     def publish_version(self, trainer: HostedTrainerRank, version: int) -> WeightManifest:
@@ -216,7 +216,7 @@ class SharedWeights:
 
 
 class PrefilledFollower:
-    """Follower rank whose storage holds each version before the version is offered."""
+    """Follower rank with each version in its storage before the version is offered."""
 
     def __init__(self, shared_weights: SharedWeights) -> None:
         self._shared_weights = shared_weights

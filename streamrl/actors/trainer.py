@@ -70,7 +70,7 @@ def make_logprob_check(
 
 
 class TrainerActor(PingableActor):
-    """One rank of a trainer. A single thread runs the model; queue reads overlap with it."""
+    """Trainer rank. A single thread runs the model; queue reads overlap with it."""
 
     def __init__(self, shared_weights: SharedWeights | None = None) -> None:
         """`shared_weights` is set if a generator shares this process and its weights."""

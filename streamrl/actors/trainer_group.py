@@ -19,7 +19,7 @@ from streamrl.weights.logprob_probe import is_logprob_check_due
 
 
 class TrainerGroup:
-    """All ranks of a trained model, called together."""
+    """Ranks of a trained model, called together."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class TrainerGroup:
         """Wrap the ranks.
 
         publishes_together: publishing is a collective even with unsharded parameters.
-        frozen_until: first version whose step trains this model (critic warm-up).
+        frozen_until: first version that trains this model (critic warm-up).
         probe_every: interval of the logprob check, see `is_logprob_check_due`.
         """
         self.role = ranks.role

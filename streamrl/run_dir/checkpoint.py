@@ -49,7 +49,7 @@ class CheckpointState(TypedDict):
 
 @dataclass
 class CheckpointConfig:
-    """When to write checkpoints.
+    """Schedule of checkpoints.
 
     every: steps between checkpoints; 0 writes only at the end.
     keep: number of newest checkpoints to keep.
@@ -268,7 +268,7 @@ def find_next_generation(run_dir: Path) -> int:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run resumes: a checkpoint, or the start if the run died before its first checkpoint.
+    """Point to resume a run from: a checkpoint, or the start if the run has none.
 
     should_keep_journal: whether to replay the journal records after the checkpoint. False for a
     checkpoint that the user names although a newer one exists or existed: the journals then
@@ -291,7 +291,7 @@ class ResumePoint:
 
     @property
     def has_contiguous_journal(self) -> bool:
-        """Whether the journals begin at the end of the checkpoint or earlier."""
+        """Return whether the journals begin at the end of the checkpoint or earlier."""
         return self.checkpoint is None or not _find_journal_gaps(self.run_dir, self.checkpoint)
 
     def find_snapshot(self, name: str) -> SnapshotBase:

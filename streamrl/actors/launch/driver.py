@@ -46,7 +46,7 @@ STOP_TIMEOUT_S = 12.0
 
 
 class RunSession:
-    """All actors of a run. Call `start`, then `watch_actors`, and always `close`.
+    """Session that owns the actors of a run. Call `start`, then `watch_actors`, and always `close`.
 
     shard_bytes: capacity of a shard, bytes.
     memory: memory budget of a hybrid worker.

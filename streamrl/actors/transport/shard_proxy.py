@@ -39,7 +39,7 @@ class RpcRequest:
 
 @dataclass(frozen=True)
 class UseObjectStore:
-    """Reply to an RPC whose result holds object references: send the request as an actor call."""
+    """Reply to an RPC with object references in its result: send the request as an actor call."""
 
 
 class RemoteShard:
