@@ -1,4 +1,4 @@
-"""PPO as a loop of one's own: python -m examples.own_loop.ppo --steps 30"""
+"""PPO as an own loop: python -m examples.own_loop.ppo --steps 30"""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from streamrl.actors.worker_groups.model_workers import (
 
 
 def ppo(stage: Stage) -> Iterator[Step]:
-    """A critic tells how good a rollout was expected to be; the policy learns from the rest."""
+    """Train a policy with PPO: a critic predicts the return, the policy learns from the rest."""
     policy = stage.group(PolicyWorker, stage.max_length)
     critic = stage.group(CriticWorker, stage.max_length)
     reference = stage.group(ReferenceWorker, stage.max_length, ranks=1)
@@ -25,8 +25,8 @@ def ppo(stage: Stage) -> Iterator[Step]:
         rewards = reward.compute_rewards(batch)
         batch |= values | ref_logprobs | rewards
         batch |= policy.compute_advantages(batch)
-        critic_figures = critic.update_critic(batch)
-        yield policy.update_policy(batch), critic_figures
+        critic_metrics = critic.update_critic(batch)
+        yield policy.update_policy(batch), critic_metrics
 
 
 if __name__ == "__main__":

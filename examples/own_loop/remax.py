@@ -1,4 +1,4 @@
-"""ReMax as a loop of one's own: python -m examples.own_loop.remax --steps 30"""
+"""ReMax as an own loop: python -m examples.own_loop.remax --steps 30"""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from streamrl.actors.worker_groups.model_workers import PolicyWorker, ReferenceW
 
 
 def remax(stage: Stage) -> Iterator[Step]:
-    """No critic: the policy's likeliest completion is what a rollout is measured by."""
+    """Train with ReMax: no critic; the baseline is the reward of the greedy completion."""
     policy = stage.group(PolicyWorker, stage.max_length)
     reference = stage.group(ReferenceWorker, stage.max_length, ranks=1)
     reward = stage.group(RewardWorker, ranks=1)

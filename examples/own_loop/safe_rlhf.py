@@ -1,4 +1,4 @@
-"""Safe RLHF as a loop of one's own: python -m examples.own_loop.safe_rlhf --steps 30"""
+"""Safe RLHF as an own loop: python -m examples.own_loop.safe_rlhf --steps 30"""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,9 @@ from streamrl.dataflow import COST_CALL, COST_CRITIC, CRITIC, REWARD_CALL
 
 
 def safe_rlhf(stage: Stage) -> Iterator[Step]:
-    """Reward under a limit on cost: a critic for each, and a multiplier that weighs the two."""
+    """Train a policy with Safe RLHF: reward under a cost limit, a critic for each, and a
+    multiplier.
+    """
     policy = stage.group(PolicyWorker, stage.max_length)
     critic = stage.group(CriticWorker, stage.max_length, CRITIC)
     cost_critic = stage.group(CriticWorker, stage.max_length, COST_CRITIC)
@@ -28,8 +30,8 @@ def safe_rlhf(stage: Stage) -> Iterator[Step]:
         rewards, costs = reward.compute_rewards(batch), cost.compute_costs(batch)
         batch |= values | cost_values | ref_logprobs | rewards | costs
         batch |= policy.compute_advantages(batch)
-        critics = critic.update_critic(batch), cost_critic.update_critic(batch)
-        yield policy.update_policy(batch), *critics
+        critic_metrics = critic.update_critic(batch), cost_critic.update_critic(batch)
+        yield policy.update_policy(batch), *critic_metrics
 
 
 if __name__ == "__main__":

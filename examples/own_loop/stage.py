@@ -1,4 +1,4 @@
-"""What the loops stand on: a pool of slots, groups of workers on it, batches, a line per step."""
+"""Setup shared by the loops: a pool, worker groups, batches of prompts, a printed line per step."""
 
 import argparse
 import contextlib
@@ -33,17 +33,18 @@ from streamrl.errors import ConfigError, StreamError
 from streamrl.resharding import RankGrid
 
 Step = Sequence[WorkerGroupReply]
-"""What the updates of a step will tell, the policy's first."""
+"""Replies of a step's updates, the policy's first; each gives metrics."""
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 MOST_GROUPS = 8
 
 
 @dataclass
 class Stage:
-    """Where a loop runs.
+    """Everything a loop runs on.
 
-    pool: one slot for each data-parallel worker. max_length: tokens of prompt and completion.
-    began: when the step under way did, s on the monotonic clock.
+    pool: a slot per data-parallel worker.
+    max_length: maximum tokens of prompt and completion together.
+    began: start of the current step, seconds of the monotonic clock.
     """
 
     config: RunConfig
@@ -55,15 +56,17 @@ class Stage:
     began: float = field(default_factory=time.monotonic)
 
     def group(self, worker: type, *arguments: object, ranks: int | None = None) -> WorkerGroup:
-        """Workers of a class in the first slots, one in every slot unless `ranks` says fewer.
+        """Start workers of a class in the first `ranks` slots; by default in every slot.
 
-        Those that train are tensor parallel as `trainer` has it; each generates by itself.
+        Training ranks are tensor parallel as `trainer.tensor_parallel` says; each rank generates
+        alone.
         """
         ranks = ranks or self.pool.slots
-        split = tensor_parallel(self.config, ranks) if issubclass(worker, TrainedWorker) else 1
+        tp_size = tensor_parallel(self.config, ranks) if issubclass(worker, TrainedWorker) else 1
         env = make_engine_env(self.config, on_gpu=self.on_gpu)
         mesh = WorkerMesh(
-            RankGrid(1, split, ranks // split).assign_ranks(), RankGrid(1, 1, ranks).assign_ranks()
+            RankGrid(1, tp_size, ranks // tp_size).assign_ranks(),
+            RankGrid(1, 1, ranks).assign_ranks(),
         )
         group = WorkerGroup(self.pool, worker, self.config, *arguments, mesh=mesh, env=env)
         self.groups.append(group)
@@ -71,7 +74,7 @@ class Stage:
 
     @property
     def batches(self) -> Iterator[BatchRef | WorkerGroupReply]:
-        """The prompts of every step, by reference; the first once all workers are there."""
+        """Prompts of every step, by reference; waits for all workers before the first."""
         for group in self.groups:
             group.wait_until_ready()
         for _ in range(self.config.run.steps):
@@ -80,11 +83,11 @@ class Stage:
 
 
 def tensor_parallel(config: RunConfig, ranks: int) -> int:
-    """How many of so many ranks share a model. Raises ConfigError if some were left over."""
-    split = config.trainer.tensor_parallel
-    if ranks % split:
-        raise ConfigError(f"trainer.tensor_parallel={split}: must divide --workers={ranks}")
-    return split
+    """Return trainer.tensor_parallel. Raises ConfigError unless it divides `ranks`."""
+    tp_size = config.trainer.tensor_parallel
+    if ranks % tp_size:
+        raise ConfigError(f"trainer.tensor_parallel={tp_size}: must divide --workers={ranks}")
+    return tp_size
 
 
 Loop = Callable[[Stage], Iterator[Step]]
@@ -92,52 +95,54 @@ Loop = Callable[[Stage], Iterator[Step]]
 
 @contextlib.contextmanager
 def stage(config: RunConfig, workers: int) -> Iterator[Stage]:
-    """A pool of so many slots, on a Ray of its own or the cluster of placement.address.
+    """Make a pool of `workers` slots on a local Ray or on the cluster of placement.address.
 
-    Raises ConfigError for settings, data or a cluster that will not do.
+    Raises ConfigError for invalid settings or data, or an unsuitable cluster.
     """
     tensor_parallel(config, workers)
     prepared = prepare_run(make_loop_config(config, workers))
     placement = replace(config.placement, cpus=config.placement.cpus or workers)
-    with connect_cluster(placement, disaggregated_only) as site:
-        pool = ResourcePool(workers, gpus=float(site.has_gpus), groups=MOST_GROUPS)
-        yield Stage(config, pool, prepared.prompts, prepared.max_length, site.has_gpus)
+    with connect_cluster(placement, disaggregated_only) as cluster:
+        pool = ResourcePool(workers, gpus=float(cluster.has_gpus), groups=MOST_GROUPS)
+        yield Stage(config, pool, prepared.prompts, prepared.max_length, cluster.has_gpus)
 
 
-def steps_of(loop: Loop, there: Stage) -> Iterator[Mapping[str, float]]:
-    """The figures of every step of a loop by name, once it is over, and the seconds it took."""
-    for step in loop(there):
-        figures: dict[str, float] = {}
+def steps_of(loop: Loop, loop_stage: Stage) -> Iterator[Mapping[str, float]]:
+    """Run a loop; yield the metrics of every step, with its duration."""
+    for step in loop(loop_stage):
+        metrics: dict[str, float] = {}
         for reply in step:
-            figures |= reply.get()
-        yield figures | {"time/step_s": time.monotonic() - there.began}
-    for group in there.groups:
+            metrics |= reply.get()
+        yield metrics | {"time/step_s": time.monotonic() - loop_stage.began}
+    for group in loop_stage.groups:
         group.close()
 
 
 def make_parser(recipe: str = "", description: str | None = None) -> argparse.ArgumentParser:
-    """Declare the options of a loop."""
+    """Declare the command-line options of a loop."""
     parser = OneLineParser(description=description)
-    parser.add_argument("--config", default=recipe, help=f"a run's YAML ({recipe})")
+    parser.add_argument("--config", default=recipe, help=f"config of a run, YAML ({recipe})")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps (30)")
     parser.add_argument("--workers", type=int, default=2, help="data-parallel workers (2)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override settings of the config"
+    )
     return parser
 
 
 def main(loop: Loop, recipe: str, *overrides: str) -> None:
-    """Run a loop from the command line; a line for every step."""
-    given = make_parser(recipe, loop.__doc__).parse_intermixed_args()
+    """Run a loop from the command line, printing a line per step."""
+    arguments = make_parser(recipe, loop.__doc__).parse_intermixed_args()
     start_fork_server()
-    # Tensor parallelism is checked against them.
-    ranks = f"trainer.world_size={max(1, given.workers)}"
-    asked = (ranks, f"run.steps={given.steps}", *given.overrides)
+    # trainer.tensor_parallel must divide the world size.
+    ranks = f"trainer.world_size={max(1, arguments.workers)}"
+    settings = (ranks, f"run.steps={arguments.steps}", *arguments.overrides)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     try:
-        # First as it was given: what the loop sets itself may mean nothing to another algorithm.
-        check_algorithm(load_config(Path(given.config), asked), recipe)
-        run(loop, load_config(Path(given.config), (*overrides, *asked)), given.workers)
+        # Without the loop's own overrides, which may be invalid for another algorithm.
+        check_algorithm(load_config(Path(arguments.config), settings), recipe)
+        run(loop, load_config(Path(arguments.config), (*overrides, *settings)), arguments.workers)
     except ConfigError as error:
         end(str(error), BAD_INPUT)
     except StreamError as error:
@@ -147,29 +152,32 @@ def main(loop: Loop, recipe: str, *overrides: str) -> None:
 
 
 def check_algorithm(config: RunConfig, recipe: str) -> None:
-    """Raise ConfigError unless the config's algorithm is that of the recipe a loop is made for."""
-    own = load_config(Path(recipe)).algorithm.name
-    if config.algorithm.name != own:
+    """Raise ConfigError unless the config has the algorithm of the loop's recipe."""
+    expected = load_config(Path(recipe)).algorithm.name
+    if config.algorithm.name != expected:
         raise ConfigError(
-            f"algorithm.name={config.algorithm.name}: this is a loop of {own}, whose columns others"
-            " do not have; write one of your own"
+            f"algorithm.name={config.algorithm.name}: this is a loop of {expected}; other"
+            " algorithms need a loop of their own, with their columns"
         )
 
 
 def run(loop: Loop, config: RunConfig, workers: int) -> None:
-    """Run a loop to its end."""
     if workers < 1:
         raise ConfigError(f"--workers={workers}: must be at least 1")
-    with stage(config, workers) as there:
+    with stage(config, workers) as loop_stage:
         interrupt_on_signals()
-        print(plan_loop_memory(make_loop_config(config, workers), on_gpu=there.on_gpu).summary_line)
+        print(
+            plan_loop_memory(
+                make_loop_config(config, workers), on_gpu=loop_stage.on_gpu
+            ).summary_line
+        )
         print(f"{config.algorithm.name}: starting {workers} workers of each kind", flush=True)
-        for number, figures in enumerate(steps_of(loop, there), 1):
-            print(line(number, figures), flush=True)
+        for number, metrics in enumerate(steps_of(loop, loop_stage), 1):
+            print(line(number, metrics), flush=True)
 
 
-def line(number: int, figures: Mapping[str, float]) -> str:
-    """A step in one line."""
+def line(number: int, metrics: Mapping[str, float]) -> str:
+    """Format a step as a line."""
     shown = {
         "reward": ("reward/mean", 3),
         "cost": ("cost/mean", 3),
@@ -180,15 +188,15 @@ def line(number: int, figures: Mapping[str, float]) -> str:
         "MB to train": ("memory/train_mb", 0),
         "s": ("time/step_s", 3),
     }
-    told = (
-        f"{word} {figures[name]:.{digits}f}"
+    columns = (
+        f"{word} {metrics[name]:.{digits}f}"
         for word, (name, digits) in shown.items()
-        if name in figures
+        if name in metrics
     )
-    return f"step {number:3d}  " + "  ".join(told)
+    return f"step {number:3d}  " + "  ".join(columns)
 
 
 def end(text: str, code: int) -> None:
-    """Leave with one line."""
+    """Print an error line and exit."""
     print(f"own_loop: {text}", file=sys.stderr)
     raise SystemExit(code)

@@ -1,1 +1,1 @@
-"""Ray actors that host the stages. The only room that knows Ray."""
+"""Ray actors that host the stages; no other package of the stream imports Ray."""

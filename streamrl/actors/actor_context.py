@@ -1,4 +1,4 @@
-"""What connects an actor to the run: config, queue, weight channel, device lease, engines."""
+"""Context of an actor: config, queue, weight channel, device lease, engines."""
 
 import asyncio
 import math
@@ -33,20 +33,22 @@ if TYPE_CHECKING:
     from streamrl.actors.weight_channel import RemoteWeightChannel
 
 MAX_LEASE_WAIT_S = 86400.0
-"""Nobody has a pool for longer, s."""
+"""Above any time that a phase may hold a pool: the arbiter enforces the real deadline."""
 RENEW_EVERY_S = 1.0
-"""How often a stage hears what of its work is in vain, where there is more than enough of it, s."""
+"""With oversampling, stages poll for dropped groups at this interval to stop work on them.
+"""
 TRAINER_PHASE = "trainer"
-"""Who holds a slot for all trainers of a run: they work as one."""
+"""All trainers of a run share one phase: they compute in lockstep."""
 
 
 @dataclass(frozen=True)
 class ActorContext:
-    """Given to every actor of a run at its start.
+    """Everything an actor receives at its start. Picklable.
 
-    components: columns that the scores, and the costs, are combined from.
-    max_length: most tokens of prompt and completion together.
-    run_dir: where checkpoints go, absolute. memory: what hybrid workers hold, and give up.
+    components: columns that the scores and the costs combine.
+    max_length: maximum tokens of prompt and completion together.
+    run_dir: run directory, absolute.
+    memory: memory budget of hybrid workers.
     """
 
     config: RunConfig
@@ -61,15 +63,14 @@ class ActorContext:
     memory: WorkerMemory | None = None
 
     def make_channel(self, reader: str, role: str) -> "RemoteWeightChannel":
-        """Where `reader` follows the weights of a role."""
-        # Those who follow have a model, and torch; every actor of a run is wired.
+        # The channel imports torch, which only actors with a model need.
         from streamrl.actors.weight_channel import RemoteWeightChannel
 
         return RemoteWeightChannel(self.coordinator, self.transport, reader, role)
 
     @property
     def train_columns(self) -> tuple[str, ...]:
-        """What a rank reads of a group: what the algorithm needs, and the components of rewards."""
+        """Columns a trainer rank reads: those the algorithm requires and the reward components."""
         train = self.dataflow.select_calls(CallKind.TRAIN)[0]
         return (*train.needs, *self.components)
 
@@ -80,20 +81,21 @@ class ActorContext:
         *,
         suspendable: SuspendableWork | None = None,
     ) -> list[StageContext]:
-        """The places of an actor called `process`, one per call of its role, under one lease.
+        """Return a StageContext for each call of the actor `process`, all under one device lease.
 
-        They leave together. Where the pool is shared, what is `suspendable` gives way to others.
+        The stages share one drain event. On a shared pool, `suspendable` work yields to other
+        phases.
         """
         lease = self._make_lease(calls[0].role, process, suspendable)
         spans = SpanRecorder(process)
-        leaving = asyncio.Event()
-        # What is left over of a step need not be made to its end.
+        leave_requested = asyncio.Event()
+        # Oversampling leaves surplus groups at the end of a step; stages may abandon them early.
         hears_s = math.inf if self.config.filter.oversample_factor == 1 else RENEW_EVERY_S
         queues = [
             ExperienceQueue(self.shards, process, max_renew_interval_s=hears_s) for _ in calls
         ]
         return [
-            StageContext(call.stage, queue, lease, spans, leaving)
+            StageContext(call.stage, queue, lease, spans, leave_requested)
             for call, queue in zip(calls, queues, strict=True)
         ]
 
@@ -106,9 +108,10 @@ class ActorContext:
 
 @dataclass(frozen=True)
 class ActorReport:
-    """What an actor did since its last report; `peaks_mb` is its memory by phase.
+    """Activity of an actor since its last report.
 
-    process_time: processor seconds of its process so far; actors may share one.
+    peaks_mb: memory peak by phase, MiB.
+    process_time: CPU seconds of the process so far; several actors may share a process.
     """
 
     process: str
@@ -120,28 +123,27 @@ class ActorReport:
 
 
 def map_phase_slots(config: RunConfig) -> dict[str, set[int]]:
-    """What slots are held for, and which: each role that serves, and all trainers, who are one.
+    """Return the slots of each phase: one phase per serving role, one for all trainers.
 
-    Rules compute nothing on a slot's devices, so nobody waits for them, nor they for anybody.
+    Rule-based rewards use no device, so their roles hold no phase and never wait.
     """
     trained = config.dataflow.trained_roles
     judges = {REWARD_CALL.role: config.rewards, COST_CALL.role: config.costs}
-    found: dict[str, set[int]] = {}
+    phase_slots: dict[str, set[int]] = {}
     for role, slots in assign_slots(config).slots.items():
         if role not in judges or may_use_devices(judges[role]):
-            found.setdefault(TRAINER_PHASE if role in trained else role, set()).update(slots)
-    return found
+            phase_slots.setdefault(TRAINER_PHASE if role in trained else role, set()).update(slots)
+    return phase_slots
 
 
-def make_arbiter(config: RunConfig, pulse: ProgressClock) -> DeviceArbiter:
-    """What lends a run's slots, where its stages share some."""
+def make_arbiter(config: RunConfig, clock: ProgressClock) -> DeviceArbiter:
     timeout_s = config.pipeline.stall_s
     if config.placement.is_sequential:
-        return DeviceArbiter(timeout_s=timeout_s, progress_clock=pulse)
-    # On policy there is nothing else to do before all rollouts of the step are there.
+        return DeviceArbiter(timeout_s=timeout_s, pulse=clock)
+    # On-policy, training cannot start before all rollouts of the step exist: no time slices.
     slice_s = config.placement.slice_s if config.pipeline.max_staleness else math.inf
     return DeviceArbiter(
-        timeout_s=timeout_s, slice_s=slice_s, slots=map_phase_slots(config), progress_clock=pulse
+        timeout_s=timeout_s, slice_s=slice_s, slots=map_phase_slots(config), pulse=clock
     )
 
 
@@ -153,40 +155,42 @@ def make_lease(
     *,
     suspendable: SuspendableWork | None = None,
 ) -> DeviceLease:
-    """The lease of an actor of a role, or of all TRAINERS: free where nobody else has its slots."""
+    """Return the device lease of an actor with this role (or of all trainers, TRAINER_PHASE).
+
+    No other phase on its slots means no arbitration: a DedicatedDeviceLease.
+    """
     if config.placement.is_sequential:
         return SharedDeviceLease(arbiter, holder)
-    held = map_phase_slots(config)
+    other_slots = map_phase_slots(config)
     phase = TRAINER_PHASE if role in config.dataflow.trained_roles else role
-    mine = held.pop(phase, set[int]())
-    if not any(mine & theirs for theirs in held.values()):
+    own_slots = other_slots.pop(phase, set[int]())
+    if not any(own_slots & slots for slots in other_slots.values()):
         return DedicatedDeviceLease()
     return SharedDeviceLease(arbiter, holder, phase, suspendable=suspendable)
 
 
 class RemoteArbiter:
-    """The coordinator's device lease, from another process."""
+    """Client of the coordinator's device arbiter."""
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
 
     async def acquire(self, holder: str, phase: str) -> None:
-        """Wait for the pool; it is the arbiter that says when that is too long."""
+        """Wait for the pool. The arbiter raises when the wait exceeds its own deadline."""
         reply = self._coordinator.call_arbiter.remote("acquire", holder, phase)
         await await_reply(reply, "lease.acquire", MAX_LEASE_WAIT_S)
 
     def report_progress(self, holder: str) -> None:
-        """Say so; nobody waits for an answer."""
         self._coordinator.call_arbiter.remote("report_progress", holder)
 
     async def release(self, holder: str) -> None:
-        """Give the pool back."""
         await await_reply(self._coordinator.call_arbiter.remote("release", holder), "lease.release")
 
     async def wait_for_preemption(self, holder: str) -> bool:
-        """Wait, for a while, until the pool should be given back."""
+        """Return whether the arbiter wants the pool back; waits up to PREEMPTION_WAIT_S."""
         return bool(
             await await_reply(
-                self._coordinator.call_arbiter.remote("wait_for_preemption", holder), "lease.wanted"
+                self._coordinator.call_arbiter.remote("wait_for_preemption", holder),
+                "lease.wait_for_preemption",
             )
         )

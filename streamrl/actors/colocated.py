@@ -1,4 +1,4 @@
-"""One process with a trainer's rank and a generator, or a part of one."""
+"""Hybrid actor: a trainer rank and a generator (or a rank of one) in one process."""
 
 from operator import methodcaller
 from typing import Any
@@ -10,41 +10,39 @@ from streamrl.actors.trainer import TrainerActor
 
 
 class HybridActor(PingableActor):
-    """Hosts both; each is called as the actor it would be alone, see `Part`."""
+    """Hosts a TrainerActor and a GeneratorActor; a HybridActorHandle addresses either."""
 
     def __init__(self, leads: bool = True) -> None:
-        """`leads` is whether the generator samples here, and not only computes along."""
-        residence = SharedWeights()
-        generator = GeneratorActor(residence) if leads else FollowerRankActor(residence)
-        self._role_actors = {"trainer": TrainerActor(residence), "generator": generator}
+        """Host a GeneratorActor if `leads`, else a FollowerRankActor."""
+        shared_weights = SharedWeights()
+        generator = GeneratorActor(shared_weights) if leads else FollowerRankActor(shared_weights)
+        self._role_actors = {"trainer": TrainerActor(shared_weights), "generator": generator}
 
-    async def call_role(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of one of them."""
-        return await methodcaller(method, *arguments)(self._role_actors[part])
+    async def call_role(self, role: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        return await methodcaller(method, *arguments)(self._role_actors[role])
 
 
 class HybridActorHandle:
-    """The trainer or the generator of a HybridActor, to be called like an actor of its own."""
+    """Handle of the trainer or the generator in a HybridActor, used like an actor handle."""
 
-    def __init__(self, actor: Any, name: str) -> None:
+    def __init__(self, actor: Any, role: str) -> None:
         self.actor = actor
-        self._name = name
+        self._role = role
 
     def __getattr__(self, method: str) -> "HybridMethodHandle":
         if method.startswith("_"):
             raise AttributeError(method)
-        return HybridMethodHandle(self.actor, self._name, method)
+        return HybridMethodHandle(self.actor, self._role, method)
 
     def __reduce__(self) -> Any:
-        return HybridActorHandle, (self.actor, self._name)
+        return HybridActorHandle, (self.actor, self._role)
 
 
 class HybridMethodHandle:
-    """A method of a part."""
+    """Method of a hosted actor, with Ray's `remote`."""
 
-    def __init__(self, actor: Any, part: str, method: str) -> None:
-        self._actor, self._role, self._method = actor, part, method
+    def __init__(self, actor: Any, role: str, method: str) -> None:
+        self._actor, self._role, self._method = actor, role, method
 
     def remote(self, *arguments: Any) -> Any:
-        """Call it; the reply."""
         return self._actor.call_role.remote(self._role, self._method, arguments)

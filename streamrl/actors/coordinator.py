@@ -1,4 +1,4 @@
-"""The coordinator: clock, admission, ledger, weight registry. Metadata only; no tensor comes by."""
+"""Coordinator: clock, admission, ledger, weight registry. Handles metadata only, never tensors."""
 
 import asyncio
 import time
@@ -43,23 +43,22 @@ from streamrl.weights.metrics import weight_metrics
 from streamrl.weights.version_registry import LOAD_REFUSED, ReaderState, WeightFault, WeightRegistry
 
 REFUSALS_PER_RESEND = 2
-"""After so many refusals each time a version is sent again: it may be damaged where it lies."""
+"""After every so many refused loads a version is sent again: its stored copy may be damaged."""
 
 
 @dataclass(frozen=True)
 class RoleActorMap:
-    """The actors of a run, by role; the trainers' ranks among them."""
+    """Actors of a run by role, trainer ranks included."""
 
     roles: Sequence[RoleActors]
 
     def get_role(self, role: str) -> RoleActors:
-        """The actors of one role."""
         return next(r for r in self.roles if r.role == role)
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where the run starts: prompts, and the state of the checkpoint it goes on from, if any."""
+    """Start of a run: prompts, and the checkpoint state to resume from, if any."""
 
     prompts: PromptStream
     eval_prompts: Mapping[str, Sequence[Prompt]]
@@ -70,7 +69,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How the run ended. `ledger` is the conservation law in words."""
+    """Result of a run. `ledger` is the balance of groups as text."""
 
     version: int
     ledger: str
@@ -79,50 +78,52 @@ class RunResult:
 
 
 class CoordinatorActor(PingableActor):
-    """Hosts the admitting and the training loop, and answers those who follow the weights."""
+    """Runs the admission and training loops, and serves weight manifests to followers."""
 
     def __init__(self) -> None:
         self._driver_events = DriverEvents()
         self._loop_spans = SpanRecorder("train-loop")
 
-    async def start(self, wiring: ActorContext, cast: RoleActorMap, start: RunStart) -> None:
-        """Open the books, see to what was in flight, publish the version the run starts from."""
-        config = self._config = wiring.config
-        record_crash_stacks(wiring.run_dir, "coordinator")
+    async def start(
+        self, context: ActorContext, role_actors: RoleActorMap, start: RunStart
+    ) -> None:
+        """Open the run log, reconcile the groups in flight, and publish the initial version."""
+        config = self._config = context.config
+        record_crash_stacks(context.run_dir, "coordinator")
         self._prompts = start.prompts
         version = 0 if start.state is None else int(start.state["version"])
-        self._persistence = RunPersistence(config, wiring.run_dir, wiring.shards, start.state)
-        books = await self._persistence.open_run_log(self._prompts)
+        self._persistence = RunPersistence(config, context.run_dir, context.shards, start.state)
+        run_log = await self._persistence.open_run_log(self._prompts)
         self._adaptive_params = AdaptiveParams(config.algorithm.spec, config.algorithm_settings)
         self._adaptive_params.load_state_dict(start.state["dials"] if start.state else {})
-        self._transport = wiring.transport
+        self._transport = context.transport
         self._progress_clock = ProgressClock()
         self._arbiter = make_arbiter(config, self._progress_clock)
         self._lease = make_lease(config, self._arbiter, TRAINER_PHASE, TRAINER_PHASE)
         self._publisher_node = start.publisher_node
         self._driver_events.post_report(
-            EventReport("note", {"text": wiring.transport.decision.reason})
+            EventReport("note", {"text": context.transport.decision.reason})
         )
-        trained = [role for role in cast.roles if role.kind is CallKind.TRAIN]
+        trained = [role for role in role_actors.roles if role.kind is CallKind.TRAIN]
         self._trainers = {
             role.role: self._make_trainer_group(role, has_critic=len(trained) > 1)
             for role in trained
         }
-        self._run_state = self._make_run_state(books, version)
-        self._queue = ExperienceQueue(wiring.shards, "coordinator")
+        self._run_state = self._make_run_state(run_log, version)
+        self._queue = ExperienceQueue(context.shards, "coordinator")
         self._evaluator = RunEvaluator(
             config,
-            cast.get_role(GENERATE_CALL.role),
-            cast.get_role(REWARD_CALL.role),
+            role_actors.get_role(GENERATE_CALL.role),
+            role_actors.get_role(REWARD_CALL.role),
             self._progress_clock,
         )
         self._eval_prompts = start.eval_prompts
-        self._role_actors = cast
+        self._role_actors = role_actors
         self._checkpoint = start.checkpoint
         self._saved_version = version
-        if books.steps_to_replay:
-            steps = f"{min(books.steps_to_replay)} to {max(books.steps_to_replay)}"
-            text = f"steps {steps} were made after the checkpoint; they are made again as they were"
+        if run_log.steps_to_replay:
+            replayed = f"{min(run_log.steps_to_replay)} to {max(run_log.steps_to_replay)}"
+            text = f"steps {replayed} came after the checkpoint; they are replayed as they were"
             self._driver_events.post_report(EventReport("note", {"text": text}))
         await self._run_state.reconcile_queue(self._queue)
         await self._run_state.publisher.begin_publish(version, first=True)
@@ -130,17 +131,17 @@ class CoordinatorActor(PingableActor):
 
     def _make_trainer_group(self, role: RoleActors, *, has_critic: bool) -> TrainerGroup:
         config = self._config
-        waits = has_critic and role.role == POLICY
+        waits_for_critic = has_critic and role.role == POLICY
         return TrainerGroup(
             role,
             settings=config.algorithm_settings,
             config=config.get_trainer_config(role.role),
             publishes_together=role.role == POLICY and config.needs_resharding,
-            rests_until=config.critic.warmup_alone if waits else 0,
+            frozen_until=config.critic.warmup_alone if waits_for_critic else 0,
             probe_every=config.weights.probe_every if role.role == POLICY else 0,
         )
 
-    def _make_run_state(self, books: RunLog, version: int) -> RunState:
+    def _make_run_state(self, run_log: RunLog, version: int) -> RunState:
         config, pipeline = self._config, self._config.pipeline
         per_step = pipeline.groups_per_step
         sources: dict[str, WeightSource] = {**self._trainers}
@@ -150,7 +151,7 @@ class CoordinatorActor(PingableActor):
             else {}
         )
         registries = {role: self._make_registry(role) for role in sources}
-        publishing = WeightPublisher(
+        publisher = WeightPublisher(
             sources,
             registries,
             due=self._should_publish,
@@ -161,7 +162,7 @@ class CoordinatorActor(PingableActor):
             config.filter.oversample_factor, groups_per_step=per_step
         )
         admission = AdmissionController(
-            books.ledger,
+            run_log.ledger,
             depth=pipeline.max_steps_ahead,
             groups_per_step=per_step,
             capacity_groups=config.capacity_groups,
@@ -178,50 +179,56 @@ class CoordinatorActor(PingableActor):
         return RunState(
             admission,
             assembler,
-            books,
-            publishing,
+            run_log,
+            publisher,
             self._adaptive_params,
             self._prompts,
             max_attempts=config.queue.max_attempts,
             should_readmit_failed=config.queue.on_failed_group == "readmit",
             max_filtered=config.filter.max_filter_rounds * per_step,
             max_dropped=config.queue.max_drop_rounds * per_step,
-            on_group_finished=lambda uid, how: self._post_reports(make_drop_reports(uid, how)),
-            on_stall=lambda found: self._post_reports(make_stall_reports(found, pipeline.on_stall)),
+            on_group_finished=lambda uid, outcome: self._post_reports(
+                make_drop_reports(uid, outcome)
+            ),
+            on_stall=lambda overdue: self._post_reports(
+                make_stall_reports(overdue, pipeline.on_stall)
+            ),
             progress_clock=self._progress_clock,
         )
 
     def _make_registry(self, role: str) -> WeightRegistry:
         refusals: Counter[int] = Counter()
 
-        def told(kind: str, reader: str, fault: WeightFault) -> None:
+        def handle_fault(kind: str, reader: str, fault: WeightFault) -> None:
             self._post_fault(kind, reader, fault)
             if kind == LOAD_REFUSED:
                 refusals[fault.version] += 1
                 if refusals[fault.version] % REFUSALS_PER_RESEND == 0:
                     self._run_state.publisher.resend_version(role, fault.version)
 
-        keep = self._config.weights.keep_versions
-        spread = self._transport.make_broadcast_tree(self._publisher_node)
-        return WeightRegistry(keep_versions=keep, on_fault=told, broadcast_tree=spread)
+        keep_versions = self._config.weights.keep_versions
+        broadcast_tree = self._transport.make_broadcast_tree(self._publisher_node)
+        return WeightRegistry(
+            keep_versions=keep_versions, on_trouble=handle_fault, spread=broadcast_tree
+        )
 
-    def _post_fault(self, kind: str, who: str, fault: WeightFault) -> None:
-        """An event about a version and the actor, or the role, that it gives trouble."""
-        fields: dict[str, str | int] = {"actor": who, "version": fault.version}
+    def _post_fault(self, kind: str, actor: str, fault: WeightFault) -> None:
+        fields: dict[str, str | int] = {"actor": actor, "version": fault.version}
         self._driver_events.post_report(EventReport(kind, {**fields, "reason": fault.reason}))
 
     def _should_publish(self, role: str, version: int) -> bool:
-        """Looked at are the last version, and what is evaluated."""
+        """Return whether a version is due: by interval, as the last one, or for an evaluation."""
         config, steps = self._config, self._config.run.steps
-        evaluated = bool(self._eval_prompts) and config.evaluation.is_due(version, num_steps=steps)
-        every, looked_at = config.weights.publish_every, version == steps or evaluated
+        is_evaluated = bool(self._eval_prompts) and config.evaluation.is_due(
+            version, num_steps=steps
+        )
+        every, is_required = config.weights.publish_every, version == steps or is_evaluated
         return is_publish_due(
-            role, version, every=every, reference=config.reference, forced=looked_at
+            role, version, every=every, reference=config.reference, looked_at=is_required
         )
 
     async def run(self) -> RunResult:
-        """Evaluate, stream until the last step or until stopped, evaluate, save."""
-        control, config = self._run_state, self._config
+        run_state, config = self._run_state, self._config
         self._step_reporter = StepReporter(
             config, self._role_actors.roles, self._driver_events, start_s=time.time()
         )
@@ -232,44 +239,46 @@ class CoordinatorActor(PingableActor):
             await self._save_after_failure()
             raise
         await self._step_reporter.finish_reporting(reporting)
-        interrupted = not control.admission.is_finished
-        if control.has_partial_update:
+        interrupted = not run_state.admission.is_finished
+        if run_state.has_partial_update:
             text = (
-                f"stopped between two updates: not saved; a resume goes on from"
-                f" {self._last_checkpoint_name}"
+                "stopped in the middle of a training step; no checkpoint was written: a resume"
+                f" continues from {self._last_checkpoint_name}"
             )
             self._driver_events.post_report(EventReport("note", {"text": text}))
         elif interrupted or config.checkpoint.at_end:
             await self._save_checkpoint()
-        left = await self._queue.get_stats()
+        queue_stats = await self._queue.get_stats()
         await self._persistence.close()
-        counts = control.admission.ledger.check_balance(left.uids, inserted=control.inserted_uids)
-        return RunResult(control.admission.version, str(counts), interrupted, self._checkpoint)
+        counts = run_state.admission.ledger.check_balance(
+            queue_stats.uids, booked=run_state.inserted_uids
+        )
+        return RunResult(run_state.admission.version, str(counts), interrupted, self._checkpoint)
 
     async def _run_stream(self, reporting: "asyncio.Task[None]") -> None:
-        """Admit and train side by side; the first error of either, or of reporting, ends both."""
+        """Admit and train concurrently; the first error of any loop ends all of them."""
         training = asyncio.create_task(self._run_training())
         admitting = asyncio.create_task(admit_prompts(self._run_state, self._queue))
         watching = asyncio.create_task(
             watch_stalls(self._run_state, self._queue, self._config.pipeline)
         )
-        loops = {training, admitting, reporting, watching}
+        tasks = {training, admitting, reporting, watching}
         while not training.done():
             done, _ = await asyncio.wait(
-                {task for task in loops if task not in (admitting, watching) or not task.done()},
+                {task for task in tasks if task not in (admitting, watching) or not task.done()},
                 return_when=asyncio.FIRST_COMPLETED,
             )
             for task in done:
                 task.result()
         training.result()
         self._run_state.request_stop()
-        # Admission may wait for room that nobody makes any more.
+        # Admission may be waiting for capacity that no consumer frees any more.
         for task in (watching, admitting):
             task.cancel()
         await asyncio.wait([watching, admitting])
 
     async def _run_training(self) -> None:
-        """Train; what the run starts from is evaluated first, while the first step is sampled."""
+        """Train. The initial version is evaluated while generators sample the first step."""
         if self._run_state.admission.version == 0 and (row := await self._evaluate_if_due()):
             self._driver_events.post_report(StepReport(0, row))
         self._step_reporter.begin_step(time.time())
@@ -279,14 +288,14 @@ class CoordinatorActor(PingableActor):
         )
 
     async def _finish_step(self, outcome: StepResult) -> None:
-        """After each step: evaluate if it is time, note the step, maybe save."""
+        """After each step: evaluate if due, report the step, save if due."""
         admission = self._run_state.admission
-        # The ranks' own spans are reported; those of the loop around them only take memory.
+        # Reports use the ranks' own spans; drop those of this loop so that they do not accumulate.
         self._loop_spans.drain_spans()
         evaluation = await self._evaluate_if_due()
         registries = self._run_state.publisher.registries
-        traffic = {role: registry.drain_stats() for role, registry in registries.items()}
-        weights = weight_metrics(traffic.pop(POLICY), list(traffic.values()))
+        sync_stats = {role: registry.drain_stats() for role, registry in registries.items()}
+        weights = weight_metrics(sync_stats.pop(POLICY), list(sync_stats.values()))
         row = {**weights, "weights/version": admission.version}
         row |= post_skipped_rows(self._prompts, self._driver_events)
         self._step_reporter.add_step(StepSnapshot(outcome, row, evaluation))
@@ -298,11 +307,11 @@ class CoordinatorActor(PingableActor):
             self._driver_events.post_report(report)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
-        """Score the evaluation prompts under the current weights, outside the stream."""
+        """Score the evaluation prompts with the current weights, outside the stream."""
         version, steps = self._run_state.admission.version, self._config.run.steps
         if not self._eval_prompts or not self._config.evaluation.is_due(version, num_steps=steps):
             return {}
-        # A version that could not be published is told of here, not waited for.
+        # Raises here if publishing failed; generators would wait in vain for the version.
         await self._run_state.publisher.wait_until_published()
         self._driver_events.post_report(StatusReport(f"evaluating version {version}"))
         evaluation = asyncio.create_task(
@@ -328,11 +337,14 @@ class CoordinatorActor(PingableActor):
         return Path(self._checkpoint).name if self._checkpoint else "the beginning"
 
     async def _save_checkpoint(self, *, goes_on: bool = False) -> None:
-        """Write a checkpoint of the current version, unless there is one, or no space for it."""
+        """Write a checkpoint of the current version, unless one exists.
+
+        With `goes_on` a full disk is reported as an event; otherwise NoSpaceError is raised.
+        """
         version = self._run_state.admission.version
         if self._checkpoint and version == self._saved_version:
             return
-        # What is saved is as it was published.
+        # The saved weights must equal the published ones.
         await self._run_state.publisher.wait_until_published()
         trainers = list(self._trainers.values())
         try:
@@ -343,8 +355,8 @@ class CoordinatorActor(PingableActor):
             if not goes_on:
                 raise
             text = (
-                f"{error}; kept: {self._last_checkpoint_name}; the run goes on, and tries"
-                f" again later"
+                f"{error}; kept: {self._last_checkpoint_name}; the run goes on"
+                " and tries again later"
             )
             self._driver_events.post_report(
                 EventReport("no_space", {"version": version, "text": text})
@@ -356,7 +368,7 @@ class CoordinatorActor(PingableActor):
             self._driver_events.post_report(event)
 
     async def _save_after_failure(self) -> None:
-        """Save what was made, if that can be, and see that the driver has all reports."""
+        """Save the last version if possible, and wait until the driver has all reports."""
         try:
             if (
                 self._run_state.admission.version > self._saved_version
@@ -366,29 +378,31 @@ class CoordinatorActor(PingableActor):
             await self._wait_until_reported()
         except StreamError as error:
             self._driver_events.post_report(
-                EventReport("note", {"text": f"the end was not saved: {error}"})
+                EventReport(
+                    "note", {"text": f"no checkpoint of the last version was written: {error}"}
+                )
             )
 
     async def _wait_until_reported(self) -> None:
-        """The driver has the row of every step: a step that is not made again has no other."""
+        """Wait until the driver has the row of every step; a resume does not produce them again."""
         await self._step_reporter.wait_until_idle()
         await self._driver_events.wait_until_delivered(CALL_TIMEOUT_S)
 
     async def handle_actor_death(self, name: str) -> None:
-        """An actor has died and is started again: what it held is free, and it reads nothing."""
+        """Release the leases of a dead actor that Ray restarts; drop it as a weight reader."""
         self._forget_actor(name)
         await self._queue.release_holder(name)
 
     async def add_replica(self, role: str, name: str, actor: Any) -> None:
-        """A replica has joined: from now on it is asked whatever the others of its role are."""
+        """Include a replica that joined in evaluations and reports."""
         self._role_actors.get_role(role).add_replica(name, actor)
 
     async def start_replica_drain(self, role: str, name: str) -> None:
-        """A replica is about to leave: it is asked nothing any more."""
+        """Exclude a draining replica from evaluations and reports."""
         self._role_actors.get_role(role).remove_replica(name)
 
     async def remove_replica(self, name: str) -> None:
-        """A replica has left: what it may still hold is free, and it reads no weights."""
+        """Release the leases of a replica that left; drop it as a weight reader."""
         self._forget_actor(name)
         await self._queue.release_holder(name, died=False)
 
@@ -398,51 +412,48 @@ class CoordinatorActor(PingableActor):
             registry.remove_reader(name)
 
     async def request_stop(self) -> None:
-        """End the stream after the micro-batch under way, or a step that has begun to update."""
+        """End the stream after the current micro-batch, or after the step if updates have begun."""
         self._run_state.request_stop()
 
     async def read_reports(self, after: int, wait_s: float) -> list[DriverReport]:
-        """See Feed.after."""
         return await self._driver_events.read_after(after, wait_s)
 
     async def wait_for_manifest(
-        self, role: str, reader: str, held: ReaderState, wait_s: float
+        self, role: str, reader: str, state: ReaderState, wait_s: float
     ) -> WeightManifest | None:
-        """See WeightRegistry.newest; `role` is whose weights they are."""
         return await self._run_state.publisher.registries[role].wait_for_newer(
-            reader, held, wait_s=wait_s
+            reader, state, wait_s=wait_s
         )
 
     async def call_arbiter(self, method: str, *arguments: str) -> Any:
-        """Call a method of the arbiter, see ArbiterFace."""
-        found = methodcaller(method, *arguments)(self._arbiter)
-        return await found if asyncio.iscoroutine(found) else found
+        result = methodcaller(method, *arguments)(self._arbiter)
+        return await result if asyncio.iscoroutine(result) else result
 
 
-def post_skipped_rows(prompts: PromptStream, feed: DriverEvents) -> Mapping[str, int]:
-    """Tell of rows that gave no prompt since the last call; their counts, as metrics."""
+def post_skipped_rows(prompts: PromptStream, events: DriverEvents) -> Mapping[str, int]:
+    """Post an event per data row skipped since the last call; return their counts as metrics."""
     skipped = prompts.take_skipped()
     for problem in skipped.problems:
-        feed.post_report(EventReport("bad_row", {"reason": problem}))
+        events.post_report(EventReport("bad_row", {"reason": problem}))
     return skipped.metrics
 
 
-def make_drop_reports(uid: str, how: GroupOutcome) -> list[EventReport]:
-    """The event of a drop; none of what is no fault, and may happen more often than a step."""
-    if how.filtered or how.cause == SURPLUS_CAUSE:
+def make_drop_reports(uid: str, outcome: GroupOutcome) -> list[EventReport]:
+    """Return the event of a dropped group; no event for a filtered or surplus group."""
+    if outcome.filtered or outcome.cause == SURPLUS_CAUSE:
         return []
-    return [EventReport("drop", {"uid": uid, "cause": how.cause, "reason": how.reason})]
+    return [EventReport("drop", {"uid": uid, "cause": outcome.cause, "reason": outcome.reason})]
 
 
-def make_stall_reports(found: Sequence[OverdueLease], action: str) -> list[EventReport]:
-    """One event per holder and stage, however many groups it has."""
+def make_stall_reports(overdue: Sequence[OverdueLease], action: str) -> list[EventReport]:
+    """Return one stall event per holder and stage, however many groups are overdue."""
     by_holder: dict[tuple[str, str], list[OverdueLease]] = {}
-    for one in found:
-        by_holder.setdefault((one.stage, one.holder), []).append(one)
+    for lease in overdue:
+        by_holder.setdefault((lease.stage, lease.holder), []).append(lease)
     reports = []
-    for (stage, holder), group in by_holder.items():
+    for (stage, holder), leases in by_holder.items():
         fields: dict[str, str | int | float] = {"stage": stage, "holder": holder}
-        fields |= {"groups": len(group), "age_s": round(max(one.age_s for one in group), 1)}
-        fields |= {"uids": " ".join(one.uid for one in group[:8]), "action": action}
+        fields |= {"groups": len(leases), "age_s": round(max(lease.age_s for lease in leases), 1)}
+        fields |= {"uids": " ".join(lease.uid for lease in leases[:8]), "action": action}
         reports.append(EventReport("stall", fields))
     return reports

@@ -1,6 +1,6 @@
-"""vLLM, transformers, DeepSpeed or torch: the engines of a run.
+"""Factory of the real engines: vLLM, transformers, DeepSpeed, torch.
 
-They are imported where they are made: every actor unpickles the factory, one of them needs vLLM.
+Engines are imported inside functions: every actor unpickles the factory, few need vLLM.
 """
 
 import asyncio
@@ -37,20 +37,23 @@ if TYPE_CHECKING:
 
 
 class FollowerScorer:
-    """A stage that scores with a model kept elsewhere, under the newest version that has come."""
+    """Stage that scores with a followed model, under the newest loaded version."""
 
     def __init__(
         self,
         compute: Callable[[Columns], Columns],
         load: Callable[[Mapping[str, "Tensor"]], None],
     ) -> None:
-        """`compute` makes the columns of a group; `load` takes another version."""
+        """Wrap a model.
+
+        compute: returns the columns of a group.
+        load: loads the tensors of another version.
+        """
         self._compute_columns = compute
         self._load_tensors = load
         self._lock = asyncio.Lock()
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        """The columns of each group, computed beside the event loop."""
         async with self._lock:
             return [
                 await asyncio.to_thread(self._compute_columns, experience.columns)
@@ -58,23 +61,22 @@ class FollowerScorer:
             ]
 
     async def load_weights(self, tensors: Mapping[str, "Tensor"], version: int) -> WeightLoadStats:
-        """Go over to another version, between two batches."""
         async with self._lock:
             started = time.perf_counter()
             await asyncio.to_thread(self._load_tensors, tensors)
             return WeightLoadStats(pause_s=time.perf_counter() - started)
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
-        """It is asked about rollouts, not about sequences."""
+        """Return None: a scorer takes rollouts, so the logprob check does not apply."""
 
 
 class RealEngineFactory:
-    """vLLM, transformers, DeepSpeed or torch: what a run is made of."""
+    """Builds vLLM generators, transformers scorers, and DeepSpeed or torch trainers."""
 
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int
     ) -> HostedGenerator:
-        """A vLLM engine of its own per replica, which others compute with where they share it."""
+        """Start the vLLM engine of a replica, or of the leader where ranks share an engine."""
         with pause_gc():
             from streamrl.engines.generation.generator import GenerationEngine
             from streamrl.engines.generation.group_generator import GroupGenerator
@@ -89,14 +91,14 @@ class RealEngineFactory:
     async def make_follower_rank(
         self, config: RunConfig, max_length: int, rank: int
     ) -> HostedFollowerRank:
-        """vLLM's worker with a part of the engine that the leader of the rank's team has."""
+        """Start a vLLM worker that holds one shard of its rank group's engine."""
         with pause_gc():
             from streamrl.engines.vllm.follower_rank import FollowerRank
 
             return await FollowerRank.start(_make_engine_spec(config, max_length, rank))
 
     async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
-        """The scorer of a role of the dataflow: reward, cost, reference or a critic's shadow."""
+        """Build the scorer of a role: reward, cost, reference, or inference copy of a critic."""
         with pause_gc():
             scorer = SCORER_FACTORIES[role](config, max_length)
             await scorer.start()
@@ -105,8 +107,7 @@ class RealEngineFactory:
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str
     ) -> "ModelTrainer":
-        """One rank of a model's trainer."""
-        has_texts = role == POLICY and bool(config.data.pretrain)
+        has_pretraining = role == POLICY and bool(config.data.pretrain)
         with pause_gc():
             from streamrl.engines.training.trainer import ModelTrainer
 
@@ -114,7 +115,7 @@ class RealEngineFactory:
                 _make_task(config, max_length, role),
                 config=config.get_trainer_config(role),
                 rank=rank,
-                pretraining=_make_pretraining(config) if has_texts else None,
+                pretraining=_make_pretraining(config) if has_pretraining else None,
                 num_steps=count_trained_steps(config, role),
             )
 
@@ -125,15 +126,15 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
 
     size = config.generator.tensor_parallel
     is_shared = config.placement.is_hybrid and size > 1
-    team = make_rank_group(replica, config.trainer, size) if is_shared else None
+    rank_group = make_rank_group(replica, config.trainer, size) if is_shared else None
     return EngineSpec(
         config.model.path,
         config.generator,
-        seed=config.run.seed + (team.leader_rank if team else replica),
+        seed=config.run.seed + (rank_group.leader_rank if rank_group else replica),
         max_length=max_length,
         should_drain=config.weights.on_update == "drain",
         should_keep_kv=config.weights.kv == "keep",
-        rank_group=team,
+        rank_group=rank_group,
     )
 
 
@@ -141,7 +142,7 @@ def _make_task(config: RunConfig, max_length: int, role: str) -> "TrainingTask":
     from streamrl.engines.models.forward import ModelLoadOptions
     from streamrl.engines.training.tasks import CriticTask, PolicyTask, TwoHeadedTask
 
-    path, row, settings = (
+    path, spec, settings = (
         config.get_model_path(role),
         config.algorithm.spec,
         config.algorithm_settings,
@@ -151,11 +152,11 @@ def _make_task(config: RunConfig, max_length: int, role: str) -> "TrainingTask":
     if role == POLICY and config.critic.shared_coef is not None:
         coef = config.critic.shared_coef
         return TwoHeadedTask(
-            path, row, settings, temperature, options=options, value_clip=clip, value_coef=coef
+            path, spec, settings, temperature, options=options, value_clip=clip, value_coef=coef
         )
     if role == POLICY:
-        return PolicyTask(path, row, settings, temperature, options=options)
-    return CriticTask(path, row, settings, clip, role, options)
+        return PolicyTask(path, spec, settings, temperature, options=options)
+    return CriticTask(path, spec, settings, clip, role, options)
 
 
 def _make_pretraining(config: RunConfig) -> "PretrainingLoss":
@@ -199,8 +200,8 @@ def _make_cost_scorer(config: RunConfig, max_length: int) -> HostedScorer:
     from streamrl.rewards import COSTS, RewardContext, build_rewards
     from streamrl.rewards.scorer import CostScorer
 
-    around = RewardContext(config.scorer, config.sandbox)
-    costs = build_rewards(config.costs, around, score_spec=COSTS)
+    context = RewardContext(config.scorer, config.sandbox)
+    costs = build_rewards(config.costs, context, judged=COSTS)
     scorer = CostScorer(costs, load_tokenizer(config.model.path))
     return HostedScorer(
         {COST_CALL.stage: scorer.score},
@@ -222,29 +223,29 @@ def _make_reference_scorer(config: RunConfig, max_length: int) -> HostedScorer:
         dtype=config.trainer.dtype,
         options=ModelLoadOptions(config.trainer.attention, max_length),
     )
-    shadow = FollowerScorer(model.compute_ref_logprobs, model.load_weights)
-    return HostedScorer({REFERENCE_CALL.stage: shadow.score}, shadow)
+    follower = FollowerScorer(model.compute_ref_logprobs, model.load_weights)
+    return HostedScorer({REFERENCE_CALL.stage: follower.score}, follower)
 
 
 def _make_value_scorer(call: ModelCall, config: RunConfig, max_length: int) -> HostedScorer:
     from streamrl.engines.models.forward import ModelLoadOptions
     from streamrl.engines.training.forward_scorers import ValueScorer
 
-    shares = config.critic.shared_coef is not None
-    role, (column,) = POLICY if shares else call.followed_role, call.produces
-    trainer = config.get_trainer_config(role)
+    shares_policy = config.critic.shared_coef is not None
+    role, (column,) = POLICY if shares_policy else call.followed_role, call.produces
+    trainer_config = config.get_trainer_config(role)
     model = ValueScorer(
         config.get_model_path(role),
         micro_batch_tokens=config.pipeline.micro_batch_tokens,
-        threads=trainer.threads,
-        dtype=trainer.dtype,
-        shares_policy=shares,
-        options=ModelLoadOptions(trainer.attention, max_length),
+        threads=trainer_config.threads,
+        dtype=trainer_config.dtype,
+        shares_policy=shares_policy,
+        options=ModelLoadOptions(trainer_config.attention, max_length),
     )
-    shadow = FollowerScorer(
+    follower = FollowerScorer(
         lambda columns: {column: model.compute_values(columns)}, model.load_weights
     )
-    return HostedScorer({call.stage: shadow.score}, shadow)
+    return HostedScorer({call.stage: follower.score}, follower)
 
 
 SCORER_FACTORIES: Mapping[str, Callable[[RunConfig, int], HostedScorer]] = {

@@ -1,4 +1,4 @@
-"""A generator replica: hosts the loops of the generating stages and follows the weights."""
+"""Generator replica: hosts the loops of the generating stages and follows the policy's weights."""
 
 from collections.abc import Sequence
 
@@ -21,47 +21,44 @@ from streamrl.stream.stage_worker import read_no_partials, split_slots
 
 
 class GeneratorActor(ReplicaActor):
-    """Long-lived: engine and loops live as long as the run, or as the process does."""
+    """Hosts an engine for as long as the process lives."""
 
-    def __init__(self, residence: SharedWeights | None = None) -> None:
-        """`residence` is there if a trainer shares this process, and the weights."""
+    def __init__(self, shared_weights: SharedWeights | None = None) -> None:
+        """`shared_weights` is set if a trainer shares this process and its weights."""
         self._generator: HostedGenerator | None = None
-        self._shared_weights = residence
+        self._shared_weights = shared_weights
 
-    async def start(self, wiring: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
-        """Load the engine. It serves nothing until `run` has pulled the current version."""
-        self._config = wiring.config
-        self._join_stream(wiring, calls, f"generator-{replica}", follows=POLICY, suspendable=self)
-        make = wiring.engines.make_generator
+    async def start(self, context: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
+        """Load the engine. It serves no request until `run` has loaded the current version."""
+        self._config = context.config
+        self._join_stream(context, calls, f"generator-{replica}", follows=POLICY, suspendable=self)
+        make_generator = context.engines.make_generator
         if self._shared_weights is None:
-            self._generator = await make(wiring.config, wiring.max_length, replica)
+            self._generator = await make_generator(context.config, context.max_length, replica)
             return
         assert self._channel is not None
         self._channel = SharedWeightsChannel(self._channel, self._shared_weights)
-        # The engine takes its place among the ranks that are there.
-        await self._shared_weights.wait_for_trainer(wiring.config.generator.start_timeout_s)
-        self._generator = await make(wiring.config, wiring.max_length, replica)
+        # The engine joins the trainer's process group, so all ranks must exist.
+        await self._shared_weights.wait_for_trainer(context.config.generator.start_timeout_s)
+        self._generator = await make_generator(context.config, context.max_length, replica)
         await self._shared_weights.attach_generator(
-            self._generator, fills=wiring.config.needs_resharding
+            self._generator, should_fill_storage=context.config.needs_resharding
         )
 
     async def suspend(self) -> None:
-        """Sample nothing while others have the pool."""
         assert self._generator is not None
         await self._generator.pause("lease")
         self._stages[0].spans.pause_spans([stage.name for stage in self._stages])
 
     async def resume(self) -> None:
-        """Go on with what was under way."""
         assert self._generator is not None
         self._stages[0].spans.resume_spans()
         await self._generator.resume("lease")
 
     async def run(self) -> None:
-        """The loops of the stages, until the actor is killed or has left."""
-        config, generator, held = self._config, self._generator, self._held_version
-        assert generator is not None and held is not None
-        places = split_slots(
+        config, generator, served = self._config, self._generator, self._held_version
+        assert generator is not None and served is not None
+        slots = split_slots(
             config.generator.max_concurrent_rollouts,
             [stage.name for stage in self._stages],
             group_size=config.algorithm.group_size,
@@ -69,14 +66,14 @@ class GeneratorActor(ReplicaActor):
         loops = []
         for stage in self._stages:
             sample = generator.stages[stage.name]
-            begun = (
+            collect_partials = (
                 generator.collect_partial_rollouts
                 if stage.name == GENERATE_CALL.stage
                 else read_no_partials
             )
             loops.append(
                 generate_rollouts(
-                    stage, sample, held, limit=places[stage.name], read_partials=begun
+                    stage, sample, served, places=slots[stage.name], begun=collect_partials
                 )
             )
         if self._shared_weights is None:
@@ -87,22 +84,21 @@ class GeneratorActor(ReplicaActor):
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: SamplingSettings, version: int
     ) -> list[Rollout]:
-        """Rollouts for an evaluation of `version` (or a newer one)."""
+        """Sample rollouts for an evaluation with `version` or newer."""
         if self._generator is None:
-            raise ActorLostError("this generator has died and is not yet back")
+            raise ActorLostError("this generator died and has not restarted yet")
         assert self._held_version is not None
         await self._held_version.wait_for_version(version)
         async with self._stages[0].device_lease.hold("evaluate"):
             return await self._generator.sample(prompt, seeds, sampling=sampling)
 
     async def ping(self) -> ProcessLocation:
-        """Answer once the engine has, which it does between two steps: a wedged one is silent."""
+        """Reply once the engine has replied between two steps; a hung engine fails the ping."""
         if self._generator is not None:
             await self._generator.collect_partial_rollouts()
         return ProcessLocation.from_this_process()
 
     async def collect_report(self) -> ActorReport:
-        """What this replica did since the last call."""
         if self._generator is None:
             return ActorReport("", ())
         spans = self._stages[0].spans
@@ -110,26 +106,25 @@ class GeneratorActor(ReplicaActor):
 
 
 class FollowerRankActor(ReplicaActor):
-    """Has a part of a generator that another process leads, and the trainer that fills it."""
+    """Hosts one rank of a generator that spans several processes; another process leads."""
 
-    def __init__(self, residence: SharedWeights) -> None:
-        self._shared_weights = residence
+    def __init__(self, shared_weights: SharedWeights) -> None:
+        self._shared_weights = shared_weights
         self._follower_rank: HostedFollowerRank | None = None
 
-    async def start(self, wiring: ActorContext, rank: int, calls: Sequence[ModelCall]) -> None:
-        """Load the part, as the leader loads the engine."""
-        config = wiring.config
-        self._join_stream(wiring, calls, f"generator-{rank}", follows=POLICY)
+    async def start(self, context: ActorContext, rank: int, calls: Sequence[ModelCall]) -> None:
+        config = context.config
+        self._join_stream(context, calls, f"generator-{rank}", follows=POLICY)
         assert self._channel is not None
         self._channel = SharedWeightsChannel(self._channel, self._shared_weights)
         await self._shared_weights.wait_for_trainer(config.generator.start_timeout_s)
-        self._follower_rank = await wiring.engines.make_follower_rank(
-            config, wiring.max_length, rank
+        self._follower_rank = await context.engines.make_follower_rank(
+            config, context.max_length, rank
         )
         await self._shared_weights.attach_follower_rank(self._follower_rank)
 
     async def run(self) -> None:
-        """Compute along, until the actor is killed or the leader is gone."""
+        """Compute in step with the leader until the leader exits or this actor dies."""
         assert self._follower_rank is not None
         await self._run_loops(
             [self._follower_rank.run_rank()], PrefilledFollower(self._shared_weights)

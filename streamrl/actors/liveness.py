@@ -1,7 +1,7 @@
-"""Which processes give no sign of life: stopped, wedged or out of reach.
+"""Liveness of processes: find those that are stopped, hung or unreachable.
 
-All are asked all the time, and once more when a run fails of a wait. Who
-waited knows only for whom, and that one may itself be waiting for a process that is stopped.
+The driver pings all actors throughout the run, and once more after a timeout. A timeout alone names
+the wrong process: the callee may itself wait for the stopped process.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from streamrl.errors import DeadlineError, DropLimitError, GenerationError, WeightsError
 
 PING_TIMEOUT_S = 5.0
-"""How long a process has to answer, s: it has nothing to do for it."""
+"""A ping does no work, so a live process answers far sooner."""
 WAIT_ERRORS = (DeadlineError, DropLimitError, GenerationError, WeightsError)
-"""Errors that may come of a process that does nothing any more."""
+"""Errors that an unresponsive process may cause elsewhere."""
 
 
 @contextmanager
 def name_unresponsive(processes: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """What fails in here, and may have failed of a silent process, names it;
+    """Add the names of unresponsive processes to a WAIT_ERRORS error raised in the body.
 
-    see `find_unresponsive`.
+    See `find_unresponsive`.
     """
     try:
         yield
@@ -37,45 +37,44 @@ def name_unresponsive(processes: Callable[[], Mapping[str, Any]]) -> Iterator[No
         names = find_unresponsive(processes())
         if not names:
             raise
-        told = "; ".join(f"the process of {name} does not answer" for name in names)
-        raise type(error)(f"{told}; {error}") from error
+        reason = "; ".join(f"the process of {name} does not answer" for name in names)
+        raise type(error)(f"{reason}; {error}") from error
 
 
-def find_unresponsive(processes: Mapping[str, Any], within_s: float = PING_TIMEOUT_S) -> list[str]:
-    """The names of the processes that do not answer: stopped, or out of reach.
+def find_unresponsive(processes: Mapping[str, Any], timeout_s: float = PING_TIMEOUT_S) -> list[str]:
+    """Return the names of processes that do not answer: stopped or unreachable.
 
-    Each value is an async actor in the process. One that waits for another answers, as its loop is
-    free, and for one that has died Ray does.
+    Each value is an async actor of the process. An actor that waits for another still answers,
+    since its event loop runs; for a dead actor Ray answers.
     """
     replies = {actor.__ray_ready__.remote(): name for name, actor in processes.items()}
-    _, late = ray.wait(list(replies), num_returns=len(replies), timeout=within_s)
+    _, late = ray.wait(list(replies), num_returns=len(replies), timeout=timeout_s)
     return sorted(replies[reply] for reply in late)
 
 
 MAX_POLL_GAP_S = 1.0
-"""A longer time between two looks counts as this: who looks may have been stopped itself, s."""
+"""Cap on the time counted between two polls: the polling process may have been stopped itself."""
 PINGS_PER_DEADLINE = 6
-"""How often a process is asked within the time that it may be silent."""
+"""Pings per actor within `silent_s`."""
 
 
 @dataclass(frozen=True)
 class ProcessLocation:
-    """Where a process is: its node, and its number there."""
+    """Node id and pid of a process."""
 
     node: str
     pid: int
 
     @classmethod
     def from_this_process(cls) -> "ProcessLocation":
-        """Of the calling process."""
         return cls(ray.get_runtime_context().get_node_id(), os.getpid())
 
 
 class PingableActor:
-    """What every actor of a run is asked; no method of one that is async holds its loop up."""
+    """Base of every actor of a run. No async method may block the event loop."""
 
     async def ping(self) -> ProcessLocation:
-        """Answer at once, as long as this process does anything at all."""
+        """Reply at once, as long as the event loop runs."""
         return ProcessLocation.from_this_process()
 
 
@@ -86,10 +85,7 @@ class _PendingPing:
 
 
 class LivenessMonitor:
-    """Asks actors, each a Living, for signs of life; says which have given none for `silent_s`.
-
-    Nothing here waits.
-    """
+    """Pings actors and reports those silent for `silent_s`. No method blocks."""
 
     def __init__(self, silent_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = silent_s
@@ -102,65 +98,64 @@ class LivenessMonitor:
         self._locations: dict[str, ProcessLocation] = {}
 
     def ping_actors(self, actors: Mapping[str, Any]) -> list[str]:
-        """Ask whoever is due of these actors; the names of those that are silent.
+        """Ping the actors that are due and return the names of newly silent actors.
 
-        Each once, until it has answered again or was ended.
+        A silent actor is named once, until it answers again or is killed.
         """
         now = self._clock()
         self._now_s += min(now - self._polled_at_s, MAX_POLL_GAP_S)
         self._polled_at_s = now
         self._pending_pings = {
-            name: asked for name, asked in self._pending_pings.items() if name in actors
+            name: ping for name, ping in self._pending_pings.items() if name in actors
         }
         self._collect_pings()
         late = [
             n
-            for n, one in self._pending_pings.items()
-            if self._now_s - one.sent_at_s >= self._timeout_s
+            for n, ping in self._pending_pings.items()
+            if self._now_s - ping.sent_at_s >= self._timeout_s
         ]
-        found = [name for name in late if name not in self._unresponsive]
+        newly_silent = [name for name in late if name not in self._unresponsive]
         self._unresponsive = set(late)
         every_s = self._timeout_s / PINGS_PER_DEADLINE
         for name, actor in actors.items():
             due_s = self._answered_at_s.get(name, -every_s) + every_s
             if name not in self._pending_pings and self._now_s >= due_s:
                 self._pending_pings[name] = _PendingPing(actor.ping.remote(), self._now_s)
-        return found
+        return newly_silent
 
     def _collect_pings(self) -> None:
-        """Take in what has been answered."""
         if not self._pending_pings:
             return
-        names = {one.reply: name for name, one in self._pending_pings.items()}
+        names = {ping.reply: name for name, ping in self._pending_pings.items()}
         ready, _ = ray.wait(list(names), num_returns=len(names), timeout=0)
         for reply in ready:
             name = names[reply]
             del self._pending_pings[name]
             self._answered_at_s[name] = self._now_s
-            # Whoever died is not silent: Ray says so, and others see to it.
+            # A dead actor is not silent: Ray reports the death and the driver restarts it.
             with contextlib.suppress(RayError):
                 self._locations[name] = ray.get(reply, timeout=0)
 
     def find_pid(self, name: str) -> str:
-        """The number of an actor's process on its machine, as text; empty if it never answered."""
-        sign = self._locations.get(name)
-        return "" if sign is None else str(sign.pid)
+        """Return the pid of an actor as text; empty if it never answered a ping."""
+        location = self._locations.get(name)
+        return "" if location is None else str(location.pid)
 
     def kill_actor(self, name: str, actor: Any) -> None:
-        """End the process of a silent actor; Ray starts it again as it does any that dies.
+        """Kill the process of a silent actor; Ray restarts it.
 
-        By a signal: one that is stopped would not hear of anything else.
+        Sends SIGKILL, since a stopped process handles no other signal and no Ray call.
         """
         self._pending_pings.pop(name, None)
-        sign = self._locations.pop(name, None)
-        if sign is None:
+        location = self._locations.pop(name, None)
+        if location is None:
             ray.kill(actor, no_restart=False)
-        elif sign.node == ray.get_runtime_context().get_node_id():
-            _kill_process(sign.pid)
+        elif location.node == ray.get_runtime_context().get_node_id():
+            _kill_process(location.pid)
         else:
-            there = NodeAffinitySchedulingStrategy(sign.node, soft=False)
-            ray.remote(_kill_process).options(num_cpus=0, scheduling_strategy=there).remote(
-                sign.pid
+            affinity = NodeAffinitySchedulingStrategy(location.node, soft=False)
+            ray.remote(_kill_process).options(num_cpus=0, scheduling_strategy=affinity).remote(
+                location.pid
             )
 
 

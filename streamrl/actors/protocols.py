@@ -1,4 +1,7 @@
-"""How an actor makes what it hosts. Tests and benchmarks bring engines of their own."""
+"""Interfaces between actors and the engines they host.
+
+Tests and benchmarks implement them with fake engines.
+"""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class HostedGenerator(Protocol):
-    """What a generator actor hosts: its stages by name, and sampling for evaluations."""
+    """Engine of a generator actor: stages by name, and sampling for evaluations."""
 
     @property
     def stages(self) -> Mapping[str, SampleFunction]: ...
 
     async def collect_partial_rollouts(self) -> Mapping[str, Columns]:
-        """By uid, the groups under way of which a completion token exists."""
+        """Return, by uid, the groups in flight with at least one completion token."""
         ...
 
     async def sample(
@@ -39,38 +42,38 @@ class HostedGenerator(Protocol):
     async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None: ...
 
     async def get_storage(self) -> "ShardStorage | None":
-        """Where its parameters lie, to be filled there by others; None if they cannot be."""
+        """Return the parameter storage, for in-place updates by a trainer; None if unsupported."""
         ...
 
     async def activate_version(self, version: int) -> WeightLoadStats:
-        """Go over to a version that has been filled into its storage."""
+        """Switch to the version that was written into the storage."""
         ...
 
     async def sleep(self) -> None:
-        """Free the memory of keys and values until it samples again."""
+        """Free the KV cache until the next request."""
         ...
 
     async def pause(self, reason: str) -> None:
-        """Sample nothing until `resume`; what is under way stays as it is."""
+        """Stop decoding until `resume`; running requests keep their state."""
         ...
 
     async def resume(self, reason: str) -> None: ...
 
 
 class HostedFollowerRank(Protocol):
-    """What an actor hosts that has a part of a generator, which another actor hosts."""
+    """Rank of a generator; its leader lives in another process."""
 
     async def run_rank(self) -> None:
-        """Compute along until the other ends; raises GenerationError when it does."""
+        """Compute in step with the leader; raises GenerationError when the leader exits."""
         ...
 
-    async def get_storage(self) -> "ShardStorage | None":
-        """As a generator's, of what is here."""
-        ...
+    async def get_storage(self) -> "ShardStorage | None": ...
 
     def fill_shard(self, tensors: Mapping[str, Any]) -> int:
-        """Serve what is here of a full set of parameters, while the other stands still; the bytes
-        that were copied."""
+        """Copy this rank's shard out of a full set of parameters, and return the copied bytes.
+
+        The leader is paused meanwhile.
+        """
         ...
 
     async def sleep(self) -> None: ...
@@ -90,10 +93,12 @@ async def _do_nothing() -> None:
 
 @dataclass(frozen=True)
 class HostedScorer:
-    """What a scorer actor hosts: its stages by name, a few scored texts to look at, and counts.
+    """Stages of a scorer actor by name, with sampled texts and counts for the metrics.
 
-    A group that cannot be scored comes back as the error. `follower` is there if the stages hold a
-    model that is trained elsewhere. `start` readies what it scores with, `close` ends it.
+    A stage returns an error in place of a group that it cannot score.
+
+    follower: set if the stages use a model that is trained elsewhere.
+    start, close: set up and tear down what the stages need.
     """
 
     stages: Mapping[str, ComputeFunction]
@@ -105,25 +110,25 @@ class HostedScorer:
 
 
 class HostedTrainerRank(Protocol):
-    """What a trainer actor hosts. Not asyncio; called from one thread."""
+    """Engine of a trainer actor. Synchronous; called from one thread."""
 
-    def set_adaptive_params(self, dials: Mapping[str, float]) -> None: ...
+    def set_adaptive_params(self, adaptive_params: Mapping[str, float]) -> None: ...
 
     def plan_step(self, groups: Mapping[str, Columns]) -> None: ...
 
     def precompute_logprobs(
-        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]
+        self, groups: Mapping[str, Columns], rollouts: Sequence[RolloutIndex]
     ) -> None: ...
 
     def sync_plan(self) -> None: ...
 
     def train_micro_batch(
-        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int
+        self, groups: Mapping[str, Columns], rollouts: Sequence[RolloutIndex], version: int
     ) -> Mapping[str, float]: ...
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float: ...
 
-    def step(self, normaliser: float) -> Mapping[str, float]: ...
+    def step(self, loss_denominator: float) -> Mapping[str, float]: ...
 
     @property
     def has_sharded_params(self) -> bool: ...
@@ -138,7 +143,7 @@ class HostedTrainerRank(Protocol):
     def count_received_bytes(self, gathered: Mapping[str, "Tensor"]) -> int: ...
 
     def reshard_to_generator(
-        self, served: "ShardStorage | None", version: int
+        self, generator_storage: "ShardStorage | None", version: int
     ) -> "ReshardingStats | None": ...
 
     def merged_state(self) -> Iterable[tuple[str, "Tensor"]]: ...
@@ -153,7 +158,7 @@ class HostedTrainerRank(Protocol):
 
 
 class EngineFactory(Protocol):
-    """Makes the engines of a run, each in the process that hosts it. Must be picklable."""
+    """Builds the engines of a run, each in the process that hosts it. Must be picklable."""
 
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int

@@ -1,4 +1,4 @@
-"""A shard of the experience queue as an actor."""
+"""Actor that hosts a shard of the experience queue."""
 
 import asyncio
 import inspect
@@ -17,17 +17,18 @@ from streamrl.buffer.wire_types import LeaseGrant
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 
 MAX_SHARD_RESTARTS = 10
-"""Times Ray starts a shard anew that has a journal."""
+"""Restarts that Ray may make of a shard with a journal."""
 
 
 class ShardActor(PingableActor):
-    """Hosts one shard on its event loop, from the first call after each start of the process.
+    """Hosts a shard on its event loop; the first call after each process start recovers it.
 
-    Callers ask over connections; objects of the store, which only Ray can hand over, by actor call.
+    Clients call over RPC connections. A reply with object-store references needs an actor call,
+    because only Ray transfers ownership.
     """
 
     def __init__(self, plan: ShardPlan, crashes: tuple[Path, str] | None = None) -> None:
-        """`crashes` is where the stacks of a crash go: see `record_crash_stacks`."""
+        """`crashes` are the arguments of `record_crash_stacks`."""
         if crashes is not None:
             record_crash_stacks(*crashes)
         self._plan = plan
@@ -41,49 +42,45 @@ class ShardActor(PingableActor):
         return self._open_host
 
     async def open_shard(self) -> list[str]:
-        """What could not be read of what a predecessor left, a line each."""
+        """Recover the shard and return a line for each unreadable journal record."""
         return [
-            f"{bad.file}, byte {bad.position.offset}: {bad.reason}"
-            for bad in self._shard_host.corrupt_records
+            f"{record.file}, byte {record.position.offset}: {record.reason}"
+            for record in self._shard_host.corrupt_records
         ]
 
     async def run(self) -> None:
-        """Serve until the process ends: whoever waits for this is told of that by Ray."""
+        """Never return: the caller's pending reply fails when this process dies."""
         await asyncio.Event().wait()
 
     async def get_endpoint(self) -> RpcEndpoint:
-        """Where this process of the shard listens."""
         return await self._rpc_server.get_endpoint()
 
-    async def handle_request(self, ask: RpcRequest) -> Any:
-        """What the shard answers; see the methods of Shard."""
-        arguments = ask.arguments
-        if ask.method in ("commit_columns", "add_groups", "save_partials"):
+    async def handle_request(self, request: RpcRequest) -> Any:
+        arguments = request.arguments
+        if request.method in ("commit_columns", "add_groups", "save_partials"):
             *others, commits = arguments
             arguments = (*others, unpack_commits(commits))
-        answer = getattr(self._shard_host.shard, ask.method)(*arguments, **ask.options)
-        return await answer if inspect.isawaitable(answer) else answer
+        reply = getattr(self._shard_host.shard, request.method)(*arguments, **request.options)
+        return await reply if inspect.isawaitable(reply) else reply
 
-    async def _handle_rpc(self, ask: RpcRequest) -> Any:
-        answer = await self.handle_request(ask)
-        if ask.method in ("lease_groups", "read_columns") and any(map(_has_stored_blobs, answer)):
+    async def _handle_rpc(self, request: RpcRequest) -> Any:
+        reply = await self.handle_request(request)
+        if request.method in ("lease_groups", "read_columns") and any(
+            map(_has_stored_blobs, reply)
+        ):
             return UseObjectStore()
-        return answer
+        return reply
 
     async def rotate_journal(self) -> int:
-        """See ShardKeeper.cut."""
         return await self._shard_host.rotate_journal()
 
     async def write_snapshot(self, cut: int, out: Path) -> None:
-        """See ShardKeeper.snapshot."""
         await self._shard_host.write_snapshot(cut, out)
 
     async def discard_before(self, cut: int) -> None:
-        """See ShardKeeper.discard_before."""
         self._shard_host.discard_before(cut)
 
     async def close(self) -> None:
-        """See ShardKeeper.close."""
         await self._shard_host.close()
 
 
@@ -94,28 +91,29 @@ def _has_stored_blobs(group: LeaseGrant | Sequence[Any]) -> bool:
 
 def create_shards(
     plans: Mapping[str, ShardPlan],
-    create: Callable[..., Any] | None = None,
+    create_actor: Callable[..., Any] | None = None,
     *,
     run_dir: Path | None = None,
 ) -> list[RemoteShard]:
-    """A shard actor per name and plan, spread over the nodes, in the order of the names given.
+    """Create a shard actor per name and plan, spread over the nodes, in the order of the plans.
 
-    One with a journal is started again by Ray when it dies; one without takes its groups along.
-    `create_actor(name, actor class, arguments, options=...)` makes an actor, by default as Ray
-    does. The stacks of one that crashes are left in `run_dir`.
+    Ray restarts a shard that has a journal; a shard without a journal loses its groups.
+
+    create_actor: makes an actor from `(name, actor class, arguments, options=...)`; Ray by default.
+    run_dir: where a crash leaves its stacks.
     """
     shards = []
     for name, plan in plans.items():
-        returns = plan.files is not None
+        has_journal = plan.files is not None
         options = {
-            "max_restarts": MAX_SHARD_RESTARTS if returns else 0,
+            "max_restarts": MAX_SHARD_RESTARTS if has_journal else 0,
             "scheduling_strategy": "SPREAD",
         }
-        # Ray spreads only what asks for something, were it a byte; the rest lands anywhere.
+        # SPREAD only applies to actors with a resource request, so request one byte of memory.
         options["memory"] = 1
         crashes = None if run_dir is None else (run_dir, name)
-        actor = (create or _create_actor)(name, ShardActor, (plan, crashes), options=options)
-        shards.append(RemoteShard(name, actor, returns=returns))
+        actor = (create_actor or _create_actor)(name, ShardActor, (plan, crashes), options=options)
+        shards.append(RemoteShard(name, actor, is_restartable=has_journal))
     return shards
 
 

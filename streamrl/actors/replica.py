@@ -1,6 +1,6 @@
-"""What generators and scorers have in common: loops on the queue, and a model to follow.
+"""Base of generator and scorer actors: stage loops on the queue, and a model to follow.
 
-There are several of a role, they come and go while the run goes on, and hold nothing that is lost.
+Replicas join and leave during a run. They hold no state that a restart would lose.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from streamrl.weights import ServedVersion
 
 
 def identity_version(version: int) -> int:
-    """What is due at a version of the policy: that version."""
+    """Map a policy version to itself: every version is due."""
     return version
 
 
 class ReplicaActor(PingableActor):
-    """The part of an actor that serves stages until it is killed, or is to leave."""
+    """Actor that serves stages until it drains or dies."""
 
     def _join_stream(
         self,
-        wiring: ActorContext,
+        context: ActorContext,
         calls: Sequence[ModelCall],
         name: str,
         *,
@@ -36,23 +36,26 @@ class ReplicaActor(PingableActor):
         due: Callable[[int], int] = identity_version,
         suspendable: SuspendableWork | None = None,
     ) -> None:
-        """Have places in the stream, and a channel to the model that is followed, if one is."""
-        self._name, self._run_dir = name, wiring.run_dir
+        """Set up the stage contexts and, if `follows` names a role, the weight channel.
+
+        due: maps a policy version to the version the followed model must have.
+        """
+        self._name, self._run_dir = name, context.run_dir
         record_crash_stacks(self._run_dir, name)
-        self._stages = wiring.make_stages(calls, name, suspendable=suspendable)
-        self._held_version = ServedVersion(name, resolve_due_version=due) if follows else None
+        self._stages = context.make_stages(calls, name, suspendable=suspendable)
+        self._held_version = ServedVersion(name, due=due) if follows else None
         self._channel: ClosableWeightChannel | None = (
-            wiring.make_channel(name, follows) if follows else None
+            context.make_channel(name, follows) if follows else None
         )
 
     async def _run_loops(
         self, loops: Sequence[Coroutine[Any, Any, None]], follower: FollowerProtocol | None
     ) -> None:
-        """Go through the loops, and follow the weights beside them, until all loops have ended."""
-        # An engine's libraries (tvm_ffi) take the signals for themselves as they are loaded.
+        """Run the stage loops and the weight follower until every stage loop has ended."""
+        # Loading an engine replaces the signal handlers (tvm_ffi installs its own).
         record_crash_stacks(self._run_dir, self._name)
         async with asyncio.TaskGroup() as tasks:
-            following = []
+            follower_tasks = []
             if (
                 follower is not None
                 and self._held_version is not None
@@ -61,23 +64,23 @@ class ReplicaActor(PingableActor):
                 follow = follow_weights(
                     self._stages[0], follower, self._channel, self._held_version
                 )
-                following.append(tasks.create_task(follow))
+                follower_tasks.append(tasks.create_task(follow))
             await asyncio.wait([tasks.create_task(loop) for loop in loops])
-            for task in following:
+            for task in follower_tasks:
                 task.cancel()
-        # Not before all stages have left their notes: they are of the leases that end here.
+        # Last: releasing ends the leases under which the stages save their partial rollouts.
         await self._stages[0].queue.release_holder(self._name, died=False)
         if self._channel is not None:
             await self._channel.close()
 
     async def start_drain(self) -> None:
-        """Take nothing more; `run` ends once what is held lies with the queue."""
+        """Stop leasing groups; `run` returns once the queue has every held group back."""
         self._stages[0].leave_requested.set()
 
     async def crash_process(self) -> None:
-        """End this process as a death would: what it serves is not to be trusted any more."""
+        """Exit without cleanup, as if killed: the served model can no longer be trusted."""
         os._exit(1)
 
     async def wait_until_serving(self) -> int:
-        """Which version is held, once there is one; -1 if no model is followed."""
+        """Return the served version once a version is loaded; -1 if the actor follows no model."""
         return -1 if self._held_version is None else await self._held_version.wait_for_version(0)

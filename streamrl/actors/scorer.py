@@ -1,4 +1,4 @@
-"""A scorer replica of any role (reward, cost, reference, value): hosts the loops of its stages."""
+"""Scorer replica of any role (reward, cost, reference, value): hosts the loops of its stages."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,13 @@ from streamrl.stream.stage_worker import StageResult
 
 
 class ScorerActor(ReplicaActor):
-    """Long-lived: models and reward workers live as long as the run, or as the process does."""
+    """Hosts models and reward workers for as long as the process lives."""
 
     def __init__(self) -> None:
         self._scorer: HostedScorer | None = None
 
-    async def start(self, wiring: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
-        """Load what the stages score with."""
-        self._config = wiring.config
+    async def start(self, context: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
+        self._config = context.config
         self._calls = calls
         role, follows = calls[0].role, calls[0].followed_role
         due = (
@@ -28,18 +27,17 @@ class ScorerActor(ReplicaActor):
             if follows == EMA_REFERENCE
             else identity_version
         )
-        self._join_stream(wiring, calls, f"{role}-{replica}", follows=follows, due=due)
-        self._scorer = await wiring.engines.make_scorer(wiring.config, wiring.max_length, role)
+        self._join_stream(context, calls, f"{role}-{replica}", follows=follows, due=due)
+        self._scorer = await context.engines.make_scorer(context.config, context.max_length, role)
 
     async def run(self) -> None:
-        """The loops of the stages, until the actor is killed or has left."""
         scorer, batch = self._scorer, self._config.scorer.max_groups
         assert scorer is not None
         loops = []
         for stage, call in zip(self._stages, self._calls, strict=True):
-            serving = ScoringLimits(call.needs, 2 * batch, batch)
+            limits = ScoringLimits(call.needs, 2 * batch, batch)
             loops.append(
-                score_groups(stage, scorer.stages[stage.name], serving, served=self._held_version)
+                score_groups(stage, scorer.stages[stage.name], limits, held=self._held_version)
             )
         try:
             await self._run_loops(loops, scorer.follower)
@@ -47,13 +45,12 @@ class ScorerActor(ReplicaActor):
             await scorer.close()
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        """Score groups that are not in the queue: those of an evaluation."""
+        """Score the groups of an evaluation, which are not in the queue."""
         if self._scorer is None:
-            raise ActorLostError("this scorer has died and is not yet back")
+            raise ActorLostError("this scorer died and has not restarted yet")
         return await self._scorer.stages[REWARD_CALL.stage](experiences)
 
     async def collect_report(self) -> ActorReport:
-        """What this replica did since the last call, with a few scored texts."""
         if self._scorer is None:
             return ActorReport("", ())
         spans = self._stages[0].spans

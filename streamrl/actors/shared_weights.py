@@ -1,8 +1,11 @@
-"""Weights that lie in one place for the trainer and the generator of one process.
+"""Weights shared in place by the trainer and the generator of one process.
 
-The trainer updates them where they lie, and the generator samples from them there: a new version
-moves no byte where both lay them out alike. What is to be seen to is when: nothing is sampled from
-the moment the trainer begins to change them until the generator has taken the new version up.
+The trainer updates the tensors in place and the generator samples from the same memory: a new
+version moves no byte if both use the same layout. The only question is timing: the generator stays
+paused from the first change until it activates the new version.
+
+    train -> invalidate_weights -> update -> publish_version -> activate_version -> sample
+             (generator pauses)                                 (generator resumes)
 """
 
 import asyncio
@@ -22,13 +25,13 @@ if TYPE_CHECKING:
     from streamrl.resharding.storage import ShardStorage
 
 PAUSE_FOR_UPDATE = "update"
-"""Why a generator stands still while its weights change."""
+"""Pause reason while the trainer changes the weights."""
 PAUSE_FOR_SAVE = "save"
-"""Why it stands still while all there is of the trainer is written."""
+"""Pause reason while the whole training state is in device memory for a checkpoint."""
 
 
 class PausableSampler(Protocol):
-    """What samples from the weights, and can stand still."""
+    """Generator that can pause and free its KV cache."""
 
     async def get_storage(self) -> "ShardStorage | None": ...
 
@@ -40,7 +43,7 @@ class PausableSampler(Protocol):
 
 
 class FollowerRankWeights(Protocol):
-    """A part of a generator that another process has."""
+    """Shard of a generator that another process leads."""
 
     async def get_storage(self) -> "ShardStorage | None": ...
 
@@ -50,13 +53,13 @@ class FollowerRankWeights(Protocol):
 
 
 class SharedWeightsGenerator(FollowerProtocol, Protocol):
-    """Takes a version up that lies in its own parameters, too."""
+    """Generator that can also activate a version already present in its own parameters."""
 
     async def activate_version(self, version: int) -> WeightLoadStats: ...
 
 
 class SharedWeights:
-    """What the two engines of a process share."""
+    """State shared by the trainer and the generator of a process."""
 
     def __init__(self) -> None:
         self._trainer_ready = asyncio.Event()
@@ -70,11 +73,11 @@ class SharedWeights:
         self.peak_memory = PeakMemoryTracker()
 
     def mark_trainer_ready(self) -> None:
-        """The trainer has joined the other ranks, and a generator may come into their group."""
+        """Record that the trainer joined its process group; the generator may start."""
         self._trainer_ready.set()
 
     async def wait_for_trainer(self, timeout_s: float) -> None:
-        """Raises DeadlineError if the trainer is not there in time."""
+        """Wait for the trainer; raises DeadlineError after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._trainer_ready.wait()
@@ -83,33 +86,38 @@ class SharedWeights:
                 f"the generator waited {timeout_s:g} s for the trainer of its process to start"
             ) from None
 
-    async def attach_generator(self, sampler: PausableSampler, *, fills: bool) -> None:
-        """The generator is there; the trainer `fills` its parameters, if it cannot lend its own."""
+    async def attach_generator(
+        self, sampler: PausableSampler, *, should_fill_storage: bool
+    ) -> None:
+        """Attach the generator. With `should_fill_storage` the trainer copies into its parameters.
+
+        Without, the generator reads the trainer's own tensors.
+        """
         self._sampler = sampler
-        self._should_fill_storage = fills
-        if fills:
+        self._should_fill_storage = should_fill_storage
+        if should_fill_storage:
             self._generator_storage = await sampler.get_storage()
 
-    async def attach_follower_rank(self, part: FollowerRankWeights) -> None:
-        """A part of a generator is there, which the trainer fills.
+    async def attach_follower_rank(self, follower_rank: FollowerRankWeights) -> None:
+        """Attach a follower rank, which the trainer fills.
 
-        It is computed with by whoever leads the generator, in another process. That one stands
-        still from before the ranks update, all together, until it takes a version up that all of
-        them have published.
+        The leader, in another process, drives the computation. The leader pauses before the ranks
+        update, all together, until it activates a version that every rank has published.
         """
-        self._follower_rank = part
+        self._follower_rank = follower_rank
         self._should_fill_storage = True
-        self._generator_storage = await part.get_storage()
+        self._generator_storage = await follower_rank.get_storage()
 
     @asynccontextmanager
     async def run_training_phase(self, *, releases_kv: bool) -> AsyncIterator[None]:
-        """Inside the trainer computes; the generator's keys and values make room for it, or stay.
+        """Context in which the trainer computes; `releases_kv` first frees the generator's KV
+        cache.
 
-        What is before and after is the generator's, and counted as its memory.
+        Memory peaks before the context count as "generate", those inside as "train".
         """
-        keeper = self._sampler or self._follower_rank
-        if releases_kv and keeper is not None:
-            await keeper.sleep()
+        generator = self._sampler or self._follower_rank
+        if releases_kv and generator is not None:
+            await generator.sleep()
         self.peak_memory.record_phase("generate")
         try:
             yield
@@ -118,9 +126,9 @@ class SharedWeights:
 
     @asynccontextmanager
     async def pause_generator(self) -> AsyncIterator[bool]:
-        """Inside the generator of this process stands still; its rollouts go on afterwards.
+        """Context in which the generator of this process is paused.
 
-        Gives whether it does: a part of one can be told so only by its leader.
+        Yields False for a follower rank, which only its leader can pause.
         """
         if self._sampler is None:
             yield False
@@ -132,9 +140,10 @@ class SharedWeights:
             await self._sampler.resume(PAUSE_FOR_SAVE)
 
     async def invalidate_weights(self) -> None:
-        """The weights are about to change: nothing is sampled until they are taken up.
+        """Mark the weights as changing: pause the generator until `activate_version`.
 
-        Who calls it has the pool until they have changed, as has who takes a version up.
+        The caller holds the pool until the change is complete, as does the caller of
+        `activate_version`.
         """
         self._version = -1
         if self._sampler is not None:
@@ -142,41 +151,41 @@ class SharedWeights:
 
     @property
     def is_changing(self) -> bool:
-        """Whether the weights are no version that may be sampled with."""
+        """Return whether the weights are between two versions and must not be sampled from."""
         return self._version < 0
 
     def publish_version(self, trainer: HostedTrainerRank, version: int) -> WeightManifest:
-        """The weights are `version` as they lie. The manifest has nothing to fetch.
+        """Declare the weights in place to be `version`. The manifest has no buckets to fetch.
 
-        Where a rank has other parts of them than its generator they come to lie there now, from
-        all ranks.
+        With different layouts on both sides, this call reshards the weights into the generator's
+        storage, a collective over all ranks.
         """
-        self._tensors = None  # two sets at once would be one too many
+        self._tensors = None  # frees the previous full set before the next is gathered
         self._copied_bytes = 0
-        moved = (
+        resharding = (
             trainer.reshard_to_generator(self._generator_storage, version)
             if self._should_fill_storage
             else None
         )
-        if moved is None:
+        if resharding is None:
             self._tensors = dict(trainer.full_state())
             self._moved_bytes = trainer.count_received_bytes(self._tensors)
             if self._follower_rank is not None:
-                # Nobody tells it to later, and its leader waits for all ranks.
+                # Copy now: no later call reaches a follower rank, and the leader waits for all.
                 self._copied_bytes = self._follower_rank.fill_shard(self._tensors)
                 self._tensors = None
         else:
-            self._moved_bytes = moved.received_bytes
-            self._copied_bytes = moved.copied_bytes
+            self._moved_bytes = resharding.received_bytes
+            self._copied_bytes = resharding.copied_bytes
         self._version = version
         return WeightManifest(version, (), ())
 
     def fetch_version(self, version: int) -> FetchedWeights:
-        """The weights where they lie, what came from other ranks for them, and what was copied.
+        """Return the tensors in place, with the bytes received from other ranks and those copied.
 
-        There are none to be had where they lie in the generator already. Raises SupersededError
-        once they are no longer that version: the trainer may have made the next one before a
-        generator has come to take this one up.
+        The mapping is empty if the generator's storage already holds the version. Raises
+        VersionSupersededError once the trainer has moved on, possibly before a generator activated
+        this version.
         """
         self.validate_version(version)
         return FetchedWeights(
@@ -186,20 +195,20 @@ class SharedWeights:
     async def activate_version(
         self, generator: SharedWeightsGenerator, version: int
     ) -> WeightLoadStats:
-        """Have the generator serve a version, and sample again. Raises as `fetch_version` does."""
+        """Switch the generator to a version and resume it. Raises as `fetch_version` does."""
         self.validate_version(version)
         if self._tensors is None:
-            loaded = await generator.activate_version(version)
+            stats = await generator.activate_version(version)
         else:
-            loaded = await generator.load_weights(self._tensors, version)
-            # What was gathered for it alone is of no use to anybody else.
+            stats = await generator.load_weights(self._tensors, version)
+            # The gathered copy served this generator only; free the memory.
             self._tensors = None
         if self._sampler is not None:
             await self._sampler.resume(PAUSE_FOR_UPDATE)
-        return loaded
+        return stats
 
     def validate_version(self, version: int) -> None:
-        """Raise SupersededError unless the weights are that version."""
+        """Raise VersionSupersededError unless the weights are `version`."""
         if version != self._version:
             raise VersionSupersededError(
                 f"weights version {version} is gone: they have been updated"
@@ -207,54 +216,50 @@ class SharedWeights:
 
 
 class PrefilledFollower:
-    """A part of a generator that has each version in it by the time it is offered."""
+    """Follower rank with each version in its storage before the version is offered."""
 
-    def __init__(self, residence: SharedWeights) -> None:
-        self._shared_weights = residence
+    def __init__(self, shared_weights: SharedWeights) -> None:
+        self._shared_weights = shared_weights
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
-        """Nothing is left to be done.
+        """Check only: the trainer already filled the storage.
 
-        Raises SupersededError as `SharedWeights.fetch_version` does.
+        Raises VersionSupersededError as `SharedWeights.fetch_version` does.
         """
         self._shared_weights.validate_version(version)
         return WeightLoadStats()
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
-        """The leader of the generator is asked."""
+        """Return None: the leader runs the logprob check."""
 
 
 class SharedWeightsChannel:
-    """The readers' end of weight sync in a process that has the trainer, too."""
+    """Weight channel of a process that also hosts the trainer: fetches tensors in place."""
 
-    def __init__(self, channel: ClosableWeightChannel, residence: SharedWeights) -> None:
+    def __init__(self, channel: ClosableWeightChannel, shared_weights: SharedWeights) -> None:
         self._channel = channel
-        self._shared_weights = residence
+        self._shared_weights = shared_weights
 
-    async def wait_for_newer(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        """See RemoteChannel.newest."""
-        return await self._channel.wait_for_newer(held, wait_s=wait_s)
+    async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
+        return await self._channel.wait_for_newer(state, wait_s=wait_s)
 
     async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
-        """The weights where they lie."""
         return self._shared_weights.fetch_version(manifest.version)
 
     async def close(self) -> None:
-        """Nothing is followed any more."""
         await self._channel.close()
 
 
 class SharedWeightsFollower:
-    """A generator that takes versions up where they lie, and may sample again once it has."""
+    """Generator that activates versions in place."""
 
-    def __init__(self, generator: SharedWeightsGenerator, residence: SharedWeights) -> None:
+    def __init__(self, generator: SharedWeightsGenerator, shared_weights: SharedWeights) -> None:
         self._generator = generator
-        self._shared_weights = residence
+        self._shared_weights = shared_weights
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
-        """See Follower.load_weights. Raises SupersededError if they have changed meanwhile."""
+        """Activate the version; raises VersionSupersededError if the weights changed meanwhile."""
         return await self._shared_weights.activate_version(self._generator, version)
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
-        """See Follower.probe."""
         return await self._generator.compute_logprobs(sequences)

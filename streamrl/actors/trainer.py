@@ -1,6 +1,6 @@
-"""A rank of a trainer as an actor.
+"""Trainer rank as an actor.
 
-What needs torch is imported where it is made: whoever holds an actor's handle loads its class.
+Imports of torch happen inside functions: a process that only holds a handle loads this class too.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RendezvousInfo:
-    """Where the ranks of a trainer meet, at rank 0, and what they train there."""
+    """Address of rank 0 for torch.distributed, and the model call that the ranks train."""
 
     call: ModelCall
     name: str
@@ -47,19 +47,19 @@ class RendezvousInfo:
 
 
 def measure_micro_batch(
-    groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]
+    groups: Mapping[str, Columns], rollouts: Sequence[RolloutIndex]
 ) -> dict[str, int]:
-    """Of a micro-batch, for its span: its rollouts, their tokens, and those of the longest."""
-    lengths = [int(groups[uid]["lengths"][index]) for uid, index in picks]
-    return {"rollouts": len(picks), "tokens": sum(lengths), "longest": max(lengths, default=0)}
+    """Return the span fields of a micro-batch: rollouts, tokens, tokens of the longest rollout."""
+    lengths = [int(groups[uid]["lengths"][index]) for uid, index in rollouts]
+    return {"rollouts": len(rollouts), "tokens": sum(lengths), "longest": max(lengths, default=0)}
 
 
 def make_logprob_check(
     trainer: "HostedTrainerRank", config: "RunConfig", *, max_length: int
 ) -> LogprobCheck:
-    """What the model says now of the sequences of a probe.
+    """Compute the current model's log-probabilities of the check sequences.
 
-    All ranks must take part if parameters have to be gathered, and only rank 0 else.
+    A collective over all ranks if the parameters are sharded; otherwise rank 0 suffices.
     """
     from streamrl.engines.dtypes import is_float32_on_cpu
 
@@ -70,48 +70,48 @@ def make_logprob_check(
 
 
 class TrainerActor(PingableActor):
-    """One rank. What touches the model runs in one thread; the queue is read beside it."""
+    """Trainer rank. A single thread runs the model; queue reads overlap with it."""
 
-    def __init__(self, residence: SharedWeights | None = None) -> None:
-        """`residence` is there if a generator shares this process, and the weights."""
-        self._shared_weights = residence
+    def __init__(self, shared_weights: SharedWeights | None = None) -> None:
+        """`shared_weights` is set if a generator shares this process and its weights."""
+        self._shared_weights = shared_weights
 
     async def find_rendezvous(self) -> tuple[str, int]:
-        """Address and free port at which the ranks of a trainer may meet, asked of rank 0."""
         return find_rendezvous()
 
     async def get_node_id(self) -> str:
-        """The node this rank is on."""
         return str(ray.get_runtime_context().get_node_id())
 
     async def start(
-        self, wiring: ActorContext, rank: int, meeting: RendezvousInfo, resume_dir: Path | None
+        self, context: ActorContext, rank: int, rendezvous: RendezvousInfo, resume_dir: Path | None
     ) -> None:
-        """Load the model, join the other ranks, and load the training state of a checkpoint."""
         from streamrl.engines.training.ema_reference import EmaReference
 
-        self._config = wiring.config
+        self._config = context.config
         self._rank = rank
-        name = f"{meeting.name}-{rank}"
-        record_crash_stacks(wiring.run_dir, name)
-        (self._stage,) = wiring.make_stages([meeting.call], name)
-        self._columns = wiring.train_columns
+        name = f"{rendezvous.name}-{rank}"
+        record_crash_stacks(context.run_dir, name)
+        (self._stage,) = context.make_stages([rendezvous.call], name)
+        self._columns = context.train_columns
         self._model_thread = ThreadPoolExecutor(1, "trainer")
         self._publish_thread = ThreadPoolExecutor(1, "publisher")
-        self._role = meeting.call.role
-        memory = wiring.memory
+        self._role = rendezvous.call.role
+        memory = context.memory
         self._should_sleep_generator = memory is not None and memory.releases_kv
         self._should_offload_optimizer = memory is not None and memory.offloads_optimizer
         if self._shared_weights is not None and self._config.placement.memory_mb is not None:
             release_large_blocks_eagerly()
-        self._max_length = wiring.max_length
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
-        make = wiring.engines.make_trainer
+        self._max_length = context.max_length
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
+            rendezvous.address,
+            str(rendezvous.port),
+        )
+        make_trainer = context.engines.make_trainer
         self._trainer = await self._run_in_thread(
-            make, wiring.config, self._max_length, rank, self._role
+            make_trainer, context.config, self._max_length, rank, self._role
         )
         self._ema_reference = EmaReference(self._config.reference.decay)
-        self._sender = self._make_sender(wiring)
+        self._sender = self._make_sender(context)
         if resume_dir is not None:
             await self._run_in_thread(self._trainer.load_training_state, resume_dir)
             if self._has_reference:
@@ -121,16 +121,16 @@ class TrainerActor(PingableActor):
         if self._shared_weights is not None:
             self._shared_weights.mark_trainer_ready()
 
-    def _make_sender(self, wiring: ActorContext) -> "WeightSender":
-        """Rank 0 publishes: its model, and a reference that follows it."""
+    def _make_sender(self, context: ActorContext) -> "WeightSender":
         from streamrl.actors.transport.endpoints import make_transport_writer
         from streamrl.actors.weight_sender import WeightSender
 
         path = self._config.get_model_path(self._role)
-        sent = [self._role] if self._shared_weights is None else []
-        roles = [*sent, *([EMA_REFERENCE] if self._has_reference else [])]
-        outlets = {
-            role: make_transport_writer(wiring.transport, role, path)
+        published_roles = [self._role] if self._shared_weights is None else []
+        # Only rank 0 publishes: its model, unless shared in place, and the EMA reference.
+        roles = [*published_roles, *([EMA_REFERENCE] if self._has_reference else [])]
+        writers = {
+            role: make_transport_writer(context.transport, role, path)
             for role in roles
             if self._rank == 0
         }
@@ -138,154 +138,167 @@ class TrainerActor(PingableActor):
         return WeightSender(
             self._trainer,
             self._role,
-            outlets,
+            writers,
             weights,
             self._ema_reference,
-            residence=self._shared_weights,
+            shared_weights=self._shared_weights,
         )
 
     @property
     def _has_reference(self) -> bool:
-        """Whether a reference that moves is kept in this process."""
         moves = bool(self._config.reference.every)
         return moves and self._role == POLICY and self._rank == 0
 
     async def plan_step(
-        self, uids: Sequence[str], micro_batches: Sequence[MicroBatch], dials: Mapping[str, float]
+        self,
+        uids: Sequence[str],
+        micro_batches: Sequence[MicroBatch],
+        adaptive_params: Mapping[str, float],
     ) -> None:
-        """Derive what needs all groups of the step, before any of them is trained.
+        """Compute everything that needs all groups of the step, before training any of them.
 
-        `micro_batches` are this rank's, to be looked at by the policy as it is now.
+        micro_batches: this rank's share, for log-probabilities under the policy before the step.
         """
         async with self._run_compute_phase():
-            await self._plan_step(uids, micro_batches, dials)
+            await self._plan_step(uids, micro_batches, adaptive_params)
 
     async def _plan_step(
-        self, uids: Sequence[str], micro_batches: Sequence[MicroBatch], dials: Mapping[str, float]
+        self,
+        uids: Sequence[str],
+        micro_batches: Sequence[MicroBatch],
+        adaptive_params: Mapping[str, float],
     ) -> None:
-        self._trainer.set_adaptive_params(dials)
-        row, settings = self._config.algorithm.spec, self._config.algorithm_settings
-        groups = await self._stage.queue.read_columns(uids, list_derivation_columns(row, settings))
+        self._trainer.set_adaptive_params(adaptive_params)
+        spec, settings = self._config.algorithm.spec, self._config.algorithm_settings
+        groups = await self._stage.queue.read_columns(uids, list_derivation_columns(spec, settings))
         with self._stage.spans.record_span("plan", groups=len(groups)):
             await self._run_in_thread(self._trainer.plan_step, groups)
-        for picks in micro_batches:
-            looked_at = await self._read_groups(picks)
-            with self._stage.spans.record_span("look", **measure_micro_batch(looked_at, picks)):
-                await self._run_in_thread(self._trainer.precompute_logprobs, looked_at, picks)
+        for rollouts in micro_batches:
+            micro_batch_groups = await self._read_groups(rollouts)
+            with self._stage.spans.record_span(
+                "look", **measure_micro_batch(micro_batch_groups, rollouts)
+            ):
+                await self._run_in_thread(
+                    self._trainer.precompute_logprobs, micro_batch_groups, rollouts
+                )
         if micro_batches:
             await self._run_in_thread(self._trainer.sync_plan)
 
     async def train_micro_batch(
-        self, picks: Sequence[RolloutIndex], epoch: int, version: int, dials: Mapping[str, float]
+        self,
+        rollouts: Sequence[RolloutIndex],
+        epoch: int,
+        version: int,
+        adaptive_params: Mapping[str, float],
     ) -> Mapping[str, float]:
-        """Forward and backward of one micro-batch of a version's step; sums for metrics."""
-        self._trainer.set_adaptive_params(dials)
-        groups = await self._read_groups(picks)
+        self._trainer.set_adaptive_params(adaptive_params)
+        groups = await self._read_groups(rollouts)
         async with self._run_compute_phase(is_piece=True):
-            with self._stage.spans.record_span("train", **measure_micro_batch(groups, picks)):
+            with self._stage.spans.record_span("train", **measure_micro_batch(groups, rollouts)):
                 sums = await self._run_in_thread(
-                    self._trainer.train_micro_batch, groups, picks, version
+                    self._trainer.train_micro_batch, groups, rollouts, version
                 )
-        return {**sums, **sum_rollouts(groups, picks)} if epoch == 0 else sums
+        return {**sums, **sum_rollouts(groups, rollouts)} if epoch == 0 else sums
 
-    async def _read_groups(self, picks: Sequence[RolloutIndex]) -> Mapping[str, Columns]:
-        uids = dict.fromkeys(uid for uid, _ in picks)
+    async def _read_groups(self, rollouts: Sequence[RolloutIndex]) -> Mapping[str, Columns]:
+        uids = dict.fromkeys(uid for uid, _ in rollouts)
         return await self._stage.queue.read_columns(uids, self._columns)
 
     async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Optimizer update; its metrics."""
         if self._shared_weights is not None:
             await self._shared_weights.invalidate_weights()
         async with self._run_compute_phase():
             with self._stage.spans.record_span("update"):
-                divisor = self._trainer.compute_loss_denominator(sums)
+                loss_denominator = self._trainer.compute_loss_denominator(sums)
                 metrics: Mapping[str, float] = await self._run_in_thread(
-                    self._trainer.step, divisor
+                    self._trainer.step, loss_denominator
                 )
         return metrics
 
     async def publish_weights(
-        self, version: int, readers: Sequence[str], probes: bool
+        self, version: int, readers: Sequence[str], should_check: bool
     ) -> WeightManifest | None:
-        """Send the weights off as `version`; rank 0 has the manifest. All ranks must take part.
+        """Publish the weights as `version`; rank 0 returns the manifest. All ranks must call.
 
-        `readers` are those who follow them now, for a transport that has to know; `probes` is
-        whether the version gets a probe.
+        readers: current followers, for transports that address them.
+        should_check: whether the manifest carries a logprob check.
         """
-        # What changes stands still, everywhere: else a generator may sample meanwhile.
-        changes = self._shared_weights is not None and self._shared_weights.is_changing
-        async with self._run_compute_phase(may_release_kv=changes):
+        # The KV cache may only go while the generator is paused, that is, while weights change.
+        is_changing = self._shared_weights is not None and self._shared_weights.is_changing
+        async with self._run_compute_phase(may_release_kv=is_changing):
             with self._stage.spans.record_span("publish", version=version):
-                return await self._publish_weights(version, readers, probes)
+                return await self._publish_weights(version, readers, should_check)
 
     async def _publish_weights(
-        self, version: int, readers: Sequence[str], probes: bool
+        self, version: int, readers: Sequence[str], should_check: bool
     ) -> WeightManifest | None:
         if self._trainer.has_sharded_params or (
             self._role == POLICY and self._config.needs_resharding
         ):
-            # In one piece: between the same two micro-batches on every rank.
-            whole: WeightManifest | None = await self._run_in_thread(
-                self._check_and_send, version, readers, probes
+            # Gathering is a collective: a single call in the model thread gives it the same place
+            # among the micro-batches on every rank.
+            manifest: WeightManifest | None = await self._run_in_thread(
+                self._check_and_send, version, readers, should_check
             )
-            return whole
-        # One forward pass at a time; parameters may be read beside it.
-        takes_part = probes and self._rank == 0
-        probe = await self._run_in_thread(self._make_logprob_check) if takes_part else None
-        sent = await self._run_in_thread(
+            return manifest
+        # The check is a forward pass and needs the model thread; reading parameters may overlap.
+        computes_check = should_check and self._rank == 0
+        logprob_check = (
+            await self._run_in_thread(self._make_logprob_check) if computes_check else None
+        )
+        manifest = await self._run_in_thread(
             self._sender.send_model, version, readers, thread=self._publish_thread
         )
-        return sent and replace(sent, logprob_check=probe)
+        return manifest and replace(manifest, logprob_check=logprob_check)
 
     def _make_logprob_check(self) -> LogprobCheck:
         return make_logprob_check(self._trainer, self._config, max_length=self._max_length)
 
     def _check_and_send(
-        self, version: int, readers: Sequence[str], probes: bool
+        self, version: int, readers: Sequence[str], should_check: bool
     ) -> WeightManifest | None:
-        probe = self._make_logprob_check() if probes else None
-        sent = self._sender.send_model(version, readers)
-        return sent and replace(sent, logprob_check=probe)
+        logprob_check = self._make_logprob_check() if should_check else None
+        manifest = self._sender.send_model(version, readers)
+        return manifest and replace(manifest, logprob_check=logprob_check)
 
     async def publish_reference(
         self, version: int, readers: Sequence[str], moves: bool
     ) -> WeightManifest | None:
-        """Send the reference off as `version`, moved towards the policy before if `moves`.
+        """Publish the EMA reference as `version`, updated from the policy first if `moves`.
 
-        All ranks must take part; rank 0 has it, and the manifest.
+        All ranks must call; rank 0 owns the reference and returns the manifest.
         """
         thread = self._model_thread if self._trainer.has_sharded_params else self._publish_thread
         with self._stage.spans.record_span("publish_reference", version=version):
-            found: WeightManifest | None = await self._run_in_thread(
+            manifest: WeightManifest | None = await self._run_in_thread(
                 partial(self._sender.send_reference, version, readers, moves=moves), thread=thread
             )
-        return found
+        return manifest
 
     async def save_checkpoint(self, model_dir: Path, trainer_dir: Path) -> None:
-        """Write this rank's part of a checkpoint. All ranks must take part.
+        """Write this rank's part of a checkpoint. All ranks must call.
 
-        Raises NoSpaceError, or CheckpointError, if the disk refuses, once all of it was tried: a
-        rank that gave up would have the others wait for it where they gather the model.
+        Raises NoSpaceError or CheckpointError only after attempting every part: saving the model is
+        a collective, and a rank that returned early would leave the others waiting.
         """
-        parts = [
+        saves = [
             partial(self._trainer.save_training_state, trainer_dir),
             partial(self._trainer.save_model, model_dir),
         ]
         if self._has_reference:
-            parts.append(partial(self._ema_reference.save, trainer_dir))
-        refusals = []
+            saves.append(partial(self._ema_reference.save, trainer_dir))
+        disk_errors = []
         async with self._hold_whole_state():
             with self._stage.spans.record_span("save"):
-                for part in parts:
+                for save in saves:
                     try:
-                        await self._run_in_thread(part)
+                        await self._run_in_thread(save)
                     except CheckpointError as error:
-                        refusals.append(error)
-        if refusals:
-            raise refusals[0]
+                        disk_errors.append(error)
+        if disk_errors:
+            raise disk_errors[0]
 
     async def collect_report(self) -> ActorReport:
-        """What this rank did since the last call."""
         peaks_mb = (
             self._shared_weights.peak_memory.drain_peaks()
             if self._shared_weights is not None
@@ -296,14 +309,16 @@ class TrainerActor(PingableActor):
 
     @contextlib.asynccontextmanager
     async def _hold_whole_state(self) -> AsyncIterator[None]:
-        """Inside the whole state is here, without the pool: if a generator of this process has no
-        room beside it, it stands still and makes some."""
+        """Context in which the whole training state is in device memory, outside a device lease.
+
+        If memory is short, pauses the generator of this process and frees its KV cache.
+        """
         if self._shared_weights is None or not self._should_offload_optimizer:
             yield
             return
         async with (
-            self._shared_weights.pause_generator() as stands_still,
-            self._run_compute_phase(may_release_kv=stands_still),
+            self._shared_weights.pause_generator() as is_paused,
+            self._run_compute_phase(may_release_kv=is_paused),
         ):
             yield
 
@@ -311,9 +326,10 @@ class TrainerActor(PingableActor):
     async def _run_compute_phase(
         self, *, is_piece: bool = False, may_release_kv: bool = True
     ) -> AsyncIterator[None]:
-        """Inside the model is computed with: a generator of this process makes room for it.
+        """Context in which the model computes; frees the memory that the generator must give up.
 
-        What is freed after a piece of several stays for the next, unless room is short.
+        Memory freed after a micro-batch (`is_piece`) stays cached for the next, unless memory is
+        short.
         """
         if self._shared_weights is None:
             yield

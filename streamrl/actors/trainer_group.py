@@ -1,4 +1,4 @@
-"""The ranks of a trainer as one, for the training loop; no tensor comes by."""
+"""Trainer ranks as one object for the training loop; tensors stay on the ranks."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from streamrl.weights.logprob_probe import is_logprob_check_due
 
 
 class TrainerGroup:
-    """All ranks as the one trainer the training loop calls."""
+    """Ranks of a trained model, called together."""
 
     def __init__(
         self,
@@ -28,19 +28,21 @@ class TrainerGroup:
         settings: AlgorithmSettings,
         config: TrainerConfig,
         publishes_together: bool = False,
-        rests_until: int = 0,
+        frozen_until: int = 0,
         probe_every: int = 0,
     ) -> None:
-        """`publishes_together`: it takes all ranks also where each has all parameters.
+        """Wrap the ranks.
 
-        `probe_every`: which versions get a probe, see `is_logprob_check_due`.
+        publishes_together: publishing is a collective even with unsharded parameters.
+        frozen_until: first version that trains this model (critic warm-up).
+        probe_every: interval of the logprob check, see `is_logprob_check_due`.
         """
         self.role = ranks.role
         self._probe_every = probe_every
         self._num_published = 0
         self._published_version = -1
         self._has_logprob_check = False
-        self._frozen_until = rests_until
+        self._frozen_until = frozen_until
         self._version = 0
         self._adaptive_params: Mapping[str, float] = {}
         self._name = ranks.names[0].rpartition("-")[0]
@@ -57,47 +59,50 @@ class TrainerGroup:
             settings.scope == "step", settings.epochs, settings.mini_batches
         )
 
-    def begin_step(self, version: int, dials: Mapping[str, float]) -> None:
-        """Have the ranks train the step of this version, with these."""
-        self._version, self._adaptive_params = version, dials
+    def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
+        self._version, self._adaptive_params = version, adaptive_params
 
     def is_frozen(self, version: int) -> bool:
-        """Whether the step of this version is left to the other trainers."""
+        """Return whether the step of this version leaves this model unchanged (critic warm-up)."""
         return version < self._frozen_until
 
-    async def plan_step(self, uids: Sequence[str], turns: Sequence[ScheduledRound]) -> None:
-        """Have every rank derive what needs the whole step, if anything does."""
+    async def plan_step(self, uids: Sequence[str], rounds: Sequence[ScheduledRound]) -> None:
+        """Run `plan_step` on every rank, if the algorithm needs the whole step at once."""
         if not self.update_plan.requires_full_step:
             return
-        first = [turn.micro_batches for turn in turns if turn.epoch == 0]
-        rounds = first if self._should_precompute_logprobs else []
+        first_epoch = [round_.micro_batches for round_ in rounds if round_.epoch == 0]
+        to_precompute = first_epoch if self._should_precompute_logprobs else []
         async with self._exclude_publish():
             plans = [
-                rank.plan_step.remote(uids, [work[share] for work in rounds], self._adaptive_params)
-                for rank, share in self._pair_dp_ranks()
+                rank.plan_step.remote(
+                    uids, [batches[dp_rank] for batches in to_precompute], self._adaptive_params
+                )
+                for rank, dp_rank in self._pair_dp_ranks()
             ]
-            await self._gather_replies("plan", plans)
+            await self._gather_replies("plan_step", plans)
 
-    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
-        """One micro-batch on every rank; sums over the shares."""
-        version, dials = self._version, self._adaptive_params
+    async def train_round(self, micro_batches: Round, *, epoch: int) -> Mapping[str, float]:
+        """Train one micro-batch on every rank; return sums over the data-parallel ranks."""
+        version, adaptive_params = self._version, self._adaptive_params
         async with self._exclude_publish():
             calls = [
-                rank.train_micro_batch.remote(work[share], epoch, version, dials)
-                for rank, share in self._pair_dp_ranks()
+                rank.train_micro_batch.remote(
+                    micro_batches[dp_rank], epoch, version, adaptive_params
+                )
+                for rank, dp_rank in self._pair_dp_ranks()
             ]
-            parts = await self._gather_replies("train", calls)
+            rank_sums = await self._gather_replies("train_micro_batch", calls)
         sums: dict[str, float] = {}
-        for part in parts[:: self._tensor_parallel]:
-            add_metric_sums(sums, part)
+        for sums_of_rank in rank_sums[:: self._tensor_parallel]:
+            add_metric_sums(sums, sums_of_rank)
         return sums
 
     def _pair_dp_ranks(self) -> list[tuple[Any, int]]:
-        """Every rank with the share it trains; those of a tensor-parallel group have the same."""
+        """Pair every rank with its dp_rank; tensor-parallel ranks share a dp_rank."""
         return [(rank, i // self._tensor_parallel) for i, rank in enumerate(self._ranks)]
 
     async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Update on every rank; rank 0 speaks for all."""
+        """Run the optimizer step on every rank; return the metrics of rank 0."""
         async with self._exclude_publish():
             replies = await self._gather_replies(
                 "update", [rank.update.remote(sums) for rank in self._ranks]
@@ -106,10 +111,10 @@ class TrainerGroup:
         return metrics
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the weights as they are."""
         async with self._publish_lock:
-            if version != self._published_version:  # else it is sent again, as it was
-                # Said to all ranks alike: one that could not send may have counted otherwise.
+            if version != self._published_version:  # a retry repeats the first decision
+                # Decided here, not per rank: the check is a collective, and after a failed send the
+                # counts of the ranks could differ.
                 self._has_logprob_check = is_logprob_check_due(
                     self._num_published, every=self._probe_every
                 )
@@ -117,7 +122,7 @@ class TrainerGroup:
                 rank.publish_weights.remote(version, readers, self._has_logprob_check)
                 for rank in self._ranks
             ]
-            manifest = (await self._gather_replies("publish", calls))[0]
+            manifest = (await self._gather_replies("publish_weights", calls))[0]
             self._num_published += version != self._published_version
             self._published_version = version
         assert isinstance(manifest, WeightManifest)
@@ -126,7 +131,6 @@ class TrainerGroup:
     async def publish_reference(
         self, version: int, readers: Sequence[str], *, moves: bool
     ) -> WeightManifest:
-        """Publish the reference that follows this model."""
         async with self._publish_lock:
             calls = [rank.publish_reference.remote(version, readers, moves) for rank in self._ranks]
             manifest = (await self._gather_replies("publish_reference", calls))[0]
@@ -134,22 +138,23 @@ class TrainerGroup:
         return manifest
 
     async def save_checkpoint(self, writer: CheckpointWriter) -> None:
-        """Write every rank's part of a checkpoint."""
         model, state = writer.get_role_dirs(self.role)
         async with self._exclude_publish():
             await self._gather_replies(
-                "save", [rank.save_checkpoint.remote(model, state) for rank in self._ranks]
+                "save_checkpoint",
+                [rank.save_checkpoint.remote(model, state) for rank in self._ranks],
             )
 
     def _exclude_publish(self) -> contextlib.AbstractAsyncContextManager[object]:
-        """Meanwhile nothing is gathered to be published, and nothing begins to be.
+        """Keep other calls and publishing apart where both are collectives.
 
-        What two calls begin, two ranks may begin in another order.
+        Two collectives started concurrently could start in different orders on two ranks and
+        deadlock.
         """
         return self._publish_lock if self._is_publish_collective else contextlib.nullcontext()
 
-    async def _gather_replies(self, what: str, replies: Sequence[Any]) -> list[Any]:
-        names = (f"{self._name}-{rank}.{what}" for rank in range(len(self._ranks)))
+    async def _gather_replies(self, method: str, replies: Sequence[Any]) -> list[Any]:
+        names = (f"{self._name}-{rank}.{method}" for rank in range(len(self._ranks)))
         calls = (
             await_reply(r, name, self._timeout_s) for r, name in zip(replies, names, strict=True)
         )
@@ -157,13 +162,13 @@ class TrainerGroup:
 
 
 class EmaReferencePublisher:
-    """The reference that follows a policy, as something to publish."""
+    """Publishes the EMA reference of a policy, as a source of a WeightPublisher."""
 
     def __init__(self, policy: TrainerGroup) -> None:
         self._policy = policy
         self._has_published = False
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish it, moved to this version; the first time as the run found it."""
+        """Publish the reference, updated to this version; unchanged on the first call of a run."""
         moves, self._has_published = self._has_published, True
         return await self._policy.publish_reference(version, readers, moves=moves)

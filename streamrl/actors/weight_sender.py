@@ -1,4 +1,4 @@
-"""What a rank sends off: its model, and a reference that follows it."""
+"""Publishing by a trainer rank: its model, and the EMA reference of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,36 +14,35 @@ from streamrl.weights.pack import publish_version
 
 
 class WeightSender:
-    """One rank's part in publishing. Rank 0 has `outlets`, by role, and sends.
+    """A rank's part in publishing. Rank 0 has transport `writers`, by role, and sends.
 
-    Where parameters have to be gathered all ranks must make the same calls; the others have nothing
-    to show for it. What cannot be sent (WeightsError) may be tried again.
+    With sharded parameters every rank must make the same calls: they gather for rank 0. After a
+    WeightsError the call may be repeated.
     """
 
     def __init__(
         self,
         trainer: HostedTrainerRank,
         role: str,
-        outlets: Mapping[str, TransportWriter],
+        writers: Mapping[str, TransportWriter],
         config: WeightsConfig,
         reference: EmaReference,
         *,
-        residence: SharedWeights | None = None,
+        shared_weights: SharedWeights | None = None,
     ) -> None:
-        """With a `residence` the model is published there, on every rank; a reference never is."""
-        self._shared_weights = residence
+        """With `shared_weights` every rank publishes its model in place; references travel."""
+        self._shared_weights = shared_weights
         self._trainer = trainer
         self._role = role
-        self._writers = outlets
+        self._writers = writers
         self._config = config
         self._ema_reference = reference
         self._reference_version = -1
 
     def send_model(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
-        """Send the model as it is off as `version`."""
         if self._shared_weights is not None:
             return self._shared_weights.publish_version(self._trainer, version)
-        # A policy's directory is there for others, too, who know nothing of adapters.
+        # Other programs load a policy from disk and do not know adapters: write merged weights.
         is_whole = self._role == POLICY and self._config.transport == DISK
         tensors = self._trainer.merged_state() if is_whole else self._trainer.full_state()
         return self._send_tensors(self._role, iter(tensors), version, readers)
@@ -51,9 +50,9 @@ class WeightSender:
     def send_reference(
         self, version: int, readers: Sequence[str], *, moves: bool
     ) -> WeightManifest | None:
-        """Send the reference off as `version`, moved towards the model before if it `moves`."""
+        """Publish the reference as `version`, updated from the model first if `moves`."""
         model = iter(self._trainer.full_state())
-        # It was moved already if it could only not be sent, and this is another try.
+        # On a retry the reference was already updated; only the send failed.
         if self._writers and version > self._reference_version:
             self._ema_reference.update_from_policy(model, moves=moves)
             self._reference_version = version
@@ -72,18 +71,18 @@ class WeightSender:
         if not self._writers:
             self._finish_gather(tensors)
             return None
-        outlet = self._writers[role]
-        outlet.set_readers(readers)
+        writer = self._writers[role]
+        writer.set_readers(readers)
         bucket_bytes = self._config.bucket_bytes
         try:
             return publish_version(
-                tensors, version=version, bucket_bytes=bucket_bytes, writer=outlet
+                tensors, version=version, bucket_bytes=bucket_bytes, outlet=writer
             )
         finally:
-            # If it could not be sent, the others gather on.
+            # After a failed send the other ranks still gather the remaining tensors.
             self._finish_gather(tensors)
 
     def _finish_gather(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Take part in what is left to be gathered, if anything is."""
+        """Take part in the remaining gathers of a sharded model."""
         for _ in tensors if self._trainer.has_sharded_params else ():
             pass

@@ -1,4 +1,4 @@
-"""One controller, groups of workers, and how data gets from one to the other."""
+"""Single controller of own loops: worker methods, and how batches reach workers and return."""
 
 from streamrl.controller.batches import Batch, BatchRef, RowSlice, join_batches
 from streamrl.controller.register import WorkerContext, transfers

@@ -1,7 +1,11 @@
-"""Batches by reference: rows that lie somewhere else, cut and joined without being looked at.
+"""Batches by reference: slice and join rows without loading them.
 
-A controller that moves data itself becomes the narrowest place of a cluster. It holds references
-and numbers of rows; who needs rows fetches them from where they lie.
+Data through the controller would make it the bottleneck of a cluster. The controller handles object
+references and row numbers; a worker fetches the rows it needs.
+
+    BatchRef   = ColumnBlock | ColumnBlock ...     side by side: more columns, equal rows
+    ColumnBlock = RowSlice, RowSlice, ...          below each other: more rows, equal columns
+    RowSlice   = rows start:stop of one stored batch
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-#: What workers take and give: columns by name, each with a row for every sample.
+#: Input and output of a worker method: columns by name, with a row per sample.
 Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows start to stop of what a reference stands for.
+    """Rows start:stop of a stored batch.
 
-    is_padding: they are there once more, only to fill shares up.
+    is_padding: the rows repeat others to fill up a share.
     """
 
     reference: Any
@@ -28,7 +32,7 @@ class RowSlice:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise ValueError(f"rows {self.start} to {self.stop}: must be 0 <= start <= stop")
+            raise ValueError(f"rows {self.start}:{self.stop}: must be 0 <= start <= stop")
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -36,7 +40,7 @@ class RowSlice:
 
 @dataclass(frozen=True)
 class ColumnBlock:
-    """Parts in order; their rows one after the other are rows of the same columns."""
+    """Slices with the same columns, in row order."""
 
     slices: tuple[RowSlice, ...] = ()
 
@@ -44,97 +48,101 @@ class ColumnBlock:
         return sum(map(len, self.slices))
 
     def slice_rows(self, start: int, stop: int) -> "ColumnBlock":
-        """Some of the rows."""
-        found = []
-        begin = 0
-        for part in self.slices:
-            low, high = max(start - begin, 0), min(stop - begin, len(part))
+        slices = []
+        offset = 0
+        for row_slice in self.slices:
+            low, high = max(start - offset, 0), min(stop - offset, len(row_slice))
             if low < high:
-                found.append(replace(part, start=part.start + low, stop=part.start + high))
-            begin += len(part)
-        # No rows still have columns.
-        first = tuple(replace(part, stop=part.start) for part in self.slices[:1])
-        return ColumnBlock(tuple(found) or first)
+                slices.append(
+                    replace(row_slice, start=row_slice.start + low, stop=row_slice.start + high)
+                )
+            offset += len(row_slice)
+        # An empty slice keeps the reference, and so the columns.
+        empty = tuple(replace(row_slice, stop=row_slice.start) for row_slice in self.slices[:1])
+        return ColumnBlock(tuple(slices) or empty)
 
     def to_padding(self) -> "ColumnBlock":
-        """The same rows, marked as padding."""
-        return ColumnBlock(tuple(replace(part, is_padding=True) for part in self.slices))
+        return ColumnBlock(tuple(replace(row_slice, is_padding=True) for row_slice in self.slices))
 
     @property
     def num_padding(self) -> int:
-        """Rows at its end that are padding. Raises ValueError if there are some elsewhere."""
-        marks = [part.is_padding for part in self.slices]
+        """Number of padding rows at the end. Raises ValueError for padding elsewhere."""
+        marks = [row_slice.is_padding for row_slice in self.slices]
         if marks != sorted(marks):
-            raise ValueError("rows behind padding: padding has to be the end of what a rank gets")
-        return sum(len(part) for part in self.slices if part.is_padding)
+            raise ValueError(
+                "real rows after padding: a rank's padding must be at the end of its rows"
+            )
+        return sum(len(row_slice) for row_slice in self.slices if row_slice.is_padding)
 
 
 @dataclass(frozen=True)
 class BatchRef:
-    """Strips side by side, all as long: the columns of each, row for row."""
+    """Column blocks side by side, with equal numbers of rows."""
 
     blocks: tuple[ColumnBlock, ...] = ()
 
     def __post_init__(self) -> None:
-        lengths = {len(strip) for strip in self.blocks}
+        lengths = {len(block) for block in self.blocks}
         if len(lengths) > 1:
-            raise ValueError(f"columns of {sorted(lengths)} rows side by side")
+            raise ValueError(
+                f"cannot put columns of {sorted(lengths)} rows side by side: lengths must be equal"
+            )
 
     @classmethod
-    def from_slices(cls, *parts: RowSlice) -> "BatchRef":
-        """The rows of some parts, one after the other."""
-        return cls((ColumnBlock(parts),))
+    def from_slices(cls, *slices: RowSlice) -> "BatchRef":
+        return cls((ColumnBlock(slices),))
 
     def __len__(self) -> int:
         return len(self.blocks[0]) if self.blocks else 0
 
     def __or__(self, other: "BatchRef") -> "BatchRef":
-        """With the other's columns beside its own."""
+        """Return the batch with the columns of both."""
         if not isinstance(other, BatchRef):
             return NotImplemented
         return BatchRef(self.blocks + other.blocks)
 
     def slice_rows(self, start: int, stop: int) -> "BatchRef":
-        """Some of the rows."""
-        return BatchRef(tuple(strip.slice_rows(start, stop) for strip in self.blocks))
+        return BatchRef(tuple(block.slice_rows(start, stop) for block in self.blocks))
 
     def split(self, count: int) -> list["BatchRef"]:
-        """As many pieces of the same length, in order; raises ValueError if that cannot be."""
-        share, rest = divmod(len(self), count)
-        if rest:
-            raise ValueError(f"{len(self)} rows do not split into {count}")
-        return [self.slice_rows(index * share, (index + 1) * share) for index in range(count)]
+        """Split into `count` batches of equal length, in order; raises ValueError if uneven."""
+        length, remainder = divmod(len(self), count)
+        if remainder:
+            raise ValueError(f"{len(self)} rows do not split into {count} equal parts")
+        return [self.slice_rows(index * length, (index + 1) * length) for index in range(count)]
 
     def pad_to_multiple(self, multiple: int) -> "BatchRef":
-        """With rows from its beginning behind it, until it divides; empty stays empty."""
-        found = self
-        lacking = -len(self) % multiple if len(self) else 0
-        while lacking:
-            more = BatchRef(
-                tuple(strip.to_padding() for strip in self.slice_rows(0, lacking).blocks)
+        """Append rows from the beginning, as padding, up to a multiple; an empty batch stays empty.
+
+        3 rows padded to a multiple of 8: rows 0 1 2, then 0 1 2 0 1 as padding.
+        """
+        padded = self
+        num_missing = -len(self) % multiple if len(self) else 0
+        while num_missing:
+            padding = BatchRef(
+                tuple(block.to_padding() for block in self.slice_rows(0, num_missing).blocks)
             )
-            found, lacking = join_batches([found, more]), lacking - len(more)
-        return found
+            padded, num_missing = join_batches([padded, padding]), num_missing - len(padding)
+        return padded
 
     @property
     def num_padding(self) -> int:
-        """Rows at its end that are padding. Raises ValueError if there are some elsewhere."""
-        return max((strip.num_padding for strip in self.blocks), default=0)
+        return max((block.num_padding for block in self.blocks), default=0)
 
 
 def join_batches(batches: Sequence[BatchRef]) -> BatchRef:
-    """The rows of several, one batch after the other; all have as many strips."""
-    each = zip(*(batch.blocks for batch in batches), strict=True)
-    return BatchRef(tuple(_concat_blocks(strips) for strips in each))
+    """Concatenate the rows of batches with equally many blocks."""
+    blocks_by_position = zip(*(batch.blocks for batch in batches), strict=True)
+    return BatchRef(tuple(_concat_blocks(blocks) for blocks in blocks_by_position))
 
 
-def _concat_blocks(strips: Sequence[ColumnBlock]) -> ColumnBlock:
-    parts = tuple(part for strip in strips for part in strip.slices)
-    return ColumnBlock(tuple(part for part in parts if len(part)) or parts[:1])
+def _concat_blocks(blocks: Sequence[ColumnBlock]) -> ColumnBlock:
+    slices = tuple(row_slice for block in blocks for row_slice in block.slices)
+    return ColumnBlock(tuple(row_slice for row_slice in slices if len(row_slice)) or slices[:1])
 
 
 def is_batch(value: Any) -> bool:
-    """Whether it has columns by name, each with rows: lists, or arrays or tensors."""
+    """Return whether a value is a dict of columns with rows: lists, arrays or tensors."""
     return isinstance(value, Mapping) and bool(value) and all(map(_is_column, value.values()))
 
 
@@ -143,27 +151,26 @@ def _is_column(value: Any) -> bool:
 
 
 def count_rows(batch: Batch) -> int:
-    """Rows of a batch. Raises ValueError where its columns do not agree."""
+    """Return the number of rows. Raises ValueError if columns differ in length."""
     lengths = {name: len(column) for name, column in batch.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        raise ValueError(f"columns of different lengths ({told})")
+        described = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        raise ValueError(f"columns of different lengths ({described})")
     return next(iter(lengths.values()), 0)
 
 
 def slice_columns(batch: Batch, start: int, stop: int) -> dict[str, Any]:
-    """Some rows of every column."""
     return {name: column[start:stop] for name, column in batch.items()}
 
 
 def concat_columns(batches: Sequence[Batch]) -> dict[str, Any]:
-    """One batch of several with the same columns: arrays and tensors along rows, lists as lists."""
+    """Concatenate batches with equal columns: arrays and tensors along rows, lists as lists."""
     if not batches:
         return {}
     names = batches[0].keys()
     if any(batch.keys() != names for batch in batches):
-        told = " and ".join(sorted({str(sorted(batch)) for batch in batches}))
-        raise ValueError(f"batches of different columns: {told}")
+        described = " and ".join(sorted({str(sorted(batch)) for batch in batches}))
+        raise ValueError(f"cannot concatenate batches with different columns: {described}")
     return {name: _concat_column([batch[name] for batch in batches]) for name in names}
 
 

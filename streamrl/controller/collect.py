@@ -1,8 +1,7 @@
-"""What comes back from the ranks: padding is taken off, and no row passes for another's.
+"""Collection of answers: check each rank's rows against its input, and remove padding.
 
-Every rank's rows are checked against those it got. Padding counts nowhere: of rows it is taken off
-where they came from, and a number in which it would count is refused, unless the method knows how
-many of its rows are real.
+Padding must never count. Padded rows are cut off the answers; a metric over padded rows is refused,
+unless the method takes the number of real rows (`*, real`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +16,16 @@ from streamrl.controller.transfer_protocols import (
     TransferProtocol,
 )
 
-PADDING_REMEDY = "give rows that divide, or have the method take `*, real`, how many are no padding"
+PADDING_REMEDY = (
+    "pass a row count that divides evenly, or let the method take `*, real`: its unpadded rows"
+)
 
 
 @dataclass(frozen=True)
 class RankInput:
-    """The rows a rank was called with, the last `num_padding` of them put there to fit.
+    """Rows that a rank was called with; the last `num_padding` of them are padding.
 
-    is_rows: whether it was given any batch at all.
+    has_batch: whether the call has any batch argument.
     """
 
     num_rows: int = 0
@@ -33,61 +34,62 @@ class RankInput:
 
     @classmethod
     def from_call(cls, call: CallArguments | None) -> "RankInput":
-        """Those of a call. Raises ValueError if batches of it are padded and not as long."""
+        """Describe a call. Raises ValueError if padded batches of a call differ in length."""
         batches = [value for value in call or () if isinstance(value, BatchRef)]
         lengths = {len(batch) for batch in batches}
         padding = max((batch.num_padding for batch in batches), default=0)
         if padding and len(lengths) > 1:
-            raise ValueError(f"batches of {sorted(lengths)} rows in one call, some of them padded")
+            raise ValueError(
+                f"padded batches of different lengths in a call: {sorted(lengths)} rows"
+            )
         return cls(max(lengths, default=0), padding, bool(batches))
 
     @property
     def num_real(self) -> int:
-        """How many of its first rows are no padding."""
         return self.num_rows - self.num_padding
 
 
 def make_rank_inputs(
-    handed: RankCalls, protocol: TransferProtocol, method: str, *, knows: bool
+    rank_calls: RankCalls, protocol: TransferProtocol, method: str, *, knows_padding: bool
 ) -> list[RankInput]:
-    """What each rank was given. Raises ValueError as `Given.of`, or if padding would count in
-    figures.
+    """Describe each rank's call. Raises ValueError if padding would count in metrics.
 
-    `knows` is whether the method is told how many rows are real.
+    knows_padding: whether the method receives the number of real rows.
     """
     try:
-        found = [RankInput.from_call(call) for call in handed.calls]
+        inputs = [RankInput.from_call(call) for call in rank_calls.calls]
     except ValueError as error:
         raise ValueError(f"{method}: {error}") from None
-    padding = sum(each.num_padding for each in found)
-    if padding and protocol.answer_kind == AnswerKind.METRICS and not knows:
+    padding = sum(rank_input.num_padding for rank_input in inputs)
+    if padding and protocol.answer_kind == AnswerKind.METRICS and not knows_padding:
+        num_rows = sum(rank_input.num_rows for rank_input in inputs)
         raise ValueError(
-            f"{method}: {padding} of {sum(each.num_rows for each in found)} rows are padding, which"
-            f" would count in the figures of {len(found)} ranks: {PADDING_REMEDY}"
+            f"{method}: {padding} of {num_rows} rows are padding, which would count in the metrics"
+            f" of {len(inputs)} ranks: {PADDING_REMEDY}"
         )
-    return found
+    return inputs
 
 
 class RankAnswers(Sequence[Any]):
-    """One answer of each rank; looked at, and its padding taken off, once it is asked for.
+    """Answers by rank; accessing an answer checks it and cuts off its padding.
 
-    A row may have become several, as a prompt its group of rollouts, but as many on every rank. A
-    method that `knows` its padding answers for itself. Asking raises ValueError for rows that are
-    not those of their rank, and for numbers in which padding counts.
+    A method may return several rows per input row (a prompt gives a group of rollouts), as many on
+    every rank. Answers of a method that knows its padding are not changed. Access raises ValueError
+    for row counts that do not fit the input, and for numbers over padded rows.
     """
 
     def __init__(
         self,
         answers: Sequence[Any],
-        given: Sequence[RankInput],
+        inputs: Sequence[RankInput],
         kind: AnswerKind,
         names: Sequence[str],
         *,
-        knows: bool = False,
+        knows_padding: bool = False,
     ) -> None:
-        """`names` are those of the calls, as in `CriticWorker-1.compute_values`."""
-        self._answers, self._inputs, self._names = answers, given, names
-        self._kind, self._knows_padding = kind, knows
+        """Wrap the answers; `names` are the calls, such as `CriticWorker-1.compute_values`."""
+        self._answers, self._inputs, self._names = answers, inputs, names
+        self._kind, self._knows_padding = kind, knows_padding
         self._row_multiple: int | None = None
 
     def __len__(self) -> int:
@@ -98,35 +100,36 @@ class RankAnswers(Sequence[Any]):
 
     def __getitem__(self, rank: Any) -> Any:
         if isinstance(rank, slice):
-            return [self[each] for each in range(*rank.indices(len(self)))]
-        answer, given = self._answers[rank], self._inputs[rank]
-        if self._knows_padding or not given.has_batch:
+            return [self[index] for index in range(*rank.indices(len(self)))]
+        answer, rank_input = self._answers[rank], self._inputs[rank]
+        if self._knows_padding or not rank_input.has_batch:
             return answer
         if not isinstance(answer, BatchRef):
-            if given.num_padding:
+            if rank_input.num_padding:
                 raise ValueError(
-                    f"{self._names[rank]}: {given.num_padding} of its {given.num_rows} rows"
-                    f" are padding,"
-                    f" which counts in what it answered: {PADDING_REMEDY}"
+                    f"{self._names[rank]}: {rank_input.num_padding} of its {rank_input.num_rows}"
+                    f" rows are padding, which would count in its answer: {PADDING_REMEDY}"
                 )
             return answer
-        if self._kind != AnswerKind.ROWS and not given.num_padding:
+        if self._kind != AnswerKind.ROWS and not rank_input.num_padding:
             return answer
-        return answer.slice_rows(0, self._compute_row_multiple(rank, len(answer)) * given.num_real)
+        return answer.slice_rows(
+            0, self._compute_row_multiple(rank, len(answer)) * rank_input.num_real
+        )
 
     def _compute_row_multiple(self, rank: int, count: int) -> int:
-        """How many rows each row of a rank has become."""
-        rows = self._inputs[rank].num_rows
-        times, rest = divmod(count, rows) if rows else (1, count)
-        if rest or not times:
+        """Return how many rows the rank returned per input row; must be equal on all ranks."""
+        num_rows = self._inputs[rank].num_rows
+        multiple, remainder = divmod(count, num_rows) if num_rows else (1, count)
+        if remainder or not multiple:
             raise ValueError(
-                f"{self._names[rank]}: {count} rows came back for {rows}: must be as many, or as"
-                " many times more on every rank, unless the method takes `*, real`"
+                f"{self._names[rank]}: {count} rows returned for {num_rows}: must be a multiple,"
+                " the same on every rank, unless the method takes `*, real`"
             )
-        if rows and self._row_multiple not in (None, times):
+        if num_rows and self._row_multiple not in (None, multiple):
             raise ValueError(
-                f"{self._names[rank]}: {times} rows came back for each, from another rank"
-                f" {self._row_multiple}: must be as many on every rank"
+                f"{self._names[rank]}: {multiple} rows returned per input row, but"
+                f" {self._row_multiple} by another rank: must be the same on every rank"
             )
-        self._row_multiple = times if rows else self._row_multiple
-        return times
+        self._row_multiple = multiple if num_rows else self._row_multiple
+        return multiple

@@ -1,4 +1,4 @@
-"""What a worker of a group is: any class, some of whose methods say how their data travels."""
+"""Worker classes: any class; `@transfers` marks the methods that a group can call."""
 
 import inspect
 from collections.abc import Callable
@@ -13,10 +13,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker is told of where it is; the first argument of its constructor.
+    """Position of a worker; the first argument of its constructor.
 
-    address, port: where rank 0 can be met, for torch.distributed. slot: which of the pool's slots
-    it shares.
+    address, port: rendezvous at rank 0, for torch.distributed.
+    slot: index of the worker's slot in the pool.
     """
 
     rank: int
@@ -27,16 +27,19 @@ class WorkerContext:
 
     @property
     def size(self) -> int:
-        """Number of ranks of its group."""
         return self.mesh.size
 
 
-#: The protocol of each registered method: by the function itself, whoever inherits it.
+#: Protocol by function, so that subclasses inherit the registration.
 _PROTOCOL_BY_FUNCTION: dict[Callable[..., Any], str] = {}
 
 
 def transfers(protocol: str) -> Callable[[Method], Method]:
-    """Let a method be called on a whole group, its data handed out and collected by a protocol."""
+    """Mark a method as callable on a whole group, with the transfer protocol of this name.
+
+    @transfers("DP")
+    def compute_rewards(self, batch: Batch) -> Batch: ...
+    """
 
     def register(method: Method) -> Method:
         _PROTOCOL_BY_FUNCTION[method] = protocol
@@ -47,10 +50,10 @@ def transfers(protocol: str) -> Callable[[Method], Method]:
 
 @dataclass(frozen=True)
 class TransferMethod:
-    """A method that is called on a whole group: its protocol by name.
+    """Method that a group can call, with its protocol.
 
-    knows_padding: it has a parameter `real`, by name alone, and is told there how many of its
-    first rows are no padding.
+    knows_padding: the method has a keyword-only parameter `real` and receives the number of rows
+    before the padding.
     """
 
     protocol: str
@@ -58,25 +61,25 @@ class TransferMethod:
 
 
 def find_transfer_methods(worker: type) -> dict[str, TransferMethod]:
-    """A class's registered methods by name, inherited ones too.
+    """Return the marked methods of a class by name, inherited ones included.
 
-    Raises ConfigError for one that is a coroutine, or that is no method with an instance.
+    Raises ConfigError for a coroutine, a static method or a class method.
     """
-    found = {}
-    for each in reversed(worker.__mro__):
-        for name, value in vars(each).items():
+    methods = {}
+    for base in reversed(worker.__mro__):
+        for name, value in vars(base).items():
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if inspect.isfunction(function) and function in _PROTOCOL_BY_FUNCTION:
-                found[name] = _make_transfer_method(worker, name, _PROTOCOL_BY_FUNCTION[function])
-    return found
+                methods[name] = _make_transfer_method(worker, name, _PROTOCOL_BY_FUNCTION[function])
+    return methods
 
 
 def _make_transfer_method(worker: type, name: str, protocol: str) -> TransferMethod:
     method = inspect.getattr_static(worker, name)
     if not inspect.isfunction(method):
-        told = type(method).__name__
-        raise ConfigError(f"{worker.__name__}.{name}: is a {told}: must be a plain method")
+        kind = type(method).__name__
+        raise ConfigError(f"{worker.__name__}.{name} is a {kind}: must be a plain method")
     if inspect.iscoroutinefunction(method):
-        raise ConfigError(f"{worker.__name__}.{name}: is async: must be a plain method")
+        raise ConfigError(f"{worker.__name__}.{name} is async: must be a plain method")
     real = inspect.signature(method).parameters.get("real")
     return TransferMethod(protocol, real is not None and real.kind is real.KEYWORD_ONLY)

@@ -1,7 +1,9 @@
-"""Requests to a run that is under way: small files in its directory, each answered by another.
+"""Control requests to a running run: files in its directory, each answered by another file.
 
-Whoever sees the directory can ask, from any machine and without Ray. A request appears whole under
-its name; the run takes it by giving it another, and answers with a file. Who asked removes both.
+Any process with access to the directory can send a request, without Ray:
+
+    client: write  <id>.request.json          run: rename to <id>.taken.json
+    run:    write  <id>.answer.json           client: read the answer, remove all three
 """
 
 import contextlib
@@ -19,20 +21,20 @@ from streamrl.files.bounded_read import read_small_json, wrap_file_errors
 
 REQUESTS_FOLDER = "requests"
 TAKE_TIMEOUT_S = 15.0
-"""A run that is under way takes a request within this time, s."""
+"""A live run takes a request within this time."""
 PLACE_TIMEOUT_S = 60.0
-"""A replica that is to join has this long until there is a process for it, s."""
+"""Timeout for Ray to place a joining replica."""
 LEAVE_TIMEOUT_S = 30.0
-"""One that is to leave has this long to hand back what it holds, s."""
+"""Timeout for a leaving replica to return its groups."""
 START_MARGIN_S = 120.0
-"""What a start may take beside the engine's own, s."""
+"""Start time allowed beyond the engine's own timeout."""
 POLL_INTERVAL_S = 0.1
 _REQUEST_SUFFIX, _TAKEN_SUFFIX, _ANSWER_SUFFIX = ".request.json", ".taken.json", ".answer.json"
 
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """How many replicas of which roles a run is asked to have."""
+    """Requested number of replicas by role."""
 
     id: str
     counts: Mapping[str, int]
@@ -40,41 +42,43 @@ class ScaleRequest:
 
 @dataclass(frozen=True)
 class ScaleAnswer:
-    """What came of a request, in lines; `is_done` is whether it was all that was asked for."""
+    """Answer to a request; `is_done` if the request was fully met."""
 
     lines: Sequence[str]
     is_done: bool
 
 
 class ScaleRequestInbox:
-    """The run's end: the folder is there for as long as somebody answers. No method waits."""
+    """Run side. The folder exists as long as the run answers. No method blocks."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / REQUESTS_FOLDER
 
     def open(self) -> None:
-        """From now on there is somebody to ask. What an earlier run left is removed."""
+        """Create the folder, removing leftovers of an earlier run."""
         self.close()
         with wrap_disk_errors(self._folder):
             self._folder.mkdir()
 
     def take_requests(self) -> list[ScaleRequest]:
-        """The requests that have come, the earliest first. What is none is answered as such."""
-        found = []
+        """Take all new requests, oldest first. An invalid request is answered here."""
+        requests = []
         for path in sorted(self._folder.glob(f"*{_REQUEST_SUFFIX}")):
             name = path.name.removesuffix(_REQUEST_SUFFIX)
             try:
                 path.rename(self._folder / f"{name}{_TAKEN_SUFFIX}")
             except FileNotFoundError:
-                continue  # it was taken back
+                continue  # withdrawn by the client
             try:
-                found.append(_read_request(name, self._folder / f"{name}{_TAKEN_SUFFIX}"))
+                requests.append(_read_request(name, self._folder / f"{name}{_TAKEN_SUFFIX}"))
             except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
-                self.write_answer(name, ScaleAnswer([f"{path.name}: no request: {error}"], False))
-        return found
+                self.write_answer(
+                    name, ScaleAnswer([f"{path.name}: invalid request: {error}"], False)
+                )
+        return requests
 
     def write_answer(self, request: str, answer: ScaleAnswer) -> None:
-        """Answer a request by its id. Nobody may be left to read it."""
+        """Answer a request by id. The client may be gone."""
         path = self._folder / f"{request}{_ANSWER_SUFFIX}"
         text = json.dumps({"lines": list(answer.lines), "is_done": answer.is_done})
         if self._folder.is_dir():
@@ -82,12 +86,12 @@ class ScaleRequestInbox:
                 write_atomic(path, text)
 
     def close(self) -> None:
-        """Nobody answers any more. The folder goes with all in it, which tells those who wait."""
+        """Remove the folder, which tells waiting clients that the run has ended."""
         closed = self._folder.with_name(f".{REQUESTS_FOLDER}.closed")
         shutil.rmtree(closed, ignore_errors=True)
-        # There may be none, and a disk may refuse: then those who ask give up by themselves.
+        # The folder may be missing or the disk may fail; clients then run into their timeout.
         with contextlib.suppress(OSError):
-            # Renamed first: who asks at this moment finds no folder to put a file into.
+            # Rename before removing: a client that writes now fails instead of waiting.
             self._folder.rename(closed)
         shutil.rmtree(closed, ignore_errors=True)
 
@@ -100,57 +104,55 @@ def request_scale(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ScaleAnswer:
-    """Ask the run for so many replicas and wait for its answer.
+    """Send a scale request and wait for the answer.
 
-    Raises ConfigError if nobody takes the request within TAKEN_S, which takes it back, if the run
-    ends over it, and if there is no answer within `timeout_s`.
+    Raises ConfigError if the run does not take the request within TAKE_TIMEOUT_S (the request is
+    then withdrawn), ends meanwhile, or does not answer within `timeout_s`.
     """
     folder = run_dir / REQUESTS_FOLDER
     if folder.is_symlink() or not folder.is_dir():
         raise ConfigError(f"{run_dir}: the run is not running, or still starting")
     name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
-    asked, taken, answer = (
+    request_path, taken_path, answer_path = (
         folder / f"{name}{kind}" for kind in (_REQUEST_SUFFIX, _TAKEN_SUFFIX, _ANSWER_SUFFIX)
     )
     started = clock()
     try:
-        write_atomic(asked, json.dumps({"counts": dict(counts)}))
-        while not answer.exists():
+        write_atomic(request_path, json.dumps({"counts": dict(counts)}))
+        while not answer_path.exists():
             waited_s = clock() - started
-            if waited_s > TAKE_TIMEOUT_S and _withdraw_request(asked):
+            if waited_s > TAKE_TIMEOUT_S and _withdraw_request(request_path):
                 text = f"{run_dir}: no answer within {TAKE_TIMEOUT_S:g} s: the run is not running"
                 raise ConfigError(text)
-            if not any(path.exists() for path in (asked, taken, answer)):
+            if not any(path.exists() for path in (request_path, taken_path, answer_path)):
                 raise ConfigError(f"{run_dir}: the run ended before it answered")
             if waited_s > timeout_s:
                 raise ConfigError(
-                    f"{run_dir}: no answer within {timeout_s:g} s; what was asked for may still"
-                    " come: see events.jsonl"
+                    f"{run_dir}: no answer within {timeout_s:g} s; the change may still"
+                    " happen: see events.jsonl"
                 )
             sleep(POLL_INTERVAL_S)
-        with wrap_file_errors(answer):
-            found = read_small_json(answer)
-            if not isinstance(found, dict) or not isinstance(found.get("lines"), list):
-                raise ValueError("no answer of a run")
+        with wrap_file_errors(answer_path):
+            content = read_small_json(answer_path)
+            if not isinstance(content, dict) or not isinstance(content.get("lines"), list):
+                raise ValueError("not an answer of a run")
     except FileNotFoundError:
         raise ConfigError(f"{run_dir}: the run has ended") from None
     finally:
-        for path in (asked, taken, answer):
+        for path in (request_path, taken_path, answer_path):
             path.unlink(missing_ok=True)
-    return ScaleAnswer([str(line) for line in found["lines"]], found.get("is_done") is True)
+    return ScaleAnswer([str(line) for line in content["lines"]], content.get("is_done") is True)
 
 
-def _withdraw_request(asked: Path) -> bool:
-    """Whether a request is taken back: nobody has taken it so far."""
+def _withdraw_request(request_path: Path) -> bool:
     try:
-        asked.unlink()
+        request_path.unlink()
     except FileNotFoundError:
         return False
     return True
 
 
 def _read_request(name: str, path: Path) -> ScaleRequest:
-    """Raises ValueError, LookupError, TypeError or AttributeError for what is no request."""
     counts = read_small_json(path)["counts"]
     for role, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:

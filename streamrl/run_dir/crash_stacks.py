@@ -1,6 +1,6 @@
-"""The stacks that a process of a run leaves when a signal ends it: `RUN/stacks/<actor>-<pid>.txt`.
+"""Stack traces of crashed processes, in `RUN/stacks/<actor>-<pid>.txt`.
 
-Signals of faults only (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT): of SIGKILL no process knows.
+Written on fatal signals (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT); SIGKILL cannot be caught.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ MAX_REASON_BYTES = 1000
 
 @dataclass(frozen=True)
 class CrashRecord:
-    """What a process left: its actor, its process id, how it ended, and the file of its stacks."""
+    """A crash: actor, pid, reason, and the file with the stacks."""
 
     actor: str
     pid: int
@@ -27,34 +27,33 @@ class CrashRecord:
 
 
 def record_crash_stacks(run_dir: Path, actor: str) -> None:
-    """Have this process write the stacks of all its threads into the run directory at its crash."""
+    """Make this process write the stacks of all its threads to a file when it crashes."""
     folder = run_dir / STACKS_FOLDER
-    # On a full disk a run goes on: there is only less to read if it crashes.
+    # A full disk only costs the stacks, not the run.
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        # It stays open, as nothing can be opened in a crash; faulthandler keeps it.
+        # Opened now, since a crash handler cannot open files; faulthandler keeps the reference.
         file = open(open_new_file(folder / f"{actor}-{os.getpid()}.txt"), "w")  # noqa: SIM115
-        # Else handlers of signals that were installed since it was enabled, Ray's, stay in place.
+        # Re-enable, to override signal handlers that Ray installed after the first call.
         faulthandler.disable()
         faulthandler.enable(file)
 
 
 class CrashWatch:
-    """The crashes of the processes of a run, each told once."""
+    """Finds new crashes of a run's processes."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / STACKS_FOLDER
         self._reported_files = {file.name for file in self._list_files()}
 
     def find_new_crashes(self) -> list[CrashRecord]:
-        """Return the crashes since the last look."""
-        fresh = [file for file in self._list_files() if file.name not in self._reported_files]
-        crashes = [_read_crash(file) for file in fresh if file.stat().st_size]
+        new_files = [file for file in self._list_files() if file.name not in self._reported_files]
+        crashes = [_read_crash(file) for file in new_files if file.stat().st_size]
         self._reported_files |= {Path(crash.stacks).name for crash in crashes}
         return crashes
 
     def close(self) -> None:
-        """Remove the files of processes that did not crash; all have ended."""
+        """Remove the empty files of processes that did not crash. All processes must have ended."""
         with contextlib.suppress(OSError):
             for file in self._list_files():
                 if not file.stat().st_size:
@@ -68,6 +67,6 @@ class CrashWatch:
 def _read_crash(file: Path) -> CrashRecord:
     actor, _, pid = file.stem.rpartition("-")
     with open_regular_file(file) as lines:
-        first = lines.readline(MAX_REASON_BYTES).decode(errors="replace")
-    reason = first.strip().removeprefix("Fatal Python error: ")
+        first_line = lines.readline(MAX_REASON_BYTES).decode(errors="replace")
+    reason = first_line.strip().removeprefix("Fatal Python error: ")
     return CrashRecord(actor, int(pid), reason, str(file))

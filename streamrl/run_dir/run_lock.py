@@ -1,12 +1,19 @@
-"""The owner of a run directory: one command at a time, also across nodes.
+"""Lock of a run directory: a single owner at a time, also across nodes.
 
-A command holds flock on `owner.lock` in the directory for as long as it lives, and the file says
-which command that is. The system drops the lock when the process ends, however it ends, so on one
-machine a dead owner is told from a live one at once. Where flock does not reach from node to node,
-or is not there at all, the owner's heartbeat decides: it touches the file every HEARTBEAT_S, and
-whoever asks from another node watches for that. Nobody's clock is compared with another's.
+The owner process holds flock on `owner.lock` and writes its identity into the file. The kernel
+drops the lock when the process ends, however it ends, so on the same machine a dead owner is
+detected at once. Where flock does not work across nodes, or at all, the heartbeat decides: the
+owner touches the file every HEARTBEAT_INTERVAL_S, and a process on another node watches for a
+change of the mtime. Clocks of different nodes are never compared.
 
-The lock is not inherited: the file is closed on exec, and in every fork of the process.
+The lock is not inherited: exec and fork close the file in the child.
+
+Decision of `_check_free`, given the identity in the file:
+
+    flock taken by another process          -> in use
+    same boot, flock works                  -> free (the kernel knows)
+    same boot and pid namespace, no flock   -> in use if pid and start time match
+    otherwise                               -> in use if the heartbeat moves
 """
 
 import contextlib
@@ -29,36 +36,37 @@ from streamrl.files.bounded_read import open_regular_file, read_small_json, wrap
 LOCK_FILE = "owner.lock"
 HEARTBEAT_INTERVAL_S = 4.0
 HEARTBEAT_TIMEOUT_S = 5 * HEARTBEAT_INTERVAL_S
-"""A heartbeat that stays away for so long is that of a dead owner, s."""
+"""An owner without a heartbeat for this long is dead."""
 FORK_CLOSE_TIMEOUT_S = 5.0
-"""A fork of an owner that was just killed has so long to close the lock it was born with, s."""
+"""Time for a fork of a killed owner to close the inherited lock."""
 _POLL_INTERVAL_S = 0.5
 _MAX_NUMBER = 1e12
-"""No pid, tick or second of an owner is as large."""
+"""Above any valid pid, tick count or epoch second of an owner file."""
 _NO_FLOCK_ERRNOS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""What a file system without flock answers."""
+"""Errors of a file system without flock."""
 _LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-"""A link would have a file elsewhere overwritten, and a pipe never be opened."""
+"""O_NOFOLLOW: a symlink could make the lock overwrite another file. O_NONBLOCK: a FIFO blocks."""
 WANDB_LINK_PATTERN = "wandb/*run-*/logs/debug-core.log"
-"""To the log of wandb's service, elsewhere: made in a new folder with each start, never opened."""
+"""wandb links to the log of its service, outside the run; no code here opens the link."""
 _BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
 
 class InUseError(ConfigError):
-    """A live command has the run directory."""
+    """The run directory belongs to a live process."""
 
 
 def _ignore_status(text: str) -> None:
-    """Tell nobody."""
+    pass
 
 
 @dataclass(frozen=True)
 class RunOwner:
-    """A command that owns a run directory.
+    """Identity of the process that owns a run directory.
 
-    boot, processes: which kernel and which set of process ids it lives in, empty where the system
-    does not say. start: ticks from the kernel's start to the process's. since: epoch, s.
+    boot, processes: kernel boot id and pid namespace; empty if unavailable.
+    start: process start, clock ticks since boot.
+    since: start of ownership, epoch seconds.
     """
 
     id: str
@@ -71,7 +79,6 @@ class RunOwner:
 
     @classmethod
     def from_this_process(cls) -> "RunOwner":
-        """Describe this process, as an owner from now on."""
         pid, boot, processes = os.getpid(), "", ""
         with contextlib.suppress(OSError):
             boot = _BOOT_ID_PATH.read_text().strip()
@@ -93,7 +100,7 @@ class RunOwner:
 
 
 class RunLock:
-    """The ownership of a run directory, held until `release` or the end of the process."""
+    """Ownership of a run directory, until `release` or the end of the process."""
 
     def __init__(self, file: int, path: Path, owner: RunOwner) -> None:
         self._file, self._path, self._owner = file, path, owner
@@ -103,30 +110,31 @@ class RunLock:
 
     def _run_heartbeat(self) -> None:
         while not self._release_event.wait(HEARTBEAT_INTERVAL_S):
-            # By the file, not by its name: an overwritten run is moved away with its lock.
+            # By descriptor, not by path: overwriting a run moves its folder, lock included.
             with contextlib.suppress(OSError):
                 os.utime(self._file)
 
     def verify_owner(self) -> None:
-        """Raise StreamError if another command has taken the directory over, from a node to which
-        neither flock nor the heartbeat got through in time."""
-        found = self._find_other_owner()
-        if found is not None:
+        """Raise StreamError if another process took over the directory.
+
+        Possible from a node where neither flock nor the heartbeat arrived in time.
+        """
+        other = self._find_other_owner()
+        if other is not None:
             raise StreamError(
-                f"run directory {self._path.parent} was taken over {found}: this run ends, and"
-                " leaves it to that one"
+                f"run directory {self._path.parent} was taken over {other}: this run ends and"
+                " leaves the directory to that command"
             )
 
     def _find_other_owner(self) -> RunOwner | None:
-        found = read_owner(self._path.parent)
-        return None if found is None or found.id == self._owner.id else found
+        owner = read_owner(self._path.parent)
+        return None if owner is None or owner.id == self._owner.id else owner
 
     def set_folder(self, folder: Path) -> None:
-        """Note that the directory has another name now."""
         self._path = folder / LOCK_FILE
 
     def release(self) -> None:
-        """Let others have the directory. The file stays: to remove it would be a race."""
+        """Release the directory. The file stays: removing it would race with a new owner."""
         if self._release_event.is_set():
             return
         self._release_event.set()
@@ -136,7 +144,6 @@ class RunLock:
         self.close()
 
     def close(self) -> None:
-        """Close the file; the lock ends with its last holder, and this process is one."""
         _held_locks.discard(self)
         with contextlib.suppress(OSError):
             os.close(self._file)
@@ -146,7 +153,7 @@ _held_locks: set[RunLock] = set()
 
 
 def _close_inherited_locks() -> None:
-    """Close the locks in a fork, which would hold them beyond the life of the command."""
+    """Close the locks in a forked child, which would otherwise outlive the owner."""
     for lock in list(_held_locks):
         lock.close()
 
@@ -155,11 +162,13 @@ os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 def acquire_run_lock(folder: Path, *, status: Callable[[str], None] = _ignore_status) -> RunLock:
-    """Own a run directory that exists.
+    """Lock an existing run directory.
 
-    Raises ConfigError in one line if a live command owns it, or it cannot be owned, as one with
-    links that lead out of it. `status` is told what is waited for: the heartbeat of an owner on
-    another node takes WATCH_S.
+    status: receives a line during a wait for the heartbeat of an owner on another node, which takes
+    up to HEARTBEAT_TIMEOUT_S.
+
+    Raises ConfigError if a live process owns the directory, or if it contains links that lead
+    outside.
     """
     check_links(folder)
     path = folder / LOCK_FILE
@@ -180,39 +189,39 @@ def acquire_run_lock(folder: Path, *, status: Callable[[str], None] = _ignore_st
 
 
 def check_links(folder: Path) -> None:
-    """Raise ConfigError for a link in a run directory that leads out of it, or a FIFO or device.
+    """Raise ConfigError if the directory contains a link that leads outside, a FIFO or a device.
 
-    No link is followed. A run writes and removes files in its directory, by names that
-    anybody knows.
+    A run writes and removes files under predictable names, so such a link could redirect it. Does
+    not follow links.
     """
-    inside, left = folder.resolve(), [folder]
-    while left:
-        here = left.pop()
+    root, pending = folder.resolve(), [folder]
+    while pending:
+        current = pending.pop()
         entries: list[os.DirEntry[str]] = []
-        # Of a run that goes on, a folder may be gone meanwhile.
-        with wrap_file_errors(here), contextlib.suppress(FileNotFoundError):
-            entries = list(os.scandir(here))
+        # A running run may remove a folder meanwhile.
+        with wrap_file_errors(current), contextlib.suppress(FileNotFoundError):
+            entries = list(os.scandir(current))
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                left.append(Path(entry.path))
-            elif entry.is_symlink() and not _is_inside(Path(entry.path), folder, inside):
+                pending.append(Path(entry.path))
+            elif entry.is_symlink() and not _is_inside(Path(entry.path), folder, root):
                 raise ConfigError(
                     f"run directory {folder}: {entry.path} is a link to"
-                    f" {os.readlink(entry.path)!r}, which is not in it; remove the link, or put"
-                    " in its place what it leads to"
+                    f" {os.readlink(entry.path)!r}, which is outside; remove the link, or replace"
+                    " it by its target"
                 )
             elif not entry.is_symlink() and not entry.is_file(follow_symlinks=False):
                 raise ConfigError(f"run directory {folder}: {entry.path}: not a regular file")
 
 
-def _is_inside(link: Path, folder: Path, inside: Path) -> bool:
-    """Whether a link leads into the run directory, or is the one of wandb's to its own log."""
+def _is_inside(link: Path, folder: Path, root: Path) -> bool:
+    """Return whether a link stays inside the run directory, or is wandb's link to its log."""
     if fnmatch(str(link.relative_to(folder)), WANDB_LINK_PATTERN):
         return True
     try:
-        return inside in link.resolve().parents
+        return root in link.resolve().parents
     except (OSError, RuntimeError):
-        # Links in a circle lead nowhere.
+        # A cycle of links.
         return False
 
 
@@ -220,13 +229,13 @@ def _is_inside(link: Path, folder: Path, inside: Path) -> bool:
 def lock_for_reading(
     folder: Path, *, status: Callable[[str], None] = _ignore_status
 ) -> Iterator[None]:
-    """Keep others from owning a run directory, while it is read; nothing is written there.
+    """Context that keeps other processes from owning a run directory; writes no file.
 
-    Raises ConfigError in one line if a live command owns it.
+    Raises ConfigError if a live process owns the directory.
     """
     path = folder / LOCK_FILE
     if not path.exists():
-        # Nobody has owned it since there are owners.
+        # No owner file: never owned, or written before this file was introduced.
         yield
         return
     with _translate_disk_errors(path):
@@ -240,27 +249,27 @@ def lock_for_reading(
 
 
 def read_owner(folder: Path) -> RunOwner | None:
-    """Return the command that owns a run directory, or owned it last; None if it has given it up.
+    """Return the present or last owner of a run directory; None if released.
 
-    The text is read anew, as another node may have written it.
+    Reads the file afresh, since another node may have changed it.
     """
     try:
-        found = read_small_json(folder / LOCK_FILE)
-        owner = RunOwner(**found)
+        fields = read_small_json(folder / LOCK_FILE)
+        owner = RunOwner(**fields)
     except (OSError, ValueError, TypeError):
-        # Whoever is just about to own it has not written it yet.
+        # A new owner may have locked the file and not written it yet.
         return None
     numbers, texts = (owner.pid, owner.start, owner.since), (owner.host, owner.boot, owner.id)
-    is_one = all(
+    is_valid = all(
         isinstance(number, int | float) and 0 <= number < _MAX_NUMBER for number in numbers
     )
-    return owner if is_one and all(str(text).isprintable() for text in texts) else None
+    return owner if is_valid and all(str(text).isprintable() for text in texts) else None
 
 
 def _lock_file(folder: Path, file: int, kind: int) -> bool:
-    """Lock the file of a directory; False if its file system has no flock.
+    """Lock the file; return False if the file system has no flock.
 
-    Raises ConfigError if another process has it, but for a fork of an owner that was just killed.
+    Raises ConfigError if another process holds the lock, after waiting for a fork of a dead owner.
     """
     until = time.monotonic() + FORK_CLOSE_TIMEOUT_S
     while True:
@@ -279,14 +288,14 @@ def _lock_file(folder: Path, file: int, kind: int) -> bool:
 
 
 def _check_free(folder: Path, file: int, kind: int, status: Callable[[str], None]) -> None:
-    """Raise ConfigError if a live command owns the directory; lock the file if it can be."""
-    reaches = _lock_file(folder, file, kind)
+    """Raise ConfigError if a live process owns the directory; lock the file if flock works."""
+    has_flock = _lock_file(folder, file, kind)
     owner, this = read_owner(folder), RunOwner.from_this_process()
     if owner is None:
         return
     if owner.boot and owner.boot == this.boot:
-        # One kernel: its flock is the truth. Without one it knows the process, if ids are shared.
-        if reaches:
+        # Same kernel: flock is reliable. Without flock, look up the pid if the namespace is shared.
+        if has_flock:
             return
         if owner.processes == this.processes:
             if _read_start_ticks(owner.pid) == owner.start:
@@ -297,15 +306,14 @@ def _check_free(folder: Path, file: int, kind: int, status: Callable[[str], None
 
 
 def _has_exited(owner: RunOwner) -> bool:
-    """Whether an owner in this set of process ids is known to have ended."""
+    """Return whether the owner is known to have exited; False in another pid namespace."""
     this = RunOwner.from_this_process()
     is_here = bool(owner.boot) and (owner.boot, owner.processes) == (this.boot, this.processes)
     return is_here and _read_start_ticks(owner.pid) != owner.start
 
 
 def _has_heartbeat(folder: Path, owner: RunOwner, status: Callable[[str], None]) -> bool:
-    """Whether the owner's heartbeat is seen."""
-    status(f"watching for {HEARTBEAT_TIMEOUT_S:g} s whether {folder}, owned {owner}, is alive")
+    status(f"{folder} is owned {owner}; waiting {HEARTBEAT_TIMEOUT_S:g} s for its heartbeat")
     before, until = _read_heartbeat(folder), time.monotonic() + HEARTBEAT_TIMEOUT_S
     while time.monotonic() < until:
         time.sleep(_POLL_INTERVAL_S)
@@ -315,8 +323,8 @@ def _has_heartbeat(folder: Path, owner: RunOwner, status: Callable[[str], None])
 
 
 def _read_heartbeat(folder: Path) -> int:
-    """When the file was touched last, as its file system has it."""
-    # Opened anew: NFS asks the server for what it knows of a file when it is opened.
+    """Return the mtime of the file in ns, by the file system's clock."""
+    # NFS revalidates cached attributes on open.
     with open_regular_file(folder / LOCK_FILE) as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
@@ -324,7 +332,7 @@ def _read_heartbeat(folder: Path) -> int:
 def _make_in_use_error(folder: Path, owner: RunOwner | None) -> InUseError:
     if owner is None:
         return InUseError(
-            f"run directory {folder} is in use: another command is just taking it or reads it for"
+            f"run directory {folder} is in use: another command is locking it, or reading it for"
             " a fork; try again in a minute"
         )
     return InUseError(
@@ -334,10 +342,10 @@ def _make_in_use_error(folder: Path, owner: RunOwner | None) -> InUseError:
 
 
 def _read_start_ticks(pid: int) -> int:
-    """When a process began, in ticks since the kernel did; 0 if there is none, or nobody knows."""
+    """Return when a process started, clock ticks since boot; 0 if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name stands in brackets, and may have any character in it.
+            # The process name is in parentheses and may contain any character.
             return int(file.read().rpartition(b")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0

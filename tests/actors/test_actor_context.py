@@ -1,4 +1,4 @@
-"""Who takes turns on slots that several stages share."""
+"""Device leases of roles on shared slots."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def config(tmp_path: Path, rewards: str) -> RunConfig:
 @pytest.mark.parametrize(
     "rewards", [MODEL, f"{RULE}, {MODEL}", "{kind: function, path: 'mine.py:f'}", "{kind: mine}"]
 )
-def test_a_reward_that_may_compute_on_devices_takes_turns_for_them(
+def test_a_reward_that_may_use_devices_gets_a_shared_device_lease(
     tmp_path: Path, rewards: str
 ) -> None:
     shared = config(tmp_path, rewards)
@@ -38,9 +38,7 @@ def test_a_reward_that_may_compute_on_devices_takes_turns_for_them(
 
 
 @pytest.mark.parametrize("rewards", [RULE, f"{RULE}, {{kind: code}}"])
-def test_rules_never_wait_for_a_slot_and_nobody_waits_for_them(
-    tmp_path: Path, rewards: str
-) -> None:
+def test_rule_based_rewards_hold_no_device_phase(tmp_path: Path, rewards: str) -> None:
     shared = config(tmp_path, rewards)
     assert set(map_phase_slots(shared)) == {TRAINER_PHASE, "generator"}
     arbiter = DeviceArbiter(timeout_s=1.0)

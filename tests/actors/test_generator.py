@@ -1,4 +1,4 @@
-"""A generator gives way: what computes stands still, and goes on."""
+"""Suspension of a generator on shared devices."""
 
 import asyncio
 from types import SimpleNamespace
@@ -9,27 +9,27 @@ from streamrl.telemetry.spans import SpanRecorder
 
 
 class Engine:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     async def pause(self, reason: str) -> None:
-        self.told.append(f"suspend for {reason}")
+        self.calls.append(f"pause for {reason}")
 
     async def resume(self, reason: str) -> None:
-        self.told.append(f"resume for {reason}")
+        self.calls.append(f"resume for {reason}")
 
 
-def test_its_engine_samples_nothing_while_others_have_the_pool() -> None:
+def test_suspend_pauses_the_engine_and_resume_resumes_it() -> None:
     async def main() -> list[str]:
         generator, engine = GeneratorActor(), Engine()
-        there: Any = generator
-        there._generator = engine
-        there._stages = [SimpleNamespace(name="generate", spans=SpanRecorder("generator-0"))]
+        actor: Any = generator
+        actor._generator = engine
+        actor._stages = [SimpleNamespace(name="generate", spans=SpanRecorder("generator-0"))]
         await generator.suspend()
-        assert engine.told == ["suspend for lease"]
+        assert engine.calls == ["pause for lease"]
         await generator.resume()
-        return engine.told
+        return engine.calls
 
-    assert asyncio.run(main()) == ["suspend for lease", "resume for lease"]
+    assert asyncio.run(main()) == ["pause for lease", "resume for lease"]

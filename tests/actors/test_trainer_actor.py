@@ -1,4 +1,4 @@
-"""A rank that shares its process with a generator: what it puts aside, and when."""
+"""Memory of a trainer rank that shares its process with a generator: when state is offloaded."""
 
 import asyncio
 from pathlib import Path
@@ -18,38 +18,38 @@ from streamrl.telemetry.spans import SpanRecorder
 
 
 class Rank:
-    """Notes what it is told."""
+    """Records its calls."""
 
-    gathers = False
+    has_sharded_params = False
 
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
 
     def full_state(self) -> tuple[()]:
         return ()
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self._told.append(name)
+        return lambda *arguments: self._calls.append(name)
 
 
 class Generator:
-    """Notes when it stands still, and when its keys and values go."""
+    """Records pauses and freeing of the KV cache."""
 
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
 
     async def sleep(self) -> None:
-        self._told.append("release_kv")
+        self._calls.append("sleep")
 
     async def pause(self, reason: str) -> None:
-        self._told.append(f"suspend for {reason}")
+        self._calls.append(f"pause for {reason}")
 
     async def resume(self, reason: str) -> None:
-        self._told.append(f"resume from {reason}")
+        self._calls.append(f"resume from {reason}")
 
 
-def wiring(told: list[str]) -> Any:
-    """Of a run whose workers have little room."""
+def make_context(calls: list[str]) -> Any:
+    """Make the context of a run with little memory."""
     config = RunConfig(
         model=ModelConfig(path="model"),
         data=DataConfig(train="rows.jsonl"),
@@ -63,58 +63,60 @@ def wiring(told: list[str]) -> Any:
         memory=WorkerMemory(1, 1, 1, 1, 1, 1, 1, releases_kv=True, offloads_optimizer=True),
         max_length=8,
         run_dir=Path("a-run"),
-        engines=SimpleNamespace(make_trainer=lambda config, max_length, rank, role: Rank(told)),
+        engines=SimpleNamespace(make_trainer=lambda config, max_length, rank, role: Rank(calls)),
     )
 
 
 @pytest.fixture(autouse=True)
-def _tests_keep_their_own_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_crash_handler_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.actors.trainer.record_crash_stacks", lambda run_dir, actor: None)
 
 
-MEETING = RendezvousInfo(
+RENDEZVOUS = RendezvousInfo(
     ModelCall("train", POLICY, CallKind.TRAIN, (), ()), "trainer", "localhost", 1
 )
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_whoever_is_to_put_the_optimizer_aside_has_it_only_while_it_is_needed(leads: bool) -> None:
-    told: list[str] = []
+def test_an_offloaded_optimizer_is_in_device_memory_only_while_needed(leads: bool) -> None:
+    calls: list[str] = []
 
     async def main() -> None:
-        residence = SharedWeights()
-        actor = TrainerActor(residence)
-        starting = asyncio.create_task(actor.start(wiring(told), 1, MEETING, Path("checkpoint")))
-        await residence.wait_for_trainer(10.0)
-        # A generator begins to take its memory now.
-        told.append("generator comes")
+        shared_weights = SharedWeights()
+        actor = TrainerActor(shared_weights)
+        starting = asyncio.create_task(
+            actor.start(make_context(calls), 1, RENDEZVOUS, Path("checkpoint"))
+        )
+        await shared_weights.wait_for_trainer(10.0)
+        # From now on a generator may allocate its memory.
+        calls.append("generator comes")
         await starting
         if leads:
-            await residence.attach_generator(Generator(told), fills=False)  # type: ignore[arg-type]
+            await shared_weights.attach_generator(Generator(calls), should_fill_storage=False)  # type: ignore[arg-type]
         await actor.save_checkpoint(Path("model"), Path("state"))
 
     asyncio.run(main())
     begins = ["load_training_state", "offload_optimizer", "generator comes"]
     saves = ["save_training_state", "save_model", "offload_optimizer"]
     if leads:
-        saves = ["suspend for save", "release_kv", *saves, "resume from save"]
-    assert told == [*begins, *saves]
+        saves = ["pause for save", "sleep", *saves, "resume from save"]
+    assert calls == [*begins, *saves]
 
 
-def test_keys_and_values_are_not_taken_from_a_generator_that_may_sample() -> None:
-    told: list[str] = []
+def test_a_generator_that_may_sample_keeps_its_kv_cache() -> None:
+    calls: list[str] = []
 
     async def main() -> None:
-        residence = SharedWeights()
-        actor = TrainerActor(residence)
-        await actor.start(wiring(told), 1, MEETING, None)
-        await residence.attach_generator(Generator(told), fills=False)  # type: ignore[arg-type]
-        await residence.invalidate_weights()
+        shared_weights = SharedWeights()
+        actor = TrainerActor(shared_weights)
+        await actor.start(make_context(calls), 1, RENDEZVOUS, None)
+        await shared_weights.attach_generator(Generator(calls), should_fill_storage=False)  # type: ignore[arg-type]
+        await shared_weights.invalidate_weights()
         for what in ("changed", "sent again"):
-            told.append(what)
+            calls.append(what)
             await actor.publish_weights(3, (), False)
 
     asyncio.run(main())
-    changed, again = told.index("changed"), told.index("sent again")
-    assert "release_kv" in told[changed:again]
-    assert "release_kv" not in told[again:]
+    changed, again = calls.index("changed"), calls.index("sent again")
+    assert "sleep" in calls[changed:again]
+    assert "sleep" not in calls[again:]

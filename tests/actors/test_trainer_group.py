@@ -1,4 +1,4 @@
-"""All ranks as one: what they are told begins in the same order on each."""
+"""Trainer group: collectives start in the same order on every rank."""
 
 import asyncio
 from typing import Any
@@ -17,14 +17,14 @@ from streamrl.weights import WeightManifest
 
 
 class Method:
-    """An actor's method that takes a second, and notes when it begins and ends."""
+    """Actor method that takes a second and records its start and end."""
 
     def __init__(self, name: str, log: list[str], reply: Any) -> None:
         self._name, self._log, self.reply = name, log, reply
-        self.told: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
 
     async def remote(self, *arguments: object) -> Any:
-        self.told.append(arguments)
+        self.calls.append(arguments)
         self._log.append(f"{self._name} begins")
         await asyncio.sleep(1.0)
         self._log.append(f"{self._name} ends")
@@ -34,7 +34,7 @@ class Method:
 
 
 class Rank:
-    """One rank; what it is told is in `log`."""
+    """Trainer rank that logs its calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -55,24 +55,24 @@ def group(ranks: list[Rank], *, zero_stage: int = 1, **trainer: Any) -> TrainerG
 
 
 PUBLISHES = ["publish begins", "publish ends"]
-MOVES = ["publish_reference begins", "publish_reference ends"]
+PUBLISHES_REFERENCE = ["publish_reference begins", "publish_reference ends"]
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_a_model_and_the_reference_that_follows_it_are_published_in_turn(zero_stage: int) -> None:
+def test_a_model_and_its_ema_reference_are_published_one_after_the_other(zero_stage: int) -> None:
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=zero_stage)
         await asyncio.gather(
             trainer.publish_weights(1, []), EmaReferencePublisher(trainer).publish_weights(1, [])
         )
-        assert [rank.log for rank in ranks] == [[*PUBLISHES, *MOVES]] * 2
+        assert [rank.log for rank in ranks] == [[*PUBLISHES, *PUBLISHES_REFERENCE]] * 2
 
     run_virtual(scenario())
 
 
 @pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
-def test_ranks_that_gather_to_publish_train_on_afterwards(zero_stage: int, waits: bool) -> None:
+def test_a_round_waits_for_a_publish_that_gathers_parameters(zero_stage: int, waits: bool) -> None:
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=zero_stage)
@@ -86,28 +86,30 @@ def test_ranks_that_gather_to_publish_train_on_afterwards(zero_stage: int, waits
     run_virtual(scenario())
 
 
-def test_the_first_versions_and_then_every_few_have_a_probe_and_all_ranks_know_which() -> None:
+def test_all_ranks_agree_which_versions_get_a_logprob_check_also_on_retries() -> None:
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=3)
         manifest, broken = ranks[0].publish_weights.reply, WeightsError("the disk is full")
-        again = [(8, broken), (8, manifest), (8, manifest), (9, manifest), (9, manifest)]
-        for version, reply in [(0, manifest), (4, manifest), *again, (10, manifest)]:
+        retries = [(8, broken), (8, manifest), (8, manifest), (9, manifest), (9, manifest)]
+        for version, reply in [(0, manifest), (4, manifest), *retries, (10, manifest)]:
             ranks[0].publish_weights.reply = reply
             try:
                 await trainer.publish_weights(version, [])
             except WeightsError:
                 assert reply is broken
         for rank in ranks:
-            told = [(version, probes) for version, _, probes in rank.publish_weights.told]
-            sent_again = [(8, True), (8, True), (8, True), (9, False), (9, False)]
-            assert told == [(0, True), (4, True), *sent_again, (10, True)]
+            checked = [
+                (version, should_check) for version, _, should_check in rank.publish_weights.calls
+            ]
+            retried = [(8, True), (8, True), (8, True), (9, False), (9, False)]
+            assert checked == [(0, True), (4, True), *retried, (10, True)]
 
     run_virtual(scenario())
 
 
 @pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
-def test_what_is_sent_again_over_a_round_is_gathered_after_it(zero_stage: int, waits: bool) -> None:
+def test_a_publish_that_gathers_waits_for_the_current_round(zero_stage: int, waits: bool) -> None:
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=zero_stage)
@@ -121,20 +123,20 @@ def test_what_is_sent_again_over_a_round_is_gathered_after_it(zero_stage: int, w
     run_virtual(scenario())
 
 
-def test_neighbours_that_are_tensor_parallel_train_the_same_and_it_counts_once() -> None:
+def test_tensor_parallel_ranks_train_the_same_micro_batch_and_count_once() -> None:
     async def scenario() -> None:
         ranks = [Rank() for _ in range(4)]
         for i, rank in enumerate(ranks):
             rank.train_micro_batch.reply = {"num_tokens": 10.0 ** (i // 2)}
         trainer = group(ranks, backend="torch", tensor_parallel=2)
         assert trainer.dp_size == 2
-        work = ((("a", 0), ("a", 1)), (("b", 0),))
-        sums = await trainer.train_round(work, epoch=0)
-        assert [rank.train_micro_batch.told[0][0] for rank in ranks] == [
-            work[0],
-            work[0],
-            work[1],
-            work[1],
+        micro_batches = ((("a", 0), ("a", 1)), (("b", 0),))
+        sums = await trainer.train_round(micro_batches, epoch=0)
+        assert [rank.train_micro_batch.calls[0][0] for rank in ranks] == [
+            micro_batches[0],
+            micro_batches[0],
+            micro_batches[1],
+            micro_batches[1],
         ]
         assert sums == {"num_tokens": 11.0}
 

@@ -1,4 +1,4 @@
-"""Two Ray nodes on one machine: the queue and weights span both, or weights keep actors on one."""
+"""Two Ray nodes on one machine: queue and weights span both, or weights bind actors to a node."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ from streamrl.weights.transport_choice import TransportDecision
 from streamrl.weights.unpack import unpack_tensors
 from tests.e2e.launched import MARK, marked
 
-# The nodes' workers need not find the tests on their path.
+# Workers of the nodes do not have the tests on their path.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 STAGES = {"generate": StageSchema((), ROLLOUT_COLUMNS), "train": StageSchema(ROLLOUT_COLUMNS, ())}
@@ -66,7 +66,7 @@ SIZES = {f"0:{i}:0": (100_000 if i < 4 else 10_000 if i < 6 else 50) for i in ra
 
 
 def columns_of(uid: str) -> dict[str, Array]:
-    """The columns of a group: a function of its uid."""
+    """Return the columns of a group, a function of its uid."""
     tokens = SIZES[uid]
     rng = np.random.default_rng(list(uid.encode()))
     return {
@@ -80,14 +80,14 @@ def columns_of(uid: str) -> dict[str, Array]:
 
 
 def digest(columns: Columns) -> str:
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name in sorted(columns):
-        found.update(f"{name} {columns[name].dtype}".encode() + columns[name].tobytes())
-    return found.hexdigest()
+        sha.update(f"{name} {columns[name].dtype}".encode() + columns[name].tobytes())
+    return sha.hexdigest()
 
 
 class Member:
-    """A user of the queue on one node."""
+    """User of the queue on a node."""
 
     def __init__(self, shards: list[RemoteShard], name: str) -> None:
         self._shards, self._name = shards, name
@@ -111,22 +111,22 @@ class Member:
         return done
 
     async def consume(self, count: int) -> dict[str, str]:
-        found: dict[str, str] = {}
-        while len(found) < count:
+        digests: dict[str, str] = {}
+        while len(digests) < count:
             taken = await self.queue.lease_groups(
                 "train", max_groups=2, columns=ROLLOUT_COLUMNS, wait_s=5.0
             )
-            found |= {experience.uid: digest(experience.columns) for experience in taken}
-        return found
+            digests |= {experience.uid: digest(experience.columns) for experience in taken}
+        return digests
 
     async def read(self, uids: list[str]) -> dict[str, str]:
-        found = await self.queue.read_columns(uids, ROLLOUT_COLUMNS)
-        return {uid: digest(columns) for uid, columns in found.items()}
+        columns_by_uid = await self.queue.read_columns(uids, ROLLOUT_COLUMNS)
+        return {uid: digest(columns) for uid, columns in columns_by_uid.items()}
 
 
 @dataclass
 class Nodes:
-    """Two nodes; `second` is the one without the driver."""
+    """Two nodes; the driver is not on `second`."""
 
     second: Any
     ids: tuple[str, str]
@@ -138,12 +138,12 @@ class Nodes:
         return actor.remote(shards, name)
 
     def lose_second(self) -> None:
-        """The machine is gone: everything on it dies at once."""
+        """Kill every process of the second node at once."""
         (raylet,) = self.second.all_processes["raylet"]
         node = psutil.Process(raylet.process.pid)
         lost = [node, *node.children(recursive=True)]
         for process in lost:
-            # Workers end by themselves when their node has gone.
+            # Workers may exit on their own once their raylet is dead.
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(lost, timeout=10.0)
@@ -157,10 +157,10 @@ def nodes() -> Iterator[Nodes]:
 
 
 def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """Start them; at the end no process of theirs may be left."""
+    """Start two nodes; no process may be left at the end."""
     mark = uuid.uuid4().hex
     patch.setenv(MARK, mark)
-    ray.shutdown()  # an instance that other tests share
+    ray.shutdown()  # the instance that other tests share
     sizes = {"num_cpus": 8, "object_store_memory": 100 << 20, "include_dashboard": False}
     cluster: Any = Cluster(initialize_head=True, head_node_args=sizes)
     started: list[psutil.Process] = []
@@ -183,26 +183,26 @@ from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_on
 from streamrl.errors import ConfigError
 from streamrl.placement import PlacementConfig
 try:
-    with connect_cluster(PlacementConfig(address=sys.argv[1]), disaggregated_only) as site:
-        print(os.environ.get("RAY_AUTH_MODE"), site.machine_facts["nodes"])
+    with connect_cluster(PlacementConfig(address=sys.argv[1]), disaggregated_only) as cluster:
+        print(os.environ.get("RAY_AUTH_MODE"), cluster.machine_facts["nodes"])
 except ConfigError as error:
     print(error)
 """
 
 
 @pytest.mark.slow
-def test_a_cluster_of_the_users_is_joined_with_their_token_alone(nodes: Nodes) -> None:
+def test_an_existing_cluster_accepts_only_its_own_token(nodes: Nodes) -> None:
     wrong = {TOKEN_VARIABLE: "0" * 64}
     without = {"RAY_AUTH_MODE": "disabled"}
     scripts = [
         subprocess.Popen(
             [sys.executable, "-c", CONNECT, nodes.address],
-            env={**os.environ, **own},
+            env={**os.environ, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # Ray warns, too
             text=True,
         )
-        for own in ({}, wrong, without)
+        for env in ({}, wrong, without)
     ]
     joined, *refused = (script.communicate(timeout=120.0)[0] for script in scripts)
     assert joined == "token 2\n"
@@ -215,56 +215,58 @@ def node_of(actor: Any) -> str:
 
 
 @pytest.mark.slow
-def test_who_publishes_or_follows_stays_on_one_node_also_when_hired_or_started_again(
+def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and_restarts(
     nodes: Nodes,
 ) -> None:
     here, there = nodes.ids
-    crew = crew_of(ranks=2)
-    crew.create_roles(there, print)
+    registry = make_registry(ranks=2)
+    registry.create_roles(there, print)
     try:
-        generator, _ = crew.spawn_replica("generator")
-        bound = {name for name in crew.actors if not name.startswith("reward")}
+        generator, _ = registry.spawn_replica("generator")
+        bound = {name for name in registry.actors if not name.startswith("reward")}
         trained = {"trainer-0", "trainer-1", "critic-0", "critic-1"}
         assert bound == {"generator-0", "generator-1", "value-0", *trained}
-        assert {name: node_of(crew.actors[name]) for name in bound} == dict.fromkeys(bound, there)
+        assert {name: node_of(registry.actors[name]) for name in bound} == dict.fromkeys(
+            bound, there
+        )
 
         place = "on the node whose memory weights travel through"
-        assert crew.describe_demand("generator").startswith(f"asks for 1 CPU slot {place}; ")
-        assert crew.describe_demand("reward").startswith("asks for 1 CPU slot; ")
+        assert registry.describe_demand("generator").startswith(f"asks for 1 CPU slot {place}; ")
+        assert registry.describe_demand("reward").startswith("asks for 1 CPU slot; ")
 
-        actor = crew.actors[generator]
+        actor = registry.actors[generator]
         pid = ray.get(actor.__ray_call__.remote(lambda _: psutil.Process().pid))
         process = psutil.Process(pid)
         process.kill()
         psutil.wait_procs([process], timeout=10.0)
         assert node_of_again(actor) == there
-        assert node_of(crew.actors["reward-0"]) in (here, there)
+        assert node_of(registry.actors["reward-0"]) in (here, there)
     finally:
-        crew.close()
+        registry.close()
 
 
 @pytest.mark.slow
 def test_ranks_leave_room_for_a_generator_of_many_devices(nodes: Nodes) -> None:
     wait_until_free()
     # Two models of two ranks on a node each would leave no node with seven.
-    crew = crew_of(ranks=2, tensor_parallel=7)
+    registry = make_registry(ranks=2, tensor_parallel=7)
     try:
-        crew.create_roles("", print)
-        assert {node_of(actor) for actor in crew.actors.values()} == set(nodes.ids)
+        registry.create_roles("", print)
+        assert {node_of(actor) for actor in registry.actors.values()} == set(nodes.ids)
     finally:
-        crew.close()
+        registry.close()
 
 
 def wait_until_free() -> None:
-    """Until nothing of an earlier test has a slot."""
+    """Wait until earlier tests have released their slots."""
     deadline = time.monotonic() + 60.0
     while ray.available_resources().get("CPU", 0) < ray.cluster_resources()["CPU"]:
         assert time.monotonic() < deadline, "slots of an earlier test are taken"
         time.sleep(0.1)
 
 
-def crew_of(*, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
-    """The actors of a run with PPO, none of which is made; each model has so many ranks."""
+def make_registry(*, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
+    """Make the registry of a PPO run, without actors; each model has `ranks` ranks."""
     config = RunConfig(
         model=ModelConfig(path="model"),
         data=DataConfig(train="rows.jsonl"),
@@ -281,60 +283,63 @@ def crew_of(*, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
 
 
 @pytest.mark.slow
-def test_ranks_of_a_model_are_on_one_node_if_that_has_room_and_come_before_others(
+def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(
     nodes: Nodes,
 ) -> None:
     wait_until_free()
     taken = reserve_bundles([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
-    crew = crew_of(ranks=3)
+    registry = make_registry(ranks=3)
     try:
-        # Five slots are free on each: who else there is would leave neither of them three.
-        crew.create_roles("", print)
+        # Five slots are free per node; other actors placed first would leave no node with three.
+        registry.create_roles("", print)
         for role in ("trainer", "critic"):
             names = [f"{role}-{rank}" for rank in range(3)]
-            assert len({node_of(crew.actors[name]) for name in names}) == 1
+            assert len({node_of(registry.actors[name]) for name in names}) == 1
     finally:
-        crew.close()
+        registry.close()
         release_placement_groups(taken)
 
 
 @pytest.mark.slow
-def test_where_one_model_finds_no_room_on_the_named_node_nothing_is_left(
+def test_placement_is_all_or_nothing_if_a_model_has_no_room_on_the_node(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, there = nodes.ids
     monkeypatch.setattr(placement_groups, "CAPACITY_WAIT_S", 2.0)
     wait_until_free()
-    # The other model gets two of the three slots that are free.
-    taken, crew = reserve_bundles([{"CPU": 5.0}], node=there, timeout_s=60.0), crew_of(ranks=2)
-    lacking = f"2 slots of 1 CPU each found no room on the node {there} in 2 s"
+    # Three slots are free; the policy's ranks take two.
+    taken, registry = (
+        reserve_bundles([{"CPU": 5.0}], node=there, timeout_s=60.0),
+        make_registry(ranks=2),
+    )
+    lacking = f"no room for 2 slots of 1 CPU each on the node {there} in 2 s"
     words = f"^critic.trainer.world_size=2: {lacking}"
-    with pytest.raises(ConfigError, match=words + r"; free in all are \S+ of 16 CPU$"):
-        crew.create_roles(there, print)
-    crew.close()
+    with pytest.raises(ConfigError, match=words + r"; free in all: \S+ of 16 CPU$"):
+        registry.create_roles(there, print)
+    registry.close()
     release_placement_groups(taken)
-    assert not crew.actors
+    assert not registry.actors
     release_placement_groups(reserve_bundles([{"CPU": 8.0}], node=there, timeout_s=60.0))
 
 
 def node_of_again(actor: Any) -> str:
-    """The node of an actor that was killed, once it is there again."""
+    """Return the node of a killed actor after its restart."""
     again = actor.__ray_call__.options(max_task_retries=-1)
     return str(ray.get(again.remote(lambda _: ray.get_runtime_context().get_node_id())))
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
-    """What a version holds; most of it is as it was in the one before."""
+    """Return the tensors of a version; most are equal to those of the version before."""
     generator = torch.Generator().manual_seed(version)
     last = torch.rand(1000, generator=generator)
     return {"head.weight": torch.arange(700_000.0), "norm.weight": last}
 
 
 class Publisher:
-    """The publishing end of a transport, of one after the other."""
+    """Publisher side of a transport."""
 
-    def open(self, travel: TransportSpec) -> None:
-        self._outlet = make_transport_writer(travel, POLICY, "")
+    def open(self, spec: TransportSpec) -> None:
+        self._outlet = make_transport_writer(spec, POLICY, "")
 
     def publish(self, version: int, readers: list[str]) -> WeightManifest:
         self._outlet.set_readers(readers)
@@ -343,37 +348,37 @@ class Publisher:
 
 
 class Reader:
-    """The end of a reader on a node, likewise."""
+    """Follower side of a transport on a node."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def open(self, travel: TransportSpec) -> None:
-        self._inlet = make_transport_reader(travel, POLICY, self._name)
+    def open(self, spec: TransportSpec) -> None:
+        self._inlet = make_transport_reader(spec, POLICY, self._name)
 
     def pull(self, manifest: WeightManifest) -> tuple[bool, str | None]:
-        """Whether a version came as it was published, and why it took a detour if it did."""
-        found = unpack_tensors(manifest, self._inlet.fetch_buckets(manifest))
-        wanted = tensors_of(manifest.version)
-        same = all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-        return same and found.keys() == wanted.keys(), self._inlet.fallback_reason
+        """Return whether the fetched version equals the published one, and the fallback reason."""
+        tensors = unpack_tensors(manifest, self._inlet.fetch_buckets(manifest))
+        expected = tensors_of(manifest.version)
+        same = all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+        return same and tensors.keys() == expected.keys(), self._inlet.fallback_reason
 
 
 @pytest.mark.slow
 def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path) -> None:
     names = ["generator-0", "generator-1"]
-    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.ids]
+    strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.ids]
     make_publisher: Any = ray.remote(Publisher)
     make_reader: Any = ray.remote(Reader)
-    publisher = make_publisher.options(scheduling_strategy=places[0]).remote()
+    publisher = make_publisher.options(scheduling_strategy=strategies[0]).remote()
     readers = [
         make_reader.options(scheduling_strategy=place).remote(name)
-        for place, name in zip(places, names, strict=True)
+        for place, name in zip(strategies, names, strict=True)
     ]
     assert [node_of(reader) for reader in readers] == list(nodes.ids)
     for transport in (OBJECT_STORE, DELTA, COLLECTIVE, DISK):
-        travel = TransportSpec(TransportDecision(transport, ""), "run", tmp_path / transport, 2, {})
-        ray.get([actor.open.remote(travel) for actor in (publisher, *readers)], timeout=60.0)
+        spec = TransportSpec(TransportDecision(transport, ""), "run", tmp_path / transport, 2, {})
+        ray.get([actor.open.remote(spec) for actor in (publisher, *readers)], timeout=60.0)
         for version in range(3):
             manifest = ray.get(publisher.publish.remote(version, names), timeout=60.0)
             pulled = [reader.pull.remote(manifest) for reader in readers]
@@ -418,7 +423,7 @@ def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path
     wanted = {uid: digest(columns_of(uid)) for uid in SIZES}
     assert ray.get(consumer.consume.remote(len(SIZES))) == wanted
 
-    # The last test of these nodes.
+    # The last test that uses these nodes.
     nodes.lose_second()
     assert ray.get(consumer.read.remote(list(SIZES)), timeout=60.0) == wanted
     assert [node_of(actor) for actor in actors.values()] == [here, here]

@@ -1,4 +1,4 @@
-"""One rank's part in publishing, where a version cannot be sent at once."""
+"""A rank's part in publishing when a send fails."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from tests.weights.local_transport import LocalReader, LocalWriter
 
 
 class Rank:
-    """Its parameters are gathered one by one; so many of them were, by each call."""
+    """Rank with sharded parameters; `gathered` counts the gathered tensors of each call."""
 
     has_sharded_params = True
 
@@ -33,8 +33,8 @@ class Rank:
             yield f"layers.{index}.weight", torch.full((300_000,), self.value)
 
 
-class Full(LocalWriter):
-    """A disk on which a bucket of some versions has no room, so many times."""
+class Full(LocalOutlet):
+    """Transport whose next `failures` commits fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ class Full(LocalWriter):
         return super().commit_bucket(bucket, data)
 
 
-def sender(rank: Rank, outlets: dict[str, LocalWriter], *, decay: float = 0.5) -> WeightSender:
+def sender(rank: Rank, writers: dict[str, LocalOutlet], *, decay: float = 0.5) -> WeightSender:
     weights = WeightsConfig(bucket_mb=1)
-    return WeightSender(rank, POLICY, outlets, weights, EmaReference(decay))  # type: ignore[arg-type]
+    return WeightSender(rank, POLICY, writers, weights, EmaReference(decay))  # type: ignore[arg-type]
 
 
 def values(manifest: WeightManifest | None) -> Sequence[float]:
@@ -58,10 +58,10 @@ def values(manifest: WeightManifest | None) -> Sequence[float]:
     return sorted({float(value) for tensor in tensors.values() for value in tensor.unique()})
 
 
-def test_all_ranks_gather_as_much_when_the_first_bucket_cannot_be_sent() -> None:
-    first, other, outlet = Rank(), Rank(), Full()
-    outlet.failures = 1
-    senders = [sender(first, {POLICY: outlet}), sender(other, {})]
+def test_all_ranks_finish_gathering_after_a_failed_send() -> None:
+    first, other, writer = Rank(), Rank(), Full()
+    writer.failures = 1
+    senders = [sender(first, {POLICY: writer}), sender(other, {})]
     with pytest.raises(WeightsError, match="the disk is full"):
         senders[0].send_model(1, [])
     assert senders[1].send_model(1, []) is None
@@ -71,12 +71,12 @@ def test_all_ranks_gather_as_much_when_the_first_bucket_cannot_be_sent() -> None
     assert first.gathered == other.gathered == [4, 4]
 
 
-def test_a_reference_that_could_not_be_sent_is_moved_once_and_all_ranks_gather() -> None:
-    first, other, outlet = Rank(), Rank(), Full()
-    senders = [sender(first, {EMA_REFERENCE: outlet}), sender(other, {})]
+def test_a_reference_is_updated_once_across_failed_sends() -> None:
+    first, other, writer = Rank(), Rank(), Full()
+    senders = [sender(first, {EMA_REFERENCE: writer}), sender(other, {})]
     assert values(senders[0].send_reference(0, [], moves=False)) == [1.0]
     first.value = 2.0
-    outlet.failures = 1
+    writer.failures = 1
     with pytest.raises(WeightsError, match="the disk is full"):
         senders[0].send_reference(1, [], moves=True)
     assert values(senders[0].send_reference(1, [], moves=True)) == [1.5]
@@ -86,7 +86,7 @@ def test_a_reference_that_could_not_be_sent_is_moved_once_and_all_ranks_gather()
     assert first.gathered == other.gathered == [4] * 4
 
 
-def test_of_ranks_that_have_all_parameters_only_the_first_reads_them() -> None:
+def test_only_rank_0_reads_unsharded_parameters() -> None:
     rank = Rank()
     rank.has_sharded_params = False
     assert sender(rank, {}).send_model(1, []) is None

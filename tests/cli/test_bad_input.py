@@ -478,7 +478,7 @@ def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] 
 @pytest.mark.parametrize(
     ("state", "part"),
     [
-        ({"version": "x"}, "version 'x': no integer"),
+        ({"version": "x"}, "version 'x': must be a whole number"),
         ({"prompts": {}}, "state.json: KeyError"),
         ({"ledger": {"in_flight": 3}}, "state.json: "),
         ({}, "trainer/ is missing or empty"),

@@ -242,7 +242,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: _random_numbers(newest(run)),
         "not a state of torch's random number generator",
     ),
-    "version": (lambda run: _other_version(newest(run) / "state.json"), "of another's name"),
+    "version": (
+        lambda run: _other_version(newest(run) / "state.json"),
+        "does not match the folder name",
+    ),
     "hostile": (_hostile_prompt, "no prompt of streamrl's: it asks for posix.system"),
     "gap": (lambda run: _last_books(run).rename(_renamed(run, 9_999_999)), "is missing"),
     "lost": (lambda run: shutil.rmtree(newest(run)), "resumes from that checkpoint"),

@@ -65,7 +65,10 @@ def test_a_generator_joins_and_one_leaves_and_every_prompt_is_trained_once(tmp_p
     (silent,) = events(run_dir, "silent")
     stopped = silent["actor"]
     assert stopped in ("generator-0", "generator-1")
-    assert silent["reason"] == f"{stopped} has not answered for 10 s (run.silent_s): it is replaced"
+    assert (
+        silent["reason"]
+        == f"{stopped} has not answered for 10 s (run.silent_s); it is killed and restarted"
+    )
     for name in ("died", "restarted"):
         first, second = (event["actor"] for event in events(run_dir, name))
         assert first == stopped and second in ("shard-0", "shard-1")

@@ -86,7 +86,7 @@ def test_where_a_rank_that_shares_a_generator_is_killed_or_stopped_the_run_ends_
     run.until(lambda: len(rows(run_dir)) > 2)
     notes = [event["text"] for event in events(run_dir, "note")]
     assert any("the KV cache is released while it trains" in note for note in notes)
-    assert any("its part of the generator of its team; ranks 0-1" in note for note in notes)
+    assert any("its shard of its group's generator; ranks 0-1" in note for note in notes)
     os.kill(run.named("ray::HybridActor")[-1].pid, sent)
     assert run.wait(timeout_s=240.0) == 1, run.output
     last = run.output.strip().splitlines()[-1]

@@ -294,7 +294,7 @@ def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool) -> None:
     seating = RankGrid(1, 1, 2).assign_ranks()
     mesh = WorkerMesh(seating, seating)
     group = WorkerGroup(pool, CriticWorker, there.config, 64, mesh=mesh)
-    told = r"trainer\.tensor_parallel=2: the critic's mesh must be Grid\(1, 2, 1\)"
+    told = r"trainer\.tensor_parallel=2: the mesh of the critic must be RankGrid\(1, 2, 1\)"
     with pytest.raises(ConfigError, match=told):
         group.wait_until_ready()
     group.close()
@@ -310,7 +310,7 @@ def test_who_samples_after_an_update_that_failed_is_told(pool: ResourcePool) -> 
     sampled = policy.generate_sequences(batch)
     with pytest.raises(StreamError, match="no gradient"):
         policy.fail(sampled).get()
-    with pytest.raises(StreamError, match="an update failed half-way: there are no weights"):
+    with pytest.raises(StreamError, match="the last update failed midway; the weights"):
         policy.fail(policy.generate_sequences(batch)).get()
     policy.close()
 
@@ -363,10 +363,10 @@ TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--worke
             ["--config", "configs/grpo_arithmetic.yaml"],
             "algorithm.name=grpo: this is a loop of ppo",
         ),
-        (["filter.kind=mean_outside"], "filter.kind=mean_outside: a loop of one's own takes no"),
-        (["reference.every=2"], "reference.every=2: a loop of one's own has a reference that"),
-        (["generator.tensor_parallel=2"], "generator.tensor_parallel=2: a loop of one's own has"),
-        (["placement.mode=split"], "placement.mode=split: in a loop of one's own the policy's"),
+        (["filter.kind=mean_outside"], "filter.kind=mean_outside: an own loop filters no"),
+        (["reference.every=2"], "reference.every=2: an own loop has a fixed reference"),
+        (["generator.tensor_parallel=2"], "generator.tensor_parallel=2: an own loop has"),
+        (["placement.mode=split"], "placement.mode=split: in an own loop the policy's"),
         (["weights.publish_every=2"], "weights.publish_every=2: in a colocated run"),
     ],
 )
@@ -418,7 +418,9 @@ def test_a_line_has_what_a_step_has() -> None:
 def test_the_page_has_every_protocol() -> None:
     """Those of streamrl itself: workers and tests may have added others."""
     own = re.findall(
-        r"^ +Protocol\(\"(\w+)\"", Path(transfer_protocols.__file__).read_text(), re.MULTILINE
+        r"^ +TransferProtocol\(\s*\"(\w+)\"",
+        Path(transfer_protocols.__file__).read_text(),
+        re.MULTILINE,
     )
     assert len(own) == 8
     assert re.findall(r"^\| `([A-Z_0-9]+)` \|", PAGE.read_text(), re.MULTILINE) == own

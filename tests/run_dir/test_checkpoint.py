@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there. Where a run goes on, and what it then leaves behind."""
+"""Checkpoints: atomic writes, where a run resumes, and what a resume discards."""
 
 import json
 import shutil
@@ -55,15 +55,15 @@ def write_segments(run_dir: Path, owner: str, *numbers: int) -> None:
 
 
 def newest(run_dir: Path) -> Checkpoint:
-    found = find_resume_point(run_dir).checkpoint
-    assert found is not None
-    return found
+    checkpoint = find_resume_point(run_dir).checkpoint
+    assert checkpoint is not None
+    return checkpoint
 
 
 # Writing.
 
 
-def test_one_that_was_cut_off_half_way_is_not_seen(tmp_path: Path) -> None:
+def test_a_partial_checkpoint_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, 5)
     writer = CheckpointWriter(tmp_path, 10)
     writer.get_role_dirs(POLICY)[0].mkdir()
@@ -72,7 +72,7 @@ def test_one_that_was_cut_off_half_way_is_not_seen(tmp_path: Path) -> None:
     assert newest(tmp_path).version == 10, "a second try starts from nothing"
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for version in (1, 2, 3, 4):
         write(tmp_path, version, keep=2)
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
@@ -85,7 +85,7 @@ def test_writing_a_version_again_replaces_it(tmp_path: Path) -> None:
     assert newest(tmp_path).version == 3
 
 
-def test_a_disk_that_refuses_is_named_and_what_was_there_stays(
+def test_a_disk_error_names_the_checkpoint_and_keeps_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, 5)
@@ -103,30 +103,34 @@ def test_a_disk_that_refuses_is_named_and_what_was_there_stays(
     assert newest(tmp_path).version == 5
 
 
-# Where a run goes on.
+# Resume points.
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_and_its_journal(tmp_path: Path) -> None:
+def test_resume_uses_the_newest_checkpoint_and_its_journal(tmp_path: Path) -> None:
     for version in (5, 100, 20):
         write(tmp_path, version)
-    found = find_resume_point(tmp_path)
-    assert found.checkpoint is not None
-    assert (found.run_dir, found.version, found.should_keep_journal) == (tmp_path, 100, True)
-    assert (found.checkpoint.model_dir / "weights").read_text() == "100"
-    assert found.checkpoint.get_role_dirs(POLICY)[1] == found.checkpoint.path / "trainer"
+    point = find_resume_point(tmp_path)
+    assert point.checkpoint is not None
+    assert (point.run_dir, point.version, point.should_keep_journal) == (
+        tmp_path,
+        100,
+        True,
+    )
+    assert (point.checkpoint.model_dir / "weights").read_text() == "100"
+    assert point.checkpoint.get_role_dirs(POLICY)[1] == point.checkpoint.path / "trainer"
 
 
-def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_starts_at_version_0_with_the_journal(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     write_segments(tmp_path, RUN_LOG_FOLDER, 1)
     assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
     assert find_resume_point(tmp_path).version == 0
     CheckpointWriter(tmp_path, 1)
-    assert find_resume_point(tmp_path).version == 0, "one that is half written is none"
+    assert find_resume_point(tmp_path).version == 0, "a partial checkpoint does not count"
 
 
 @pytest.mark.parametrize("lacks", ["config.yaml", "journal"])
-def test_what_is_no_run_has_no_start_to_go_on_from(tmp_path: Path, lacks: str) -> None:
+def test_resume_refuses_a_directory_that_is_no_run(tmp_path: Path, lacks: str) -> None:
     if lacks != "config.yaml":
         (tmp_path / "config.yaml").write_text("")
     if lacks != "journal":
@@ -136,43 +140,51 @@ def test_what_is_no_run_has_no_start_to_go_on_from(tmp_path: Path, lacks: str) -
         find_resume_point(tmp_path)
 
 
-def test_a_run_that_died_before_its_first_step_starts_again(tmp_path: Path) -> None:
+def test_resume_of_a_run_without_a_step_starts_again(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
     (tmp_path / "metrics.jsonl").write_text("")
     assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
 
 
-def test_what_a_crash_left_half_written_is_gone_once_the_run_goes_on(tmp_path: Path) -> None:
+def test_resume_removes_partial_checkpoints(tmp_path: Path) -> None:
     write(tmp_path, 5)
     CheckpointWriter(tmp_path, 7)
     find_resume_point(tmp_path).discard_later()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
 
 
-def test_the_newest_checkpoint_keeps_its_journal_if_it_is_named_too(tmp_path: Path) -> None:
+def test_resume_from_the_named_newest_checkpoint_keeps_its_journal(tmp_path: Path) -> None:
     write(tmp_path, 5)
     last = write(tmp_path, 10)
-    found = find_resume_point(last)
-    assert (found.run_dir, found.version, found.should_keep_journal) == (tmp_path, 10, True)
+    point = find_resume_point(last)
+    assert (point.run_dir, point.version, point.should_keep_journal) == (
+        tmp_path,
+        10,
+        True,
+    )
 
 
-def test_one_checkpoint_can_be_named(tmp_path: Path) -> None:
+def test_resume_from_a_named_older_checkpoint_ignores_the_journal(tmp_path: Path) -> None:
     first = write(tmp_path, 5)
     write(tmp_path, 10)
-    found = find_resume_point(first)
-    assert (found.run_dir, found.version, found.should_keep_journal) == (tmp_path, 5, False)
+    point = find_resume_point(first)
+    assert (point.run_dir, point.version, point.should_keep_journal) == (
+        tmp_path,
+        5,
+        False,
+    )
 
 
-def test_a_path_through_a_link_is_the_same_run(tmp_path: Path) -> None:
+def test_resume_through_a_symlink_finds_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     last = write(run_dir, 5)
     (tmp_path / "link").symlink_to(run_dir)
-    found = find_resume_point(tmp_path / "link" / "checkpoints" / last.name)
-    assert (found.run_dir, found.should_keep_journal) == (run_dir.resolve(), True)
+    point = find_resume_point(tmp_path / "link" / "checkpoints" / last.name)
+    assert (point.run_dir, point.should_keep_journal) == (run_dir.resolve(), True)
 
 
-def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_invalid_checkpoints_are_refused_with_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
         find_resume_point(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
@@ -190,27 +202,27 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     for name in CheckpointState.__required_keys__:
         lacking = {key: value for key, value in whole.items() if key != name}
         (tmp_path / "state.json").write_text(json.dumps(lacking))
-        with pytest.raises(ConfigError, match=f"state.json: lacks {name}$"):
+        with pytest.raises(ConfigError, match=f"state.json: missing keys: {name}$"):
             find_resume_point(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({**whole, "version": "x"}))
-    with pytest.raises(ConfigError, match="version 'x': no integer"):
+    with pytest.raises(ConfigError, match="version 'x': must be a whole number"):
         find_resume_point(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps(whole))
     assert read_checkpoint(tmp_path).version == 1
 
 
-# What it then leaves behind.
+# What a resume discards.
 
 
 def run_with_two_checkpoints(run_dir: Path) -> None:
-    """Segments 1 to 4 of the shard are gone, as they lie before the newest cut."""
+    """Write checkpoints 5 and 10; segments before the newest cut are already discarded."""
     write_segments(run_dir, "shard-0", 5, 6)
     write_segments(run_dir, RUN_LOG_FOLDER, 1, 2, 3, 4)
     write(run_dir, 5, shard_0=3, books=2)
     write(run_dir, 10, shard_0=5, books=4)
 
 
-def left(run_dir: Path) -> tuple[list[str], list[int], list[int]]:
+def list_contents(run_dir: Path) -> tuple[list[str], list[int], list[int]]:
     names = [path.name for path in list_checkpoints(run_dir / "checkpoints")]
     return (
         names,
@@ -219,44 +231,42 @@ def left(run_dir: Path) -> tuple[list[str], list[int], list[int]]:
     )
 
 
-def test_going_on_from_an_older_one_discards_what_came_later(tmp_path: Path) -> None:
+def test_resume_from_an_older_checkpoint_discards_later_state(tmp_path: Path) -> None:
     run_with_two_checkpoints(tmp_path)
     find_resume_point(tmp_path / "checkpoints" / "step_000005").discard_later()
-    assert left(tmp_path) == (["step_000005"], [], [1])
+    assert list_contents(tmp_path) == (["step_000005"], [], [1])
     assert find_resume_point(tmp_path).version == 5
     assert find_snapshot(tmp_path, "shard-0").first_segment == 3
 
 
-def test_going_on_from_the_newest_one_discards_nothing(tmp_path: Path) -> None:
+def test_resume_from_the_newest_checkpoint_discards_nothing(tmp_path: Path) -> None:
     run_with_two_checkpoints(tmp_path)
-    before = left(tmp_path)
+    before = list_contents(tmp_path)
     for path in (tmp_path, tmp_path / "checkpoints" / "step_000010"):
         find_resume_point(path).discard_later()
-        assert left(tmp_path) == before
+        assert list_contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("version", [10, 15])
-def test_what_a_killed_save_left_counts_for_nothing_and_is_removed(
-    tmp_path: Path, version: int
-) -> None:
+def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path, version: int) -> None:
     run_with_two_checkpoints(tmp_path)
-    before = left(tmp_path)
+    before = list_contents(tmp_path)
     CheckpointWriter(tmp_path, version).get_role_dirs(POLICY)[0].mkdir()
     assert find_resume_point(tmp_path).version == 10
     find_resume_point(tmp_path).discard_later()
-    assert left(tmp_path) == before
+    assert list_contents(tmp_path) == before
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {"step_000005", "step_000010"}
 
 
-def test_going_on_from_the_start_discards_nothing(tmp_path: Path) -> None:
+def test_resume_from_the_start_discards_nothing(tmp_path: Path) -> None:
     write_segments(tmp_path, "shard-0", 1, 2)
     write_segments(tmp_path, RUN_LOG_FOLDER, 1)
     ResumePoint(tmp_path, None).discard_later()
-    assert left(tmp_path) == ([], [1, 2], [1])
+    assert list_contents(tmp_path) == ([], [1, 2], [1])
 
 
-def test_a_crash_while_discarding_leaves_nothing_that_looks_whole_and_is_not(
+def test_a_crash_while_discarding_leaves_only_consistent_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_with_two_checkpoints(tmp_path)
@@ -269,26 +279,30 @@ def test_a_crash_while_discarding_leaves_nothing_that_looks_whole_and_is_not(
     with pytest.raises(KeyboardInterrupt):
         find_resume_point(older).discard_later()
     monkeypatch.undo()
-    # Were the newer one gone first, the older would take the others' journal for its own.
-    assert left(tmp_path) == (["step_000005", "step_000010"], [], [1])
+    # If the newer checkpoint went first, the older would take the remaining journals for its own.
+    assert list_contents(tmp_path) == (["step_000005", "step_000010"], [], [1])
     find_resume_point(older).discard_later()
-    assert left(tmp_path) == (["step_000005"], [], [1])
+    assert list_contents(tmp_path) == (["step_000005"], [], [1])
 
 
-def test_where_the_newest_is_lost_a_named_older_one_goes_on_without_the_journals(
+def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_with_two_checkpoints(tmp_path)
     older, lost = (tmp_path / "checkpoints" / f"step_0000{n}" for n in ("05", "10"))
     assert find_resume_point(older).has_contiguous_journal is False
     (lost / "state.json").unlink()
-    found = find_resume_point(tmp_path)
-    assert (found.version, found.should_keep_journal, found.has_contiguous_journal) == (
+    point = find_resume_point(tmp_path)
+    assert (
+        point.version,
+        point.should_keep_journal,
+        point.has_contiguous_journal,
+    ) == (
         5,
         True,
         False,
     )
-    # However often it is cut off, it is never taken for one that has journals.
+    # However often discarding is interrupted, the journals are never taken for its own.
     forget, times = checkpoint.delete_segments_from, list[str]()
 
     def die(journal: Path, first: int) -> None:
@@ -303,12 +317,12 @@ def test_where_the_newest_is_lost_a_named_older_one_goes_on_without_the_journals
     monkeypatch.undo()
     assert times == [RUN_LOG_FOLDER] and not find_resume_point(older).should_keep_journal
     find_resume_point(older).discard_later()
-    assert left(tmp_path) == (["step_000005"], [], [1])
+    assert list_contents(tmp_path) == (["step_000005"], [], [1])
     assert not lost.exists()
     assert find_resume_point(tmp_path).has_contiguous_journal
 
 
-def test_where_one_that_was_dealt_anew_is_lost_the_older_one_has_its_own_shards(
+def test_resume_after_losing_a_resharded_checkpoint_restores_the_old_layout(
     tmp_path: Path,
 ) -> None:
     write(tmp_path, 5, shard_0=3, books=2)
@@ -316,9 +330,9 @@ def test_where_one_that_was_dealt_anew_is_lost_the_older_one_has_its_own_shards(
     write_segments(tmp_path, "shard-0.1", 4)
     write_segments(tmp_path, "shard-1.1", 4)
     QueueLayout(2, 1).write(tmp_path)
-    found = find_resume_point(tmp_path / "checkpoints" / "step_000005")
-    assert not found.should_keep_journal and found.read_layout(shards=1).shard_names == ["shard-0"]
-    found.discard_later()
+    point = find_resume_point(tmp_path / "checkpoints" / "step_000005")
+    assert not point.should_keep_journal and point.read_layout(shards=1).shard_names == ["shard-0"]
+    point.discard_later()
     assert read_layout(tmp_path, shards=9).shard_names == ["shard-0"]
     assert find_resume_point(tmp_path).has_contiguous_journal
 
@@ -331,15 +345,15 @@ def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("key", "value"), [("every", -1), ("keep", 0)])
-def test_impossible_settings_are_refused(key: str, value: Any) -> None:
+def test_invalid_checkpoint_settings_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"checkpoint\.{key}={value}"):
         CheckpointConfig(**{key: value})
 
 
-# What it is made of.
+# Validation.
 
 
-def test_a_file_that_is_missing_or_cut_off_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_truncated_file_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, 5)
     check_files(newest(tmp_path))
     weights = path / "model" / "weights"
@@ -355,14 +369,14 @@ def test_a_file_that_is_missing_or_cut_off_is_named(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"format": 2}, "not a checkpoint of format 3"),
-        ({"cuts": {"../../elsewhere": 1}}, "cuts: must be of shards and books"),
+        ({"cuts": {"../../elsewhere": 1}}, "cuts: keys must be shard folders and books"),
         ({"cuts": {"shard-0": -1}}, "cuts: must be whole numbers"),
         ({"ledger": 3}, "ledger: must be a mapping"),
-        ({"version": True}, "version True: no integer"),
+        ({"version": True}, "version True: must be a whole number"),
         ({"files": {"a": "b"}}, "files: must be whole numbers"),
     ],
 )
-def test_a_state_that_says_what_cannot_be_is_refused(
+def test_invalid_values_in_state_json_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     path = write(tmp_path, 5) / "state.json"
@@ -372,7 +386,7 @@ def test_a_state_that_says_what_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "\xff", "[]"])
-def test_a_state_that_is_no_state_is_one_line(tmp_path: Path, text: str) -> None:
+def test_a_malformed_state_json_is_a_one_line_error(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, 5) / "state.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"--resume .*state\.json: ") as refused:
@@ -380,7 +394,7 @@ def test_a_state_that_is_no_state_is_one_line(tmp_path: Path, text: str) -> None
     assert "\n" not in str(refused.value)
 
 
-def test_a_linked_checkpoint_stays_when_the_original_goes(tmp_path: Path) -> None:
+def test_a_linked_checkpoint_survives_removal_of_the_original(tmp_path: Path) -> None:
     for name in ("run", "other"):
         (tmp_path / name).mkdir()
     path = write(tmp_path / "run", 5, shard_0=3, books=2)
@@ -390,17 +404,19 @@ def test_a_linked_checkpoint_stays_when_the_original_goes(tmp_path: Path) -> Non
     assert (newest(tmp_path / "other").model_dir / "weights").read_text() == "5"
 
 
-# The folders of shards.
+# Layout of the shards' folders.
 
 
-def test_a_run_goes_on_with_the_folders_it_was_dealt_to(tmp_path: Path) -> None:
+def test_the_layout_file_sets_the_shard_folders(tmp_path: Path) -> None:
     assert read_layout(tmp_path, shards=2).shard_names == ["shard-0", "shard-1"]
     assert find_next_generation(tmp_path) == 1
     run_with_two_checkpoints(tmp_path)
     layout = QueueLayout(3, find_next_generation(tmp_path))
     for name in layout.shard_names:
         write_segments(tmp_path, name, 1)
-    assert read_layout(tmp_path, shards=1).shard_names == ["shard-0"], "not before it is said"
+    assert read_layout(tmp_path, shards=1).shard_names == ["shard-0"], (
+        "not before the layout file is written"
+    )
     layout.write(tmp_path)
     assert read_layout(tmp_path, shards=1).shard_names == ["shard-0.1", "shard-1.1", "shard-2.1"]
     assert find_snapshot(tmp_path, "shard-1.1") == SnapshotBase(), "the journal has all of it"
@@ -415,7 +431,7 @@ def test_a_run_goes_on_with_the_folders_it_was_dealt_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{}", "[", '{"shards": 0, "generation": 1}', '{"shards": "2"}'])
-def test_a_layout_that_says_nothing_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_malformed_layout_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "layout.json").write_text(text)
     with pytest.raises(ConfigError, match=r"layout\.json: "):

@@ -1,4 +1,4 @@
-"""Requests to a run by files: what comes torn, at once, too late, or to nobody."""
+"""Control requests by files: torn, simultaneous, late, or without a run."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ from streamrl.run_dir.control_requests import (
 
 
 class Clock:
-    """Time that passes when somebody sleeps; the run does something at every look."""
+    """Clock that advances in sleep; the run acts at every poll."""
 
     def __init__(self, run: Callable[[float], object]) -> None:
         self.now = 0.0
@@ -34,45 +34,45 @@ class Clock:
         self._run(self.now)
 
 
-def asked(run_dir: Path, run: Callable[[float], object], **counts: int) -> ScaleAnswer:
+def send_request(run_dir: Path, run: Callable[[float], object], **counts: int) -> ScaleAnswer:
     clock = Clock(run)
     return request_scale(run_dir, counts, timeout_s=100.0, clock=clock, sleep=clock.sleep)
 
 
 def opened(run_dir: Path) -> ScaleRequestInbox:
-    mailbox = ScaleRequestInbox(run_dir)
-    mailbox.open()
-    return mailbox
+    inbox = ScaleRequestInbox(run_dir)
+    inbox.open()
+    return inbox
 
 
-def test_a_request_is_taken_once_answered_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    mailbox = opened(tmp_path)
+def test_a_request_is_taken_once_answered_and_removed(tmp_path: Path) -> None:
+    inbox = opened(tmp_path)
     taken: list[ScaleRequest] = []
 
     def run(now: float) -> None:
-        taken.extend(mailbox.take_requests())
+        taken.extend(inbox.take_requests())
         if now > 50.0:
-            mailbox.write_answer(taken[0].id, ScaleAnswer(["generators: 2 -> 4"], True))
+            inbox.write_answer(taken[0].id, ScaleAnswer(["generators: 2 -> 4"], True))
 
-    assert asked(tmp_path, run, generator=4) == ScaleAnswer(["generators: 2 -> 4"], True)
+    assert send_request(tmp_path, run, generator=4) == ScaleAnswer(["generators: 2 -> 4"], True)
     assert [request.counts for request in taken] == [{"generator": 4}]
     assert list((tmp_path / REQUESTS_FOLDER).iterdir()) == []
 
 
-def test_two_that_ask_at_once_get_their_own_answers(tmp_path: Path) -> None:
-    mailbox = opened(tmp_path)
+def test_simultaneous_clients_get_their_own_answers(tmp_path: Path) -> None:
+    inbox = opened(tmp_path)
     inner: list[ScaleAnswer] = []
 
     def answer_all(now: float) -> None:
-        for request in mailbox.take_requests():
-            mailbox.write_answer(request.id, ScaleAnswer([str(request.counts["generator"])], True))
+        for request in inbox.take_requests():
+            inbox.write_answer(request.id, ScaleAnswer([str(request.counts["generator"])], True))
 
     def run(now: float) -> None:
         if not inner:
-            inner.append(asked(tmp_path, answer_all, generator=5))
+            inner.append(send_request(tmp_path, answer_all, generator=5))
         answer_all(now)
 
-    outer = asked(tmp_path, run, generator=4)
+    outer = send_request(tmp_path, run, generator=4)
     assert (outer.lines, inner[0].lines) == (["4"], ["5"])
 
 
@@ -80,38 +80,38 @@ def test_two_that_ask_at_once_get_their_own_answers(tmp_path: Path) -> None:
     "text",
     ["[" * 100_000, "", '{"counts": {"gen', "[]", '{"count": 3}', '{"counts": {"generator": 0}}'],
 )
-def test_what_is_no_request_is_answered_as_such(tmp_path: Path, text: str) -> None:
-    mailbox = opened(tmp_path)
+def test_an_invalid_request_is_answered_as_invalid(tmp_path: Path, text: str) -> None:
+    inbox = opened(tmp_path)
     (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text(text)
-    assert mailbox.take_requests() == []
+    assert inbox.take_requests() == []
     answer = json.loads((tmp_path / REQUESTS_FOLDER / "1.answer.json").read_text())
-    assert not answer["is_done"] and "no request" in answer["lines"][0]
+    assert not answer["is_done"] and "invalid request" in answer["lines"][0]
 
 
-def test_foreign_and_half_written_files_are_no_requests(tmp_path: Path) -> None:
-    mailbox = opened(tmp_path)
+def test_foreign_and_partial_files_are_ignored(tmp_path: Path) -> None:
+    inbox = opened(tmp_path)
     for name in ("notes.txt", ".1.request.json.partial", "1.json"):
         (tmp_path / REQUESTS_FOLDER / name).write_text("{}")
-    assert mailbox.take_requests() == []
+    assert inbox.take_requests() == []
     assert len(list((tmp_path / REQUESTS_FOLDER).iterdir())) == 3
 
 
-def test_an_answer_nobody_waits_for_goes_with_the_run(tmp_path: Path) -> None:
-    mailbox = opened(tmp_path)
+def test_an_unread_answer_is_removed_with_the_run(tmp_path: Path) -> None:
+    inbox = opened(tmp_path)
     taken: list[ScaleRequest] = []
     times: list[float] = []
     with pytest.raises(ConfigError, match="no answer within 100 s"):
-        asked(tmp_path, lambda now: taken.extend(mailbox.take_requests()), generator=2)
-    mailbox.write_answer(taken[0].id, ScaleAnswer(["generators: 1 -> 2"], True))
-    mailbox.close()
+        send_request(tmp_path, lambda now: taken.extend(inbox.take_requests()), generator=2)
+    inbox.write_answer(taken[0].id, ScaleAnswer(["generators: 1 -> 2"], True))
+    inbox.close()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="the run is not running"):
-        asked(tmp_path, times.append, generator=2)
-    assert times == [], "it is told at once"
-    mailbox.close()
+        send_request(tmp_path, times.append, generator=2)
+    assert times == [], "fails at once"
+    inbox.close()
 
 
-def test_a_run_that_goes_on_starts_with_an_empty_mailbox(tmp_path: Path) -> None:
+def test_a_resumed_run_starts_with_an_empty_inbox(tmp_path: Path) -> None:
     folder = tmp_path / REQUESTS_FOLDER
     folder.mkdir()
     for name in ("1.answer.json", ".2.request.json.partial", "3.taken.json"):
@@ -120,10 +120,10 @@ def test_a_run_that_goes_on_starts_with_an_empty_mailbox(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [folder] and list(folder.iterdir()) == []
 
 
-def test_a_disk_that_refuses_an_answer_is_named(
+def test_a_disk_error_while_answering_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mailbox = opened(tmp_path)
+    inbox = opened(tmp_path)
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -131,23 +131,23 @@ def test_a_disk_that_refuses_an_answer_is_named(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refuse)
         with pytest.raises(DiskError, match=r"/1.answer.json cannot be written: No space left"):
-            mailbox.write_answer("1", ScaleAnswer([], True))
-    mailbox.close()
+            inbox.write_answer("1", ScaleAnswer([], True))
+    inbox.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_is_not_there_is_told_at_once_or_after_a_while(tmp_path: Path) -> None:
+def test_a_request_without_a_live_run_fails(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the run is not running, or still starting"):
-        asked(tmp_path, lambda now: None, generator=2)
-    mailbox = opened(tmp_path)
+        send_request(tmp_path, lambda now: None, generator=2)
+    inbox = opened(tmp_path)
     times: list[float] = []
     with pytest.raises(ConfigError, match=f"no answer within {TAKE_TIMEOUT_S:g} s: the run is not"):
-        asked(tmp_path, times.append, generator=2)
+        send_request(tmp_path, times.append, generator=2)
     assert TAKE_TIMEOUT_S < times[-1] < TAKE_TIMEOUT_S + 1
-    assert mailbox.take_requests() == [], "it was taken back"
+    assert inbox.take_requests() == [], "it was taken back"
 
 
-def test_a_request_to_a_run_that_died_does_not_reach_the_one_that_goes_on(tmp_path: Path) -> None:
+def test_a_request_to_a_dead_run_does_not_reach_the_resumed_run(tmp_path: Path) -> None:
     dead = opened(tmp_path)
     (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text('{"counts": {"generator": 9}}')
     (tmp_path / REQUESTS_FOLDER / "0.request.json").write_text('{"counts": {"generator": 8}}')
@@ -158,28 +158,28 @@ def test_a_request_to_a_run_that_died_does_not_reach_the_one_that_goes_on(tmp_pa
 
 
 @pytest.mark.parametrize("end", [ScaleRequestInbox.close, ScaleRequestInbox.open])
-def test_who_waits_when_a_run_ends_or_is_resumed_is_told_at_once(
+def test_waiting_clients_fail_when_the_run_ends_or_resumes(
     tmp_path: Path, end: Callable[[ScaleRequestInbox], None]
 ) -> None:
-    mailbox = opened(tmp_path)
+    inbox = opened(tmp_path)
     times: list[float] = []
 
     def run(now: float) -> None:
         times.append(now)
-        end(mailbox)
+        end(inbox)
 
     with pytest.raises(ConfigError, match="ended before it answered"):
-        asked(tmp_path, run, generator=2)
+        send_request(tmp_path, run, generator=2)
     assert len(times) == 1
 
 
-def test_a_taken_request_that_is_never_answered_has_a_deadline(tmp_path: Path) -> None:
-    mailbox = opened(tmp_path)
-    with pytest.raises(ConfigError, match=r"no answer within 100 s; what was asked for may"):
-        asked(tmp_path, lambda now: mailbox.take_requests(), generator=2)
+def test_a_taken_request_without_an_answer_times_out(tmp_path: Path) -> None:
+    inbox = opened(tmp_path)
+    with pytest.raises(ConfigError, match=r"no answer within 100 s; the change may"):
+        send_request(tmp_path, lambda now: inbox.take_requests(), generator=2)
 
 
-def test_an_answer_that_is_none_is_one_line(tmp_path: Path) -> None:
+def test_a_malformed_answer_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / REQUESTS_FOLDER).mkdir()
 
     def spoil(now: float) -> None:
@@ -188,4 +188,4 @@ def test_an_answer_that_is_none_is_one_line(tmp_path: Path) -> None:
             os.mkfifo(tmp_path / REQUESTS_FOLDER / f"{name}.answer.json")
 
     with pytest.raises(ConfigError, match="not a regular file"):
-        asked(tmp_path, spoil, generator=3)
+        send_request(tmp_path, spoil, generator=3)

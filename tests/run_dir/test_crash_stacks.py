@@ -1,4 +1,4 @@
-"""A process that a signal ends names itself with the stacks of its threads, once."""
+"""Stacks of crashed processes: reported once, with the actor's name."""
 
 import signal
 import subprocess
@@ -31,7 +31,9 @@ def _end_by(number: int, run_dir: Path, actor: str) -> None:
     ("number", "reason"),
     [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")],
 )
-def test_a_crash_is_told_once_and_its_stacks_stay(tmp_path: Path, number: int, reason: str) -> None:
+def test_a_crash_is_reported_once_and_its_stacks_are_kept(
+    tmp_path: Path, number: int, reason: str
+) -> None:
     watch = CrashWatch(tmp_path)
     assert watch.find_new_crashes() == []
     _end_by(number, tmp_path, "trainer-1")
@@ -44,7 +46,7 @@ def test_a_crash_is_told_once_and_its_stacks_stay(tmp_path: Path, number: int, r
     assert CrashWatch(tmp_path).find_new_crashes() == [], "of a run that goes on"
 
 
-def test_who_is_killed_leaves_nothing(tmp_path: Path) -> None:
+def test_sigkill_leaves_no_stacks(tmp_path: Path) -> None:
     watch = CrashWatch(tmp_path)
     _end_by(signal.SIGKILL, tmp_path, "generator-0")
     assert watch.find_new_crashes() == []

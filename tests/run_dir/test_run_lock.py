@@ -1,4 +1,4 @@
-"""Who owns a run directory: a live command, told from a dead one on this machine and on others."""
+"""Run lock: live and dead owners on the same machine and on other nodes."""
 
 import errno
 import fcntl
@@ -44,7 +44,7 @@ time.sleep(600)
 
 @contextmanager
 def owner(folder: Path, *how: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that owns a directory, and its pid, or with "forks" that of its child."""
+    """Start a process that owns a directory; yields the pid, or with "forks" that of its child."""
     words = [sys.executable, "-c", OWNS, str(folder), *how]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -59,7 +59,7 @@ def owner(folder: Path, *how: str) -> Iterator[tuple[subprocess.Popen[str], int]
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_second_owner_is_told_since_when_where_and_what_to_do(tmp_path: Path) -> None:
+def test_a_second_owner_is_refused_with_the_owners_start_host_and_pid(tmp_path: Path) -> None:
     with owner(tmp_path) as (process, _):
         with pytest.raises(ConfigError) as refused:
             acquire_run_lock(tmp_path)
@@ -73,10 +73,10 @@ def test_a_second_owner_is_told_since_when_where_and_what_to_do(tmp_path: Path) 
         process.wait()
         started = time.monotonic()
         acquire_run_lock(tmp_path).release()
-        assert time.monotonic() - started < 1, "a dead owner is told at once"
+        assert time.monotonic() - started < 1, "a dead owner is detected at once"
 
 
-def test_a_fork_neither_keeps_a_dead_owner_alive_nor_ends_a_live_one(tmp_path: Path) -> None:
+def test_a_fork_neither_keeps_nor_releases_the_owners_lock(tmp_path: Path) -> None:
     with owner(tmp_path, "forks") as (process, child):
         process.kill()
         process.wait()
@@ -90,12 +90,12 @@ def test_a_fork_neither_keeps_a_dead_owner_alive_nor_ends_a_live_one(tmp_path: P
         f"acquire_run_lock(Path({str(tmp_path)!r}))"
     )
     words = [sys.executable, "-c", asks]
-    found = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert found.returncode and f"pid {os.getpid()}" in found.stderr
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert result.returncode and f"pid {os.getpid()}" in result.stderr
     lock.release()
 
 
-def test_an_owner_that_ended_leaves_the_directory_to_anybody(tmp_path: Path) -> None:
+def test_the_directory_of_a_dead_owner_is_free(tmp_path: Path) -> None:
     acquire_run_lock(tmp_path).release()
     assert read_owner(tmp_path) is None
     with lock_for_reading(tmp_path):
@@ -103,33 +103,35 @@ def test_an_owner_that_ended_leaves_the_directory_to_anybody(tmp_path: Path) -> 
     acquire_run_lock(tmp_path).release()
 
 
-def test_whoever_reads_a_run_keeps_owners_out_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_read_lock_keeps_owners_out_and_writes_nothing(tmp_path: Path) -> None:
     with lock_for_reading(tmp_path):
         assert list(tmp_path.iterdir()) == []
     acquire_run_lock(tmp_path).release()
     before = (tmp_path / LOCK_FILE).stat()
-    with lock_for_reading(tmp_path), pytest.raises(ConfigError, match="reads it for a fork"):
+    with lock_for_reading(tmp_path), pytest.raises(ConfigError, match="reading it for a fork"):
         acquire_run_lock(tmp_path)
     assert (tmp_path / LOCK_FILE).stat().st_mtime_ns == before.st_mtime_ns
 
 
 def elsewhere(folder: Path) -> RunOwner:
-    """An owner on another node, which flock does not reach."""
-    found = replace(RunOwner.from_this_process(), host="node-7", boot="another kernel", pid=1)
-    (folder / LOCK_FILE).write_text(json.dumps(asdict(found)))
-    return found
+    """Write an owner on another node, which flock does not reach."""
+    owner_elsewhere = replace(
+        RunOwner.from_this_process(), host="node-7", boot="another kernel", pid=1
+    )
+    (folder / LOCK_FILE).write_text(json.dumps(asdict(owner_elsewhere)))
+    return owner_elsewhere
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hearts that beat faster."""
+    """Shorten the heartbeat intervals."""
     monkeypatch.setattr(run_lock, "HEARTBEAT_INTERVAL_S", 0.05)
     monkeypatch.setattr(run_lock, "HEARTBEAT_TIMEOUT_S", 0.4)
     monkeypatch.setattr(run_lock, "_POLL_INTERVAL_S", 0.02)
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_owner_on_another_node_is_alive_while_its_heart_beats(tmp_path: Path) -> None:
+def test_an_owner_on_another_node_is_alive_while_its_heartbeat_moves(tmp_path: Path) -> None:
     elsewhere(tmp_path)
     ended = threading.Event()
 
@@ -139,17 +141,17 @@ def test_an_owner_on_another_node_is_alive_while_its_heart_beats(tmp_path: Path)
 
     beating = threading.Thread(target=beat)
     beating.start()
-    told: list[str] = []
+    status_lines: list[str] = []
     with pytest.raises(ConfigError, match=r"on node-7, pid 1.*kill -INT 1 on node-7"):
-        acquire_run_lock(tmp_path, status=told.append)
+        acquire_run_lock(tmp_path, status=status_lines.append)
     ended.set()
     beating.join()
-    assert "owned since" in told[0]
-    acquire_run_lock(tmp_path, status=told.append).release()
+    assert "owned since" in status_lines[0]
+    acquire_run_lock(tmp_path, status=status_lines.append).release()
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_heart_of_an_owner_beats(tmp_path: Path) -> None:
+def test_an_owner_sends_heartbeats(tmp_path: Path) -> None:
     lock = acquire_run_lock(tmp_path)
     before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
     time.sleep(0.3)
@@ -157,19 +159,19 @@ def test_the_heart_of_an_owner_beats(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_an_owner_that_was_taken_for_dead_is_told_who_has_the_directory(tmp_path: Path) -> None:
+def test_verify_owner_names_the_command_that_took_over(tmp_path: Path) -> None:
     lock = acquire_run_lock(tmp_path)
     lock.verify_owner()
     elsewhere(tmp_path)
     with pytest.raises(StreamError, match=r"was taken over since .* on node-7, pid 1"):
         lock.verify_owner()
     lock.release()
-    assert read_owner(tmp_path) is not None, "the other one's name stays"
+    assert read_owner(tmp_path) is not None, "the new owner's entry stays"
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("alive", [True, False])
-def test_without_flock_a_process_is_known_by_its_pid_and_start(
+def test_without_flock_pid_and_start_time_identify_the_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
 ) -> None:
     def refuse(*_: object) -> None:
@@ -177,8 +179,8 @@ def test_without_flock_a_process_is_known_by_its_pid_and_start(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     this = RunOwner.from_this_process()
-    found = this if alive else replace(this, start=this.start + 1)
-    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(found)))
+    recorded = this if alive else replace(this, start=this.start + 1)
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(recorded)))
     if alive:
         with pytest.raises(ConfigError, match=f"pid {os.getpid()}"):
             acquire_run_lock(tmp_path)
@@ -186,7 +188,7 @@ def test_without_flock_a_process_is_known_by_its_pid_and_start(
         acquire_run_lock(tmp_path).release()
 
 
-def test_a_lock_that_is_a_link_or_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_lock_file_that_is_a_symlink_or_irregular_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     (tmp_path / LOCK_FILE).symlink_to(tmp_path / "precious")
     with pytest.raises(ConfigError, match="cannot be locked"):
@@ -211,7 +213,7 @@ LEADS_OUT = (
 
 @pytest.mark.parametrize("name", LEADS_OUT)
 @pytest.mark.parametrize("target", ["..", "nowhere", "absolute", "circle"])
-def test_a_directory_with_a_link_that_leads_out_of_it_is_not_owned(
+def test_a_directory_with_a_link_to_the_outside_is_refused(
     tmp_path: Path, name: str, target: str
 ) -> None:
     run_dir, link = tmp_path / "run", tmp_path / "run" / name
@@ -224,7 +226,7 @@ def test_a_directory_with_a_link_that_leads_out_of_it_is_not_owned(
     assert not (run_dir / LOCK_FILE).exists()
 
 
-def test_links_within_a_directory_and_to_it_are_as_good_as_any(tmp_path: Path) -> None:
+def test_links_inside_and_to_the_directory_are_allowed(tmp_path: Path) -> None:
     logs = tmp_path / "run/wandb/offline-run-1/logs"
     logs.mkdir(parents=True)
     (logs / "debug-core.log").symlink_to("/root/.cache/wandb/logs/core-debug.log")
@@ -234,7 +236,7 @@ def test_links_within_a_directory_and_to_it_are_as_good_as_any(tmp_path: Path) -
     acquire_run_lock(tmp_path / "link").release()
 
 
-def test_a_folder_that_goes_while_links_are_looked_for_is_none(
+def test_a_folder_removed_during_the_link_check_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "checkpoints" / ".partial").mkdir(parents=True)

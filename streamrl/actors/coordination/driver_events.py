@@ -1,4 +1,4 @@
-"""What the coordinator tells the driver, in order, for as long as the run lasts."""
+"""Events from the coordinator to the driver, in order."""
 
 import asyncio
 from collections import deque
@@ -13,7 +13,7 @@ from streamrl.telemetry.spans import Span
 
 @dataclass(frozen=True)
 class StepReport:
-    """A finished step: its row, the spans for the trace, a few scored texts."""
+    """A finished step: metrics row, spans for the trace, a few scored texts."""
 
     step: int
     row: MetricsRow
@@ -23,7 +23,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EventReport:
-    """Something that happened between steps."""
+    """An event between steps."""
 
     name: str
     fields: Mapping[str, str | int | float | bool]
@@ -31,7 +31,7 @@ class EventReport:
 
 @dataclass(frozen=True)
 class StatusReport:
-    """What the run is doing while no step is under way."""
+    """Status line of the run while no step is in progress."""
 
     text: str
 
@@ -40,7 +40,7 @@ DriverReport = StepReport | EventReport | StatusReport
 
 
 class DriverEvents:
-    """A list of reports for one reader, with a place to wait for the next."""
+    """Queue of reports with a single reader."""
 
     def __init__(self) -> None:
         self._reports: deque[DriverReport] = deque()
@@ -49,14 +49,13 @@ class DriverEvents:
         self._delivery = asyncio.Event()
 
     def post_report(self, report: DriverReport) -> None:
-        """Add a report."""
         self._reports.append(report)
         self._new_report.set()
 
     async def read_after(self, count: int, wait_s: float) -> list[DriverReport]:
-        """The reports behind the first `count`, waiting up to `wait_s` for one.
+        """Return the reports after the first `count`, waiting up to `wait_s` for one.
 
-        Who asks for what comes behind `count` has those before: they are forgotten.
+        `count` acknowledges delivery: earlier reports are discarded.
         """
         while self._num_delivered < count:
             self._reports.popleft()
@@ -71,15 +70,15 @@ class DriverEvents:
         return list(self._reports)
 
     async def wait_until_delivered(self, timeout_s: float) -> None:
-        """Wait until the reader has all that was posted so far. Raises DeadlineError."""
-        posted = self._num_delivered + len(self._reports)
+        """Wait until the reader acknowledged every report posted so far. Raises DeadlineError."""
+        num_posted = self._num_delivered + len(self._reports)
         try:
             async with asyncio.timeout(timeout_s):
-                while self._num_delivered < posted:
+                while self._num_delivered < num_posted:
                     self._delivery.clear()
                     await self._delivery.wait()
         except TimeoutError:
-            missing = posted - self._num_delivered
+            num_missing = num_posted - self._num_delivered
             raise DeadlineError(
-                f"{missing} reports were not fetched by the driver within {timeout_s:g} s"
+                f"the driver left {num_missing} reports unread for {timeout_s:g} s"
             ) from None

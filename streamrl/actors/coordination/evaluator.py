@@ -1,4 +1,4 @@
-"""Evaluation inside a run: the run's own generators and reward scorers, outside the stream."""
+"""Evaluation during a run, on the run's own generators and reward scorers, outside the stream."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -20,24 +20,26 @@ from streamrl.messages import Columns, Experience, GroupLease, Prompt, Rollout, 
 from streamrl.stream.device_lease import ProgressClock
 
 RETRY_INTERVAL_S = 0.5
-"""Between two calls of replicas that have died, s."""
 
 
 class RunEvaluator:
-    """Spreads an evaluation over the replicas there are, whoever joins or leaves meanwhile.
+    """Spreads an evaluation over the current replicas; replicas may join or leave meanwhile.
 
-    Where it waits for devices that are shared, its deadlines count the time in which nothing moves
-    there, as `pulse` has it.
+    Timeouts count only time without progress on shared devices (`ProgressClock`).
     """
 
     def __init__(
-        self, config: RunConfig, generators: RoleActors, scorers: RoleActors, pulse: ProgressClock
+        self,
+        config: RunConfig,
+        generators: RoleActors,
+        scorers: RoleActors,
+        progress_clock: ProgressClock,
     ) -> None:
         self._config = config.evaluation
-        # A generator that drains for the version first ends what it has begun.
+        # weights.on_update=drain: a generator finishes its running requests before it loads.
         rounds = 2 if config.weights.on_update == "drain" else 1
         self._timeout_s = config.pipeline.stall_s + rounds * config.generator.request_timeout_s
-        self._progress_clock = pulse
+        self._progress_clock = progress_clock
         self._can_restart = config.run.max_restarts > 0
         self._generators = RoundRobinReplicas(generators)
         self._scorers = RoundRobinReplicas(scorers)
@@ -45,8 +47,6 @@ class RunEvaluator:
     async def run_evaluation(
         self, prompts: Mapping[str, Sequence[Prompt]], version: int
     ) -> EvaluationResult:
-        """How good `version` is on the prompts of each file."""
-
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
             arguments = (prompt, seeds, self._config.sampling, version)
             return list(await self._call_replica(self._generators, "sample", *arguments))
@@ -70,10 +70,9 @@ class RunEvaluator:
     async def _call_replica(
         self, replicas: "RoundRobinReplicas", method: str, *arguments: Any
     ) -> Any:
-        """What the next replica answers.
+        """Call a method of the next replica, retrying with the next on failure.
 
-        One that died, or is about to be replaced, may be back before the time is over; for one
-        that left, others answer.
+        A replica that died may restart before the timeout; if it left the run, another answers.
         """
         deadline = None
         while True:
@@ -82,42 +81,40 @@ class RunEvaluator:
             try:
                 return await self._await_reply(reply, f"{name}.{method}")
             except (ActorLostError, GenerationError, WeightsError):
-                returns = self._can_restart or not replicas.has_replica(name)
+                may_recover = self._can_restart or not replicas.has_replica(name)
                 deadline = deadline or asyncio.get_running_loop().time() + self._timeout_s
-                if not returns or asyncio.get_running_loop().time() > deadline:
+                if not may_recover or asyncio.get_running_loop().time() > deadline:
                     raise
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
-    async def _await_reply(self, reply: Any, what: str) -> Any:
+    async def _await_reply(self, reply: Any, call_name: str) -> Any:
         try:
             async with self._progress_clock.progress_timeout(self._timeout_s):
-                return await await_reply(reply, what, MAX_LEASE_WAIT_S)
+                return await await_reply(reply, call_name, MAX_LEASE_WAIT_S)
         except TimeoutError:
             raise DeadlineError(
-                f"{what}: no answer, and nothing has moved for {self._timeout_s:g} s"
+                f"{call_name}: no answer and no progress on the devices for {self._timeout_s:g} s"
             ) from None
 
 
 class RoundRobinReplicas:
-    """The replicas of a role, round and round, as many as there are just then."""
+    """Iterates over the current replicas of a role in turn."""
 
     def __init__(self, role: RoleActors) -> None:
         self._role = role
         self._next = 0
 
     def next_replica(self) -> tuple[str, Any]:
-        """The next one with its name."""
-        place = self._next % len(self._role.actors)
-        self._next = place + 1
-        return self._role.names[place], self._role.actors[place]
+        index = self._next % len(self._role.actors)
+        self._next = index + 1
+        return self._role.names[index], self._role.actors[index]
 
     def has_replica(self, name: str) -> bool:
-        """Whether it has not left."""
         return name in self._role.names
 
 
 def _make_unqueued_group(prompt: Prompt, rollouts: Sequence[Rollout], version: int) -> Experience:
-    """A group that is in no queue, so that its lease means nothing."""
+    """Make a group outside the queue; its lease never expires and is never used."""
     lease = GroupLease(
         token=0, uid=prompt.uid, stage="evaluate", attempt=0, expires_at=float("inf")
     )

@@ -1,8 +1,8 @@
-"""What the coordinator keeps on the disk: the log of the books, and checkpoints.
+"""Persistence of the coordinator: the run log, and checkpoints.
 
-A cut is taken while no prompt is being booked and between two steps, so that ledger, prompts,
-shards and weights of a checkpoint agree. What the snapshots hold is read from the journals up to
-the cut, beside the stream.
+A checkpoint cuts all journals at once, between two steps and while no admission is being logged, so
+that ledger, prompts, shards and weights agree. Each shard then writes its snapshot from its journal
+up to the cut, concurrently with the stream.
 """
 
 import asyncio
@@ -30,13 +30,12 @@ from streamrl.run_dir.checkpoint import (
 from streamrl.stream.run_state import RunState
 
 NO_SPACE_RETRY_STEPS = 10
-"""Steps after a checkpoint found no room, in which none is tried for the size of the journals."""
+"""After a checkpoint failed for lack of space, journal size triggers none for this many steps."""
 SNAPSHOT_TIMEOUT_S = 600.0
-"""Longest a shard may take to write its snapshot, s."""
 
 
 class RunPersistence:
-    """Opens the books of a run and saves it. `state` is that of the checkpoint it goes on from."""
+    """Opens the run log and writes checkpoints. `state` is the checkpoint state to resume from."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class RunPersistence:
         self._retry_version = 0
 
     async def open_run_log(self, prompts: PromptStream) -> RunLog:
-        """The books as they were; `prompts` goes on behind the last one that was admitted."""
+        """Load the run log, and advance `prompts` past the last admitted prompt."""
         state, debug = self._state, self._config.run.debug
         if state is not None:
             prompts.load_state_dict(state["prompts"])
@@ -63,39 +62,41 @@ class RunPersistence:
             if state is not None:
                 ledger = Ledger.from_state(state["ledger"], debug=debug)
             return RunLog(ledger, NullRecordLog())
-        found = load_run_log(self._run_dir, state, debug=debug)
-        await prompts.prefetch_prompts(len(found.drawn_uids))
-        redraw_prompts(prompts, found.drawn_uids, self._run_dir)
+        loaded = load_run_log(self._run_dir, state, debug=debug)
+        await prompts.prefetch_prompts(len(loaded.drawn_uids))
+        redraw_prompts(prompts, loaded.drawn_uids, self._run_dir)
         folder = get_journal_dir(self._run_dir, RUN_LOG_FOLDER)
-        first = state["cuts"][RUN_LOG_FOLDER] if state is not None else 0
-        self._journal = Journal(folder, self._config.queue.journal, first=max(first, 1))
-        books = RunLog(found.ledger, self._journal, found.steps_to_replay)
-        await books.record_start(0 if state is None else state["version"])
-        return books
+        first_segment = state["cuts"][RUN_LOG_FOLDER] if state is not None else 0
+        self._journal = Journal(folder, self._config.queue.journal, first=max(first_segment, 1))
+        run_log = RunLog(loaded.ledger, self._journal, loaded.steps_to_replay)
+        await run_log.record_start(0 if state is None else state["version"])
+        return run_log
 
     def is_due(self, version: int, journal_bytes: int) -> bool:
-        """Whether a checkpoint is to be written: every so many steps, or as journals have grown."""
+        """Return whether a checkpoint is due: by step interval, or because journals have grown."""
         every = self._config.checkpoint.every
         is_large = journal_bytes > self._config.queue.journal.max_mb << 20
         return bool(every and version % every == 0) or (is_large and version >= self._retry_version)
 
     async def save_checkpoint(
         self,
-        control: RunState,
+        run_state: RunState,
         trainers: Sequence[TrainerGroup],
-        reported: Callable[[], Awaitable[None]],
+        wait_until_reported: Callable[[], Awaitable[None]],
     ) -> Path | None:
-        """Write a checkpoint of the current version; it counts once all steps are reported, too.
+        """Write a checkpoint of the current version, committed after `wait_until_reported`.
 
-        None while steps are made again: the last checkpoint and the journals hold more than that.
-        Raises NoSpaceError once nothing of it is left: the last checkpoint stays, and all goes on.
+        Returns None during replay: the last checkpoint and the journals already hold more. Raises
+        NoSpaceError after removing the partial checkpoint; the last checkpoint stays valid.
         """
-        if control.run_log.steps_to_replay:
+        if run_state.run_log.steps_to_replay:
             return None
-        version = control.admission.version
+        version = run_state.admission.version
         try:
             writer = CheckpointWriter(self._run_dir, version)
-            path, cuts = await self._write_checkpoint(writer, control, trainers, reported)
+            path, cuts = await self._write_checkpoint(
+                writer, run_state, trainers, wait_until_reported
+            )
         except CheckpointError:
             self._retry_version = version + NO_SPACE_RETRY_STEPS
             raise
@@ -108,26 +109,28 @@ class RunPersistence:
     async def _write_checkpoint(
         self,
         writer: CheckpointWriter,
-        control: RunState,
+        run_state: RunState,
         trainers: Sequence[TrainerGroup],
-        reported: Callable[[], Awaitable[None]],
+        wait_until_reported: Callable[[], Awaitable[None]],
     ) -> tuple[Path, Mapping[str, int]]:
-        """Fill a checkpoint, or leave nothing of it; where it is, and its cuts."""
+        """Write all parts and commit; on an error remove them. Returns the path and the cuts."""
         try:
-            async with control.run_log_lock:
+            async with run_state.run_log_lock:
                 cuts = await self._cut_journals()
                 state = CheckpointState(
-                    version=control.admission.version,
-                    ledger=control.admission.ledger.state_dict(),
-                    prompts=control.prompt_source.state_dict(),
-                    dials=control.adaptive_params.state_dict(),
+                    version=run_state.admission.version,
+                    ledger=run_state.admission.ledger.state_dict(),
+                    prompts=run_state.prompt_source.state_dict(),
+                    dials=run_state.adaptive_params.state_dict(),
                     cuts=cuts,
                 )
             saves = [trainer.save_checkpoint(writer) for trainer in trainers]
-            await gather_replies(*saves, self._snapshot_shards(cuts, writer.queue_dir), reported())
+            await gather_replies(
+                *saves, self._snapshot_shards(cuts, writer.queue_dir), wait_until_reported()
+            )
             path = await asyncio.to_thread(writer.commit, state, keep=self._config.checkpoint.keep)
         except StreamError as error:
-            # On a full disk it would take what others need.
+            # A partial checkpoint on a full disk would keep the space that journals need.
             await asyncio.to_thread(writer.discard)
             if isinstance(error, CheckpointError):
                 raise writer.rename_in_error(error) from error
@@ -152,13 +155,12 @@ class RunPersistence:
         )
 
     def _list_journaled_shards(self) -> list[tuple[str, RemoteShard]]:
-        """The shards that have a journal, by its folder: all or none."""
+        """Pair each shard with its journal folder; empty without journals."""
         return (
             list(zip(self._layout.shard_names, self._shards, strict=True)) if self._journal else []
         )
 
     async def close(self) -> None:
-        """Write what is left of all journals."""
         if self._journal is not None:
             await asyncio.gather(*(shard.close() for _, shard in self._list_journaled_shards()))
             await self._journal.close()

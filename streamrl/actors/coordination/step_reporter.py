@@ -1,4 +1,4 @@
-"""Turns finished steps into reports, beside the stream and never in its way."""
+"""Step reporter: turns finished steps into reports, concurrently with the stream."""
 
 import asyncio
 from collections import Counter
@@ -26,9 +26,9 @@ from streamrl.telemetry.spans import Span
 
 @dataclass(frozen=True)
 class RoleActors:
-    """The actors of one role and their names; `calls` are what all of them serve.
+    """Actors of one role with their names; every actor serves `calls`.
 
-    Replicas may join and leave while the run goes on.
+    The lists change as replicas join and leave.
     """
 
     calls: Sequence[ModelCall]
@@ -37,29 +37,25 @@ class RoleActors:
 
     @property
     def role(self) -> str:
-        """What they hold."""
         return self.calls[0].role
 
     @property
     def kind(self) -> CallKind:
-        """What they do with it."""
         return self.calls[0].kind
 
     def add_replica(self, name: str, actor: Any) -> None:
-        """One more."""
         self.names.append(name)
         self.actors.append(actor)
 
     def remove_replica(self, name: str) -> None:
-        """One less, if it is there."""
         if name in self.names:
-            place = self.names.index(name)
-            del self.names[place], self.actors[place]
+            index = self.names.index(name)
+            del self.names[index], self.actors[index]
 
 
 @dataclass(frozen=True)
 class StepSnapshot:
-    """What was read at the end of a step, before the next one changed it."""
+    """State read at the end of a step, before the next step changes it."""
 
     outcome: StepResult
     weights: Mapping[str, float]
@@ -67,22 +63,27 @@ class StepSnapshot:
 
 
 DRAIN_EVERY_S = 0.2
-"""Actors are asked what they did at most this often, s; quicker steps are reported together."""
+"""Minimum interval between two drains of the actors; faster steps share a drain."""
 DRAIN_TIMEOUT_S = 3.0
-"""Longest that the report of a step waits for an actor, s: one that hangs must not hold it up."""
+"""A hung actor may delay the report of a step by at most this."""
 MAX_PENDING_SAMPLES = 200
-"""Most scored texts that wait for their groups to be trained."""
+"""Scored texts kept until their groups are trained."""
 
 
 class StepReporter:
-    """Drains the actors after each step, computes the step's row and posts it."""
+    """Drains the actors after each step, computes the metrics row and posts the report."""
 
     def __init__(
-        self, config: RunConfig, roles: Sequence[RoleActors], feed: DriverEvents, *, start_s: float
+        self,
+        config: RunConfig,
+        roles: Sequence[RoleActors],
+        events: DriverEvents,
+        *,
+        start_s: float,
     ) -> None:
         self._config = config
         self._roles = roles
-        self._driver_events = feed
+        self._driver_events = events
         self._window_start = start_s
         self._spans: dict[str, list[Span]] = {role.role: [] for role in roles}
         self._samples: list[Mapping[str, Any]] = []
@@ -94,15 +95,13 @@ class StepReporter:
         self._snapshots: asyncio.Queue[StepSnapshot] = asyncio.Queue()
 
     def begin_step(self, start_s: float) -> None:
-        """Count what comes from `start_s` on, epoch seconds, to the next step."""
+        """Start the window of the next step at `start_s` (epoch seconds)."""
         self._window_start = start_s
 
     def add_step(self, snapshot: StepSnapshot) -> None:
-        """A step has ended; its report follows in its own time."""
         self._snapshots.put_nowait(snapshot)
 
     async def report_steps(self) -> None:
-        """Report every noted step, without end."""
         clock = asyncio.get_running_loop().time
         while True:
             snapshots = [await self._snapshots.get()]
@@ -119,29 +118,29 @@ class StepReporter:
                 spans = []
 
     async def wait_until_idle(self) -> None:
-        """Wait until every noted step is reported; for ever if `run` has failed."""
+        """Wait until every queued step is reported; blocks forever if `report_steps` has failed."""
         await self._snapshots.join()
 
     async def finish_reporting(self, running: "asyncio.Task[None]") -> None:
-        """Wait until every noted step is reported by `running`, the task of `run`; end it."""
-        joined = asyncio.create_task(self.wait_until_idle())
-        await asyncio.wait({joined, running}, return_when=asyncio.FIRST_COMPLETED)
-        if not joined.done():
+        """Wait until `running`, the task of `report_steps`, has reported every step; cancel it."""
+        idle = asyncio.create_task(self.wait_until_idle())
+        await asyncio.wait({idle, running}, return_when=asyncio.FIRST_COMPLETED)
+        if not idle.done():
             running.result()
         running.cancel()
 
     def _post_step(self, snapshot: StepSnapshot, spans: Sequence[Span]) -> None:
         outcome = snapshot.outcome
-        # A wall clock may be set back; the step's length is then next to nothing, not negative.
+        # If the wall clock is set back, the step's length is tiny instead of negative.
         end_s = max(outcome.ended_at, self._window_start + 1e-3)
         row = compute_step_metrics(
             StepFacts(
                 version=outcome.version,
                 groups=outcome.groups,
                 metric_sums=next(
-                    made.metric_sums
-                    for made in outcome.results_by_role.values()
-                    if made.metric_sums
+                    result.metric_sums
+                    for result in outcome.results_by_role.values()
+                    if result.metric_sums
                 ),
                 metrics=self._compute_metrics(snapshot),
                 queue_stats=outcome.queue_stats,
@@ -159,30 +158,29 @@ class StepReporter:
         self._driver_events.post_report(StepReport(outcome.version + 1, row, spans, samples))
 
     def _pop_samples(self, outcome: StepResult) -> list[Mapping[str, Any]]:
-        """The samples of the step's groups. Those of groups that were dropped age out."""
+        """Remove and return the samples of the step's groups. Samples of dropped groups age out."""
         trained = {group.uid for group in outcome.groups}
-        found = [sample for sample in self._samples if sample["uid"] in trained]
+        samples = [sample for sample in self._samples if sample["uid"] in trained]
         others = [sample for sample in self._samples if sample["uid"] not in trained]
         self._samples = others[-MAX_PENDING_SAMPLES:]
-        return found
+        return samples
 
     async def _drain_actors(self) -> dict[str, list[ActorReport]]:
-        """What every actor did since the last step, by role."""
-        asked = {
+        tasks = {
             role.role: [
                 asyncio.ensure_future(self._drain_actor(name, actor))
                 for name, actor in zip(role.names, role.actors, strict=True)
             ]
             for role in self._roles
         }
-        return {role: list(await asyncio.gather(*replies)) for role, replies in asked.items()}
+        return {role: list(await asyncio.gather(*role_tasks)) for role, role_tasks in tasks.items()}
 
     @staticmethod
     async def _drain_actor(name: str, actor: Any) -> ActorReport:
-        """What one actor did. What a dead one did is lost; others see to it."""
+        """Collect the report of an actor; empty if the actor died or hangs."""
         try:
             report = await await_reply(
-                actor.collect_report.remote(), f"{name}.drain", DRAIN_TIMEOUT_S
+                actor.collect_report.remote(), f"{name}.collect_report", DRAIN_TIMEOUT_S
             )
         except (ActorLostError, DeadlineError):
             return ActorReport(name, (), process_time={})
@@ -192,69 +190,74 @@ class StepReporter:
     def _measure_cores(
         self, reports: Mapping[str, Sequence[ActorReport]], *, shards_s: float
     ) -> None:
-        """The cores that were kept busy since the last drain, by whom."""
         times: dict[str, dict[str, float]] = {
             "machine": read_machine_time(),
             "stages": {},
             "queue": {**read_process_time(), "shards": shards_s},
         }
-        for part in chain.from_iterable(reports.values()):
-            times["stages"] |= part.process_time
+        for report in chain.from_iterable(reports.values()):
+            times["stages"] |= report.process_time
         now = asyncio.get_running_loop().time()
         for name, meter in self._core_meters.items():
             self._busy_cores[f"cpu/{name}"] = meter.measure_cores(times[name], now)
 
     def _record_reports(self, reports: Mapping[str, Sequence[ActorReport]]) -> list[Span]:
-        """Keep what was drained for the windows and steps to come; returns the spans that ended.
+        """Store drained spans, samples and counts; return the spans that have ended.
 
-        A span that is open now comes again with the next drain.
+        An open span is drained again, extended, by the next call.
         """
-        for role, parts in reports.items():
+        for role, reports_of_role in reports.items():
             ended = [span for span in self._spans[role] if not span.is_open]
-            self._spans[role] = ended + [span for part in parts for span in part.spans]
-        parts = [part for role in reports.values() for part in role]
-        self._samples += [sample for part in parts for sample in part.samples]
-        for part in parts:
-            self._counts.update(part.counts)
-            for phase, peak_mb in part.peaks_mb.items():
+            self._spans[role] = ended + [
+                span for report in reports_of_role for span in report.spans
+            ]
+        all_reports = [report for role in reports.values() for report in role]
+        self._samples += [sample for report in all_reports for sample in report.samples]
+        for report in all_reports:
+            self._counts.update(report.counts)
+            for phase, peak_mb in report.peaks_mb.items():
                 name = f"memory/{phase}_mb"
                 self._memory_peaks[name] = max(self._memory_peaks.get(name, 0.0), peak_mb)
-        return [span for part in parts for span in part.spans if not span.is_open]
+        return [span for report in all_reports for span in report.spans if not span.is_open]
 
     def _collect_activity(self) -> dict[str, StageActivity]:
-        """What reaches into the window, by stage; what ended before it is forgotten.
+        """Return the spans that overlap the window, by stage, and forget older spans.
 
-        What actors do for no stage in particular, as a pull, counts to the first of theirs.
+        Spans that belong to no stage (a weight pull) count towards the first stage of the role.
         """
         activity = {}
         for role in self._roles:
             spans = [s for s in self._spans[role.role] if s.end_s > self._window_start]
             self._spans[role.role] = spans
-            first, *others = [call.stage for call in role.calls]
-            parts = {first: [span for span in spans if span.name not in others]}
-            parts |= {stage: [span for span in spans if span.name == stage] for stage in others}
-            for stage, own in parts.items():
-                activity[stage] = StageActivity(role.kind.value, role.role, len(role.actors), own)
+            first, *other_stages = [call.stage for call in role.calls]
+            spans_by_stage = {first: [span for span in spans if span.name not in other_stages]}
+            spans_by_stage |= {
+                stage: [span for span in spans if span.name == stage] for stage in other_stages
+            }
+            for stage, stage_spans in spans_by_stage.items():
+                activity[stage] = StageActivity(
+                    role.kind.value, role.role, len(role.actors), stage_spans
+                )
         return activity
 
     def _compute_metrics(self, snapshot: StepSnapshot) -> dict[str, float]:
-        made, settings = snapshot.outcome.results_by_role, self._config.algorithm_settings
-        sums = made[POLICY].metric_sums
+        results, settings = snapshot.outcome.results_by_role, self._config.algorithm_settings
+        sums = results[POLICY].metric_sums
         metrics = summarise_policy(sums, step_loss_denominator(settings, sums))
-        shared = {
+        shared_critic_sums = {
             name.removeprefix(SHARED_CRITIC_PREFIX): value
             for name, value in sums.items()
             if name.startswith(SHARED_CRITIC_PREFIX)
         }
-        if shared:
-            metrics |= summarise_critic(shared, CRITIC)
-        dials = dict(snapshot.outcome.adaptive_params)
-        metrics["policy/kl_coef"] = dials.pop("kl_coef", settings.kl_coef)
-        metrics |= {f"dial/{name}": value for name, value in dials.items()}
-        for role in made:
+        if shared_critic_sums:
+            metrics |= summarise_critic(shared_critic_sums, CRITIC)
+        adaptive_params = dict(snapshot.outcome.adaptive_params)
+        metrics["policy/kl_coef"] = adaptive_params.pop("kl_coef", settings.kl_coef)
+        metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}
+        for role in results:
             if role in CRITIC_BY_COLUMN.values():
-                metrics |= summarise_critic(made[role].metric_sums, role)
-            metrics |= _average_metrics(made[role].update_metrics)
+                metrics |= summarise_critic(results[role].metric_sums, role)
+            metrics |= _average_metrics(results[role].update_metrics)
         counts, self._counts = sums_to_means(self._counts), Counter()
         peaks, self._memory_peaks = self._memory_peaks, {}
         measured = {**counts, **peaks, **self._busy_cores}
@@ -262,6 +265,5 @@ class StepReporter:
 
 
 def _average_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the rows that have it."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: fmean(row[name] for row in rows if name in row) for name in names}

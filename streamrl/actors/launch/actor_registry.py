@@ -1,4 +1,4 @@
-"""The actors of a run by name: what each is made of, how it is started, and its end."""
+"""Registry of a run's actors: creates, starts, restarts and kills them by name."""
 
 import contextlib
 from collections import Counter
@@ -47,7 +47,7 @@ from streamrl.placement import ClusterCapacity, ResourceDemand, check_fits
 from streamrl.run_dir.checkpoint import Checkpoint
 
 RESTARTABLE_KINDS = (CallKind.GENERATE, CallKind.SCORE)
-"""Kinds of stages whose actors are started again when they die: they hold nothing that is lost."""
+"""Stages whose actors Ray restarts after a death: their state is in the queue."""
 ACTOR_CLASSES = {
     CallKind.GENERATE: GeneratorActor,
     CallKind.SCORE: ScorerActor,
@@ -56,49 +56,45 @@ ACTOR_CLASSES = {
 
 
 class RestartPolicy:
-    """The actors whose processes Ray starts again, how often it may, and what they load then."""
+    """Which actors Ray restarts, how often, and the call that starts them again."""
 
-    def __init__(self, most: int) -> None:
-        """`most` times each, unless something else is said."""
-        self._max_restarts = most
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
         self._max_restarts_by_actor: dict[str, int] = {}
         self._start_calls: dict[str, Callable[[], Any]] = {}
         self._num_deaths: Counter[str] = Counter()
 
     def register_actor(
-        self, name: str, start: Callable[[], Any], *, most: int | None = None
+        self, name: str, start: Callable[[], Any], *, max_restarts: int | None = None
     ) -> None:
-        """What the new process of an actor is called with; it waits for the process."""
+        """Register the call that starts an actor's new process; the call waits for the process."""
         self._start_calls[name] = start
-        self._max_restarts_by_actor[name] = self._max_restarts if most is None else most
+        self._max_restarts_by_actor[name] = (
+            self._max_restarts if max_restarts is None else max_restarts
+        )
 
     def forget_actor(self, name: str) -> None:
-        """The actor is no more."""
         self._start_calls.pop(name, None)
         self._num_deaths.pop(name, None)
 
     def is_restartable(self, name: str) -> bool:
-        """Whether the process of an actor is one that Ray starts again."""
         return name in self._start_calls
 
     def select_irreplaceable(self, processes: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of these processes that Ray does not start again."""
-        return {name: one for name, one in processes.items() if not self.is_restartable(name)}
+        return {name: actor for name, actor in processes.items() if not self.is_restartable(name)}
 
     def can_restart(self, name: str) -> bool:
-        """Whether it does so when that dies once more."""
         return (
             name in self._start_calls and self._num_deaths[name] < self._max_restarts_by_actor[name]
         )
 
     def restart_actor(self, name: str) -> Any:
-        """Have the new process of an actor load what the dead one had; the reply."""
         self._num_deaths[name] += 1
         return self._start_calls[name]()
 
 
 class ActorRegistry:
-    """Every actor of a run; replicas of the roles that serve may be hired and dismissed."""
+    """Every actor of a run. Replicas of serving roles may be added and removed during the run."""
 
     def __init__(self, config: RunConfig, prepared: PreparedRun, *, on_gpu: bool) -> None:
         self._config = config
@@ -121,8 +117,8 @@ class ActorRegistry:
         *,
         options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Make an actor; it takes no slot unless `options` say so."""
-        # Not where the class is defined: see `fork_server._draws_unique_ids`.
+        """Create an actor, without CPUs unless `options` say so."""
+        # Not a decorator of the class: ray.remote draws an id, see fork_server._draws_unique_ids.
         actor = (
             ray.remote(actor_class).options(**{"num_cpus": 0, **(options or {})}).remote(*arguments)
         )
@@ -131,24 +127,24 @@ class ActorRegistry:
 
     @property
     def demands(self) -> list[ResourceDemand]:
-        """What all roles ask for as the run begins."""
         return list(self._demands.values())
 
     def create_roles(self, node: str, waiting: Callable[[str], None]) -> None:
-        """Make the actors of all roles; where weights travel, only on `node` if one is named.
+        """Create the actors of all roles; those that share weights on `node` if given.
 
-        `waiting` is told what is waited for. Raises ConfigError if slots to share, or those of the
-        ranks of a model, are not free.
+        waiting: receives a line while waiting for slots.
+
+        Raises ConfigError if the slots are not free.
         """
         self._weights_node = node
         is_hybrid = self._config.placement.is_hybrid
-        # Before all others: who comes one by one could leave the ranks of a model no room together.
+        # Before any actor: individually placed actors could fragment the room of a model's ranks.
         self._placement_slots = self._reserve_slots(waiting)
-        together = (GENERATE_CALL.role, POLICY) if is_hybrid else ()
-        hosts = self._create_hybrid_actors(together)
+        hybrid_roles = (GENERATE_CALL.role, POLICY) if is_hybrid else ()
+        hosts = self._create_hybrid_actors(hybrid_roles)
         for role, demand in self._demands.items():
             names = [f"{demand.role}-{i}" for i in range(demand.count)]
-            if role in together:
+            if role in hybrid_roles:
                 actors = [HybridActorHandle(host, demand.role) for host in hosts]
                 self.actors.update(zip(names, actors, strict=True))
             else:
@@ -159,7 +155,6 @@ class ActorRegistry:
             self.roles[role] = RoleActors(demand.calls, names, actors)
 
     def _reserve_slots(self, waiting: Callable[[str], None]) -> SharedSlots | DedicatedSlots:
-        """The slots that are had together, or not at all."""
         config = self._config
         if not config.placement.shared_pools:
             trained = {role: self._demands[role] for role in config.dataflow.trained_roles}
@@ -174,7 +169,6 @@ class ActorRegistry:
         )
 
     def _create_hybrid_actors(self, roles: Sequence[str]) -> list[Any]:
-        """The processes that host these roles together, one for each rank of the trainer."""
         if not roles:
             return []
         demand = self._demands[POLICY]
@@ -194,7 +188,7 @@ class ActorRegistry:
 
     @property
     def _leader_ranks(self) -> set[int]:
-        """The ranks whose processes sample, where generators live in those of the trainer."""
+        """Trainer ranks whose process leads a generator."""
         config = self._config
         return {
             ranks[0]
@@ -203,84 +197,90 @@ class ActorRegistry:
 
     @property
     def stream_roles(self) -> list[RoleActors]:
-        """The roles as the stream sees them: of a generator that ranks share, who leads it."""
-        found = dict(self.roles)
+        """Roles as the stream sees them: of a generator that spans ranks, only the leader."""
+        roles = dict(self.roles)
         if self._config.placement.is_hybrid:
-            own, leaders = found[GENERATE_CALL.role], sorted(self._leader_ranks)
-            names, actors = ([each[i] for i in leaders] for each in (own.names, own.actors))
-            found[GENERATE_CALL.role] = RoleActors(own.calls, names, actors)
-        return list(found.values())
+            generators, leaders = roles[GENERATE_CALL.role], sorted(self._leader_ranks)
+            names, actors = (
+                [items[i] for i in leaders] for items in (generators.names, generators.actors)
+            )
+            roles[GENERATE_CALL.role] = RoleActors(generators.calls, names, actors)
+        return list(roles.values())
 
     def _make_slot_options(self, demand: ResourceDemand, index: int) -> dict[str, Any]:
-        """What Ray is asked for, for one of the actors a run begins with."""
         role = demand.calls[0].role
         if self._placement_slots is not None and role in self._placement_slots:
             return self._placement_slots.make_actor_options(role, index)
         return self._make_node_options(demand)
 
     def _make_node_options(self, demand: ResourceDemand) -> dict[str, Any]:
-        """What Ray is asked for, for an actor that takes a place by itself."""
-        found: dict[str, Any] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
+        options: dict[str, Any] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
         if self._is_node_bound(demand):
-            # Also when it is started again, or hired once there are other nodes.
-            found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+            # Binds restarts and added replicas too, even if the cluster has grown.
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
                 self._weights_node, soft=False
             )
-        return found
+        return options
 
     def get_process_name(self, name: str) -> str:
-        """What an actor's process is called: by all that live in it, as they die together."""
+        """Return the names of all actors in an actor's process, joined: they die together."""
         actor = self.actors[name]
         if not isinstance(actor, HybridActorHandle):
             return name
-        parts = {n: own for n, own in self.actors.items() if isinstance(own, HybridActorHandle)}
-        return " and ".join(n for n, own in parts.items() if own.actor is actor.actor)
+        hybrid_handles = {
+            n: handle for n, handle in self.actors.items() if isinstance(handle, HybridActorHandle)
+        }
+        return " and ".join(
+            n for n, handle in hybrid_handles.items() if handle.actor is actor.actor
+        )
 
     @property
     def processes(self) -> dict[str, Any]:
-        """An actor in each process of the run, by what `get_process_name` calls it.
+        """An actor of each process, by process name.
 
-        Those that join or leave are not among them: they may have no process.
+        Replicas that are joining or leaving are left out: they may have no process.
         """
-        serving = tuple(f"{demand.role}-" for demand in self._demands.values())
-        there = [name for name in self.actors if not name.startswith(serving)]
-        there += [name for role in self.roles.values() for name in role.names]
-        return {self.get_process_name(name): _unwrap_handle(self.actors[name]) for name in there}
+        serving_prefixes = tuple(f"{demand.role}-" for demand in self._demands.values())
+        names = [name for name in self.actors if not name.startswith(serving_prefixes)]
+        names += [name for role in self.roles.values() for name in role.names]
+        return {self.get_process_name(name): _unwrap_handle(self.actors[name]) for name in names}
 
-    def start_actors(self, wiring: ActorContext, checkpoint: Checkpoint | None) -> dict[Any, str]:
-        """Let the actors of all roles start: their replies, and whose each is."""
-        self._context = wiring
+    def start_actors(self, context: ActorContext, checkpoint: Checkpoint | None) -> dict[Any, str]:
+        """Start the actors of all roles; return the pending replies with the actor names."""
+        self._context = context
         replies = {}
         for role in self.roles.values():
             arguments: tuple[Any, ...] = (role.calls,)
             if role.kind is CallKind.TRAIN:
                 name, (call,) = role.names[0], role.calls
-                # The first call of a process, which has to import its libraries for it.
+                # Long timeout: the first call of a process waits for its imports.
                 reply = role.actors[0].find_rendezvous.remote()
-                place = fetch_reply(
-                    reply, f"{name}.rendezvous", self._config.generator.start_timeout_s
+                address = fetch_reply(
+                    reply, f"{name}.find_rendezvous", self._config.generator.start_timeout_s
                 )
-                meeting = RendezvousInfo(call, name.rpartition("-")[0], *place)
-                saved = checkpoint.get_role_dirs(call.role)[1].absolute() if checkpoint else None
-                arguments = (meeting, saved)
+                rendezvous = RendezvousInfo(call, name.rpartition("-")[0], *address)
+                training_state_dir = (
+                    checkpoint.get_role_dirs(call.role)[1].absolute() if checkpoint else None
+                )
+                arguments = (rendezvous, training_state_dir)
             for i, (actor, name) in enumerate(zip(role.actors, role.names, strict=True)):
-                replies[actor.start.remote(wiring, i, *arguments)] = name
+                replies[actor.start.remote(context, i, *arguments)] = name
                 if role.kind in RESTARTABLE_KINDS and not isinstance(actor, HybridActorHandle):
                     self._register_restart(name, i, role)
         return replies
 
-    # Replicas that come and go.
+    # Scaling.
 
     def check_capacity(self, counts: Mapping[str, int]) -> None:
-        """Raise ConfigError if there will never be room for so many replicas of these roles.
+        """Raise ConfigError if the cluster is too small for so many replicas of these roles.
 
-        Where the run has Ray for itself, its CPU slots are those of its beginning and mean nothing.
+        A local Ray instance has only the CPU slots of its start, which bound nothing.
         """
-        have = ray.cluster_resources()
-        own = not self._config.placement.address
-        cpus = float("inf") if own else have.get("CPU", 0)
-        memory = psutil.virtual_memory().total / GIB if own else float("inf")
-        wanted = [
+        resources = ray.cluster_resources()
+        is_local = not self._config.placement.address
+        cpus = float("inf") if is_local else resources.get("CPU", 0)
+        memory = psutil.virtual_memory().total / GIB if is_local else float("inf")
+        demands = [
             replace(
                 demand,
                 setting="now and on request",
@@ -288,14 +288,16 @@ class ActorRegistry:
             )
             for role, demand in self._demands.items()
         ]
-        check_fits(wanted, ClusterCapacity(cpus, have.get("GPU", 0), memory))
+        check_fits(demands, ClusterCapacity(cpus, resources.get("GPU", 0), memory))
 
     def spawn_replica(self, role: str) -> tuple[str, Any]:
-        """Make one more actor of a role under the first free number: its name, and the reply that
-        comes once it has a place."""
+        """Create an actor of a role under the first free index.
+
+        Returns its name and a reply that arrives once Ray has placed it.
+        """
         demand = self._demands[role]
         name = next(n for i in range(1 << 20) if (n := f"{demand.role}-{i}") not in self.actors)
-        # Its own Ray has as many slots as the run began with, which says nothing of its cores.
+        # A local instance has CPU slots for the initial actors only, whatever the machine's cores.
         cpus = demand.cpus if self._config.placement.address else 0
         actor = self._create_role_actor(
             name, demand, {**self._make_node_options(demand), "num_cpus": cpus}
@@ -303,53 +305,51 @@ class ActorRegistry:
         return name, actor.__ray_ready__.remote()
 
     def describe_demand(self, role: str) -> str:
-        """What one replica asks of Ray, and what is free just now."""
         demand, free = self._demands[role], ray.available_resources()
-        asked = _pluralize(demand.cpus, "CPU slot")
-        asked += f" and {_pluralize(demand.gpus, 'GPU')}" if demand.gpus else ""
+        requested = _pluralize(demand.cpus, "CPU slot")
+        requested += f" and {_pluralize(demand.gpus, 'GPU')}" if demand.gpus else ""
         if self._is_node_bound(demand):
-            asked += " on the node whose memory weights travel through"
-        has = f"{free.get('CPU', 0):g} CPU slots"
-        has += f" and {free.get('GPU', 0):g} GPUs" if demand.gpus else ""
-        return f"asks for {asked}; {has} are free"
+            requested += " on the node whose memory weights travel through"
+        available = f"{free.get('CPU', 0):g} CPU slots"
+        available += f" and {free.get('GPU', 0):g} GPUs" if demand.gpus else ""
+        return f"asks for {requested}; {available} are free"
 
     def start_replica(self, name: str, role: str) -> Any:
-        """Let a hired actor start; the reply to it."""
         assert self._context is not None
         number, calls = int(name.rpartition("-")[2]), self.roles[role].calls
         self._register_restart(name, number, self.roles[role])
         return self.actors[name].start.remote(self._context, number, calls)
 
     def register_replica(self, name: str, role: str) -> tuple[Any, Any]:
-        """A hired actor has started and is one of the others from here on.
+        """Include a started replica in its role.
 
-        Returns the reply of its loops, and one that says which version it serves once it does.
+        Returns the reply of its loops, and a reply with the served version once it serves.
         """
         actor = self.actors[name]
         self.roles[role].add_replica(name, actor)
         self._notify_coordinator("add_replica", role, name, actor)
-        return actor.run.remote(), actor.serving.remote()
+        return actor.run.remote(), actor.wait_until_serving.remote()
 
     def drain_replica(self, name: str, role: str) -> None:
-        """Ask nothing more of an actor, and have it end its loops."""
+        """Exclude a replica from calls and make it drain."""
         self.roles[role].remove_replica(name)
         self._notify_coordinator("start_replica_drain", role, name)
-        self.actors[name].leave.remote()
+        self.actors[name].start_drain.remote()
 
     def remove_replica(self, name: str) -> None:
-        """End an actor that was sent off; what it has not handed back is free."""
+        """Kill a drained replica; the queue requeues any group it still holds."""
         self.kill_actor(name)
         self._notify_coordinator("remove_replica", name)
 
     def reject_replica(self, name: str, role: str) -> None:
-        """End an actor that was enlisted and does not do."""
+        """Remove a registered replica that failed before serving."""
         self.roles[role].remove_replica(name)
         self._notify_coordinator("start_replica_drain", role, name)
         self.remove_replica(name)
 
     @staticmethod
     def fetch_reply(reply: Any, name: str) -> Any:
-        """What an actor answered. Raises what it raised, and ActorLostError if it died over it."""
+        """Return a reply; raises the actor's error, and ActorLostError if the actor died."""
         return fetch_reply(reply, name)
 
     def _notify_coordinator(self, method: str, *arguments: Any) -> None:
@@ -357,71 +357,69 @@ class ActorRegistry:
         fetch_reply(reply, f"coordinator.{method}")
 
     def kill_actor(self, name: str) -> None:
-        """End one actor for good."""
         self.restarts.forget_actor(name)
         _kill_actor(self.actors.pop(name))
 
-    # Those that die.
+    # Deaths.
 
     def watch_shards(self, shards: Sequence[RemoteShard]) -> dict[Any, str]:
-        """Begin to hear of the ends of shards; the replies that tell, and whose each is."""
+        """Return a reply per shard that fails when the shard dies, with the shard names."""
         for shard in shards:
             if shard.is_restartable:
-                again = shard.actor.open_shard.options(max_task_retries=-1)
-                self.restarts.register_actor(shard.name, again.remote, most=SHARD_RESTARTS)
+                reopen = shard.actor.open_shard.options(max_task_retries=-1)
+                self.restarts.register_actor(shard.name, reopen.remote, max_restarts=SHARD_RESTARTS)
         return {shard.actor.run.remote(): shard.name for shard in shards}
 
     def crash_actor(self, name: str) -> None:
-        """End the process of an actor that lives; Ray starts it again."""
         with contextlib.suppress(ActorLostError):
-            fetch_reply(self.actors[name].crash_actor.remote(), f"{name}.fail")
+            fetch_reply(self.actors[name].crash_process.remote(), f"{name}.crash_process")
 
     def find_node(self, role: str) -> str:
-        """The node of a role's first actor, which has been started."""
         reply = self.roles[role].actors[0].get_node_id.remote()
-        return str(fetch_reply(reply, f"{role}.node"))
+        return str(fetch_reply(reply, f"{role}.get_node_id"))
 
     def close(self) -> None:
-        """End every actor; what they had in memory is gone."""
         for actor in self.actors.values():
             _kill_actor(actor)
         if self._placement_slots is not None:
             self._placement_slots.close()
 
     def _create_role_actor(
-        self, name: str, demand: ResourceDemand, place: Mapping[str, Any]
+        self, name: str, demand: ResourceDemand, placement_options: Mapping[str, Any]
     ) -> Any:
         call = demand.calls[0]
         env = {"env_vars": _make_worker_env(self._config, call, on_gpu=self._on_gpu)}
-        options = {**place, "runtime_env": env}
+        options = {**placement_options, "runtime_env": env}
         if call.kind in RESTARTABLE_KINDS:
             options["max_restarts"] = self._config.run.max_restarts
         return self.create_actor(name, ACTOR_CLASSES[call.kind], options=options)
 
     def _is_node_bound(self, demand: ResourceDemand) -> bool:
-        """Whether these actors have to be where weights travel."""
+        """Return whether these actors must run on the node of the weights' shared memory."""
         return bool(self._weights_node) and any(
-            c.followed_role or c.kind is CallKind.TRAIN for c in demand.calls
+            call.followed_role or call.kind is CallKind.TRAIN for call in demand.calls
         )
 
-    def _register_restart(self, name: str, number: int, role: RoleActors) -> None:
-        # Waits for the new process, and dies with it like the first call.
-        again = self.actors[name].start.options(max_task_retries=-1)
-        self.restarts.register_actor(name, partial(again.remote, self._context, number, role.calls))
+    def _register_restart(self, name: str, index: int, role: RoleActors) -> None:
+        # Retries make the call wait for the restarted process.
+        restart = self.actors[name].start.options(max_task_retries=-1)
+        self.restarts.register_actor(
+            name, partial(restart.remote, self._context, index, role.calls)
+        )
 
 
 def _make_worker_env(config: RunConfig, call: ModelCall, *, on_gpu: bool) -> dict[str, str]:
-    """Return what a process must have in its environment before it imports its engine."""
-    common = {**STAGE_ENV, **make_trusted_env(*config.trusted_models)}
+    """Return the environment that a process needs before it imports its engine."""
+    shared_env = {**STAGE_ENV, **make_trusted_env(*config.trusted_models)}
     if call.kind is CallKind.GENERATE:
         env = make_vllm_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
-        return {**common, **env, **make_level_env(GENERATOR_LEVEL)}
+        return {**shared_env, **env, **make_level_env(GENERATOR_LEVEL)}
     if call.kind is CallKind.TRAIN:
         env = {"OMP_NUM_THREADS": str(config.get_trainer_config(call.role).threads)}
         env |= {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
-        return {**common, **env, **make_level_env(TRAINER_LEVEL)}
+        return {**shared_env, **env, **make_level_env(TRAINER_LEVEL)}
     has_model = bool(call.followed_role) or call.role == REFERENCE_CALL.role
-    return {**common, **make_level_env(MODELS_LEVEL if has_model else BASE_LEVEL)}
+    return {**shared_env, **make_level_env(MODELS_LEVEL if has_model else BASE_LEVEL)}
 
 
 def _unwrap_handle(actor: Any) -> Any:
@@ -433,5 +431,5 @@ def _kill_actor(actor: Any) -> None:
         ray.kill(_unwrap_handle(actor))
 
 
-def _pluralize(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number > 1)}"
+def _pluralize(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"

@@ -1,4 +1,4 @@
-"""The actors of one run: created, wired, watched over, ended."""
+"""Driver session of a run: creates, starts, watches and kills all actors."""
 
 import time
 import uuid
@@ -42,13 +42,14 @@ from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS
 
 POLL_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 12.0
-"""An interrupted run has this long to finish its micro-batch and to save, s."""
+"""Time of an interrupted run to finish its micro-batch and to save."""
 
 
 class RunSession:
-    """All actors of a run. Use `start`, then `watch`, and `close` whatever happens.
+    """Session that owns the actors of a run. Call `start`, then `watch_actors`, and always `close`.
 
-    `shard_bytes` is what one shard may hold, `memory` what a hybrid worker holds and gives up.
+    shard_bytes: capacity of a shard, bytes.
+    memory: memory budget of a hybrid worker.
     """
 
     def __init__(
@@ -84,24 +85,30 @@ class RunSession:
         )
 
     def start(self, checkpoint: Checkpoint | None, status: Callable[[str], None]) -> list[str]:
-        """Create the actors, wait until each is ready, publish the weights, open the stream.
+        """Create the actors, wait until all are ready, publish the weights and start the loops.
 
-        `status` is told what is being waited for. Returns what could not be read of the journals,
-        a line each. Raises the error of an actor that cannot start.
+        status: receives a line about the current wait.
+
+        Returns a line for each unreadable journal record. Raises the error of an actor that cannot
+        start.
         """
-        # They take processes that Ray has ready, which it ends unused once the stages have theirs.
-        crew = self._registry
-        # Where the data files were opened: their unpacked copies are on this machine.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        coordinator = crew.create_actor(
-            "coordinator", CoordinatorActor, options={"scheduling_strategy": here}
+        # First, to use Ray's prestarted workers: Ray kills idle ones once the stages have theirs.
+        registry = self._registry
+        # On the driver's node, which has the unpacked copies of the data files.
+        affinity = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
         )
-        wiring = self._make_context(coordinator)
-        crew.create_roles(wiring.transport.node, status)
-        for shard in wiring.shards:
-            self._pending_starts.add_actor(crew.actors[shard.name].open_shard.remote(), shard.name)
-        status(f"starting {', '.join(sorted(crew.actors))}")
-        for reply, name in crew.start_actors(wiring, checkpoint).items():
+        coordinator = registry.create_actor(
+            "coordinator", CoordinatorActor, options={"scheduling_strategy": affinity}
+        )
+        context = self._make_context(coordinator)
+        registry.create_roles(context.transport.node, status)
+        for shard in context.shards:
+            self._pending_starts.add_actor(
+                registry.actors[shard.name].open_shard.remote(), shard.name
+            )
+        status(f"starting {', '.join(sorted(registry.actors))}")
+        for reply, name in registry.start_actors(context, checkpoint).items():
             self._pending_starts.add_actor(reply, name)
         corrupt = self._wait_until_ready(status)
         start = RunStart(
@@ -109,32 +116,33 @@ class RunSession:
             eval_prompts=self._prepared.eval_prompts,
             state=checkpoint.state if checkpoint else None,
             checkpoint=str(checkpoint.path) if checkpoint else "",
-            publisher_node=crew.find_node(POLICY),
+            publisher_node=registry.find_node(POLICY),
         )
         status("publishing the first weights")
-        roles = list(crew.roles.values())
-        started = coordinator.start.remote(wiring, RoleActorMap(crew.stream_roles), start)
-        fetch_reply(started, "coordinator.start", self._first_publish_timeout_s)
+        roles = list(registry.roles.values())
+        start_reply = coordinator.start.remote(context, RoleActorMap(registry.stream_roles), start)
+        fetch_reply(start_reply, "coordinator.start", self._first_publish_timeout_s)
         for role in roles:
             if role.kind is not CallKind.TRAIN:
                 pairs = zip(role.names, role.actors, strict=True)
                 self._loop_replies |= {
-                    actor.run.remote(): crew.get_process_name(name) for name, actor in pairs
+                    actor.run.remote(): registry.get_process_name(name) for name, actor in pairs
                 }
         self._loop_replies[coordinator.run.remote()] = "coordinator"
-        self._shard_names = {shard.name for shard in wiring.shards}
-        self._loop_replies |= crew.watch_shards(wiring.shards)
-        self._irreplaceable = crew.restarts.select_irreplaceable(crew.processes)
+        self._shard_names = {shard.name for shard in context.shards}
+        self._loop_replies |= registry.watch_shards(context.shards)
+        self._irreplaceable = registry.restarts.select_irreplaceable(registry.processes)
         self._request_inbox.open()
         return corrupt
 
     def watch_actors(
         self, handle: Callable[[DriverReport], None], stopping: Callable[[], bool]
     ) -> RunResult:
-        """Hand on every report until the run ends; `stopping` turning true ends it early.
+        """Pass every report to `handle` until the run ends or `stopping` returns true.
 
-        Raises the error of the first actor that fails, and DeadlineError if a run that was told
-        to stop does not, or an actor that died does not come back; see `name_unresponsive`.
+        Raises the error of the first actor that fails; DeadlineError if the run does not stop in
+        time or a dead actor does not restart in time, naming unresponsive processes
+        (`name_unresponsive`).
         """
         with name_unresponsive(lambda: self._registry.processes):
             return self._watch_actors(handle, stopping)
@@ -143,8 +151,8 @@ class RunSession:
         self, handle: Callable[[DriverReport], None], stopping: Callable[[], bool]
     ) -> RunResult:
         coordinator = self._registry.actors["coordinator"]
-        seen, stop_by = 0, float("inf")
-        feed = coordinator.read_reports.remote(seen, 1.0)
+        num_seen, stop_by = 0, float("inf")
+        reports_reply = coordinator.read_reports.remote(num_seen, 1.0)
         while True:
             if stopping() and stop_by == float("inf"):
                 coordinator.request_stop.remote()
@@ -152,75 +160,79 @@ class RunSession:
             if stop_by == float("inf"):
                 self._scaler.poll_requests(handle)
                 self._replace_unresponsive(handle)
-            replies = [feed, *self._loop_replies, *self._pending_starts, *self._scaler]
+            replies = [reports_reply, *self._loop_replies, *self._pending_starts, *self._scaler]
             done, _ = ray.wait(replies, timeout=POLL_INTERVAL_S)
             if time.monotonic() > stop_by:
                 raise DeadlineError(f"the run did not stop within {STOP_TIMEOUT_S:g} s")
             self._pending_starts.raise_if_late()
             if not done:
                 continue
-            finish = None if done[0] == feed else self._handle_reply(done[0], handle)
-            if done[0] != feed and not finish:
+            result = None if done[0] == reports_reply else self._handle_reply(done[0], handle)
+            if done[0] != reports_reply and not result:
                 continue
-            if finish:
-                feed = coordinator.read_reports.remote(seen, 0.0)
-            reports = fetch_reply(feed, "coordinator.reports")
+            if result:
+                reports_reply = coordinator.read_reports.remote(num_seen, 0.0)
+            reports = fetch_reply(reports_reply, "coordinator.read_reports")
             for report in reports:
                 handle(report)
-            seen += len(reports)
-            if finish:
-                return finish
-            feed = coordinator.read_reports.remote(seen, 1.0)
+            num_seen += len(reports)
+            if result:
+                return result
+            reports_reply = coordinator.read_reports.remote(num_seen, 1.0)
 
     def _replace_unresponsive(self, handle: Callable[[DriverReport], None]) -> None:
-        """End the processes that answer nothing any more, if new ones take their places.
+        """Kill silent processes that Ray can restart; report the others as events.
 
-        Of others it is told: they may go on yet, and what waits for them has a deadline. Raises
-        ActorError for one that has been started again as often as it may be.
+        An irreplaceable process may still recover, and the calls to it have deadlines. Raises
+        ActorError if a silent actor has no restarts left.
         """
         names = filter(self._registry.restarts.is_restartable, self._loop_replies.values())
         actors = {name: self._registry.actors[name] for name in names}
         for name in self._liveness.ping_actors({**self._irreplaceable, **actors}):
             reason = f"{name} has not answered for {self._config.run.silent_s:g} s (run.silent_s)"
             if name not in actors:
-                told = f"{reason}: {_explain_irreplaceable(self._liveness.find_pid(name))}"
-                handle(EventReport("silent", {"actor": name, "reason": told}))
+                explanation = f"{reason}: {_explain_irreplaceable(self._liveness.find_pid(name))}"
+                handle(EventReport("silent", {"actor": name, "reason": explanation}))
                 continue
             if not self._registry.restarts.can_restart(name):
-                raise ActorError(f"{reason}, and was started again as often as it may be")
-            handle(EventReport("silent", {"actor": name, "reason": f"{reason}: it is replaced"}))
+                raise ActorError(f"{reason} and has no restarts left")
+            handle(
+                EventReport(
+                    "silent", {"actor": name, "reason": f"{reason}; it is killed and restarted"}
+                )
+            )
             self._liveness.kill_actor(name, actors[name])
 
-    def _handle_reply(self, loop: Any, handle: Callable[[DriverReport], None]) -> RunResult | None:
-        """What a reply that has come means: the end of the run, or that an actor is on its way."""
-        if loop in self._scaler:
-            self._scaler.handle_reply(loop, handle)
+    def _handle_reply(self, reply: Any, handle: Callable[[DriverReport], None]) -> RunResult | None:
+        """Handle a reply; return the result if the run has ended."""
+        if reply in self._scaler:
+            self._scaler.handle_reply(reply, handle)
             return None
-        if loop in self._pending_starts:
-            name = self._pending_starts.pop_actor(loop)
-            for text in fetch_reply(loop, f"{name}.start") or ():
+        if reply in self._pending_starts:
+            name = self._pending_starts.pop_actor(reply)
+            for text in fetch_reply(reply, f"{name}.start") or ():
                 handle(EventReport("corrupt", {"text": text}))
             self._loop_replies[self._registry.actors[name].run.remote()] = name
             handle(EventReport("restarted", {"actor": name}))
             return None
-        name = self._loop_replies.pop(loop)
+        name = self._loop_replies.pop(reply)
         try:
-            finish = fetch_reply(loop, name)
+            result = fetch_reply(reply, name)
         except StreamError as error:
             if self._scaler.reject_if_unserved(name, str(error)):
                 return None
-            self._replace_actor(name, loop, error, handle)
+            self._replace_actor(name, reply, error, handle)
             return None
-        if not isinstance(finish, RunResult):
-            raise ActorError(f"{name}: its loop ended before the run did")
-        return finish
+        if not isinstance(result, RunResult):
+            raise ActorError(f"{name}: the actor's loop ended before the run")
+        return result
 
     def _replace_actor(
-        self, name: str, loop: Any, error: StreamError, handle: Callable[[DriverReport], None]
+        self, name: str, reply: Any, error: StreamError, handle: Callable[[DriverReport], None]
     ) -> None:
-        """Have an actor's place taken by a new process, or raise `error` if that is of no use."""
-        is_dead = isinstance(error, ActorLostError) and has_died(loop)
-        # It may live, but nothing it serves can be trusted.
+        """Restart an actor whose loop failed, or raise `error` if a restart cannot help."""
+        is_dead = isinstance(error, ActorLostError) and has_died(reply)
+        # The process may live, but its weights or its engine are broken.
         is_lost = isinstance(error, WeightsError | GenerationError)
         if not self._registry.restarts.can_restart(name) or not (is_dead or is_lost):
             raise error
@@ -231,19 +243,17 @@ class RunSession:
     def _restart_actor(
         self, name: str, reason: str, handle: Callable[[DriverReport], None]
     ) -> None:
-        """Ray has started the process of a dead actor again; have it load what it had."""
         handle(EventReport("died", {"actor": name, "reason": reason}))
         for crash in self.crash_watch.find_new_crashes():
             handle(EventReport("crashed", asdict(crash)))
         if name not in self._shard_names:
             fetch_reply(
                 self._registry.actors["coordinator"].handle_actor_death.remote(name),
-                "coordinator.lost",
+                "coordinator.handle_actor_death",
             )
         self._pending_starts.add_actor(self._registry.restarts.restart_actor(name), name)
 
     def close(self) -> None:
-        """End every actor; what they had in memory is gone."""
         self._scaler.close()
         self._registry.close()
         self.crash_watch.close()
@@ -273,48 +283,49 @@ class RunSession:
 
     def _make_shard_plans(self) -> dict[str, ShardPlan]:
         config, run_dir = self._config, self._config.run_dir.absolute()
-        ports = {
-            c.stage: StageSchema(c.needs, c.produces) for c in self._prepared.dataflow.queue_calls
+        schemas = {
+            call.stage: StageSchema(call.needs, call.produces)
+            for call in self._prepared.dataflow.queue_calls
         }
         group_bytes = compute_max_group_bytes(config, self._prepared)
-        bounds = ShardCapacity(config.capacity_groups, self._shard_bytes, group_bytes)
+        capacity = ShardCapacity(config.capacity_groups, self._shard_bytes, group_bytes)
         session = uuid.uuid4().hex
         plans = {}
         for i, folder in enumerate(read_layout(run_dir, shards=config.queue.shards).shard_names):
             files = ShardFiles(
                 get_journal_dir(run_dir, folder), partial(find_snapshot, run_dir, folder)
             )
-            kept = files if config.queue.journal.enabled else None
-            plans[f"shard-{i}"] = ShardPlan(ports, config.queue, bounds, session, kept)
+            journal_files = files if config.queue.journal.enabled else None
+            plans[f"shard-{i}"] = ShardPlan(schemas, config.queue, capacity, session, journal_files)
         return plans
 
     @property
     def _first_publish_timeout_s(self) -> float:
-        """Longest that the books may take to be opened and the first weights to be published, s."""
         config = self._config
         roles = config.dataflow.trained_roles
         publish_s = max(config.get_trainer_config(role).collective_timeout_s for role in roles)
         return CALL_TIMEOUT_S + PUBLISH_ATTEMPTS * (publish_s + CALL_TIMEOUT_S)
 
     def _wait_until_ready(self, status: Callable[[str], None]) -> list[str]:
-        """Wait for every start; raises DeadlineError naming those that did not come up.
+        """Wait for every start; raises DeadlineError naming late actors.
 
-        Returns what the actors that were started have to say.
+        Returns the lines that `open_shard` reports about unreadable records.
         """
-        said: list[str] = []
+        corrupt_lines: list[str] = []
         while self._pending_starts:
             status(f"starting {self._pending_starts.actor_names}")
             ready, _ = ray.wait(list(self._pending_starts), timeout=1.0)
             for reply in ready:
-                said += fetch_reply(reply, f"{self._pending_starts.pop_actor(reply)}.start") or []
+                corrupt_lines += (
+                    fetch_reply(reply, f"{self._pending_starts.pop_actor(reply)}.start") or []
+                )
             self._pending_starts.raise_if_late()
-        return said
+        return corrupt_lines
 
 
 def _explain_irreplaceable(pid: str) -> str:
-    """What becomes of a run one of whose processes is silent and has no other to take its place."""
     process = f"process {pid}" if pid else "its process"
     return (
-        f"{process} cannot be replaced, and the run waits for it; if it was stopped, kill -CONT"
-        " lets it go on; else end the run, and go on with streamrl train --resume"
+        f"{process} cannot be restarted, so the run waits for it. If it was stopped, kill -CONT"
+        " continues it; otherwise stop the run and use streamrl train --resume"
     )

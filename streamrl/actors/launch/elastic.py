@@ -1,9 +1,12 @@
-"""Replicas that join or leave a run that is under way, because somebody asked for it.
+"""Elastic scaling: replicas join or leave a run on request.
 
-A change is a few replies that are waited for beside everything else, each with a deadline: one that
-joins is given a place, starts, and serves a version; one that leaves ends its loops. Nothing here
-waits, and what goes wrong with a newcomer, until it has served, is the answer to who asked and not
-the end of the run.
+A change is a series of replies with deadlines, awaited beside all others:
+
+    join:   spawn -> "has a place" -> start -> "started" -> register -> "serves"
+    leave:  drain -> "left"
+
+No method blocks. Until a joining replica has served, its failure is reported to the requester and
+does not end the run.
 """
 
 import time
@@ -28,14 +31,14 @@ from streamrl.run_dir.control_requests import (
 
 POLL_INTERVAL_S = 0.2
 ROLE_LABELS = {"generator": "generators", "reward": "scorers"}
-"""What the replicas of a role are called where that is not its name."""
+"""Plural names of roles in answers, where they differ from the role."""
 
 ReportHandler = Callable[[DriverReport], None]
 
 
 @dataclass(frozen=True)
 class PendingReply:
-    """A reply that is waited for: whose it is, what it says, and by when it must have come."""
+    """A pending reply: the replica, the milestone that the reply marks, and its deadline."""
 
     name: str
     role: str
@@ -45,7 +48,7 @@ class PendingReply:
 
 @dataclass
 class ScaleChange:
-    """What became of a request, role by role."""
+    """Outcome of a request so far, by role."""
 
     request: ScaleRequest
     counts_before: Mapping[str, int]
@@ -55,7 +58,7 @@ class ScaleChange:
     served_versions: dict[str, int] = field(default_factory=dict)
 
     def format_line(self, role: str, now: int) -> str:
-        """As in `generators: 2 -> 4 (generator-2, generator-3 joined, serving version 17)`."""
+        """Format a line such as `generators: 2 -> 3 (generator-2 joined, serving version 17)`."""
         parts = []
         if self.added_replicas.get(role):
             version = self.served_versions.get(role, -1)
@@ -64,22 +67,24 @@ class ScaleChange:
         if self.removed_replicas.get(role):
             parts.append(f"{', '.join(self.removed_replicas[role])} left")
         parts += self.failure_lines.get(role, [])
-        what = "; ".join(parts) or "nothing to do"
-        return f"{ROLE_LABELS.get(role, role)}: {self.counts_before[role]} -> {now} ({what})"
+        details = "; ".join(parts) or "nothing to do"
+        return f"{ROLE_LABELS.get(role, role)}: {self.counts_before[role]} -> {now} ({details})"
 
 
 class ReplicaScaler:
-    """Answers the requests of a run's mailbox, one after the other. Times are s of `clock`.
+    """Handles the scale requests of a run in turn. Times are seconds of `clock`.
 
-    `loops` are the replies of the actors' loops and `starting` the actors on their way back: those
-    that join and leave are put in and taken out. Iterates over the replies it waits for.
+    loops: replies of the actors' loops; joining replicas are added and leaving ones removed.
+    starting: pending restarts, from which leaving replicas are removed.
+
+    Iterates over its pending replies.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        crew: ActorRegistry,
-        mailbox: ScaleRequestInbox,
+        registry: ActorRegistry,
+        inbox: ScaleRequestInbox,
         *,
         loops: dict[Any, str],
         starting: PendingStarts,
@@ -88,8 +93,8 @@ class ReplicaScaler:
         self._start_timeout_s = starting.timeout_s
         self._serve_timeout_s = config.pipeline.stall_s
         self._placement = config.placement
-        self._registry = crew
-        self._request_inbox = mailbox
+        self._registry = registry
+        self._request_inbox = inbox
         self._loop_replies = loops
         self._pending_starts = starting
         self._clock = clock
@@ -109,50 +114,46 @@ class ReplicaScaler:
         return reply in self._pending_replies
 
     def poll_requests(self, handle: ReportHandler) -> None:
-        """See to new requests and to what takes too long; answer what is done."""
+        """Take new requests, handle timeouts, and answer a finished change."""
         now = self._clock()
         if now < self._polled_at_s + POLL_INTERVAL_S:
             return
         self._polled_at_s = now
         self._requests += self._request_inbox.take_requests()
-        for reply, step in list(self._pending_replies.items()):
-            if now > step.deadline:
+        for reply, pending in list(self._pending_replies.items()):
+            if now > pending.deadline:
                 del self._pending_replies[reply]
-                self._handle_timeout(step, handle)
+                self._handle_timeout(pending, handle)
         if self._change is None and self._requests:
             self._start_change(self._requests.popleft(), handle)
         self._answer_if_done()
 
     def handle_reply(self, reply: Any, handle: ReportHandler) -> None:
-        """A reply that was waited for has come."""
-        step = self._pending_replies.pop(reply)
-        if step.milestone == "left":
-            self._finish_leave(step, handle)
+        pending = self._pending_replies.pop(reply)
+        if pending.milestone == "left":
+            self._finish_leave(pending, handle)
             return
         try:
-            value = self._registry.fetch_reply(reply, step.name)
+            value = self._registry.fetch_reply(reply, pending.name)
         except (StreamError, ConfigError) as error:
-            self._reject_replica(step, str(error))
+            self._reject_replica(pending, str(error))
             return
-        if step.milestone == "serves":
-            self._finish_join(step, value, handle)
+        if pending.milestone == "serves":
+            self._finish_join(pending, value, handle)
         else:
-            self._milestone_handlers[step.milestone](step)
+            self._milestone_handlers[pending.milestone](pending)
 
     def reject_if_unserved(self, name: str, reason: str) -> bool:
-        """An actor's loops have ended so: if it is a newcomer that has not served yet, it goes.
-
-        Whether it is.
-        """
-        for reply, step in self._pending_replies.items():
-            if step.name == name and step.milestone == "serves":
+        """Reject a replica whose loops ended before it served; return whether this one had not."""
+        for reply, pending in self._pending_replies.items():
+            if pending.name == name and pending.milestone == "serves":
                 del self._pending_replies[reply]
-                self._reject_replica(step, reason)
+                self._reject_replica(pending, reason)
                 return True
         return False
 
     def close(self) -> None:
-        """The run has ended, and nobody answers any more."""
+        """Close the inbox: later requests fail at once."""
         self._request_inbox.close()
 
     def _start_change(self, request: ScaleRequest, handle: ReportHandler) -> None:
@@ -165,19 +166,20 @@ class ReplicaScaler:
         except ConfigError as error:
             self._request_inbox.write_answer(request.id, ScaleAnswer([str(error)], False))
             return
-        before = {role: len(roles[role].names) for role in request.counts}
-        self._change = ScaleChange(request, before)
+        counts_before = {role: len(roles[role].names) for role in request.counts}
+        self._change = ScaleChange(request, counts_before)
         for role, count in request.counts.items():
-            for _ in range(count - before[role]):
-                name, placed = self._registry.spawn_replica(role)
+            for _ in range(count - counts_before[role]):
+                name, placed_reply = self._registry.spawn_replica(role)
                 self._add_pending(
-                    placed, PendingReply(name, role, "has a place", self._clock() + PLACE_TIMEOUT_S)
+                    placed_reply,
+                    PendingReply(name, role, "has a place", self._clock() + PLACE_TIMEOUT_S),
                 )
             for name in sorted(roles[role].names, key=_parse_replica_index)[count:]:
                 self._drain_replica(name, role, handle)
 
     def _check_scalable(self, role: str) -> None:
-        """Raise ConfigError for a role whose replicas live in the processes of trainers."""
+        """Raise ConfigError for generators that live in trainer processes."""
         if self._placement.is_hybrid and role == GENERATE_CALL.role:
             ranks = len(self._registry.roles[POLICY].names)
             raise ConfigError(
@@ -185,83 +187,82 @@ class ReplicaScaler:
                 " has a generator in its process; generators cannot be scaled"
             )
 
-    def _add_pending(self, reply: Any, step: PendingReply) -> None:
-        self._pending_replies[reply] = step
+    def _add_pending(self, reply: Any, pending: PendingReply) -> None:
+        self._pending_replies[reply] = pending
 
-    # One that joins.
+    # Join.
 
-    def _start_replica(self, step: PendingReply) -> None:
+    def _start_replica(self, pending: PendingReply) -> None:
         deadline = self._clock() + self._start_timeout_s
-        reply = self._registry.start_replica(step.name, step.role)
-        self._add_pending(reply, PendingReply(step.name, step.role, "started", deadline))
+        reply = self._registry.start_replica(pending.name, pending.role)
+        self._add_pending(reply, PendingReply(pending.name, pending.role, "started", deadline))
 
-    def _register_replica(self, step: PendingReply) -> None:
-        """It works from here on, and is the run's once it serves a version."""
-        loop, serving = self._registry.register_replica(step.name, step.role)
-        self._loop_replies[loop] = step.name
+    def _register_replica(self, pending: PendingReply) -> None:
+        """Register a started replica; the join completes once it serves a version."""
+        loop, serving = self._registry.register_replica(pending.name, pending.role)
+        self._loop_replies[loop] = pending.name
         deadline = self._clock() + self._serve_timeout_s
-        self._add_pending(serving, PendingReply(step.name, step.role, "serves", deadline))
+        self._add_pending(serving, PendingReply(pending.name, pending.role, "serves", deadline))
 
-    def _finish_join(self, step: PendingReply, version: int, handle: ReportHandler) -> None:
+    def _finish_join(self, pending: PendingReply, version: int, handle: ReportHandler) -> None:
         assert self._change is not None
-        self._change.added_replicas.setdefault(step.role, []).append(step.name)
-        self._change.served_versions[step.role] = max(
-            version, self._change.served_versions.get(step.role, version)
+        self._change.added_replicas.setdefault(pending.role, []).append(pending.name)
+        self._change.served_versions[pending.role] = max(
+            version, self._change.served_versions.get(pending.role, version)
         )
-        facts: dict[str, str | int] = {"actor": step.name}
+        fields: dict[str, str | int] = {"actor": pending.name}
         if version >= 0:
-            facts["version"] = version
-        handle(EventReport("joined", facts))
+            fields["version"] = version
+        handle(EventReport("joined", fields))
 
-    def _reject_replica(self, step: PendingReply, reason: str) -> None:
+    def _reject_replica(self, pending: PendingReply, reason: str) -> None:
         assert self._change is not None
-        if step.milestone == "serves":
-            self._pop_loops(step.name)
-            self._registry.reject_replica(step.name, step.role)
+        if pending.milestone == "serves":
+            self._pop_loops(pending.name)
+            self._registry.reject_replica(pending.name, pending.role)
         else:
-            self._registry.kill_actor(step.name)
-        line = f"{step.name} cannot join: {reason.splitlines()[0]}"
-        self._change.failure_lines.setdefault(step.role, []).append(line)
+            self._registry.kill_actor(pending.name)
+        line = f"{pending.name} cannot join: {reason.splitlines()[0]}"
+        self._change.failure_lines.setdefault(pending.role, []).append(line)
 
-    # One that leaves.
+    # Leave.
 
     def _drain_replica(self, name: str, role: str, handle: ReportHandler) -> None:
         self._registry.drain_replica(name, role)
-        step = PendingReply(name, role, "left", self._clock() + LEAVE_TIMEOUT_S)
+        pending = PendingReply(name, role, "left", self._clock() + LEAVE_TIMEOUT_S)
         if self._pending_starts.drop_actor(name):
-            self._finish_leave(step, handle)  # it holds nothing: it was on its way back
+            self._finish_leave(pending, handle)  # a restarting replica holds no group
             return
         for loop in self._pop_loops(name):
-            self._add_pending(loop, step)
+            self._add_pending(loop, pending)
 
     def _pop_loops(self, name: str) -> list[Any]:
-        """The reply of an actor's loops, which nobody else waits for any more."""
-        found = [reply for reply, own in self._loop_replies.items() if own == name]
-        for reply in found:
+        replies = [reply for reply, actor_name in self._loop_replies.items() if actor_name == name]
+        for reply in replies:
             del self._loop_replies[reply]
-        return found
+        return replies
 
-    def _finish_leave(self, step: PendingReply, handle: ReportHandler) -> None:
+    def _finish_leave(self, pending: PendingReply, handle: ReportHandler) -> None:
         assert self._change is not None
-        self._registry.remove_replica(step.name)
-        self._change.removed_replicas.setdefault(step.role, []).append(step.name)
-        handle(EventReport("left", {"actor": step.name}))
+        self._registry.remove_replica(pending.name)
+        self._change.removed_replicas.setdefault(pending.role, []).append(pending.name)
+        handle(EventReport("left", {"actor": pending.name}))
 
-    def _handle_timeout(self, step: PendingReply, handle: ReportHandler) -> None:
-        match step.milestone:
+    def _handle_timeout(self, pending: PendingReply, handle: ReportHandler) -> None:
+        match pending.milestone:
             case "left":
-                self._finish_leave(step, handle)
+                self._finish_leave(pending, handle)
             case "serves":
                 self._reject_replica(
-                    step, f"it held no version of the weights after {self._serve_timeout_s:g} s"
+                    pending, f"no version of the weights loaded within {self._serve_timeout_s:g} s"
                 )
             case "has a place":
-                asks = self._registry.describe_demand(step.role)
+                demand = self._registry.describe_demand(pending.role)
                 self._reject_replica(
-                    step, f"it has no place after {PLACE_TIMEOUT_S:g} s: it {asks}"
+                    pending, f"not placed within {PLACE_TIMEOUT_S:g} s: it {demand}"
                 )
             case _:
-                self._reject_replica(step, f"it was not ready within {self._start_timeout_s:g} s")
+                self._reject_replica(pending, f"not ready within {self._start_timeout_s:g} s")
 
     def _answer_if_done(self) -> None:
         change = self._change
@@ -278,10 +279,12 @@ class ReplicaScaler:
 
 
 def _check_role(role: str, roles: Mapping[str, Any]) -> None:
-    serving = [name for name, own in roles.items() if own.kind in RESTARTABLE_KINDS]
+    serving = [name for name, role_actors in roles.items() if role_actors.kind in RESTARTABLE_KINDS]
     if role not in serving:
-        known = ", ".join(ROLE_LABELS.get(name, name) for name in serving)
-        raise ConfigError(f"this run has no {ROLE_LABELS.get(role, role)} to scale, only {known}")
+        labels = ", ".join(ROLE_LABELS.get(name, name) for name in serving)
+        raise ConfigError(
+            f"this run has no {ROLE_LABELS.get(role, role)} to scale; scalable: {labels}"
+        )
 
 
 def _parse_replica_index(name: str) -> int:

@@ -1,7 +1,7 @@
-"""What Ray runs to start a worker: have the fork server fork it, or start it as Ray does.
+"""Entry point of a Ray worker: fork it from the fork server, or start it the way Ray does.
 
-Ray runs this file in the place of its own `setup_worker.py`, once per worker, so it imports
-nothing but the standard library.
+Ray runs this file instead of its own `setup_worker.py`, once per worker, so it imports only the
+standard library.
 """
 
 import importlib.util
@@ -13,29 +13,27 @@ import sys
 from pathlib import Path
 
 SOCKETS_VARIABLE = "STREAMRL_FORK_SERVER"
-"""Names the fork server's sockets; without it workers start as Ray starts them."""
+"""Prefix of the fork server's sockets; if unset, workers start the way Ray starts them."""
 LEVEL_VARIABLE = "STREAMRL_FORK_LEVEL"
-"""Names the level that a worker is forked from, in its runtime environment."""
+"""Level to fork a worker from, set in its runtime environment."""
 ANSWER_TIMEOUT_S = 45.0
-"""Ray gives a worker a minute to register, and a plain start needs some of it."""
+"""Ray gives a worker 60 s to register, and a normal start needs part of that."""
 STANDARD_STREAMS = (0, 1, 2)
 SETUP_WORKER_OPTIONS = ("--language", "--serialized-runtime-env-context")
-"""Options of Ray's setup script, which stand among those of the worker."""
+"""Options of Ray's setup script, mixed with those of the worker."""
 
 
 def make_socket_address(sockets: str, level: str) -> str:
-    """Return the address of a level's socket, in Linux's abstract namespace."""
     return f"\0{sockets}.{level}"
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Tell whether the process at the other end of a Unix socket is of this process's user."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", peer)[1] == os.getuid())
 
 
 def main() -> None:
-    """Fork the worker, or become Ray's own setup script."""
+    """Fork the worker, or exec Ray's own setup script."""
     arguments = sys.argv[1:]
     if not fork_worker(arguments):
         (ray,) = importlib.util.find_spec("ray").submodule_search_locations  # type: ignore[union-attr,misc]
@@ -44,7 +42,7 @@ def main() -> None:
 
 
 def fork_worker(arguments: list[str]) -> bool:
-    """Ask the fork server for the worker; False if it has to be started in another way."""
+    """Ask the fork server for the worker; return False if Ray must start it."""
     options = {name: value for name, _, value in (w.partition("=") for w in arguments)}
     command = [word for word in arguments if word.partition("=")[0] not in SETUP_WORKER_OPTIONS]
     context = json.loads(options.get("--serialized-runtime-env-context") or "{}")
@@ -64,7 +62,7 @@ def fork_worker(arguments: list[str]) -> bool:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ANSWER_TIMEOUT_S)
             connection.connect(make_socket_address(sockets, variables.get(LEVEL_VARIABLE, "base")))
-            # The name of a level that has ended is free for anybody, and the request holds secrets.
+            # Any user may bind the name of a dead level, and the request contains secrets.
             if not is_same_user(connection):
                 return False
             socket.send_fds(connection, [b"f"], STANDARD_STREAMS)

@@ -1,8 +1,8 @@
-"""A Ray instance of one run's own: on the loopback device, for those who have its token alone.
+"""Local Ray instance of a run: on the loopback device, protected by a token.
 
-Ray lets everybody who reaches one of its ports run code as its user, unless it is told to ask for
-a token. The token of an instance is drawn for it, and is in the environment of its processes alone:
-workers, forked or not, and actors that Ray starts again inherit it from the raylet.
+Without a token, Ray lets anyone who reaches one of its ports run code as its user. Each instance
+has a random token that only its own processes see: workers, forked or not, and restarted actors
+inherit the environment of the raylet.
 """
 
 import contextlib
@@ -30,33 +30,33 @@ from streamrl.errors import ActorError
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_DEVICE_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Where the ranks of torch.distributed listen, unless the user has chosen another device."""
+"""Network device of torch.distributed, unless the user has set another."""
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 NODE_TIMEOUT_S = 60.0
+"""Longest wait for the node of a new instance to register."""
 NODE_POLL_INTERVAL_S = 0.02
-"""Longest wait for the node of an instance, and between two looks at it, s."""
 MAX_SOCKET_PATH_BYTES = 107
-"""Bytes that Linux has for the path of a socket."""
+"""Linux's limit of a Unix socket path."""
 LONGEST_SOCKET_SUFFIX = "/ray/session_2000-01-01_00-00-00_000000_1000000/sockets/plasma_store"
-"""What Ray appends to a directory to get the path of its longest socket."""
+"""Suffix that Ray appends to its temp directory for its longest socket path."""
 
 
 @contextlib.contextmanager
 def start_local_ray(
     cpus: int, object_store_bytes: int, *, gpus: int | None = None
 ) -> Iterator[None]:
-    """Start an instance, connect this process to it, and end it.
+    """Start an instance, connect this process, and shut the instance down at the end.
 
-    Raises ActorError if it does not start.
+    Raises ActorError if the instance does not start.
     """
     folder = _make_private_folder()
-    own = {name: os.environ.get(name, device) for name, device in LOOPBACK_DEVICE_ENV.items()}
-    own |= {**TOKEN_AUTH_ENV, TOKEN_VARIABLE: generate_new_authentication_token()}
-    # Ray prints a warning once there are four times as many processes as may start at once, by
-    # default one per core. A run needs one per slot and a few more.
-    at_once = max(os.cpu_count() or 1, -(-(cpus + 8) // 4))
-    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(at_once))
-    with override_ray_environment(own):
+    env = {name: os.environ.get(name, device) for name, device in LOOPBACK_DEVICE_ENV.items()}
+    env |= {**TOKEN_AUTH_ENV, TOKEN_VARIABLE: generate_new_authentication_token()}
+    # Ray warns when processes exceed 4 * maximum_startup_concurrency (default: the cores). A run
+    # needs a process per slot and about eight more.
+    max_starting = max(os.cpu_count() or 1, -(-(cpus + 8) // 4))
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max_starting))
+    with override_ray_environment(env):
         try:
             try:
                 with _patch_lean_ray():
@@ -76,17 +76,17 @@ def start_local_ray(
                 raise ActorError(f"Ray did not start: {reason}") from None
             yield
         finally:
-            started = _find_ray_processes()
+            ray_processes = _find_ray_processes()
             ray.shutdown()
-            # Ended while it starts, Ray would leave its agents for a minute.
-            for process in started:
+            # If interrupted during startup, Ray leaves its agents running for a minute.
+            for process in ray_processes:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
 
 
 @contextlib.contextmanager
 def override_ray_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have Ray, in this process and in those that it starts, go by these variables meanwhile."""
+    """Context in which Ray, here and in the processes it starts, sees these variables."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     _reload_environment()
@@ -101,52 +101,53 @@ def override_ray_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _reload_environment() -> None:
-    """Have Ray read its settings and the token again, which it keeps from the first time on."""
+    """Make Ray read its settings and the token again; Ray caches both."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _make_private_folder() -> Path:
-    """Return a directory of this user that nobody else may enter.
+    """Return a directory that only this user may enter.
 
-    Ray lets all users write into its own directories, those of the sockets among them, which ask
-    for no token. Raises ActorError if the directory is another's, or open to others.
+    Ray makes its own directories world-writable, including those of its sockets, which check no
+    token. Raises ActorError if the directory belongs to another user or is accessible to others.
     """
     name = f"streamrl-{os.getuid()}"
-    chosen = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    is_short = len(os.fsencode(f"{chosen}/{name}{LONGEST_SOCKET_SUFFIX}")) <= MAX_SOCKET_PATH_BYTES
-    folder = Path(chosen if is_short else "/tmp", name)
+    temp_root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    is_short = (
+        len(os.fsencode(f"{temp_root}/{name}{LONGEST_SOCKET_SUFFIX}")) <= MAX_SOCKET_PATH_BYTES
+    )
+    folder = Path(temp_root if is_short else "/tmp", name)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise ActorError(f"Ray did not start: {folder}: {error.strerror}") from None
-    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    if not is_ours or found.st_mode & 0o077:
+    is_own_directory = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_own_directory or status.st_mode & 0o077:
         raise ActorError(
-            f"Ray did not start: {folder} must be a directory that you alone may enter"
-            " (chmod 700); remove it, or name another place in RAY_TMPDIR"
+            f"Ray did not start: {folder} must be a directory that only you may enter"
+            " (chmod 700); remove it, or set RAY_TMPDIR to another directory"
         )
     return folder
 
 
 def _find_ray_processes() -> list[psutil.Process]:
-    """Find the programs of Ray among the processes that descend from this one."""
-    package, found = str(Path(ray.__file__).parent), []
+    package, ray_processes = str(Path(ray.__file__).parent), []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if any(package in word for word in process.cmdline()):
-                found.append(process)
-    return found
+                ray_processes.append(process)
+    return ray_processes
 
 
 @contextlib.contextmanager
 def _patch_lean_ray() -> Iterator[None]:
-    """Have Ray start only what a local instance needs, and workers from the fork server.
+    """Make ray.init start only the parts a local instance needs; workers come from the fork server.
 
-    No argument of `ray.init` leaves out the autoscaler's monitor, the log monitor, the head of the
-    dashboard and the modules of its agent, which together keep a start waiting for seconds; and it
-    takes an address of the loopback device for one of the machine's on the network.
+    `ray.init` has no arguments to disable the autoscaler's monitor, the log monitor, the dashboard
+    head and the agent's modules, which delay the start by seconds. It also replaces a loopback
+    address by the machine's network address.
     """
     changes: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
     if is_serving():
@@ -168,11 +169,11 @@ def _skip_api_server(self: Any, **options: Any) -> None:
 
 
 def _wait_for_node(gcs_address: str, node_id: str) -> Any:
-    """Return what is known of the node that was just started; Ray looks once a second."""
+    """Return the record of the new node. Ray's own version polls only once a second."""
     state = GlobalState()
     state._initialize_global_state(services._get_gcs_client_options(gcs_address))
     deadline = time.monotonic() + NODE_TIMEOUT_S
-    while not any(known["NodeID"] == node_id for known in state.node_table()):
+    while not any(record["NodeID"] == node_id for record in state.node_table()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"its node has not registered within {NODE_TIMEOUT_S:g} s")
         time.sleep(NODE_POLL_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""Slots of Ray placement groups: for actors that share devices, and for the ranks of a model."""
+"""Slots in Ray placement groups: for actors that share devices, and for the ranks of a model."""
 
 import contextlib
 import threading
@@ -22,11 +22,11 @@ from streamrl.errors import ConfigError
 from streamrl.placement import ResourceDemand, SlotMap
 
 CAPACITY_WAIT_S = 60.0
-"""Longest wait until a cluster has room for all slots, s."""
+"""Longest wait for a cluster to have room for all slots."""
 RELEASE_TIMEOUT_S = 5.0
-"""Longest wait until a cluster has taken slots back, s: one that is lost never does."""
+"""Longest wait for a cluster to free slots; a lost cluster never replies."""
 
-#: What a slot has, by Ray's name of the resource.
+#: Amount of each Ray resource in a slot.
 Bundle = Mapping[str, float]
 
 
@@ -38,10 +38,11 @@ def reserve_bundles(
     timeout_s: float = CAPACITY_WAIT_S,
     waiting: Callable[[str], None] = lambda text: None,
 ) -> PlacementGroup:
-    """A slot for each of the bundles, all of them or none; only on `node` if one is named.
+    """Reserve a slot for each bundle, all or none; only on `node` if given.
 
-    `waiting` is told every second what is waited for. Raises ConfigError if the cluster has no room
-    for them in time.
+    waiting: receives a line every second of waiting.
+
+    Raises ConfigError if the cluster has no room within `timeout_s`.
     """
     group = placement_group(
         [dict(bundle) for bundle in bundles],
@@ -61,17 +62,17 @@ def reserve_bundles(
 
 
 def release_placement_groups(*groups: PlacementGroup) -> None:
-    """Free the slots of these; what runs there is ended. Of no effect on a cluster that is lost."""
+    """Release the slots of these groups, killing what runs there. No effect on a lost cluster."""
 
     def remove() -> None:
         for group in groups:
             with contextlib.suppress(RayError):
                 remove_placement_group(group)
 
-    # Without a connection Ray would look for a cluster to connect to.
+    # Unconnected, remove_placement_group would connect to any cluster it finds.
     if not groups or not ray.is_initialized():
         return
-    # The call has no deadline of its own.
+    # remove_placement_group has no timeout.
     removal = threading.Thread(target=remove, daemon=True)
     removal.start()
     removal.join(RELEASE_TIMEOUT_S)
@@ -81,9 +82,9 @@ def release_placement_groups(*groups: PlacementGroup) -> None:
 def reserve_large_bundles(
     demands: Iterable[ResourceDemand], *, node: str, waiting: Callable[[str], None]
 ) -> Iterator[None]:
-    """Inside, every actor that asks for several devices has room on a node, which it takes later.
+    """Context that keeps room for the actors that ask for several devices of a node each.
 
-    Who took single devices first could leave no node with as many. For the rest see `reserve`.
+    Otherwise actors with a single device could fragment the nodes. See `reserve_bundles`.
     """
     large = [demand for demand in demands if max(demand.cpus, demand.gpus) > 1]
     bundles = [_make_bundle(demand) for demand in large for _ in range(demand.count)]
@@ -96,50 +97,52 @@ def reserve_large_bundles(
 
 
 def _make_bundle(demand: ResourceDemand) -> Bundle:
-    """The slot of one of these actors; Ray refuses amounts of nothing."""
+    """Make the slot of an actor; Ray refuses amounts of 0."""
     amounts = {"CPU": float(demand.cpus), "GPU": float(demand.gpus)}
     return {name: amount for name, amount in amounts.items() if amount}
 
 
 def order_bundles(group: PlacementGroup, bundles: Sequence[Bundle]) -> list[int]:
-    """Which bundle is each slot, see `order_by_node`."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return order_by_node(bundles, [nodes[i] for i in range(len(bundles))])
 
 
 def order_by_node(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
-    """For every slot a bundle that has what it is to have, those of a node one after the other.
+    """Assign a matching bundle to every slot so that slots of a node are contiguous.
 
-    `nodes` are where the bundles lie. Ray does not lay neighbouring bundles on one node.
+    `nodes[i]` is the node of bundle i; Ray may place neighboring bundles on different nodes.
+    Bundles [a, a, b, b] on nodes [n0, n1, n0, n1] give slots [0, 1, 2, 3]; equal bundles give [0,
+    2, 1, 3].
     """
-    # In the order in which nodes first come, so that what is on one node stays as it is.
+    # Nodes in order of first appearance, so that a single node keeps its order.
     by_node = sorted(range(len(nodes)), key=lambda i: (nodes.index(nodes[i]), i))
-    found: list[int] = []
+    slots: list[int] = []
     for bundle in bundles:
-        found.append(next(i for i in by_node if bundles[i] == bundle))
-        by_node.remove(found[-1])
-    return found
+        slots.append(next(i for i in by_node if bundles[i] == bundle))
+        by_node.remove(slots[-1])
+    return slots
 
 
 def _make_capacity_error(bundles: Sequence[Bundle], node: str, timeout_s: float) -> ConfigError:
-    free, have = ray.available_resources(), ray.cluster_resources()
+    free, total = ray.available_resources(), ray.cluster_resources()
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
-    told = ", ".join(f"{free.get(k, 0):g} of {have.get(k, 0):g} {k}" for k in names)
+    free_text = ", ".join(f"{free.get(k, 0):g} of {total.get(k, 0):g} {k}" for k in names)
     kinds = Counter(
         " and ".join(f"{amount:g} {name}" for name, amount in bundle.items()) for bundle in bundles
     )
-    slots = " and ".join(f"{count} slots of {each} each" for each, count in kinds.items())
+    slots = " and ".join(f"{count} slots of {kind} each" for kind, count in kinds.items())
     where = f" on the node {node}" if node else ""
     free_in = "free in all" if node else "free"
-    return ConfigError(f"{slots} found no room{where} in {timeout_s:g} s; {free_in} are {told}")
+    return ConfigError(f"no room for {slots}{where} in {timeout_s:g} s; {free_in}: {free_text}")
 
 
 class SharedSlots:
-    """The places of the actors of a run whose roles share devices.
+    """Slots of a run whose roles share devices.
 
-    on_gpu: the roles that compute on one. A slot that any of these has is a GPU, and a core for who
-    feeds it; all others are a core. is_hybrid: whether the policy's trainer and the generators are
-    in one process each. For `waiting` see `reserve`.
+    on_gpu: roles that compute on a GPU. A slot with any of these has a GPU and a core to drive it;
+    any other slot is a core.
+    is_hybrid: whether a process hosts both a policy rank and a generator.
+    waiting: see `reserve_bundles`.
     """
 
     def __init__(
@@ -162,12 +165,11 @@ class SharedSlots:
         self._bundles = order_bundles(self._group, bundles)
 
     def make_actor_options(self, role: str, index: int) -> dict[str, Any]:
-        """What Ray needs to be told to make the actor of this number in its slot."""
         slot = self._placement.slots[role][index]
-        there = self._placement.list_roles(slot)
+        slot_roles = self._placement.list_roles(slot)
         return {
-            "num_cpus": 1 / self._count_processes(there),
-            "num_gpus": 1 / self._count_processes(set(there) & set(self._on_gpu))
+            "num_cpus": 1 / self._count_processes(slot_roles),
+            "num_gpus": 1 / self._count_processes(set(slot_roles) & set(self._on_gpu))
             if role in self._on_gpu
             else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
@@ -176,24 +178,21 @@ class SharedSlots:
         }
 
     def _count_processes(self, roles: Iterable[str]) -> int:
-        """How many an actor of each of these roles is."""
         return len({self._host_roles.get(role, role) for role in roles})
 
     def __contains__(self, role: str) -> bool:
-        """Whether the actors of a role have their places here; in such a run all do."""
         return role in self._placement.slots
 
     def close(self) -> None:
-        """Give the slots back; what runs there is ended."""
         release_placement_groups(self._group)
 
 
 class DedicatedSlots:
-    """The places of the ranks of trained models which have slots of their own.
+    """Slots of the ranks of trained models on devices of their own.
 
-    The ranks of a model get all their slots or none, neighbours on one node as far as can be. One
-    rank alone needs nothing of this, and is not in here. For `node` and `waiting` see `reserve`.
-    Raises ConfigError if a model finds no room; then none keeps any.
+    A model's ranks get all their slots or none, neighbors on the same node where possible. A single
+    rank needs no placement group. Raises ConfigError if a model finds no room; all slots are
+    released then. For `node` and `waiting` see `reserve_bundles`.
     """
 
     def __init__(
@@ -208,7 +207,7 @@ class DedicatedSlots:
         self._rank_resources: dict[str, dict[str, Any]] = {}
         try:
             for role, demand in demands.items():
-                # Ray refuses slots of nothing.
+                # Ray refuses empty bundles.
                 if demand.count > 1 and (demand.cpus or demand.gpus):
                     self._reserve_role(role, demand, node, waiting)
         except BaseException:
@@ -233,14 +232,11 @@ class DedicatedSlots:
         self._rank_resources[role] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
 
     def __contains__(self, role: str) -> bool:
-        """Whether the ranks of a role have their places here."""
         return role in self._groups
 
     def make_actor_options(self, role: str, index: int) -> dict[str, Any]:
-        """What Ray needs to be told to make the rank of this number in its slot."""
-        where = PlacementGroupSchedulingStrategy(self._groups[role], self._bundles[role][index])
-        return {**self._rank_resources[role], "scheduling_strategy": where}
+        strategy = PlacementGroupSchedulingStrategy(self._groups[role], self._bundles[role][index])
+        return {**self._rank_resources[role], "scheduling_strategy": strategy}
 
     def close(self) -> None:
-        """Give the slots back; what runs there is ended."""
         release_placement_groups(*self._groups.values())

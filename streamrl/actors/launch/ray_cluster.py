@@ -1,4 +1,4 @@
-"""The Ray cluster a run uses: an existing one by address, or a local instance of its own."""
+"""Ray cluster of a run: an existing cluster by address, or a local instance."""
 
 import contextlib
 import logging
@@ -26,27 +26,25 @@ from streamrl.placement import (
 
 GIB = 1 << 30
 NO_TOKEN_MESSAGE = (
-    "the cluster asks for a token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH does not hold it:"
-    " set one of them, and RAY_AUTH_MODE=token, as where Ray was started"
+    "the cluster requires a token, and neither RAY_AUTH_TOKEN nor RAY_AUTH_TOKEN_PATH holds it:"
+    " set one of them and RAY_AUTH_MODE=token, as on the machine that started Ray"
 )
 CONNECT_TIMEOUT_S = 10.0
-"""Longest wait for a cluster's address to answer, s."""
 
 
-#: Each mode a run may be placed in, best first, given whether there are GPUs.
+#: Maps "has GPUs" to the possible placement modes, best first.
 PlacementOptionsFactory = Callable[[bool], Mapping[str, PlacementOption]]
 
 
 @dataclass(frozen=True)
 class RayContext:
-    """Where a run has come to: whether there are GPUs, and how it is placed."""
+    """Cluster of a run: whether GPUs exist, and the chosen placement."""
 
     has_gpus: bool
     placement: PlacementDecision
 
     @property
     def machine_facts(self) -> dict[str, int | bool | str]:
-        """What it runs on: whether there are GPUs, how many nodes, this one's cores, and how."""
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         cores = len(os.sched_getaffinity(0))
         return {
@@ -58,54 +56,56 @@ class RayContext:
 
 
 def disaggregated_only(on_gpu: bool) -> Mapping[str, PlacementOption]:
-    """For who takes no actors of a run."""
+    """Return disaggregated placement without actors, for commands that start none."""
     return {"disaggregated": ()}
 
 
 @contextlib.contextmanager
 def connect_cluster(
-    placement: PlacementConfig, ways: PlacementOptionsFactory
+    placement: PlacementConfig, make_options: PlacementOptionsFactory
 ) -> Iterator[RayContext]:
-    """Connect to a cluster or start a local one; disconnects at the end.
+    """Connect to a cluster or start a local instance; disconnect at the end.
 
-    Raises ConfigError if the cluster cannot be reached, or cannot hold the run in any of its ways.
+    Raises ConfigError if the cluster is unreachable or too small for every option.
     """
-    # Ray hides the GPUs from actors that ask for none only if told so.
+    # Makes Ray hide GPUs from actors that request none; Ray leaves them visible by default.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     with (
         _connect_address(placement.address)
         if placement.address
-        else _start_instance(placement, ways)
+        else _start_instance(placement, make_options)
     ):
-        have = ray.cluster_resources()
-        gpus = have.get("GPU", 0)
+        resources = ray.cluster_resources()
+        gpus = resources.get("GPU", 0)
         yield RayContext(
-            gpus > 0, choose_mode(ways(gpus > 0), ClusterCapacity(have.get("CPU", 0), gpus))
+            gpus > 0,
+            choose_mode(make_options(gpus > 0), ClusterCapacity(resources.get("CPU", 0), gpus)),
         )
 
 
 def get_object_store_bytes() -> list[float]:
-    """Size of each node's object store, bytes."""
     alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
     return [float(resources.get("object_store_memory", 0.0)) for resources in alive]
 
 
 @contextlib.contextmanager
-def _start_instance(placement: PlacementConfig, ways: PlacementOptionsFactory) -> Iterator[None]:
-    """An instance of the run's own, unless it cannot hold the run."""
-    wanted = ways(False)
-    best = next(iter(wanted.values()))
-    most = 0 if isinstance(best, str) else sum_cpus(best)
-    cpus = placement.cpus or max(most, os.cpu_count() or 1)
-    choose_mode(wanted, ClusterCapacity(cpus, 0, psutil.virtual_memory().total / GIB))
+def _start_instance(
+    placement: PlacementConfig, make_options: PlacementOptionsFactory
+) -> Iterator[None]:
+    """Start a local instance; raises ConfigError if this machine cannot hold the run."""
+    options = make_options(False)
+    best = next(iter(options.values()))
+    cpus_needed = 0 if isinstance(best, str) else sum_cpus(best)
+    cpus = placement.cpus or max(cpus_needed, os.cpu_count() or 1)
+    choose_mode(options, ClusterCapacity(cpus, 0, psutil.virtual_memory().total / GIB))
     with start_local_ray(cpus, placement.object_store_mb << 20):
         yield
 
 
 @contextlib.contextmanager
 def _connect_address(address: str) -> Iterator[None]:
-    """The cluster at an address, which decides whether it asks for a token, and for which."""
-    # Its own nodes start the workers.
+    """Connect to the cluster at an address; the cluster decides on token authentication."""
+    # The nodes of the cluster start the workers, so the local fork server is useless.
     stop_fork_server()
     _check_reachable(address)
     try:
@@ -122,7 +122,7 @@ def _connect_address(address: str) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ConfigError if nobody at host:port lets this process in: Ray itself would try on."""
+    """Raise ConfigError if host:port refuses this process; `ray.init` would retry for long."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return
@@ -136,4 +136,4 @@ def _check_reachable(address: str) -> None:
     except AuthenticationError:
         raise ConfigError(f"placement.address={address}: {NO_TOKEN_MESSAGE}") from None
     except (RayError, RuntimeError):
-        return  # whatever it is, `ray.init` will say it
+        return  # ray.init reports any other problem

@@ -1,4 +1,4 @@
-"""Actors on their way up: for the first time, or again after a death."""
+"""Pending actor starts, first starts and restarts alike."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,9 +8,9 @@ from streamrl.errors import DeadlineError
 
 
 class PendingStarts:
-    """The replies of actors that were told to start, and by when each must have come.
+    """Replies of `start` calls with a deadline each, `timeout_s` after the call.
 
-    Each has `timeout_s` from when it was told; times are s of `clock`. Iterates over the replies.
+    Iterates over the replies. Times are seconds of `clock`.
     """
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,26 +26,25 @@ class PendingStarts:
 
     @property
     def actor_names(self) -> str:
-        """The actors, in one phrase."""
         return ", ".join(sorted(name for name, _ in self._deadlines.values()))
 
     def add_actor(self, reply: Any, name: str) -> None:
-        """An actor was told to start."""
         self._deadlines[reply] = name, self._clock() + self.timeout_s
 
     def pop_actor(self, reply: Any) -> str:
-        """A reply has come; returns whose it is."""
+        """Remove a reply and return the name of its actor."""
         return self._deadlines.pop(reply)[0]
 
     def drop_actor(self, name: str) -> bool:
-        """Wait for this actor no longer; whether it was waited for."""
-        found = [reply for reply, (own, _) in self._deadlines.items() if own == name]
-        for reply in found:
+        """Stop waiting for an actor; return whether it was pending."""
+        replies = [
+            reply for reply, (pending_name, _) in self._deadlines.items() if pending_name == name
+        ]
+        for reply in replies:
             del self._deadlines[reply]
-        return bool(found)
+        return bool(replies)
 
     def raise_if_late(self) -> None:
-        """Raise DeadlineError naming the actors whose time is up."""
         now = self._clock()
         late = sorted(name for name, deadline in self._deadlines.values() if now > deadline)
         if late:

@@ -1,4 +1,4 @@
-"""Which way the weights of a run take, by what the models and the cluster are."""
+"""Transport plan: choose how the weights of a run travel, from its models and its cluster."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -44,13 +44,14 @@ WITHIN_PROCESS_REASON = "weights: within each process, to a generator that has a
 def plan_transport(
     config: RunConfig, demands: Sequence[ResourceDemand], *, token: str
 ) -> TransportSpec:
-    """Choose a transport for a run on the cluster this process is connected to.
+    """Choose the transport of a run on the connected cluster.
 
-    `demands` are its actors. Raises ConfigError, with the arithmetic, if the one that is asked for
-    is impossible.
+    demands: actors of the run.
+
+    Raises ConfigError, with the arithmetic, if the configured transport cannot work.
     """
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    # What runs that were killed have left is free.
+    # Segments of killed runs count as free memory.
     remove_stale_segments()
     facts = ClusterFacts(
         num_nodes=len(nodes),
@@ -59,26 +60,25 @@ def plan_transport(
         shm_free_bytes=get_free_bytes(),
         object_store_bytes=_get_store_bytes(),
     )
-    choice = choose_transport(config.weights, facts)
+    decision = choose_transport(config.weights, facts)
     if config.placement.is_hybrid:
-        others = choice.reason.removeprefix("weights: ")
+        others_reason = decision.reason.removeprefix("weights: ")
         on_gpu = any(demand.gpus for demand in demands)
         reason = _describe_hybrid_transport(config, on_gpu=on_gpu)
-        reason = f"{reason}; others: {others}" if facts.models else reason
-        choice = replace(choice, reason=reason)
-    shared = choice.transport == SHARED_MEMORY
+        reason = f"{reason}; others: {others_reason}" if facts.models else reason
+        decision = replace(decision, reason=reason)
+    is_shared_memory = decision.transport == SHARED_MEMORY
     return TransportSpec(
-        choice,
+        decision,
         token,
         config.run_dir.absolute(),
         config.weights.keep_versions,
-        max_bytes=divide_shared_memory(config.weights, facts) if shared else {},
-        node=nodes[0] if shared else "",
+        max_bytes=divide_shared_memory(config.weights, facts) if is_shared_memory else {},
+        node=nodes[0] if is_shared_memory else "",
     )
 
 
 def _describe_hybrid_transport(config: RunConfig, *, on_gpu: bool) -> str:
-    """How weights come from a rank to the generator of its process."""
     if config.generator.tensor_parallel > 1:
         return _describe_rank_groups(config)
     if config.trainer.has_sharded_params:
@@ -88,19 +88,19 @@ def _describe_hybrid_transport(config: RunConfig, *, on_gpu: bool) -> str:
 
 
 def _describe_rank_groups(config: RunConfig) -> str:
-    teams = assign_rank_groups(config.trainer, config.generator.tensor_parallel)
-    told = ", ".join("-".join(map(str, team)) for team in teams)
-    return f"weights: each rank fills its part of the generator of its team; ranks {told}"
+    rank_groups = assign_rank_groups(config.trainer, config.generator.tensor_parallel)
+    ranks = ", ".join("-".join(map(str, rank_group)) for rank_group in rank_groups)
+    return f"weights: each rank fills its shard of its group's generator; ranks {ranks}"
 
 
 def _list_published_models(
     config: RunConfig, demands: Sequence[ResourceDemand]
 ) -> tuple[PublishedModel, ...]:
-    """The models that are published: what is trained of each, and a reference that moves."""
+    """List the published models: the trained tensors of each role, and the EMA reference."""
     readers: Counter[str] = Counter()
-    together = config.placement.is_hybrid
+    is_hybrid = config.placement.is_hybrid
     for demand in demands:
-        if together and demand.role == GENERATE_CALL.role:
+        if is_hybrid and demand.role == GENERATE_CALL.role:
             continue
         for role in {call.followed_role for call in demand.calls if call.followed_role}:
             readers[role] += demand.count
@@ -110,29 +110,29 @@ def _list_published_models(
         elements = _count_trained_elements(config, role)
         sizes[role] = elements * resolve_trainer_dtype(trainer).itemsize
         if role == POLICY and config.reference.every:
-            averages = bool(config.reference.decay)
-            sizes[EMA_REFERENCE] = elements * torch.float32.itemsize if averages else sizes[role]
-    if together:
+            keeps_ema = bool(config.reference.decay)
+            sizes[EMA_REFERENCE] = elements * torch.float32.itemsize if keeps_ema else sizes[role]
+    if is_hybrid:
         del sizes[POLICY]
     return tuple(PublishedModel(role, size, readers[role]) for role, size in sizes.items())
 
 
 def _count_trained_elements(config: RunConfig, role: str) -> int:
-    """Elements of a role's model that are trained."""
-    trainer, shares = config.get_trainer_config(role), config.critic.shared_coef is not None
-    found = count_trained_params_from_config(
+    trainer, shares_policy = config.get_trainer_config(role), config.critic.shared_coef is not None
+    from_config = count_trained_params_from_config(
         config.get_model_path(role),
         trainer,
         has_output=role == POLICY,
-        has_value=role != POLICY or shares,
+        has_value=role != POLICY or shares_policy,
     )
     return (
-        count_trained_params(_load_role_skeleton(config, role), trainer) if found is None else found
+        count_trained_params(_load_role_skeleton(config, role), trainer)
+        if from_config is None
+        else from_config
     )
 
 
 def _load_role_skeleton(config: RunConfig, role: str) -> "PreTrainedModel":
-    """The model of a role as its trainer has it, without weights."""
     if role != POLICY:
         return load_value_skeleton(config.get_model_path(role))
     module = load_skeleton(config.get_model_path(role))
@@ -142,10 +142,10 @@ def _load_role_skeleton(config: RunConfig, role: str) -> "PreTrainedModel":
 
 
 def _get_store_bytes() -> int:
-    """What Ray's object store may yet take of /dev/shm.
+    """Return how many bytes of /dev/shm Ray's object store may still claim.
 
-    Its file there is sparse: memory comes as it is written, and is not given back. How much has
-    come is not known, so it counts as none. A store that is larger than /dev/shm lies elsewhere.
+    The store is a sparse file that grows on write and never shrinks. Its current usage is unknown,
+    so all of its size counts. A store larger than /dev/shm must lie elsewhere and counts as 0.
     """
     size = int(sum(get_object_store_bytes()))
     return size if size <= get_total_bytes() else 0

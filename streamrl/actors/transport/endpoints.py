@@ -1,4 +1,4 @@
-"""The ends of a run's transport, made in the processes that need them."""
+"""Transport writers and readers of a run, made in the processes that use them."""
 
 from pathlib import Path
 
@@ -16,20 +16,22 @@ from streamrl.weights.transports.disk import DiskReader, DiskWriter
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
 COLLECTIVE_TIMEOUT_S = 20.0
-"""Longest that a broadcast takes beside what its bytes do, s; it takes another way then."""
+"""Timeout of a broadcast beyond its transfer time; the fallback transport takes over after it."""
 
 
-def make_transport_writer(travel: TransportSpec, role: str, model_path: str) -> TransportWriter:
-    """The end of the rank that publishes the weights of a role."""
-    transport, keep = travel.decision.transport, travel.keep_versions
+def make_transport_writer(spec: TransportSpec, role: str, model_path: str) -> TransportWriter:
+    """Make the writer of the rank that publishes the weights of `role`."""
+    transport, keep_versions = spec.decision.transport, spec.keep_versions
     if transport == SHARED_MEMORY:
-        name, room = f"{travel.token}-{role}", travel.max_bytes[role]
-        return SharedMemoryWriter(name, ObjectStoreWriter(), keep_versions=keep, max_bytes=room)
+        name, max_bytes = f"{spec.token}-{role}", spec.max_bytes[role]
+        return SharedMemoryWriter(
+            name, ObjectStoreWriter(), keep_versions=keep_versions, max_bytes=max_bytes
+        )
     if transport == DISK:
-        folder = travel.run_dir / "weights" / role
-        # Others can load what is a whole model; a critic or a reference is nobody else's.
-        files = Path(model_path) if role == POLICY else None
-        return DiskWriter(folder, keep_versions=keep, model_dir=files)
+        folder = spec.run_dir / "weights" / role
+        # Other programs may load the policy, so add its config and tokenizer files.
+        model_dir = Path(model_path) if role == POLICY else None
+        return DiskWriter(folder, keep_versions=keep_versions, model_dir=model_dir)
     if transport == COLLECTIVE:
         return CollectiveWriter(
             ObjectStoreWriter(),
@@ -40,9 +42,9 @@ def make_transport_writer(travel: TransportSpec, role: str, model_path: str) -> 
     return DeltaWriter(ObjectStoreWriter()) if transport == DELTA else ObjectStoreWriter()
 
 
-def make_transport_reader(travel: TransportSpec, role: str, reader: str) -> TransportReader:
-    """The end of one that follows the weights of a role."""
-    transport = travel.decision.transport
+def make_transport_reader(spec: TransportSpec, role: str, reader: str) -> TransportReader:
+    """Make the reader of a follower of `role`."""
+    transport = spec.decision.transport
     if transport == SHARED_MEMORY:
         return SharedMemoryReader(role, ObjectStoreReader(role))
     if transport == DISK:

@@ -1,4 +1,4 @@
-"""Columns between processes: small ones inside messages, large ones in Ray's object store."""
+"""Columns between processes: small blobs inside messages, large blobs in Ray's object store."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,48 +20,46 @@ from streamrl.buffer.codec import (
 from streamrl.buffer.wire_types import ColumnCommit, LeaseGrant
 
 INLINE_BYTES = LARGE_BLOB_BYTES
-"""A blob up to this size lives with the shard and travels inside messages, a larger one in the
-object store: the size up to which Ray itself does so. An object costs many copies of this size.
+"""Largest blob that a shard stores itself and sends inside messages. Ray inlines objects up to the
+same size, because an object costs as much as many copies of this many bytes.
 """
 OUT_OF_BAND_BYTES = 4 * 1024
-"""What is larger than this goes beside the text of a message, without a copy before."""
+"""Buffers above this size travel beside the pickle without a copy."""
 
 
 @dataclass(frozen=True)
 class ObjectStoreBlob:
-    """A blob in the object store: a list of its pieces, in an object the shard owns."""
+    """Blob in the object store: a list of its pieces, in an object that the shard owns."""
 
     object_ref: ray.ObjectRef
 
 
 def is_large(blob: Blob) -> bool:
-    """Whether a blob goes through the object store."""
     return count_blob_bytes(blob) > INLINE_BYTES
 
 
 def store_blob(blob: Blob) -> Any:
-    """A small blob as it is; a large one as an object owned by the calling actor."""
+    """Return a small blob as a message, or put a large one into an object that this actor owns."""
     if is_large(blob):
         return ObjectStoreBlob(ray.put(to_message(split_pieces(blob))))
     return to_message(join_pieces(blob))
 
 
 def to_message(blob: Blob) -> Any:
-    """A blob as messages take it along: arrays are moved without a copy, and bytes with one."""
+    """Convert a blob to picklable form: numpy views without a copy if large, else bytes."""
     if isinstance(blob, tuple):
         return [to_message(piece) for piece in blob]
     return np.frombuffer(blob, np.uint8) if len(blob) > OUT_OF_BAND_BYTES else bytes(blob)
 
 
 def from_message(blob: Any) -> Blob:
-    """Inverse of `to_message`, at the other end."""
     if isinstance(blob, list):
         return tuple(map(memoryview, blob))
     return blob if isinstance(blob, bytes) else memoryview(blob)
 
 
 async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...]]:
-    """Inverse of `store_blob`, on the reader's side: views of the object store, for each group."""
+    """Invert `store_blob` in the reader: fetch the stored blobs of each group as views."""
     stored = [
         blob.object_ref for blobs in groups for blob in blobs if isinstance(blob, ObjectStoreBlob)
     ]
@@ -73,9 +71,13 @@ async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...
 
 
 async def resolve_grants(grants: Sequence[LeaseGrant]) -> list[LeaseGrant]:
-    """Leased groups with the blobs they name."""
-    found = await resolve_blobs([(*grant.blobs, *grant.partial_rollouts) for grant in grants])
-    return [_resolve_grant(grant, blobs) for grant, blobs in zip(grants, found, strict=True)]
+    """Replace the object references in leased groups by the blobs."""
+    blobs_by_grant = await resolve_blobs(
+        [(*grant.blobs, *grant.partial_rollouts) for grant in grants]
+    )
+    return [
+        _resolve_grant(grant, blobs) for grant, blobs in zip(grants, blobs_by_grant, strict=True)
+    ]
 
 
 def _resolve_grant(grant: LeaseGrant, blobs: Sequence[Any]) -> LeaseGrant:
@@ -86,12 +88,12 @@ def _resolve_grant(grant: LeaseGrant, blobs: Sequence[Any]) -> LeaseGrant:
 
 
 def pack_commits(commits: Sequence[ColumnCommit]) -> list[ColumnCommit]:
-    """Commits as messages take them along."""
+    """Convert the blobs of commits to picklable form."""
     return [_replace_blob(commit, to_message(commit.blob)) for commit in commits]
 
 
 def unpack_commits(commits: Sequence[ColumnCommit]) -> list[ColumnCommit]:
-    """Inverse of `pack_commits`, in the shard."""
+    """Invert `pack_commits` in the shard."""
     return [_replace_blob(commit, from_message(commit.blob)) for commit in commits]
 
 

@@ -1,8 +1,8 @@
-"""Weights through Ray's object store: the copy of a node is one for all its readers.
+"""Weight transport through Ray's object store: readers of a node share a copy.
 
-A bucket is an object of the publisher's. Ray fetches it to a node once, from any node that has it,
-and every reader there has views of that copy. It goes when no manifest names it any more and no
-view is left.
+A bucket is an object that the publisher owns. Ray fetches an object once per node, from any node
+that has a copy, and every reader there maps that copy. Ray frees an object when no manifest refers
+to it and no view is left.
 """
 
 from collections.abc import Sequence
@@ -17,40 +17,39 @@ from streamrl.weights import WeightBucket, WeightManifest
 from streamrl.weights.pack import allocate_host_buffer
 
 FETCH_TIMEOUT_S = 120.0
-"""Longest that the buckets of a version may take to reach a node, s."""
+"""Timeout for all buckets of a version to reach a node."""
 
 
 class ObjectStoreWriter:
-    """The publisher's end: puts buckets into the store of its node."""
+    """Publisher side: puts buckets into the object store of its node."""
 
     def __init__(self) -> None:
         self._staging = allocate_host_buffer(0)
 
     def set_readers(self, names: Sequence[str]) -> None:
-        """It does not matter who reads."""
+        """Do nothing: any process may read an object."""
 
     def begin_version(self, version: int) -> None:
-        """Nothing is to be prepared."""
+        """Do nothing."""
 
     def allocate_buffer(self, num_bytes: int) -> Array:
-        """The same memory for every bucket: the store takes a copy."""
+        """Return the staging buffer, reused by every bucket because `ray.put` copies."""
         if self._staging.nbytes < num_bytes:
             self._staging = allocate_host_buffer(num_bytes)
         return self._staging
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
-        """A reference to the bucket in the store."""
         return ray.put(data)
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Older versions go with the manifests that name them."""
+        """Do nothing: old buckets die with the manifests that refer to them."""
 
     def close(self) -> None:
-        """Objects go with their owner."""
+        """Do nothing: objects die with their owner."""
 
 
 class ObjectStoreReader:
-    """A reader's end; `name` is whose weights are read, for errors."""
+    """Follower side. `name` is the role, for errors."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -58,14 +57,13 @@ class ObjectStoreReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """Views of the buckets in the store of this node."""
-        what = f"buckets of {self._name} version {manifest.version}"
+        call_name = f"buckets of {self._name} version {manifest.version}"
         try:
-            arrays: list[Array] = fetch_reply(list(manifest.handles), what, FETCH_TIMEOUT_S)
+            arrays: list[Array] = fetch_reply(list(manifest.handles), call_name, FETCH_TIMEOUT_S)
         except (ActorLostError, ActorError, DeadlineError) as error:
             raise WeightsError(str(error)) from error
         self.bytes_fetched += manifest.num_bytes
         return arrays
 
     def close(self) -> None:
-        """Views keep what they need."""
+        """Do nothing: views keep their objects alive."""

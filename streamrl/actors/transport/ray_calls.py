@@ -1,4 +1,4 @@
-"""Calling an actor with a deadline, and turning what Ray raises into the errors of streamrl."""
+"""Actor calls with a deadline; Ray's exceptions become streamrl errors."""
 
 import asyncio
 import os
@@ -28,58 +28,58 @@ from streamrl.errors import (
 )
 
 CALL_TIMEOUT_S = 120.0
-"""Deadline of a call that only keeps books, s. Work that computes brings its own."""
+"""Timeout of a call that only handles metadata. Calls that compute pass their own."""
 DEATH_NOTICE_S = 20.0
-"""Longest that Ray takes to tell that an actor has died, s."""
+"""Ray reports the death of an actor within this time."""
 _DISK_ERRORS = (CheckpointError, JournalError, DiskError)
 
 
-async def await_reply(reply: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-    """Await the reply of an actor. `what` names the call in errors, e.g. "shard-0.put".
+async def await_reply(reply: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    """Await the reply of an actor. `call_name` is for errors, e.g. "shard-0.commit_columns".
 
-    Raises DeadlineError after `timeout_s`, ActorLostError if the actor died, and the actor's own
-    StreamError or ConfigError if it raised one.
+    Raises DeadlineError after `timeout_s`, ActorLostError if the actor died, and the StreamError or
+    ConfigError that the actor raised.
     """
     try:
         return await asyncio.wait_for(reply, timeout_s)
     except TimeoutError:
-        raise DeadlineError(f"{what}: no answer within {timeout_s:g} s") from None
+        raise DeadlineError(f"{call_name}: no answer within {timeout_s:g} s") from None
     except RayError as error:
-        raise translate_error(error, what) from None
+        raise translate_error(error, call_name) from None
 
 
-def fetch_reply(replies: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-    """`call` for the driver, which is not asyncio: one reply or a list of them."""
+def fetch_reply(replies: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    """Blocking `await_reply` for the driver, which has no event loop; takes a reply or a list."""
     try:
         return ray.get(replies, timeout=timeout_s)
     except GetTimeoutError:
-        raise DeadlineError(f"{what}: no answer within {timeout_s:g} s") from None
+        raise DeadlineError(f"{call_name}: no answer within {timeout_s:g} s") from None
     except RayError as error:
-        raise translate_error(error, what) from None
+        raise translate_error(error, call_name) from None
 
 
 async def fetch_objects(
-    references: Sequence[Any], what: str, timeout_s: float = CALL_TIMEOUT_S
+    references: Sequence[Any], call_name: str, timeout_s: float = CALL_TIMEOUT_S
 ) -> list[Any]:
-    """`call` for many objects, of which all are there: to await each costs ten times as much."""
-    # Ray warns of a get in an asyncio actor, since it stops the loop; this one is in a thread.
+    """Fetch many objects at once in a thread; awaiting each reference costs ten times as much."""
+    # Ray warns about a blocking get in an asyncio actor; this get runs in a thread.
     os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
-    return list(await asyncio.to_thread(fetch_reply, list(references), what, timeout_s))
+    return list(await asyncio.to_thread(fetch_reply, list(references), call_name, timeout_s))
 
 
 async def gather_replies(*replies: Awaitable[Any]) -> list[Any]:
-    """What all of those who work together answer; the first error of one is raised.
+    """Await replies of cooperating ranks; raise the first error.
 
-    If the disk refuses one of them, not before all have ended: what they write is removed then. If
-    one tells that another rank is gone, the error is that one's, as soon as it is known.
+    After a disk error, wait for all replies first: the caller then removes the written files. After
+    a RankLostError, wait up to DEATH_NOTICE_S for the error of the lost rank itself and raise that.
     """
     tasks = [asyncio.ensure_future(reply) for reply in replies]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        failed = _collect_errors(tasks)
-        if all(isinstance(error, _DISK_ERRORS) for error in failed):
+        errors = _collect_errors(tasks)
+        if all(isinstance(error, _DISK_ERRORS) for error in errors):
             await asyncio.wait(tasks)
-        elif any(isinstance(error, RankLostError) for error in failed):
+        elif any(isinstance(error, RankLostError) for error in errors):
             await asyncio.wait(tasks, timeout=DEATH_NOTICE_S)
     finally:
         for task in tasks:
@@ -95,7 +95,7 @@ def _collect_errors(tasks: Iterable[asyncio.Future[Any]]) -> list[BaseException]
 
 
 def has_died(reply: Any) -> bool:
-    """Whether an actor died over a call: not so if it only told of another one's death."""
+    """Return whether the called actor itself died, not merely reported the death of another."""
     try:
         ray.get(reply, timeout=0)
     except (RayActorError, OutOfMemoryError):
@@ -105,20 +105,22 @@ def has_died(reply: Any) -> bool:
     return False
 
 
-def translate_error(error: RayError, what: str) -> StreamError | ConfigError:
-    """The streamrl error that says the same as an error of Ray, in one line."""
+def translate_error(error: RayError, call_name: str) -> StreamError | ConfigError:
+    """Return the streamrl error for a Ray error, with a message of a single line."""
     if isinstance(error, RayTaskError):
         cause = unwrap_error(error.cause)
         if isinstance(cause, StreamError | ConfigError):
             return cause
-        return ActorError(f"{what}: {type(cause).__name__}: {cause}\n{error}")
+        return ActorError(f"{call_name}: {type(cause).__name__}: {cause}\n{error}")
     if isinstance(error, RayActorError):
-        return ActorLostError(f"{what}: the actor died ({_first_line(error)})")
+        return ActorLostError(f"{call_name}: the actor died ({_first_line(error)})")
     if isinstance(error, ObjectLostError):
-        return ActorLostError(f"{what}: the actor that owned it died")
+        return ActorLostError(f"{call_name}: the actor that owned it died")
     if isinstance(error, OutOfMemoryError):
-        return ActorLostError(f"{what}: the actor was ended, as its node was running out of memory")
-    return ActorError(f"{what}: {type(error).__name__}: {_first_line(error)}")
+        return ActorLostError(
+            f"{call_name}: Ray killed the actor because its node ran out of memory"
+        )
+    return ActorError(f"{call_name}: {type(error).__name__}: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:
@@ -126,7 +128,7 @@ def _first_line(error: Exception) -> str:
 
 
 def unwrap_error(error: BaseException) -> BaseException:
-    """The first error inside nested exception groups (asyncio task groups wrap what fails)."""
+    """Return the first leaf of nested exception groups, as raised by asyncio.TaskGroup."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,13 +1,18 @@
-"""Small requests between two processes, over a connection of their own.
+"""Remote procedure calls over a TCP connection, for small requests between two processes.
 
-A call of an actor takes 1 ms of CPU over both ends whatever it does, a request here a tenth of it.
-Whoever answers has a `RpcServer`; whoever asks opens a `RpcConnection` to the listener's
-`Endpoint`, which it is told by an actor call. Both sides first prove that they have the endpoint's
-secret, by an HMAC of what each of them has drawn: the secret itself is never sent, a greeting that
-is heard is worth nothing to another, and neither side unpickles what comes from a stranger.
+An actor call costs 1 ms of CPU on both ends together; a request here costs a tenth of that. A
+server process has an `RpcServer`. A client gets its `RpcEndpoint` through an actor call and opens
+an `RpcConnection`.
 
-A frame is the number of its request and the bytes that follow: how many parts there are, the length
-of each, and the parts. They are a pickle and the large buffers in it, each filled up to 8 bytes.
+Before any unpickling both sides prove knowledge of the endpoint's secret: each sends an HMAC over
+the challenges of both sides. The secret itself never travels, and a recorded handshake cannot be
+replayed because the challenges are random.
+
+Frame layout (little endian, 64-bit):
+
+    request id | body bytes | part count | size of each part | parts, each padded to 8 bytes
+
+The first part is a pickle (protocol 5), the rest are its out-of-band buffers.
 """
 
 import asyncio
@@ -27,9 +32,9 @@ from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, unwrap_error
 from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 
 CONNECT_TIMEOUT_S = 10.0
-"""Longest that a connection may take to be there and to be greeted, s."""
+"""Timeout of connecting and authenticating."""
 KEEPALIVE_TIMEOUT_S = 20
-"""Longest that the other machine may say nothing before the connection is given up, s."""
+"""A connection whose peer stays silent for this long is given up."""
 _KEEPALIVE_PROBES = 4
 _BUFFER_BYTES = 1 << 20
 _ALIGNMENT = 8
@@ -38,12 +43,12 @@ _FRAME_HEADER = struct.Struct("<QQ")
 
 RequestHandler = Callable[[Any], Awaitable[Any]]
 _reader_tasks: set["asyncio.Task[str]"] = set()
-"""Keeps what reads from open connections: an event loop itself holds its tasks only weakly."""
+"""Keeps the reader tasks alive: an event loop holds only weak references to its tasks."""
 
 
 @dataclass(frozen=True)
 class RpcEndpoint:
-    """Where a listener can be reached, and what it lets in."""
+    """Address of an RpcServer and the secret that admits a client."""
 
     host: str
     port: int
@@ -51,15 +56,15 @@ class RpcEndpoint:
 
 
 class RpcServer:
-    """Answers what comes in on a port of `host`, each request in a task of its own.
+    """Serves requests on a free port of `host`, each in its own task.
 
-    `answer` is given the request; the error it raises goes back to the caller. A request goes on
-    if its caller is lost.
+    An error raised by the handler travels back to the caller. A request continues if its caller
+    disconnects.
     """
 
-    def __init__(self, host: str, answer: RequestHandler) -> None:
+    def __init__(self, host: str, handler: RequestHandler) -> None:
         self._host = host
-        self._handler = answer
+        self._handler = handler
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._server: asyncio.Server | None = None
         self._start_lock = asyncio.Lock()
@@ -67,7 +72,6 @@ class RpcServer:
         self._request_tasks: set[asyncio.Task[Any]] = set()
 
     async def get_endpoint(self) -> RpcEndpoint:
-        """Where to connect to; listens from the first call on."""
         async with self._start_lock:
             if self._server is None:
                 self._server = await asyncio.start_server(
@@ -77,19 +81,19 @@ class RpcServer:
         return RpcEndpoint(self._host, port, self._secret)
 
     def close(self) -> None:
-        """Listen no more and hang up. What has been asked goes on."""
+        """Stop listening and close all connections. Running requests continue."""
         if self._server is not None:
             self._server.close()
-        for caller in self._connection_tasks:
-            caller.cancel()
+        for connection in self._connection_tasks:
+            connection.cancel()
 
     def _accept_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        caller = asyncio.create_task(self._serve_connection(reader, writer))
-        self._connection_tasks.add(caller)
-        caller.add_done_callback(self._connection_tasks.discard)
-        caller.add_done_callback(lambda _: writer.close())
+        connection = asyncio.create_task(self._serve_connection(reader, writer))
+        self._connection_tasks.add(connection)
+        connection.add_done_callback(self._connection_tasks.discard)
+        connection.add_done_callback(lambda _: writer.close())
 
     async def _serve_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -97,36 +101,38 @@ class RpcServer:
         try:
             _set_keepalive(writer)
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                is_known = await _authenticate_client(reader, writer, self._secret)
-            if not is_known:
+                is_authenticated = await _authenticate_client(reader, writer, self._secret)
+            if not is_authenticated:
                 return
             while True:
-                number, body = await _read_frame(reader)
-                request = asyncio.create_task(self._handle_request(number, body))
+                request_id, body = await _read_frame(reader)
+                request = asyncio.create_task(self._handle_request(request_id, body))
                 self._request_tasks.add(request)
-                request.add_done_callback(partial(self._send_reply, writer, number))
+                request.add_done_callback(partial(self._send_reply, writer, request_id))
         except (OSError, EOFError):
-            return  # the caller is gone
+            return  # the client disconnected
 
-    async def _handle_request(self, number: int, body: memoryview) -> bytes:
-        return _encode_frame(number, (True, await self._handler(_decode_message(body))))
+    async def _handle_request(self, request_id: int, body: memoryview) -> bytes:
+        return _encode_frame(request_id, (True, await self._handler(_decode_message(body))))
 
     def _send_reply(
-        self, writer: asyncio.StreamWriter, number: int, request: "asyncio.Task[bytes]"
+        self, writer: asyncio.StreamWriter, request_id: int, request: "asyncio.Task[bytes]"
     ) -> None:
         self._request_tasks.discard(request)
         if request.cancelled():
             return
         error = request.exception()
         frame = (
-            _encode_frame(number, (False, _to_sendable_error(error))) if error else request.result()
+            _encode_frame(request_id, (False, _to_sendable_error(error)))
+            if error
+            else request.result()
         )
         if not writer.is_closing():
             writer.write(frame)
 
 
 class RpcConnection:
-    """The asking end, on one event loop. Any number of calls may be under way."""
+    """Client side, bound to an event loop. Any number of calls may be in flight."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -139,7 +145,7 @@ class RpcConnection:
 
     @classmethod
     async def open(cls, endpoint: RpcEndpoint) -> "RpcConnection":
-        """Connect; raises ConnectionError where nobody listens, or somebody without the secret."""
+        """Connect and authenticate; raises ConnectionError if no server with the secret answers."""
         where = f"{endpoint.host}:{endpoint.port}"
         writer: asyncio.StreamWriter | None = None
         try:
@@ -151,119 +157,117 @@ class RpcConnection:
                 await _authenticate_server(reader, writer, endpoint.secret)
             return cls(reader, writer)
         except TimeoutError:
-            reason = f"{where} cannot be reached within {CONNECT_TIMEOUT_S:g} s"
+            reason = f"{where}: no connection within {CONNECT_TIMEOUT_S:g} s"
         except EOFError:
-            reason = f"{where} hung up when it was greeted"
+            reason = f"{where} closed the connection during authentication"
         except OSError as error:
             reason = f"{where} cannot be reached ({error})"
         if writer is not None:
             writer.close()
         raise ConnectionError(reason)
 
-    async def call(self, request: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """What is answered to a request; `what` names it in errors.
+    async def call(self, request: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Send a request and return its result; `call_name` is for errors.
 
-        Raises ConnectionResetError if the connection is lost over it, DeadlineError after
-        `timeout_s`, the other side's own StreamError or ConfigError, and ActorError for any other
-        of its errors.
+        Raises ConnectionResetError if the connection breaks, DeadlineError after `timeout_s`, the
+        server's own StreamError or ConfigError, and ActorError for any other error of the server.
         """
         if not self.is_open:
             raise ConnectionResetError("the connection is lost")
-        number = next(self._request_ids)
-        frame = _encode_frame(number, request)
-        self._pending_replies[number] = asyncio.get_running_loop().create_future()
+        request_id = next(self._request_ids)
+        frame = _encode_frame(request_id, request)
+        self._pending_replies[request_id] = asyncio.get_running_loop().create_future()
         try:
             self._writer.write(frame)
             async with asyncio.timeout(timeout_s):
-                body = await self._pending_replies[number]
+                body = await self._pending_replies[request_id]
         except TimeoutError:
-            raise DeadlineError(f"{what}: no answer within {timeout_s:g} s") from None
+            raise DeadlineError(f"{call_name}: no answer within {timeout_s:g} s") from None
         finally:
-            del self._pending_replies[number]
-        is_answer, value = _decode_message(body)
-        if is_answer:
+            del self._pending_replies[request_id]
+        is_result, value = _decode_message(body)
+        if is_result:
             return value
         if isinstance(value, str):
-            raise ActorError(f"{what}: {value}")
+            raise ActorError(f"{call_name}: {value}")
         raise value
 
     def close(self) -> None:
-        """Hang up; calls under way raise ConnectionResetError."""
+        """Close the connection; calls in flight raise ConnectionResetError."""
         self._reader_task.cancel()
 
     async def _receive_replies(self, reader: asyncio.StreamReader) -> str:
-        """Hand the answers out, until there will be none, and why."""
+        """Pass replies to their callers until the connection ends; return the reason."""
         try:
             while True:
-                number, body = await _read_frame(reader)
-                waiting = self._pending_replies.get(number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(body)
+                request_id, body = await _read_frame(reader)
+                future = self._pending_replies.get(request_id)
+                if future is not None and not future.done():
+                    future.set_result(body)
         except EOFError:
-            return "the other side closed it"
+            return "closed by the server"
         except OSError as error:
             return str(error)
 
-    def _fail_pending(self, reading: "asyncio.Task[str]") -> None:
-        _reader_tasks.discard(reading)
+    def _fail_pending(self, reader_task: "asyncio.Task[str]") -> None:
+        _reader_tasks.discard(reader_task)
         self.is_open = False
         self._writer.close()
-        why = "it was closed here"
-        if not reading.cancelled():
-            why = str(reading.exception() or reading.result())
-        for waiting in self._pending_replies.values():
-            if not waiting.done():
-                waiting.set_exception(ConnectionResetError(f"the connection is lost ({why})"))
+        reason = "closed by this process"
+        if not reader_task.cancelled():
+            reason = str(reader_task.exception() or reader_task.result())
+        for future in self._pending_replies.values():
+            if not future.done():
+                future.set_exception(ConnectionResetError(f"the connection is lost ({reason})"))
 
 
 async def _authenticate_client(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes
 ) -> bool:
-    """Tell whether the caller has the secret; one that has is shown that this side has it, too."""
+    """Return whether the client proved the secret; if so, prove the secret to the client."""
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     writer.write(challenge)
-    drawn = challenge + await reader.readexactly(_CHALLENGE_BYTES)
+    challenges = challenge + await reader.readexactly(_CHALLENGE_BYTES)
     proof = await reader.readexactly(_PROOF_BYTES)
-    if not hmac.compare_digest(proof, _compute_proof(secret, b"caller", drawn)):
+    if not hmac.compare_digest(proof, _compute_proof(secret, b"caller", challenges)):
         return False
-    writer.write(_compute_proof(secret, b"listener", drawn))
+    writer.write(_compute_proof(secret, b"listener", challenges))
     return True
 
 
 async def _authenticate_server(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes
 ) -> None:
-    """Prove to have the secret; raises ConnectionError if the listener cannot prove it."""
+    """Prove the secret to the server; raises ConnectionError if the server lacks it."""
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-    drawn = await reader.readexactly(_CHALLENGE_BYTES) + challenge
-    writer.write(challenge + _compute_proof(secret, b"caller", drawn))
+    challenges = await reader.readexactly(_CHALLENGE_BYTES) + challenge
+    writer.write(challenge + _compute_proof(secret, b"caller", challenges))
     proof = await reader.readexactly(_PROOF_BYTES)
-    if not hmac.compare_digest(proof, _compute_proof(secret, b"listener", drawn)):
-        raise ConnectionError("it does not have the secret")
+    if not hmac.compare_digest(proof, _compute_proof(secret, b"listener", challenges)):
+        raise ConnectionError("the server does not have the secret")
 
 
-def _compute_proof(secret: bytes, side: bytes, drawn: bytes) -> bytes:
-    return hmac.digest(secret, side + drawn, "sha256")
+def _compute_proof(secret: bytes, side: bytes, challenges: bytes) -> bytes:
+    return hmac.digest(secret, side + challenges, "sha256")
 
 
-def _encode_frame(number: int, message: object) -> bytes:
+def _encode_frame(request_id: int, message: object) -> bytes:
     buffers: list[pickle.PickleBuffer] = []
-    text = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    parts = [text, *(buffer.raw() for buffer in buffers)]
+    pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    parts = [pickled, *(buffer.raw() for buffer in buffers)]
     body: list[Any] = [struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts))]
     for part in parts:
         body += [part, bytes(-len(part) % _ALIGNMENT)]
-    return b"".join([_FRAME_HEADER.pack(number, sum(map(len, body))), *body])
+    return b"".join([_FRAME_HEADER.pack(request_id, sum(map(len, body))), *body])
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, memoryview]:
-    """The number of the next frame, and its body."""
-    number, num_bytes = _FRAME_HEADER.unpack(await reader.readexactly(_FRAME_HEADER.size))
-    return number, memoryview(await reader.readexactly(num_bytes))
+    request_id, num_bytes = _FRAME_HEADER.unpack(await reader.readexactly(_FRAME_HEADER.size))
+    return request_id, memoryview(await reader.readexactly(num_bytes))
 
 
 def _decode_message(body: memoryview) -> Any:
-    """The message of a frame; its arrays are views of the frame."""
+    """Unpickle a frame body; its arrays are views of the body."""
     (count,) = struct.unpack_from("<Q", body)
     sizes = struct.unpack_from(f"<{count}Q", body, 8)
     start, parts = 8 + 8 * count, []
@@ -274,7 +278,7 @@ def _decode_message(body: memoryview) -> Any:
 
 
 def _to_sendable_error(error: BaseException) -> StreamError | ConfigError | str:
-    """An error as it is, if the caller knows what to make of it; else as text."""
+    """Return the error if the caller can unpickle and handle it, else its traceback as text."""
     cause = unwrap_error(error)
     if isinstance(cause, StreamError | ConfigError) and _is_picklable(cause):
         return cause
@@ -291,9 +295,9 @@ def _is_picklable(error: Exception) -> bool:
 
 
 def _set_keepalive(writer: asyncio.StreamWriter) -> None:
-    """A machine that is lost says nothing, not even that it is gone."""
-    line = writer.get_extra_info("socket")
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    """Detect a peer machine that vanished: it sends neither data nor a FIN."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {
         "TCP_KEEPIDLE": KEEPALIVE_TIMEOUT_S // _KEEPALIVE_PROBES,
         "TCP_KEEPALIVE": KEEPALIVE_TIMEOUT_S // _KEEPALIVE_PROBES,
@@ -302,5 +306,5 @@ def _set_keepalive(writer: asyncio.StreamWriter) -> None:
         "TCP_USER_TIMEOUT": KEEPALIVE_TIMEOUT_S * 1000,
     }
     for name, value in limits.items():
-        if hasattr(socket, name):  # not every system has all of them
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if hasattr(socket, name):  # the constants differ between systems
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,4 +1,4 @@
-"""How the weights of a run travel: the transport that was chosen, and what its ends must know."""
+"""Transport of a run's weights: the decision, and the parameters of its writers and readers."""
 
 import time
 from collections.abc import Mapping
@@ -15,15 +15,16 @@ from streamrl.weights.transports.shm_segments import (
 )
 
 CLEANUP_TIMEOUT_S = 2.0
-"""Longest that ended publishers are waited for, s; the next publisher clears up after others."""
+"""Longest wait for killed publishers to exit; the next publisher removes the segments otherwise."""
 
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Told to every actor of a run; `travel_ends` makes its ends.
+    """Given to every actor; see `make_transport_writer` and `make_transport_reader`.
 
-    `token` tells the run from others on the machine. `room`: most bytes of shared memory for each
-    role that is published. `node`: where all have to be who publish or follow; empty for anywhere.
+    token: distinguishes the shared memory of this run on the machine.
+    max_bytes: shared memory of each published role, bytes.
+    node: node id that all publishers and followers must share; empty if any node will do.
     """
 
     decision: TransportDecision
@@ -34,18 +35,15 @@ class TransportSpec:
     node: str = ""
 
     def make_broadcast_tree(self, origin: str) -> BroadcastTree | None:
-        """Who may pull from whom, with publishers on the node `origin`.
-
-        Where every node takes a copy of its own, some wait for others that have one.
-        """
+        """Make the broadcast tree rooted at node `origin`; None if nodes keep no copies."""
         return BroadcastTree(origin) if self.decision.transport in (OBJECT_STORE, DELTA) else None
 
     def clean_up(self) -> None:
-        """Take away what publishers that were ended have left in memory."""
+        """Remove shared-memory segments left by killed publishers."""
         if self.decision.transport != SHARED_MEMORY:
             return
         deadline = time.monotonic() + CLEANUP_TIMEOUT_S
-        # They may not be quite gone: until then what they hold is theirs.
+        # A segment counts as stale only after its publisher has exited, which may take a moment.
         while any(SHARED_MEMORY_DIR.glob(f"{SEGMENT_PREFIX}{self.token}*")):
             remove_stale_segments()
             if time.monotonic() > deadline:

@@ -1,10 +1,11 @@
-"""Workers with real engines, for loops of one's own: policy, critics, reference, rewards, costs.
+"""Workers with real engines for own loops: policy, critics, reference, rewards, costs.
 
-A row of their batches is a group: a cell for its prompt, and one for each of its columns, by the
-names of `messages.COLUMN_SPECS`. What a row derives from groups, advantages and returns, is the
-column `derived`. Scoring is handed out by rows. An update is handed out whole: advantages may
-compare all groups of a step, and rollouts are dealt to ranks by their lengths, each of them once,
-so that neither padding nor the number of ranks has a say in it.
+A row of a batch is a group: a cell for its prompt and a cell per column of `messages.COLUMN_SPECS`.
+Advantages and returns of a group form the column `derived`.
+
+Scoring splits a batch by rows. An update receives the whole batch on every rank, since advantages
+may compare all groups of a step; the ranks share the rollouts by length without padding. So the
+result does not depend on the number of ranks.
 """
 
 import asyncio
@@ -71,25 +72,24 @@ from streamrl.weights.logprob_probe import is_logprob_check_due
 
 PROMPT_COLUMN = "prompt"
 DERIVED_COLUMN = "derived"
-#: All ranks work on the whole batch together; what they agree on is told once.
+#: Every rank gets the whole batch, and rank 0 answers for all: their results are equal.
 TO_ALL_FROM_FIRST = add_protocol(
     "TO_ALL_FROM_FIRST", PROTOCOLS["ONE_TO_ALL"].distribute, PROTOCOLS["RANK_ZERO"].collect
 ).name
 Metrics = dict[str, float]
 TrainResult = tuple[dict[str, float], Metrics]
-"""What a step told: sums over all ranks, and the mean of what its updates told."""
+"""Result of a step: sums over all ranks, and the mean metrics of its updates."""
 
 
 def make_engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
-    """Environment for the processes of the workers here."""
-    own = make_vllm_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
+    vllm_env = make_vllm_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
     accelerator = {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
     trusted = make_trusted_env(*config.trusted_models)
-    return {**STAGE_ENV, **own, **accelerator, **trusted, **make_level_env(GENERATOR_LEVEL)}
+    return {**STAGE_ENV, **vllm_env, **accelerator, **trusted, **make_level_env(GENERATOR_LEVEL)}
 
 
 def set_world_size(config: RunConfig, ranks: int) -> RunConfig:
-    """The settings for so many ranks: a group has as many as its mesh."""
+    """Return the config with trainer.world_size (and the critic's) set to the ranks of a mesh."""
     trainer, critic = replace(config.trainer, world_size=ranks), config.critic
     if "world_size" in critic.trainer:
         critic = replace(critic, trainer={**critic.trainer, "world_size": ranks})
@@ -97,32 +97,32 @@ def set_world_size(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
-    """The settings of a policy that so many workers here both train and sample from.
+    """Return the config of a policy whose workers both train and sample, on so many ranks.
 
-    Raises ConfigError for a setting that would have no effect there, or cannot be had.
+    Raises ConfigError for settings that would have no effect or are unsupported in an own loop.
     """
-    mode, splits = config.placement.mode, config.generator.tensor_parallel
+    mode, tensor_parallel = config.placement.mode, config.generator.tensor_parallel
     every = config.reference.every
-    refused = (
-        ("filter.kind", config.filter.kind, "none", "takes no group out"),
-        ("reference.every", every, 0, "has a reference that stays where it began"),
-        ("generator.tensor_parallel", splits, 1, "has a whole generator in each worker"),
+    fixed_settings = (
+        ("filter.kind", config.filter.kind, "none", "filters no groups"),
+        ("reference.every", every, 0, "has a fixed reference"),
+        ("generator.tensor_parallel", tensor_parallel, 1, "has a whole generator in each worker"),
     )
-    for key, value, only, reason in refused:
-        if value != only:
-            raise ConfigError(f"{key}={value}: a loop of one's own {reason}; must be {only}")
+    for key, value, required, reason in fixed_settings:
+        if value != required:
+            raise ConfigError(f"{key}={value}: an own loop {reason}; must be {required}")
     if mode not in ("auto", "colocated"):
         raise ConfigError(
-            f"placement.mode={mode}: in a loop of one's own the policy's workers both train and"
+            f"placement.mode={mode}: in an own loop the policy's workers both train and"
             " generate; must be auto or colocated"
         )
     return with_placement_mode(set_world_size(config, ranks), "colocated")
 
 
 def plan_loop_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory:
-    """What one of these workers holds, of the settings `make_loop_config` gives.
+    """Return the memory budget of a worker with the config of `make_loop_config`.
 
-    Raises ConfigError with the arithmetic if it cannot stay within placement.memory_mb.
+    Raises ConfigError with the arithmetic if the worker cannot stay within placement.memory_mb.
     """
     memory = check_worker_memory(config, on_gpu=on_gpu)
     assert memory is not None
@@ -130,99 +130,106 @@ def plan_loop_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory:
 
 
 class TrainedWorker:
-    """A rank of a model that is trained, by its role."""
+    """Base of workers that train: a rank of a model, by role."""
 
-    def __init__(self, place: WorkerContext, config: RunConfig, max_length: int, role: str) -> None:
+    def __init__(
+        self, context: WorkerContext, config: RunConfig, max_length: int, role: str
+    ) -> None:
         self._max_length = max_length
-        self._config = config = set_world_size(config, place.size)
-        self._context = place
-        self._trainer_config = trainer = config.get_trainer_config(role)
-        self._timeout_s = trainer.collective_timeout_s
-        shares = [trainer.get_dp_rank(rank) for rank in range(place.size)]
-        if [(at.dp_rank, at.pp_rank) for at in place.mesh.train.coordinates] != [
-            (at, 0) for at in shares
-        ]:
+        self._config = config = set_world_size(config, context.size)
+        self._context = context
+        self._trainer_config = trainer_config = config.get_trainer_config(role)
+        self._timeout_s = trainer_config.collective_timeout_s
+        dp_ranks = [trainer_config.get_dp_rank(rank) for rank in range(context.size)]
+        mesh_ranks = [(at.dp_rank, at.pp_rank) for at in context.mesh.train.coordinates]
+        if mesh_ranks != [(dp_rank, 0) for dp_rank in dp_ranks]:
+            tensor_parallel = trainer_config.tensor_parallel
             raise ConfigError(
-                f"trainer.tensor_parallel={trainer.tensor_parallel}: the {role}'s mesh must be"
-                f" Grid(1, {trainer.tensor_parallel}, {trainer.dp_size}) for these ranks"
+                f"trainer.tensor_parallel={tensor_parallel}: the mesh of the {role} must be"
+                f" RankGrid(1, {tensor_parallel}, {trainer_config.dp_size})"
             )
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.address, str(place.port)
-        self._trainer = RealEngineFactory().make_trainer(config, max_length, place.rank, role)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = context.address, str(context.port)
+        self._trainer = RealEngineFactory().make_trainer(config, max_length, context.rank, role)
         self._version = 0
 
     def _train_step(self, batch: Batch) -> TrainResult:
-        """The updates of a step."""
         groups = map_groups_by_uid(batch)
         self._trainer.plan_step(groups, dict(zip(groups, batch[DERIVED_COLUMN], strict=True)))
-        settings, share = (
+        settings, dp_rank = (
             self._config.algorithm_settings,
             self._trainer_config.get_dp_rank(self._context.rank),
         )
-        pace = UpdatePlan(settings.scope == "step", settings.epochs, settings.mini_batches)
+        update_plan = UpdatePlan(settings.scope == "step", settings.epochs, settings.mini_batches)
         budget = self._config.pipeline.micro_batch_tokens
-        shares = self._trainer_config.dp_size
-        schedule = StepScheduler(pace, world_size=shares, micro_batch_tokens=budget)
+        dp_size = self._trainer_config.dp_size
+        scheduler = StepScheduler(update_plan, world_size=dp_size, micro_batch_tokens=budget)
         for uid, columns in groups.items():
-            schedule.add_group(uid, columns["lengths"].tolist())
-        turns = schedule.take_rounds(complete=True)
+            scheduler.add_group(uid, columns["lengths"].tolist())
+        rounds = scheduler.take_rounds(complete=True)
         self._precompute_logprobs(
-            groups, [turn.micro_batches[share] for turn in turns if turn.epoch == 0]
+            groups, [round_.micro_batches[dp_rank] for round_ in rounds if round_.epoch == 0]
         )
-        total: dict[str, float] = {}
-        since: dict[str, float] = {}
+        step_sums: dict[str, float] = {}
+        update_sums: dict[str, float] = {}
         updates = []
-        for turn in turns:
-            picks = turn.micro_batches[share]
-            own = {uid: groups[uid] for uid, _ in picks}
-            add_metric_sums(since, self._trainer.train_micro_batch(own, picks, self._version))
-            if turn.is_last_of_update:
-                since = self._sum_over_ranks(since)
-                updates.append(self._trainer.step(self._trainer.compute_loss_denominator(since)))
-                add_metric_sums(total, since)
-                since = {}
-        return total, _average_metrics(updates)
+        for round_ in rounds:
+            rollouts = round_.micro_batches[dp_rank]
+            own_groups = {uid: groups[uid] for uid, _ in rollouts}
+            add_metric_sums(
+                update_sums, self._trainer.train_micro_batch(own_groups, rollouts, self._version)
+            )
+            if round_.is_last_of_update:
+                update_sums = self._sum_over_ranks(update_sums)
+                updates.append(
+                    self._trainer.step(self._trainer.compute_loss_denominator(update_sums))
+                )
+                add_metric_sums(step_sums, update_sums)
+                update_sums = {}
+        return step_sums, _average_metrics(updates)
 
     def _precompute_logprobs(
-        self, groups: Mapping[str, Columns], works: Sequence[Sequence[RolloutIndex]]
+        self, groups: Mapping[str, Columns], micro_batches: Sequence[Sequence[RolloutIndex]]
     ) -> None:
-        """Note what is to be known of the model before a step changes it; of a policy."""
+        """Compute log-probabilities under the model before the step; a policy overrides this."""
 
     def _sum_over_ranks(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The sums of all ranks; those that are tensor parallel have the same."""
+        """Sum over the data-parallel ranks; tensor-parallel ranks have equal sums."""
         total: dict[str, float] = {}
-        for part in self._all_gather(dict(sums), "sums")[:: self._trainer_config.tensor_parallel]:
-            add_metric_sums(total, part)
+        for rank_sums in self._all_gather(dict(sums), "sums")[
+            :: self._trainer_config.tensor_parallel
+        ]:
+            add_metric_sums(total, rank_sums)
         return total
 
-    def _all_gather(self, said: Any, what: str) -> list[Any]:
-        parts: list[Any] = [None] * self._context.size
-        with self._limit_wait(what):
-            dist.all_gather_object(parts, said)
-        return parts
+    def _all_gather(self, value: Any, label: str) -> list[Any]:
+        values: list[Any] = [None] * self._context.size
+        with self._limit_wait(label):
+            dist.all_gather_object(values, value)
+        return values
 
-    def _limit_wait(self, what: str) -> AbstractContextManager[None]:
+    def _limit_wait(self, label: str) -> AbstractContextManager[None]:
         waited = f"rank {self._context.rank} waited {self._timeout_s:g} s"
-        return translate_collective_errors(f"{waited} for the others' {what}")
+        return translate_collective_errors(f"{waited} for the others' {label}")
 
 
 class PolicyWorker(TrainedWorker):
-    """A rank of the policy: trainer and generator in one process, on the same weights in place.
+    """Rank of the policy: trainer and generator in a process, sharing the weights in place.
 
-    max_length: most tokens of prompt and completion together.
+    max_length: maximum tokens of prompt and completion together.
     """
 
-    def __init__(self, place: WorkerContext, config: RunConfig, max_length: int) -> None:
-        config, on_gpu = make_loop_config(config, place.size), torch.cuda.is_available()
+    def __init__(self, context: WorkerContext, config: RunConfig, max_length: int) -> None:
+        config, on_gpu = make_loop_config(config, context.size), torch.cuda.is_available()
         if on_gpu and config.generator.kv_cache_mb is None:
             raise ConfigError(
                 "generator.kv_cache_mb=null: must be set where a generator shares a GPU, here with"
-                " its trainer, else the KV cache takes what there is"
+                " its trainer; otherwise the KV cache takes all free memory"
             )
         self._worker_memory = plan_loop_memory(config, on_gpu=on_gpu)
         if config.placement.memory_mb is not None:
             release_large_blocks_eagerly()
         self._shared_weights = SharedWeights()
-        super().__init__(place, config, max_length, POLICY)
+        super().__init__(context, config, max_length, POLICY)
         self._settings = self._config.algorithm_settings
         self._adaptive_params = AdaptiveParams(config.algorithm.spec, self._settings)
         self._loop = asyncio.Runner()
@@ -230,41 +237,43 @@ class PolicyWorker(TrainedWorker):
 
     @transfers("P3D_ALL_MICRO_DP")
     def generate_sequences(self, batch: Batch) -> dict[str, list[Array]]:
-        """The rollouts of each prompt: the columns ROLLOUT_COLUMNS."""
+        """Sample the rollouts of each prompt: the columns ROLLOUT_COLUMNS."""
         return self._sample_groups(GENERATE_CALL.stage, batch[PROMPT_COLUMN])
 
     @transfers("P3D_ALL_MICRO_DP")
     def generate_greedy(self, batch: Batch) -> dict[str, list[Array]]:
-        """The likeliest completion of each prompt: the column greedy_ids."""
+        """Decode each prompt greedily: the column greedy_ids."""
         return self._sample_groups(GREEDY_CALL.stage, batch[PROMPT_COLUMN])
 
     @transfers("RANK_ZERO")
     def compute_advantages(self, batch: Batch) -> dict[str, list[Columns]]:
-        """What the algorithm derives from the groups of a step: the column derived."""
+        """Derive advantages and returns from the groups of a step: the column derived."""
         settings = self._settings.with_adaptive_params(self._adaptive_params.values)
-        found = derive_columns(self._config.algorithm.spec, settings, map_groups_by_uid(batch))
-        return {DERIVED_COLUMN: list(found.values())}
+        derived = derive_columns(self._config.algorithm.spec, settings, map_groups_by_uid(batch))
+        return {DERIVED_COLUMN: list(derived.values())}
 
     @transfers(TO_ALL_FROM_FIRST)
     def update_policy(self, batch: Batch) -> Metrics:
-        """Train a step, and sample from what came of it: figures by their names in the metrics.
+        """Train a step and switch the generator to the new weights; returns metrics.
 
-        While a critic is warmed up alone, the policy stays as it is.
+        During critic warm-up (critic.warmup_alone) the policy stays unchanged.
         """
-        groups, dials = map_groups_by_uid(batch), dict(self._adaptive_params.values)
-        told = sum_rollouts(groups, list_rollouts(groups))
-        figures = _average_scores(told)
-        self._trainer.set_adaptive_params(dials)
+        groups, adaptive_params = map_groups_by_uid(batch), dict(self._adaptive_params.values)
+        rollout_sums = sum_rollouts(groups, list_rollouts(groups))
+        metrics = _average_scores(rollout_sums)
+        self._trainer.set_adaptive_params(adaptive_params)
         trains = self._version >= self._config.critic.warmup_alone
-        trained, moved = self._loop.run(self._train_next_version(batch if trains else None))
-        if trained:
-            sums, updates = trained
+        train_result, transfer_metrics = self._loop.run(
+            self._train_next_version(batch if trains else None)
+        )
+        if train_result:
+            sums, updates = train_result
             self._adaptive_params.update_after_step(
-                {**told, **sums}, num_rollouts=int(told["rollouts"])
+                {**rollout_sums, **sums}, num_rollouts=int(rollout_sums["rollouts"])
             )
-            figures |= summarise_policy(sums, step_loss_denominator(self._settings, sums)) | updates
-        figures |= {f"dial/{name}": value for name, value in dials.items()}
-        return {**figures, **moved, **self._gather_memory_peaks()}
+            metrics |= summarise_policy(sums, step_loss_denominator(self._settings, sums)) | updates
+        metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}
+        return {**metrics, **transfer_metrics, **self._gather_memory_peaks()}
 
     @transfers(TO_ALL_FROM_FIRST)
     def save_model(self, folder: Path) -> None:
@@ -272,87 +281,90 @@ class PolicyWorker(TrainedWorker):
         self._trainer.save_model(folder)
 
     async def _start_generator(self) -> None:
-        """Have the generator beside the trainer, with its weights."""
         if self._worker_memory.offloads_optimizer:
             self._trainer.offload_optimizer()
-        starting = RealEngineFactory().make_generator(
+        generator_start = RealEngineFactory().make_generator(
             self._config, self._max_length, self._context.rank
         )
-        self._generator = await starting
+        self._generator = await generator_start
         await self._shared_weights.attach_generator(
-            self._generator, fills=self._config.needs_resharding
+            self._generator, should_fill_storage=self._config.needs_resharding
         )
         self._shared_weights.publish_version(self._trainer, self._version)
         await self._activate_version()
 
     async def _train_next_version(self, batch: Batch | None) -> tuple[TrainResult | None, Metrics]:
-        """Train a step, if there is one, and sample from the weights as they are then.
+        """Train on the batch, if any, and switch the generator to the resulting weights.
 
-        What the step told, and the bytes that had to be moved and copied for the weights.
+        Returns the result of the step, and the bytes moved and copied for the weights.
         """
-        trained = None
+        result = None
         await self._shared_weights.invalidate_weights()
         releases_kv = self._worker_memory.releases_kv and batch is not None
         async with self._shared_weights.run_training_phase(releases_kv=releases_kv):
             if batch is not None:
-                trained = self._train_step(batch)
+                result = self._train_step(batch)
             self._version += 1
             self._shared_weights.publish_version(self._trainer, self._version)
             if self._worker_memory.offloads_optimizer:
                 self._trainer.offload_optimizer()
             release_freed_memory()
         fetched = self._shared_weights.fetch_version(self._version)
-        loaded = await self._activate_version()
-        return trained, {
+        load_stats = await self._activate_version()
+        return result, {
             "weights/bytes": float(fetched.num_bytes),
-            "weights/copied_bytes": float(fetched.copied_bytes + loaded.copied_bytes),
+            "weights/copied_bytes": float(fetched.copied_bytes + load_stats.copied_bytes),
         }
 
     async def _activate_version(self) -> WeightLoadStats:
-        """Have the generator sample from the weights as they are, once it is seen to be the same
-        model."""
+        """Switch the generator to the current weights; verify them if a logprob check is due."""
         manifest = WeightManifest(self._version, (), ())
         if is_logprob_check_due(self._version, every=self._config.weights.probe_every):
-            probe = make_logprob_check(self._trainer, self._config, max_length=self._max_length)
-            manifest = replace(manifest, logprob_check=probe)
-        loaded = await self._shared_weights.activate_version(self._generator, self._version)
+            logprob_check = make_logprob_check(
+                self._trainer, self._config, max_length=self._max_length
+            )
+            manifest = replace(manifest, logprob_check=logprob_check)
+        load_stats = await self._shared_weights.activate_version(self._generator, self._version)
         name = f"generator-{self._context.rank}"
-        await verify_weights(self._generator, name, manifest, loaded.verification)
-        return loaded
+        await verify_weights(self._generator, name, manifest, load_stats.verification)
+        return load_stats
 
     def _gather_memory_peaks(self) -> Metrics:
-        """The most any rank held in each phase since the last call."""
         peaks: Metrics = {}
-        for part in self._all_gather(
+        for rank_peaks in self._all_gather(
             self._shared_weights.peak_memory.drain_peaks(), "peaks of memory"
         ):
-            for phase, peak_mb in part.items():
+            for phase, peak_mb in rank_peaks.items():
                 name = f"memory/{phase}_mb"
                 peaks[name] = max(peaks.get(name, 0.0), peak_mb)
         return peaks
 
     def _sample_groups(self, stage: str, prompts: Sequence[Prompt]) -> dict[str, list[Array]]:
         if self._shared_weights.is_changing:
-            # The generator would stand still for ever.
-            raise StreamError("an update failed half-way: there are no weights to sample with")
+            # The generator stays paused until a version is activated, so sampling would hang.
+            raise StreamError(
+                "the last update failed midway; the weights are inconsistent, cannot sample"
+            )
         sample = self._generator.stages[stage]
 
-        async def all_groups() -> list[Columns]:
+        async def sample_all() -> list[Columns]:
             return await asyncio.gather(*(sample(prompt, None, do_nothing) for prompt in prompts))
 
-        return to_batch(self._loop.run(all_groups()))
+        return to_batch(self._loop.run(sample_all()))
 
     def _precompute_logprobs(
-        self, groups: Mapping[str, Columns], works: Sequence[Sequence[RolloutIndex]]
+        self, groups: Mapping[str, Columns], micro_batches: Sequence[Sequence[RolloutIndex]]
     ) -> None:
         if self._settings.should_recompute_logprobs:
-            for picks in works:
-                self._trainer.precompute_logprobs({uid: groups[uid] for uid, _ in picks}, picks)
+            for rollouts in micro_batches:
+                self._trainer.precompute_logprobs(
+                    {uid: groups[uid] for uid, _ in rollouts}, rollouts
+                )
             self._trainer.sync_plan()
 
 
 class CriticWorker(TrainedWorker):
-    """A rank of a critic, of rewards or of costs by its role."""
+    """Rank of a critic, of rewards or of costs by role."""
 
     def __init__(
         self, place: WorkerContext, config: RunConfig, max_length: int, role: str = CRITIC
@@ -363,30 +375,32 @@ class CriticWorker(TrainedWorker):
 
     @transfers("P3D")
     def compute_values(self, batch: Batch) -> dict[str, list[Array]]:
-        """A value per token of every group: the column values, or cost_values."""
+        """Compute a value per token of every group: the column values, or cost_values."""
         budget = self._config.pipeline.micro_batch_tokens
-        lacking = self._count_missing_rounds(batch)
-        found = compute_concatenated(
+        num_missing = self._count_missing_rounds(batch)
+        values = compute_concatenated(
             batch, lambda columns: compute_token_column(columns, self._compute_token_values, budget)
         )
-        for _ in range(lacking):
+        # Sharded parameters are gathered in every forward pass, so all ranks must run equally many.
+        for _ in range(num_missing):
             token = torch.zeros(1, 1, dtype=torch.long, device=get_local_device())
             self._compute_token_values({"token_ids": token, "attention_mask": token == 0})
-        return {self._column: found}
+        return {self._column: values}
 
     def _count_missing_rounds(self, batch: Batch) -> int:
-        """How many micro-batches another rank has more of, which this one has to keep company."""
+        """Return how many more micro-batches another rank has; 0 with unsharded parameters."""
         if not self._trainer.has_sharded_params:
             return 0
-        lengths = [length for cells in batch["lengths"] for length in cells.tolist()]
+        lengths = [length for column in batch["lengths"] for length in column.tolist()]
         sized = [("", i, length) for i, length in enumerate(lengths)]
         budget = self._config.pipeline.micro_batch_tokens
-        own = len(pack_rollouts(sized, world_size=1, micro_batch_tokens=budget))
-        return max(self._all_gather(own, "number of micro-batches")) - own
+        num_rounds = len(pack_rollouts(sized, world_size=1, micro_batch_tokens=budget))
+        return max(self._all_gather(num_rounds, "number of micro-batches")) - num_rounds
 
     def _compute_token_values(self, rows: Mapping[str, Any]) -> torch.Tensor:
-        """Of some rows. Where no rank has all parameters, all ranks are at this together."""
-        # What is gathered is kept by those who gather, and has to be good for training, too.
+        """Compute the values of some rows; a collective over all ranks with sharded parameters."""
+        # Gathered parameters stay cached and training reuses them, so they must not be inference
+        # tensors.
         with self._limit_wait("values"), torch.inference_mode(False), torch.no_grad():
             return compute_token_values(
                 self._trainer.forward, rows["token_ids"], rows["attention_mask"]
@@ -394,16 +408,15 @@ class CriticWorker(TrainedWorker):
 
     @transfers(TO_ALL_FROM_FIRST)
     def update_critic(self, batch: Batch) -> Metrics:
-        """Train a step on the returns: figures by their names in the metrics."""
         sums, updates = self._train_step(batch)
         self._version += 1
         return summarise_critic(sums, self._role) | updates
 
 
 class ReferenceWorker:
-    """The policy as it was when the run began."""
+    """The policy as it was at the start of the run."""
 
-    def __init__(self, place: WorkerContext, config: RunConfig, max_length: int) -> None:
+    def __init__(self, context: WorkerContext, config: RunConfig, max_length: int) -> None:
         self._model = LogprobScorer(
             config.model.path,
             temperature=config.generator.temperature,
@@ -415,7 +428,7 @@ class ReferenceWorker:
 
     @transfers("DP")
     def compute_ref_logprobs(self, batch: Batch) -> dict[str, list[Array]]:
-        """The column ref_logprobs."""
+        """Compute the column ref_logprobs."""
         name = "ref_logprobs"
         return {
             name: compute_concatenated(
@@ -425,43 +438,42 @@ class ReferenceWorker:
 
 
 class RewardWorker:
-    """A run's rewards, or its costs where the role is that of costs."""
+    """Scores rewards, or costs with the role "cost"."""
 
     def __init__(
-        self, place: WorkerContext, config: RunConfig, role: str = REWARD_CALL.role
+        self, context: WorkerContext, config: RunConfig, role: str = REWARD_CALL.role
     ) -> None:
         self._loop = asyncio.Runner()
-        # It judges texts, whatever their length.
+        # max_length 0: text scorers have no length limit.
         self._scorer = self._loop.run(RealEngineFactory().make_scorer(config, 0, role))
 
     @transfers("DP")
     def compute_rewards(self, batch: Batch) -> dict[str, list[Array]]:
-        """The column scores, and the components they are combined from."""
+        """Compute the column scores and its components."""
         return self._score_groups(REWARD_CALL.stage, batch)
 
     @transfers("DP")
     def compute_baselines(self, batch: Batch) -> dict[str, list[Array]]:
-        """What the likeliest completions would get: the column baseline_scores."""
+        """Score the greedy completions: the column baseline_scores."""
         return self._score_groups(BASELINE_CALL.stage, batch)
 
     @transfers("DP")
     def compute_costs(self, batch: Batch) -> dict[str, list[Array]]:
-        """The column costs, and the components they are combined from."""
+        """Compute the column costs and its components."""
         return self._score_groups(COST_CALL.stage, batch)
 
     def _score_groups(self, stage: str, batch: Batch) -> dict[str, list[Array]]:
-        """Raises the error of a group that could not be judged."""
         groups = [
             Experience(
                 GroupLease(0, prompt.uid, stage, 0, float("inf")), 0, prompt=prompt, columns=columns
             )
             for prompt, columns in zip(batch[PROMPT_COLUMN], get_group_columns(batch), strict=True)
         ]
-        found = self._loop.run(_await_result(self._scorer.stages[stage](groups)))
-        for result in found:
+        results = self._loop.run(_await_result(self._scorer.stages[stage](groups)))
+        for result in results:
             if isinstance(result, StreamError):
                 raise result
-        return to_batch(found)
+        return to_batch(results)
 
 
 async def _await_result(results: Any) -> Any:
@@ -469,12 +481,10 @@ async def _await_result(results: Any) -> Any:
 
 
 def to_batch(groups: Sequence[Columns]) -> dict[str, list[Array]]:
-    """The batch of some groups, a row each."""
     return {name: [columns[name] for columns in groups] for name in (groups[0] if groups else ())}
 
 
 def get_group_columns(batch: Batch) -> list[Columns]:
-    """The columns of every group of a batch, in the order of its rows."""
     names = [name for name in batch if name in COLUMN_SPECS or is_component_column(name)]
     return [
         dict(zip(names, cells, strict=True))
@@ -483,35 +493,35 @@ def get_group_columns(batch: Batch) -> list[Columns]:
 
 
 def map_groups_by_uid(batch: Batch) -> dict[str, Columns]:
-    """The columns of every group by uid. Raises ValueError for a group that is there twice."""
+    """Return the columns of every group by uid. Raises ValueError for a repeated group."""
     uids = [prompt.uid for prompt in batch[PROMPT_COLUMN]]
     if len(set(uids)) < len(uids):
-        twice = next(uid for uid in uids if uids.count(uid) > 1)
-        raise ValueError(f"prompt {twice} is there twice: a step trains a group once")
+        duplicate = next(uid for uid in uids if uids.count(uid) > 1)
+        raise ValueError(
+            f"prompt {duplicate} occurs twice in the batch; a step trains a group once"
+        )
     return dict(zip(uids, get_group_columns(batch), strict=True))
 
 
 def compute_concatenated(batch: Batch, compute: Callable[[Columns], Array]) -> list[Array]:
-    """A token column, a cell for each group, of what is computed of all of them laid end to end."""
+    """Concatenate the sequences of all groups, compute a token column, and split it into groups."""
     groups = get_group_columns(batch)
     if not groups:
         return []
-    whole = {
+    concatenated = {
         name: np.concatenate([columns[name] for columns in groups]) for name in SEQUENCE_COLUMNS
     }
     ends = np.cumsum([len(columns["token_ids"]) for columns in groups])
-    return np.split(compute(whole), ends[:-1])
+    return np.split(compute(concatenated), ends[:-1])
 
 
 def list_rollouts(groups: Mapping[str, Columns]) -> list[RolloutIndex]:
-    """Every rollout of some groups."""
     return [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
 
 
-def _average_scores(told: Mapping[str, float]) -> Metrics:
-    """What the rollouts of a step got, by rollout."""
+def _average_scores(sums: Mapping[str, float]) -> Metrics:
     names = {"score_sum": "reward/mean", "cost_sum": "cost/mean"}
-    return {mean: told[name] / told["rollouts"] for name, mean in names.items() if name in told}
+    return {mean: sums[name] / sums["rollouts"] for name, mean in names.items() if name in sums}
 
 
 def _average_metrics(rows: Sequence[Mapping[str, float]]) -> Metrics:

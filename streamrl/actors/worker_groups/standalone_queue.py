@@ -1,4 +1,4 @@
-"""The experience queue without a run, for producers and consumers of one's own."""
+"""Experience queue without a run, for producers and consumers that a user writes."""
 
 import uuid
 import warnings
@@ -18,11 +18,10 @@ def start_shards(
     bounds: ShardCapacity,
     config: QueueConfig | None = None,
 ) -> list[RemoteShard]:
-    """The shards of a queue, with their journals in `folder`; without one they forget in death.
+    """Start the shards of a queue, with journals in `folder`; None means no journals.
 
-    What an earlier program left in the folder is there again, and nobody holds a lease on it; a
-    warning names what could not be read of it. `bounds` is the most that each shard holds. Ray must
-    have been initialised.
+    Shards recover the groups that an earlier program left in the folder, unleased; a warning names
+    each unreadable record. `bounds` is the capacity of a shard. Ray must be initialized.
     """
     config, session = config or QueueConfig(), uuid.uuid4().hex
     plans = {
@@ -37,6 +36,6 @@ def start_shards(
     }
     shards = create_shards(plans)
     for shard in shards:
-        for text in fetch_reply(shard.actor.open_shard.remote(), f"{shard.name}.ready"):
-            warnings.warn(f"{text}; what it held is lost or made again", stacklevel=2)
+        for text in fetch_reply(shard.actor.open_shard.remote(), f"{shard.name}.open_shard"):
+            warnings.warn(f"{text}; its groups are lost or must be made again", stacklevel=2)
     return shards

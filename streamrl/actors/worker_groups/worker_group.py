@@ -1,9 +1,13 @@
-"""Groups of workers on pools of devices, called by one controller as if each were one object.
+"""Worker groups on pools of devices, each called by a controller script as if it were an object.
 
-The controller is a plain script. A method of a group is called on all its ranks, as the protocol of
-the method says; batches go and come as references, so what is in them never passes through the
-controller. A call returns at once, and what it returns can be handed on at once: only where rows
-have to be counted, or values are asked for, the controller waits, and no longer than the deadline.
+A method of a group runs on all its ranks, as its transfer protocol says. Batches travel as
+references, so their data never passes through the controller. Calls return at once, and their
+replies can be passed to further calls. The controller blocks only to count rows or to get values,
+until the deadline of the call.
+
+    pool = ResourcePool(2)
+    policy = WorkerGroup(pool, PolicyWorker, config, max_length, mesh=mesh)
+    rollouts = policy.generate_sequences(put({"prompt": prompts}))   # a WorkerGroupReply
 """
 
 import time
@@ -36,18 +40,18 @@ from streamrl.controller.transfer_protocols import PROTOCOLS, TransferProtocol, 
 from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 
 GROUP_CALL_TIMEOUT_S = 600.0
-"""Deadline of a call of a group unless it brings its own, s."""
-START_TIMEOUT_S = 600.0
-"""Deadline of the start of a group's workers: processes are made, and models are loaded, s."""
+START_TIMEOUT_S = 600.0  # includes loading the models
 NODE_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 class ResourcePool:
-    """So many slots of a cluster, each a bundle of one Ray placement group.
+    """Slots of a cluster, the bundles of one Ray placement group.
 
-    cpus, gpus: of each slot. groups: how many groups share a slot at most, each with an equal part
-    of it. strategy: how Ray lays the slots over nodes, one of NODE_STRATEGIES. Raises ConfigError
-    if the cluster has no room for it within timeout_s.
+    cpus, gpus: per slot.
+    groups: how many groups may share a slot, each with an equal fraction.
+    strategy: Ray's placement strategy, one of NODE_STRATEGIES.
+
+    Raises ConfigError if the cluster has no room within timeout_s.
     """
 
     def __init__(
@@ -68,46 +72,46 @@ class ResourcePool:
                 f"pool: cpus={cpus:g}, gpus={gpus:g}: must be 0 or more, and not both 0"
             )
         if strategy not in NODE_STRATEGIES:
-            known = ", ".join(NODE_STRATEGIES)
-            raise ConfigError(f"pool: strategy={strategy}: must be one of {known}")
+            strategies = ", ".join(NODE_STRATEGIES)
+            raise ConfigError(f"pool: strategy={strategy}: must be one of {strategies}")
         self.slots = slots
         self._worker_resources = {"num_cpus": cpus / groups, "num_gpus": gpus / groups}
         self._groups = groups
         self._used_shares = [0] * slots
-        bundle = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
+        bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
         bundles = [bundle] * slots
         self._placement = reserve_bundles(bundles, strategy=strategy, timeout_s=timeout_s)
         self._bundles = order_bundles(self._placement, bundles)
         self.is_closed = False
 
     def acquire_slot(self, slot: int) -> dict[str, Any]:
-        """What an actor is made with to have its part of a slot.
+        """Take a share of a slot, and return the Ray options of its actor.
 
-        Raises ConfigError if the slot is full, or the pool closed.
+        Raises ConfigError if the slot is full or the pool is closed.
         """
         if self.is_closed:
-            raise ConfigError("the pool is closed: it has no slots any more")
+            raise ConfigError("the pool is closed and has no slots")
         if self._used_shares[slot] == self._groups:
-            raise ConfigError(f"slot {slot} of the pool has its {self._groups} groups already")
+            raise ConfigError(
+                f"slot {slot} of the pool is full: groups={self._groups} share it already"
+            )
         self._used_shares[slot] += 1
-        where = PlacementGroupSchedulingStrategy(self._placement, self._bundles[slot])
-        return {**self._worker_resources, "scheduling_strategy": where}
+        strategy = PlacementGroupSchedulingStrategy(self._placement, self._bundles[slot])
+        return {**self._worker_resources, "scheduling_strategy": strategy}
 
     def release_slot(self, slot: int) -> None:
-        """A group has left its part of a slot."""
         self._used_shares[slot] -= 1
 
     def close(self) -> None:
-        """Give the slots back; what runs there is ended."""
         self.is_closed = True
         remove_placement_group(self._placement)
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """What a worker raised: an error of streamrl itself, or else what it says, and where.
+    """Error of a worker: a streamrl error, or the text and traceback of any other.
 
-    It travels as a value. As an error of Ray it would be printed by each reference that is dropped.
+    Travels as a value: Ray would print an error for each dropped reference.
     """
 
     error: StreamError | ConfigError | None
@@ -115,22 +119,19 @@ class WorkerFailure:
 
     @classmethod
     def from_exception(cls, error: Exception) -> "WorkerFailure":
-        """Of what was raised."""
         cause = unwrap_error(error)
-        known = cause if isinstance(cause, StreamError | ConfigError) else None
-        where = "".join(traceback.format_exception(error)).rstrip()
-        return cls(known, f"{type(cause).__name__}: {cause}\n{where}")
+        streamrl_error = cause if isinstance(cause, StreamError | ConfigError) else None
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        return cls(streamrl_error, f"{type(cause).__name__}: {cause}\n{trace}")
 
-    def to_error(self, what: str) -> StreamError | ConfigError:
-        """The error to be raised for a call."""
-        return self.error or ActorError(f"{what}: {self.text}")
+    def to_error(self, call_name: str) -> StreamError | ConfigError:
+        return self.error or ActorError(f"{call_name}: {self.text}")
 
 
 class WorkerHost:
-    """The process of one worker."""
+    """Actor that hosts a worker."""
 
     def find_rendezvous(self) -> tuple[str, int]:
-        """An address and a free port of this node."""
         return find_rendezvous()
 
     def build_worker(
@@ -139,12 +140,11 @@ class WorkerHost:
         rank: int,
         mesh: WorkerMesh,
         slot: int,
-        meeting: tuple[str, int],
+        rendezvous: tuple[str, int],
         arguments: Sequence[Any],
     ) -> WorkerFailure | None:
-        """Make the worker."""
         try:
-            self._worker = worker(WorkerContext(rank, mesh, *meeting, slot), *arguments)
+            self._worker = worker(WorkerContext(rank, mesh, *rendezvous, slot), *arguments)
         except Exception as error:  # noqa: BLE001
             return WorkerFailure.from_exception(error)
         return None
@@ -152,13 +152,13 @@ class WorkerHost:
     def call_method(
         self, method: str, arguments: Sequence[Any], named: Mapping[str, int]
     ) -> tuple[Any, int | WorkerFailure | None]:
-        """What its method returns, and how many rows that has; None if it is no batch."""
+        """Call a method; return its result and number of rows, None if the result is no batch."""
         try:
-            given = [
+            inputs = [
                 fetch_rows(value) if isinstance(value, BatchRef) else value for value in arguments
             ]
-            answer = methodcaller(method, *given, **named)(self._worker)
-            return answer, count_rows(answer) if is_batch(answer) else None
+            result = methodcaller(method, *inputs, **named)(self._worker)
+            return result, count_rows(result) if is_batch(result) else None
         except Exception as error:  # noqa: BLE001
             return None, WorkerFailure.from_exception(error)
 
@@ -167,49 +167,52 @@ WORKER_HOST: Any = ray.remote(WorkerHost)
 
 
 def put(batch: Batch) -> BatchRef:
-    """Put a batch where workers can fetch it. Raises ValueError if its columns do not agree."""
+    """Put a batch where workers can fetch it. Raises ValueError if columns differ in length."""
     if not is_batch(batch):
-        raise ValueError("put: must be columns in a dict by name, lists or arrays with a row each")
+        raise ValueError(
+            "put: a batch must be a dict of columns: lists, arrays or tensors with a row per sample"
+        )
     return BatchRef.from_slices(RowSlice(ray.put(dict(batch)), 0, count_rows(batch)))
 
 
 def fetch_rows(batch: BatchRef) -> dict[str, Any]:
-    """The rows themselves, fetched from where they lie. Raises ValueError for a column of two."""
-    found: dict[str, Any] = {}
-    for strip in batch.blocks:
-        wholes = fetch_reply([part.reference for part in strip.slices], "a batch")
+    """Fetch the rows of a batch. Raises ValueError if two of its blocks have the same column."""
+    columns_so_far: dict[str, Any] = {}
+    for block in batch.blocks:
+        batches = fetch_reply([row_slice.reference for row_slice in block.slices], "a batch")
         pieces = [
-            slice_columns(whole, part.start, part.stop)
-            for whole, part in zip(wholes, strip.slices, strict=True)
+            slice_columns(batch_of_slice, row_slice.start, row_slice.stop)
+            for batch_of_slice, row_slice in zip(batches, block.slices, strict=True)
         ]
         columns = concat_columns(pieces)
-        if twice := sorted(found.keys() & columns.keys()):
-            raise ValueError(f"columns {', '.join(twice)}: in two batches that were put together")
-        found |= columns
-    return found
+        if duplicates := sorted(columns_so_far.keys() & columns.keys()):
+            raise ValueError(f"columns {', '.join(duplicates)} are in both of the joined batches")
+        columns_so_far |= columns
+    return columns_so_far
 
 
 class WorkerGroupReply:
-    """What a call of a group will return; nothing is waited for before it is asked for.
+    """Lazy result of a group call; usable as an argument of further calls.
 
-    `a | b` is the batch of both, column beside column. Handed to a call, it is its batch.
+    `a | b` is the batch with the columns of both.
     """
 
-    def __init__(self, settle: Callable[[], Any]) -> None:
-        self._collect = settle
+    def __init__(self, collect: Callable[[], Any]) -> None:
+        self._collect = collect
         self._result: tuple[Any] | None = None
 
     def get(self) -> Any:
-        """What the protocol makes of the answers: a BatchRef if they are batches, else values.
+        """Return the collected result: a BatchRef if the answers are batches, else values.
 
-        Waits for the workers. Raises DeadlineError, or the error of the first that failed.
+        Blocks until the workers have answered. Raises DeadlineError, or the error of the first
+        failure.
         """
         if self._result is None:
             self._result = (self._collect(),)
         return self._result[0]
 
     def load(self) -> dict[str, Any]:
-        """The rows of a batch themselves, brought to the controller; ValueError if it is none."""
+        """Fetch the rows of the batch to the controller; raises ValueError if not a batch."""
         return fetch_rows(_require_batch(self))
 
     def __or__(self, other: "WorkerGroupReply | BatchRef") -> "WorkerGroupReply":
@@ -220,29 +223,31 @@ class WorkerGroupReply:
 
 
 def resolve_reply(value: Any) -> Any:
-    """What a reply will be, waited for; anything else as it is."""
     return value.get() if isinstance(value, WorkerGroupReply) else value
 
 
 def _require_batch(value: Any) -> BatchRef:
-    found = resolve_reply(value)
-    if not isinstance(found, BatchRef):
-        told = type(found).__name__
-        raise ValueError(f"a {told} is no batch: rows are what put(...) and workers give by name")
-    return found
+    batch = resolve_reply(value)
+    if not isinstance(batch, BatchRef):
+        type_name = type(batch).__name__
+        raise ValueError(
+            f"expected a batch, got {type_name}: use put(...), or a method that returns columns"
+        )
+    return batch
 
 
 class WorkerGroup:
-    """The workers of one class on a pool, one in each slot from `first_slot` on.
+    """The workers of a class on a pool, one per slot from `first_slot` on.
 
-    worker: a class whose constructor takes a Place and then `arguments`, and whose methods say by
-    `transfers` how they are called; these are the methods of the group. mesh: how its ranks are
-    laid out. env: what their processes find in the environment; they compute with one thread unless
-    OMP_NUM_THREADS is there. timeout_s: deadline of every call; the start has START_TIMEOUT_S.
+    worker: class whose constructor takes a WorkerContext and then `arguments`. Its methods with
+    `@transfers` become methods of the group.
+    mesh: layout of the ranks.
+    env: environment of the processes; OMP_NUM_THREADS defaults to 1.
+    timeout_s: deadline of a call. The start has START_TIMEOUT_S.
 
-    The workers are made while the caller goes on; `ready`, or the first call, waits for them.
-    Raises ConfigError if the pool has too few slots or is closed, a method names a protocol that is
-    unknown, or has a name that a group has itself.
+    The constructor does not wait; `wait_until_ready` or the first call does. Raises ConfigError if
+    the pool is closed or too small, if a method names an unknown protocol, or if its name is one of
+    a WorkerGroup's own.
     """
 
     def __init__(
@@ -258,8 +263,11 @@ class WorkerGroup:
         self._name = worker.__name__
         self._mesh, self._timeout_s = mesh, timeout_s
         self._methods = {
-            name: (_get_protocol(f"{self._name}.{name}", one.protocol), one.knows_padding)
-            for name, one in find_transfer_methods(worker).items()
+            name: (
+                _get_protocol(f"{self._name}.{name}", transfer_method.protocol),
+                transfer_method.knows_padding,
+            )
+            for name, transfer_method in find_transfer_methods(worker).items()
         }
         slots = range(first_slot, first_slot + mesh.size)
         if first_slot < 0 or slots.stop > pool.slots:
@@ -282,30 +290,28 @@ class WorkerGroup:
         except BaseException:
             self.close()
             raise
-        meeting = self._hosts[0].find_rendezvous.remote()
+        rendezvous = self._hosts[0].find_rendezvous.remote()
         self._build_replies: list[Any] | None = [
-            host.build_worker.remote(worker, rank, mesh, slot, meeting, arguments)
+            host.build_worker.remote(worker, rank, mesh, slot, rendezvous, arguments)
             for rank, (slot, host) in enumerate(zip(slots, self._hosts, strict=True))
         ]
 
     def wait_until_ready(self) -> None:
-        """Wait until all workers are made. Raises DeadlineError, or what stopped one of them."""
+        """Wait until all workers are constructed. Raises DeadlineError or the error of a worker."""
         if self._is_closed or self._pool.is_closed:
-            what = "group" if self._is_closed else "pool"
-            raise ActorError(f"{self._name}: the {what} is closed: it can be called no more")
+            closed_object = "group" if self._is_closed else "pool"
+            raise ActorError(f"{self._name}: the {closed_object} is closed and cannot be called")
         if self._build_replies is not None:
             self._fetch_answers(dict(enumerate(self._build_replies)), "start", START_TIMEOUT_S)
             self._build_replies = None
 
     def __getattr__(self, name: str) -> Callable[..., WorkerGroupReply]:
-        """The registered method of that name, as one call of all ranks."""
         if name.startswith("_") or name not in self._methods:
-            known = ", ".join(sorted(vars(self).get("_methods", {})))
-            raise AttributeError(f"{name}: is no method of a group; it has {known}")
+            methods = ", ".join(sorted(vars(self).get("_methods", {})))
+            raise AttributeError(f"{name} is not a method of the group; its methods: {methods}")
         return partial(self._call_ranks, name)
 
     def close(self) -> None:
-        """End the workers; others may have their part of the slots."""
         self._is_closed = True
         for host in self._hosts:
             ray.kill(host)
@@ -314,71 +320,77 @@ class WorkerGroup:
         self._slots, self._hosts = [], []
 
     def _call_ranks(self, method: str, *arguments: Any, **named: Any) -> WorkerGroupReply:
-        what = f"{self._name}.{method}"
+        call_name = f"{self._name}.{method}"
         if named:
-            raise ValueError(f"{what}: {', '.join(named)} by name: arguments go by their places")
+            raise ValueError(
+                f"{call_name}: {', '.join(named)} passed by name; arguments must be positional"
+            )
         self.wait_until_ready()
-        protocol, knows = self._methods[method]
+        protocol, knows_padding = self._methods[method]
         values = tuple(map(resolve_reply, arguments))
         try:
-            handed = protocol.distribute_calls(self._mesh, values)
+            rank_calls = protocol.distribute_calls(self._mesh, values)
         except ValueError as error:
-            raise ValueError(f"{what}: {error}") from error
-        given = make_rank_inputs(handed, protocol, what, knows=knows)
+            raise ValueError(f"{call_name}: {error}") from error
+        rank_inputs = make_rank_inputs(rank_calls, protocol, call_name, knows_padding=knows_padding)
         replies = {
             rank: self._hosts[rank]
             .call_method.options(num_returns=2)
-            .remote(method, call, {"real": given[rank].num_real} if knows else {})
-            for rank, call in enumerate(handed.calls)
+            .remote(method, call, {"real": rank_inputs[rank].num_real} if knows_padding else {})
+            for rank, call in enumerate(rank_calls.calls)
             if call is not None
         }
-        return WorkerGroupReply(partial(self._collect_answers, method, given, replies))
+        return WorkerGroupReply(partial(self._collect_answers, method, rank_inputs, replies))
 
     def _collect_answers(
-        self, method: str, given: Sequence[RankInput], replies: Mapping[int, tuple[Any, Any]]
+        self, method: str, rank_inputs: Sequence[RankInput], replies: Mapping[int, tuple[Any, Any]]
     ) -> Any:
-        told = {rank: count for rank, (_, count) in replies.items()}
-        counts = self._fetch_answers(told, method, self._timeout_s)
-        plain = {rank: replies[rank][0] for rank, count in counts.items() if count is None}
-        answers = self._fetch_answers(plain, method, self._timeout_s)
+        count_replies = {rank: count for rank, (_, count) in replies.items()}
+        counts = self._fetch_answers(count_replies, method, self._timeout_s)
+        value_replies = {rank: replies[rank][0] for rank, count in counts.items() if count is None}
+        answers = self._fetch_answers(value_replies, method, self._timeout_s)
         answers |= {
             rank: BatchRef.from_slices(RowSlice(replies[rank][0], 0, count))
             for rank, count in counts.items()
             if count is not None
         }
-        protocol, knows = self._methods[method]
+        protocol, knows_padding = self._methods[method]
         ranks = range(self._mesh.size)
         names = [f"{self._name}-{rank}.{method}" for rank in ranks]
         in_order = [answers.get(rank) for rank in ranks]
-        checked = RankAnswers(in_order, given, protocol.answer_kind, names, knows=knows)
-        return protocol.collect(self._mesh, checked)
+        rank_answers = RankAnswers(
+            in_order, rank_inputs, protocol.answer_kind, names, knows_padding=knows_padding
+        )
+        return protocol.collect(self._mesh, rank_answers)
 
     def _fetch_answers(
-        self, replies: Mapping[int, Any], what: str, within_s: float
+        self, replies: Mapping[int, Any], method: str, timeout_s: float
     ) -> dict[int, Any]:
-        """The answers by rank, as they come: one that fails is told at once, whoever is slower."""
-        ranks, found = {reply: rank for rank, reply in replies.items()}, {}
-        deadline = time.monotonic() + within_s
+        """Return the answers by rank; the first failure raises without waiting for slower ranks."""
+        ranks, answers = {reply: rank for rank, reply in replies.items()}, {}
+        deadline = time.monotonic() + timeout_s
         while ranks:
             left_s = max(deadline - time.monotonic(), 0.0)
             done, _ = ray.wait(list(ranks), timeout=left_s)
             if not done:
                 late = ", ".join(map(str, sorted(ranks.values())))
                 raise DeadlineError(
-                    f"{self._name}.{what}: no answer within {within_s:g} s from rank {late}"
+                    f"{self._name}.{method}: no answer within {timeout_s:g} s from rank {late}"
                 )
             for reply in done:
                 rank = ranks.pop(reply)
-                name = f"{self._name}-{rank}.{what}"
-                found[rank] = answer = fetch_reply(reply, name)
+                name = f"{self._name}-{rank}.{method}"
+                answers[rank] = answer = fetch_reply(reply, name)
                 if isinstance(answer, WorkerFailure):
                     raise answer.to_error(name)
-        return found
+        return answers
 
 
 def _get_protocol(method: str, name: str) -> TransferProtocol:
     if method.rpartition(".")[2] in dir(WorkerGroup):
-        raise ConfigError(f"{method}: a group has a method of that name itself: must be another")
+        raise ConfigError(
+            f"{method}: WorkerGroup itself has a method of this name; rename the worker's"
+        )
     if name not in PROTOCOLS:
         raise ConfigError(f"{method}: protocol {name}: must be one of {', '.join(PROTOCOLS)}")
     return PROTOCOLS[name]

@@ -1,4 +1,4 @@
-"""An evaluation spreads over the replicas there are, while they come and go."""
+"""Evaluation on the run's replicas, which may join and leave."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.run_state import PipelineConfig
 
 
-def test_each_replica_has_its_turn_and_none_that_has_left() -> None:
+def test_round_robin_follows_joining_and_leaving_replicas() -> None:
     role = RoleActors([GENERATE_CALL], ["generator-0", "generator-1"], ["a", "b"])
     replicas = RoundRobinReplicas(role)
     assert [replicas.next_replica()[1] for _ in range(3)] == ["a", "b", "a"]
@@ -34,7 +34,7 @@ def test_each_replica_has_its_turn_and_none_that_has_left() -> None:
 
 
 class Replica:
-    """Generator and scorer in one: what takes time is to sample."""
+    """Generator and scorer in one; sampling takes `seconds`."""
 
     def __init__(self, seconds: float, *, dies: bool = False) -> None:
         self._seconds, self._dies = seconds, dies
@@ -44,7 +44,7 @@ class Replica:
         await asyncio.sleep(self._seconds)
         if self._dies:
             self._dies = False
-            raise GenerationError("it was about to be replaced")
+            raise GenerationError("the replica is about to be restarted")
         facts: dict[str, Any] = {"logprobs": [0.0], "versions": [0]}
         reason = FinishReason.STOP
         return [
@@ -57,7 +57,7 @@ class Replica:
 
 
 class Method:
-    """A method of an actor."""
+    """Actor method."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -67,10 +67,8 @@ class Method:
 
 
 @pytest.mark.parametrize(("moves", "dies"), [(True, False), (True, True), (False, False)])
-def test_its_deadline_counts_the_time_in_which_nothing_moves_on_shared_devices(
-    moves: bool, dies: bool
-) -> None:
-    pulse = ProgressClock()
+def test_the_evaluation_timeout_counts_only_time_without_progress(moves: bool, dies: bool) -> None:
+    progress_clock = ProgressClock()
     config = RunConfig(
         model=ModelConfig(path="model"),
         data=DataConfig(train="rows.jsonl"),
@@ -80,7 +78,7 @@ def test_its_deadline_counts_the_time_in_which_nothing_moves_on_shared_devices(
     )
     replica = Replica(100.0, dies=dies)
     sampling, scoring = (
-        RoleActors([each], [each.role], [replica]) for each in (GENERATE_CALL, REWARD_CALL)
+        RoleActors([call], [call.role], [replica]) for call in (GENERATE_CALL, REWARD_CALL)
     )
     prompts = {"held_out": [Prompt("0:0:0", np.array([1], np.int32))]}
 
@@ -89,11 +87,11 @@ def test_its_deadline_counts_the_time_in_which_nothing_moves_on_shared_devices(
             while True:
                 await asyncio.sleep(15.0)
                 if moves:
-                    pulse.record_progress()
+                    progress_clock.record_progress()
 
         training = asyncio.create_task(train())
         try:
-            result = await RunEvaluator(config, sampling, scoring, pulse).run_evaluation(
+            result = await RunEvaluator(config, sampling, scoring, progress_clock).run_evaluation(
                 prompts, version=0
             )
         finally:

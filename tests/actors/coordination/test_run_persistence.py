@@ -1,4 +1,4 @@
-"""A checkpoint that the disk refuses: nothing of it is left, and the run can go on."""
+"""Checkpoints on a full disk: nothing partial remains, and the run can continue."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,7 @@ class Trainer:
 
 
 class Shard:
-    """Refuses when it is asked to."""
+    """Shard that raises the given errors."""
 
     def __init__(self, cut: StreamError | None = None, snapshot: StreamError | None = None) -> None:
         self._cut, self._snapshot = cut, snapshot
@@ -41,16 +41,16 @@ class Shard:
 
 
 def saved(run_dir: Path, shard: Shard) -> Any:
-    """One checkpoint of version 3; `save` again by awaiting what is returned once more."""
+    """Return a RunPersistence, and a function that saves a checkpoint of version 3."""
     journal = SimpleNamespace(max_mb=1, enabled=True)
     config: Any = SimpleNamespace(
         checkpoint=CheckpointConfig(), queue=SimpleNamespace(journal=journal)
     )
     shards: Any = [shard]
-    durability = RunPersistence(config, run_dir, shards, None)
-    durability._journal = Journal(get_journal_dir(run_dir, "books"), JournalConfig())
+    persistence = RunPersistence(config, run_dir, shards, None)
+    persistence._journal = Journal(get_journal_dir(run_dir, "books"), JournalConfig())
     admission = SimpleNamespace(version=3, ledger=SimpleNamespace(state_dict=dict))
-    control: Any = SimpleNamespace(
+    run_state: Any = SimpleNamespace(
         run_log=SimpleNamespace(steps_to_replay={}),
         admission=admission,
         run_log_lock=asyncio.Lock(),
@@ -59,25 +59,27 @@ def saved(run_dir: Path, shard: Shard) -> Any:
     )
     trainers: Any = [Trainer()]
 
-    async def reported() -> None:
+    async def wait_until_reported() -> None:
         await asyncio.sleep(0)
 
-    return durability, lambda: durability.save_checkpoint(control, trainers, reported)
+    return persistence, lambda: persistence.save_checkpoint(
+        run_state, trainers, wait_until_reported
+    )
 
 
 @pytest.mark.parametrize("where", ["cut", "snapshot"])
 @pytest.mark.parametrize("kind", [NoSpaceError, JournalError])
-async def test_nothing_is_left_of_a_checkpoint_that_a_journal_refuses(
+async def test_a_failed_checkpoint_leaves_no_partial_files_and_can_be_retried(
     tmp_path: Path, where: str, kind: type[StreamError]
 ) -> None:
-    refusal = kind("00000002.journal cannot be created: No space left on device")
-    shard = Shard(**{where: refusal})
-    durability, save = saved(tmp_path, shard)
-    with pytest.raises(kind, match="cannot be created"):
+    error = kind("00000002.journal cannot be begun: No space left on device")
+    shard = Shard(**{where: error})
+    persistence, save = saved(tmp_path, shard)
+    with pytest.raises(kind, match="cannot be begun"):
         await save()
     assert list((tmp_path / "checkpoints").iterdir()) == [] and shard.discarded == []
-    is_put_off = not durability.is_due(3 + NO_SPACE_RETRY_STEPS - 1, 1 << 30)
-    assert is_put_off == (kind is NoSpaceError)
+    is_postponed = not persistence.is_due(3 + NO_SPACE_RETRY_STEPS - 1, 1 << 30)
+    assert is_postponed == (kind is NoSpaceError)
     shard._cut = shard._snapshot = None
     path = await save()
     assert path == tmp_path / "checkpoints" / "step_000003" and shard.discarded == [1]

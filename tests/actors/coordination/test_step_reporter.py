@@ -1,4 +1,4 @@
-"""Reports of steps: the right spans in the right step, however quickly the steps come."""
+"""Step reports: spans belong to the right step, however fast steps follow."""
 
 import asyncio
 import math
@@ -42,7 +42,7 @@ SUMS = {
 
 
 class Worker:
-    """An actor that records what it does on the loop's clock; `drain.remote()` as on a handle."""
+    """Actor that records spans on the loop's clock; has `collect_report.remote()` like a handle."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,13 +53,12 @@ class Worker:
         self.collect_report = self
 
     async def remote(self) -> ActorReport:
-        """The reply to drain."""
+        """Reply to collect_report."""
         self.drains.append(asyncio.get_running_loop().time())
         spans = self.spans.drain_spans()
         return ActorReport(self.name, spans, self.samples, process_time=self.process_time)
 
     async def work(self, seconds: float) -> None:
-        """One span."""
         with self.spans.record_span("work"):
             await asyncio.sleep(seconds)
 
@@ -80,7 +79,7 @@ def snapshot(version: int, ended_at: float, *, uid: str = "a") -> StepSnapshot:
 
 
 class Reported:
-    """A reporter over two workers; what it posted, and when each was drained."""
+    """Reporter over two workers, with its posted reports."""
 
     def __init__(self) -> None:
         self.generator, self.rank = Worker("generator-0"), Worker("trainer-0")
@@ -100,7 +99,7 @@ class Reported:
         return reports  # type: ignore[return-value]
 
 
-def test_work_across_the_end_of_a_step_counts_in_both_and_is_traced_once() -> None:
+def test_a_span_across_a_step_boundary_counts_in_both_steps_and_is_traced_once() -> None:
     async def scenario() -> None:
         run = Reported()
         working = asyncio.create_task(run.generator.work(3.0))
@@ -118,7 +117,7 @@ def test_work_across_the_end_of_a_step_counts_in_both_and_is_traced_once() -> No
     run_virtual(scenario())
 
 
-def test_quick_steps_share_a_drain_and_keep_windows_of_their_own() -> None:
+def test_fast_steps_share_a_drain_but_keep_separate_windows() -> None:
     async def scenario() -> None:
         run = Reported()
         await asyncio.sleep(1.0)
@@ -137,7 +136,7 @@ def test_quick_steps_share_a_drain_and_keep_windows_of_their_own() -> None:
     run_virtual(scenario())
 
 
-def test_who_joins_and_leaves_counts_while_it_is_there() -> None:
+def test_a_replica_counts_from_joining_until_leaving() -> None:
     async def scenario() -> None:
         run, more = Reported(), Worker("generator-1")
         generators = run.roles[0]
@@ -158,10 +157,10 @@ def test_who_joins_and_leaves_counts_while_it_is_there() -> None:
     run_virtual(scenario())
 
 
-def test_cores_are_those_that_the_processes_of_all_stages_kept_busy() -> None:
+def test_busy_cores_count_each_process_of_the_stages_once() -> None:
     async def scenario() -> None:
         run = Reported()
-        # Both are in one process: what it takes counts once.
+        # Both actors share a process, whose CPU time counts once.
         run.generator.process_time = run.rank.process_time = {"both": 5.0}
         run.reporter.add_step(snapshot(0, ended_at=1.0))
         await asyncio.sleep(2.0)
@@ -189,13 +188,13 @@ def test_a_sample_is_reported_with_the_step_that_trained_its_group() -> None:
         await asyncio.sleep(1.0)
         run.generator.samples = [{"uid": "dropped"} for _ in range(MAX_PENDING_SAMPLES)]
         run.reporter.add_step(snapshot(3, ended_at=4.0, uid="d"))
-        found = [[sample["uid"] for sample in r.samples] for r in await run.finish()]
-        assert found == [["a"], ["c"], ["b"], []]
+        reported = [[sample["uid"] for sample in r.samples] for r in await run.finish()]
+        assert reported == [["a"], ["c"], ["b"], []]
 
     run_virtual(scenario())
 
 
-def test_a_clock_that_is_set_back_does_not_end_the_run() -> None:
+def test_a_wall_clock_set_back_gives_a_step_of_no_length() -> None:
     async def scenario() -> None:
         run = Reported()
         for version, ended_at in enumerate((9.0, 5.0, 12.0)):
@@ -206,11 +205,11 @@ def test_a_clock_that_is_set_back_does_not_end_the_run() -> None:
     run_virtual(scenario())
 
 
-def test_an_actor_that_hangs_holds_no_report_up_for_long() -> None:
+def test_a_hung_actor_delays_a_report_only_briefly() -> None:
     async def scenario() -> None:
         run = Reported()
         await run.rank.work(1.0)
-        run.generator.drain = Hung()  # type: ignore[assignment]
+        run.generator.collect_report = Hung()  # type: ignore[assignment]
         run.reporter.add_step(snapshot(0, ended_at=2.0))
         began = asyncio.get_running_loop().time()
         (report,) = await run.finish()
@@ -221,14 +220,14 @@ def test_an_actor_that_hangs_holds_no_report_up_for_long() -> None:
 
 
 class Hung:
-    """A method that never answers."""
+    """Method that never replies."""
 
     async def remote(self) -> ActorReport:
         await asyncio.sleep(1000.0)
-        raise AssertionError("nobody waits so long")
+        raise AssertionError("the caller waited for the hung actor")
 
 
-def test_an_actor_that_cannot_be_drained_ends_the_wait_for_reports() -> None:
+def test_a_failed_drain_ends_the_wait_for_reports() -> None:
     async def scenario() -> None:
         run = Reported()
 
@@ -243,39 +242,39 @@ def test_an_actor_that_cannot_be_drained_ends_the_wait_for_reports() -> None:
     run_virtual(scenario())
 
 
-def test_a_report_is_delivered_once_the_reader_asks_for_what_comes_behind_it() -> None:
+def test_a_report_counts_as_delivered_when_the_reader_asks_for_later_ones() -> None:
     async def main() -> list[float]:
-        feed, times = DriverEvents(), list[float]()
+        events, times = DriverEvents(), list[float]()
         clock = asyncio.get_running_loop().time
-        feed.post_report(EventReport("note", {}))
+        events.post_report(EventReport("note", {}))
 
         async def wait() -> None:
-            await feed.wait_until_delivered(10.0)
+            await events.wait_until_delivered(10.0)
             times.append(clock())
 
         waiting = asyncio.create_task(wait())
         await asyncio.sleep(1.0)
-        assert len(await feed.read_after(0, 1.0)) == 1, "it is on its way now, and may get lost"
+        assert len(await events.read_after(0, 1.0)) == 1, "sent, but not yet acknowledged"
         await asyncio.sleep(1.0)
-        feed.post_report(EventReport("later", {}))
+        events.post_report(EventReport("later", {}))
         assert not times
-        await feed.read_after(1, 1.0)
+        await events.read_after(1, 1.0)
         await waiting
-        with pytest.raises(DeadlineError, match="1 reports were not fetched"):
-            await feed.wait_until_delivered(5.0)
+        with pytest.raises(DeadlineError, match="the driver left 1 reports unread"):
+            await events.wait_until_delivered(5.0)
         return [*times, clock()]
 
     assert run_virtual(main()) == [2.0, 7.0]
 
 
-def test_a_norm_is_the_mean_of_the_updates_of_its_model() -> None:
+def test_update_metrics_are_averaged_over_the_updates_of_a_model() -> None:
     async def scenario() -> None:
-        run, one = Reported(), snapshot(0, ended_at=1.0)
-        made = {
+        run, step = Reported(), snapshot(0, ended_at=1.0)
+        results = {
             "policy": TrainStepResult(SUMS, [{"policy/grad_norm": 1.0}, {"policy/grad_norm": 3.0}]),
             "critic": TrainStepResult({}, [{"critic/grad_norm": 3.0}]),
         }
-        run.reporter.add_step(replace(one, outcome=replace(one.outcome, results_by_role=made)))
+        run.reporter.add_step(replace(step, outcome=replace(step.outcome, results_by_role=results)))
         (report,) = await run.finish()
         assert report.row["policy/grad_norm"] == 2.0
         assert report.row["critic/grad_norm"] == 3.0

@@ -1,4 +1,4 @@
-"""A change of replicas, step by step, on a crew that only notes what it is told."""
+"""Elastic scaling, step by step, on a fake registry."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,12 +27,12 @@ STALL_S = load_config(RECIPE).pipeline.stall_s
 
 
 @dataclass
-class FakeCrew:
-    """Replies are words; those in `standard_errors` are errors."""
+class FakeRegistry:
+    """Replies are strings; those in `errors` raise."""
 
     roles: dict[str, RoleActors] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
-    sent_off: list[str] = field(default_factory=list)
+    drained: list[str] = field(default_factory=list)
     errors: dict[str, Exception] = field(default_factory=dict)
     room: int = 8
 
@@ -41,12 +41,12 @@ class FakeCrew:
             raise ConfigError(f"the cluster has {self.room}")
 
     def spawn_replica(self, role: str) -> tuple[str, Any]:
-        taken = [*self.roles[role].names, *self.hired]
+        taken = [*self.roles[role].names, *self.spawned]
         name = next(n for i in range(99) if (n := f"{role}-{i}") not in taken)
-        self.hired.append(name)
+        self.spawned.append(name)
         return name, f"placed {name}"
 
-    hired: list[str] = field(default_factory=list)
+    spawned: list[str] = field(default_factory=list)
 
     def describe_demand(self, role: str) -> str:
         return "asks for 1 GPU; 0 GPUs are free"
@@ -60,7 +60,7 @@ class FakeCrew:
 
     def drain_replica(self, name: str, role: str) -> None:
         self.roles[role].remove_replica(name)
-        self.sent_off.append(name)
+        self.drained.append(name)
 
     def remove_replica(self, name: str) -> None:
         self.gone.append(name)
@@ -78,8 +78,8 @@ class FakeCrew:
         return 17
 
 
-class FakeMailbox(ScaleRequestInbox):
-    """Requests in, answers out."""
+class FakeInbox(ScaleRequestInbox):
+    """Inbox in memory."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -87,42 +87,42 @@ class FakeMailbox(ScaleRequestInbox):
         self.answers: list[ScaleAnswer] = []
 
     def take_requests(self) -> list[ScaleRequest]:
-        found, self.requests = self.requests, []
-        return found
+        requests, self.requests = self.requests, []
+        return requests
 
     def write_answer(self, request: str, answer: ScaleAnswer) -> None:
         self.answers.append(answer)
 
 
 class Run:
-    """A run with so many generators, a scorer and a trainer."""
+    """A run with some generators, a scorer and a trainer."""
 
     def __init__(self, generators: int, folder: Path, *overrides: str) -> None:
         names = [f"generator-{i}" for i in range(generators)]
         calls = build_dataflow((*ROLLOUT_COLUMNS, "scores")).calls_by_role
         self.now = 0.0
-        self.crew = FakeCrew(
+        self.registry = FakeRegistry(
             {
                 "generator": RoleActors(calls["generator"], names, list(names)),
                 "reward": RoleActors(calls["reward"], ["reward-0"], ["reward-0"]),
                 "policy": RoleActors(calls["policy"], ["trainer-0"], ["trainer-0"]),
             }
         )
-        self.mailbox = FakeMailbox(folder)
+        self.inbox = FakeInbox(folder)
         self.loops: dict[Any, str] = {f"run {name}": name for name in [*names, "reward-0"]}
         self.starting = PendingStarts(START_S, clock=lambda: self.now)
         self.events: list[tuple[str, Any]] = []
         self.scaling = ReplicaScaler(
             load_config(RECIPE, overrides),
-            self.crew,  # type: ignore[arg-type]
-            self.mailbox,
+            self.registry,  # type: ignore[arg-type]
+            self.inbox,
             loops=self.loops,
             starting=self.starting,
             clock=lambda: self.now,
         )
 
     def ask(self, **counts: int) -> None:
-        self.mailbox.requests.append(ScaleRequest("id", counts))
+        self.inbox.requests.append(ScaleRequest("id", counts))
         self.look()
 
     def look(self, after_s: float = 1.0) -> None:
@@ -140,41 +140,41 @@ class Run:
 
     @property
     def line(self) -> str:
-        (answer,) = self.mailbox.answers
+        (answer,) = self.inbox.answers
         (line,) = answer.lines
         return f"{'done' if answer.is_done else 'failed'}: {line}"
 
 
-def test_those_that_join_get_a_place_start_and_serve(tmp_path: Path) -> None:
+def test_joining_replicas_are_placed_started_and_serve(tmp_path: Path) -> None:
     run = Run(2, tmp_path)
     run.ask(generator=4)
     for name in ("generator-2", "generator-3"):
         run.reply(f"placed {name}", f"started {name}")
         assert run.loops[f"run {name}"] == name, "it is one of the run's from here on"
-        assert not run.mailbox.answers
+        assert not run.inbox.answers
         run.reply(f"serving {name}")
     what = "generator-2, generator-3 joined, serving version 17"
     assert run.line == f"done: generators: 2 -> 4 ({what})"
     assert run.events == [("joined", "generator-2"), ("joined", "generator-3")]
 
 
-def test_those_with_the_highest_numbers_leave_and_their_loops_are_not_missed(
+def test_replicas_with_the_highest_numbers_leave_and_their_loops_may_end(
     tmp_path: Path,
 ) -> None:
     run = Run(3, tmp_path)
     run.ask(generator=1)
-    assert sorted(run.crew.sent_off) == ["generator-1", "generator-2"]
+    assert sorted(run.registry.drained) == ["generator-1", "generator-2"]
     assert set(run.loops.values()) == {"generator-0", "reward-0"}
-    assert not run.crew.gone, "they still hold something"
+    assert not run.registry.gone, "they still hold something"
     run.reply("run generator-2")
-    # Whether it ends by itself, dies or is silent: it has left.
+    # A replica has left whether its loop ends, dies or stays silent.
     run.look(after_s=LEAVE_TIMEOUT_S + 1)
     run.look()
     assert run.line == "done: generators: 3 -> 1 (generator-2, generator-1 left)"
-    assert run.crew.gone == ["generator-2", "generator-1"]
+    assert run.registry.gone == ["generator-2", "generator-1"]
 
 
-def test_one_that_is_on_its_way_back_leaves_at_once(tmp_path: Path) -> None:
+def test_a_restarting_replica_leaves_at_once(tmp_path: Path) -> None:
     run = Run(2, tmp_path)
     del run.loops["run generator-1"]
     run.starting.add_actor("back generator-1", "generator-1")
@@ -184,30 +184,30 @@ def test_one_that_is_on_its_way_back_leaves_at_once(tmp_path: Path) -> None:
     assert list(run.starting) == []
 
 
-def test_a_newcomer_that_fails_is_told_of_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_failed_join_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
     run = Run(1, tmp_path)
-    run.crew.errors["started generator-1"] = ActorLostError("generator-1: the actor died")
+    run.registry.errors["started generator-1"] = ActorLostError("generator-1: the actor died")
     run.ask(generator=4)
     run.reply("placed generator-1", "started generator-1", "placed generator-2")
     run.look(after_s=START_S + 0.5)
-    assert not run.mailbox.answers
+    assert not run.inbox.answers
     run.look(after_s=PLACE_TIMEOUT_S)
     run.look()
     assert run.line == (
         "failed: generators: 1 -> 1 (generator-1 cannot join: generator-1: the actor died;"
-        " generator-2 cannot join: it was not ready within 30 s;"
-        " generator-3 cannot join: it has no place after 60 s: it asks for 1 GPU; 0 GPUs are free)"
+        " generator-2 cannot join: not ready within 30 s;"
+        " generator-3 cannot join: not placed within 60 s: it asks for 1 GPU; 0 GPUs are free)"
     )
-    assert run.crew.gone == ["generator-1", "generator-2", "generator-3"]
+    assert run.registry.gone == ["generator-1", "generator-2", "generator-3"]
     assert run.events == []
 
 
 @pytest.mark.parametrize("told_by", ["its loops", "its answer", "nobody"])
-def test_a_newcomer_that_never_serves_is_turned_down_and_the_run_goes_on(
+def test_a_replica_that_never_serves_is_rejected_and_the_run_goes_on(
     tmp_path: Path, told_by: str
 ) -> None:
     run = Run(1, tmp_path)
-    run.crew.errors["serving generator-1"] = WeightsError("bucket 0: gone")
+    run.registry.errors["serving generator-1"] = WeightsError("bucket 0: gone")
     run.ask(generator=2)
     run.reply("placed generator-1", "started generator-1")
     assert run.loops["run generator-1"] == "generator-1"
@@ -222,33 +222,33 @@ def test_a_newcomer_that_never_serves_is_turned_down_and_the_run_goes_on(
     run.look()
     reason = "bucket 0: gone"
     if told_by == "nobody":
-        reason = f"it held no version of the weights after {STALL_S:g} s"
+        reason = f"no version of the weights loaded within {STALL_S:g} s"
     assert run.line == f"failed: generators: 1 -> 1 (generator-1 cannot join: {reason})"
-    assert run.crew.gone == ["generator-1"]
-    assert run.crew.roles["generator"].names == ["generator-0"]
+    assert run.registry.gone == ["generator-1"]
+    assert run.registry.roles["generator"].names == ["generator-0"]
     assert set(run.loops.values()) == {"generator-0", "reward-0"}
     assert run.events == []
 
 
-def test_one_that_has_served_is_the_runs_and_not_turned_down(tmp_path: Path) -> None:
+def test_a_replica_that_has_served_is_not_rejected(tmp_path: Path) -> None:
     run = Run(1, tmp_path)
     run.ask(generator=2)
     run.reply("placed generator-1", "started generator-1", "serving generator-1")
     assert not run.scaling.reject_if_unserved("generator-1", "it died")
     assert not run.scaling.reject_if_unserved("generator-0", "it died")
-    assert run.crew.gone == []
+    assert run.registry.gone == []
 
 
-def test_changes_are_made_one_after_the_other(tmp_path: Path) -> None:
+def test_changes_run_one_at_a_time(tmp_path: Path) -> None:
     run = Run(1, tmp_path)
     run.ask(generator=2)
     run.ask(generator=1)
     run.reply("placed generator-1", "started generator-1")
-    assert run.crew.sent_off == []
+    assert run.registry.drained == []
     run.reply("serving generator-1")
     run.look()
     run.reply("run generator-1")
-    assert [answer.lines[0] for answer in run.mailbox.answers] == [
+    assert [answer.lines[0] for answer in run.inbox.answers] == [
         "generators: 1 -> 2 (generator-1 joined, serving version 17)",
         "generators: 2 -> 1 (generator-1 left)",
     ]
@@ -259,11 +259,11 @@ def test_changes_are_made_one_after_the_other(tmp_path: Path) -> None:
     [
         ({"generator": 2}, "done: generators: 2 -> 2 (nothing to do)"),
         ({"generator": 9}, "failed: the cluster has 8"),
-        ({"value": 2}, "failed: this run has no value to scale, only generators, scorers"),
-        ({"policy": 2}, "failed: this run has no policy to scale, only generators, scorers"),
+        ({"value": 2}, "failed: this run has no value to scale; scalable: generators, scorers"),
+        ({"policy": 2}, "failed: this run has no policy to scale; scalable: generators, scorers"),
     ],
 )
-def test_what_needs_no_change_or_cannot_be_is_answered_at_once(
+def test_no_op_and_impossible_requests_are_answered_at_once(
     tmp_path: Path, counts: dict[str, int], line: str
 ) -> None:
     run = Run(2, tmp_path)
@@ -271,7 +271,7 @@ def test_what_needs_no_change_or_cannot_be_is_answered_at_once(
     assert run.line == line
 
 
-def test_in_a_colocated_run_generators_stay_with_the_ranks_and_scorers_may_be_more(
+def test_a_colocated_run_scales_scorers_but_not_generators(
     tmp_path: Path,
 ) -> None:
     run = Run(1, tmp_path, "placement.mode=colocated")
@@ -280,13 +280,13 @@ def test_in_a_colocated_run_generators_stay_with_the_ranks_and_scorers_may_be_mo
         "failed: placement.mode=colocated: each of trainer.world_size=1 ranks has a generator in"
         " its process; generators cannot be scaled"
     )
-    assert not run.crew.hired
-    run.mailbox.answers.clear()
+    assert not run.registry.spawned
+    run.inbox.answers.clear()
     run.ask(reward=2)
-    assert run.crew.hired == ["reward-1"]
+    assert run.registry.spawned == ["reward-1"]
 
 
-def test_nobody_can_ask_a_run_that_has_ended(tmp_path: Path) -> None:
+def test_the_inbox_closes_when_the_run_ends(tmp_path: Path) -> None:
     run = Run(1, tmp_path)
     run.ask(generator=2)
     run.ask(generator=3)

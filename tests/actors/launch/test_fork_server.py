@@ -1,4 +1,4 @@
-"""The fork server: what a forked worker is like, and when a worker starts as Ray starts it."""
+"""Fork server: state of a forked worker, and when Ray starts a worker instead."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from streamrl.actors.launch.launch_worker import (
 )
 from streamrl.engines.vllm.environment import make_vllm_env
 
-# A command with two light levels: the second is imported under X=1.
+# A command with two light levels; the second imports under X=1.
 COMMAND = """
 import sys, time
 from streamrl.actors.launch import fork_server
@@ -69,7 +69,7 @@ sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 0)
 
 @contextmanager
 def command_of(code: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
-    """A command that has started a fork server, whose sockets are in this environment."""
+    """Start a command with a fork server whose sockets are in this environment."""
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -84,8 +84,8 @@ def command_of(code: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproces
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
-    """A command whose levels import a module of its own as well."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a user's choice is no reason not to fork
+    """Command whose levels also import a module of its own."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a user's value must not prevent forking
     folder = tmp_path_factory.mktemp("modules")
     (folder / "draws_an_id.py").write_text("import ray; ray.ObjectID.from_random()")
     (folder / "starts_a_thread.py").write_text(
@@ -110,7 +110,7 @@ def ray_arguments(worker: str, *words: str, env: dict[str, str] | None = None, *
     return [worker, *options, *words]
 
 
-def what_it_found(path: Path) -> dict:
+def read_worker_state(path: Path) -> dict:
     deadline = time.monotonic() + 30
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline, "the worker wrote nothing in 30 s"
@@ -119,13 +119,13 @@ def what_it_found(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def test_a_forked_worker_has_arguments_environment_and_directory_of_its_launcher(
+def test_a_forked_worker_has_its_launchers_arguments_environment_and_directory(
     command, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "found.json"
     assert fork_worker(ray_arguments(worker, str(out), env={"Y": "why"}))
-    found = what_it_found(out)
+    found = read_worker_state(out)
     assert found["argv"] == [str(out)], "the options of Ray's setup script are taken out"
     assert found["cwd"] == str(tmp_path)
     assert found["name"] == "__main__"
@@ -138,7 +138,7 @@ def test_a_forked_worker_has_arguments_environment_and_directory_of_its_launcher
     assert found["open_files"] >= min(most, MAX_OPEN_FILES)
 
 
-def test_a_worker_is_forked_from_the_level_it_names_and_draws_numbers_of_its_own(
+def test_a_worker_is_forked_from_its_level_with_its_own_random_state(
     command, worker: str, tmp_path: Path
 ) -> None:
     draws = []
@@ -146,7 +146,7 @@ def test_a_worker_is_forked_from_the_level_it_names_and_draws_numbers_of_its_own
         out = tmp_path / f"{i}.json"
         env = {LEVEL_VARIABLE: level, "X": "1"}
         assert fork_worker(ray_arguments(worker, str(out), env=env))
-        found = what_it_found(out)
+        found = read_worker_state(out)
         assert found["has_module"] == (level == "second")
         draws.append(found["draw"])
     assert len(set(draws)) == 3
@@ -175,24 +175,24 @@ def test_a_worker_is_forked_from_the_level_it_names_and_draws_numbers_of_its_own
         "prefix",
     ],
 )
-def test_a_worker_that_needs_something_else_is_left_to_ray(
+def test_a_worker_with_other_requirements_is_left_to_ray(
     command, worker: str, tmp_path: Path, env: dict[str, str], context: dict
 ) -> None:
     assert not fork_worker(ray_arguments(worker, str(tmp_path / "x"), env=env, **context))
     assert not (tmp_path / "x").exists()
 
 
-def test_nothing_is_forked_where_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_with_a_cuda_context_does_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.actors.launch.fork_server.os.listdir", lambda path: ["1"])
     assert _is_forkable()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert not _is_forkable()
 
 
-def test_a_level_forks_nothing_for_another_user(
+def test_a_level_refuses_other_users(
     command, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another user asks, or this one under another name where it cannot become another."""
+    """Connect as another user, or pretend to be another user where that is impossible."""
     asked, out = os.environ[SOCKETS_VARIABLE], tmp_path / "found.json"
     here, there = socket.socketpair()
     with here, there, monkeypatch.context() as patch:
@@ -232,10 +232,10 @@ print(answer or "hung up")
 """
 
 
-def test_a_launcher_says_nothing_to_a_listener_of_another_user(
+def test_a_launcher_sends_no_request_to_another_users_socket(
     worker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name in the abstract namespace is free once the level that had it has ended."""
+    """Any user may bind the abstract socket name of a dead level."""
     name = f"streamrl-test-{os.getpid()}"
     monkeypatch.setenv(SOCKETS_VARIABLE, name)
     with socket.socket(socket.AF_UNIX) as squatter:
@@ -248,7 +248,7 @@ def test_a_launcher_says_nothing_to_a_listener_of_another_user(
             assert connection.recv(1) == b""
 
 
-def test_without_a_server_a_worker_is_left_to_ray(
+def test_without_a_fork_server_a_worker_is_left_to_ray(
     worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SOCKETS_VARIABLE, raising=False)
@@ -258,12 +258,12 @@ def test_without_a_server_a_worker_is_left_to_ray(
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_levels_and_workers_end_with_the_command_however_it_ends(
+def test_levels_and_workers_die_with_the_command(
     command, worker: str, tmp_path: Path, sent: signal.Signals
 ) -> None:
     out = tmp_path / "found.json"
     assert fork_worker(ray_arguments(worker, str(out), "stay"))
-    found = what_it_found(out)
+    found = read_worker_state(out)
     assert psutil.pid_exists(found["pid"])
     started = psutil.Process(command.pid).children(recursive=True)
     assert {found["pid"], found["parent"]} <= {process.pid for process in started}
@@ -274,7 +274,7 @@ def test_levels_and_workers_end_with_the_command_however_it_ends(
 
 
 def printed_by(code: str, **variables: str) -> list[str]:
-    """What a command prints that ends before it would sleep."""
+    """Return the lines that a command prints if it exits before its sleep."""
     env = {name: value for name, value in os.environ.items() if name != SOCKETS_VARIABLE}
     code = code.replace("time.sleep(60)", "")
     words = [sys.executable, "-c", code]
@@ -283,7 +283,7 @@ def printed_by(code: str, **variables: str) -> list[str]:
     ).splitlines()
 
 
-def test_levels_start_whatever_the_process_has_done_before(
+def test_levels_start_after_threads_and_imports_in_the_command(
     worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = (
@@ -293,18 +293,18 @@ def test_levels_start_whatever_the_process_has_done_before(
     with command_of(before + COMMAND, monkeypatch):
         out = tmp_path / "found.json"
         assert fork_worker(ray_arguments(worker, str(out)))
-        assert what_it_found(out)["parent"]
+        assert read_worker_state(out)["parent"]
 
 
-def test_levels_that_cannot_be_started_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_of_the_levels_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     none = "import sys; sys.executable = 'no-such-python'\n"
     reason, sockets = printed_by(none + COMMAND)
-    assert reason.startswith("workers import their libraries one by one, for seconds: ")
+    assert reason.startswith("workers start slowly, each importing its own libraries: ")
     assert "no-such-python" in reason
     assert sockets == "None"
 
 
-def test_levels_that_have_ended_are_a_note_and_are_started_anew() -> None:
+def test_dead_levels_are_a_note_and_can_be_restarted() -> None:
     restarts = (
         "import os, signal\n"
         "first = fork_server._server_state.process\n"
@@ -314,20 +314,20 @@ def test_levels_that_have_ended_are_a_note_and_are_started_anew() -> None:
         "print(fork_server.is_serving(), fork_server._server_state.process is not first)\n"
     )
     *_, reason, anew = printed_by(COMMAND + restarts)
-    assert reason.endswith("the process that should fork them has ended with -9")
+    assert reason.endswith("the fork server exited with code -9")
     assert anew == "True True"
 
 
-def test_levels_of_a_command_around_this_one_are_left_alone() -> None:
+def test_the_levels_of_an_enclosing_command_are_left_alone() -> None:
     around = {SOCKETS_VARIABLE: "streamrl-of-another", FORK_VARIABLE: "0"}
     assert printed_by(COMMAND, **around) == ["", "None"]
 
 
-def test_a_user_can_have_workers_start_as_ray_starts_them() -> None:
+def test_the_fork_server_can_be_disabled() -> None:
     assert printed_by(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
 
 
-def test_no_two_forks_of_a_level_draw_the_same_id_from_ray() -> None:
+def test_forks_of_a_level_draw_distinct_ray_ids() -> None:
     code = (
         "from streamrl.actors.launch import fork_server\n"
         "for level in fork_server.FORK_LEVELS: fork_server._import_modules(level)\n"
@@ -349,7 +349,7 @@ class Actor:
     def find(self):
         return os.getpid(), psutil.Process().ppid()
 
-# Ray may start it again on a worker of the same level that is dying as well.
+# Ray may restart it on a dying worker of the same level.
 options = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": 0}
 with start_local_ray(2, 200 << 20):
     actor = ray.remote(Actor).options(**options).remote()
@@ -361,8 +361,8 @@ with start_local_ray(2, 200 << 20):
 """
 
 
-def test_an_actor_whose_level_is_killed_is_started_again_as_ray_does_it() -> None:
-    # Among what Ray says of the death, whenever it does.
+def test_ray_restarts_an_actor_whose_level_was_killed() -> None:
+    # Ray prints messages about the death in between.
     assert "True" in printed_by(KILLED_LEVEL)
 
 

@@ -1,4 +1,4 @@
-"""A Ray instance of one's own: its token, and what of it others can reach."""
+"""Local Ray instance: its token, its directory and its ports."""
 
 import os
 import stat
@@ -26,7 +26,7 @@ from tests.e2e.outside import listening
 def place(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """A directory for Ray with a short path."""
+    """Directory for Ray with a short path."""
     made = Path("/tmp", f"streamrl-test-{os.getpid()}")
     made.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(made))
@@ -36,7 +36,7 @@ def place(
     made.rmdir()
 
 
-def test_the_directory_of_sockets_and_logs_is_its_users_alone(place: Path) -> None:
+def test_rays_directory_is_accessible_to_its_user_only(place: Path) -> None:
     before = os.umask(0)
     try:
         folder = _make_private_folder()
@@ -48,9 +48,7 @@ def test_the_directory_of_sockets_and_logs_is_its_users_alone(place: Path) -> No
 
 
 @pytest.mark.parametrize("what", ["open", "link", "file"])
-def test_a_directory_that_others_may_enter_or_have_put_there_is_refused(
-    place: Path, what: str
-) -> None:
+def test_a_directory_of_or_accessible_to_other_users_is_refused(place: Path, what: str) -> None:
     folder = place / f"streamrl-{os.getuid()}"
     if what == "open":
         folder.mkdir()
@@ -65,7 +63,7 @@ def test_a_directory_that_others_may_enter_or_have_put_there_is_refused(
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_where_the_paths_of_sockets_would_be_too_long_the_directory_is_in_tmp(
+def test_the_directory_is_in_tmp_if_socket_paths_would_be_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "x" * 60)
@@ -74,13 +72,15 @@ def test_where_the_paths_of_sockets_would_be_too_long_the_directory_is_in_tmp(
     assert len(f"{folder}{LONGEST_SOCKET_SUFFIX}") <= MAX_SOCKET_PATH_BYTES
 
 
-def test_a_directory_that_cannot_be_made_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_created_is_a_one_line_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
     with pytest.raises(ActorError, match=r"^Ray did not start: /nowhere/streamrl-\d+: No such"):
         _make_private_folder()
 
 
-def test_what_a_user_has_set_for_ray_is_there_again_afterwards(
+def test_the_users_ray_environment_is_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -92,7 +92,7 @@ def test_what_a_user_has_set_for_ray_is_there_again_afterwards(
 
 
 class Listing:
-    """Tells what its process knows, and where it listens."""
+    """Reports the environment and the listening sockets of its process."""
 
     def look(self) -> tuple[str | None, str, list[str]]:
         address = ray.util.get_node_ip_address()
@@ -100,7 +100,7 @@ class Listing:
 
 
 def command_of(process: psutil.Process) -> str:
-    """What a process was started with; empty of one that has ended."""
+    """Return the command line of a process; empty if it has exited."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
@@ -108,7 +108,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_an_instance_listens_on_the_loopback_device_and_its_workers_have_its_token() -> None:
+def test_an_instance_listens_on_loopback_only_and_its_workers_have_its_token() -> None:
     actor: Any = ray.remote(num_cpus=0)(Listing).remote()
     token, address, places = ray.get(actor.look.remote(), timeout=60.0)
     assert token == os.environ[TOKEN_VARIABLE] and len(token) == 64

@@ -1,4 +1,4 @@
-"""Slots that are reserved together, and told of when there is no room."""
+"""Placement groups: slots reserved together, and errors for lack of room."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,31 +32,31 @@ POOLS = [{"policy": 1.0, "generator": 1.0, "reference": 0.5, "reward": 0.5}]
 
 @pytest.fixture(scope="module", autouse=True)
 def held(local_ray: None) -> Iterator[PlacementGroup]:
-    """What leaves three slots of one CPU to these tests."""
+    """Placement group that leaves three single-CPU slots free."""
     group = reserve_bundles([{"CPU": CPUS - 3.0}], timeout_s=60.0)
     yield group
     release_placement_groups(group)
 
 
 class Where:
-    """Says what it has of a slot."""
+    """Reports its share of a slot."""
 
     def share(self) -> dict[str, float]:
         return dict(ray.get_runtime_context().get_assigned_resources())
 
 
-def test_every_actor_has_its_part_of_its_slot_and_the_slots_are_given_back() -> None:
+def test_actors_get_their_share_of_a_slot_and_slots_are_released() -> None:
     said: list[str] = []
     seats = SharedSlots(
         lay_out_slots(POOLS, COUNTS), is_hybrid=True, on_gpu=(), waiting=said.append
     )
-    # Policy and generator are one process, beside which there is one more in each slot.
+    # Policy and generator share a process; each slot has one more process.
     options = [seats.make_actor_options(role, 0) for role in ("policy", "reference", "reward")]
     indices = [each["scheduling_strategy"].placement_group_bundle_index for each in options]
     assert indices == [0, 0, 1]
     assert shares(options) == [{"CPU": 0.5}] * 3
     said.clear()
-    with pytest.raises(ConfigError, match=r"2 slots of 1 CPU each found no room in 2 s; free are"):
+    with pytest.raises(ConfigError, match=r"no room for 2 slots of 1 CPU each in 2 s; free:"):
         reserve_bundles([{"CPU": 1.0}] * 2, timeout_s=2.0, waiting=said.append)
     assert set(said) == {"waiting for room for 2 slots"}
     seats.close()
@@ -64,9 +64,7 @@ def test_every_actor_has_its_part_of_its_slot_and_the_slots_are_given_back() -> 
 
 
 @pytest.mark.slow
-def test_only_a_slot_where_somebody_computes_on_a_gpu_is_one_and_only_they_have_parts_of_it() -> (
-    None
-):
+def test_only_slots_of_gpu_roles_have_a_gpu_and_only_those_roles_share_it() -> None:
     counts = {"policy": 1, "generator": 1, "reference": 1, "reward": 2}
     pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0, "reward": 1.0}]
     on_gpu = {"policy", "generator", "reference"}
@@ -79,30 +77,30 @@ def test_only_a_slot_where_somebody_computes_on_a_gpu_is_one_and_only_they_have_
         {"CPU": third},
         {"CPU": 1.0},
     ]
-    both = "1 slots of 1 CPU and 1 GPU each and 1 slots of 1 CPU each found no room in 1 s"
+    both = "no room for 1 slots of 1 CPU and 1 GPU each and 1 slots of 1 CPU each in 1 s"
     with pytest.raises(ConfigError, match=both):
         reserve_bundles([{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}], timeout_s=1.0)
     seats.close()
 
 
-def test_neighbouring_slots_are_on_one_node_as_far_as_can_be() -> None:
+def test_neighboring_slots_share_a_node_where_possible() -> None:
     gpu, cpu = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}
     assert order_by_node([gpu] * 6, ["a", "b", "a", "b", "a", "b"]) == [0, 2, 4, 1, 3, 5]
     assert order_by_node([gpu] * 3, ["a", "a", "a"]) == [0, 1, 2]
-    # What is to be a GPU is one.
+    # A GPU slot gets a GPU bundle.
     assert order_by_node([gpu, gpu, gpu, cpu], ["a", "b", "a", "a"]) == [0, 2, 1, 3]
     assert order_by_node([gpu, cpu, gpu], ["b", "a", "b"]) == [0, 1, 2]
 
 
 def shares(options: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """What actors that are made so have."""
+    """Return the resources in the options."""
     remote: Any = ray.remote(Where)
     actors = [remote.options(**each).remote() for each in options]
     found = ray.get([actor.share.remote() for actor in actors], timeout=120)
     return [{k: v for k, v in each.items() if k in ("CPU", "GPU") and v} for each in found]
 
 
-def test_a_wait_for_room_can_be_broken_off_and_leaves_nothing(held: PlacementGroup) -> None:
+def test_an_interrupted_wait_for_room_leaves_no_reservation(held: PlacementGroup) -> None:
     def stop(text: str) -> None:
         raise KeyboardInterrupt
 
@@ -114,15 +112,15 @@ def test_a_wait_for_room_can_be_broken_off_and_leaves_nothing(held: PlacementGro
 
 
 def ranks(count: int, *, role: str = "trainer", cpus: int = 1, gpus: int = 0) -> ResourceDemand:
-    """What so many ranks of a model ask for."""
+    """Make the resource demand of the ranks of a model."""
     key = f"{role}.world_size"
     return ResourceDemand((), role=role, setting=key, count=count, cpus=cpus, gpus=gpus)
 
 
 @pytest.mark.slow
-def test_ranks_of_a_model_have_slots_of_their_own_which_are_given_back() -> None:
+def test_ranks_of_a_model_have_dedicated_slots_which_are_released() -> None:
     said: list[str] = []
-    # A rank alone takes a place as any actor does, and what asks for nothing has no slot.
+    # A single rank needs no group, and a rank without resources gets no slot.
     demands = {"policy": ranks(3), "critic": ranks(1), "cost_critic": ranks(2, cpus=0)}
     here = ray.get_runtime_context().get_node_id()
     seats = DedicatedSlots(demands, node=here, waiting=said.append)
@@ -135,27 +133,25 @@ def test_ranks_of_a_model_have_slots_of_their_own_which_are_given_back() -> None
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
 
-def test_a_model_whose_ranks_find_no_room_is_named_and_no_other_keeps_its_slots(
+def test_a_model_without_room_is_named_and_all_slots_are_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
     monkeypatch.setattr(seats_module, "CAPACITY_WAIT_S", 2.0)
     said: list[str] = []
-    words = (
-        r"^trainer.world_size=2: 2 slots of 1 CPU each found no room in 2 s; free are \S+ of 5 CPU"
-    )
+    words = r"^trainer.world_size=2: no room for 2 slots of 1 CPU each in 2 s; free: \S+ of 5 CPU"
     with pytest.raises(ConfigError, match=words):
         demands = {"critic": ranks(2, role="critic"), "policy": ranks(2)}
         DedicatedSlots(demands, node="", waiting=said.append)
     assert "trainer: waiting for room for 2 slots" in said
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
-    # A core that nobody asks for is no part of a slot.
-    with pytest.raises(ConfigError, match=r"2 slots of 1 GPU each .* free are \S+ of 1 GPU$"):
+    # A bundle has only the requested resources.
+    with pytest.raises(ConfigError, match=r"2 slots of 1 GPU each .* free: \S+ of 1 GPU$"):
         DedicatedSlots({"policy": ranks(2, cpus=0, gpus=1)}, node="", waiting=said.append)
 
 
-def test_slots_of_a_cluster_that_is_lost_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_releasing_slots_of_a_lost_cluster_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     group, asked = reserve_bundles([{"CPU": 1.0}]), threading.Event()
 
     def unanswered(group: Any) -> None:
@@ -170,7 +166,7 @@ def test_slots_of_a_cluster_that_is_lost_hold_nobody_up(monkeypatch: pytest.Monk
         patch.setattr(seats_module, "remove_placement_group", unanswered)
         release_placement_groups(group)
         assert asked.wait(60.0)
-        # Without a connection, Ray is asked nothing: it would look for a cluster.
+        # Unconnected, a call to Ray would make it look for a cluster.
         asked.clear()
         patch.setattr(ray, "is_initialized", lambda: False)
         release_placement_groups(group)

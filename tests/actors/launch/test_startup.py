@@ -1,4 +1,4 @@
-"""Who is on the way up, and for how long that may take."""
+"""Pending starts and their deadlines."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from streamrl.actors.launch.startup import PendingStarts
 from streamrl.errors import DeadlineError
 
 
-def test_each_actor_has_its_own_deadline_and_the_late_ones_are_named() -> None:
+def test_each_start_has_its_own_deadline_and_late_actors_are_named() -> None:
     now = 0.0
     starting = PendingStarts(30.0, clock=lambda: now)
     starting.add_actor("reply a", "generator-1")

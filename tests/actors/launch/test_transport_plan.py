@@ -1,4 +1,4 @@
-"""What a run counts before it decides how weights travel."""
+"""Facts that decide the transport of weights."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ WHOLE = 78_400
 """Parameters of the tiny model, its tied embedding of 64 x 64 once."""
 EMBEDDING = 64 * 64
 VALUE_HEAD = 64 + 1
-# Outputs and inputs of the linear layers of one of the two layers.
+# Outputs and inputs of the linear modules in one of the two layers.
 ENDS = 2 * (128 + 96 + 96 + 128 + 192 + 192 + 192)
 MB = 10**6
 
@@ -38,7 +38,7 @@ def untied_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One node with 100 MB in /dev/shm, of which Ray's store may take 60 MB."""
+    """A node with 100 MB in /dev/shm, of which Ray's store may take 60 MB."""
     found = {"Alive": True, "NodeID": "abc", "Resources": {"object_store_memory": 60.0 * MB}}
     monkeypatch.setattr(ray, "nodes", lambda: [found, {**found, "Alive": False}])
     monkeypatch.setattr(transport_plan, "get_free_bytes", lambda: 100 * MB)
@@ -61,7 +61,7 @@ def demands_of(config: RunConfig) -> list[ResourceDemand]:
 
 
 def counted(config: RunConfig) -> dict[str, tuple[int, int]]:
-    """Bytes of a version and readers of each model that is published."""
+    """Return the bytes of a version and the readers of each published model."""
     found = transport_plan._list_published_models(config, demands_of(config))
     return {model.role: (model.num_bytes, model.num_readers) for model in found}
 
@@ -91,7 +91,7 @@ PPO = ["algorithm.name=ppo", "critic.replicas=3"]
             [*MOVING, "trainer.dtype=bfloat16", "reference.decay=0.9"],
             {"policy": (2 * WHOLE, 1), "reference": (4 * WHOLE, 1)},
         ),
-        # The critic has the body, the embedding being part of it, and a head of its own.
+        # The critic has the body with the embedding, and its own head.
         (PPO, {"policy": (4 * WHOLE, 1), "critic": (4 * (WHOLE + VALUE_HEAD), 3)}),
         (
             [*PPO, "trainer.lora_rank=4", "critic.trainer.lora_rank=2"],
@@ -100,7 +100,7 @@ PPO = ["algorithm.name=ppo", "critic.replicas=3"]
         ([*PPO, "critic.shared_coef=0.5"], {"policy": (4 * (WHOLE + VALUE_HEAD), 1 + 3)}),
     ],
 )
-def test_what_is_published_is_counted_and_all_who_follow_it(
+def test_published_models_are_counted_with_their_followers(
     model_path: str,
     tmp_path: Path,
     overrides: list[str],
@@ -109,11 +109,11 @@ def test_what_is_published_is_counted_and_all_who_follow_it(
     assert counted(config_of(model_path, tmp_path, *overrides)) == published
 
 
-def test_an_embedding_that_is_not_tied_travels_twice(untied_path: str, tmp_path: Path) -> None:
+def test_an_untied_embedding_counts_twice(untied_path: str, tmp_path: Path) -> None:
     assert counted(config_of(untied_path, tmp_path)) == {"policy": (4 * (WHOLE + EMBEDDING), 1)}
 
 
-def test_all_stay_on_the_node_of_shared_memory_within_its_room(
+def test_shared_memory_binds_all_actors_to_a_node_and_divides_its_memory(
     model_path: str, tmp_path: Path
 ) -> None:
     config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
@@ -123,25 +123,25 @@ def test_all_stay_on_the_node_of_shared_memory_within_its_room(
 
 
 @pytest.mark.parametrize("transport", ["store", "collective", "disk", "delta"])
-def test_other_transports_go_anywhere(model_path: str, tmp_path: Path, transport: str) -> None:
+def test_other_transports_bind_no_node(model_path: str, tmp_path: Path, transport: str) -> None:
     config = config_of(model_path, tmp_path, f"weights.transport={transport}")
     travel = plan_transport(config, demands_of(config), token="t")
     assert (travel.node, travel.max_bytes) == ("", {})
 
 
-def test_a_store_that_fills_dev_shm_leaves_no_room(
+def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
     model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [99.0 * MB])
     with pytest.raises(ConfigError, match=r"/dev/shm has 1.0 MB = 100.0 MB - 99.0 MB of Ray's"):
         plan_transport(config, demands_of(config), token="t")
-    # Larger than all of /dev/shm, Ray keeps it elsewhere.
+    # A store larger than /dev/shm lies elsewhere.
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [201.0 * MB])
     assert plan_transport(config, demands_of(config), token="t").max_bytes == {"policy": 100 * MB}
 
 
-def test_nodes_take_turns_where_each_takes_a_copy_of_its_own(tmp_path: Path) -> None:
+def test_transports_with_a_copy_per_node_use_a_broadcast_tree(tmp_path: Path) -> None:
     for transport in TRANSPORTS:
         travel = TransportSpec(TransportDecision(transport, ""), "run", tmp_path, 2, {})
         assert (travel.make_broadcast_tree("node-0") is not None) is (

@@ -1,4 +1,4 @@
-"""What Ray raises, as the errors of streamrl."""
+"""Ray's exceptions as streamrl errors."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -28,19 +28,17 @@ def test_an_actors_own_error_arrives_as_itself(error: Exception) -> None:
 
 
 def test_any_other_error_names_the_call() -> None:
-    found = translate_error(RayTaskError("put", "", KeyError("lengths")), "shard-0.put")
-    assert isinstance(found, ActorError)
-    assert str(found).startswith("shard-0.put: KeyError: 'lengths'")
+    error = translate_error(RayTaskError("put", "", KeyError("lengths")), "shard-0.put")
+    assert isinstance(error, ActorError)
+    assert str(error).startswith("shard-0.put: KeyError: 'lengths'")
 
 
-def test_whatever_else_ray_says_is_told_in_one_line() -> None:
-    told = "The node was running low on memory.\n" * 40
-    ended = translate_error(OutOfMemoryError(told), "generator-0.run")
-    assert isinstance(ended, ActorLostError)
-    assert (
-        str(ended) == "generator-0.run: the actor was ended, as its node was running out of memory"
-    )
-    assert "\n" not in str(translate_error(ObjectStoreFullError(told), "shard-0.put"))
+def test_other_ray_errors_become_one_line() -> None:
+    text = "The node was running low on memory.\n" * 40
+    error = translate_error(OutOfMemoryError(text), "generator-0.run")
+    assert isinstance(error, ActorLostError)
+    assert str(error) == "generator-0.run: Ray killed the actor because its node ran out of memory"
+    assert "\n" not in str(translate_error(ObjectStoreFullError(text), "shard-0.put"))
 
 
 def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,16 +53,16 @@ def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPat
 
 def test_a_dead_actor_is_lost_and_so_is_what_it_owned() -> None:
     for error in (ActorDiedError(), ActorUnavailableError("closed", None)):
-        found = translate_error(error, "shard-0.take")
-        assert isinstance(found, ActorLostError)
-        assert str(found).startswith("shard-0.take: the actor died (")
-    found = translate_error(OwnerDiedError("ab", None, ""), "columns of a group")
-    assert isinstance(found, ActorLostError)
-    assert str(found) == "columns of a group: the actor that owned it died"
+        translated = translate_error(error, "shard-0.take")
+        assert isinstance(translated, ActorLostError)
+        assert str(translated).startswith("shard-0.take: the actor died (")
+    translated = translate_error(OwnerDiedError("ab", None, ""), "columns of a group")
+    assert isinstance(translated, ActorLostError)
+    assert str(translated) == "columns of a group: the actor that owned it died"
 
 
 @pytest.mark.parametrize("how", ["the actor died", "another error"])
-def test_of_ranks_that_fail_together_the_one_that_died_is_named(how: str) -> None:
+def test_the_error_of_the_dead_rank_wins_over_its_peers_errors(how: str) -> None:
     async def survive() -> None:
         raise RankLostError("lost another rank: Connection closed by peer")
 
@@ -76,7 +74,7 @@ def test_of_ranks_that_fail_together_the_one_that_died_is_named(how: str) -> Non
         asyncio.run(_answers(survive(), die(), survive()))
 
 
-def test_a_rank_that_is_gone_without_a_trace_is_not_waited_for(
+def test_gathering_waits_only_briefly_for_the_error_of_a_lost_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def survive() -> None:

@@ -1,4 +1,4 @@
-"""Requests over connections, both ends in this process."""
+"""RPC with both ends in this process."""
 
 import asyncio
 import contextlib
@@ -22,17 +22,17 @@ async def echo(request: Any) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def listening(answer: Any) -> AsyncIterator[RpcEndpoint]:
-    listener = RpcServer(HOST, answer)
+async def listening(handler: Any) -> AsyncIterator[RpcEndpoint]:
+    server = RpcServer(HOST, handler)
     try:
-        yield await listener.get_endpoint()
+        yield await server.get_endpoint()
     finally:
-        listener.close()
+        server.close()
 
 
 @contextlib.asynccontextmanager
-async def connected(answer: Any = echo) -> AsyncIterator[RpcConnection]:
-    async with listening(answer) as endpoint:
+async def connected(handler: Any = echo) -> AsyncIterator[RpcConnection]:
+    async with listening(handler) as endpoint:
         connection = await RpcConnection.open(endpoint)
         try:
             yield connection
@@ -41,13 +41,13 @@ async def connected(answer: Any = echo) -> AsyncIterator[RpcConnection]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000, 20 << 20])
-def test_what_is_sent_arrives_whole(size: int) -> None:
+def test_messages_of_any_size_arrive_complete(size: int) -> None:
     async def main() -> None:
         array = np.random.default_rng(size).integers(0, 255, size, np.uint8)
         async with connected() as connection:
-            found = await connection.call({"a": array, "b": [array.tobytes(), "c"]}, "echo")
-        assert found["a"].tobytes() == found["b"][0] == array.tobytes()
-        assert found["b"][1] == "c"
+            reply = await connection.call({"a": array, "b": [array.tobytes(), "c"]}, "echo")
+        assert reply["a"].tobytes() == reply["b"][0] == array.tobytes()
+        assert reply["b"][1] == "c"
 
     asyncio.run(main())
 
@@ -65,7 +65,7 @@ def test_arrays_arrive_aligned() -> None:
     asyncio.run(main())
 
 
-def test_answers_come_in_the_order_they_are_ready() -> None:
+def test_replies_arrive_in_order_of_completion() -> None:
     gates = [asyncio.Event() for _ in range(3)]
 
     async def wait(index: int) -> int:
@@ -88,7 +88,7 @@ def test_answers_come_in_the_order_they_are_ready() -> None:
     asyncio.run(main())
 
 
-def test_a_call_that_is_given_up_disturbs_no_other_and_goes_on() -> None:
+def test_a_cancelled_call_continues_on_the_server_and_disturbs_no_other() -> None:
     async def main() -> None:
         gate, ended = asyncio.Event(), asyncio.Event()
 
@@ -127,7 +127,7 @@ def test_an_error_of_streamrl_arrives_as_itself(error: Exception) -> None:
     asyncio.run(main())
 
 
-def test_any_other_error_names_the_call_and_shows_where_it_was() -> None:
+def test_any_other_error_names_the_call_with_its_traceback() -> None:
     async def fail(_: Any) -> None:
         raise KeyError("lengths")
 
@@ -143,14 +143,14 @@ def test_any_other_error_names_the_call_and_shows_where_it_was() -> None:
 
 
 class Unreadable:
-    """Its pickle raises where it is read."""
+    """Raises when unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
 
 
 class SecretiveError(StreamError):
-    """Can be sent, but not be read."""
+    """Error that can be pickled but not unpickled."""
 
     def __init__(self, name: str, secret: str) -> None:
         super().__init__(f"{name} failed")
@@ -168,7 +168,7 @@ def test_an_error_that_cannot_travel_arrives_as_text() -> None:
     asyncio.run(main())
 
 
-def test_what_cannot_be_read_or_sent_is_an_error_of_the_call() -> None:
+def test_an_unpicklable_request_or_reply_is_an_error_of_the_call() -> None:
     async def odd(request: Any) -> Any:
         return (lambda: 0) if request == "unsendable" else request
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_read_or_sent_is_an_error_of_the_call() -> None:
     asyncio.run(main())
 
 
-def test_nobody_without_the_secret_is_listened_to() -> None:
+def test_clients_and_servers_without_the_secret_are_refused() -> None:
     answered = []
 
     async def answer(request: Any) -> Any:
@@ -194,9 +194,11 @@ def test_nobody_without_the_secret_is_listened_to() -> None:
     async def main() -> None:
         async with listening(answer) as right:
             assert str(right.secret) not in repr(right)
-            with pytest.raises(ConnectionError, match="hung up when it was greeted"):
+            with pytest.raises(
+                ConnectionError, match="closed the connection during authentication"
+            ):
                 await RpcConnection.open(RpcEndpoint(right.host, right.port, bytes(32)))
-            # Somebody who begins with a message, in place of a proof.
+            # A client that sends a message instead of a proof.
             reader, writer = await asyncio.open_connection(right.host, right.port)
             writer.write(rpc._encode_frame(0, "x") + bytes(64))
             assert len(await asyncio.wait_for(reader.read(), 5.0)) == rpc._CHALLENGE_BYTES
@@ -214,13 +216,13 @@ def leave_mark() -> None:
 
 
 class Marked:
-    """Leaves a mark where it is unpickled."""
+    """Leaves a mark when unpickled."""
 
     def __reduce__(self) -> Any:
         return leave_mark, ()
 
 
-def test_nothing_is_unpickled_that_somebody_without_the_secret_sends() -> None:
+def test_messages_from_unauthenticated_peers_are_never_unpickled() -> None:
     async def main() -> None:
         async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(bytes(64) + rpc._encode_frame(0, (True, Marked())))
@@ -243,7 +245,7 @@ def test_nothing_is_unpickled_that_somebody_without_the_secret_sends() -> None:
     assert MARKS == ["read"], "what was sent would have left its mark"
 
 
-def test_a_greeting_that_was_heard_opens_no_other_connection_and_tells_no_secret() -> None:
+def test_a_recorded_handshake_cannot_be_replayed_and_hides_the_secret() -> None:
     answered, heard = [], []
 
     async def answer(request: Any) -> Any:
@@ -253,7 +255,7 @@ def test_a_greeting_that_was_heard_opens_no_other_connection_and_tells_no_secret
         async with listening(answer) as right:
 
             async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                """Stand between both, and keep what the caller says."""
+                """Proxy the connection and record the client's bytes."""
                 theirs = await asyncio.open_connection(right.host, right.port)
                 writer.write(await theirs[0].readexactly(rpc._CHALLENGE_BYTES))
                 heard.append(await reader.readexactly(64))
@@ -280,7 +282,7 @@ def test_a_greeting_that_was_heard_opens_no_other_connection_and_tells_no_secret
     assert not answered
 
 
-def test_calls_under_way_hear_that_the_other_side_is_gone() -> None:
+def test_calls_in_flight_fail_when_the_server_is_gone() -> None:
     async def main() -> None:
         lines: list[asyncio.StreamWriter] = []
 
@@ -306,7 +308,7 @@ def test_calls_under_way_hear_that_the_other_side_is_gone() -> None:
     asyncio.run(main())
 
 
-def test_whoever_does_not_read_for_long_is_given_up_and_the_deadline_is_not_blamed(
+def test_a_peer_that_stops_reading_is_a_lost_connection_not_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rpc, "KEEPALIVE_TIMEOUT_S", 4)
@@ -331,19 +333,19 @@ def test_whoever_does_not_read_for_long_is_given_up_and_the_deadline_is_not_blam
     asyncio.run(main())
 
 
-def test_a_connection_that_is_closed_at_once_takes_no_calls() -> None:
+def test_a_closed_connection_takes_no_calls() -> None:
     async def main() -> None:
         async with listening(echo) as endpoint:
             connection = await RpcConnection.open(endpoint)
             connection.close()
             calling = connection.call("x", "shard-0.put")
-            with pytest.raises(ConnectionResetError, match="closed here"):
+            with pytest.raises(ConnectionResetError, match="closed by this process"):
                 await asyncio.wait_for(calling, 5.0)
 
     asyncio.run(main())
 
 
-def test_where_nobody_listens_the_error_names_the_place() -> None:
+def test_connecting_without_a_listener_names_the_address() -> None:
     async def main() -> None:
         server = await asyncio.start_server(lambda *_: None, HOST, 0)
         port = server.sockets[0].getsockname()[1]

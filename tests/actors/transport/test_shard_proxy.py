@@ -1,4 +1,4 @@
-"""A shard in a process of its own, asked over connections."""
+"""A shard in a process of its own, called through its proxy."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ Make = Callable[..., RemoteShard]
 
 
 class Spy:
-    """An actor that notes which of its methods were called."""
+    """Actor handle that records the names of called methods."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -54,7 +54,7 @@ class Spy:
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Any] = []
 
-    def make_one(*, journal: bool = True, groups: int = 100) -> RemoteShard:
+    def make_shard(*, journal: bool = True, groups: int = 100) -> RemoteShard:
         name = f"shard-{len(made)}"
         files = ShardFiles(tmp_path / name) if journal else None
         plans = {name: ShardPlan(STAGES, QueueConfig(), ShardCapacity(groups), files=files)}
@@ -63,7 +63,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         shard.actor = Spy(shard.actor)
         return shard
 
-    yield make_one
+    yield make_shard
     for actor in made:
         ray.kill(actor)
 
@@ -94,7 +94,7 @@ def kill(shard: RemoteShard) -> None:
 
 
 @pytest.mark.parametrize("uid", ["0:0:0", "0:1:0", pytest.param("0:2:0", marks=pytest.mark.slow)])
-def test_what_was_begun_goes_to_the_next_holder(make: Make, uid: str) -> None:
+def test_partial_rollouts_go_to_the_next_holder(make: Make, uid: str) -> None:
     shard = make()
 
     async def main() -> None:
@@ -112,7 +112,7 @@ def test_what_was_begun_goes_to_the_next_holder(make: Make, uid: str) -> None:
 
 
 @pytest.mark.parametrize("uid", ["0:0:0", "0:1:0", pytest.param("0:2:0", marks=pytest.mark.slow)])
-def test_only_what_is_large_takes_actor_calls(make: Make, uid: str) -> None:
+def test_only_large_columns_take_actor_calls(make: Make, uid: str) -> None:
     shard = make()
     queue = ExperienceQueue([shard], "me")
 
@@ -129,15 +129,11 @@ def test_only_what_is_large_takes_actor_calls(make: Make, uid: str) -> None:
         assert (await queue.get_stats()).uids == ()
 
     asyncio.run(main())
-    by_actor = (
-        ["get_endpoint"]
-        if SIZES[uid] * 13 < LARGE_BLOB_BYTES
-        else ["get_endpoint", *["handle_request"] * 3]
-    )
-    assert shard.actor.called == by_actor
+    calls = [] if SIZES[uid] * 13 < LARGE_BLOB_BYTES else ["handle_request"] * 3
+    assert shard.actor.called == ["get_endpoint", *calls]
 
 
-def test_an_error_of_the_shard_is_the_callers(make: Make) -> None:
+def test_an_error_of_the_shard_is_raised_in_the_caller(make: Make) -> None:
     async def main() -> None:
         queue = ExperienceQueue([make()], "me")
         await queue.admit_prompts(prompts(), 0)
@@ -150,7 +146,7 @@ def test_an_error_of_the_shard_is_the_callers(make: Make) -> None:
     asyncio.run(main())
 
 
-def test_a_lost_connection_is_made_anew_and_loses_no_answer(make: Make) -> None:
+def test_a_lost_connection_is_reopened_without_losing_groups(make: Make) -> None:
     shard = make()
 
     async def main() -> None:
@@ -162,18 +158,18 @@ def test_a_lost_connection_is_made_anew_and_loses_no_answer(make: Make) -> None:
         (await shard._get_connection()).close()
         await queue.admit_prompts(prompts(), 0)
         taken = await waiting
-        await queue.commit_columns([(one.lease, columns_of(one.uid)) for one in taken])
-        found = {one.uid for one in taken}
-        while found != set(SIZES):
+        await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in taken])
+        uids = {group.uid for group in taken}
+        while uids != set(SIZES):
             rest = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=5.0)
-            assert rest and not found & {one.uid for one in rest}
-            found |= {one.uid for one in rest}
+            assert rest and not uids & {group.uid for group in rest}
+            uids |= {group.uid for group in rest}
 
     asyncio.run(main())
     assert shard.actor.called.count("get_endpoint") == 2
 
 
-def test_a_shard_that_died_is_asked_until_it_is_back(make: Make) -> None:
+def test_requests_are_retried_until_a_dead_shard_is_back(make: Make) -> None:
     shard = make()
 
     async def main() -> None:
@@ -185,7 +181,10 @@ def test_a_shard_that_died_is_asked_until_it_is_back(make: Make) -> None:
         await asyncio.sleep(0.1)
         await asyncio.to_thread(kill, shard)
         taken = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=90.0)
-        assert await queue.commit_columns([(one.lease, columns_of(one.uid)) for one in taken]) == []
+        assert (
+            await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in taken])
+            == []
+        )
         assert (await waiting)[0].uid in SIZES
 
     asyncio.run(main())
@@ -197,13 +196,13 @@ def test_a_shard_without_a_journal_does_not_come_back(make: Make) -> None:
     async def main() -> None:
         await shard.get_stats()
         await asyncio.to_thread(kill, shard)
-        with pytest.raises(ActorLostError, match=r"shard-0\.endpoint: the actor died"):
+        with pytest.raises(ActorLostError, match=r"shard-0\.get_endpoint: the actor died"):
             await shard.get_stats()
 
     asyncio.run(main())
 
 
-def test_a_shard_that_cannot_be_reached_is_named_with_its_place(
+def test_an_unreachable_shard_is_named_with_its_address(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_proxy, "RECONNECT_S", 0.5)
@@ -222,7 +221,7 @@ def test_a_shard_that_cannot_be_reached_is_named_with_its_place(
 
 
 @pytest.mark.slow
-def test_a_call_that_waits_for_long_may_lose_its_connection_now_and_then(
+def test_a_long_call_survives_repeated_connection_losses(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_proxy, "RECONNECT_S", 0.5)

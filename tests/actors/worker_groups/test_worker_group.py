@@ -1,4 +1,4 @@
-"""Groups of workers on a pool: a controller calls them as one, and data goes past it."""
+"""Worker groups on a pool: called as if an object; data bypasses the controller."""
 
 import os
 import time
@@ -27,16 +27,16 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 class Doubler:
-    """Doubles what it is given, and says where that was done."""
+    """Doubles its input, and reports where that happened."""
 
-    def __init__(self, place: WorkerContext, factor: float = 2.0) -> None:
-        self._place = place
+    def __init__(self, context: WorkerContext, factor: float = 2.0) -> None:
+        self._context = context
         self._factor = factor
 
     @transfers("P3D")
     def double(self, batch, more=0):
         rows = len(batch["x"])
-        return {"x": batch["x"] * self._factor + more, "rank": np.full(rows, self._place.rank)}
+        return {"x": batch["x"] * self._factor + more, "rank": np.full(rows, self._context.rank)}
 
     @transfers("P3D")
     def twice_as_many(self, batch):
@@ -52,21 +52,21 @@ class Doubler:
 
     @transfers("DP")
     def uneven(self, batch):
-        """As many rows as there are, but not each from who got it."""
+        """Return the right total of rows, but not per rank."""
         doubled = np.concatenate([batch["x"]] * 2)
-        return {"x": doubled[: 0 if self._place.rank else None]}
+        return {"x": doubled[: 0 if self._context.rank else None]}
 
     @transfers("ONE_TO_ALL")
     def where(self):
-        return self._place.rank, self._place.address, self._place.port, os.getpid()
+        return self._context.rank, self._context.address, self._context.port, os.getpid()
 
     @transfers("RANK_ZERO")
     def first(self):
-        return self._place.rank
+        return self._context.rank
 
     @transfers("DP")
     def fail(self, batch):
-        raise ValueError(f"not by rank {self._place.rank}")
+        raise ValueError(f"not by rank {self._context.rank}")
 
     @transfers("ONE_TO_ALL")
     def sleep(self, seconds):
@@ -93,17 +93,19 @@ def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
     group.close()
 
 
-def test_a_batch_is_handed_out_and_comes_back_in_order_without_padding(group: WorkerGroup) -> None:
+def test_a_batch_is_split_over_ranks_and_collected_in_order_without_padding(
+    group: WorkerGroup,
+) -> None:
     batch = put({"x": np.arange(5.0)})
     found = group.double(batch, 100).load()
     assert found["x"].tolist() == [100, 102, 104, 106, 108]
-    # Two replicas of two stages: three rows each, one of them padding; the last stages speak.
+    # Two replicas of two stages: three rows each, one of them padding; the last stages answer.
     assert found["rank"].tolist() == [1, 1, 1, 3, 3]
     nothing_at_all = group.double(put({"x": np.arange(0.0)})).load()
     assert {name: len(column) for name, column in nothing_at_all.items()} == {"x": 0, "rank": 0}
 
 
-def test_what_one_call_returns_is_given_to_the_next_without_being_looked_at(
+def test_a_reply_is_passed_to_the_next_call_by_reference(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched = []
@@ -120,18 +122,18 @@ def test_what_one_call_returns_is_given_to_the_next_without_being_looked_at(
     assert both.load()["x"].tolist() == [4.0 * (i // 2) for i in range(12)]
 
 
-def test_columns_of_two_batches_go_side_by_side(group: WorkerGroup) -> None:
+def test_two_batches_are_joined_column_beside_column(group: WorkerGroup) -> None:
     prompts = put({"x": np.arange(4.0)})
     answers = put({"y": np.arange(4.0) + 10})
     found = fetch_rows((prompts | answers).slice_rows(1, 3))
     assert {name: column.tolist() for name, column in found.items()} == {"x": [1, 2], "y": [11, 12]}
     joined = put({"z": np.arange(4.0)}) | group.double(prompts)
     assert set(joined.load()) == {"x", "z", "rank"}
-    with pytest.raises(ValueError, match="columns x: in two batches"):
+    with pytest.raises(ValueError, match="columns x are in both"):
         fetch_rows(prompts | prompts)
 
 
-def test_ranks_know_where_they_are_and_where_to_meet(group: WorkerGroup) -> None:
+def test_ranks_know_their_context_and_rendezvous(group: WorkerGroup) -> None:
     places = group.where().get()
     assert [rank for rank, *_ in places] == [0, 1, 2, 3]
     assert len({(address, port) for _, address, port, _ in places}) == 1
@@ -139,12 +141,12 @@ def test_ranks_know_where_they_are_and_where_to_meet(group: WorkerGroup) -> None
     assert group.first().get() == 0
 
 
-def test_figures_come_from_every_rank(group: WorkerGroup) -> None:
+def test_metrics_come_from_every_rank(group: WorkerGroup) -> None:
     found = group.mean(put({"x": np.arange(8.0)})).get()
     assert [each["mean"] for each in found] == [0.5, 2.5, 4.5, 6.5]
 
 
-def test_padding_counts_in_no_figure(group: WorkerGroup) -> None:
+def test_padding_counts_in_no_metric(group: WorkerGroup) -> None:
     batch = put({"x": np.arange(1.0, 6.0)})
     found = group.counted(batch).get()
     assert [(each["rows"], each["sum"]) for each in found] == [(2, 3), (2, 7), (1, 5), (0, 0)]
@@ -152,17 +154,17 @@ def test_padding_counts_in_no_figure(group: WorkerGroup) -> None:
         group.mean(batch)
 
 
-def test_rows_come_back_from_who_got_them(group: WorkerGroup) -> None:
+def test_a_rank_must_return_as_many_rows_as_it_got(group: WorkerGroup) -> None:
     for rows in (8, 7):
-        with pytest.raises(ValueError, match=r"Doubler-1\.uneven: 0 rows came back for 2"):
+        with pytest.raises(ValueError, match=r"Doubler-1\.uneven: 0 rows returned for 2"):
             group.uneven(put({"x": np.arange(float(rows))})).get()
 
 
-def test_columns_are_put_before_they_are_handed_over(group: WorkerGroup) -> None:
-    with pytest.raises(ValueError, match=r"Doubler\.double: columns in a dict .*put\(\.\.\.\)"):
+def test_put_accepts_only_columns_of_equal_length(group: WorkerGroup) -> None:
+    with pytest.raises(ValueError, match=r"Doubler\.double: a dict of columns .*put\(\.\.\.\)"):
         group.double({"x": np.arange(3.0)})
     for wrong in ({"x": 3}, {"x": "abc"}, None):
-        with pytest.raises(ValueError, match="put: must be columns in a dict"):
+        with pytest.raises(ValueError, match="put: a batch must be a dict of columns"):
             put(wrong)  # type: ignore[arg-type]
 
 
@@ -196,69 +198,71 @@ class Unknown(Doubler):
 
 
 @pytest.mark.parametrize(
-    ("worker", "told"),
+    ("worker", "message"),
     [
-        (Hidden, "Hidden.close: a group has a method of that name itself"),
-        (Asynchronous, "Asynchronous.soon: is async: must be a plain method"),
-        (Static, "Static.alone: is a staticmethod: must be a plain method"),
-        (Gone, "Gone.where: is a NoneType: must be a plain method"),
+        (Hidden, "Hidden.close: WorkerGroup itself has a method of this name"),
+        (Asynchronous, "Asynchronous.soon is async: must be a plain method"),
+        (Static, "Static.alone is a staticmethod: must be a plain method"),
+        (Gone, "Gone.where is a NoneType: must be a plain method"),
         (Unknown, "Unknown.lower: protocol dp: must be one of ONE_TO_ALL, "),
     ],
 )
-def test_methods_that_a_group_cannot_have_are_refused(
-    pool: ResourcePool, worker: type, told: str
+def test_invalid_transfer_methods_are_refused(
+    pool: ResourcePool, worker: type, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         WorkerGroup(pool, worker, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()))
 
 
-def test_what_a_call_cannot_take_is_told_in_a_line(group: WorkerGroup) -> None:
-    with pytest.raises(ValueError, match=r"Doubler\.double: more by name: arguments go by their"):
+def test_invalid_arguments_of_a_call_are_refused(group: WorkerGroup) -> None:
+    with pytest.raises(
+        ValueError, match=r"Doubler\.double: more passed by name; arguments must be"
+    ):
         group.double(put({"x": np.arange(4.0)}), more=3)
     figures = group.first()
     for use in (figures.load, (figures | put({"x": [1]})).get, (put({"x": [1]}) | figures).get):
-        with pytest.raises(ValueError, match="a int is no batch: rows are what put"):
+        with pytest.raises(ValueError, match="expected a batch, got int: use put"):
             use()
 
 
 @pytest.mark.slow
-def test_a_group_that_finds_a_slot_full_leaves_the_others_free(pool: ResourcePool) -> None:
+def test_a_group_that_meets_a_full_slot_releases_its_other_slots(pool: ResourcePool) -> None:
     pool = ResourcePool(2, cpus=0.5, groups=1)
     one = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
     second = WorkerGroup(pool, Doubler, mesh=one, first_slot=1)
-    with pytest.raises(ConfigError, match="slot 1 of the pool has its 1 groups already"):
+    with pytest.raises(ConfigError, match="slot 1 of the pool is full: groups=1 share"):
         WorkerGroup(pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()))
     first = WorkerGroup(pool, Doubler, mesh=one)
     assert first.first().get() == 0
     first.close()
-    with pytest.raises(ActorError, match="Doubler: the group is closed: it can be called no more"):
+    with pytest.raises(ActorError, match="Doubler: the group is closed and cannot be called"):
         first.first()
     pool.close()
-    with pytest.raises(ActorError, match="Doubler: the pool is closed: it can be called no more"):
+    with pytest.raises(ActorError, match="Doubler: the pool is closed and cannot be called"):
         second.first()
-    with pytest.raises(ConfigError, match="the pool is closed: it has no slots any more"):
+    with pytest.raises(ConfigError, match="the pool is closed and has no slots"):
         WorkerGroup(pool, Doubler, mesh=one)
 
 
-def test_slots_that_there_cannot_be_are_refused(pool: ResourcePool) -> None:
+def test_invalid_slots_are_refused(pool: ResourcePool) -> None:
     one = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
     with pytest.raises(ConfigError, match="1 ranks from slot -1 on; the pool has 4 slots"):
         WorkerGroup(pool, Doubler, mesh=one, first_slot=-1)
     with pytest.raises(ConfigError, match="Doubler: timeout_s=0: must be more than 0"):
         WorkerGroup(pool, Doubler, mesh=one, timeout_s=0.0)
-    for settings, told in (
+    for settings, message in (
         ({"cpus": -1.0}, "pool: cpus=-1, gpus=0: must be 0 or more, and not both 0"),
         ({"cpus": 0.0}, "pool: cpus=0, gpus=0: must be"),
         ({"groups": 0}, "pool: groups=0: must be at least 1"),
         ({"strategy": "FAR"}, "pool: strategy=FAR: must be one of PACK, SPREAD"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             ResourcePool(1, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
-def test_a_failure_is_told_once(tmp_path: Path) -> None:
-    """Ray prints every error whose reference is dropped unread: there must be none."""
+def test_a_failure_is_reported_once(tmp_path: Path) -> None:
+    """Ray prints every error whose reference is dropped unread; none may appear."""
     (tmp_path / "failing.py").write_text(FAILING)
     run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="failing")
     assert run.wait(400.0) == 0, run.output
@@ -324,7 +328,7 @@ def test_several_groups_share_a_pool_until_it_is_full(
     batch = put({"x": np.arange(4.0)})
     found = [other.double(batch).load()["x"].tolist() for other in others]
     assert found == [[0, 3, 6, 9], [0, 5, 10, 15]]
-    with pytest.raises(ConfigError, match="slot 2 of the pool has its 3 groups already"):
+    with pytest.raises(ConfigError, match="slot 2 of the pool is full: groups=3 share"):
         WorkerGroup(
             pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()), first_slot=2
         )
@@ -336,17 +340,19 @@ def test_several_groups_share_a_pool_until_it_is_full(
         other.close()
 
 
-def test_trouble_is_named_and_no_wait_is_endless(group: WorkerGroup) -> None:
+def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup) -> None:
     with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
         group.fail(put({"x": np.arange(4.0)})).get()
-    with pytest.raises(AttributeError, match="doubel: is no method of a group; it has counted, "):
+    with pytest.raises(
+        AttributeError, match="doubel is not a method of the group; its methods: counted, "
+    ):
         group.doubel  # noqa: B018
-    with pytest.raises(ValueError, match=r"batches of \[2, 3\] rows"):
+    with pytest.raises(ValueError, match=r"batches of different lengths in a call: \[2, 3\] rows"):
         group.double(put({"x": np.arange(2.0)}), put({"x": np.arange(3.0)}))
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_or_dies_is_told(pool: ResourcePool) -> None:
+def test_a_hung_or_dead_worker_is_reported(pool: ResourcePool) -> None:
     group = WorkerGroup(
         pool,
         Doubler,
@@ -365,14 +371,14 @@ def test_a_worker_that_hangs_or_dies_is_told(pool: ResourcePool) -> None:
         other.die().get()
 
 
-def test_a_pool_that_finds_no_room_says_what_there_is(pool: ResourcePool) -> None:
-    with pytest.raises(ConfigError, match=r"found no room in 1 s; free are \S+ of 5 CPU"):
+def test_a_pool_without_room_reports_the_free_resources(pool: ResourcePool) -> None:
+    with pytest.raises(ConfigError, match=r"no room for .* in 1 s; free: \S+ of 5 CPU"):
         ResourcePool(9, timeout_s=1.0)
     assert ray.is_initialized()
 
 
 def backwards(mesh: WorkerMesh, arguments: tuple[object, ...]) -> RankCalls:
-    """The first rows to the last rank."""
+    """Send the first rows to the last rank."""
     (batch,) = arguments
     assert isinstance(batch, BatchRef)
     return RankCalls(tuple((piece,) for piece in reversed(batch.split(mesh.size))))
@@ -382,7 +388,7 @@ add_protocol("BACKWARDS", backwards, PROTOCOLS["DP"].collect)
 
 
 class Served(Doubler):
-    """Is laid out otherwise for serving than for training."""
+    """Has different layouts for serving and for training."""
 
     @transfers("P3D_ALL_MICRO_DP")
     def serve(self, batch):
@@ -404,36 +410,36 @@ class Served(Doubler):
             os._exit(3)
 
 
-def test_serving_may_have_a_layout_and_a_user_a_protocol_of_their_own(pool: ResourcePool) -> None:
+def test_generation_may_have_its_own_layout_and_a_user_a_protocol(pool: ResourcePool) -> None:
     mesh = WorkerMesh(
         RankGrid.from_text("1-2-1").assign_ranks(),
         serving=RankGrid.from_text("1-1-2").assign_ranks(),
     )
     group = WorkerGroup(pool, Served, mesh=mesh, first_slot=2, env={"SPECIAL": "yes"})
     batch = put({"x": np.arange(3.0)})
-    # Trained, the two hold one model together; serving, each has one for itself.
+    # Training shards the model over both ranks; for serving each rank has a whole model.
     assert group.double(batch).load()["rank"].tolist() == [0, 0, 0]
     served = group.serve(batch).load()
     assert (served["x"].tolist(), served["rank"].tolist()) == ([0, 2, 4], [0, 0, 1])
     assert group.back(batch.slice_rows(0, 2)).load()["x"].tolist() == [2, 0]
     assert group.environment("SPECIAL").get() == ["yes", "yes"]
     assert group.environment("OMP_NUM_THREADS").get() == ["1", "1"]
-    # Who has died is told before who is late; and what it left behind is a group without it.
+    # A death is reported before a timeout.
     with pytest.raises(ActorLostError, match=r"Served-1\.die_or_sleep: the actor died"):
         group.die_or_sleep([100.0, 0.0]).get()
     group.close()
 
 
 class Stubborn(Doubler):
-    """One rank of it does not start."""
+    """Rank 1 fails to start."""
 
-    def __init__(self, place: WorkerContext) -> None:
-        if place.rank == 1:
+    def __init__(self, context: WorkerContext) -> None:
+        if context.rank == 1:
             raise ConfigError("rank=1: must be another")
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_start_is_told_and_its_slot_is_free_again(
+def test_a_worker_that_fails_to_start_is_reported_and_frees_its_slot(
     pool: ResourcePool,
 ) -> None:
     for _ in range(4):
