@@ -139,11 +139,11 @@ def map_phase_slots(config: RunConfig) -> dict[str, set[int]]:
 def make_arbiter(config: RunConfig, clock: ProgressClock) -> DeviceArbiter:
     timeout_s = config.pipeline.stall_s
     if config.placement.is_sequential:
-        return DeviceArbiter(timeout_s=timeout_s, pulse=clock)
+        return DeviceArbiter(timeout_s=timeout_s, progress_clock=clock)
     # On-policy, training cannot start before all rollouts of the step exist: no time slices.
     slice_s = config.placement.slice_s if config.pipeline.max_staleness else math.inf
     return DeviceArbiter(
-        timeout_s=timeout_s, slice_s=slice_s, slots=map_phase_slots(config), pulse=clock
+        timeout_s=timeout_s, slice_s=slice_s, slots=map_phase_slots(config), progress_clock=clock
     )
 
 

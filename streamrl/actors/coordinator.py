@@ -209,7 +209,7 @@ class CoordinatorActor(PingableActor):
         keep_versions = self._config.weights.keep_versions
         broadcast_tree = self._transport.make_broadcast_tree(self._publisher_node)
         return WeightRegistry(
-            keep_versions=keep_versions, on_trouble=handle_fault, spread=broadcast_tree
+            keep_versions=keep_versions, on_fault=handle_fault, broadcast_tree=broadcast_tree
         )
 
     def _post_fault(self, kind: str, actor: str, fault: WeightFault) -> None:
@@ -224,7 +224,7 @@ class CoordinatorActor(PingableActor):
         )
         every, is_required = config.weights.publish_every, version == steps or is_evaluated
         return is_publish_due(
-            role, version, every=every, reference=config.reference, looked_at=is_required
+            role, version, every=every, reference=config.reference, forced=is_required
         )
 
     async def run(self) -> RunResult:
@@ -251,7 +251,7 @@ class CoordinatorActor(PingableActor):
         queue_stats = await self._queue.get_stats()
         await self._persistence.close()
         counts = run_state.admission.ledger.check_balance(
-            queue_stats.uids, booked=run_state.inserted_uids
+            queue_stats.uids, inserted=run_state.inserted_uids
         )
         return RunResult(run_state.admission.version, str(counts), interrupted, self._checkpoint)
 

@@ -201,7 +201,7 @@ def _make_cost_scorer(config: RunConfig, max_length: int) -> HostedScorer:
     from streamrl.rewards.scorer import CostScorer
 
     context = RewardContext(config.scorer, config.sandbox)
-    costs = build_rewards(config.costs, context, judged=COSTS)
+    costs = build_rewards(config.costs, context, score_spec=COSTS)
     scorer = CostScorer(costs, load_tokenizer(config.model.path))
     return HostedScorer(
         {COST_CALL.stage: scorer.score},

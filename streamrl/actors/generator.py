@@ -73,7 +73,7 @@ class GeneratorActor(ReplicaActor):
             )
             loops.append(
                 generate_rollouts(
-                    stage, sample, served, places=slots[stage.name], begun=collect_partials
+                    stage, sample, served, limit=slots[stage.name], read_partials=collect_partials
                 )
             )
         if self._shared_weights is None:

@@ -43,7 +43,7 @@ class ReplicaActor(PingableActor):
         self._name, self._run_dir = name, context.run_dir
         record_crash_stacks(self._run_dir, name)
         self._stages = context.make_stages(calls, name, suspendable=suspendable)
-        self._held_version = ServedVersion(name, due=due) if follows else None
+        self._held_version = ServedVersion(name, resolve_due_version=due) if follows else None
         self._channel: ClosableWeightChannel | None = (
             context.make_channel(name, follows) if follows else None
         )

@@ -76,7 +76,7 @@ class WeightSender:
         bucket_bytes = self._config.bucket_bytes
         try:
             return publish_version(
-                tensors, version=version, bucket_bytes=bucket_bytes, outlet=writer
+                tensors, version=version, bucket_bytes=bucket_bytes, writer=writer
             )
         finally:
             # After a failed send the other ranks still gather the remaining tensors.

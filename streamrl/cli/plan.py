@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         runners_up=DEFAULT_RUNNERS_UP
         if problem.workload.groups_per_step <= MAX_RUNNER_UP_GROUPS
         else 0,
-        own=own_bound,
+        run_bound=own_bound,
     )
     simulated = _simulate_front(problem, list_shown_points(planned), costs, arguments.seed)
     kept, lost = select_gaining_points(simulated, own_bound)
@@ -198,7 +198,9 @@ def _simulate_front(
     def simulate(candidate: PlacementCandidate) -> SimulationResult:
         placement = candidate.placement
         timings = costs.predict_timings(placement)
-        return run_quick_simulation(flow, placement, timings, workload, seed=seed, run_options=manner)
+        return run_quick_simulation(
+            dataflow, placement, timings, workload, seed=seed, run_options=manner
+        )
 
     placements = [point.candidate.placement for point in front]
     seconds = [

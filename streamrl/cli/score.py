@@ -148,7 +148,7 @@ class RunRewardSets:
 
 def _build_reward_sets(config: RunConfig) -> RunRewardSets:
     context = RewardContext(config.scorer, config.sandbox)
-    costs = build_rewards(config.costs, context, judged=COSTS) if config.costs else None
+    costs = build_rewards(config.costs, context, score_spec=COSTS) if config.costs else None
     return RunRewardSets(build_rewards(config.rewards, context), costs)
 
 

@@ -83,7 +83,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     os.environ.update(make_trusted_env(*config.trusted_models))
     context = RewardContext(config.scorer, config.sandbox)
     rewards = build_rewards(config.rewards, context)
-    costs = [build_rewards(config.costs, context, judged=COSTS)] if config.costs else []
+    costs = [build_rewards(config.costs, context, score_spec=COSTS)] if config.costs else []
     build_group_filter(config.filter)
     model_tokens = read_model_length(config.model.path, limit=config.model.max_length)
     _check_stop_tokens(config)

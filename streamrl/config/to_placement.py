@@ -328,7 +328,7 @@ def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:
     """Name two roles whose sizes differ although one setting controls both, or return ""."""
     calls = {call.role: placement.assignments.get(call.stage) for call in dataflow.calls}
     for roles in EQUALLY_SIZED_ROLES:
-        present = [(role, calls[role]) for role in roles if calls.get(role) is not None]
+        present = [(role, call) for role in roles if (call := calls.get(role)) is not None]
         for (first, a), (second, b) in pairwise(present):
             if (a.mesh.size, a.grid, a.zero_stage) != (b.mesh.size, b.grid, b.zero_stage):
                 return f"one setting sizes both {first} and {second}, which differ: {a} and {b}"

@@ -33,7 +33,7 @@ class Rank:
             yield f"layers.{index}.weight", torch.full((300_000,), self.value)
 
 
-class Full(LocalOutlet):
+class Full(LocalWriter):
     """Transport whose next `failures` commits fail."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Full(LocalOutlet):
         return super().commit_bucket(bucket, data)
 
 
-def sender(rank: Rank, writers: dict[str, LocalOutlet], *, decay: float = 0.5) -> WeightSender:
+def sender(rank: Rank, writers: dict[str, LocalWriter], *, decay: float = 0.5) -> WeightSender:
     weights = WeightsConfig(bucket_mb=1)
     return WeightSender(rank, POLICY, writers, weights, EmaReference(decay))  # type: ignore[arg-type]
 

@@ -315,7 +315,10 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
     [
         (["--cluster", "8xH1000"], "device H1000: not in the table"),
         (["--cluster", "8xH100", "--gpus", "9"], "--gpus 9: must be from 1 to"),
-        (["--cluster", "8xH100", "--model", "llama-9b"], "model llama-9b: neither a known model name"),
+        (
+            ["--cluster", "8xH100", "--model", "llama-9b"],
+            "model llama-9b: neither a known model name",
+        ),
         (["--cluster", "8xH100", "--model", "critic=llama-7b"], "--model critic=llama-7b"),
         (["--cluster", "8xH100", "--lengths", "lognormal:3"], "--lengths lognormal:3"),
         (["--cluster", "8xH100", "--lengths", "no/file"], "--lengths no/file: no such file"),

@@ -124,7 +124,9 @@ def test_a_value_scorer_of_a_shared_model_loads_its_part_of_the_policy(model_pat
     shared.load_weights(dict(model.named_parameters(remove_duplicate=False)))
     alone = scorer_of(model_path)
     alone.load_weights(dict(critic.named_parameters(remove_duplicate=False)))
-    np.testing.assert_allclose(shared.compute_values(COLUMNS), alone.compute_values(COLUMNS), atol=1e-6)
+    np.testing.assert_allclose(
+        shared.compute_values(COLUMNS), alone.compute_values(COLUMNS), atol=1e-6
+    )
     with pytest.raises(WeightsError, match="the weights lack"):
         shared.load_weights(dict(tiny_model(tied=True, seed=1).named_parameters()))
 

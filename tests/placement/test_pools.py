@@ -181,7 +181,8 @@ def test_colocated_run_has_one_generator_per_rank() -> None:
         ),
         (
             {"mode": "mixed", "pools": [{"policy": 1, "cost": 1}]},
-            r"placement.pools\[0\].cost: ppo has no such role here; the roles are generator, reward",
+            r"placement.pools\[0\].cost: ppo has no such role here; the roles are generator,"
+            " reward",
         ),
     ],
 )

@@ -248,7 +248,10 @@ def test_an_unknown_parameter_is_refused_listing_the_allowed_parameters(
         ("keep = True", r"filter\.function=keep: in /.*filter\.py it is not a function"),
         ("class keep: pass", r"filter\.function=keep: in /.*filter\.py it is not a function"),
         ("keep = max", r"filter\.function=keep: in /.*filter\.py: no signature.*"),
-        ("async def keep(): return True", r"filter\.function=keep: in /.*filter\.py must not be async"),
+        (
+            "async def keep(): return True",
+            r"filter\.function=keep: in /.*filter\.py must not be async",
+        ),
         ("x = 1\ny = = 2", r"filter\.path=/.*filter\.py:2: SyntaxError: .*"),
         ("import no_such_module", r"filter\.path=/.*filter\.py:1: ModuleNotFoundError: .*"),
         ("raise SystemExit(1)", r"filter\.path=/.*filter\.py:1: SystemExit: 1"),

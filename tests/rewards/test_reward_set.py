@@ -338,7 +338,11 @@ def test_a_combine_function_excludes_weights_and_unknown_parameters(tmp_path):
             RewardConfig("exact"),
             "scorer.combine=.*:mix: in .* it asks for model; it is",
         ),
-        (f"{path}:late", RewardConfig("exact"), "scorer.combine=.*:late: in .*mix.py must not be async"),
+        (
+            f"{path}:late",
+            RewardConfig("exact"),
+            "scorer.combine=.*:late: in .*mix.py must not be async",
+        ),
         (f"{path}:no", RewardConfig("exact"), "scorer.combine=.*:no: not in .*mix.py"),
         (path, RewardConfig("exact"), "scorer.combine=.*: write it as file.py:function"),
         (f"{path}:fine", RewardConfig("exact", weight=2.0), "weight and gate of reward exact mean"),

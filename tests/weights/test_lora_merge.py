@@ -138,7 +138,8 @@ def test_without_adapters_the_published_tensors_are_the_full_set(tmp_path: Path)
 def test_adapters_of_a_different_model_are_refused(
     model_path: str, change: dict[str, torch.Tensor | None], fault: str
 ) -> None:
-    changed = {**PUBLISHED, **change}
-    changed = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    changed = {
+        name: tensor for name, tensor in {**PUBLISHED, **change}.items() if tensor is not None
+    }
     with pytest.raises(WeightsError, match=fault):
         build_full_weights(changed, PARAMETERS, model_path=model_path, device=CPU)

@@ -102,9 +102,8 @@ async def test_top_k_and_top_p_sample_among_the_likeliest_tokens(
     bench: Bench, narrow: dict[str, float]
 ) -> None:
     greedy = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
-    rollouts = await bench.engine.generate(
-        SHORT, seeds=[7], sampling=SamplingSettings(1.0, **narrow)
-    )  # type: ignore[arg-type]
+    narrowed = SamplingSettings(1.0, **narrow)  # type: ignore[arg-type]
+    rollouts = await bench.engine.generate(SHORT, seeds=[7], sampling=narrowed)
     assert tokens(rollouts) == tokens(greedy)
 
 

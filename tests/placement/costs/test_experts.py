@@ -181,8 +181,12 @@ def test_expert_ranks_must_divide_the_ranks_of_a_stage() -> None:
 
 
 def test_a_run_has_no_expert_parallelism() -> None:
-    placement = Placement({"train": assigned("1-1-8", 8), "generate": assigned("1-1-8", 1, 8)})
-    with pytest.raises(ConfigError, match="streamrl does not support expert parallelism") as refused:
+    placement = Placement(
+        {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
+    )
+    with pytest.raises(
+        ConfigError, match="streamrl does not support expert parallelism"
+    ) as refused:
         apply_placement(load_config(CONFIG), placement)
     assert "\n" not in str(refused.value)
     costs = RunnablePlacementCosts(CostModel(make_problem()), GRPO)
