@@ -23,6 +23,7 @@ COMMANDS = {
     "scale": "add or remove replicas of a running run",
     "evaluate": "compute pass@k, mean@k and maj@k of a model or checkpoint on prompt files",
     "score": "score existing completions with a run's rewards",
+    "config": "list config keys with their defaults and meanings",
     "rewards": "list reward kinds and their options",
     "data": "check prompt files and list rows that a run cannot use",
     "algorithms": "list algorithms: required columns, functions, defaults, paper",

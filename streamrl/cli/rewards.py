@@ -4,23 +4,21 @@ import argparse
 import dataclasses
 import inspect
 import json
-import math
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import yaml
-from omegaconf import MISSING
-
+from streamrl.cli.output.setting_docs import (
+    escape_cell,
+    format_code,
+    format_default,
+    parse_docstring_keys,
+)
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards import REWARD_KINDS, RewardConfig
 from streamrl.rewards.kinds.function import FunctionOptions
 from streamrl.rewards.user_code.plugins import list_installed_kinds, load_registered_kinds
-
-REQUIRED = "required"
 
 
 @dataclass(frozen=True)
@@ -102,30 +100,14 @@ def read_options(settings: type) -> dict[str, RewardOption]:
     """
     meanings: dict[str, str] = {}
     for cls in settings.__mro__:
-        for key, meaning in _parse_docstring_keys(cls).items():
+        for key, meaning in parse_docstring_keys(cls).items():
             meanings.setdefault(key, meaning)
     fields = {field.name: field for field in dataclasses.fields(settings)}
     return {
-        name: RewardOption(_format_default(fields[name]), meaning)
+        name: RewardOption(format_default(fields[name]), meaning)
         for name, meaning in meanings.items()
         if name in fields
     }
-
-
-def _parse_docstring_keys(settings: type) -> dict[str, str]:
-    """Parse `key: meaning` lines of a docstring, including their indented continuation lines."""
-    text = inspect.cleandoc(vars(settings).get("__doc__") or "")
-    matches = re.findall(r"^(\w+): (.+(?:\n[ ]+\S.*)*)", text, flags=re.MULTILINE)
-    return {key: " ".join(meaning.split()).removesuffix(".") for key, meaning in matches}
-
-
-def _format_default(field: "dataclasses.Field[Any]") -> str:
-    factory = field.default_factory
-    value = field.default if factory is dataclasses.MISSING else factory()
-    if value in (MISSING, dataclasses.MISSING):
-        return REQUIRED
-    # PyYAML ends a bare scalar with a "..." line.
-    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
 
 
 def describe_kind(name: str, entry: RewardKindEntry) -> str:
@@ -148,24 +130,13 @@ def format_markdown(kinds: Mapping[str, RewardKindEntry]) -> str:
     }
     for name, entry in kinds.items():
         keys = ", ".join(f"`{key}`" for key in entry.options)
-        lines.append(f"| `{name}` | {_escape_cell(entry.summary)} | {keys} |")
+        lines.append(f"| `{name}` | {escape_cell(entry.summary)} | {keys} |")
         for key, option in entry.options.items():
             users.setdefault((key, option), []).append(f"`{name}`")
     lines += ["", "| option | of | default | meaning |", "| --- | --- | --- | --- |"]
     lines += [
-        f"| `{key}` | {', '.join(names)} | {_format_code(option.default)} |"
-        f" {_escape_cell(option.meaning)} |"
+        f"| `{key}` | {', '.join(names)} | {format_code(option.default)} |"
+        f" {escape_cell(option.meaning)} |"
         for (key, option), names in users.items()
     ]
     return "\n".join(lines) + "\n"
-
-
-def _format_code(text: str) -> str:
-    """Quote as code with one more backtick than the text's longest run of backticks."""
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence, space = "`" * (longest + 1), " " if longest else ""
-    return fence + space + text.replace("|", "\\|") + space + fence
-
-
-def _escape_cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "\\<")

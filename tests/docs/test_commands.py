@@ -97,8 +97,8 @@ SHORT = {
 
 
 @pytest.mark.slow
-def test_the_readmes_plan_is_made_and_simulated(workspace: Path) -> None:
-    shown = find_commands((ROOT / "README.md").read_text())
+def test_the_plan_in_the_docs_is_made_and_simulated(workspace: Path) -> None:
+    shown = find_commands((ROOT / "docs" / "commands.md").read_text())
     for name in SHORT:
         (command,) = [one for one in shown if one.words[:2] == ("streamrl", name)]
         words = [word.replace("qwen2.5-32b", "qwen2.5-7b") for word in command.words[1:]]

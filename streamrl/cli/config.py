@@ -1,0 +1,133 @@
+"""`streamrl config`: every config key with its type, default and meaning."""
+
+import argparse
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from streamrl.cli.output.setting_docs import (
+    escape_cell,
+    format_code,
+    format_default,
+    parse_docstring_keys,
+)
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import suggest_nearest
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """A key as users write it, such as `trainer.lr`; keys of list entries have `[]` in them."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+    @property
+    def section(self) -> str:
+        return re.split(r"[.\[]", self.name)[0]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `streamrl config`."""
+    parser.add_argument("key", nargs="?", help="a key or a section: trainer.lr, trainer")
+    parser.add_argument("--markdown", action="store_true", help="print markdown tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the keys. Raises ConfigError if no key or section has the given name."""
+    keys = list(list_config_keys())
+    if arguments.key is not None:
+        prefix = re.compile(rf"{re.escape(arguments.key)}(?:$|[.\[])")
+        matches = [key for key in keys if prefix.match(key.name)]
+        if not matches:
+            names = {key.name for key in keys} | {key.section for key in keys}
+            raise ConfigError(
+                f"{arguments.key}: no such config key; {suggest_nearest(arguments.key, names)}"
+            )
+        keys = matches
+    print(format_markdown(keys) if arguments.markdown else format_text(keys))
+    return 0
+
+
+def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[ConfigKey]:
+    """Yield the keys of a dataclass of settings and of those nested in it, in their order."""
+    hints = typing.get_type_hints(settings)
+    meanings = read_meanings(settings)
+    for field in dataclasses.fields(settings):
+        name, hint = f"{prefix}{field.name}", hints[field.name]
+        entry = next((a for a in typing.get_args(hint) if dataclasses.is_dataclass(a)), None)
+        if dataclasses.is_dataclass(hint):
+            yield from list_config_keys(typing.cast(type, hint), f"{name}.")
+        elif typing.get_origin(hint) is list and entry is not None:
+            yield from list_config_keys(entry, f"{name}[].")
+        else:
+            default = format_default(field)
+            yield ConfigKey(name, _format_type(hint), default, meanings.get(field.name, ""))
+
+
+def read_meanings(settings: type) -> dict[str, str]:
+    """Return what each field means, from `name: ...` in docstrings and from `#:` comments.
+
+    A class explains its own fields before its bases do.
+    """
+    meanings: dict[str, str] = {}
+    for owner in settings.__mro__:
+        if dataclasses.is_dataclass(owner):
+            for name, meaning in (parse_docstring_keys(owner) | _parse_comments(owner)).items():
+                meanings.setdefault(name, meaning)
+    return meanings
+
+
+def _parse_comments(settings: type) -> dict[str, str]:
+    """Return the `#:` comment above each field."""
+    source = inspect.cleandoc(inspect.getsource(settings))
+    comments = re.findall(r"((?:^ *#: .*\n)+) *(\w+):", source, flags=re.MULTILINE)
+    return {
+        name: " ".join(text.replace("#: ", "").split()).removesuffix(".") for text, name in comments
+    }
+
+
+def _format_type(hint: Any) -> str:
+    """Return a type as a reader of YAML calls it: `float or null`, `list of int`."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(_format_type(arg) for arg in args)
+    if hint is type(None):
+        return "null"
+    if hint is Any:
+        return "any"
+    if typing.get_origin(hint) is list:
+        return f"list of {_format_type(args[0])}"
+    if typing.get_origin(hint) is dict or hint is dict:
+        return "mapping"
+    return {"str": "text", "bool": "true or false"}.get(hint.__name__, hint.__name__)
+
+
+def format_text(keys: list[ConfigKey]) -> str:
+    """Return one paragraph per key: name, type and default, then the meaning."""
+    return "\n\n".join(
+        f"{key.name}: {key.type} [{key.default}]\n  {key.meaning}".rstrip() for key in keys
+    )
+
+
+def format_markdown(keys: list[ConfigKey]) -> str:
+    """Return one table per section."""
+    lines: list[str] = []
+    sections = dict.fromkeys(key.section for key in keys)
+    for section in sections:
+        lines += [f"## {section}", "", "| key | type | default | meaning |"]
+        lines.append("| --- | --- | --- | --- |")
+        for key in keys:
+            if key.section == section:
+                cells = (format_code(key.name), key.type, format_code(key.default), key.meaning)
+                lines.append(f"| {' | '.join(cells[:3])} | {escape_cell(cells[3])} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()

@@ -1,0 +1,40 @@
+"""Settings as documentation: meanings and defaults read from dataclasses, and cells of markdown."""
+
+import dataclasses
+import inspect
+import math
+import re
+from typing import Any
+
+import yaml
+from omegaconf import MISSING
+
+REQUIRED = "required"
+
+
+def parse_docstring_keys(settings: type) -> dict[str, str]:
+    """Parse `key: meaning` lines of a docstring, including their indented continuation lines."""
+    text = inspect.cleandoc(vars(settings).get("__doc__") or "")
+    matches = re.findall(r"^(\w+): (.+(?:\n[ ]+\S.*)*)", text, flags=re.MULTILINE)
+    return {key: " ".join(meaning.split()).removesuffix(".") for key, meaning in matches}
+
+
+def format_default(field: "dataclasses.Field[Any]") -> str:
+    """Return a default as YAML, or REQUIRED."""
+    factory = field.default_factory
+    value = field.default if factory is dataclasses.MISSING else factory()
+    if value in (MISSING, dataclasses.MISSING):
+        return REQUIRED
+    # PyYAML ends a bare scalar with a "..." line.
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
+
+
+def format_code(text: str) -> str:
+    """Quote as code with one more backtick than the text's longest run of backticks."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest else ""
+    return fence + space + text.replace("|", "\\|") + space + fence
+
+
+def escape_cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "\\<")
