@@ -52,9 +52,10 @@ class RankInput:
 def make_rank_inputs(
     rank_calls: RankCalls, protocol: TransferProtocol, method: str, *, knows_padding: bool
 ) -> list[RankInput]:
-    """Describe each rank's call. Raises ValueError if padding would count in metrics.
+    """Return how many rows and how much padding each rank's call of a method has.
 
-    knows_padding: whether the method receives the number of real rows.
+    Raises ValueError if the method returns metrics and its padding rows would count in them.
+    knows_padding: the method receives the number of real rows and can leave the padding out.
     """
     try:
         inputs = [RankInput.from_call(call) for call in rank_calls.calls]

@@ -136,7 +136,7 @@ class GraphLayout:
         return bands
 
     def _route_edge(self, edge: GraphEdge, entry: Point) -> list[Point]:
-        """Return the points from the source to the start of the label."""
+        """Return the points of an edge from its source box to `entry`, where its label begins."""
         start = self.node_boxes[edge.source].exit_point
         if not edge.is_back_edge:
             passes = [

@@ -76,7 +76,10 @@ def list_device_rows(placement: Placement) -> list[Mesh]:
 def assign_lanes(
     intervals: Sequence[DeviceInterval],
 ) -> list[tuple[DeviceInterval, tuple[int, int]]]:
-    """Return each interval with (lane, number of lanes); intervals of a lane do not overlap."""
+    """Assign intervals to lanes, so that intervals of a lane do not overlap.
+
+    Returns each interval with its lane and the number of lanes that its overlapping neighbors use.
+    """
     ends: list[float] = []
     placed: list[tuple[DeviceInterval, int]] = []
     for interval in sorted(

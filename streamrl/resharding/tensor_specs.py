@@ -138,7 +138,9 @@ class ModelSpec:
 
 
 def split_stages_evenly(num_positions: int, stages: int) -> tuple[int, ...]:
-    """Return the number of positions of each stage; stages differ by at most one.
+    """Return the number of pipeline positions (layers) of each pipeline stage.
+
+    Stages differ by at most one position.
 
     Larger stages are spread so that merging stages stays exact if the numbers of stages divide: 6
     positions are 2, 1, 2, 1 in four stages and 3, 3 in two.

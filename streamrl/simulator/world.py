@@ -45,7 +45,7 @@ class SimulatedRun:
     """A simulated run, including node crashes and restarts."""
 
     def __init__(self, scenario: SimulationScenario) -> None:
-        """Create the run; requires a running event loop."""
+        """Build all simulated processes of the scenario; requires a running event loop."""
         self.scenario = scenario
         self.outcomes: list[StepResult] = []
         self.step_ends: list[float] = []

@@ -217,7 +217,10 @@ def _open_listener(sockets: str, level: ForkLevel) -> socket.socket:
 
 
 def main() -> None:
-    """Import and serve all levels, with the arguments of `start_fork_server` in sys.argv."""
+    """Import the modules of all fork levels, then fork a worker for each request.
+
+    `start_fork_server` passes its arguments as JSON in sys.argv.
+    """
     parent, files, serialized = json.loads(sys.argv[1])
     levels = [ForkLevel(**level) for level in serialized]
     listeners = {name: socket.socket(fileno=file) for name, file in files.items()}
@@ -332,7 +335,11 @@ def _draws_unique_ids() -> bool:
 
 
 def _become_worker(request: Mapping[str, Any], files: list[int]) -> NoReturn:
-    """Run Ray's worker in this process, with the launcher's environment and streams."""
+    """Run Ray's worker in this forked process.
+
+    Environment, directory and standard streams are those of `launch_worker`, which Ray started and
+    which sent the request.
+    """
     code: Any = 1
     try:
         os.setpgid(0, 0)  # Ray kills a worker's leftover children by process group

@@ -143,7 +143,10 @@ class FollowerWorker:
 
 
 def build_worker(config: VllmConfig, rank_group: RankGroup) -> WorkerWrapperBase:
-    """Build this rank's worker and load its part of the model. Collective over all rank groups."""
+    """Build the vLLM worker of this rank and load its part of the model.
+
+    Collective: every rank of every tensor-parallel group must call it.
+    """
     wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=rank_group.group_rank)
     wrapper.init_worker(
         [

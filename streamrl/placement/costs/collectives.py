@@ -71,7 +71,7 @@ class CollectiveGroup:
 
     @property
     def all_to_all_latency_s(self) -> float:
-        """Latency of an all-to-all; all ranks send at once."""
+        """Start-up time of an all-to-all, s: that of one send, because all ranks send at once."""
         return self.send_latency_s
 
     @property

@@ -131,7 +131,10 @@ class PlacementPlanner:
         known: Sequence[Placement] = (),
         run_bound: int | None = None,
     ) -> PlanResult:
-        """Plan all bounds, see `plan_placement`; searches also start from `known`."""
+        """Find the best placement for each staleness bound, see `plan_placement`.
+
+        known: placements that are start points of the search, besides the usual ones.
+        """
         self._known_placements = [] if not self._num_runners_up else list(known)
         states = [*self.list_starts(), *(self._to_state(placement) for placement in known)]
         # Searches of higher bounds also start from the results of lower bounds.

@@ -14,7 +14,7 @@ from streamrl.placement.problem import PlacementProblem
 
 
 def iter_sub_problems(problem: PlacementProblem) -> Iterator[tuple[int, PlacementProblem]]:
-    """Yield the first device and the problem of each part."""
+    """Yield a placement problem on each part of the cluster, with the first device of that part."""
     cluster, rollouts = problem.cluster, problem.workload.sampled_workload.num_rollouts
     for first, group in zip(cluster.group_starts, cluster.node_groups, strict=True):
         nodes = min(group.num_nodes, max(1, rollouts // group.devices_per_node))

@@ -255,10 +255,11 @@ class JobGraph:
         return StepJob(call.stage, self.find_mesh(call.stage), parts, dependencies, is_queued=True)
 
     def _interrupted_s(self, call: ModelCall) -> float:
-        """Return seconds per step in which scoring interrupts generation ahead on the same devices.
+        """Return the seconds per step in which scoring takes the devices from generation.
 
-        Groups are scored as they arrive. Between two bursts generation keeps the devices for
-        `slice_s`, and each burst interrupts it for the time of a group.
+        Applies where both share devices and generation already samples for the next step. Groups
+        are scored one by one as they finish; generation keeps the devices for at least `slice_s`
+        between two groups, and each group holds them for the time of its scoring.
         """
         if not self.has_single_group_arrivals or not self.placement.overlaps(
             call.stage, self.call_graph.generate_call.stage
@@ -323,7 +324,11 @@ class JobGraph:
 def _are_exclusive(
     first: tuple[Mesh, bool], second: tuple[Mesh, bool], trained: Sequence[Mesh]
 ) -> bool:
-    """Return whether work on two meshes is exclusive; the flag marks a mesh with training."""
+    """Return whether work on two meshes cannot run at the same time.
+
+    first, second: a mesh, and whether the work on it is training. trained: meshes of all models
+    that are trained.
+    """
     (mesh, trains), (other_mesh, other_trains) = first, second
     if trains == other_trains:
         return mesh.overlaps(other_mesh)

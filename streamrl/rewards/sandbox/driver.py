@@ -252,7 +252,10 @@ def reap_orphans(but: int) -> None:
 
 
 def kill_all(pid: int) -> tuple[int, float]:
-    """Kill all processes but the driver; return exit code and CPU seconds of process `pid`."""
+    """Kill the tested program, process `pid`, and everything it started in the jail.
+
+    Returns its exit code and CPU seconds. This driver, the first process of the jail, survives.
+    """
     if _IS_JAILED:
         os.kill(-1, signal.SIGKILL)
     else:

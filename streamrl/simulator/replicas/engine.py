@@ -165,7 +165,8 @@ class SimulatedEngine(Generic[K]):
     def load_version(self, version: int, pause_s: float, now: float) -> float:
         """Switch to another version after `pause_s`; return when the switch is complete.
 
-        If the timing recomputes the KV cache, the engine then also prefills all resident tokens.
+        Generation continues at the returned time, or later where the engine has to recompute the KV
+        cache: then it first prefills all tokens of its running rollouts.
         """
         self._finish_current_step(now)
         self._version_marks.append((self.decode_steps, version))

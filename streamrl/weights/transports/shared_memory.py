@@ -104,7 +104,11 @@ class SharedMemoryWriter:
         return self._staging_buffer[:num_bytes]
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
-        """Commit the bucket; return a SegmentHandle, or the fallback's handle without memory."""
+        """Make a bucket readable and return its SegmentHandle.
+
+        Without free shared memory, sends the bucket by the fallback transport and returns the
+        handle of that transport.
+        """
         index, segment = self._num_committed, self._open_segment
         self._num_committed += 1
         if segment is None:
