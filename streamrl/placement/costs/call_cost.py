@@ -85,7 +85,7 @@ class CallCost:
 
     @property
     def _expert_width(self) -> float:
-        """Smallest dimension of an expert's matrices on one rank; bounds the speed of small matmuls."""
+        """Smallest dimension of an expert's matrices on one rank, which limits matmul speed."""
         width = min(self.shape.hidden, self.shape.intermediate)
         return width if self.ep_size > 1 else width / self.tp_size
 
