@@ -192,7 +192,10 @@ class CallCost:
         return self.hidden_bytes * self.parallel_groups.pipeline.send_byte_s
 
     def count_micro_batches(self, fewest: int, rollouts: float) -> int:
-        """Return into how many micro-batches a replica splits `rollouts` rollouts, at least `fewest`."""
+        """Return the micro-batches into which a replica splits `rollouts` rollouts.
+
+        They are at least `fewest`; a pipeline splits into more, which shortens its bubbles.
+        """
         if self.pp_size == 1:
             return fewest
         target = min(self.pp_size * self.constants.stage_micro_batches, int(rollouts))

@@ -96,7 +96,7 @@ class CollectiveGroup:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Process groups of a model on a mesh, for each dimension of parallelism one of many.
+    """Process groups of a model on a mesh: a typical group for each dimension of parallelism.
 
     All groups of a dimension have equal sizes and bandwidths.
     """
