@@ -58,7 +58,7 @@ class DataflowGraph:
     def from_dataflow(
         cls, flow: Dataflow, *, name: str, steps: int, max_staleness: int
     ) -> "DataflowGraph":
-        """Unroll an algorithm's dataflow over `steps` steps."""
+        """Return the graph of an algorithm's dataflow, unrolled over `steps` steps."""
         graph = flow.unroll_steps(steps, max_staleness)
         edges = [_make_edge(a, b, facts) for a, b, facts in graph.edges(data=True)]
         if steps == 1:

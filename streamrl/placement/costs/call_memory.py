@@ -120,7 +120,7 @@ def max_score_tokens(cost: CallCost) -> float:
 
 
 def serving_weight_bytes(cost: CallCost) -> float:
-    """Return weight bytes per device of a call without training."""
+    """Return weight bytes per device of a call that generates or scores."""
     return cost.device_params * cost.constants.served_bytes
 
 

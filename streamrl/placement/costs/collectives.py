@@ -112,8 +112,8 @@ def build_parallel_groups(
 ) -> ParallelGroups:
     """Return the process groups of a model on a mesh, with the number of ranks that share a node.
 
-    If neighbors in a group are `stride` ranks apart in the grid's order, `per_node // stride` of
-    them share a node.
+    If neighbors in a group are s ranks apart in the grid's order, n / s of them share a node of n
+    devices.
     expert: number of expert-parallel ranks.
     """
     per_node = mesh.count_devices_per_node(cluster)

@@ -233,7 +233,7 @@ class CostConstants:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> "CostConstants":
-        """Return the defaults for a cluster; any CPU device selects `CPU_CONSTANTS`."""
+        """Return the default constants for a cluster; any CPU device selects `CPU_CONSTANTS`."""
         return CPU_CONSTANTS if cluster.is_cpu else cls()
 
     @classmethod

@@ -144,7 +144,7 @@ class CostModel:
     def kv_capacity_bytes(self, placement: Placement) -> float:
         """Return bytes available for the KV cache on each generating device.
 
-        The placement may lack calls besides generation.
+        The placement may be partial, as long as it has devices for generation.
         """
         capacity = self._device_memory(placement).kv_capacity_bytes(self._generate_stage)
         return min(capacity, self.problem.kv_cache_bytes or math.inf)
@@ -181,7 +181,7 @@ class CostModel:
         )
 
     def first_rollouts_s(self, assignment: CallAssignment) -> float:
-        """Return seconds until generation completes the first cut of a step's groups.
+        """Return seconds until generation completes the first cut (fraction) of a step's groups.
 
         Generation has the devices of `assignment` to itself. The result is inf if memory is short.
         """

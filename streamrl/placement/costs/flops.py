@@ -38,7 +38,7 @@ def routed_flops(shape: ModelShape) -> float:
 
 
 def achieved_fraction(fraction: float, width: float, constants: CostConstants) -> float:
-    """Return the fraction of peak FLOP/s that products with matrices of `width` columns achieve.
+    """Return the fraction of peak FLOP/s that products with matrices of this width achieve.
 
     fraction: limit for wide matrices; at width `constants.half_width` half of it is achieved.
     """

@@ -208,6 +208,7 @@ class _TransferPlanner:
         )
 
     def build_plan(self, *, full: bool) -> CopyPlan:
+        """Return the copy plan; `full` plans every layer and replica separately."""
         parts = 1 if full or self.is_sharded else self._count_equal_parts()
         train = replace(self.source.grid, dp_size=self.source.grid.dp_size // parts)
         follow = replace(self.target.grid, dp_size=self.target.grid.dp_size // parts)

@@ -143,9 +143,9 @@ class GenerationModel:
         return last
 
     def _find_in_flight_steps(self, timing: GeneratorTiming, window: int) -> float:
-        """Return the mean decode steps that a training step is in flight.
+        """Return the mean decode steps that a training step is in flight, without slot limits.
 
-        window: training steps in flight together. All rollouts have slots.
+        window: training steps in flight together.
         """
         if window not in self._in_flight_steps:
             workload, replaced = self.workload, self._replaced_fraction

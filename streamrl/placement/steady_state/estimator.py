@@ -95,7 +95,10 @@ class PlacementEstimator:
         return max_busy_s(jobs, build_busy_jobs(jobs, self.select_generation(placement))[0])
 
     def select_generation(self, placement: Placement) -> GenerationModel:
-        """Return the generation model: ahead of training if staleness is allowed, else on policy."""
+        """Return the model of generation for a placement.
+
+        Generation is ahead of training if the placement allows staleness, else on policy.
+        """
         return self._ahead_generation if placement.max_staleness else self._on_policy_generation
 
     def _make_job_graph(self, placement: Placement) -> JobGraph:

@@ -199,6 +199,7 @@ class JobGraph:
         return self.placement.is_streamed and self.workload.has_varied_lengths
 
     def find_weights_timing(self, stage: str) -> WeightsTiming:
+        """Return the timing of new weights for a stage; zeros for a stage with fixed weights."""
         return self.timings.weights.get(stage, WeightsTiming())
 
     def build_jobs(self, generate: StepJob) -> list[StepJob]:
@@ -233,6 +234,7 @@ class JobGraph:
         return len(self.jobs) - 1
 
     def _is_follower(self, call: ModelCall) -> bool:
+        """Return whether a call gets new versions of its weights from a trained model."""
         return call is self.call_graph.generate_call or (
             call.kind is CallKind.SCORE and bool(self.call_graph.find_leader(call))
         )

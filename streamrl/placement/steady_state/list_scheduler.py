@@ -35,11 +35,12 @@ class JobDependency:
     """Dependency of a job on the results of another job, `lag` steps earlier.
 
     job: number of the other job.
-    is_whole: wait for all parts; otherwise part by part.
+    is_whole: wait for all results; otherwise each part waits for as large a fraction of the results
+      as it completes of its own job.
     is_for_last_part: only the last part of the dependent job waits.
     delay_s: extra delay after the result.
-    step_interval: only one of so many steps has results that count; the dependency is on the first
-      such step from `lag` steps earlier on.
+    step_interval: the other job has results only once in so many steps; the dependency is on the
+      first such step from `lag` steps earlier on.
     """
 
     job: int
@@ -101,8 +102,8 @@ class UnrolledSchedule:
 
     period_s: mean time of the last `period_steps` steps.
     ends_s: end of each step.
-    started_s, done_s: by (job, step), start and time of the last result.
-    results_s: by step, times of the results of the job with a profile.
+    started_s, done_s: by (job, step), start of the job and time of its last result.
+    results_s: by step, times of the results of generation ahead.
     """
 
     period_s: float = 0.0
@@ -157,7 +158,7 @@ class _PartGraph:
         )
 
     def _link_all(self, step: int) -> None:
-        """Add the dependencies of all parts in `step`."""
+        """Link each part of `step` to the results that the part waits for."""
         for j, job in enumerate(self.jobs):
             for dependency in job.dependencies:
                 self._link_dependency(j, dependency, step)
@@ -208,7 +209,7 @@ class ListScheduler:
     """List scheduler: simulates the jobs of consecutive steps.
 
     overlaps[m]: meshes that share devices with mesh m.
-    stops: meshes on which work stops the job with a profile, besides the overlapping meshes.
+    stops: meshes on which work stops generation ahead, besides the meshes that overlap its own.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class RolloutProfile:
 
 
 class CompletionEvent(NamedTuple):
-    """Event: a cut of a step's groups is complete.
+    """Event: a cut (fraction) of a step's groups is complete.
 
     result_index: number of the cut within the step.
     is_last: whether the cut is the last of the step.
@@ -87,7 +87,7 @@ class OverlappedGeneration:
         bisect.insort(self._blocked_spans, (start_s, end_s))
 
     def advance(self, limit_s: float) -> CompletionEvent | None:
-        """Generate until the next cut of a step's groups is complete.
+        """Generate until the next cut (fraction) of a step's groups is complete.
 
         Return None if time reaches `limit_s` before.
         """
@@ -114,7 +114,7 @@ class OverlappedGeneration:
         return min(limit_s, spans[0][0]) if spans else limit_s
 
     def _pop_result(self) -> CompletionEvent | None:
-        """Return the completion of a cut that a step has reached, if any."""
+        """Return the completion of a cut of groups that a step has reached, or None."""
         results = self._profile.result_steps
         for i, progress in enumerate(self._steps):
             if progress.decode_steps >= results[progress.num_results] * (1 - ROUNDING_TOLERANCE):

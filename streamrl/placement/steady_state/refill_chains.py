@@ -42,7 +42,7 @@ class RefillChains:
         return cls(lengths, chain, counts - 1.0)
 
     def split_chains(self, parts: int) -> Iterator["RefillChains"]:
-        """Divide the chains into `parts` instances with equally many consecutive chains."""
+        """Divide the chains into `parts` sets with equally many consecutive chains."""
         chains_per_part = self.num_chains // parts
         for index in range(parts):
             is_in_part = self.chain_by_group // chains_per_part == index
