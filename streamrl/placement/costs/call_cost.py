@@ -202,6 +202,6 @@ class CallCost:
         return max(fewest, target)
 
     def bubble_factor(self, micro_batches: float) -> float:
-        """Return the slowdown, at least 1, by pipeline bubbles when micro-batches follow each other."""
+        """Return the slowdown, at least 1, by pipeline bubbles in a sequence of micro-batches."""
         # A pipeline of p stages takes m + p - 1 slots for m micro-batches.
         return 1 + (self.pp_size - 1) / max(1.0, micro_batches)
