@@ -1,1 +1,1 @@
-"""Pictures of an algorithm's dataflow graph and of a placement's timeline, as SVG."""
+"""Drawings of a dataflow graph as SVG, text or DOT, and of a placement's timeline as SVG."""

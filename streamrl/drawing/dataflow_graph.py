@@ -1,4 +1,4 @@
-"""Data of `streamrl graph`: the dataflow of a step, or unrolled over several."""
+"""Data of `streamrl graph`: the dataflow of a training step, or unrolled over several steps."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,11 @@ WAIT_STROKES = {EdgeKind.DATA: "#475569", EdgeKind.VERSION: "#7c3aed", EdgeKind.
 
 @dataclass(frozen=True)
 class GraphEdge:
-    """Dependency of the stage `target` on `source`."""
+    """Edge of a dataflow graph: stage `target` waits for stage `source`.
+
+    wait: data (columns), version (new weights) or order.
+    role: for a version edge, role of the trained model.
+    """
 
     source: StepNode
     target: StepNode
@@ -24,7 +28,7 @@ class GraphEdge:
 
     @property
     def label(self) -> str:
-        """Columns or version that flow along the edge; empty for an order edge."""
+        """Text on the edge: columns or version that `target` waits for; empty for an order edge."""
         if self.wait is EdgeKind.VERSION:
             return f"version of {self.role}"
         return ", ".join(self.columns)
@@ -37,10 +41,11 @@ class GraphEdge:
 
 @dataclass(frozen=True)
 class DataflowGraph:
-    """Calls by (step, stage), steps counted from 0, and their edges in flow order.
+    """Dataflow graph to draw: its calls by (step, stage), steps counted from 0, and its edges.
 
-    Over several steps, a version edge leads from training to the step that waits for the version.
-    With one step, it leads back to the stage that follows.
+    Calls and edges are in flow order. Over several steps, a version edge leads from training to the
+    step that waits for the version. With a single step, the edge leads back to the stage that
+    follows the trained model.
     """
 
     title: str
@@ -53,7 +58,7 @@ class DataflowGraph:
     def from_dataflow(
         cls, flow: Dataflow, *, name: str, steps: int, max_staleness: int
     ) -> "DataflowGraph":
-        """Unroll an algorithm's dataflow over `steps` steps."""
+        """Return the graph of an algorithm's dataflow, unrolled over `steps` steps."""
         graph = flow.unroll_steps(steps, max_staleness)
         edges = [_make_edge(a, b, facts) for a, b, facts in graph.edges(data=True)]
         if steps == 1:
@@ -69,14 +74,17 @@ class DataflowGraph:
 
     @property
     def forward_graph(self) -> "nx.DiGraph[StepNode]":
-        """Nodes and all edges except back edges."""
+        """Graph of all nodes, with all edges except back edges."""
         graph: nx.DiGraph[StepNode] = nx.DiGraph()
         graph.add_nodes_from(self.calls)
         graph.add_edges_from((e.source, e.target) for e in self.edges if not e.is_back_edge)
         return graph
 
     def format_node(self, node: StepNode) -> str:
-        """Return the stage; over several steps with its step, counted from 1 as in a run."""
+        """Return a node's label: the stage, with several steps followed by the number of the step.
+
+        Steps are counted from 1, as in a run.
+        """
         step, stage = node
         return stage if self.num_steps == 1 else f"{stage}[{step + 1}]"
 

@@ -1,9 +1,10 @@
 """Layout of a dataflow graph in pixels, without overlapping text.
 
-Layered drawing (Sugiyama): the column of a stage is the longest chain of dependencies before it;
-steps form horizontal bands. Every column has, from left to right, a strip where lines bend, a strip
-of labels with one entry point per incoming edge, and the boxes. A line that passes a column gets a
-dummy node there. Back edges run below everything.
+Layered drawing (Sugiyama): columns are numbered from the left, and a stage's column number is the
+longest chain of dependencies before the stage; steps form horizontal bands. Every column has, from
+left to right, a strip where lines bend, a strip of labels with an entry point for each incoming
+edge, and the boxes of the stages. A line that passes a column gets a dummy node there. Back edges
+run below all bands.
 
        bends   labels      box
       ~~~~~~  tokens ---> +---------+
@@ -24,19 +25,22 @@ from streamrl.drawing.dataflow_graph import DataflowGraph, GraphEdge
 from streamrl.drawing.svg import LABEL_PX, NAME_PX, Point, text_width
 
 LINE_HEIGHT = 13.0
-"""Distance of text lines."""
+"""Distance between lines of a label."""
 WRAP_CHARS = 26
 """Maximum characters per label line."""
 MARGIN, BOX_GAP, BEND_WIDTH, PASS_HEIGHT = 16.0, 20.0, 72.0, 16.0
 LANE_GAP = 12.0
-"""Distance of back edges."""
+"""Distance between back edges that run in parallel."""
 MIN_BOX_HEIGHT = 46.0
-"""Room for the names of stage and role."""
+"""Height of the two names in a box, stage and role."""
 
 
 @dataclass(frozen=True)
 class DummyNode:
-    """Slot of a node's lines in a column that they pass, within the band of a step."""
+    """Space in a column, within the band of a step, for lines that pass the column.
+
+    source, wait: node at which the lines start, and their kind of edge.
+    """
 
     source: StepNode
     wait: EdgeKind
@@ -46,6 +50,8 @@ class DummyNode:
 
 @dataclass(frozen=True)
 class NodeBox:
+    """Rectangle of a node; (x, y) is the upper left corner."""
+
     node: StepNode
     x: float
     y: float
@@ -54,14 +60,15 @@ class NodeBox:
 
     @property
     def exit_point(self) -> Point:
-        """Start of outgoing lines."""
+        """Point of the box at which outgoing lines start."""
         return self.x + self.width, self.y + self.height / 2
 
 
 @dataclass(frozen=True)
 class EdgeRoute:
-    """Polyline of an edge and its label; `label_position` is the baseline of the first text
-    line.
+    """Polyline of an edge, and its label as lines of text.
+
+    label_position: start of the baseline of the first line of text.
     """
 
     edge: GraphEdge
@@ -72,14 +79,17 @@ class EdgeRoute:
 
 @dataclass(frozen=True)
 class StepBand:
-    """Vertical extent of a step."""
+    """Vertical extent of a step's band in the drawing."""
 
     y: float
     height: float
 
 
 class GraphLayout:
-    """Positions of all elements, `top` pixels from the top; `left` pixels stay free."""
+    """Positions of all boxes, lines and labels of a dataflow graph, in pixels.
+
+    top, left: pixels that stay free above the graph and at its left.
+    """
 
     def __init__(self, picture: DataflowGraph, *, top: float, left: float = 0.0) -> None:
         self._graph, self._top, self._left = picture, top, left
@@ -89,12 +99,13 @@ class GraphLayout:
 
     @property
     def width(self) -> float:
+        """Total width, the free space at the left included."""
         lanes = LANE_GAP * (len(self._back_edges) + 1) if self._back_edges else 0.0
         return self._column_end(max(self._column_by_node.values())) + lanes + MARGIN
 
     @property
     def height(self) -> float:
-        """Total height, `top` included."""
+        """Total height, the free space above included."""
         return self._bottom_y + LANE_GAP * len(self._back_edges)
 
     @cached_property
@@ -107,7 +118,7 @@ class GraphLayout:
 
     @cached_property
     def edge_routes(self) -> list[EdgeRoute]:
-        """Lines and labels of all edges."""
+        """Polylines and labels of all edges."""
         lines = []
         for node, edges in self._incoming_edges.items():
             box = self.node_boxes[node]
@@ -123,7 +134,7 @@ class GraphLayout:
 
     @cached_property
     def step_bands(self) -> list[StepBand]:
-        """Band of each step, as high as its highest column."""
+        """Band of each step, as high as the step's highest column."""
         bands, y = [], self._top
         for step in range(self._graph.num_steps):
             stacks = [
@@ -150,7 +161,10 @@ class GraphLayout:
         return [start, (right, start[1]), (right, low), (left, low), (left, entry[1]), entry]
 
     def _dummy_nodes(self, edge: GraphEdge) -> list[DummyNode]:
-        """Return the dummy nodes of an edge; lines of one node and kind share them."""
+        """Return the dummy nodes of an edge, in all columns that the edge passes.
+
+        Edges of the same source and kind share dummy nodes.
+        """
         if edge.is_back_edge:
             return []
         between = range(self._column_by_node[edge.source] + 1, self._column_by_node[edge.target])
@@ -169,7 +183,7 @@ class GraphLayout:
 
     @cached_property
     def _column_spans(self) -> list[tuple[float, float, float]]:
-        """By column: x of labels, x of boxes, width of boxes."""
+        """Horizontal extents of each column: x of labels, x of boxes, width of boxes."""
         nodes: dict[int, list[StepNode]] = defaultdict(list)
         for node, column in self._column_by_node.items():
             nodes[column].append(node)
@@ -188,6 +202,7 @@ class GraphLayout:
         return columns
 
     def _column_end(self, column: int) -> float:
+        """Return the x coordinate at which a column's boxes end."""
         _, x, width = self._column_spans[column]
         return x + width
 
@@ -216,6 +231,7 @@ class GraphLayout:
         return stacks
 
     def _stack_height(self, stack: Sequence[StepNode | DummyNode]) -> float:
+        """Return the height of a column's boxes and dummy nodes in a step, gaps included."""
         return sum(map(self._item_height, stack)) + BOX_GAP * (len(stack) - 1)
 
     def _item_height(self, item: StepNode | DummyNode) -> float:
@@ -223,6 +239,7 @@ class GraphLayout:
 
     @cached_property
     def _item_tops(self) -> dict[StepNode | DummyNode, float]:
+        """Upper y coordinate of each box and dummy node."""
         tops = {}
         for (step, _), stack in self._column_stacks.items():
             band = self.step_bands[step]
@@ -234,6 +251,7 @@ class GraphLayout:
 
     @property
     def _bottom_y(self) -> float:
+        """y coordinate below all bands, at which back edges run."""
         return self.step_bands[-1].y + self.step_bands[-1].height + BOX_GAP
 
 
@@ -242,4 +260,5 @@ def _wrap_label(edge: GraphEdge) -> list[str]:
 
 
 def _entry_height(edge: GraphEdge) -> float:
+    """Return the height that an incoming edge needs for its label and line."""
     return LINE_HEIGHT * len(_wrap_label(edge)) + 10

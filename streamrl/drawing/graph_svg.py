@@ -1,4 +1,4 @@
-"""SVG of a dataflow graph."""
+"""Drawing of a dataflow graph as SVG."""
 
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -23,11 +23,15 @@ from streamrl.drawing.svg import (
 WAIT_DASHES = {EdgeKind.DATA: "none", EdgeKind.VERSION: "6 4", EdgeKind.ORDER: "2 3"}
 HEADER_HEIGHT, FOOTER_HEIGHT = 50.0, 44.0
 STEP_WIDTH = 64.0
-"""Strip at the left for step numbers."""
+"""Width of the strip for step numbers at the left."""
 
 
 def render_svg(picture: DataflowGraph) -> str:
-    """Return the SVG: boxes colored by kind, edges labeled with columns, version edges dashed."""
+    """Return a dataflow graph as SVG.
+
+    The boxes of calls are colored by kind, edges are labeled with columns, version edges are
+    dashed.
+    """
     has_bands = picture.num_steps > 1
     layout = GraphLayout(picture, top=HEADER_HEIGHT, left=STEP_WIDTH if has_bands else 0.0)
     legend = ET.Element("g")
@@ -85,11 +89,12 @@ def _draw_path(root: ET.Element, shape: str, wait: EdgeKind) -> None:
 
 
 def _straight_path(points: Sequence[Point]) -> str:
+    """Return an SVG path of straight lines through `points`."""
     return "M" + " L".join(f"{x:g},{y:g}" for x, y in points)
 
 
 def _bent_path(points: Sequence[Point]) -> str:
-    """Return a path of Bézier curves, horizontal at every point."""
+    """Return an SVG path through `points` of Bézier curves that are horizontal at every point."""
     (x, y), *others = points
     shape = [f"M{x:g},{y:g}"]
     for to_x, to_y in others:
@@ -100,7 +105,7 @@ def _bent_path(points: Sequence[Point]) -> str:
 
 
 def _draw_legend(root: ET.Element, picture: DataflowGraph, y: float) -> float:
-    """Draw the legend of colors and lines; return its width."""
+    """Draw the legend of box colors and line styles at height `y`; return the legend's width."""
     x = PADDING
     for kind in dict.fromkeys(call.kind for call in picture.calls.values()):
         add_rect(root, (x, y - 6), (12, 12), fill=KIND_FILLS[kind], stroke=KIND_BORDERS[kind])
@@ -112,5 +117,6 @@ def _draw_legend(root: ET.Element, picture: DataflowGraph, y: float) -> float:
 
 
 def _draw_legend_text(root: ET.Element, text: str, place: Point) -> float:
+    """Draw a text of the legend; return the x coordinate at which the legend goes on."""
     add_text(root, text, (place[0], place[1] + 4))
     return place[0] + text_width(text, LABEL_PX) + PADDING

@@ -1,4 +1,4 @@
-"""`streamrl graph` as text and in Graphviz's DOT language."""
+"""Output of `streamrl graph` as text and in Graphviz's DOT language."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -15,7 +15,7 @@ WAIT_STYLES = {EdgeKind.DATA: "solid", EdgeKind.VERSION: "dashed", EdgeKind.ORDE
 
 
 def render_text(picture: DataflowGraph, notes: Iterable[str] = ()) -> str:
-    """Return stages in flow order, edges and notes, one per line."""
+    """Return a dataflow graph as text: stages in flow order, edges, and `notes`, one per line."""
     stages = {call.stage: call for call in picture.calls.values()}
     width = max(len(stage) for stage in (*stages, "  produces")) + 2
     lines = [picture.title, ""]
@@ -39,6 +39,7 @@ def render_text(picture: DataflowGraph, notes: Iterable[str] = ()) -> str:
 
 
 def _list_call_facts(call: ModelCall) -> Iterator[tuple[str, str]]:
+    """Yield labeled facts on a call: columns it needs and produces, and the role it follows."""
     yield "needs", ", ".join(call.needs) or "prompts only"
     yield "produces", ", ".join(call.produces)
     yield "follows", call.followed_role
@@ -54,7 +55,7 @@ def _describe_edge(edge: GraphEdge, picture: DataflowGraph) -> str:
 
 
 def render_dot(picture: DataflowGraph) -> str:
-    """Return DOT, with a cluster per step if there are several."""
+    """Return a dataflow graph in DOT, with a cluster for each step if there are several steps."""
     lines = [
         f"digraph {_quote_name(picture.title)} {{",
         f"  graph {_format_attributes({'rankdir': 'LR', 'label': picture.title})};",

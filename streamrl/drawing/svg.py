@@ -16,7 +16,7 @@ def text_width(line: str, size: float) -> float:
 
 
 def create_canvas(title: str, size: Point) -> ET.Element:
-    """Return an SVG root with a white background and the title."""
+    """Return the root element of an SVG with white background, with the title as first line."""
     width, height = size
     root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg")
     root.attrib |= {"viewBox": f"0 0 {width:g} {height:g}", "width": f"{width:g}"}
@@ -35,7 +35,7 @@ def to_svg_text(root: ET.Element) -> str:
 def add_rect(
     parent: ET.Element, place: Point, size: Point, *, fill: str, stroke: str = "none"
 ) -> ET.Element:
-    """Add a rectangle with rounded corners."""
+    """Add a rectangle with rounded corners to `parent`; `place` is the upper left corner."""
     rect = ET.SubElement(parent, "rect", fill=fill, stroke=stroke, rx="4")
     (x, y), (width, height) = place, size
     rect.attrib |= {"x": f"{x:g}", "y": f"{y:g}"}
@@ -46,7 +46,7 @@ def add_rect(
 def add_text(
     parent: ET.Element, text: str, place: Point, *, fill: str = INK_COLOR, anchor: str = "start"
 ) -> ET.Element:
-    """Add a line of text with its baseline at `place`."""
+    """Add a line of text to `parent`, with its baseline at `place`."""
     element = ET.SubElement(parent, "text", x=f"{place[0]:g}", y=f"{place[1]:g}", fill=fill)
     element.attrib |= {"font-size": str(LABEL_PX), "text-anchor": anchor}
     element.text = text
@@ -54,6 +54,6 @@ def add_text(
 
 
 def add_name(parent: ET.Element, text: str, place: Point, *, anchor: str = "start") -> None:
-    """Add a line of larger, bold text."""
+    """Add a line of larger, bold text to `parent`, with its baseline at `place`."""
     element = add_text(parent, text, place, anchor=anchor)
     element.attrib |= {"font-size": str(NAME_PX), "font-weight": "bold"}

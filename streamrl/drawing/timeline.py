@@ -1,4 +1,4 @@
-"""Timeline of a placement: which call of which step has which devices, and when devices idle."""
+"""Timeline of a placement as SVG: which call computes on which devices when, for some steps."""
 
 import math
 import xml.etree.ElementTree as ET
@@ -31,7 +31,10 @@ NUM_TICKS = 8
 def render_timeline(
     title: str, dataflow: Dataflow, placement: Placement, intervals: Sequence[DeviceInterval]
 ) -> str:
-    """Return the SVG: a row per run of devices with equal calls, a box per interval."""
+    """Return the timeline as SVG: a row per range of devices with the same calls.
+
+    Each interval in which a call has the devices of a row is a box in this row.
+    """
     rows = list_device_rows(placement)
     kinds = {call.stage: call.kind for call in dataflow.calls}
     placed_intervals = [
@@ -66,7 +69,10 @@ def render_timeline(
 
 
 def list_device_rows(placement: Placement) -> list[Mesh]:
-    """Return the maximal runs of devices with equal calls; unused devices are left out."""
+    """Return the rows of the timeline: the largest ranges of devices with the same calls.
+
+    Devices without calls are left out.
+    """
     meshes = [assignment.mesh for assignment in placement.assignments.values()]
     edges = sorted({edge for mesh in meshes for edge in (mesh.first, mesh.first + mesh.size)})
     runs = [Mesh(a, b - a) for a, b in pairwise(edges)]
@@ -76,9 +82,9 @@ def list_device_rows(placement: Placement) -> list[Mesh]:
 def assign_lanes(
     intervals: Sequence[DeviceInterval],
 ) -> list[tuple[DeviceInterval, tuple[int, int]]]:
-    """Assign intervals to lanes, so that intervals of a lane do not overlap.
+    """Assign intervals to lanes, so that the intervals in a lane do not overlap.
 
-    Returns each interval with its lane and the number of lanes that its overlapping neighbors use.
+    Return each interval with the number of its lane and the total number of lanes.
     """
     ends: list[float] = []
     placed: list[tuple[DeviceInterval, int]] = []
@@ -95,6 +101,7 @@ def assign_lanes(
 
 
 def _draw_axis(root: ET.Element, place: tuple[float, float], length_s: float, scale: float) -> None:
+    """Draw the time axis, with marks at round times, from `place` to the right."""
     x, y = place
     tick = round_tick(length_s / NUM_TICKS)
     for i in range(math.floor(length_s / tick + 1e-9) + 1):
@@ -104,6 +111,6 @@ def _draw_axis(root: ET.Element, place: tuple[float, float], length_s: float, sc
 
 
 def round_tick(least: float) -> float:
-    """Return the smallest of 1, 2 and 5 times a power of ten that is at least `least`."""
+    """Return the smallest of 1, 2 and 5 times any power of ten that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(max(least, 1e-12)))
     return next(power * times for times in (1, 2, 5, 10) if power * times >= least * (1 - 1e-9))

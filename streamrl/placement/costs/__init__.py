@@ -1,4 +1,4 @@
-"""Cost model: seconds and bytes of a placement from shapes, devices and constants."""
+"""Cost model: predicts seconds and bytes of a placement from shapes, devices and cost constants."""
 
 from streamrl.placement.costs.constants import CPU_CONSTANTS, CostConstants
 from streamrl.placement.costs.cost_model import CostModel

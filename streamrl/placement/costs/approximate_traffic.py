@@ -12,6 +12,8 @@ from streamrl.placement.placements import CallAssignment
 
 
 class ApproximateTraffic(WeightTraffic):
+    """Estimator of weight transfer costs by formula instead of a copy plan."""
+
     def _compute_transfer(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment
     ) -> TransferCost:
@@ -38,7 +40,10 @@ class ApproximateTraffic(WeightTraffic):
     def _same_mesh_bytes(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment, wanted_bytes: int
     ) -> tuple[float, float]:
-        """Return bytes that a rank receives, and bytes that a node receives over the network."""
+        """Return received bytes of a rank and network bytes of a node, for models on a shared mesh.
+
+        wanted_bytes: weights of a rank of the follower.
+        """
         train, follow = source.grid, target.grid
         is_sharded = source.zero_stage >= SHARDS_PARAMETERS
         model_ranks = train.pp_size * max(train.tp_size, source.ep_size)
@@ -52,7 +57,10 @@ class ApproximateTraffic(WeightTraffic):
         return received, per_node * min(received, wanted_bytes * (1 - node_fraction))
 
     def _cross_mesh_bytes(self, source: Mesh, target: Mesh, wanted_bytes: int) -> float:
-        """Return network bytes of the busiest node, sending or receiving."""
+        """Return network bytes of the node that sends or receives most, for separate meshes.
+
+        wanted_bytes: weights of a rank of the follower.
+        """
         nodes = [self._cluster.find_node(device) for device in (source.first, target.first)]
         counts = (source.count_nodes(self._cluster), target.count_nodes(self._cluster))
         if nodes[0] == nodes[1] and counts == (1, 1):
@@ -63,6 +71,11 @@ class ApproximateTraffic(WeightTraffic):
     def _approximate_duration_s(
         self, source: Mesh, target: Mesh, received: float, network: float
     ) -> float:
+        """Return the transfer time, s.
+
+        received: bytes that a rank receives.
+        network: bytes through the network of the busiest node.
+        """
         devices = (source.first, target.first)
         link_s = max(self._link_byte_s[device] for device in devices)
         network_s = max(self._network_byte_s[self._cluster.find_node(device)] for device in devices)
@@ -73,7 +86,7 @@ class ApproximateTraffic(WeightTraffic):
 
 
 def _shared_params(shape: ModelShape, source: CallAssignment, target: CallAssignment) -> float:
-    """Return the parameters of a stage that a rank both trains and serves, at most.
+    """Return the most parameters that a rank both trains and serves, before the pipeline split.
 
     With expert parallelism on one side only, ranks with whole experts and ranks with slices of all
     experts still have a part of the slices in common.

@@ -1,4 +1,4 @@
-"""Cost factors of a call on its devices; generate, score and train timings build on them."""
+"""Cost factors of a call, a stage's model on its devices; timings of all stages use them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,7 @@ EXPERT_ALL_TO_ALLS = 2
 
 @dataclass(frozen=True)
 class CallCost:
-    """Cost factors of a model of this shape on these devices, for the workload of a step."""
+    """Cost factors of a model on the devices of its assignment, for the workload of a step."""
 
     shape: ModelShape
     assignment: CallAssignment
@@ -46,13 +46,13 @@ class CallCost:
 
     @cached_property
     def memory_bytes_per_s(self) -> float:
-        """Memory bandwidth of the slowest device."""
+        """Memory bandwidth of the device with the slowest memory."""
         groups = self.assignment.mesh.find_node_groups(self.cluster)
         return min(group.device.memory_bytes_per_s for group in groups)
 
     @cached_property
     def host_byte_s(self) -> float:
-        """Seconds per byte between device and host, over the slowest link."""
+        """Seconds per byte between a device and its host, over the slowest such link."""
         groups = self.assignment.mesh.find_node_groups(self.cluster)
         slowest = min(group.device.host_bytes_per_s for group in groups)
         return 1 / (slowest * self.constants.host_fraction)
@@ -69,10 +69,10 @@ class CallCost:
         return self.assignment.ep_size
 
     def compute_s(self, flops: float, fraction: float) -> float:
-        """Return seconds of a token's forward FLOPs on a whole replica.
+        """Return the seconds that a replica computes for `flops`, the forward FLOPs of a token.
 
-        `fraction` is the achieved fraction of peak FLOP/s for wide matrices. Wherever experts live,
-        every replica computes as many expert FLOPs as its own tokens need.
+        fraction: achieved fraction of peak FLOP/s for wide matrices.
+        Expert parallelism does not change the FLOPs of a replica: as many as its own tokens need.
         """
         routed = routed_flops(self.shape)
         constants, shape = self.constants, self.shape
@@ -85,46 +85,53 @@ class CallCost:
 
     @property
     def _expert_width(self) -> float:
-        """Smallest dimension of an expert's matrices on one rank, which limits matmul speed."""
+        """Smallest dimension of an expert's matrices on a rank; narrow matrices compute slower."""
         width = min(self.shape.hidden, self.shape.intermediate)
         return width if self.ep_size > 1 else width / self.tp_size
 
     @property
     def forward_token_flops(self) -> float:
-        """Forward FLOPs of a token of a rollout."""
+        """Mean forward FLOPs per token of a rollout of mean length."""
         return token_flops(self.shape, self.workload.rollout_tokens)
 
     @property
     def device_params(self) -> int:
-        """Parameters of the fullest device before any ZeRO sharding."""
+        """Parameters on the fullest device, before any ZeRO sharding."""
         return max_stage_params(self.shape, self.pp_size, self.tp_size, self.ep_size)
 
     @property
     def trained_params(self) -> float:
-        """Trained part of `device_params`; adapters are split like the model."""
+        """Trained part of `device_params`: everything, or with LoRA the adapters.
+
+        Adapters are split over ranks like the model.
+        """
         return self.device_params * self.shape.trained_fraction
 
     @property
     def sharded_params(self) -> float:
-        """Parameters of the fullest device when all holders of a parameter shard it (ZeRO)."""
+        """Parameters on the fullest device if ZeRO shards each over all ranks with a copy."""
         routed = self.shape.routed_params / self.pp_size / self.ep_size if self.ep_size > 1 else 0.0
         holders = self.tp_size * self.dp_size / self.ep_size
         return (self.device_params - routed) / self.dp_size + routed / holders
 
     @property
     def moe_layers(self) -> float:
-        """Expert layers per pipeline stage."""
+        """Expert (MoE) layers per pipeline stage."""
         return self.shape.moe_layers / self.pp_size
 
     @property
     def all_reduces_per_layer(self) -> float:
-        """All-reduces per layer of a forward pass; whole experts need none behind the MLP."""
+        """Mean tensor-parallel all-reduces per layer of a forward pass.
+
+        With expert parallelism a rank holds whole experts, so expert layers need no all-reduce
+        after the MLP.
+        """
         expert_layers = self.shape.moe_layers / self.shape.layers if self.ep_size > 1 else 0.0
         return ALL_REDUCES_PER_LAYER - expert_layers
 
     @property
     def expert_token_s(self) -> float:
-        """Seconds of all-to-alls per token, over all layers of a stage.
+        """Seconds of expert-parallel all-to-alls per token, over all layers of a pipeline stage.
 
         A copy of the token goes to each of its experts; each tensor-parallel rank sends a part of
         the copy.
@@ -139,7 +146,7 @@ class CallCost:
 
     @property
     def expert_overhead_s(self) -> float:
-        """Seconds of expert layers that do not depend on the number of tokens.
+        """Fixed seconds per micro-batch in the expert layers of a pipeline stage.
 
         They are the latency of all-to-alls, the host's sorting of tokens, and padding: grouped
         GEMMs compute whole blocks of rows, and the last block of an expert is half empty on
@@ -152,6 +159,7 @@ class CallCost:
 
     @property
     def _expert_padding_s(self) -> float:
+        """Seconds per expert layer that grouped GEMMs spend on padding rows."""
         constants, shape = self.constants, self.shape
         if not shape.experts:
             return 0.0
@@ -164,33 +172,36 @@ class CallCost:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of a token's activations between layers."""
+        """Bytes of a token's bfloat16 activations between layers."""
         return self.shape.hidden * BF16_BYTES
 
     @property
     def all_reduce_token_s(self) -> float:
-        """Seconds per token of an all-reduce in every layer of a stage."""
+        """Seconds per token of an all-reduce in every layer of a pipeline stage."""
         layers = self.shape.layers / self.pp_size
         return layers * self.hidden_bytes * self.parallel_groups.tensor.all_reduce_byte_s
 
     @property
     def all_reduce_latency_s(self) -> float:
-        """Latency of an all-reduce in each layer of a stage."""
+        """Latency of an all-reduce in every layer of a pipeline stage, summed over the layers."""
         return self.shape.layers / self.pp_size * self.parallel_groups.tensor.all_reduce_latency_s
 
     @property
     def send_token_s(self) -> float:
-        """Seconds per token to send activations to the next stage."""
+        """Seconds per token to send activations to the next pipeline stage."""
         return self.hidden_bytes * self.parallel_groups.pipeline.send_byte_s
 
     def count_micro_batches(self, fewest: int, rollouts: float) -> int:
-        """Return into how many micro-batches a pipeline splits its rollouts, at least `fewest`."""
+        """Return the micro-batches into which a replica splits `rollouts` rollouts.
+
+        They are at least `fewest`; a pipeline splits into more, which shortens its bubbles.
+        """
         if self.pp_size == 1:
             return fewest
         target = min(self.pp_size * self.constants.stage_micro_batches, int(rollouts))
         return max(fewest, target)
 
     def bubble_factor(self, micro_batches: float) -> float:
-        """Return the slowdown by pipeline bubbles with so many micro-batches in a row."""
+        """Return the slowdown, at least 1, by pipeline bubbles in a sequence of micro-batches."""
         # A pipeline of p stages takes m + p - 1 slots for m micro-batches.
         return 1 + (self.pp_size - 1) / max(1.0, micro_batches)

@@ -10,7 +10,7 @@ from streamrl.resharding import RankGrid
 
 @dataclass(frozen=True)
 class CollectiveGroup:
-    """Ranks of a collective, `ranks_per_node` of them on each node.
+    """Ranks that communicate in a collective, `ranks_per_node` of them on each node.
 
     link_bytes_per_s: bandwidth of a device within its node.
     network_bytes_per_s: a device's share of the node's network when all devices of the node
@@ -29,12 +29,12 @@ class CollectiveGroup:
 
     @property
     def all_reduce_byte_s(self) -> float:
-        """Seconds per byte of the reduced buffer: reduce-scatter, then all-gather."""
+        """Seconds per byte of an all-reduce's buffer: a reduce-scatter, then an all-gather."""
         return 2 * self.all_gather_byte_s
 
     @property
     def all_gather_byte_s(self) -> float:
-        """Seconds per byte of the gathered buffer; a reduce-scatter takes as long.
+        """Seconds per byte of an all-gather's result; a reduce-scatter takes equally long.
 
         With n ranks per node, (n - 1) / n of the buffer passes each link of the node, and each of
         the n ranks sends its own 1 / n between nodes.
@@ -47,7 +47,7 @@ class CollectiveGroup:
 
     @property
     def all_gather_latency_s(self) -> float:
-        """Latency of an all-gather or reduce-scatter."""
+        """Seconds of an all-gather or reduce-scatter that do not depend on the bytes."""
         if self.ranks == 1:
             return 0.0
         hops = (self.ranks_per_node - 1) * self.constants.link_hop_s
@@ -56,12 +56,12 @@ class CollectiveGroup:
 
     @property
     def all_reduce_latency_s(self) -> float:
-        """Latency of an all-reduce."""
+        """Seconds of an all-reduce that do not depend on the bytes."""
         return max(0.0, 2 * self.all_gather_latency_s - self.constants.collective_s)
 
     @property
     def all_to_all_byte_s(self) -> float:
-        """Seconds per byte that a rank holds for all ranks, itself included.
+        """Seconds per byte of a rank's send buffer in an all-to-all, its own part included.
 
         Traffic within a node and between nodes overlaps.
         """
@@ -71,12 +71,12 @@ class CollectiveGroup:
 
     @property
     def all_to_all_latency_s(self) -> float:
-        """Start-up time of an all-to-all, s: that of one send, because all ranks send at once."""
+        """Latency of an all-to-all: that of a single send, because all ranks send at once."""
         return self.send_latency_s
 
     @property
     def send_byte_s(self) -> float:
-        """Seconds per byte from one rank to the next."""
+        """Seconds per byte of a send to the next rank of the group; 0 for a single rank."""
         if self.ranks == 1:
             return 0.0
         is_near = self.ranks_per_node == self.ranks
@@ -84,7 +84,7 @@ class CollectiveGroup:
 
     @property
     def send_latency_s(self) -> float:
-        """Latency of a send to the next rank."""
+        """Latency of a send to the next rank of the group; 0 for a single rank."""
         if self.ranks == 1:
             return 0.0
         constants = self.constants
@@ -96,7 +96,10 @@ class CollectiveGroup:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Process groups of a rank grid on a mesh; groups of one kind are equal."""
+    """Process groups of a model on a mesh: a typical group for each dimension of parallelism.
+
+    All groups of a dimension have equal sizes and bandwidths.
+    """
 
     tensor: CollectiveGroup
     pipeline: CollectiveGroup
@@ -107,10 +110,11 @@ class ParallelGroups:
 def build_parallel_groups(
     cluster: Cluster, mesh: Mesh, grid: RankGrid, constants: CostConstants, expert: int = 1
 ) -> ParallelGroups:
-    """Place the ranks of each group on nodes.
+    """Return the process groups of a model on a mesh, with the number of ranks that share a node.
 
-    `per_node // apart` ranks share a node if neighbours in a group are `apart` ranks apart in the
-    grid's order.
+    If neighbors in a group are s ranks apart in the grid's order, n / s of them share a node of n
+    devices.
+    expert: number of expert-parallel ranks.
     """
     per_node = mesh.count_devices_per_node(cluster)
     kinds = mesh.find_node_groups(cluster)

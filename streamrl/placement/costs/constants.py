@@ -1,4 +1,4 @@
-"""Constants of the cost model: fractions of peak, overheads and bytes, by name.
+"""Constants of the cost model: achieved fractions of peak speeds, overheads and bytes, by name.
 
 The cost model has no numbers besides these. `streamrl calibrate` fits some of them to a measured
 run; a YAML file may set any.
@@ -27,7 +27,7 @@ POSITIVE_FRACTIONS = (
     "network_fraction",
     "host_fraction",
 )
-"""Fractions of a maker's figure; the model divides by them, so 0 is not allowed."""
+"""Achieved fractions of data sheet speeds; the model divides by them, so 0 is not allowed."""
 FRACTION_NAMES = (
     *POSITIVE_FRACTIONS,
     "zero_exposed_fraction",
@@ -62,15 +62,15 @@ UPPER_BOUNDS = {
     **dict.fromkeys(("recompute", "offloads_optimizer", "offloads_weights"), 1.0),
     **dict.fromkeys(("keeps_served", "aliases_served", "keeps_kv"), 1.0),
 }
-"""Far above the need of any device; larger values are mistakes, such as a wrong unit."""
+"""Largest valid values, far above the need of any device; a larger one has a wrong unit."""
 
 
 @dataclass(frozen=True)
 class CostConstants:
-    """Constants that a calibration may fit.
+    """Speeds, overheads and bytes from which the cost model predicts durations and memory.
 
-    The defaults of generation reproduce the A100 figures of arXiv:2409.19256 (2024, Figure 15);
-    later engines have a smaller host overhead per rollout.
+    The defaults of generation reproduce the A100 measurements of arXiv:2409.19256 (2024,
+    Figure 15); later engines have a smaller host overhead per rollout.
 
     Matrix products. A device reaches a fraction of its FLOP/s, less if tensor parallelism or a
     small model makes matrices narrow. With width w = hidden / tensor-parallel size, the fraction is
@@ -83,12 +83,13 @@ class CostConstants:
     recompute: whether the backward pass repeats the forward pass (activation checkpointing).
 
     Memory and links.
-    decode_memory_fraction: of memory bandwidth, to read weights and KV cache.
-    optimizer_memory_fraction: of memory bandwidth, in an optimizer step.
-    link_fraction, network_fraction, host_fraction: of bandwidth within a node, between nodes, and
-      between device and host.
-    collective_s: latency of a collective of any size.
-    link_hop_s, network_hop_s: latency per hop.
+    decode_memory_fraction: achieved fraction of memory bandwidth when a decode step reads weights
+      and KV cache.
+    optimizer_memory_fraction: achieved fraction of memory bandwidth in an optimizer step.
+    link_fraction, network_fraction, host_fraction: achieved fraction of bandwidth within a node,
+      between nodes, and between device and host.
+    collective_s: fixed latency of a collective, besides hops and bytes.
+    link_hop_s, network_hop_s: added latency per hop between devices of a node, and between nodes.
 
     Generation.
     max_running: maximum concurrent rollouts of a replica.
@@ -99,7 +100,8 @@ class CostConstants:
 
     Training.
     micro_batch_s, update_s, train_step_s: overhead per micro-batch, update and step.
-    round_s: idle time before each round of micro-batches and each update, for the request.
+    round_s: idle time of ranks before each round of micro-batches and each update, until the
+      request for the next work arrives.
     zero_exposed_fraction: fraction of ZeRO's traffic in a micro-batch that computation does not
       hide.
     expert_layer_s: host time per expert layer of a forward pass: sorting tokens and waiting for
@@ -110,19 +112,20 @@ class CostConstants:
       a micro-batch would be too large.
 
     Scoring.
-    score_batch_s, score_rollout_s: overhead per batch and per rollout.
-    score_tokens: maximum tokens of a batch.
-    rule_group_s, rule_rollout_s: time of a rule-based reward.
+    score_batch_s, score_rollout_s: overhead per scoring batch and per rollout.
+    score_tokens: maximum tokens of a scoring batch.
+    rule_group_s, rule_rollout_s: time of a rule-based reward per group and per rollout.
 
     Versions.
-    publish_s, pull_s: overhead of a follower on other devices.
-    switch_s: overhead of a follower that shares the trainer's devices.
-    pause_fraction: fraction of a pull that pauses the follower.
+    publish_s, pull_s: overhead of publishing a version, and of pulling the version for a follower
+      that has devices of its own.
+    switch_s: overhead per version of a follower that shares the trainer's devices.
+    pause_fraction: fraction of a pull in which the follower computes nothing.
 
     The stream.
     hop_s: latency from one stage to the next.
     between_steps_s: coordinator time between steps.
-    column_bytes: bytes of a rollout's token over all columns.
+    column_bytes: bytes that all columns of a group store per token.
 
     Offloading applies to calls that share devices with others; the bytes move to the device and
     back once a step.
@@ -135,7 +138,8 @@ class CostConstants:
       master weights.
     reduced_bytes: per gradient element in a reduction.
     activation_bytes: per token, layer and element of the hidden width.
-    checkpoint_bytes: likewise, with activation checkpointing.
+    checkpoint_bytes: per token, layer and element of the hidden width, with activation
+      checkpointing.
     logit_bytes: per token and vocabulary entry.
     served_bytes: per weight of a forward-only model.
     kv_bytes: per element of the KV cache.
@@ -144,7 +148,7 @@ class CostConstants:
     aliases_served: whether such weights alias the trainer's memory where layouts coincide;
       otherwise they are a copy.
     keeps_kv: whether the KV cache stays while other calls train on its devices.
-    memory_reserve_fraction: fraction of a device for libraries and fragmentation.
+    memory_reserve_fraction: fraction of a device's memory kept for libraries and fragmentation.
     """
 
     train_flops_fraction: float = 0.6
@@ -229,12 +233,15 @@ class CostConstants:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> "CostConstants":
-        """Return the defaults for a cluster; any CPU device selects `CPU_CONSTANTS`."""
+        """Return the default constants for a cluster; any CPU device selects `CPU_CONSTANTS`."""
         return CPU_CONSTANTS if cluster.is_cpu else cls()
 
     @classmethod
     def from_yaml(cls, path: Path, defaults: "CostConstants | None" = None) -> "CostConstants":
-        """Read a YAML file over `defaults`. Raise ConfigError for an invalid file."""
+        """Read constants from a YAML file; names that the file lacks keep their `defaults`.
+
+        Raise ConfigError for an invalid file.
+        """
         try:
             values = read_small_yaml(path)
         except (OSError, ValueError) as error:
@@ -247,7 +254,11 @@ class CostConstants:
     def from_dict(
         cls, loose: Mapping[str, Any], defaults: "CostConstants | None" = None, *, place: str
     ) -> "CostConstants":
-        """Read a mapping over `defaults`. Raise ConfigError with `place` and the nearest name."""
+        """Return constants with the values of `loose`; names that it lacks keep their `defaults`.
+
+        Raise ConfigError for an invalid value or name; the message begins with `place` and suggests
+        the nearest valid name.
+        """
         return read_settings(cls, asdict(defaults or cls()) | dict(loose), section=place)
 
     def to_dict(self) -> dict[str, Any]:
@@ -272,4 +283,4 @@ CPU_CONSTANTS = CostConstants(
     kv_bytes=4,
     keeps_served=True,
 )
-"""Defaults of a CPU core: higher latencies, and float32 throughout."""
+"""Default constants of CPU devices: higher latencies, and float32 throughout."""

@@ -1,4 +1,4 @@
-"""Cost model: seconds and bytes of a placement from shapes, devices and constants."""
+"""Cost model: predicts seconds and bytes of a placement from shapes, devices and cost constants."""
 
 import math
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ from streamrl.placement.workload import Workload
 
 
 class CostModel:
-    """`PlacementCosts` of a problem; caches results per call and assignment."""
+    """`PlacementCosts` of a placement problem; caches results per call and assignment."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class CostModel:
 
     @cached_property
     def approximate_costs(self) -> "CostModel":
-        """Cost model with weight transfers by formula."""
+        """Same cost model, but with weight transfers by formula: faster and less exact."""
         return CostModel(self.problem, self.constants, traffic=ApproximateTraffic)
 
     def predict_timings(self, placement: Placement) -> StageTimings:
-        """Return the timings of a feasible placement.
+        """Return the timings of all stages of a feasible placement.
 
         For an infeasible placement the result is undefined; ValueError is possible.
         """
@@ -122,14 +122,20 @@ class CostModel:
         return self._device_memory(placement).memory_by_stage()
 
     def explain_infeasible(self, placement: Placement) -> str:
-        """Return in one line what does not divide or does not fit; empty if feasible."""
+        """Return why a placement is infeasible, in a line; empty if feasible.
+
+        A dimension of a model does not divide, replicas outnumber rollouts, or memory is short.
+        """
         for stage, assignment in placement.assignments.items():
             if wrong := self._find_misfit(stage, assignment):
                 return wrong
         return self._device_memory(placement).explain_infeasible()
 
     def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
-        """Return seconds of a call's whole step, alone on its devices; inf if it does not fit."""
+        """Return the seconds of a stage's work for a step, with no other stage on its devices.
+
+        The result is inf if the call does not fit.
+        """
         key = (stage, assignment)
         if key not in self._call_durations:
             self._call_durations[key] = self._compute_call_duration(stage, assignment)
@@ -138,17 +144,20 @@ class CostModel:
     def kv_capacity_bytes(self, placement: Placement) -> float:
         """Return bytes available for the KV cache on each generating device.
 
-        The placement need not hold all calls.
+        The placement may be partial, as long as it has devices for generation.
         """
         capacity = self._device_memory(placement).kv_capacity_bytes(self._generate_stage)
         return min(capacity, self.problem.kv_cache_bytes or math.inf)
 
     def kv_cache_bytes(self, placement: Placement) -> float:
-        """Return the part of `kv_capacity_bytes` that the engines can use."""
+        """Return the KV cache bytes per generating device that the engines can fill."""
         return self._device_memory(placement).kv_cache_bytes(self._generate_stage)
 
     def estimate_transfer(self, stage: str, placement: Placement) -> TransferCost | None:
-        """Return a version's transfer cost to a call; None for a call that follows no trainer."""
+        """Return the cost of moving a version to a stage.
+
+        The result is None for a stage that does not follow a trained model.
+        """
         call = self._call_by_stage[stage]
         source = self._source_stage(call)
         if not source:
@@ -160,7 +169,10 @@ class CostModel:
     def _estimate_transfer(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment
     ) -> TransferCost:
-        """Use the formula for expert parallelism; copy plans do not support it."""
+        """Return the cost of moving a version from a trainer to a follower.
+
+        Expert parallelism uses the formula, because copy plans do not support it.
+        """
         if shape.adapter_params:
             return self._lora_traffic.estimate_transfer(shape, source, target)
         is_plain = source.ep_size == 1 and target.ep_size == 1
@@ -169,7 +181,10 @@ class CostModel:
         )
 
     def first_rollouts_s(self, assignment: CallAssignment) -> float:
-        """Return seconds until the first part of a step is complete, alone on its devices."""
+        """Return seconds until generation completes the first cut (fraction) of a step's groups.
+
+        Generation has the devices of `assignment` to itself. The result is inf if memory is short.
+        """
         free_bytes = self._free_bytes_alone(self._generate_stage, assignment)
         cuts = choose_cuts(self.problem.workload.groups_per_step)
         return (
@@ -194,7 +209,10 @@ class CostModel:
     def _generation_s(
         self, stage: str, assignment: CallAssignment, kv_bytes: float, cuts: tuple[float, ...]
     ) -> float:
-        """Return seconds until the first cut is complete, given the bytes of the KV cache."""
+        """Return seconds until the first of `cuts` (fractions of a step's groups) is complete.
+
+        kv_bytes: size of the KV cache per device.
+        """
         cost = self._call_cost(stage, assignment)
         if stage not in self._generation_models:
             self._generation_models[stage] = GenerationModel(cost.workload.sampled_workload)
@@ -203,7 +221,10 @@ class CostModel:
         )[0]
 
     def _free_bytes_alone(self, stage: str, assignment: CallAssignment) -> float | None:
-        """Return bytes left on a device where the call is alone; None if the call does not fit."""
+        """Return the bytes that a call leaves free on devices without other calls.
+
+        The result is None if the call does not fit.
+        """
         if self._find_misfit(stage, assignment):
             return None
         footprint = self._call_footprint(stage, assignment, None, offload_idle=False)
@@ -215,13 +236,17 @@ class CostModel:
         )
 
     def _min_usable_bytes(self, assignment: CallAssignment) -> float:
+        """Return the usable bytes of the assigned device with the least memory."""
         devices: list[DeviceSpec] = [
             group.device for group in assignment.mesh.find_node_groups(self.problem.cluster)
         ]
         return usable_bytes(min(device.memory_bytes for device in devices), self.constants)
 
     def _find_misfit(self, stage: str, assignment: CallAssignment) -> str:
-        """Return what does not divide, or has fewer rollouts than replicas; empty if neither."""
+        """Return why a stage cannot run on its rank grid; empty if it can.
+
+        A dimension of the model does not divide, or replicas outnumber rollouts.
+        """
         key = (stage, assignment)
         if key not in self._misfits:
             self._misfits[key] = self._compute_misfit(stage, assignment)
@@ -246,7 +271,7 @@ class CostModel:
         return shape
 
     def _call_workload(self, stage: str) -> Workload:
-        """Return the workload of a call; greedy calls have one rollout per prompt."""
+        """Return the workload of a stage; a stage of greedy rollouts has one rollout per prompt."""
         call, workload = self._call_by_stage[stage], self.problem.workload
         if "greedy_ids" in (*call.needs, *call.produces):
             return replace(workload, group_size=1)
@@ -291,7 +316,10 @@ class CostModel:
         return self._train_timings[key]
 
     def _is_offloaded_when_idle(self, stage: str, placement: Placement) -> bool:
-        """Return whether a call shares devices with another role and offloads memory while idle."""
+        """Return whether a stage offloads memory while idle.
+
+        Such a stage shares devices with another role, and the constants enable offloading.
+        """
         if not (self.constants.offloads_optimizer or self.constants.offloads_weights):
             return False
         role = self._call_by_stage[stage].role
@@ -301,7 +329,7 @@ class CostModel:
         )
 
     def _source_stage(self, call: ModelCall) -> str:
-        """Return the stage that trains the model a call follows; empty if it follows none."""
+        """Return the stage that trains the model a call follows; empty if the model is fixed."""
         return self._train_stage_by_role.get(
             POLICY if call.followed_role == EMA_REFERENCE else call.followed_role, ""
         )
@@ -327,7 +355,10 @@ class CostModel:
         return WeightsTiming(constants.publish_s, pull_s, pull_s * constants.pause_fraction)
 
     def _hop_s(self) -> float:
-        """Return the latency between stages: fixed part, and a group's columns over the network."""
+        """Return seconds from a stage's commit to the start of the next stage.
+
+        They are a fixed latency, and the transfer of a group's columns over the network.
+        """
         workload, constants = self.problem.workload, self.constants
         num_bytes = workload.group_size * workload.rollout_tokens * constants.column_bytes
         network = min(group.node_bytes_per_s for group in self.problem.cluster.node_groups)
@@ -352,9 +383,10 @@ class CostModel:
         *,
         offload_idle: bool,
     ) -> CallFootprint:
-        """Return a call's footprint.
+        """Return the memory needs of a call on each of its devices.
 
-        `beside` is the assignment of the trainer it follows if both have the same devices.
+        trainer: assignment of the trainer that the call follows, if both share a mesh.
+        offload_idle: whether the call offloads memory while idle.
         """
         key = (stage, assignment, trainer, offload_idle)
         if key not in self._footprints:

@@ -1,8 +1,8 @@
 """Memory of every device of a placement, and the bytes left for the KV cache.
 
 A device holds the resident bytes of all its calls, and the active bytes of one call, as calls take
-turns. The KV cache gets the rest, or the size that the run sets. It is released during training
-unless `CostConstants.keeps_kv` is set, and stays during scoring.
+turns. The KV cache gets the rest, or the size that the run sets. The KV cache is released during
+training unless `CostConstants.keeps_kv` is set, and stays during scoring.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +20,13 @@ from streamrl.placement.problem import CallMemory
 
 @dataclass(frozen=True)
 class CallFootprint:
-    """Memory needs of a call on its devices; a generating call also gets a KV cache.
+    """Memory needs of a call on each of its devices; a generating call also has a KV cache.
 
-    memory: without the KV cache.
+    memory: resident and active bytes, without the KV cache.
     weights_key: identifies the resident weights; calls with equal keys on a device share them.
     batch_tokens: tokens of a micro-batch or scoring batch; of a generating call, those of the
       longest rollout.
-    min_kv_bytes: KV cache of a rollout, or the size that the run sets.
+    min_kv_bytes: KV cache of the longest rollout, or the size that the run sets.
     step_kv_bytes: KV cache of all rollouts of a step.
     max_kv_bytes: KV cache of the maximum of concurrent rollouts.
     """
@@ -42,7 +42,7 @@ class CallFootprint:
 
 @dataclass(frozen=True)
 class DeviceRange:
-    """Adjacent devices of one kind with the same calls."""
+    """Adjacent devices of the same type that hold the same calls."""
 
     mesh: Mesh
     device: DeviceSpec
@@ -50,7 +50,7 @@ class DeviceRange:
 
 
 def iter_device_ranges(placement: Placement, cluster: Cluster) -> Iterator[DeviceRange]:
-    """Yield the ranges of all devices that have calls."""
+    """Yield the ranges of devices with the same calls; devices without calls are left out."""
     edges = {edge for start in cluster.group_starts for edge in (start,)}
     for assignment in placement.assignments.values():
         edges |= {assignment.mesh.first, assignment.mesh.first + assignment.mesh.size}
@@ -63,7 +63,7 @@ def iter_device_ranges(placement: Placement, cluster: Cluster) -> Iterator[Devic
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Active bytes of a call, or its KV cache."""
+    """Item of a device's peak memory: the active bytes of a call, or a KV cache."""
 
     stage: str
     num_bytes: float
@@ -72,7 +72,7 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Footprints of all calls of a placement, added up per device."""
+    """Memory of all calls of a placement, added up per device."""
 
     placement: Placement
     footprints: Mapping[str, CallFootprint]
@@ -80,7 +80,10 @@ class DeviceMemory:
     constants: CostConstants
 
     def kv_capacity_bytes(self, stage: str) -> float:
-        """Return bytes for the KV cache on each generating device; negative if memory is short."""
+        """Return the bytes left for a generating stage's KV cache on its fullest device.
+
+        The result is negative if memory is short.
+        """
         return min(
             self._free_kv_bytes(device_range)
             for device_range in self._device_ranges
@@ -88,7 +91,10 @@ class DeviceMemory:
         )
 
     def kv_cache_bytes(self, stage: str) -> float:
-        """Return the part of `kv_capacity_bytes` that the engines can use."""
+        """Return the KV cache bytes per device that a stage's engines can fill.
+
+        Besides the free memory, the number of concurrent rollouts limits them.
+        """
         footprint, steps = self.footprints[stage], self.placement.max_staleness + 1
         return max(
             0.0,
@@ -100,9 +106,9 @@ class DeviceMemory:
         )
 
     def memory_by_stage(self) -> dict[str, CallMemory]:
-        """Return each call's memory per device, including the used KV cache.
+        """Return, by stage, the memory of a call per device, including the used KV cache.
 
-        Shared weights count for the first call.
+        Weights that several calls share count for the first of these calls.
         """
         memory: dict[str, CallMemory] = {}
         seen: set[str] = set()
@@ -118,7 +124,7 @@ class DeviceMemory:
         return memory
 
     def explain_infeasible(self) -> str:
-        """Explain the device with the largest shortage; empty if all calls fit."""
+        """Return a line about the device that lacks most memory; empty if all calls fit."""
         shortages = [
             (self._missing_bytes(device_range), device_range)
             for device_range in self._device_ranges
@@ -133,6 +139,7 @@ class DeviceMemory:
         return list(iter_device_ranges(self.placement, self.cluster))
 
     def _resident_bytes(self, device_range: DeviceRange) -> float:
+        """Return resident bytes of a device in the range; shared weights count once."""
         bytes_by_key = {
             self.footprints[s].weights_key: self.footprints[s].memory.resident_bytes
             for s in device_range.stages
@@ -140,6 +147,7 @@ class DeviceMemory:
         return sum(bytes_by_key.values())
 
     def _free_kv_bytes(self, device_range: DeviceRange) -> float:
+        """Return the bytes left for a KV cache on a device in the range."""
         usable = usable_bytes(device_range.device.memory_bytes, self.constants)
         active = self._active_beside_kv(device_range) + self._max_active_bytes(
             device_range, CallKind.GENERATE
@@ -147,7 +155,7 @@ class DeviceMemory:
         return usable - self._resident_bytes(device_range) - active
 
     def _active_beside_kv(self, device_range: DeviceRange) -> float:
-        """Return active bytes of calls that compute while the KV cache stays."""
+        """Return the largest active bytes of a call that computes beside the KV cache."""
         scores = self._max_active_bytes(device_range, CallKind.SCORE)
         return (
             max(scores, self._max_active_bytes(device_range, CallKind.TRAIN))
@@ -164,7 +172,7 @@ class DeviceMemory:
         )
 
     def _peak_items(self, device_range: DeviceRange) -> list[MemoryItem]:
-        """Return the largest set of simultaneous items on top of resident bytes."""
+        """Return the simultaneous items at a device's memory peak, besides the resident bytes."""
         footprints = {stage: self.footprints[stage] for stage in device_range.stages}
         worst = max(footprints, key=lambda stage: footprints[stage].memory.active_bytes)
         peak = [MemoryItem(worst, footprints[worst].memory.active_bytes)]
@@ -188,7 +196,7 @@ class DeviceMemory:
         return peak
 
     def _missing_bytes(self, device_range: DeviceRange) -> float:
-        """Return bytes that a device lacks; negative if some are left."""
+        """Return bytes that a device in the range lacks; negative if memory is left."""
         needed = self._resident_bytes(device_range) + _sum_bytes(self._peak_items(device_range))
         return needed - usable_bytes(device_range.device.memory_bytes, self.constants)
 
@@ -235,6 +243,6 @@ def _sum_bytes(items: Sequence[MemoryItem]) -> float:
 
 
 def _format_gb(num_bytes: float) -> str:
-    """Format small sizes with two significant digits."""
+    """Return gigabytes with a decimal place, or with two significant digits below 1 GB."""
     size = num_bytes / GB
     return f"{size:.1f}" if size >= 1 or not size else f"{size:.2g}"

@@ -1,4 +1,4 @@
-"""Generator timing: roofline of a decode step, and the overheads on top."""
+"""Timing of a generator: roofline of a decode step, and the overheads on top."""
 
 from streamrl.placement.costs.call_cost import EXPERT_ALL_TO_ALLS, CallCost
 from streamrl.placement.costs.constants import CostConstants
@@ -11,6 +11,7 @@ from streamrl.placement.stage_timings import GeneratorTiming
 def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: CostConstants) -> float:
     """Return bytes per device of a token's keys and values.
 
+    tensor, stages: number of tensor-parallel ranks and of pipeline stages.
     Tensor-parallel ranks split the heads; with more ranks than heads, some ranks hold the same
     heads. Every rank holds the whole MLA latent.
     """
@@ -21,9 +22,11 @@ def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: CostC
 def decode_step_params(
     shape: ModelShape, tensor: int, stages: int, running: float, expert: int = 1
 ) -> float:
-    """Return parameters that a decode step reads, per device.
+    """Return the parameters that a device reads in a decode step of `running` rollouts.
 
-    Of experts, only those that some token needs are read, assuming uniform random routing. With
+    tensor, stages, expert: number of tensor-parallel ranks, pipeline stages and expert-parallel
+      ranks.
+    A device reads only those experts that some token needs, assuming uniform random routing. With
     expert parallelism the tokens of all replicas of the expert group count.
     """
     params: float = sum(stage_params(shape, stages, tensor, expert)) / stages
@@ -42,8 +45,9 @@ def decode_step_params(
 
 
 def running_rollouts(cost: CallCost, kv_tokens: float) -> float:
-    """Estimate the concurrent rollouts of a replica: limited by rollouts, max_running and KV cache.
+    """Return how many rollouts a generator replica runs at a time.
 
+    The rollouts per replica, `max_running` and the tokens that fit into the KV cache are limits.
     The estimate uses full lengths, because rollouts that start together reach full length together.
     """
     workload = cost.workload
@@ -53,7 +57,7 @@ def running_rollouts(cost: CallCost, kv_tokens: float) -> float:
 
 
 def generator_timing(cost: CallCost, kv_room_bytes: float) -> GeneratorTiming:
-    """Return the timing of a replica with `kv_room_bytes` for the KV cache on each device.
+    """Return the timing of a generator replica with `kv_room_bytes` of KV cache on each device.
 
     With p pipeline stages the rollouts form p batches that follow each other through the stages.
     Each batch gets a token in the time that all stages take for one batch. Weights are therefore
@@ -94,7 +98,7 @@ def generator_timing(cost: CallCost, kv_room_bytes: float) -> GeneratorTiming:
 
 
 def _prefill_token_s(cost: CallCost) -> float:
-    """Return seconds per prompt token; the stages run one after the other."""
+    """Return prefill seconds per prompt token; pipeline stages run one after the other."""
     flops = token_flops(cost.shape, cost.workload.prompt_tokens)
     compute = cost.compute_s(flops, cost.constants.forward_flops_fraction)
     return (

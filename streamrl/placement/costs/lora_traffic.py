@@ -1,4 +1,4 @@
-"""Transfer cost of LoRA adapters: only adapters travel, and the follower merges every version."""
+"""Weight transfer cost with LoRA: only adapters travel, and the follower merges every version."""
 
 from dataclasses import replace
 
@@ -10,10 +10,10 @@ from streamrl.placement.placements import CallAssignment
 
 
 class LoraTraffic(ApproximateTraffic):
-    """Traffic of shapes with trained adapters.
+    """Estimator of weight transfer costs for models with LoRA adapters.
 
-    Every device reads the whole base model through its host, adds the adapters, and keeps its own
-    copy of the merged weights.
+    Every device of the follower reads the whole base model through its host, adds the adapters, and
+    keeps its own copy of the merged weights.
     """
 
     def _compute_transfer(

@@ -1,4 +1,4 @@
-"""Exact parameter counts per device: the shard of every tensor on the fullest rank."""
+"""Exact parameter counts per device, summed over the device's shards of all tensors."""
 
 from functools import cache
 
@@ -14,8 +14,10 @@ def build_model_spec(shape: ModelShape, itemsize: int) -> ModelSpec:
 
 @cache
 def stage_params(shape: ModelShape, stages: int, tensor: int, expert: int = 1) -> tuple[int, ...]:
-    """Return parameters per tensor-parallel rank, by pipeline stage.
+    """Return the parameters of a tensor-parallel rank in each pipeline stage.
 
+    stages, tensor, expert: number of pipeline stages, of tensor-parallel and of expert-parallel
+      ranks.
     Every rank holds unsplit tensors, such as routers, and repeated KV heads if there are fewer
     heads than ranks. With `expert` > 1 a rank holds whole experts instead of slices. Raise
     ValueError if a dimension does not divide.
@@ -38,12 +40,15 @@ def stage_params(shape: ModelShape, stages: int, tensor: int, expert: int = 1) -
 
 
 def max_stage_params(shape: ModelShape, stages: int, tensor: int, expert: int = 1) -> int:
-    """Return parameters of the fullest pipeline stage. Raise ValueError as `stage_params` does."""
+    """Return the parameters of a tensor-parallel rank in the largest pipeline stage.
+
+    Raise ValueError if a dimension of the model does not divide.
+    """
     return max(stage_params(shape, stages, tensor, expert))
 
 
 def _max_rank_elements(spec: TensorSpec, shape: ModelShape, tensor: int, expert: int) -> int:
-    """Return elements of a tensor on the fullest rank."""
+    """Return the elements of a tensor on the tensor- or expert-parallel rank that holds most."""
     if expert > 1 and is_expert_tensor(spec, shape):
         expert_elements = spec.numel // (shape.experts + shape.shared_experts)
         routed = expert_elements * shape.experts // expert
@@ -54,13 +59,14 @@ def _max_rank_elements(spec: TensorSpec, shape: ModelShape, tensor: int, expert:
 
 
 def _max_split_elements(spec: TensorSpec, tensor: int) -> int:
+    """Return the elements of a tensor's largest tensor-parallel shard."""
     return max(
         sum(box.numel for box in spec.split_tensor(index, tensor)) for index in range(tensor)
     )
 
 
 def is_expert_tensor(spec: TensorSpec, shape: ModelShape) -> bool:
-    """Return whether a tensor holds all experts of a layer."""
+    """Return whether a tensor stacks the weights of all experts of a layer."""
     return (
         bool(shape.experts)
         and spec.shape[:1] == (shape.experts + shape.shared_experts,)

@@ -1,4 +1,4 @@
-"""Timing of forward passes over rollouts: references, reward models, values."""
+"""Timing of scoring: forward passes of reference, reward and value models over rollouts."""
 
 import math
 
@@ -9,17 +9,20 @@ from streamrl.placement.workload import Workload
 
 
 def groups_in_batch(workload: Workload, constants: CostConstants) -> int:
-    """Return groups per batch: as many as `score_tokens` allow, at least one."""
+    """Return the groups per scoring batch: as many as `score_tokens` tokens hold, at least 1."""
     tokens = workload.group_size * workload.rollout_tokens
     return max(1, min(workload.groups_per_step, int(constants.score_tokens / tokens)))
 
 
 def score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming:
-    """Return the timing of a replica; batches share `loading_s`, the weight load of a step."""
+    """Return the timing of a scoring replica.
+
+    loading_s: time to load offloaded weights, once a step; the step's batches share this time.
+    """
     constants, workload = cost.constants, cost.workload
     batch = groups_in_batch(workload, constants)
     batches = max(1, math.ceil(workload.groups_per_step / batch / cost.dp_size))
-    # A group larger than a batch is computed in parts.
+    # A group of more than `score_tokens` tokens is computed in several micro-batches.
     tokens = batch * workload.group_size * workload.rollout_tokens
     micro_batches = batches * max(1, math.ceil(tokens / constants.score_tokens))
     micro_batches = cost.count_micro_batches(micro_batches, workload.num_rollouts / cost.dp_size)
@@ -46,7 +49,7 @@ def score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming:
 
 
 def rule_timing(constants: CostConstants) -> ScoreTiming:
-    """Return the timing of a reward without model and devices."""
+    """Return the timing of a rule-based reward, which has neither model nor devices."""
     return ScoreTiming(
         1, batch=1, batch_s=constants.rule_group_s, rollout_s=constants.rule_rollout_s, token_s=0.0
     )

@@ -1,11 +1,10 @@
 """Weight transfer cost between a trained model and its follower, from the copy plan.
 
-`streamrl.resharding` builds the plan that the executors also carry out, here on the cluster's
-device numbers. Two reductions keep planning fast at any size without changing the bytes of any
-rank:
+The copy plan comes from `streamrl.resharding`, as in a run; here its ranks are device numbers of
+the cluster. Two reductions keep planning fast at any size without changing the bytes of any rank:
 
-- layers that the same ranks hold and want become one tensor;
-- one of several replicas with identical transfers stands for all of them.
+- tensors with equal shapes, and with equal ranks before and after, are merged into a single tensor;
+- of several replicas with identical transfers, a single replica is planned.
 """
 
 from collections import Counter
@@ -41,7 +40,7 @@ SHARDS_PARAMETERS = 3
 
 @dataclass(frozen=True)
 class ClusterNodes(NodeTopology):
-    """Node of every device; nodes may differ in size."""
+    """Node of every device of a cluster; nodes may differ in size."""
 
     node_by_device: tuple[int, ...] = ()
 
@@ -60,11 +59,11 @@ class ClusterNodes(NodeTopology):
 
 @dataclass(frozen=True)
 class TransferCost:
-    """Transfer of a version.
+    """Cost of moving a version from a trained model to a follower.
 
-    seconds: time of the bytes alone.
-    received_bytes: of the rank that receives most.
-    network_bytes: of the busiest node, in or out.
+    seconds: time to move the bytes, without fixed overheads.
+    received_bytes: bytes that the rank with the most incoming bytes receives.
+    network_bytes: bytes that the node with the most network traffic receives or sends.
     extra_bytes: memory of the follower's weights on the fullest device, beyond the trained weights.
     """
 
@@ -75,7 +74,7 @@ class TransferCost:
 
 
 class WeightTraffic:
-    """Transfer costs within a cluster; caches results."""
+    """Estimator of weight transfer costs within a cluster; caches results."""
 
     def __init__(self, cluster: Cluster, constants: CostConstants) -> None:
         self._cluster = cluster
@@ -96,7 +95,7 @@ class WeightTraffic:
     def estimate_transfer(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment
     ) -> TransferCost:
-        """Return the cost of a version from the trainer `source` to the follower `target`."""
+        """Return the cost of moving a version from trainer `source` to follower `target`."""
         location = self._location_key(source.mesh, target.mesh)
         is_sharded = source.zero_stage >= SHARDS_PARAMETERS
         key = (
@@ -120,13 +119,17 @@ class WeightTraffic:
         *,
         full: bool = False,
     ) -> CopyPlan:
-        """Build the copy plan; `full` plans every layer and replica separately."""
+        """Return the copy plan of a version from the trainer `source` to the follower `target`.
+
+        full: plan every layer and replica separately, although equal layers and replicas could
+          share a plan.
+        """
         return _TransferPlanner(
             shape, source, target, self._nodes, self._constants.served_bytes
         ).build_plan(full=full)
 
     def report_duration_s(self, report: BytesReport) -> float:
-        """Return the longest time of any device's links and of any node's network.
+        """Return the transfer time, s: the longest of any device's links and of any node's network.
 
         Links and network run at full speed in both directions at once.
         """
@@ -156,10 +159,11 @@ class WeightTraffic:
 
     @property
     def _has_one_dtype(self) -> bool:
+        """Whether trained and served weights have as many bytes per element."""
         return self._constants.weight_bytes == self._constants.served_bytes
 
     def _location_key(self, source: Mesh, target: Mesh) -> Hashable:
-        """Return a key that is equal for locations with equal transfer time."""
+        """Return a key that is equal for pairs of meshes with equal transfer time."""
         kinds = (
             tuple(source.find_node_groups(self._cluster)),
             tuple(target.find_node_groups(self._cluster)),
@@ -179,7 +183,7 @@ class WeightTraffic:
 
 @dataclass(frozen=True)
 class _TransferPlanner:
-    """Builder of the copy plan from one assignment to another."""
+    """Builder of the copy plan from a trainer's assignment to a follower's."""
 
     shape: ModelShape
     source: CallAssignment
@@ -189,12 +193,12 @@ class _TransferPlanner:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the source shards its weights over replicas (ZeRO stage 3)."""
+        """Whether the trainer shards its weights over replicas (ZeRO stage 3)."""
         return self.source.zero_stage >= SHARDS_PARAMETERS and self.source.grid.dp_size > 1
 
     @property
     def is_nested(self) -> bool:
-        """Whether, on the same devices, each trained replica turns into whole followers."""
+        """Whether, on a shared mesh, each trained replica splits into whole follower replicas."""
         train, follow = self.source.grid, self.target.grid
         return (
             self.source.mesh == self.target.mesh
@@ -204,6 +208,7 @@ class _TransferPlanner:
         )
 
     def build_plan(self, *, full: bool) -> CopyPlan:
+        """Return the copy plan; `full` plans every layer and replica separately."""
         parts = 1 if full or self.is_sharded else self._count_equal_parts()
         train = replace(self.source.grid, dp_size=self.source.grid.dp_size // parts)
         follow = replace(self.target.grid, dp_size=self.target.grid.dp_size // parts)
@@ -217,6 +222,7 @@ class _TransferPlanner:
         )
 
     def _make_source_layout(self, spec: ModelSpec, train: RankGrid, first: int) -> ModelLayout:
+        """Return the shards that each trained rank holds; ranks are numbered from `first`."""
         ranks = replace(train.assign_ranks(), first_rank=first)
         layout = create_layout(spec, ranks)
         return partition_zero3(layout, ranks.list_dp_groups()) if self.is_sharded else layout
@@ -224,7 +230,11 @@ class _TransferPlanner:
     def _assign_target_ranks(
         self, spec: ModelSpec, train: RankGrid, follow: RankGrid
     ) -> RankAssignment:
-        """Assign ranks by overlap with held shards on the same devices, else in order."""
+        """Assign the follower's ranks to devices.
+
+        On the trainer's devices, each device gets a rank that needs many of the weights already
+        there; elsewhere ranks are in order.
+        """
         first = self.target.mesh.first
         if self.source.mesh != self.target.mesh:
             return replace(follow.assign_ranks(), first_rank=first)
@@ -238,10 +248,11 @@ class _TransferPlanner:
         return replace(served, first_rank=first)
 
     def _count_equal_parts(self) -> int:
-        """Return the number of parts that transfer identically and independently.
+        """Return into how many parts with identical, independent transfers the devices are divided.
 
-        On the same devices a part is the smallest block of whole replicas of both. On separate
-        devices parts of whole nodes serve parts of whole nodes.
+        On shared devices a part is the smallest block with whole replicas of trainer and follower.
+        On separate devices each part is a set of whole nodes of the trainer, and the set of the
+        follower's nodes that it serves.
         """
         train, follow = self.source.grid, self.target.grid
         if train.order != "hf" or follow.order != "hf" or len(set(self.nodes.node_by_device)) == 1:
@@ -263,15 +274,21 @@ class _TransferPlanner:
 
 
 def _count_pieces(train: RankGrid, follow: RankGrid) -> int:
-    """Return the number of merged tensors that lets all holders share the sends."""
+    """Return how many merged tensors replace equal tensors.
+
+    With a single merged tensor, a single trained replica would send everything; with several, all
+    replicas that hold the tensors share the sends.
+    """
     return train.dp_size // gcd(train.dp_size, follow.dp_size)
 
 
 def _merge_tensors(
     spec: ModelSpec, grids: tuple[RankGrid, RankGrid], pieces: int, *, in_runs: bool
 ) -> ModelSpec:
-    """Merge tensors with equal cuts and equal stages; the bytes stay the same.
+    """Merge tensors of equal shape, split and pipeline stages; bytes per rank stay the same.
 
+    grids: of trainer and follower, for the pipeline stages.
+    pieces: number of merged tensors that replace equal tensors, at most.
     in_runs: for ZeRO-3 shards, which are flat runs of elements. A trailing dimension interleaves
       the merged tensors, so a run of the merged tensor is the same run of each of them.
     """
@@ -298,12 +315,13 @@ def _merge_tensors(
 
 
 def _list_place_stages(num_places: int, stages: int) -> list[int]:
+    """Return the pipeline stage of each pipeline position."""
     counts = split_stages_evenly(num_places, stages)
     return [stage for stage, count in enumerate(counts) for _ in range(count)]
 
 
 def _max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
-    """Return bytes of the follower on the fullest device, beyond the aliased trained weights."""
+    """Return the follower's bytes beyond the trained weights it aliases, on the fullest device."""
     source_bytes: dict[int, int] = {}
     for rank, shards in plan.source.shards.items():
         if id(shards) not in source_bytes:
@@ -315,7 +333,7 @@ def _max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
 
 
 def _network_bytes_by_node(report: BytesReport, nodes: NodeTopology) -> Counter[int]:
-    """Return bytes through each node's network, in or out, whichever is more."""
+    """Return, by node, the bytes it receives or sends over the network, whichever are more."""
     received: Counter[int] = Counter()
     sent: Counter[int] = Counter()
     for device, counts in report.rank_bytes.items():

@@ -1,4 +1,4 @@
-"""Timing of training: passes with communication and bubbles, and optimizer steps."""
+"""Timing of training: forward and backward passes, their communication, and optimizer steps."""
 
 import math
 
@@ -12,23 +12,29 @@ SHARDS_OPTIMIZER, SHARDS_GRADIENTS = 1, 2
 
 
 def replica_tokens(cost: CallCost) -> float:
-    """Return tokens that a replica trains between two updates."""
+    """Return the tokens that a data-parallel replica trains between two updates."""
     return cost.workload.num_tokens / cost.workload.mini_batches / cost.dp_size
 
 
 def min_micro_batches(cost: CallCost) -> int:
-    """Return the fewest micro-batches of a replica between two updates."""
+    """Return the fewest micro-batches that hold a replica's tokens between two updates."""
     return max(1, math.ceil(replica_tokens(cost) / cost.workload.micro_batch_tokens))
 
 
 def num_micro_batches(cost: CallCost) -> int:
-    """Return micro-batches of a replica between two updates; a pipeline needs more."""
+    """Return the micro-batches of a data-parallel replica between two updates.
+
+    A pipeline has more than the fewest possible, because they shorten its bubbles.
+    """
     rollouts = cost.workload.num_rollouts / cost.workload.mini_batches / cost.dp_size
     return cost.count_micro_batches(min_micro_batches(cost), rollouts)
 
 
 def train_timing(cost: CallCost, moving_s: float = 0.0) -> TrainTiming:
-    """Return the timing of all replicas; `moving_s` per step loads and offloads their state."""
+    """Return the timing of a training call on all its replicas.
+
+    moving_s: time per step to load the training state from the host and to offload it again.
+    """
     constants = cost.constants
     passes = train_passes(constants)
     micro_batches = num_micro_batches(cost)
@@ -57,9 +63,9 @@ def train_timing(cost: CallCost, moving_s: float = 0.0) -> TrainTiming:
 
 
 def _frozen_savings_s(cost: CallCost, passes: int) -> float:
-    """Return seconds per token that frozen weights save: their gradient products.
+    """Return training seconds per token that LoRA saves on the frozen weights' gradients.
 
-    Adapters need all their own products.
+    The adapters' own matrix products are subtracted from the savings.
     """
     shape = cost.shape
     if not shape.adapter_params:
@@ -70,7 +76,7 @@ def _frozen_savings_s(cost: CallCost, passes: int) -> float:
 
 
 def _exposed_zero_s(cost: CallCost) -> float:
-    """Return seconds of ZeRO's traffic per micro-batch that computation does not hide.
+    """Return the seconds per micro-batch of ZeRO's traffic that computation does not hide.
 
     Stage 2 reduces gradients in every micro-batch; stage 3 also gathers weights forward and
     backward. Micro-batches of a pipeline are sequential, and so is their traffic.
@@ -86,7 +92,7 @@ def _exposed_zero_s(cost: CallCost) -> float:
 
 
 def _reduce_s(cost: CallCost) -> float:
-    """Return seconds to reduce gradients and, with ZeRO, to gather the updated weights."""
+    """Return seconds per update to reduce gradients and, with ZeRO, to gather updated weights."""
     data, constants, stage = cost.parallel_groups.data, cost.constants, cost.assignment.zero_stage
     if data.ranks == 1:
         return 0.0
@@ -104,7 +110,7 @@ def _reduce_s(cost: CallCost) -> float:
 
 
 def _optimizer_s(cost: CallCost) -> float:
-    """Return seconds to read and write state, read gradients and write weights."""
+    """Return seconds of an optimizer step, which reads and writes memory and computes little."""
     constants = cost.constants
     num_bytes = 2 * constants.optimizer_bytes + constants.gradient_bytes + constants.weight_bytes
     is_shared = cost.assignment.zero_stage >= SHARDS_OPTIMIZER

@@ -1,1 +1,1 @@
-"""Estimate the step time of a placement by a steady-state schedule."""
+"""Steady-state estimate: predicts the time of a training step from a placement's schedule."""

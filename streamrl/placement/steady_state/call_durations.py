@@ -1,4 +1,4 @@
-"""Duration of each call for a whole step, from timings and workload.
+"""Duration of every call for a whole step, from stage timings and workload.
 
 Generation is continuous batching (`continuous_batching.py`). Completion lengths are the quantiles
 of their distribution in a fixed order, plus the expected longest rollout of a step.
@@ -26,26 +26,26 @@ from streamrl.placement.steady_state.stragglers import (
 from streamrl.placement.workload import Workload
 
 MAX_ROLLOUTS = 256
-"""Simulated rollouts per replica at the start; each may stand for several."""
+"""Most simulated rollouts that start together on a replica; each may stand for several."""
 MAX_CHAIN_ROLLOUTS = 16384
-"""Simulated rollouts per replica, including those that replace filtered groups."""
+"""Most simulated rollouts per replica, including those that replace filtered groups."""
 MIN_GROUPS = 24
-"""Replica schedules are built until they hold so many groups together."""
+"""Replicas are simulated until their schedules hold so many groups together."""
 MAX_REPLICA_SCHEDULES = 6
 NUM_SAMPLED_GROUPS = 4096
-"""Sampled groups, if some groups replace filtered ones."""
+"""Groups drawn at random to estimate the time in flight, if a filter rejects some groups."""
 CAPACITY_TOLERANCE = 0.02
 """Relative difference of KV cache sizes that count as equal, to reuse schedules."""
 NUM_PROFILE_SEGMENTS = 20
-"""Segments of a step's profile, if rollouts of several steps overlap."""
+"""Segments of a step's rollout profile, for generation ahead."""
 
 
 class GenerationModel:
-    """Generation of a step on equal replicas; caches replica schedules.
+    """Model of a step's generation on equal replicas; caches replica schedules.
 
-    On policy, the groups of a step start together and a new group replaces each filtered one. With
-    generation ahead, `workload` holds all sampled groups, and `replaced` is the fraction of them
-    that a filter rejects.
+    On policy, the groups of a step start together and a new group replaces each filtered group.
+    With generation ahead, `workload` holds all sampled groups, and `replaced` is the fraction of
+    them that a filter rejects.
     extra: rollouts per group besides group_size, such as a greedy rollout.
     """
 
@@ -69,20 +69,20 @@ class GenerationModel:
         self._mean_age = square / (2 * self._mean_length)
 
     def max_replica_groups(self, replicas: int) -> int:
-        """Return the groups of the replica with the most."""
+        """Return the groups per step of the replica with the most groups."""
         return -(-self.workload.groups_per_step // replicas)
 
     def count_slots(self, timing: GeneratorTiming) -> float:
-        """Return the rollouts that fit into a replica, at least 1."""
+        """Return the mean number of rollouts that fit into a replica at a time, at least 1."""
         fitting = timing.kv_tokens / (self.workload.prompt_tokens + self._mean_age)
         return max(1.0, min(float(timing.max_running), fitting))
 
     def find_completions_s(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float = 0.0
     ) -> list[float]:
-        """Return when each cut of a step's groups is complete, s after the step starts.
+        """Return, for each cut, the seconds from the step's start until that cut is complete.
 
-        `cuts` are fractions of the groups; the last is 1.0.
+        cuts: fractions of the step's groups; the last is 1.0.
         link_s: time from the end of a filtered group to the request of its replacement.
         """
         key = (timing, cuts, link_s)
@@ -105,7 +105,10 @@ class GenerationModel:
         return ends_s
 
     def _slowest_replica_factor(self, timing: GeneratorTiming, schedule: ReplicaSchedule) -> float:
-        """Return the time of the slowest replica over one with the longest rollout."""
+        """Return the mean time of a step's slowest replica over the time of `schedule`.
+
+        schedule: of the simulated replica that takes the longest.
+        """
         if not (self.workload.has_varied_lengths or self.workload.filtered_fraction):
             return 1.0
         replicas = min(timing.replicas, self.workload.groups_per_step)
@@ -124,7 +127,10 @@ class GenerationModel:
         )
 
     def _delay_in_window(self, timing: GeneratorTiming, last: float, window: int) -> float:
-        """Return decode steps until a step is complete; alone it would take `last`."""
+        """Return the decode steps that a training step takes among `window` steps in flight.
+
+        last: decode steps that the training step takes alone.
+        """
         if self._replaced_fraction:
             # Replacements start while the first groups still wait for slots.
             return max(last, self._find_in_flight_steps(timing, window))
@@ -137,7 +143,10 @@ class GenerationModel:
         return last
 
     def _find_in_flight_steps(self, timing: GeneratorTiming, window: int) -> float:
-        """Return the mean decode steps that a step is in flight, with slots for all rollouts."""
+        """Return the mean decode steps that a training step is in flight, without slot limits.
+
+        window: training steps in flight together.
+        """
         if window not in self._in_flight_steps:
             workload, replaced = self.workload, self._replaced_fraction
             groups = round(workload.groups_per_step * (1 - replaced)) if replaced else 1
@@ -164,7 +173,11 @@ class GenerationModel:
     def find_rollout_profile(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
     ) -> RolloutProfile:
-        """Return the slowest replica's profile of a step, for `window` steps in flight."""
+        """Return the running rollouts and tokens of a step over time, on the slowest replica.
+
+        cuts: fractions of the step's groups.
+        window: training steps in flight together.
+        """
         key = (timing, cuts, window)
         if key not in self._rollout_profiles:
             self._rollout_profiles[key] = self._build_rollout_profile(*key)
@@ -215,9 +228,9 @@ class GenerationModel:
         )
 
     def saturated_step_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
-        """Return seconds per step if the rollouts of later steps fill all free slots.
+        """Return generation seconds per step if the rollouts of later steps fill all free slots.
 
-        As many rollouts run as have slots, of the rollouts of `steps_ahead + 1` steps.
+        All slots are taken, unless the rollouts of `steps_ahead + 1` steps are fewer.
         """
         rollouts = self.workload.num_rollouts / self.workload.group_size * self.rollouts_per_group
         replica_rollouts = rollouts / timing.replicas
@@ -229,7 +242,10 @@ class GenerationModel:
         return replica_rollouts * (self._mean_length * step_s / running + overhead_s)
 
     def find_replica_schedules(self, timing: GeneratorTiming) -> list[ReplicaSchedule]:
-        """Return schedules of some replicas, the longest rollout of the step among them."""
+        """Return the schedules of a few simulated replicas, which stand for all replicas.
+
+        The longest rollout of the step is among their rollouts.
+        """
         unlimited = (timing.replicas, timing.max_running, math.inf)
         if unlimited not in self._replica_schedules:
             self._replica_schedules[unlimited] = self._make_replica_schedules(*unlimited)
@@ -250,6 +266,10 @@ class GenerationModel:
     def _make_replica_schedules(
         self, replicas: int, max_running: int, token_capacity: float
     ) -> list[ReplicaSchedule]:
+        """Simulate a few of `replicas` replicas.
+
+        token_capacity: tokens that fit into a replica's KV cache.
+        """
         groups = self.max_replica_groups(replicas)
         num_replicas = min(replicas, self.workload.groups_per_step)
         count = min(num_replicas, MAX_REPLICA_SCHEDULES, max(1, -(-MIN_GROUPS // groups)))
@@ -275,7 +295,10 @@ class GenerationModel:
     def _draw_chains(
         self, replicas: int, num_schedules: int, chains: int
     ) -> Iterator[RefillChains]:
-        """Yield each replica's groups; one holds the longest rollout of a step."""
+        """Yield the groups of each simulated replica, as `chains` chains of replaced groups.
+
+        One of the replicas has the longest rollout of a step.
+        """
         if self.workload.filtered_fraction:
             longest = float(self._sample_loads(replicas).longest_tokens.max(axis=1).mean())
             all_chains = self._make_refill_chains(num_schedules * chains).stretch_longest(longest)
@@ -284,14 +307,21 @@ class GenerationModel:
         return all_chains.split_chains(num_schedules)
 
     def _make_refill_chains(self, chains: int) -> RefillChains:
-        """Return chains of groups in which filtered groups are replaced, in a fixed order."""
+        """Return chains of groups, each group but the last filtered and replaced by the next.
+
+        Chain lengths and rollout lengths are quantiles in a fixed random order.
+        """
         rng = np.random.default_rng(0)
         counts = rng.permutation(chain_length_quantiles(self.workload.filtered_fraction, chains))
         lengths = rng.permutation(self._length_quantiles(int(counts.sum())))
         return self._to_chains(lengths, counts)
 
     def _make_unfiltered_chains(self, groups: int) -> RefillChains:
-        """Return unfiltered groups in a fixed order; the longest rollout is in the middle."""
+        """Return chains of a single group each, as nothing is filtered.
+
+        Rollout lengths are quantiles in a fixed random order, with the longest rollout in the
+        middle.
+        """
         num_rollouts = self.workload.groups_per_step * self.rollouts_per_group
         lengths_without_longest = np.random.default_rng(0).permutation(
             self._length_quantiles(groups)[:-1]
@@ -306,11 +336,12 @@ class GenerationModel:
         return self._to_chains(lengths, np.ones(groups, np.int64))
 
     def _length_quantiles(self, groups: int) -> Array:
-        """Return ascending length quantiles of the rollouts of so many groups."""
+        """Return ascending completion lengths, a quantile for each rollout of `groups` groups."""
         total = groups * self.rollouts_per_group
         return self.workload.lengths.quantiles((np.arange(total) + 0.5) / total)
 
     def _to_chains(self, lengths: Array, counts: Array) -> RefillChains:
+        """Arrange rollout lengths in groups, and the groups in chains of `counts` groups."""
         return RefillChains.from_counts(
             np.rint(lengths).reshape(-1, self.rollouts_per_group), counts
         )
@@ -321,7 +352,8 @@ def score_duration_s(
 ) -> float:
     """Return seconds of scoring for a whole step, on the replica with the most groups.
 
-    singly: groups arrive one by one, and each is a batch of its own.
+    per_group: scored rollouts per group.
+    singly: groups arrive one by one, and each group is a batch of its own.
     """
     groups = -(-workload.groups_per_step // timing.replicas)
     rollouts = groups * per_group
@@ -335,8 +367,10 @@ def score_duration_s(
 
 @dataclass(frozen=True)
 class TrainDuration:
-    """Training of a model in a step: `passes_s` may overlap arriving groups, `final_s` follows.
+    """Time to train a model in a step.
 
+    passes_s: passes and updates that may overlap the arrival of groups.
+    final_s: later epochs and the last update, which follow.
     micro_batches: per rank, in the first epoch.
     """
 
@@ -368,17 +402,20 @@ def train_duration(timing: TrainTiming, workload: Workload) -> TrainDuration:
 
 
 STEP_CUTS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.125, 0.375, 0.625, 0.875, 1.0)}
-"""Cuts of a step's work by minimum number of pieces, as fractions of the work.
+"""Cuts of a step's work (fractions of the work), by the fewest pieces that they need.
 
 The first and the last cut are small: they determine how fast the pipeline fills and drains.
 """
 
 
 def choose_cuts(pieces: int) -> tuple[float, ...]:
-    """Return the finest cuts that so many pieces allow."""
+    """Return the finest cuts of a step's work, as fractions, that the number of pieces allows.
+
+    pieces: units that the work can be divided into, such as groups or micro-batches.
+    """
     return STEP_CUTS[max(min_pieces for min_pieces in STEP_CUTS if min_pieces <= max(1, pieces))]
 
 
 def split_seconds(total_s: float, cuts: Sequence[float]) -> Sequence[float]:
-    """Return the seconds between consecutive cuts."""
+    """Divide `total_s` at `cuts`, ascending fractions; return the seconds between them."""
     return [total_s * (late - early) for early, late in itertools.pairwise((0.0, *cuts))]

@@ -24,12 +24,14 @@ MAX_CHANGES = 48
 class ReplicaSchedule:
     """Rollouts of a step on a replica, in decode steps from the start.
 
-    A rollout starts at once or replaces a filtered group. With m segments between `edges`:
-    group_ends [groups]: when each trained group is complete. num_refills [groups]: filtered groups
-    before it, each replaced by the next. edges [m + 1]: segment borders, from 0 on.
-    running_rollouts [m]: mean running rollouts. resident_tokens [m]: mean tokens of running
-    rollouts, prompts included. prefill_tokens [m]: tokens prefilled at the start of rollouts.
-    num_groups_done [m]: completed groups, filtered ones included.
+    A rollout starts at once or replaces a filtered group. `edges` bound m segments of decode steps.
+    group_ends [groups]: when each trained group is complete.
+    num_refills [groups]: filtered groups before each trained group, each replaced by the next.
+    edges [m + 1]: segment borders, from 0 on.
+    running_rollouts [m]: mean running rollouts.
+    resident_tokens [m]: mean tokens of running rollouts, prompts included.
+    prefill_tokens [m]: tokens prefilled at the start of rollouts.
+    num_groups_done [m]: completed groups, filtered groups included.
     slots: approximate concurrent rollouts when more are waiting.
     longest_tokens: tokens of the longest rollout, or of consecutive replaced groups.
     """
@@ -45,7 +47,7 @@ class ReplicaSchedule:
     longest_tokens: float
 
     def group_ends_s(self, timing: GeneratorTiming, link_s: float = 0.0) -> Array:
-        """Return when each group is complete, s after the step starts, float64 [groups].
+        """Return when each trained group is complete, s after the step starts, float64 [groups].
 
         link_s: time from the end of a filtered group to the request of its replacement.
         """
@@ -53,6 +55,7 @@ class ReplicaSchedule:
         return np.asarray(ends + self.num_refills * (link_s + timing.begin_s))
 
     def _elapsed_s(self, timing: GeneratorTiming) -> Array:
+        """Return the time of each segment border, s after the step starts, float64 [m + 1]."""
         segment_s = np.diff(self.edges) * timing.decode_steps_s(
             self.running_rollouts, self.resident_tokens
         )
@@ -62,7 +65,7 @@ class ReplicaSchedule:
         return timing.begin_s + np.concatenate(([0.0], np.cumsum(segment_s)))
 
     def overhead_s(self, timing: GeneratorTiming) -> Array:
-        """Return seconds of prefill and of passing groups on, per segment, float64 [m]."""
+        """Return seconds per segment of prefill and of passing on finished groups, float64 [m]."""
         return self.prefill_tokens * timing.prefill_token_s + self.num_groups_done * timing.group_s
 
 
@@ -75,9 +78,12 @@ def schedule_replica(
     scale: float,
     slots: float,
 ) -> ReplicaSchedule:
-    """Schedule the groups on a replica with this capacity of tokens and slots.
+    """Simulate the groups of a step on a replica; return their schedule.
 
-    Each simulated rollout stands for `scale` rollouts.
+    token_capacity: tokens that fit into the KV cache, divided by `scale`.
+    num_slots: most simulated rollouts that run together.
+    scale: number of real rollouts that each simulated rollout stands for.
+    slots: concurrent real rollouts, for the result.
     """
     batch = _ContinuousBatch(groups, prompt_tokens, token_capacity, num_slots)
     batch.run()
@@ -119,7 +125,7 @@ def schedule_replica(
 
 @dataclass
 class _ContinuousBatch:
-    """Continuous batch that serves rollouts in order of arrival.
+    """Simulated continuous batch that serves rollouts in order of arrival.
 
     A replacement arrives when the filtered group is complete. The first waiting rollout starts if a
     slot is free and the KV cache holds its tokens plus one more token per running rollout. If the
@@ -176,7 +182,10 @@ class _ContinuousBatch:
                 self._preempt_last(now)
 
     def _find_end(self, rollout: int) -> float:
-        """Return the planned end of a running rollout; older heap entries do not match."""
+        """Return the decode step at which a running rollout will end; -1 if the rollout has ended.
+
+        Heap entries from before a preemption have another time.
+        """
         return (
             self._start_steps[rollout] + self._remaining_tokens[rollout]
             if self._remaining_tokens[rollout]
@@ -184,6 +193,7 @@ class _ContinuousBatch:
         )
 
     def _fill_slots(self, now: float) -> None:
+        """Start waiting rollouts as long as slots and KV cache suffice."""
         while self._waiting and len(self._in_slots) < self.slots:
             rollout = self._waiting[0]
             if (
@@ -199,6 +209,7 @@ class _ContinuousBatch:
             self.prefill_tokens[-1] += self._context_tokens[rollout]
 
     def _finish_rollouts(self, now: float) -> None:
+        """End the rollouts that are complete at decode step `now`."""
         while self._end_heap and self._end_heap[0][0] <= now:
             due, rollout = heapq.heappop(self._end_heap)
             if due == self._find_end(rollout):
@@ -209,13 +220,17 @@ class _ContinuousBatch:
                 self._finish_in_group(rollout // self._per_group)
 
     def _finish_in_group(self, group: int) -> None:
-        """Count a finished rollout; the last of a group may admit a replacement."""
+        """Count a finished rollout of a group.
+
+        When the last rollout of a filtered group ends, the rollouts of the replacing group arrive.
+        """
         self._num_unfinished[group] -= 1
         if not self._num_unfinished[group] and group in self._next_group:
             first = self._next_group[group] * self._per_group
             self._waiting.extend(range(first, first + self._per_group))
 
     def _preempt_last(self, now: float) -> None:
+        """Preempt the rollout that started last; it waits first in line to start again."""
         rollout = self._in_slots.pop()
         sampled = now - self._start_steps[rollout]
         self._remaining_tokens[rollout] -= sampled

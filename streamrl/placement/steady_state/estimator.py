@@ -1,9 +1,10 @@
-"""Steady-state estimate of a placement: step time, idle time and staleness, in milliseconds.
+"""Steady-state estimate of a placement: step time, idle time and staleness.
 
-The dataflow is unrolled over steps (`list_scheduler.py`). A call waits for its columns, for
-versions within `max_staleness`, and for devices; a busy mesh blocks all meshes that overlap it.
-With streaming, calls on separate devices process the groups of a step as they arrive. Generation
-ahead overlaps all other calls, with rollouts of several steps (`overlapping_steps.py`).
+The estimate takes milliseconds to compute. The dataflow is unrolled over steps
+(`list_scheduler.py`). A call waits for its columns, for versions within `max_staleness`, and for
+devices; a busy mesh blocks all meshes that overlap it. With streaming, calls on separate devices
+process the groups of a step as they arrive. Generation ahead overlaps all other calls, with
+rollouts of several steps (`overlapping_steps.py`).
 """
 
 import itertools
@@ -37,7 +38,7 @@ from streamrl.placement.steady_state.list_scheduler import ListScheduler, Unroll
 from streamrl.placement.steady_state.utilization import SteadyState
 
 FINE_CUTS = STEP_CUTS[max(STEP_CUTS)]
-"""Cuts of a step's groups where arrival times matter."""
+"""Finest cuts of a step's groups: fractions of the groups, up to 1.0."""
 
 PlacementKey = tuple[tuple[tuple[str, CallAssignment], ...], int, bool]
 
@@ -45,12 +46,15 @@ PlacementKey = tuple[tuple[tuple[str, CallAssignment], ...], int, bool]
 def estimate_placement(
     problem: PlacementProblem, placement: Placement, costs: PlacementCosts
 ) -> PlacementEstimate:
-    """Estimate one placement; use `PlacementEstimator` for several of one problem."""
+    """Estimate a single placement.
+
+    `PlacementEstimator` is faster for several placements of a problem, because it caches results.
+    """
     return PlacementEstimator(problem, costs).estimate(placement)
 
 
 class PlacementEstimator:
-    """Estimator of a problem; caches step times."""
+    """Estimator of the placements of a problem; caches their step times."""
 
     def __init__(self, problem: PlacementProblem, costs: PlacementCosts) -> None:
         self.problem = problem
@@ -65,12 +69,12 @@ class PlacementEstimator:
         self._step_durations_s: dict[PlacementKey, float] = {}
 
     def iter_estimated(self) -> Iterator[tuple[Placement, float]]:
-        """Yield all evaluated placements with their step times."""
+        """Yield the placements that `step_s` has evaluated, with their step times in seconds."""
         for (calls, ahead, streamed), seconds in self._step_durations_s.items():
             yield Placement(dict(calls), ahead, streamed), seconds
 
     def step_s(self, placement: Placement, limit_s: float = math.inf) -> float:
-        """Return seconds between two updates; inf if infeasible.
+        """Return the seconds of a training step with this placement; inf if infeasible.
 
         If a lower bound reaches `limit_s`, return inf without scheduling.
         """
@@ -86,11 +90,15 @@ class PlacementEstimator:
         return self._step_durations_s[key]
 
     def _max_busy_s(self, placement: Placement) -> float:
-        """Return the load of the busiest device, a lower bound of the step time."""
+        """Return the busiest device's busy seconds per step, a lower bound of the step time."""
         jobs = self._make_job_graph(placement)
         return max_busy_s(jobs, build_busy_jobs(jobs, self.select_generation(placement))[0])
 
     def select_generation(self, placement: Placement) -> GenerationModel:
+        """Return the model of generation for a placement.
+
+        Generation is ahead of training if the placement allows staleness, else on policy.
+        """
         return self._ahead_generation if placement.max_staleness else self._on_policy_generation
 
     def _make_job_graph(self, placement: Placement) -> JobGraph:
@@ -123,7 +131,7 @@ class PlacementEstimator:
         )
 
     def schedule_jobs(self, placement: Placement) -> tuple[JobGraph, UnrolledSchedule]:
-        """Return the jobs of a feasible placement, and their schedule."""
+        """Return the jobs of a feasible placement, and their schedule over several steps."""
         jobs, generation = self._make_job_graph(placement), self.select_generation(placement)
         # Round up to whole publish intervals, if not every step is published.
         publish_every, window = jobs.publish_every, placement.max_staleness + 1
@@ -148,7 +156,11 @@ class PlacementEstimator:
         return jobs, schedule
 
     def _period_s(self, jobs: JobGraph, schedule: UnrolledSchedule) -> float:
-        """Return the period, at least the work of a shared machine's cores."""
+        """Return the seconds of a training step: the period of the schedule, or more.
+
+        If all processes share `timings.cores` cores, a step takes at least its core time divided by
+        the cores.
+        """
         timings = jobs.timings
         if not timings.cores:
             return schedule.period_s
@@ -168,7 +180,7 @@ class PlacementEstimator:
 
 
 def make_placement_key(placement: Placement) -> PlacementKey:
-    """Return a hashable key of a placement."""
+    """Return a hashable key that identifies a placement."""
     calls = tuple(sorted(placement.assignments.items(), key=lambda item: item[0]))
     return calls, placement.max_staleness, placement.is_streamed
 
@@ -178,10 +190,11 @@ def find_fullest_device(
 ) -> tuple[int, float, float]:
     """Return the device with the fewest free bytes, its used bytes and its free bytes.
 
-    Used bytes are all resident bytes and the largest active bytes.
+    memory: memory of a call per device, by stage.
+    Used bytes are the resident bytes of all calls on the device and the largest active bytes.
     """
     worst = (0, 0.0, math.inf)
-    # Devices between two starts hold the same calls or fewer.
+    # From the first device of a mesh to that of the next, devices hold the same calls or fewer.
     firsts = {edge for call in placement.assignments.values() for edge in (call.mesh.first,)}
     for device in sorted(firsts):
         residents = [
@@ -199,10 +212,10 @@ def find_fullest_device(
 
 
 def compute_d_cost(problem: PlacementProblem, placement: Placement, costs: PlacementCosts) -> float:
-    """Return HybridFlow's cost of a mapping (arXiv:2409.19256, Algorithm 1), s.
+    """Return HybridFlow's cost of a placement (`d_cost` in arXiv:2409.19256, Algorithm 1), s.
 
-    Generation, preparation and training follow each other. Within each, calls on one mesh follow
-    each other, and the slowest mesh counts.
+    Generation, scoring and training follow each other. Within each of these phases, calls on the
+    same mesh follow each other, and the slowest mesh counts.
     """
     total = 0.0
     for kind in CallKind:

@@ -1,4 +1,4 @@
-"""Steps in flight together: how slow groups delay later steps.
+"""Training steps in flight together: how slow groups delay later steps.
 
 A slow step delays the steps behind it, and no other step makes up for the delay. With filtering,
 replacements start later and take longer; a step therefore takes ready groups, earliest first, and
@@ -14,20 +14,20 @@ import numpy as np
 from streamrl.messages import Array
 
 MAX_ROUNDS, MIN_ROUNDS = 500, 3
-"""Bounds of simulated windows."""
+"""Most and fewest windows of steps that are simulated."""
 MAX_EVENTS = 60_000
-"""Target of simulated group ends."""
+"""Group ends to simulate, approximately."""
 MAX_GROUPS = 8192
 """Groups per step; larger steps are simulated in part."""
 WARMUP_ROUNDS = 2
-"""Windows at the beginning that are not yet in a steady state."""
+"""Windows of steps at the beginning that do not count, as they are not in a steady state."""
 DRAW_SIZE = 4096
 
 
 def mean_time_in_flight(
     longest: Array, *, window: int, groups: int = 1, filtered: float = 0.0
 ) -> float:
-    """Return the mean time that a step is in flight, without slot limits.
+    """Return the mean time that a training step is in flight, if all rollouts have slots.
 
     longest [n]: equally likely durations of a group, in any unit.
     window: steps in flight.
@@ -46,7 +46,10 @@ def mean_time_in_flight(
 
 
 class _InFlightWindow:
-    """Groups in flight and ready groups, by the version at which they were admitted."""
+    """Simulated window of training steps in flight.
+
+    Counts groups in flight and ready groups by the version at which they were admitted.
+    """
 
     def __init__(self, longest: Array, window: int, groups: int, filtered: float) -> None:
         self._lengths, self._filtered_fraction = _draw_values(longest), filtered
@@ -56,7 +59,7 @@ class _InFlightWindow:
         self._num_ready: Counter[int] = Counter()
 
     def find_step_ends(self, steps: int) -> list[float]:
-        """Return the end of each step."""
+        """Return the end of each of the first `steps` training steps."""
         ends: list[float] = []
         chances, ready = _draw_values(None), 0
         self._admit_groups(self._window * self._groups_per_step, 0, 0.0)
@@ -76,17 +79,21 @@ class _InFlightWindow:
         return ends
 
     def _admit_groups(self, groups: int, version: int, now: float) -> None:
+        """Start groups at time `now` under `version`."""
         for _ in range(groups):
             heapq.heappush(self._end_heap, (now + next(self._lengths), version))
         self._num_in_flight[version] += groups
 
     def _must_wait(self, version: int) -> bool:
-        """Return whether a group in flight would exceed the staleness bound after this step."""
+        """Return whether the step that trains `version` has to wait for a group in flight.
+
+        Such a group would exceed the staleness bound after this step.
+        """
         due = version - self._window + 1
         return any(count for admitted, count in self._num_in_flight.items() if admitted <= due)
 
     def _take_earliest(self) -> None:
-        """Take the earliest ready groups."""
+        """Remove a step's groups from the ready groups, the earliest admitted first."""
         remaining = self._groups_per_step
         for version in sorted(self._num_ready):
             num_taken = min(remaining, self._num_ready[version])
@@ -96,7 +103,10 @@ class _InFlightWindow:
 
 
 def _draw_values(values: Array | None) -> Iterator[float]:
-    """Yield random values, or uniform numbers in [0, 1), endlessly and with a fixed seed."""
+    """Yield random elements of `values` endlessly, with a fixed seed.
+
+    For None, yield uniform numbers in [0, 1).
+    """
     rng = np.random.default_rng(0)
     while True:
         drawn = rng.random(DRAW_SIZE) if values is None else rng.choice(values, DRAW_SIZE)

@@ -1,4 +1,4 @@
-"""Jobs of a placement for the list scheduler: dependencies and durations of every call."""
+"""Jobs of a training step for the list scheduler: dependencies and duration of every call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,9 +21,10 @@ from streamrl.placement.workload import Workload
 
 @dataclass(frozen=True)
 class CallGraph:
-    """Calls in flow order, and the calls whose results each of them takes.
+    """Model calls of a dataflow in flow order.
 
-    Generating calls form one job: they share replicas and start together.
+    sources: by stage, the stages that produce the columns which that stage needs.
+    Generating calls form a single job: they share replicas and start together.
     """
 
     calls: tuple[ModelCall, ...]
@@ -46,30 +47,33 @@ class CallGraph:
 
     @property
     def generate_call(self) -> ModelCall:
-        """First generating call."""
+        """First generating call, which stands for all generating calls."""
         return self.calls[0]
 
     @property
     def num_greedy(self) -> int:
-        """Greedy rollouts per group, besides group_size."""
+        """Greedy rollouts per group, in addition to the `group_size` sampled rollouts."""
         return sum(call.kind is CallKind.GENERATE for call in self.calls) - 1
 
     def count_rollouts(self, call: ModelCall, workload: Workload) -> int:
-        """Return the rollouts per group that a call scores."""
+        """Return the rollouts per group that a call scores; for greedy rollouts, 1."""
         return 1 if "greedy_ids" in call.needs else workload.group_size
 
     def find_leader(self, call: ModelCall) -> str:
-        """Return the trained role whose versions a call follows; empty for none."""
+        """Return the trained role that a call's model follows; empty if the model is fixed."""
         role = POLICY if call.followed_role == EMA_REFERENCE else call.followed_role
         return role if role in self.trained_roles else ""
 
 
 @dataclass
 class JobGraph:
-    """Builder of the jobs of a step, numbered in the order of `jobs`.
+    """Builder of the jobs of a step; `build_jobs` fills `jobs`, and a job's number is its index.
 
-    completion_spans: with generation ahead, (fraction of the groups, seconds in which they
-      complete).
+    meshes: meshes of the placement; a mesh that trains and also serves other calls is listed twice.
+    overlaps[m]: numbers of the meshes that cannot compute at the same time as mesh m.
+    job_by_stage, train_jobs: number of a stage's job, and numbers of all train jobs.
+    completion_spans: with generation ahead, pairs of a fraction of a step's groups and the seconds
+      in which this fraction completes.
     """
 
     call_graph: CallGraph
@@ -92,8 +96,8 @@ class JobGraph:
         }
         distinct_kinds = list(dict.fromkeys(mesh_kinds.values()))
         self.meshes = [mesh for mesh, _ in distinct_kinds]
-        # All trainers end their step together, so a call that shares devices with one waits for
-        # all.
+        # All trainers end their step together, so a call that shares devices with any trainer
+        # waits for all trainers.
         trained = [mesh for mesh, is_trained in distinct_kinds if is_trained]
         self.overlaps = [
             [m for m, b in enumerate(distinct_kinds) if _are_exclusive(a, b, trained)]
@@ -107,23 +111,26 @@ class JobGraph:
         self.is_streamed = is_disaggregated and self.placement.is_streamed
 
     def find_mesh(self, stage: str) -> int:
-        """Return the number of a stage's mesh."""
+        """Return the number of a stage's mesh, or NO_MESH for a stage without devices."""
         return self._mesh_by_stage.get(stage, NO_MESH)
 
     def choose_cuts(self, pieces: int) -> tuple[float, ...]:
-        """Return the cuts of work with so many pieces; one cut if calls do not stream."""
+        """Return the fractions of a job's work at which its results reach the next stage.
+
+        pieces: units that the work can be divided into. Without streaming the only cut is 1.0.
+        """
         return choose_cuts(pieces if self.is_streamed else 1)
 
     @property
     def group_cuts(self) -> tuple[float, ...]:
-        """Cuts of generation and scoring."""
+        """Cuts of generation and scoring jobs, as fractions of a step's groups."""
         return self.choose_cuts(self.workload.groups_per_step)
 
     @property
     def stopping_meshes(self) -> set[int]:
-        """Meshes whose work stops generation ahead although it has other devices.
+        """Meshes on which work stops generation ahead, although generation has other devices.
 
-        They are the trainers' meshes if a scoring call shares devices with both training and
+        These are the trainers' meshes if a scoring call shares devices with both training and
         generation. Groups arrive one by one, so scoring soon waits for the trainer, and generation
         yields its devices to the waiting call.
         """
@@ -146,7 +153,10 @@ class JobGraph:
 
     @property
     def refill_s(self) -> float:
-        """On policy, time from the end of a filtered group to the request of its replacement."""
+        """Seconds from the end of a filtered group to the request of its replacement, on policy.
+
+        They are two hops between stages, and the scoring of the group.
+        """
         if not self.workload.filtered_fraction:
             return 0.0
         judges = [call for call in self.call_graph.calls if "scores" in call.produces]
@@ -154,7 +164,7 @@ class JobGraph:
         return 2 * self.timings.hop_s + sum(self._group_score_s(call) for call in timed_judges)
 
     def score_duration_s(self, call: ModelCall) -> float:
-        """Return seconds of scoring for a step, on the replica with the most groups."""
+        """Return a scoring call's seconds per step, on the replica with the most groups."""
         timing, per_group = (
             self.timings.score[call.stage],
             self.call_graph.count_rollouts(call, self.workload),
@@ -165,30 +175,38 @@ class JobGraph:
         return seconds * self._sampled_per_trained(call)
 
     def _group_score_s(self, call: ModelCall) -> float:
-        """Return seconds to score a single group."""
+        """Return the seconds in which a scoring call scores a single group."""
         per_group = self.call_graph.count_rollouts(call, self.workload)
         timing, tokens = self.timings.score[call.stage], per_group * self.workload.rollout_tokens
         return timing.batch_duration_s(per_group, tokens)
 
     def _sampled_per_trained(self, call: ModelCall) -> float:
-        """Return scored groups per trained group; the judge also scores filtered groups."""
+        """Return the groups that a call scores per trained group.
+
+        The judge, the call that produces the scores, also scores groups that are filtered
+        afterwards.
+        """
         return 1 / (1 - self.workload.filtered_fraction) if "scores" in call.produces else 1.0
 
     @property
     def publish_every(self) -> int:
-        """Steps between published versions, at most the staleness window."""
+        """Steps from a published version to the next, at most `max_staleness` + 1."""
         return min(self.run_options.publish_every, 1 + self.placement.max_staleness)
 
     @property
     def has_single_group_arrivals(self) -> bool:
-        """Whether groups of a step become ready one by one, so that scorers take each at once."""
+        """Whether groups of a step become ready one by one, and scorers take each group at once."""
         return self.placement.is_streamed and self.workload.has_varied_lengths
 
     def find_weights_timing(self, stage: str) -> WeightsTiming:
+        """Return the timing of new weights for a stage; zeros for a stage with fixed weights."""
         return self.timings.weights.get(stage, WeightsTiming())
 
     def build_jobs(self, generate: StepJob) -> list[StepJob]:
-        """Return all jobs of a step; `generate` is the generation job without its dependencies."""
+        """Return all jobs of a step.
+
+        generate: the generation job, still without its dependencies.
+        """
         # Train jobs are numbered first: pull jobs depend on those of an earlier step.
         followers = [call for call in self.call_graph.calls if self._is_follower(call)]
         trains = [call for call in self.call_graph.calls if call.kind is CallKind.TRAIN]
@@ -216,14 +234,16 @@ class JobGraph:
         return len(self.jobs) - 1
 
     def _is_follower(self, call: ModelCall) -> bool:
+        """Return whether a call gets new versions of its weights from a trained model."""
         return call is self.call_graph.generate_call or (
             call.kind is CallKind.SCORE and bool(self.call_graph.find_leader(call))
         )
 
     def _make_pull_job(self, call: ModelCall) -> StepJob:
-        """Return the job that pulls the version for a step.
+        """Return the job in which a follower pulls new weights for a step.
 
-        Steps that use the same published version share the pull of the first of them.
+        Steps that use the same published version share a pull, which the first of these steps
+        makes.
         """
         weights = self.find_weights_timing(call.stage)
         delay_s = weights.publish_s + weights.pull_s - weights.pause_s
@@ -238,7 +258,10 @@ class JobGraph:
         )
 
     def _find_version_interval(self, call: ModelCall) -> int:
-        """Return the interval of versions; an EMA reference is updated at its own interval."""
+        """Return the number of steps between two versions of the model that a call follows.
+
+        An EMA reference changes in every step, even if the policy is published less often.
+        """
         return 1 if call.followed_role == EMA_REFERENCE else self.publish_every
 
     def _make_generate_job(self, job: StepJob, pull: int | None) -> StepJob:
@@ -255,11 +278,11 @@ class JobGraph:
         return StepJob(call.stage, self.find_mesh(call.stage), parts, dependencies, is_queued=True)
 
     def _interrupted_s(self, call: ModelCall) -> float:
-        """Return the seconds per step in which scoring takes the devices from generation.
+        """Return seconds per step in which a scoring call interrupts generation on shared devices.
 
-        Applies where both share devices and generation already samples for the next step. Groups
-        are scored one by one as they finish; generation keeps the devices for at least `slice_s`
-        between two groups, and each group holds them for the time of its scoring.
+        The result is 0 if scoring and generation share no devices. Groups are scored one by one as
+        they finish; generation keeps the devices for at least `slice_s` between two groups, and
+        each group holds the devices for the time of its scoring.
         """
         if not self.has_single_group_arrivals or not self.placement.overlaps(
             call.stage, self.call_graph.generate_call.stage
@@ -276,6 +299,10 @@ class JobGraph:
     def _make_data_dependencies(
         self, call: ModelCall, *, is_whole: bool = False
     ) -> list[JobDependency]:
+        """Return a call's dependencies on the stages that produce its columns.
+
+        is_whole: wait for the columns of all groups of the step, even with streaming.
+        """
         hop_s, is_whole = self.timings.hop_s, is_whole or not self.is_streamed
         return [
             JobDependency(self.job_by_stage[source], is_whole=is_whole, delay_s=hop_s)
@@ -283,7 +310,11 @@ class JobGraph:
         ]
 
     def _make_train_job(self, call: ModelCall, job_index: int) -> StepJob:
-        """Return the train job: passes as groups arrive; the rest follows the last publication."""
+        """Return the job of a training call.
+
+        Its parts but the last are forward and backward passes, which run as groups arrive. The last
+        part, the final update, waits until the followers' last version is published.
+        """
         timing = self.timings.train[call.role]
         duration = train_duration(timing, self.workload)
         publish_s = max(
@@ -316,6 +347,7 @@ class JobGraph:
         return StepJob(call.stage, self.find_mesh(call.stage), parts, dependencies, is_glued=True)
 
     def _list_follower_stages(self, call: ModelCall) -> Sequence[str]:
+        """Return the stages that follow the model a call trains."""
         return [
             c.stage for c in self.call_graph.calls if self.call_graph.find_leader(c) == call.role
         ]
@@ -326,8 +358,8 @@ def _are_exclusive(
 ) -> bool:
     """Return whether work on two meshes cannot run at the same time.
 
-    first, second: a mesh, and whether the work on it is training. trained: meshes of all models
-    that are trained.
+    first, second: a mesh, and whether the work on that mesh is training.
+    trained: meshes of all trained models.
     """
     (mesh, trains), (other_mesh, other_trains) = first, second
     if trains == other_trains:
@@ -337,14 +369,14 @@ def _are_exclusive(
 
 
 def make_on_policy_job(jobs: JobGraph, generation: GenerationModel) -> StepJob:
-    """Return the generation job on policy: a whole step at once."""
+    """Return the generation job on policy: the rollouts of a step all start together."""
     curve = generation.find_completions_s(jobs.timings.generator, jobs.group_cuts, jobs.refill_s)
     stage = jobs.call_graph.generate_call.stage
     return StepJob(stage, jobs.find_mesh(stage), (curve[-1],), result_times_s=curve)
 
 
 def make_ahead_job(jobs: JobGraph, generation: GenerationModel) -> StepJob:
-    """Return the generation job with generation ahead, where rollouts of several steps overlap."""
+    """Return the generation job of generation ahead, where rollouts of several steps overlap."""
     stage = jobs.call_graph.generate_call.stage
     window = jobs.placement.max_staleness + 1
     profile = generation.find_rollout_profile(jobs.timings.generator, jobs.group_cuts, window)
@@ -352,7 +384,10 @@ def make_ahead_job(jobs: JobGraph, generation: GenerationModel) -> StepJob:
 
 
 def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> tuple[list[StepJob], float]:
-    """Return the jobs of a step with generation as one part, and the seconds of that part."""
+    """Return the jobs of a step with generation as a single part, and the seconds of generation.
+
+    This form adds up the busy time of devices; it does not schedule.
+    """
     stage, timing = jobs.call_graph.generate_call.stage, jobs.timings.generator
     if jobs.placement.max_staleness:
         busy_s = generation.saturated_step_s(timing, jobs.placement.max_staleness)
@@ -364,10 +399,11 @@ def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> tuple[list[S
 def max_busy_s(
     jobs: JobGraph, jobs_of_step: Sequence[StepJob], within: Mesh | None = None
 ) -> float:
-    """Return the load of the busiest device, of all or within a mesh; no step is shorter.
+    """Return the busiest device's busy seconds per step; no step is shorter.
 
-    Between the starts of two meshes all devices have the same load or less than the first, so only
-    first devices are checked.
+    within: mesh of the devices to search; None for all devices.
+    Between the first devices of two meshes, all devices have the same load as the earlier of the
+    two or less, so only first devices are checked.
     """
     mesh_s = [0.0] * len(jobs.meshes)
     for job in jobs_of_step:

@@ -1,8 +1,8 @@
 """List scheduling of the jobs of consecutive steps, until the step time is constant.
 
-The part that has been ready for the longest runs next, as soon as no overlapping mesh is busy. A
-job consists of consecutive parts, so other jobs can run in between, and dependents can start with
-the first part's results.
+Of all ready parts of jobs, the part that has been ready for the longest runs next, as soon as no
+overlapping mesh is busy. A job consists of consecutive parts, so other jobs can run in between, and
+dependents can start with the first part's results.
 """
 
 import heapq
@@ -19,26 +19,28 @@ from streamrl.placement.steady_state.overlapping_steps import (
 )
 
 PERIOD_TOLERANCE = 1e-6
-"""Relative difference of step times that count as equal."""
+"""Relative difference of step times that count as equal, on policy."""
 OVERLAP_TOLERANCE = 0.01
-"""As PERIOD_TOLERANCE, if generation of several steps overlaps."""
+"""Relative difference of step times that count as equal, with generation ahead."""
 MIN_EQUAL_STEPS = 3
 """Consecutive steps of equal time that end the simulation."""
 RUN_NEXT = -1.0
-"""Priority before every ready part."""
+"""Priority of a part that runs before all ready parts."""
 NO_MESH = -1
 """Mesh number of a job without devices."""
 
 
 @dataclass(frozen=True)
 class JobDependency:
-    """Dependency on the results of another job, `lag` steps earlier.
+    """Dependency of a job on the results of another job, `lag` steps earlier.
 
-    is_whole: wait for all parts; otherwise part by part.
-    is_for_last_part: only the last part waits.
+    job: number of the other job.
+    is_whole: wait for all results; otherwise each part waits for as large a fraction of the results
+      as it completes of its own job.
+    is_for_last_part: only the last part of the dependent job waits.
     delay_s: extra delay after the result.
-    step_interval: only one of so many steps has results that count; the dependency is on the first
-      such step from `lag` steps earlier on.
+    step_interval: the other job has results only once in so many steps; the dependency is on the
+      first such step from `lag` steps earlier on.
     """
 
     job: int
@@ -49,7 +51,7 @@ class JobDependency:
     step_interval: int = 1
 
     def find_lag(self, step: int) -> int:
-        """Return how many steps earlier the awaited result of a step is."""
+        """Return how many steps before `step` the job ran that `step` waits for."""
         return self.lag - (self.lag - step - 1) % self.step_interval
 
 
@@ -57,11 +59,11 @@ class JobDependency:
 class StepJob:
     """Job that runs once per step.
 
-    mesh: number of its mesh, or NO_MESH.
+    mesh: number of the job's mesh, or NO_MESH.
     parts: seconds of each part.
     result_times_s: when results arrive after the start, for a job that delivers while it computes.
     profile: for generation ahead, which uses its devices whenever no other job does, for several
-      steps at once; its results replace `result_times_s`.
+      steps at once; results of the profile replace `result_times_s`.
     is_glued: no other job runs between the last two parts.
     is_queued: later parts keep the priority of their inputs, so the job drains its queue before
       others get the devices.
@@ -81,6 +83,7 @@ class StepJob:
     first_step: int = 0
 
     def takes_time(self, step: int) -> bool:
+        """Return whether the job takes time in `step`; in other steps its parts take 0 s."""
         return not (step - self.first_step) % self.step_interval
 
 
@@ -95,12 +98,12 @@ class BusyInterval(NamedTuple):
 
 @dataclass
 class UnrolledSchedule:
-    """Result of the simulation.
+    """Simulated schedule of consecutive steps.
 
     period_s: mean time of the last `period_steps` steps.
     ends_s: end of each step.
-    started_s, done_s: by (job, step), start and time of the last result.
-    results_s: by step, times of the results of the job with a profile.
+    started_s, done_s: by (job, step), start of the job and time of its last result.
+    results_s: by step, times of the results of generation ahead.
     """
 
     period_s: float = 0.0
@@ -113,7 +116,7 @@ class UnrolledSchedule:
 
 
 _Dependents = list[tuple[int, int, float]]
-"""Dependent parts, as (part, steps later, delay in s)."""
+"""Parts that wait for a result, as (part number, steps later, delay in s)."""
 
 
 class _PartGraph:
@@ -155,6 +158,7 @@ class _PartGraph:
         )
 
     def _link_all(self, step: int) -> None:
+        """Link each part of `step` to the results that the part waits for."""
         for j, job in enumerate(self.jobs):
             for dependency in job.dependencies:
                 self._link_dependency(j, dependency, step)
@@ -162,6 +166,7 @@ class _PartGraph:
                 self._add_dependent(self.after_part[step][part - 1], part, step, 0, 0.0)
 
     def _link_dependency(self, j: int, dependency: JobDependency, step: int) -> None:
+        """Let the parts of job `j` in `step` wait for the other job's results."""
         source, lag = self.jobs[dependency.job], dependency.find_lag(step)
         first_source_part, source_cycle_step = (
             self.first_part[dependency.job],
@@ -195,15 +200,16 @@ class _PartGraph:
     def _add_dependent(
         self, followers: _Dependents, part: int, step: int, lag: int, delay_s: float
     ) -> None:
+        """Add a part to `followers`, the list of parts that wait for a result."""
         followers.append((part, lag, delay_s))
         self.lags[step][part].append(lag)
 
 
 class ListScheduler:
-    """Simulation of jobs step by step.
+    """List scheduler: simulates the jobs of consecutive steps.
 
     overlaps[m]: meshes that share devices with mesh m.
-    stops: meshes whose work stops the job with a profile, besides the overlapping meshes.
+    stops: meshes on which work stops generation ahead, besides the meshes that overlap its own.
     """
 
     def __init__(
@@ -233,7 +239,7 @@ class ListScheduler:
                 self._blocking_meshes = {*self._exclusive_meshes[j], *stops}
 
     def run(self, *, window: int, max_steps: int) -> UnrolledSchedule:
-        """Run until step times repeat, or `max_steps` steps have ended.
+        """Simulate until step times repeat, or `max_steps` steps have ended.
 
         window: steps that may be in flight.
         """
@@ -247,7 +253,7 @@ class ListScheduler:
         return schedule
 
     def _run_next(self) -> bool:
-        """Process the next event; return whether one was left."""
+        """Process the next ready part or generation result; return False if there is none."""
         heap = self._ready_heap
         if self._generation is not None and not (heap and heap[0][0] == RUN_NEXT):
             result = self._generation.advance(heap[0][0] if heap else math.inf)
@@ -267,7 +273,7 @@ class ListScheduler:
         return True
 
     def _finish_result(self, result: CompletionEvent) -> None:
-        """Record a completed fraction of a step's groups."""
+        """Record that generation completed a fraction of a step's groups; release waiting parts."""
         schedule, at, step = self._schedule, result.at_s, result.step
         schedule.results_s.setdefault(step, []).append(at)
         part_graph, j = self._part_graph, self._generation_job
@@ -282,7 +288,7 @@ class ListScheduler:
             self._finish_part(step, at)
 
     def _finish_part(self, step: int, at: float) -> None:
-        """Record the end of a part."""
+        """Record the end of a part in `step` at time `at`; the last part also ends the step."""
         ended, schedule = self._step_ends_s, self._schedule
         if step >= len(ended):
             ended += [0.0] * (step + 1 - len(ended))
@@ -295,9 +301,10 @@ class ListScheduler:
             schedule.ends_s.append(ended[len(schedule.ends_s)])
 
     def _is_periodic(self, window: int) -> bool:
-        """Return whether two consecutive windows of steps took equally long.
+        """Return whether consecutive windows of steps took equally long.
 
-        Steps that start together may keep different lengths, so only windows are comparable.
+        Steps that start together may keep different lengths, so only windows are comparable. The
+        call also updates the period of the schedule.
         """
         ends = self._schedule.ends_s
         num_steps = 2 * window if len(ends) > 2 * window + 1 else max(1, len(ends) // 2)
@@ -312,7 +319,10 @@ class ListScheduler:
         return max(window_times) - min(window_times) <= OVERLAP_TOLERANCE * window_times[0]
 
     def _is_settled(self, window: int) -> bool:
-        """Return whether the step times repeat with some cycle length up to the window."""
+        """Return whether step times repeat after a number of steps, at most `window` + 1.
+
+        The call also updates the period of the schedule.
+        """
         schedule = self._schedule
         step_times = [late - early for early, late in itertools.pairwise(schedule.ends_s)]
         half = step_times[len(step_times) // 2 :]
@@ -332,7 +342,10 @@ class ListScheduler:
         return False
 
     def _open_steps(self, step: int) -> None:
-        """Initialize wait counts of all steps up to this one."""
+        """Add all steps up to `step`: count the results that each part waits for.
+
+        Parts that wait for no result are ready at time 0.
+        """
         part_graph = self._part_graph
         for number in range(len(self._wait_counts), step + 1):
             cycle_step = number % part_graph.cycle_steps
@@ -349,7 +362,7 @@ class ListScheduler:
                     heapq.heappush(self._ready_heap, (0.0, number, part))
 
     def _run_part(self, ready: float, step: int, part: int) -> float:
-        """Run a part; return when its results are there."""
+        """Run a part of a job on its mesh; return the time at which its results are available."""
         part_graph, schedule = self._part_graph, self._schedule
         cycle_step = step % part_graph.cycle_steps
         j, seconds = part_graph.job_by_part[part], part_graph.part_seconds[cycle_step][part]
@@ -380,6 +393,7 @@ class ListScheduler:
     def _release_dependents(
         self, followers: _Dependents, step: int, at: float, source_job: int
     ) -> None:
+        """Count a result at time `at` for the parts that wait for it; queue the ready parts."""
         part_graph, jobs = self._part_graph, self._jobs
         for part, lag, delay_s in followers:
             dependent_step = step + lag

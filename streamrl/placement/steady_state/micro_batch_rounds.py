@@ -14,7 +14,11 @@ from streamrl.placement.workload import Workload
 
 
 def pack_mini_batch(workload: Workload, dp_size: int) -> tuple[int, float]:
-    """Return `pack_rounds` of a mini-batch whose completion lengths are quantiles."""
+    """Return the number of rounds of a mini-batch, and the tokens of their largest micro-batches.
+
+    The tokens are summed over rounds, as in `pack_rounds`. Completion lengths are quantiles of the
+    workload's length distribution; the workload caches results.
+    """
     if dp_size not in workload.packing_cache:
         rollouts = math.ceil(workload.num_rollouts / workload.mini_batches)
         ranks = (np.arange(rollouts) + 0.5) / rollouts
@@ -26,6 +30,7 @@ def pack_mini_batch(workload: Workload, dp_size: int) -> tuple[int, float]:
 def pack_rounds(lengths: Array, budget: float, dp_size: int) -> tuple[int, float]:
     """Return the number of rounds, and the sum of each round's largest micro-batch in tokens.
 
+    lengths: tokens of each rollout, prompt included.
     A round has one micro-batch per data-parallel rank. Micro-batches take the longest rollouts
     first, at most `budget` tokens including padding; the largest are halved until every rank has
     one in every round, or none can be halved.
@@ -47,7 +52,10 @@ def pack_rounds(lengths: Array, budget: float, dp_size: int) -> tuple[int, float
 
 
 def _halve_largest(bins: list[Array], dp_size: int) -> list[Array]:
-    """Halve the micro-batches with the most padded tokens until rounds are full."""
+    """Halve the micro-batches with the most padded tokens until each rank has equally many.
+
+    bins: rollout lengths of each micro-batch.
+    """
     heap = [(-_padded_tokens(rows), i) for i, rows in enumerate(bins) if len(rows) > 1]
     heapq.heapify(heap)
     micro_batches, halved = list(bins), set[int]()
@@ -63,4 +71,5 @@ def _halve_largest(bins: list[Array], dp_size: int) -> list[Array]:
 
 
 def _padded_tokens(rows: Array) -> float:
+    """Return the tokens of a micro-batch that is padded to its first and longest rollout."""
     return len(rows) * float(rows[0])

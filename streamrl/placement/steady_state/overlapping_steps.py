@@ -19,10 +19,11 @@ ROUNDING_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class RolloutProfile:
-    """Rollouts of a step on a replica, by decode steps since their start.
+    """Rollouts of a training step on a replica, by decode steps since their start.
 
-    Between bounds [n + 1], running_rollouts [n] have slots, with resident_tokens [n], and prefill
-    and finished groups add overhead_s [n] per decode step.
+    bounds [n + 1]: borders of n segments of decode steps.
+    running_rollouts [n], resident_tokens [n]: running rollouts and their tokens.
+    overhead_s [n]: seconds per decode step for prefill and finished groups.
     result_steps: decode steps after which each cut of the groups is complete.
     slots: concurrent rollouts of the replica.
     """
@@ -37,7 +38,11 @@ class RolloutProfile:
 
 
 class CompletionEvent(NamedTuple):
-    """Completion of a cut of a step's groups; `is_last` for the last cut."""
+    """Event: a cut (fraction) of a step's groups is complete.
+
+    result_index: number of the cut within the step.
+    is_last: whether the cut is the last of the step.
+    """
 
     at_s: float
     step: int
@@ -47,7 +52,12 @@ class CompletionEvent(NamedTuple):
 
 @dataclass(slots=True)
 class _StepProgress:
-    """Progress of a step's rollouts in the profile."""
+    """Position of a training step's rollouts in their profile.
+
+    decode_steps: decode steps of the profile that are done.
+    segment, num_results: current segment, and number of completed cuts.
+    speed: progress in the profile per real decode step, at most 1.
+    """
 
     step: int
     decode_steps: float = 0.0
@@ -57,7 +67,10 @@ class _StepProgress:
 
 
 class OverlappedGeneration:
-    """Engines that sample until an event; time only moves forward."""
+    """Simulated generation of several training steps on the same engines.
+
+    Time only moves forward.
+    """
 
     def __init__(self, profile: RolloutProfile) -> None:
         self._profile = profile
@@ -66,14 +79,18 @@ class OverlappedGeneration:
         self._blocked_spans: list[tuple[float, float]] = []
 
     def admit_step(self, step: int) -> None:
+        """Start the rollouts of a training step."""
         self._steps.append(_StepProgress(step))
 
     def block_devices(self, start_s: float, end_s: float) -> None:
-        """Record that other jobs have the devices, so generation stops."""
+        """Record that other jobs have the devices from `start_s` to `end_s`; generation stops."""
         bisect.insort(self._blocked_spans, (start_s, end_s))
 
     def advance(self, limit_s: float) -> CompletionEvent | None:
-        """Advance to the next result before `limit_s`; return None at `limit_s`."""
+        """Generate until the next cut (fraction) of a step's groups is complete.
+
+        Return None if time reaches `limit_s` before.
+        """
         while True:
             result = self._pop_result()
             if result is not None:
@@ -87,7 +104,7 @@ class OverlappedGeneration:
                 self._now = until
 
     def _skip_blocked_spans(self, limit_s: float) -> float:
-        """Wait until the devices are free; return until when."""
+        """Wait until the devices are free; return the time until which they remain free."""
         spans = self._blocked_spans
         while spans and spans[0][0] <= self._now:
             self._now = max(self._now, min(spans[0][1], limit_s))
@@ -97,6 +114,7 @@ class OverlappedGeneration:
         return min(limit_s, spans[0][0]) if spans else limit_s
 
     def _pop_result(self) -> CompletionEvent | None:
+        """Return the completion of a cut of groups that a step has reached, or None."""
         results = self._profile.result_steps
         for i, progress in enumerate(self._steps):
             if progress.decode_steps >= results[progress.num_results] * (1 - ROUNDING_TOLERANCE):
@@ -109,7 +127,7 @@ class OverlappedGeneration:
         return None
 
     def _advance_until(self, until_s: float) -> None:
-        """Advance to the next change of a profile, at most to `until_s`."""
+        """Generate until a step reaches the next segment or cut of its profile, or until a time."""
         profile = self._profile
         step_s = self._decode_step_s()
         steps = (until_s - self._now) / step_s

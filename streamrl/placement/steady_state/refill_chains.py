@@ -16,11 +16,13 @@ from streamrl.messages import Array
 
 @dataclass(frozen=True)
 class RefillChains:
-    """Groups in order of arrival; the first group of every chain comes first.
+    """Chains of groups: each group replaces the filtered group before it.
 
-    lengths: float64 [groups, rollouts]. chain_by_group [groups]: chain of each group, numbered by
-      the chain's first group. num_refills [chains]: filtered groups before the last group, as a
-      real number for a stretched chain.
+    Groups are in order of arrival; the first group of every chain comes first.
+    lengths: tokens of each rollout, float64 [groups, rollouts].
+    chain_by_group [groups]: chain of each group, numbered by the chain's first group.
+    num_refills [chains]: filtered groups before the last group, as a real number for a stretched
+      chain.
     """
 
     lengths: Array
@@ -29,14 +31,18 @@ class RefillChains:
 
     @classmethod
     def from_counts(cls, lengths: Array, counts: Array) -> "RefillChains":
-        """Arrange groups [groups, rollouts] in chains of `counts` groups, int [chains]."""
+        """Arrange groups in chains.
+
+        lengths: tokens of each rollout, float64 [groups, rollouts].
+        counts: groups of each chain, int [chains].
+        """
         positions = range(int(counts.max()))
         # Position k lists the chains with more than k groups.
         chain = np.concatenate([np.flatnonzero(counts > turn) for turn in positions])
         return cls(lengths, chain, counts - 1.0)
 
     def split_chains(self, parts: int) -> Iterator["RefillChains"]:
-        """Yield parts with equally many consecutive chains."""
+        """Divide the chains into `parts` sets with equally many consecutive chains."""
         chains_per_part = self.num_chains // parts
         for index in range(parts):
             is_in_part = self.chain_by_group // chains_per_part == index
@@ -48,7 +54,10 @@ class RefillChains:
             )
 
     def stretch_longest(self, longest: float) -> "RefillChains":
-        """Stretch the longest chain to `longest` consecutive tokens."""
+        """Return chains in which the longest chain has `longest` consecutive tokens.
+
+        All rollouts of that chain are lengthened by the same factor.
+        """
         tokens, links = self.chain_tokens, self.num_refills.copy()
         longest_chain = int(tokens.argmax())
         factor = longest / float(tokens[longest_chain])
@@ -66,7 +75,7 @@ class RefillChains:
 
     @cached_property
     def next_group(self) -> dict[int, int]:
-        """Replacement of each group, if any."""
+        """Replacement of each group, by group number; groups without a replacement are absent."""
         successors: dict[int, int] = {}
         previous: dict[int, int] = {}
         for group, chain in enumerate(self.chain_by_group.tolist()):
@@ -77,19 +86,25 @@ class RefillChains:
 
     @cached_property
     def last_groups(self) -> Array:
-        """Last group of each chain, int [chains]."""
+        """Number of each chain's last group, which is trained, int [chains]."""
         last = np.zeros(self.num_chains, np.int64)
         last[self.chain_by_group] = np.arange(len(self.chain_by_group))
         return last
 
     @property
     def chain_tokens(self) -> Array:
-        """Consecutive tokens of each chain: sum of each group's longest rollout, [chains]."""
+        """Tokens of each chain that are sampled one after another, float64 [chains].
+
+        They are the sum of each group's longest rollout.
+        """
         return np.asarray(np.bincount(self.chain_by_group, weights=self.lengths.max(axis=1)))
 
 
 def chain_length_quantiles(filtered: float, chains: int) -> Array:
-    """Return ascending quantiles of the number of groups per chain."""
+    """Return ascending quantiles of the number of groups in a chain, int [chains].
+
+    filtered: fraction of groups that a filter rejects.
+    """
     if not filtered:
         return np.ones(chains, np.int64)
     above: Array = 1 - (np.arange(chains) + 0.5) / chains
@@ -98,7 +113,10 @@ def chain_length_quantiles(filtered: float, chains: int) -> Array:
 
 
 def sample_chain_lengths(filtered: float, chains: int, rng: np.random.Generator) -> Array:
-    """Return random numbers of groups per chain."""
+    """Return random numbers of groups in a chain, int [chains].
+
+    filtered: fraction of groups that a filter rejects.
+    """
     if not filtered:
         return np.ones(chains, np.int64)
     return rng.geometric(1 - filtered, chains)

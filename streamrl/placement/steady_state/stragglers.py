@@ -1,9 +1,9 @@
 """Straggler factor: the slowest replica of a step over a replica with a mean load.
 
 Groups are assigned to replicas before their lengths are known; the replica with the most tokens, or
-with the longest rollout, ends last. A fixed sample of steps estimates the effect. Sums per replica
-make the time of a sample cheap: all tokens are decoded, all resident tokens read, and rollouts
-share decode steps.
+with the longest rollout, ends last. A fixed sample of steps estimates the effect. The time of a
+replica is computed from its sums of tokens only: all tokens are decoded, all resident tokens read,
+and rollouts share decode steps.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from streamrl.placement.steady_state.refill_chains import sample_chain_lengths
 from streamrl.placement.workload import Workload
 
 NUM_SAMPLED_ROLLOUTS = 32768
-"""Target of sampled rollouts, in whole steps."""
+"""Rollouts to sample, approximately: steps are sampled as a whole."""
 MIN_STEPS, MAX_STEPS = 4, 256
 MIN_CHAIN_STEPS = 256
-"""With filtering, because chains vary more than rollouts."""
+"""Fewest sampled steps with filtering: chains of replaced groups vary more than rollouts."""
 MAX_CHAIN_ROLLOUTS = 1 << 21
-"""Limit of sampled rollouts with filtering."""
+"""Most sampled rollouts with filtering."""
 
 
 @dataclass(frozen=True)
 class ReplicaLoads:
-    """Loads of replicas, arrays of equal shape.
+    """Work of replicas in a step, as arrays of equal shape.
 
     longest_tokens: longest rollout, or longest chain of replaced groups.
     total_tokens: sampled tokens.
@@ -38,12 +38,15 @@ class ReplicaLoads:
     read_tokens: Array
 
     def duration_s(self, timing: GeneratorTiming, steps: Array) -> Array:
-        """Return seconds of so many memory-bound decode steps with these loads."""
+        """Return the seconds of `steps` decode steps with these loads if memory-bound."""
         return timing.memory_bound_s(steps, self.total_tokens, self.read_tokens)
 
 
 def sample_loads(workload: Workload, per_group: int, replicas: int) -> ReplicaLoads:
-    """Return loads of sampled steps, float64 [steps, replicas]."""
+    """Return the loads of replicas in steps drawn at random, float64 [steps, replicas].
+
+    per_group: rollouts per group.
+    """
     groups, kept_fraction = workload.groups_per_step, 1 - workload.filtered_fraction
     rollouts = groups * per_group / kept_fraction
     count = int(np.clip(NUM_SAMPLED_ROLLOUTS // rollouts, MIN_STEPS, MAX_STEPS))
@@ -80,9 +83,10 @@ def slowest_replica_factor(
     slots: float,
     rollouts: int,
 ) -> float:
-    """Return the mean time of the slowest replica in `loads` over the time of `mean_load`.
+    """Return the mean time of each step's slowest replica in `loads` over the time of `mean_load`.
 
-    `mean_load` takes `steps` decode steps, with `slots` of its `rollouts` at a time.
+    mean_load: loads of a single replica that takes `steps` decode steps, with `slots` of its
+      `rollouts` at a time.
     """
     if rollouts <= slots:
         decode_steps = loads.longest_tokens

@@ -1,4 +1,4 @@
-"""Utilization and staleness in the steady state of a schedule."""
+"""Utilization of devices and staleness of tokens in the steady state of a schedule."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ TimeSpan = tuple[float, float]
 
 @dataclass(frozen=True)
 class SteadyState:
-    """Last period of a schedule.
+    """Steady state of a schedule: its last steps, which repeat at a constant step time.
 
-    With overlapping generation single steps differ, so figures cover `period_steps` steps.
+    With overlapping generation single steps differ, so means are over `period_steps` steps.
     generate_job: number of the generation job.
     meshes, overlaps: by mesh number, as in `ListScheduler`.
+    max_steps_ahead: steps that generation may be ahead of training.
     """
 
     jobs: Sequence[StepJob]
@@ -30,12 +31,12 @@ class SteadyState:
 
     @property
     def end_s(self) -> float:
-        """End of the last step before the final, incomplete window."""
+        """End of the measured steps, which is before the final, incomplete window of steps."""
         return self.schedule.ends_s[-1 - min(self.max_steps_ahead, len(self.schedule.ends_s) - 1)]
 
     @property
     def start_s(self) -> float:
-        """End of the step `period_steps` earlier."""
+        """Start of the measured steps, `period_steps` steps before `end_s`."""
         last = (
             len(self.schedule.ends_s) - 1 - min(self.max_steps_ahead, len(self.schedule.ends_s) - 1)
         )
@@ -43,10 +44,14 @@ class SteadyState:
         return self.schedule.ends_s[first] if first >= 0 else self.end_s - self.schedule.period_s
 
     def list_intervals(self) -> list[DeviceInterval]:
-        """Return busy intervals of the last period, in order; time 0 is its start."""
+        """Return the busy intervals of all stages in the last period, in order.
+
+        Times are seconds from the start of the period.
+        """
         return self._list_intervals_since(self.end_s - self.schedule.period_s)
 
     def _list_intervals_since(self, start_s: float) -> list[DeviceInterval]:
+        """Return busy intervals from `start_s` to `end_s`; times are relative to `start_s`."""
         spans = [
             (self.jobs[busy.job].stage, busy.step, busy.start_s, busy.end_s)
             for busy in self.schedule.busy_intervals
@@ -68,10 +73,14 @@ class SteadyState:
 
     @property
     def _is_overlapped(self) -> bool:
+        """Whether generation is ahead of training, with rollouts of several steps at once."""
         return self.jobs[self.generate_job].profile is not None
 
     def _list_generation_intervals(self, start_s: float) -> list[tuple[str, int, float, float]]:
-        """Return intervals in which no other job blocks the devices of generation ahead."""
+        """Return the intervals in which generation ahead computes, as (stage, step, start, end).
+
+        In these intervals no other job blocks the devices of generation.
+        """
         job = self.jobs[self.generate_job]
         overlapping = set(self.overlaps[job.mesh])
         blocked = sorted(
@@ -92,7 +101,7 @@ class SteadyState:
         return intervals
 
     def idle_fractions(self) -> dict[str, float]:
-        """Return by stage the fraction of time in which it does not compute."""
+        """Return, by stage, the fraction of time in which the stage does not compute."""
         total_s = self.end_s - self.start_s
         return {
             stage: max(0.0, 1 - seconds / total_s) if total_s else 0.0
@@ -100,7 +109,7 @@ class SteadyState:
         }
 
     def device_idle_fraction(self, cluster: Cluster) -> float:
-        """Return the unused fraction of all devices' time."""
+        """Return the fraction of time in which a device of the cluster is idle, on average."""
         sizes = {job.stage: self.meshes[job.mesh].size if job.mesh >= 0 else 0 for job in self.jobs}
         used = sum(seconds * sizes[stage] for stage, seconds in self._busy_s.items())
         total_device_s = (self.end_s - self.start_s) * cluster.num_devices
@@ -108,6 +117,7 @@ class SteadyState:
 
     @cached_property
     def _busy_s(self) -> dict[str, float]:
+        """Busy seconds of each stage in the measured steps."""
         busy = {job.stage: 0.0 for job in self.jobs}
         for interval in self._list_intervals_since(self.start_s):
             busy[interval.stage] += interval.end_s - interval.start_s
@@ -144,7 +154,12 @@ class SteadyState:
 
 
 def _mean_versions_behind(span: TimeSpan, step: int, arrived: dict[int, float], most: int) -> float:
-    """Return the mean of `step` minus the held version over a time span, from 0 to `most`."""
+    """Return how many versions the generators' weights are behind `step`, as a mean over time.
+
+    span: start and end of the averaged time, in seconds.
+    arrived: time at which each version arrived in the generators.
+    most: the most versions that weights may be behind.
+    """
     start, end = span
     total, at, staleness = 0.0, start, float(most)
     for version in range(step - most + 1, step + 1):
@@ -159,7 +174,7 @@ def _mean_versions_behind(span: TimeSpan, step: int, arrived: dict[int, float], 
 
 
 def _find_gaps(occupied: Iterable[TimeSpan], within: TimeSpan) -> list[TimeSpan]:
-    """Return the parts of a span outside the ordered, occupied spans."""
+    """Return the parts of `within` that the occupied spans, ordered by start, leave free."""
     at, end = within
     gaps = []
     for start, stop in occupied:
