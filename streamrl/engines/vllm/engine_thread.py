@@ -1,4 +1,4 @@
-"""Thread that owns a vLLM engine: executes commands between decode steps, reports results.
+"""Thread that owns a vLLM engine: executes commands between decode steps and reports results.
 
     loop:  take commands -> execute them -> decode step -> report finished rollouts
 
@@ -35,33 +35,44 @@ EngineCommand = Callable[[VllmEngine], None]
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """All parameters of a version; `tensors` is None if they are in the storage already."""
+    """Parameters of a version to load; `tensors` is None if resharding has written them already."""
 
     tensors: Mapping[str, torch.Tensor] | None
     version: int
 
 
 class EngineListener(Protocol):
-    """Receives the thread's results; methods run on the event loop."""
+    """Receives the results of an engine's thread; methods run on the event loop."""
 
-    def on_started(self, model_info: ModelInfo) -> None: ...
+    def on_started(self, model_info: ModelInfo) -> None:
+        """Receive the facts of the model once the engine is built."""
+        ...
 
-    def on_sampled(self, batch: Sequence[SampledSequence]) -> None: ...
+    def on_sampled(self, batch: Sequence[SampledSequence]) -> None:
+        """Receive the rollouts that a decode step finished."""
+        ...
 
-    def on_rejected(self, request_id: int, reason: str) -> None: ...
+    def on_rejected(self, request_id: int, reason: str) -> None:
+        """Receive vLLM's reason for rejecting a request."""
+        ...
 
-    def on_loaded(self, version: int, stats: WeightLoadStats) -> None: ...
+    def on_loaded(self, version: int, stats: WeightLoadStats) -> None:
+        """Receive the statistics of a weight load, after which `version` is served."""
+        ...
 
-    def on_reply(self, call_id: int, answer: Any) -> None: ...
+    def on_reply(self, call_id: int, answer: Any) -> None:
+        """Receive the answer to the command that was sent with `call_id`."""
+        ...
 
-    def on_exit(self, error: BaseException | None) -> None: ...
+    def on_exit(self, error: BaseException | None) -> None:
+        """Receive the end of the thread; `error` is None after a regular `stop`."""
+        ...
 
 
 class EngineThread:
-    """Builds an engine, steps it while it has requests, and shuts it down.
+    """Builds a vLLM engine, steps it while it has requests, and shuts it down.
 
-    Public methods except `start` enqueue a command, which the thread executes before its next
-    step.
+    Public methods except `start` enqueue a command, which the thread executes before its next step.
     """
 
     def __init__(self, spec: EngineSpec, listener: EngineListener) -> None:
@@ -82,35 +93,38 @@ class EngineThread:
         self._commands.put(lambda engine: self._add_or_defer(engine, requests))
 
     def abort_sequences(self, request_id: int, indices: Sequence[int]) -> None:
-        """Abort sequences of a request; the listener receives no result for them."""
+        """Abort the sequences at `indices` of a request; the listener receives no result for them."""
         names = [vllm_engine.make_vllm_request_id(request_id, index) for index in indices]
         self._commands.put(lambda engine: self._abort_sequences(engine, request_id, names))
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor] | None, version: int) -> None:
-        """Load all parameters as `version`; a draining engine first finishes earlier requests.
+        """Load all parameters as `version`.
 
-        `tensors` None means that the parameters were written into the storage already.
+        With `should_drain`, the engine first finishes earlier requests. `tensors` None means that
+        resharding has written the parameters into the storage already.
         """
         update = WeightUpdate(tensors, version)
         self._commands.put(lambda engine: self._load_or_defer(engine, update))
 
     def request_partials(self, call_id: int, request_ids: Collection[int]) -> None:
+        """Ask for the unfinished sequences of requests; the answer goes to `on_reply`."""
         self._run_and_reply(
             call_id, lambda engine: vllm_engine.list_partial_sequences(engine, request_ids)
         )
 
     def request_storage(self, call_id: int) -> None:
+        """Ask for the views of vLLM's parameters; the answer goes to `on_reply`."""
         self._run_and_reply(call_id, lambda engine: self._weight_loader.get_storage())
 
     def use_model_dir(self, version: int) -> None:
-        """Serve the weights that the engine was built with as `version`."""
+        """Label the weights of the model directory, which the engine was built with, as `version`."""
         self._commands.put(lambda engine: self._set_version(engine, version))
 
     def sleep(self, call_id: int) -> None:
         self._run_and_reply(call_id, lambda engine: self._kv_memory.sleep())
 
     def pause(self, call_id: int) -> None:
-        """Stop stepping and reply; other commands are still executed."""
+        """Stop decoding and reply to `on_reply`; other commands are still executed."""
 
         def command(engine: VllmEngine) -> None:
             self._is_paused = True
@@ -124,12 +138,13 @@ class EngineThread:
         self._commands.put(command)
 
     def _run_and_reply(self, call_id: int, query: Callable[[VllmEngine], Any]) -> None:
+        """Enqueue a command that sends the result of `query` to the listener's `on_reply`."""
         self._commands.put(
             lambda engine: self._notify_listener(self._listener.on_reply, call_id, query(engine))
         )
 
     def stop(self) -> None:
-        """End the thread before the next step and drop all running requests."""
+        """End the thread before the next decode step and drop all running requests."""
         self._commands.put(None)
 
     def _run(self) -> None:
@@ -174,7 +189,10 @@ class EngineThread:
         return not self._is_paused and engine.has_unfinished_requests()
 
     def _take_commands(self, *, wait: bool) -> list[EngineCommand | None]:
-        """Return all queued commands; with `wait`, block until there is at least one."""
+        """Return all queued commands; with `wait`, block until a command arrives.
+
+        None stands for `stop`.
+        """
         commands = [self._commands.get()] if wait else []
         try:
             while True:
@@ -183,6 +201,7 @@ class EngineThread:
             return commands
 
     def _add_or_defer(self, engine: VllmEngine, requests: Sequence[SamplingRequest]) -> None:
+        """Add requests to the engine, or defer them if a weight update waits for draining."""
         for request in requests:
             if self._deferred_work:
                 self._deferred_work.append(request)
@@ -190,15 +209,16 @@ class EngineThread:
                 self._add_request(engine, request)
 
     def _load_or_defer(self, engine: VllmEngine, update: WeightUpdate) -> None:
+        """Load an update's weights, or defer the load if the engine must drain first."""
         if self._spec.should_drain and (self._deferred_work or engine.has_unfinished_requests()):
             self._deferred_work.append(update)
         else:
             self._load_weights(engine, update)
 
     def _run_deferred(self, engine: VllmEngine) -> None:
-        """Once the engine is drained, load the pending weights and add the deferred requests.
+        """Once the engine is drained, load deferred weights and add deferred requests, in order.
 
-        Stops at the next weight update if requests were added before it.
+        Stops at the next weight update if requests were added before it: these must finish first.
         """
         if not self._deferred_work or engine.has_unfinished_requests():
             return
@@ -218,6 +238,7 @@ class EngineThread:
             self._notify_listener(self._listener.on_rejected, request.request_id, reason)
 
     def _abort_sequences(self, engine: VllmEngine, request_id: int, names: Sequence[str]) -> None:
+        """Abort vLLM requests by `names`, and drop deferred sequences of the request."""
         engine.abort_request(list(names))
         self._deferred_work = deque(
             work
