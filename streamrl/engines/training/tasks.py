@@ -46,7 +46,12 @@ LossAndSums = tuple[Tensor, dict[str, Tensor]]
 
 
 class TrainingTask(Protocol):
-    """A model and its loss; `name` is policy or the critic's, and the prefix of the metrics."""
+    """A model and its loss; `name` is policy or the critic's, and the prefix of the metrics.
+
+    token_columns: columns with an entry per token that the loss reads. with_settings: copy of the
+    task with other algorithm settings. is_saved: whether saved models contain the parameter of that
+    name.
+    """
 
     @property
     def name(self) -> str: ...
@@ -61,17 +66,11 @@ class TrainingTask(Protocol):
     def settings(self) -> AlgorithmSettings: ...
 
     @property
-    def token_columns(self) -> tuple[str, ...]:
-        """Columns with an entry per token that the loss reads."""
-        ...
+    def token_columns(self) -> tuple[str, ...]: ...
 
-    def with_settings(self, settings: AlgorithmSettings) -> "TrainingTask":
-        """Return this task with other algorithm settings."""
-        ...
+    def with_settings(self, settings: AlgorithmSettings) -> "TrainingTask": ...
 
-    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
-        """Load the model to train from `model_path`."""
-        ...
+    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel": ...
 
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
@@ -96,9 +95,7 @@ class TrainingTask(Protocol):
         """
         ...
 
-    def is_saved(self, name: str) -> bool:
-        """Return whether saved models contain the parameter of this name."""
-        ...
+    def is_saved(self, name: str) -> bool: ...
 
 
 @dataclass(frozen=True)

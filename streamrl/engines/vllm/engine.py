@@ -339,7 +339,10 @@ def shut_down_engine(engine: VllmEngine) -> None:
 
 
 def _make_cache_salt(engine: VllmEngine) -> str:
-    """Return vLLM's cache salt of the version, so that requests share cached prefixes only within it."""
+    """Return vLLM's cache salt of the current version.
+
+    Requests share cached prefixes only with requests of the same salt, hence of the same version.
+    """
     return f"version {engine.engine_core.get_weight_version()}"
 
 

@@ -42,31 +42,25 @@ class WeightUpdate:
 
 
 class EngineListener(Protocol):
-    """Receives the results of an engine's thread; methods run on the event loop."""
+    """Receives the results of an engine's thread; methods run on the event loop.
 
-    def on_started(self, model_info: ModelInfo) -> None:
-        """Receive the facts of the model once the engine is built."""
-        ...
+    on_started: facts of the model once the engine is built. on_sampled: rollouts that a decode step
+    finished. on_rejected: vLLM's reason for rejecting a request. on_loaded: statistics of a weight
+    load, after which `version` is served. on_reply: answer to the command with `call_id`. on_exit:
+    end of the thread, with `error` None after a regular `stop`.
+    """
 
-    def on_sampled(self, batch: Sequence[SampledSequence]) -> None:
-        """Receive the rollouts that a decode step finished."""
-        ...
+    def on_started(self, model_info: ModelInfo) -> None: ...
 
-    def on_rejected(self, request_id: int, reason: str) -> None:
-        """Receive vLLM's reason for rejecting a request."""
-        ...
+    def on_sampled(self, batch: Sequence[SampledSequence]) -> None: ...
 
-    def on_loaded(self, version: int, stats: WeightLoadStats) -> None:
-        """Receive the statistics of a weight load, after which `version` is served."""
-        ...
+    def on_rejected(self, request_id: int, reason: str) -> None: ...
 
-    def on_reply(self, call_id: int, answer: Any) -> None:
-        """Receive the answer to the command that was sent with `call_id`."""
-        ...
+    def on_loaded(self, version: int, stats: WeightLoadStats) -> None: ...
 
-    def on_exit(self, error: BaseException | None) -> None:
-        """Receive the end of the thread; `error` is None after a regular `stop`."""
-        ...
+    def on_reply(self, call_id: int, answer: Any) -> None: ...
+
+    def on_exit(self, error: BaseException | None) -> None: ...
 
 
 class EngineThread:
@@ -93,7 +87,7 @@ class EngineThread:
         self._commands.put(lambda engine: self._add_or_defer(engine, requests))
 
     def abort_sequences(self, request_id: int, indices: Sequence[int]) -> None:
-        """Abort the sequences at `indices` of a request; the listener receives no result for them."""
+        """Abort the sequences at `indices` of a request; the listener gets no result of them."""
         names = [vllm_engine.make_vllm_request_id(request_id, index) for index in indices]
         self._commands.put(lambda engine: self._abort_sequences(engine, request_id, names))
 
@@ -117,7 +111,7 @@ class EngineThread:
         self._run_and_reply(call_id, lambda engine: self._weight_loader.get_storage())
 
     def use_model_dir(self, version: int) -> None:
-        """Label the weights of the model directory, which the engine was built with, as `version`."""
+        """Label the weights that the engine was built with (the model directory's) as `version`."""
         self._commands.put(lambda engine: self._set_version(engine, version))
 
     def sleep(self, call_id: int) -> None:

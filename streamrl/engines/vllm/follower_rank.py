@@ -57,7 +57,10 @@ class FollowerRank:
         return follower
 
     async def run_rank(self) -> None:
-        """Wait until the leader shuts down; raise GenerationError if the leader dies or a call fails."""
+        """Wait until the leader shuts down.
+
+        Raises GenerationError if the leader dies or a call fails.
+        """
         await asyncio.shield(self._finished)
 
     async def get_storage(self) -> ShardStorage | None:

@@ -80,7 +80,7 @@ FingerprintsByDtype = Mapping[torch.dtype, TensorFingerprint]
 
 
 class LoadCheck:
-    """Compares the fingerprints of an engine's model with those of published parameters, by layer."""
+    """Compares fingerprints of an engine's model and of published parameters, layer by layer."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class LoadCheck:
         return {dtype: TensorFingerprint.from_tensor(tensor, dtype) for dtype in self._dtypes}
 
     def compare_loaded(self, published: Mapping[str, FingerprintsByDtype]) -> LoadVerification:
-        """Compare the model with published fingerprints by name; return counts and differences."""
+        """Compare vLLM's model with the fingerprints of published parameters, given by name."""
         differing = [name for names, _ in self._find_differences(published) for name in names]
         return LoadVerification(
             len(published.keys() - self._unchecked_names), tuple(sorted(differing))
