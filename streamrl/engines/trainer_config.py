@@ -132,6 +132,7 @@ class TrainerConfig:
             )
 
     def _check_schedule(self) -> None:
+        """Raise ConfigError for invalid or contradictory settings of the learning rate schedule."""
         if not 0 <= self.warmup_ratio < 1:
             raise ConfigError(
                 f"trainer.warmup_ratio={self.warmup_ratio}: must be 0 or more, below 1"

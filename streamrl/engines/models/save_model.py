@@ -45,7 +45,7 @@ def write_hf_model(
 
 @contextmanager
 def _reset_generation_config(module: "PreTrainedModel") -> Iterator[None]:
-    """Replace the module's generation config by an empty one while saving: see `write_hf_model`."""
+    """Give the module an empty generation config while saving: transformers may reject its own."""
     if not module.can_generate():
         yield
         return

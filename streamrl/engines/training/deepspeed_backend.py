@@ -239,6 +239,7 @@ class DeepSpeedBackend:
 
 
 def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") -> dict[str, Any]:
+    """Return the configuration of deepspeed.initialize for the model and ZeRO stage."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -146,6 +146,7 @@ class PolicyTask:
     def compute_loss_from_scores(
         self, scores: TokenScores, columns: Mapping[str, Tensor], *, version: int
     ) -> LossAndSums:
+        """Return the policy's summed loss and sums for metrics, given logprobs and entropies."""
         return policy_loss(
             self.spec,
             self.settings,

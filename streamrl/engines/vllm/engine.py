@@ -368,6 +368,7 @@ def _list_running_states(engine: VllmEngine) -> list[Any]:
 def _make_sampling_params(
     request: SamplingRequest, sequence: SequenceRequest, stop_token_ids: Sequence[int]
 ) -> Any:
+    """Return vLLM's SamplingParams of a sequence."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

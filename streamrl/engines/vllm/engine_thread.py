@@ -101,13 +101,13 @@ class EngineThread:
         self._commands.put(lambda engine: self._load_or_defer(engine, update))
 
     def request_partials(self, call_id: int, request_ids: Collection[int]) -> None:
-        """Ask for the unfinished sequences of requests; the answer goes to `on_reply`."""
+        """Request the unfinished sequences of some requests; the answer goes to `on_reply`."""
         self._run_and_reply(
             call_id, lambda engine: vllm_engine.list_partial_sequences(engine, request_ids)
         )
 
     def request_storage(self, call_id: int) -> None:
-        """Ask for the views of vLLM's parameters; the answer goes to `on_reply`."""
+        """Request the views of vLLM's parameters; the answer goes to `on_reply`."""
         self._run_and_reply(call_id, lambda engine: self._weight_loader.get_storage())
 
     def use_model_dir(self, version: int) -> None:
@@ -142,6 +142,7 @@ class EngineThread:
         self._commands.put(None)
 
     def _run(self) -> None:
+        """Build the engine, run commands and steps, shut the engine down; body of the thread."""
         try:
             with vllm_engine.claim_process_engine():
                 model_info = vllm_engine.read_model_info(self._spec.model_path)
@@ -167,6 +168,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(method, *args)
 
     def _run_loop(self, engine: VllmEngine) -> None:
+        """Alternate commands and decode steps until `stop`; block while no step is possible."""
         while True:
             for command in self._take_commands(wait=not self._can_step(engine)):
                 if command is None:
@@ -242,6 +244,7 @@ class EngineThread:
         self._run_deferred(engine)
 
     def _load_weights(self, engine: VllmEngine, update: WeightUpdate) -> None:
+        """Load the parameters of an update now and report the load to the listener."""
         stats = vllm_engine.load_weights(
             engine,
             self._weight_loader,
@@ -252,5 +255,6 @@ class EngineThread:
         self._notify_listener(self._listener.on_loaded, update.version, stats)
 
     def _set_version(self, engine: VllmEngine, version: int) -> None:
+        """Label the engine's present weights as `version` and report that as a load."""
         vllm_engine.set_weight_version(engine, version)
         self._notify_listener(self._listener.on_loaded, version, WeightLoadStats(0.0, 0, 0))

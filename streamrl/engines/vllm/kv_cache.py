@@ -38,6 +38,7 @@ class KvCacheMemory:
             self._engine.collective_rpc(free_kv_caches)
 
     def wake_up(self) -> None:
+        """Allocate the KV cache again if it was freed."""
         if not self._is_asleep:
             return
         self._is_asleep = False

@@ -47,6 +47,10 @@ class WorkerWeightLoader:
         self._tied_names = {name: names for names in parameters.tied_groups for name in names}
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
+        """Write all parameters into a memory file and load them in every worker.
+
+        Returns the size of the file in bytes and an empty verification.
+        """
         file = os.memfd_create("weights")
         try:
             stored = list(self._write_tensors(file, tensors))
