@@ -1,4 +1,7 @@
-"""Save a trainer; load a trainer saved in today's format or in the format of earlier versions."""
+"""Save a trainer; load a trainer saved in today's format or in the format of earlier versions.
+
+The latter is called the old format.
+"""
 
 import pickle
 from pathlib import Path
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from streamrl.engines.training.trainer import TrainingBackend
 
 LEGACY_FIELDS = {"layout": str, "num_updates": int, "rng": torch.Tensor}
-"""Required fields of a rank's file in the old format and their types; cuda_rng may be None."""
+"""Required fields, and their types, of a rank's file in the old format; cuda_rng may be None."""
 
 
 def save_trainer(
@@ -78,10 +81,10 @@ def load_trainer(
 def _load_legacy_state(
     directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig
 ) -> int:
-    """Load one rank's state in the old format; return the number of updates made.
+    """Load one rank's state in the format of earlier versions; return the number of updates made.
 
-    Raises CheckpointError if backend, ZeRO stage or number of ranks differ from the saved ones: the
-    old format depends on them.
+    Raises CheckpointError if backend, ZeRO stage or number of ranks differ from the saved ones:
+    that format depends on them.
     """
     path, layout = directory / f"rank_{rank}.pt", describe_layout(config)
     if not path.is_file():
@@ -104,7 +107,7 @@ def _load_legacy_state(
 
 
 def load_legacy_progress(path: Path) -> dict[str, Any]:
-    """Load the file of a rank in the old format: number of updates, layout and random states.
+    """Load a rank's file in the format of earlier versions: updates, layout and random states.
 
     Raises CheckpointError for any other content.
     """

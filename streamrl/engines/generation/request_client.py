@@ -38,7 +38,7 @@ class EngineClient:
 
     @property
     def num_running(self) -> int:
-        """Number of rollouts that callers of `generate` still wait for."""
+        """Number of unfinished rollouts that callers of `generate` wait for."""
         return sum(len(group.missing_indices) for group in self._pending.pending_groups.values())
 
     async def pause(self, reason: str) -> None:

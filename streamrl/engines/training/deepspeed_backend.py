@@ -204,7 +204,7 @@ class DeepSpeedBackend:
         return optimizer
 
     def refresh_params(self) -> None:
-        """Gather stage 3's persistent parameters on every rank after their shards were refilled."""
+        """Gather stage 3's persistent parameters on every rank after a checkpoint load."""
         persistent = self._engine.optimizer.persistent_parameters if self.has_sharded_params else []
         if persistent:
             # partition() drops the stale full copies without writing them to the shards.

@@ -148,7 +148,7 @@ class FsdpTpBackend:
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
         """Yield name, local tensor and position of this rank's shard of each trained parameter.
 
-        Omits parameters of which this rank's chunk is empty.
+        Omits parameters of which FSDP2 has given this rank no element.
         """
         for name, parameter in self._trained_params.items():
             spec = TensorSpec(name, tuple(parameter.shape), (0,), _find_tp_dim(parameter))

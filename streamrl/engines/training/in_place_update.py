@@ -129,8 +129,8 @@ class LazyWeightResharder:
     ) -> ReshardingStats | None:
         """Write `version` from the trainer ranks into this rank's generator. Collective.
 
-        `served` is the generator's storage, the same at every call. Returns None if the first call
-        found no possible plan.
+        `served` is the generator's storage, the same at every call. Returns None at every call if
+        the first found resharding impossible.
         """
         if not self._is_planned:
             self._resharder = plan_resharding(

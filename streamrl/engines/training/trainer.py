@@ -120,7 +120,10 @@ class TrainingBackend(Protocol):
         ...
 
     def refresh_params(self) -> None:
-        """Make the forward pass use the refilled tensors of `iter_shards`. May be collective."""
+        """Make the forward pass use tensors of `iter_shards` that a checkpoint load has filled.
+
+        May be collective.
+        """
         ...
 
     def load_legacy_state(self, directory: Path) -> None:
@@ -190,8 +193,9 @@ class ModelTrainer:
     ) -> None:
         """Derive columns from all groups of a training step before training on any of them.
 
-        For algorithms of scope "step", whose advantages compare all groups of the step. `derived`
-        gives the columns if the caller has run `derive_columns` already.
+        Required before `precompute_logprobs`, and for algorithms of scope "step", whose advantages
+        compare all groups of the step. `derived` gives the columns if the caller has run
+        `derive_columns` already.
         """
         task = self._task
         if derived is None:
@@ -216,7 +220,7 @@ class ModelTrainer:
     def sync_plan(self) -> None:
         """Exchange log ratios with the other ranks after the last `precompute_logprobs`.
 
-        Masks tokens by a limit that all ranks have in common. Collective.
+        The ratios of all ranks set a limit; tokens with a greater ratio are masked. Collective.
         """
         with self._limit_wait("the synchronization of the step plan"):
             self._current_plan.sync_near_mask(tensor_parallel=self._config.tensor_parallel)
@@ -452,7 +456,10 @@ class ModelTrainer:
         self._backend.close()
 
     def _limit_wait(self, operation: str) -> AbstractContextManager[None]:
-        """Translate timeouts and lost ranks in collectives of the context into StreamErrors."""
+        """Raise DeadlineError or RankLostError if a collective in the context misses other ranks.
+
+        `operation` names the collective in the message.
+        """
         timeout_s = self._config.collective_timeout_s
         return translate_collective_errors(
             f"rank {self.rank} waited {timeout_s:g} s for the other ranks in {operation}"

@@ -234,7 +234,10 @@ class EngineThread:
             self._notify_listener(self._listener.on_rejected, request.request_id, reason)
 
     def _abort_sequences(self, engine: VllmEngine, request_id: int, names: Sequence[str]) -> None:
-        """Abort vLLM requests by `names`, and drop deferred sequences of the request."""
+        """Abort the vLLM requests `names`, which are sequences of the request `request_id`.
+
+        Drops the request if it is still deferred.
+        """
         engine.abort_request(list(names))
         self._deferred_work = deque(
             work

@@ -77,7 +77,7 @@ class LeaderExecutor(UniProcExecutor):
 
     @property
     def lost_rank(self) -> int | None:
-        """Rank of a follower whose process has ended, or None."""
+        """Rank of a follower of this engine whose process has ended, or None."""
         wait(list(self._connections.values()), DISCONNECT_GRACE_S)
         return next(
             (rank for rank, connection in self._connections.items() if _is_closed(connection)), None

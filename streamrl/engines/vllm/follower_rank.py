@@ -64,10 +64,11 @@ class FollowerRank:
         await asyncio.shield(self._finished)
 
     async def get_storage(self) -> ShardStorage | None:
-        """Return views of this rank's parameters, for resharding to write into while paused.
+        """Return views of this rank's parameters, into which resharding writes new weights.
 
-        Returns None if vLLM's layout differs from the checkpoint's. Raises DeadlineError if
-        comparing with the model directory takes over `start_timeout_s`.
+        Resharding writes only while the leader is paused. Returns None if vLLM's layout differs
+        from the checkpoint's. Raises DeadlineError if comparing with the model directory takes over
+        `start_timeout_s`.
         """
         timeout_s = self._spec.config.start_timeout_s
         try:

@@ -209,7 +209,7 @@ def _match_merged(
 def _have_equal_values(
     pieces: Sequence[LocalPiece], parameters: ParameterSet, model_path: str
 ) -> bool:
-    """Return whether the pieces in vLLM equal the model directory's values, bit by bit.
+    """Return whether vLLM's pieces of parameters equal the model directory's, bit by bit.
 
     The comparison is made in the dtype of each piece.
     """

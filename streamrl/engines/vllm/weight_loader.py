@@ -268,10 +268,7 @@ def reload_through_copy(
 
 
 class BoundParameter:
-    """A vLLM parameter that consists of checkpoint parameters, concatenated by rows.
-
-    `names` are the checkpoint's names of these.
-    """
+    """A vLLM parameter that concatenates checkpoint parameters, called `names`, by rows."""
 
     def __init__(self, parameter: torch.nn.Parameter, names: tuple[str, ...]) -> None:
         self.names = names
@@ -283,7 +280,10 @@ class BoundParameter:
 
     @property
     def live_tensors(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """Tensors in use by the parameter at present, kept alive by the caller until replaced."""
+        """Memory that the parameter uses now: its own tensor, and the published tensors it views.
+
+        Holding the result keeps that memory alive after a load.
+        """
         return self._parameter.data, self._viewed_tensors
 
     def has_matching_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
