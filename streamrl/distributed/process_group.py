@@ -18,11 +18,11 @@ LOST_PEER_MESSAGES = (
     "broken pipe",
     "remote process exited",
 )
-"""Parts of gloo's and nccl's messages after a peer's process has ended."""
+"""Parts of the messages of gloo and nccl about a rank whose process has ended."""
 
 
 def join_process_group(*, rank: int, world_size: int, timeout_s: float) -> None:
-    """Initialize the default process group; return at once in a process that has joined already.
+    """Initialize the default process group; do nothing in a process that has joined already.
 
     Uses nccl on GPUs and gloo on CPUs. With several ranks, rank 0 listens at MASTER_ADDR and
     MASTER_PORT of the environment; joining again after `leave_process_group` needs a new port.
@@ -47,6 +47,7 @@ def join_process_group(*, rank: int, world_size: int, timeout_s: float) -> None:
 
 
 def _connect_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Return the TCP store of the rendezvous, which rank 0 serves."""
     if world_size == 1:
         return dist.HashStore()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -64,7 +65,10 @@ def leave_process_group() -> None:
 
 
 def set_collective_timeout(timeout_s: float) -> None:
-    """Set the timeout of every process group; DeepSpeed creates its own with torch's 30 minutes."""
+    """Set the timeout of all process groups of this process.
+
+    DeepSpeed creates its own groups with torch's default of 30 minutes.
+    """
     for group in list(c10d._world.pg_map):
         c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
@@ -73,7 +77,8 @@ def set_collective_timeout(timeout_s: float) -> None:
 def translate_collective_errors(message: str) -> Iterator[None]:
     """Turn a collective's timeout into DeadlineError and a lost connection into RankLostError.
 
-    torch raises a plain RuntimeError for both, so the text of its message decides.
+    `message` says which collective waited. torch raises a plain RuntimeError for both, so the text
+    of torch's message decides.
     """
     try:
         yield

@@ -13,11 +13,11 @@ import torch.distributed as dist
 def serve_tcp_store(
     host: str, port: int, timeout_s: float, *, world_size: int | None = None
 ) -> dist.TCPStore:
-    """Serve a store at `host`:`port`; port 0 takes any free port.
+    """Serve a TCP store for the rendezvous at `host`:`port`; port 0 takes any free port.
 
-    With a `world_size`, wait until that many processes have connected, this one included. Raises
-    OSError if the address cannot be bound, RuntimeError if processes are missing after `timeout_s`
-    seconds.
+    With a `world_size`, wait until that many processes have connected, this process included.
+    Raises OSError if the address cannot be bound, RuntimeError if processes are missing after
+    `timeout_s` seconds.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.create_server(address[:2], family=family) as server_socket:

@@ -1,4 +1,4 @@
-"""torch dtypes by the names that the configuration uses."""
+"""Map the dtype names of the configuration to torch dtypes."""
 
 import torch
 
@@ -11,17 +11,19 @@ FLOAT32_SETTINGS = ("auto", "float32")
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a config value; auto is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the torch dtype of a config value; auto is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return TORCH_DTYPES[name]
 
 
 def resolve_trainer_dtype(config: TrainerConfig) -> torch.dtype:
+    """Return the torch dtype of the trainer's parameters."""
     return resolve_dtype(config.dtype) if config.has_master_weights else torch.float32
 
 
 def is_float32_on_cpu(trainer: TrainerConfig, generator: GeneratorConfig) -> bool:
+    """Return whether trainer and generator both use float32 on a machine without a GPU."""
     both_float32 = (
         generator.dtype in FLOAT32_SETTINGS and resolve_trainer_dtype(trainer) == torch.float32
     )

@@ -114,7 +114,10 @@ MIN_GPU_FRACTION = 0.01
 def make_engine_args(
     model_path: str, config: GeneratorConfig, *, seed: int, max_length: int, on_cpu: bool
 ) -> dict[str, Any]:
-    """Return vLLM's EngineArgs of a replica; `max_length` counts prompt and completion tokens."""
+    """Return vLLM's EngineArgs of one generator replica.
+
+    `seed` seeds vLLM; `max_length` bounds prompt plus completion, in tokens.
+    """
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": config.dtype,

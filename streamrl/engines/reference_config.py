@@ -1,16 +1,16 @@
-"""Config section `reference`: the reference model and the steps at which it is updated."""
+"""Config section `reference`: the reference model and the steps that update it."""
 
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
 
 REFERENCE_FILE, LEGACY_REFERENCE_FILE = "reference.safetensors", "reference.pt"
-"""Files of an EMA reference in a trainer checkpoint: today's, and that of earlier versions."""
+"""File of an EMA reference in a trainer checkpoint, and its name in earlier versions."""
 
 
 @dataclass
 class ReferenceConfig:
-    """Config section `reference`; the default is a fixed copy of the initial policy."""
+    """Config section `reference`; by default the reference stays a copy of the initial policy."""
 
     #: Update the reference every this many training steps; 0 never does.
     every: int = 0
@@ -33,11 +33,13 @@ class ReferenceConfig:
             )
 
     def is_updated_at(self, version: int) -> bool:
+        """Return whether the step that ends with policy version `version` updates the reference."""
         return bool(self.every) and version > 0 and version % self.every == 0
 
     def find_reference_version(self, version: int) -> int:
-        """Return the policy version of the reference's last update, as of `version`.
+        """Return the policy version at which the reference in use at `version` was updated last.
 
-        With every=4, versions 4 to 7 use the reference of version 4.
+        With every=4, versions 4 to 7 use the reference of version 4. Without updates (every=0),
+        returns `version` itself.
         """
         return version - version % self.every if self.every else version

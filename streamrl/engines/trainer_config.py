@@ -16,7 +16,7 @@ ATTENTION_IMPLEMENTATIONS = {
     "flex": "flex_attention",
     "flash": "flash_attention_2",
 }
-"""Names in transformers of the values of trainer.attention; None lets transformers choose."""
+"""transformers' name of each value of trainer.attention; None lets transformers choose."""
 DECAY_SCHEDULES = {
     "linear": ("polynomial", "lr_end"),
     "cosine": ("cosine_with_min_lr", "min_lr"),
@@ -25,21 +25,21 @@ DECAY_SCHEDULES = {
     "cosine_warmup_with_min_lr": ("cosine_warmup_with_min_lr", "min_lr"),
     "warmup_stable_decay": ("warmup_stable_decay", "min_lr_ratio"),
 }
-"""For schedules that can end above 0: transformers' name of the schedule and of its final rate."""
+"""Schedules that may end above 0: transformers' name, and its argument for the final rate."""
 LR_SCHEDULES = (
     *("constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_restarts"),
     *DECAY_SCHEDULES,
 )
-"""transformers' names without reduce_lr_on_plateau, which needs an evaluation loss."""
+"""Names of transformers' schedules except reduce_lr_on_plateau, which needs an evaluation loss."""
 BUCKET_ELEMENTS = 50_000_000
-"""DeepSpeed's bucket size. DeepSpeed allocates a whole bucket, so a tenth of its default."""
+"""DeepSpeed's reduce bucket, allocated in full even for small models: a tenth of its default."""
 
 PARAMETER_SHARDING_STAGE = 3
 
 
 @dataclass
 class TrainerConfig:
-    """Config section `trainer`."""
+    """Config section `trainer`: ranks, parallelism, optimizer, learning rate, LoRA and memory."""
 
     #: deepspeed, or torch (float32; data and tensor parallel).
     backend: str = "deepspeed"
@@ -132,6 +132,7 @@ class TrainerConfig:
             )
 
     def _check_schedule(self) -> None:
+        """Raise ConfigError for invalid or contradictory settings of the learning rate schedule."""
         if not 0 <= self.warmup_ratio < 1:
             raise ConfigError(
                 f"trainer.warmup_ratio={self.warmup_ratio}: must be 0 or more, below 1"
@@ -176,25 +177,27 @@ class TrainerConfig:
         return self.world_size // self.tensor_parallel
 
     def get_dp_rank(self, rank: int) -> int:
-        """Return the data-parallel index of a rank; consecutive ranks are tensor parallel."""
+        """Return the data-parallel index of a rank; tensor-parallel ranks are consecutive."""
         return rank // self.tensor_parallel
 
     @property
     def has_master_weights(self) -> bool:
+        """Whether the optimizer keeps float32 copies of the parameters."""
         return self.backend == "deepspeed" and self.zero_stage > 0
 
     @property
     def has_sharded_params(self) -> bool:
-        """Whether a rank holds only a shard of the parameters."""
+        """Whether a rank holds only a shard of the parameters: tensor parallel, ZeRO 3 or FSDP2."""
         is_stage_3 = self.zero_stage == PARAMETER_SHARDING_STAGE
         if self.backend == "deepspeed":
             return is_stage_3
         return self.tensor_parallel > 1 or (is_stage_3 and self.world_size > 1)
 
     def compute_lr(self, step: int, num_steps: int | None = None) -> float:
-        """Return the learning rate of a step, counted from 0; `num_steps` is the run's length.
+        """Return the learning rate of a training step, counted from 0.
 
-        Raises ConfigError for options that transformers' schedule does not accept.
+        `num_steps` is the number of steps of the run, for schedules that depend on it. Raises
+        ConfigError for options that transformers' schedule does not accept.
         """
         warmup = self.warmup_steps
         if self.warmup_ratio:
@@ -205,6 +208,10 @@ class TrainerConfig:
         return self.lr * self._make_lr_schedule(warmup, num_steps)(step)
 
     def _make_lr_schedule(self, warmup: int, num_steps: int | None) -> Callable[[int], float]:
+        """Return the factor of the learning rate as a function of the training step.
+
+        `warmup` counts warm-up steps, `num_steps` the steps of the run.
+        """
         import torch
         from transformers import get_scheduler
 
@@ -228,7 +235,10 @@ class TrainerConfig:
 
 @dataclass
 class CriticConfig:
-    """Config section `critic`, for algorithms with a value function. Every critic has own ranks."""
+    """Config section `critic`, for algorithms with a value function.
+
+    A separate critic trains on its own ranks; with shared_coef it is a head of the policy's model.
+    """
 
     #: Hugging Face model directory of the initial critic; empty means model.path.
     path: str = ""
@@ -257,7 +267,7 @@ class CriticConfig:
             raise ConfigError(f"critic.replicas={self.replicas}: must be at least 1")
 
     def _check_shared(self) -> None:
-        """Raise ConfigError for settings that only a separate critic has."""
+        """Raise ConfigError for settings that have no effect if policy and critic share a model."""
         for key in ("path", "trainer", "warmup_alone"):
             default = vars(CriticConfig())[key]
             if vars(self)[key] != default:

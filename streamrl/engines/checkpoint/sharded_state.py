@@ -33,16 +33,17 @@ FORMAT_VERSION = 2
 PROGRESS_FILE = "trainer.json"
 VALUE_KIND, MOMENT_KINDS = "value", ("exp_avg", "exp_avg_sq")
 MAX_FILE_BYTES = 256 << 20
-"""Size at which the writer starts the next file; bounds the copy in memory while saving."""
+"""Size at which a rank starts its next state file; bounds the CPU copy made while saving."""
 _SHARDS_KEY = "shards"
 
 
 @dataclass(frozen=True)
 class ParameterFragment:
-    """The part of a parameter that a rank's optimizer updates.
+    """The elements of a parameter that the optimizer of one rank updates.
 
-    The fragment is `shard.numel` elements of the flat `optimizer_tensor`, starting at `offset`.
-    `is_copy` marks a replica that another rank saves.
+    `shard` says which elements of the full parameter these are. They lie in the flat
+    `optimizer_tensor`, `shard.numel` elements from `offset` on. `is_copy` marks a replica of
+    elements that another rank saves.
     """
 
     shard: TensorShard
@@ -51,16 +52,20 @@ class ParameterFragment:
     is_copy: bool = False
 
     def slice_block(self, block: Tensor) -> Tensor:
-        """Return the fragment's elements [n] of a tensor laid out like `optimizer_tensor`."""
+        """Return the fragment's elements of a parameter or AdamW moment, [shard.numel].
+
+        `block` is a tensor laid out like `optimizer_tensor`.
+        """
         return block.detach().view(-1).narrow(0, self.offset, self.shard.numel)
 
 
 @dataclass(frozen=True)
 class TrainerProgress:
-    """Progress of a trainer; `step` is the optimizer's step, 0 before the first.
+    """Content of trainer.json: the progress and the layout of a saved trainer.
 
-    `layout` describes the backend that wrote the state, for messages. `adapters` describes the LoRA
-    settings, which must be equal on loading.
+    `num_updates` counts the trainer's updates; `step` is AdamW's step counter, 0 before the first.
+    `layout` describes the backend that wrote the state, for error messages. `adapters` describes
+    the LoRA settings, which must be equal on loading.
     """
 
     num_updates: int
@@ -75,7 +80,10 @@ def save_state(
     fragments: Iterable[ParameterFragment],
     optimizer: torch.optim.Optimizer,
 ) -> int:
-    """Write a rank's shards of parameters and moments; return the optimizer's step."""
+    """Write a rank's shards of the parameters and of AdamW's moments into safetensors files.
+
+    Returns the number of steps that the optimizer has made, 0 before the first.
+    """
     steps = {0}
     with _StateWriter(directory, f"state_{rank:05d}") as files:
         for fragment in fragments:
@@ -99,9 +107,11 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     live_shards: Iterable[tuple[str, Tensor, TensorShard]],
 ) -> None:
-    """Fill a rank's optimizer and the parameters of the forward pass from all saved shards.
+    """Fill a rank's optimizer state and parameters from the shards that all ranks saved.
 
-    Raises CheckpointError if an element was not saved.
+    `step` is the saved optimizer step; with 0 the moments stay unset. `live_shards` are (name,
+    tensor, shard) of the parameters that the forward pass reads. Raises CheckpointError if an
+    element of these was not saved.
     """
     with StateReader(directory) as files:
         for fragment in fragments:
@@ -122,12 +132,16 @@ def load_state(
 
 
 def write_progress(directory: Path, progress: TrainerProgress) -> None:
+    """Write trainer.json."""
     text = json.dumps({"format": FORMAT_VERSION, **vars(progress)}, indent=1)
     (directory / PROGRESS_FILE).write_text(text + "\n")
 
 
 def read_progress(directory: Path) -> TrainerProgress:
-    """Read trainer.json. Raises CheckpointError if it is missing, damaged or of another format."""
+    """Read trainer.json.
+
+    Raises CheckpointError if the file is missing, damaged or of another format.
+    """
     path = directory / PROGRESS_FILE
     try:
         fields = read_small_json(path)
@@ -142,6 +156,7 @@ def read_progress(directory: Path) -> TrainerProgress:
 
 
 def save_rng(directory: Path, rank: int) -> None:
+    """Save the states of torch's random number generators, CPU and GPU, of this rank."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -149,7 +164,10 @@ def save_rng(directory: Path, rank: int) -> None:
 
 
 def restore_rng(directory: Path, rank: int) -> None:
-    """Restore this rank's generators; do nothing if the saving run had no such rank."""
+    """Restore torch's random number generators of this rank.
+
+    Does nothing if the checkpoint comes from a run with fewer ranks.
+    """
     path = _make_rng_path(directory, rank)
     if not path.is_file():
         return
@@ -169,7 +187,10 @@ def _read_rng(path: Path) -> dict[str, Tensor]:
 
 
 def check_saved_state(directory: Path) -> TrainerProgress:
-    """Raise CheckpointError unless a saved state is complete; reads only headers of large files."""
+    """Return the progress of a saved trainer after checking that all its shards exist.
+
+    Reads only the headers of the large files. Raises CheckpointError if the state is incomplete.
+    """
     progress = read_progress(directory)
     with StateReader(directory) as files:
         files.check_complete(MOMENT_KINDS if progress.step else ())
@@ -179,7 +200,7 @@ def check_saved_state(directory: Path) -> TrainerProgress:
 
 
 class StateReader:
-    """Index of the shards that all ranks saved; a context manager that keeps the files mapped."""
+    """Index of the shards that all ranks saved; a context manager that keeps their files mapped."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -201,6 +222,10 @@ class StateReader:
         self._exit_stack.close()
 
     def _index_parts(self, path: Path, file: Any) -> None:
+        """Add the shards of a file, already opened by safetensors, to the index.
+
+        Raises CheckpointError if the file is not part of a trainer's state.
+        """
         try:
             shards = parse_json((file.metadata() or {})[_SHARDS_KEY])
             for key in file.keys():  # noqa: SIM118
@@ -214,11 +239,12 @@ class StateReader:
             raise CheckpointError(f"{path}: not a trainer's state: {error!r}") from error
 
     def fill_shard(self, kind: str, shard: TensorShard, target: Tensor) -> None:
-        """Fill `target` [n], a rank's shard of a tensor, from all saved shards that overlap it.
+        """Fill `target` [n] with the elements of `shard`, from all saved shards that overlap it.
 
-        Shards are sets of boxes. Each saved box is intersected with each wanted box, the common
-        elements are copied, and copied boxes are subtracted from those still missing. Raises
-        CheckpointError if elements remain missing.
+        `kind` selects the parameter (VALUE_KIND) or an AdamW moment. Shards are sets of boxes
+        (TensorBox). Each saved box is intersected with each box of `shard`, the common elements are
+        copied, and copied boxes are subtracted from those still missing. Raises CheckpointError if
+        boxes remain missing.
         """
         missing = shard.boxes
         for saved_shard, read in self._parts.get((kind, shard.tensor), ()):
@@ -241,7 +267,10 @@ class StateReader:
             )
 
     def check_complete(self, kinds: Iterable[str]) -> None:
-        """Raise CheckpointError unless the shards of each tensor cover it."""
+        """Raise CheckpointError unless the saved shards cover every parameter completely.
+
+        `kinds` lists AdamW moments, which are checked as well.
+        """
         names = [name for kind, name in self._parts if kind == VALUE_KIND]
         for kind in (VALUE_KIND, *kinds):
             for name in names:
@@ -261,7 +290,7 @@ class StateReader:
 
 @dataclass
 class _StateWriter:
-    """Writes the shards of a rank into files of bounded size."""
+    """Writes the shards of a rank into files of bounded size; a context manager."""
 
     directory: Path
     stem: str
@@ -274,6 +303,7 @@ class _StateWriter:
         return self
 
     def add_shard(self, kind: str, shard: TensorShard, elements: Tensor) -> None:
+        """Copy a rank's shard of a tensor to the CPU; write a file once MAX_FILE_BYTES wait."""
         self._pending_tensors[f"{kind}/{shard.tensor}"] = elements.to("cpu", copy=True)
         self._pending_shards[shard.tensor] = _encode_shard(shard)
         self._pending_bytes += elements.nbytes
@@ -294,11 +324,13 @@ class _StateWriter:
 
 
 def _view_piece(stored: Tensor, piece: ShardPiece) -> Tensor:
+    """Return a view of the elements of a contiguous box, given the tensor that stores its shard."""
     offset = int(stored.storage_offset()) + piece.offset
     return stored.as_strided(piece.box.shape, piece.strides, offset)
 
 
 def _encode_shard(shard: TensorShard) -> list[Any]:
+    """Convert a shard's description to plain values for JSON; `_decode_shard` is the inverse."""
     boxes = [[box.start, box.stop, origin] for box, origin in shard.box_origins]
     return [shard.shape, boxes, shard.flat_range]
 
@@ -337,6 +369,6 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a file of `save_tensors` into new tensors. Raises CheckpointError if it is damaged."""
+    """Read a file that `save_tensors` wrote. Raises CheckpointError if the file is damaged."""
     with _open_safetensors(path) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118

@@ -1,4 +1,7 @@
-"""Save a trainer; load it from today's format or from the one of earlier versions."""
+"""Save a trainer; load a trainer saved in today's format or in the format of earlier versions.
+
+The latter is called the old format.
+"""
 
 import pickle
 from pathlib import Path
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from streamrl.engines.training.trainer import TrainingBackend
 
 LEGACY_FIELDS = {"layout": str, "num_updates": int, "rng": torch.Tensor}
-"""Fields and types of a rank's file in the old format; cuda_rng, which may be None, besides."""
+"""Required fields, and their types, of a rank's file in the old format; cuda_rng may be None."""
 
 
 def save_trainer(
@@ -35,7 +38,11 @@ def save_trainer(
     config: TrainerConfig,
     num_updates: int,
 ) -> None:
-    """Write a rank's state. Raises NoSpaceError if the disk is full, else CheckpointError."""
+    """Write one rank's parameters, optimizer state and random state into a checkpoint directory.
+
+    `num_updates` is the number of updates made so far. Raises NoSpaceError if the disk is full,
+    else CheckpointError.
+    """
     with wrap_checkpoint_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         step = save_state(directory, rank, backend.iter_fragments(), backend.optimizer)
@@ -50,9 +57,10 @@ def save_trainer(
 def load_trainer(
     directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig
 ) -> int:
-    """Load a rank's state, saved by any number of ranks; return the number of updates made.
+    """Load one rank's state from a checkpoint of any number of ranks.
 
-    Collective. Raises CheckpointError if the state belongs to another model or other adapters.
+    Returns the number of updates that the saved trainer had made. Collective. Raises
+    CheckpointError if the state belongs to another model or other adapters.
     """
     if not (directory / PROGRESS_FILE).is_file() and list(directory.glob("rank_*.pt")):
         return _load_legacy_state(directory, rank, backend, config)
@@ -73,7 +81,11 @@ def load_trainer(
 def _load_legacy_state(
     directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig
 ) -> int:
-    """Load the old format, which only the layout that wrote it can read."""
+    """Load one rank's state in the format of earlier versions; return the number of updates made.
+
+    Raises CheckpointError if backend, ZeRO stage or number of ranks differ from the saved ones:
+    that format depends on them.
+    """
     path, layout = directory / f"rank_{rank}.pt", describe_layout(config)
     if not path.is_file():
         raise CheckpointError(f"{directory} holds no trainer state of rank {rank}")
@@ -95,7 +107,10 @@ def _load_legacy_state(
 
 
 def load_legacy_progress(path: Path) -> dict[str, Any]:
-    """Load a rank's progress in the old format. Raises CheckpointError for any other content."""
+    """Load a rank's file in the format of earlier versions: updates, layout and random states.
+
+    Raises CheckpointError for any other content.
+    """
     fields = load_plain_pickle(path)
     is_progress = isinstance(fields, dict) and "cuda_rng" in fields
     if not is_progress or not all(
@@ -106,6 +121,7 @@ def load_legacy_progress(path: Path) -> dict[str, Any]:
 
 
 def describe_layout(config: TrainerConfig) -> str:
+    """Describe backend, ZeRO stage, number of ranks and LoRA settings, for error messages."""
     has_stages = config.backend == "deepspeed" or config.has_sharded_params
     stage = f" zero_stage={config.zero_stage}" if has_stages else ""
     tensor = f" tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else ""
@@ -115,5 +131,6 @@ def describe_layout(config: TrainerConfig) -> str:
 
 
 def _describe_adapters(config: TrainerConfig) -> str:
+    """Return the LoRA settings as text, "" without LoRA."""
     settings = ("lora_rank", "lora_alpha", "lora_targets") if config.lora_rank else ()
     return " ".join(f"{name}={vars(config)[name]}" for name in settings)

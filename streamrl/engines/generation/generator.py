@@ -64,10 +64,11 @@ class GenerationEngine(EngineClient):
     ) -> "GenerationEngine":
         """Build the engine of a model directory in this process; takes seconds.
 
-        The environment must contain `make_vllm_env`. `max_length` bounds prompt plus completion,
-        tokens. `seed` seeds the engine; every rollout has a seed besides. See `load_weights` for
-        `should_drain` and `should_keep_kv`. Raises ConfigError if vLLM rejects the settings,
-        DeadlineError after `start_timeout_s` and GenerationError if the engine dies.
+        The process's environment must contain the variables of `make_vllm_env`. `max_length` bounds
+        prompt plus completion, in tokens. `seed` seeds vLLM itself; every rollout has its own seed.
+        `load_weights` describes `should_drain` and `should_keep_kv`. Raises ConfigError if vLLM
+        rejects the settings, DeadlineError after `start_timeout_s` and GenerationError if the
+        engine dies.
         """
         return await cls.start_from_spec(
             EngineSpec(model_path, config, seed, max_length, should_drain, should_keep_kv)
@@ -75,10 +76,11 @@ class GenerationEngine(EngineClient):
 
     @classmethod
     async def start_from_spec(cls, spec: EngineSpec) -> "GenerationEngine":
-        """Build the engine of a spec, as `start` does.
+        """Build the engine that an EngineSpec describes, as `start` does.
 
-        With `spec.rank_group`, this process must be the leader of its group. The other ranks of the
-        group start a `FollowerRank` each; all ranks of all groups start together.
+        With `spec.rank_group`, this process must be the leader rank of its tensor-parallel group.
+        The other ranks of the group start a `FollowerRank` each; all ranks of all groups start
+        together.
         """
         engine, timeout_s = cls(spec), spec.config.start_timeout_s
         engine._thread.start()
@@ -156,11 +158,12 @@ class GenerationEngine(EngineClient):
         return group.build_rollouts()
 
     async def collect_partial_rollouts(self) -> dict[str, list[Rollout]]:
-        """Return the rollouts of every watched call so far, by name, in the order of the seeds.
+        """Return the rollouts sampled so far by all running `generate` calls with a `watch`.
 
-        Unfinished rollouts have FinishReason.ABORT and may consist of the prompt only. The
-        snapshot is taken between two decode steps. If two calls share a name, the later call wins.
-        Raises GenerationError if the engine dies or finishes no step within `request_timeout_s`.
+        Keys are the watches' names; rollouts are in the order of the seeds. Unfinished rollouts
+        have FinishReason.ABORT and may consist of the prompt only. All are taken between the same
+        two decode steps. If two calls share a name, the later call wins. Raises GenerationError if
+        the engine dies or finishes no step within `request_timeout_s`.
         """
         self._pending.check_alive()
         groups = {
@@ -176,11 +179,12 @@ class GenerationEngine(EngineClient):
         return {g.watch.name: g.build_rollouts(running[n]) for n, g in groups.items() if g.watch}
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> tuple[int, list[Array]]:
-        """Return the served version and the token logprobs of sequences, int32 [T] each.
+        """Compute the logprobs of all tokens of sequences, int32 [T] each, with the served weights.
 
-        Logprobs are float32 [T] at temperature 1, with 0 for the first token, and are computed
-        without the prefix cache. A sequence must be shorter than the maximum length. Raises as
-        `generate` does, except that a timeout ends the engine and raises GenerationError.
+        Returns the version of the weights and, for each sequence, float32 [T] at temperature 1,
+        with 0 for the first token. The prefix cache is not used. A sequence must be shorter than
+        the maximum length. Raises as `generate` does, except that a timeout ends the engine and
+        raises GenerationError.
         """
         for sequence in sequences:
             self._check_tokens(sequence)
@@ -237,7 +241,7 @@ class GenerationEngine(EngineClient):
         return await self._apply_version(version, lambda: self._thread.load_weights(full, version))
 
     async def get_storage(self) -> ShardStorage | None:
-        """Return the storage of vLLM's parameters, for resharding to write into while paused.
+        """Return views of vLLM's parameters, for resharding to write into while paused.
 
         Call it before the first version; afterwards use `activate_version` instead of
         `load_weights`. Returns None if vLLM's layout differs from the checkpoint's, so that weights
@@ -251,7 +255,10 @@ class GenerationEngine(EngineClient):
         return storage
 
     async def activate_version(self, version: int) -> WeightLoadStats:
-        """Serve a version that was written into the storage; raises as `load_weights` does."""
+        """Serve `version`, whose parameters resharding has written into the views of `get_storage`.
+
+        Raises as `load_weights` does.
+        """
         self._pending.check_alive()
         return await self._apply_version(version, lambda: self._thread.load_weights(None, version))
 
@@ -264,6 +271,7 @@ class GenerationEngine(EngineClient):
         await self._apply_version(version, lambda: self._thread.use_model_dir(version))
 
     def _check_tokens(self, token_ids: Array) -> None:
+        """Raise an error unless the engine can run a prompt or sequence, int32 [T]."""
         self._pending.check_alive()
         if self._newest_version < 0:
             raise WeightsError("the engine has no weights yet: load a version first")
@@ -288,6 +296,7 @@ def _validate_seeds(seeds: Sequence[int]) -> None:
 def _make_sequence_request(
     index: int, rollout: Rollout, max_new_tokens: int, seed: int, num_prompt: int
 ) -> SequenceRequest:
+    """Return the request that continues a rollout of a prompt of `num_prompt` tokens."""
     num_sampled = len(rollout.token_ids) - num_prompt
     seed = derive_continuation_seed(seed, num_sampled)
     return SequenceRequest(index, rollout.token_ids.tolist(), seed, max_new_tokens, num_sampled)

@@ -1,4 +1,4 @@
-"""Adapter from the generation engine to the generate stages: a prompt in, columns out."""
+"""Adapter from the generation engine to the generate stages: a prompt in, a group's columns out."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -26,7 +26,7 @@ GREEDY_SEED = 0
 
 
 class GroupGenerator:
-    """Samples `group_size` rollouts per prompt, with seeds derived from run seed and uid."""
+    """Samples `group_size` rollouts per prompt; derives their seeds from run seed and uid."""
 
     def __init__(self, engine: GenerationEngine, *, group_size: int, run_seed: int) -> None:
         self._engine = engine
@@ -35,6 +35,7 @@ class GroupGenerator:
 
     @property
     def stages(self) -> Mapping[str, Callable[..., Awaitable[Columns]]]:
+        """Methods that process the prompts of the two generate stages, by stage name."""
         return {GENERATE_CALL.stage: self.generate_group, GREEDY_CALL.stage: self.generate_greedy}
 
     async def generate_group(
@@ -43,10 +44,10 @@ class GroupGenerator:
         partial_rollouts: Columns | None = None,
         on_finished: Callable[[], None] = do_nothing,
     ) -> Columns:
-        """Sample the rollouts of a prompt with the newest weights of the engine.
+        """Sample the rollouts of a prompt with the newest weights; return the columns of the group.
 
-        `partial_rollouts` are columns from `collect_partial_rollouts` of this or another generator.
-        `on_finished` is called for each finished rollout.
+        `partial_rollouts` are columns from `collect_partial_rollouts` of this or another generator,
+        which sampling resumes. `on_finished` is called once for each finished rollout.
         """
         rollouts = await self._engine.generate(
             prompt.token_ids,
@@ -59,7 +60,7 @@ class GroupGenerator:
         return rollouts_to_columns(rollouts)
 
     async def collect_partial_rollouts(self) -> dict[str, Columns]:
-        """Return the columns of each running group with at least one sampled token, by uid.
+        """Return the columns, by uid, of every group being sampled that has a sampled token.
 
         Unfinished rollouts have FinishReason.ABORT.
         """
@@ -76,9 +77,9 @@ class GroupGenerator:
         partial_rollouts: Columns | None = None,
         on_finished: Callable[[], None] = do_nothing,
     ) -> Columns:
-        """Decode the prompt greedily with the newest weights.
+        """Decode one completion of the prompt at temperature 0 with the newest weights.
 
-        Ignores `partial_rollouts` and `on_finished`: a greedy completion is not resumed.
+        Ignores `partial_rollouts` and `on_finished`: a greedy completion is never resumed.
         """
         (rollout,) = await self.sample(prompt, [GREEDY_SEED], sampling=SamplingSettings(0.0))
         return {"greedy_ids": rollout.completion_ids}
@@ -95,6 +96,7 @@ class GroupGenerator:
     async def load_weights(
         self, tensors: Mapping[str, torch.Tensor | Array], version: int
     ) -> WeightLoadStats:
+        """Load the policy's parameters as `version`; value heads are left out."""
         # vLLM does not know the value head of a model shared by policy and critic.
         policy_tensors = {
             name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD_PREFIX)

@@ -1,4 +1,4 @@
-"""Partial rollouts: create, resume and extend them (Kimi k1.5, arXiv 2501.12599).
+"""Partial rollouts: create, resume and extend rollouts sampled in part (arXiv 2501.12599).
 
 A rollout may be sampled piecewise, by several versions and in several engines. Existing tokens keep
 their logprobs and versions; new tokens are appended. An unfinished rollout has FinishReason.ABORT;
@@ -29,9 +29,10 @@ def make_empty_rollout(prompt_ids: Array) -> Rollout:
 def resolve_partials(
     prompt_ids: Array, partial_rollouts: Sequence[Rollout], *, num_rollouts: int
 ) -> Sequence[Rollout]:
-    """Return `partial_rollouts`, or empty rollouts of the prompt if none are given.
+    """Return `partial_rollouts`, or `num_rollouts` empty rollouts of the prompt if there are none.
 
-    Raises ValueError if their number differs from `num_rollouts` or a prompt differs.
+    Raises ValueError if the number of partial rollouts is not `num_rollouts`, or if a rollout does
+    not begin with the prompt, int32 [P].
     """
     if not partial_rollouts:
         return [make_empty_rollout(prompt_ids)] * num_rollouts
@@ -49,7 +50,8 @@ def count_remaining_tokens(
 ) -> int:
     """Return the number of tokens that may still be sampled; 0 if the rollout is finished.
 
-    `max_new_tokens` bounds the completion after `num_prompt` tokens, `max_length` the total.
+    `max_new_tokens` bounds the completion, which follows the `num_prompt` tokens of the prompt.
+    `max_length` bounds prompt and completion together.
     """
     if rollout.finish_reason is not FinishReason.ABORT:
         return 0
@@ -58,17 +60,21 @@ def count_remaining_tokens(
 
 
 def finish_by_length(rollout: Rollout) -> Rollout:
-    """Set FinishReason.LENGTH on an unfinished rollout."""
+    """Set FinishReason.LENGTH on an unfinished rollout, which has reached the length limit.
+
+    Finished rollouts are returned unchanged.
+    """
     if rollout.finish_reason is not FinishReason.ABORT:
         return rollout
     return replace(rollout, finish_reason=FinishReason.LENGTH)
 
 
 def derive_continuation_seed(seed: int, num_sampled: int) -> int:
-    """Derive the seed, 0 to 2^63 - 1, that samples on after `num_sampled` tokens.
+    """Derive the seed for resuming a rollout of which `num_sampled` tokens exist.
 
-    The original seed would repeat the random numbers of the first tokens. The derived seed depends
-    only on that seed and `num_sampled`, so resuming at the same token is reproducible.
+    The original seed would repeat the random numbers of the first tokens. The derived seed, 0 to
+    2^63 - 1, depends only on that seed and `num_sampled`, so resuming at the same token is
+    reproducible.
     """
     if num_sampled == 0:
         return seed
@@ -84,6 +90,7 @@ def extend_rollout(
     versions: Sequence[int],
     finish_reason: FinishReason,
 ) -> Rollout:
+    """Return the rollout with newly sampled tokens appended and `finish_reason` set."""
     return Rollout(
         token_ids=_append_values(rollout.token_ids, token_ids),
         loss_mask=_append_values(rollout.loss_mask, np.ones(len(token_ids), np.bool_)),

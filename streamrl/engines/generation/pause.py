@@ -1,4 +1,4 @@
-"""Pause of an engine, by reference-counted reasons; timeouts of its requests pause with it."""
+"""Pause state of a generation engine: reasons to pause, and timeouts that exclude paused time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 
 class PauseState:
-    """Set of reasons to pause and the timeouts they suspend; belongs to one event loop.
+    """Reasons for which an engine is paused, and the request timeouts suspended meanwhile.
 
-    The engine resumes once the last reason is removed.
+    The engine resumes once the last reason is removed. An instance belongs to one event loop.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,10 @@ class PauseState:
         self._remaining_s: dict[asyncio.Timeout, float] = {}
 
     def add_reason(self, reason: str) -> bool:
-        """Add a reason and return whether it is the first, which suspends all timeouts."""
+        """Add a reason to pause the engine; return whether no other reason existed.
+
+        The first reason suspends all timeouts of `pausable_timeout`.
+        """
         is_first = not self._reasons
         self._reasons.add(reason)
         if is_first:
@@ -28,7 +31,10 @@ class PauseState:
         return is_first
 
     def remove_reason(self, reason: str) -> bool:
-        """Remove a reason and return whether it was the last, which resumes all timeouts."""
+        """Remove a reason to pause the engine; return whether no reason is left.
+
+        Removing the last reason resumes all timeouts of `pausable_timeout`.
+        """
         was_last = self._reasons == {reason}
         self._reasons.discard(reason)
         if was_last:
@@ -39,7 +45,7 @@ class PauseState:
 
     @asynccontextmanager
     async def pausable_timeout(self, timeout_s: float) -> AsyncIterator[None]:
-        """Raise TimeoutError if the body takes longer than `timeout_s`, excluding paused time."""
+        """Raise TimeoutError if the `async with` body takes over `timeout_s` without the pauses."""
         loop = asyncio.get_running_loop()
         deadline = asyncio.timeout_at(None if self._reasons else loop.time() + timeout_s)
         async with deadline:

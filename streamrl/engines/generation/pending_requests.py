@@ -1,4 +1,4 @@
-"""Futures of a generation engine's callers: rollouts, weight loads, replies, start and exit."""
+"""Futures of pending calls to a generation engine: rollouts, weight loads, replies, start, exit."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,9 +19,10 @@ def do_nothing() -> None:
 
 @dataclass(frozen=True)
 class ProgressWatch:
-    """Makes a request visible to `collect_partial_rollouts` under `name`.
+    """Lets `collect_partial_rollouts` return the rollouts of a request while they are sampled.
 
-    `on_finished` is called for each finished rollout, in any order.
+    `name` is the key of the request there. `on_finished` is called for each finished rollout, in
+    any order.
     """
 
     name: str
@@ -29,9 +30,10 @@ class ProgressWatch:
 
 
 class PendingGroup:
-    """Collects the rollouts of a request; `missing` are the indices that are not finished yet.
+    """Collects the results of a request for several rollouts of a prompt.
 
-    `partials` are all rollouts of the request as they were at its start, finished ones included.
+    `partials` are all rollouts as they were when the request started, including finished ones.
+    `missing` are the indices of those not finished yet.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class PendingGroup:
         self._report_finished(len(partials) - len(self.missing_indices))
 
     def add_sampled(self, sampled: SampledSequence) -> None:
-        """Store a finished sequence; the last one resolves `done`."""
+        """Store the tokens of a finished sequence; the request's last sequence resolves `done`."""
         self.missing_indices.discard(sampled.index)
         self.sampled_sequences[sampled.index] = sampled
         self._report_finished(1)
@@ -56,12 +58,17 @@ class PendingGroup:
             self.done.set_result(None)
 
     def _report_finished(self, count: int) -> None:
+        """Call the watch's `on_finished` once for each of `count` newly finished rollouts."""
         if self.watch is not None:
             for _ in range(count):
                 self.watch.on_finished()
 
     def build_rollouts(self, running: Mapping[int, SampledSequence] | None = None) -> list[Rollout]:
-        """Return all rollouts as they are now; `running` holds unfinished sequences by index."""
+        """Return all rollouts of the request, in order, with the tokens sampled so far.
+
+        `running` holds the tokens of unfinished sequences by index; without it, unfinished rollouts
+        are as they were at the start.
+        """
         sampled = {**(running or {}), **self.sampled_sequences}
         return [
             _extend_with_sampled(rollout, sampled[index]) if index in sampled else rollout
@@ -70,6 +77,7 @@ class PendingGroup:
 
 
 def _extend_with_sampled(rollout: Rollout, sampled: SampledSequence) -> Rollout:
+    """Append the tokens of a vLLM result to the rollout that the sequence continued."""
     return extend_rollout(
         rollout,
         sampled.token_ids,
@@ -80,7 +88,7 @@ def _extend_with_sampled(rollout: Rollout, sampled: SampledSequence) -> Rollout:
 
 
 class PendingRequests:
-    """All pending calls of an engine; resolves their futures as its EngineListener."""
+    """All pending calls of a generation engine; the EngineListener that resolves their futures."""
 
     def __init__(self, model_path: str) -> None:
         self._model_path = model_path
@@ -131,7 +139,10 @@ class PendingRequests:
         self.fail_all(f"the engine of {self._model_path} {outcome}")
 
     def fail_all(self, reason: str) -> None:
-        """Make all pending and later calls raise GenerationError; the first reason is kept."""
+        """Make all pending and later calls raise GenerationError with `reason`.
+
+        Later calls of this method do not replace the first reason.
+        """
         self._failure = self._failure or reason
         futures: list[asyncio.Future[Any]] = [self.started, *self.pending_loads.values()]
         futures += self.pending_replies.values()
@@ -141,6 +152,6 @@ class PendingRequests:
                 future.set_exception(GenerationError(self._failure))
 
     def check_alive(self) -> None:
-        """Raise GenerationError if the engine is dead or closed."""
+        """Raise GenerationError if the engine has died or was closed."""
         if self._failure is not None:
             raise GenerationError(self._failure)

@@ -1,4 +1,4 @@
-"""Calls from the event loop to the engine's thread, each with a timeout."""
+"""Calls from the event loop to the thread of a vLLM engine, each with a timeout."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,10 +16,10 @@ CLOSE_TIMEOUT_S = 60.0
 
 
 class EngineClient:
-    """Base of GenerationEngine: sends calls to the engine's thread and awaits their futures.
+    """Base of GenerationEngine: sends calls to the engine's thread and awaits their results.
 
-    A rollout that misses its deadline raises DeadlineError. An engine that misses the deadline of a
-    pause or a weight load is in an unknown state, so the client ends it.
+    A request whose rollouts miss the deadline raises DeadlineError. After a missed deadline of a
+    pause or a weight load the engine's state is unknown, so the client ends the engine.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -33,34 +33,35 @@ class EngineClient:
 
     @property
     def version(self) -> int:
-        """Version of the weights in use; -1 before the first."""
+        """Version of the weights that the engine samples with; -1 before the first load."""
         return self._pending.version
 
     @property
     def num_running(self) -> int:
-        """Number of requested rollouts that are not finished."""
+        """Number of unfinished rollouts that callers of `generate` wait for."""
         return sum(len(group.missing_indices) for group in self._pending.pending_groups.values())
 
     async def pause(self, reason: str) -> None:
-        """Stop decoding until `resume` has been called for every reason.
+        """Stop decoding until `resume` has removed every reason to pause.
 
-        Returns after the current step. Running rollouts are kept and their timeouts suspended;
-        weights can be loaded meanwhile. Ends the engine and raises GenerationError if the step
-        takes longer than `request_timeout_s`.
+        Returns after the current decode step. Running rollouts are kept and their timeouts
+        suspended; weights can be loaded meanwhile. Ends the engine and raises GenerationError if
+        the step takes longer than `request_timeout_s`.
         """
         self._pending.check_alive()
         self._pause_state.add_reason(reason)
         await self._call_thread(self._thread.pause, reason)
 
     async def resume(self, reason: str) -> None:
-        """Remove a reason to pause; decoding goes on once none is left."""
+        """Remove a reason to pause; decoding continues once no reason is left."""
         if self._pause_state.remove_reason(reason):
             self._thread.resume()
 
     async def sleep(self) -> None:
-        """Free the KV cache; the next step allocates it again and prefills running rollouts.
+        """Free the KV cache of a paused or idle engine.
 
-        Call it while the engine is paused or idle. Raises as `pause` does.
+        The next decode step allocates the cache again and prefills running rollouts. Raises as
+        `pause` does.
         """
         self._pending.check_alive()
         await self._call_thread(self._thread.sleep, "sleep")
@@ -76,7 +77,11 @@ class EngineClient:
             raise DeadlineError(f"vLLM's thread did not end in {CLOSE_TIMEOUT_S:g} s") from error
 
     async def _apply_version(self, version: int, send: Callable[[], None]) -> WeightLoadStats:
-        """Call `send`, which makes the thread load `version`, and wait until it is served."""
+        """Load `version` on the engine's thread and wait until the thread has done so.
+
+        `send` is called to request the load. Returns the statistics of the load. Raises as
+        `GenerationEngine.load_weights` does.
+        """
         if version <= self._newest_version:
             raise WeightsError(f"version {version} came after version {self._newest_version}")
         self._newest_version = version
@@ -99,6 +104,11 @@ class EngineClient:
             self._pending.pending_loads.pop(version, None)
 
     async def _run_request(self, request: SamplingRequest, group: PendingGroup) -> None:
+        """Send a request to the engine's thread and wait until all its rollouts are finished.
+
+        Raises DeadlineError after `request_timeout_s`, paused time excluded; the rollouts are then
+        aborted.
+        """
         self._pending.pending_groups[request.request_id] = group
         self._queue_request(request)
         timeout_s = self._spec.config.request_timeout_s
@@ -116,6 +126,10 @@ class EngineClient:
             self._drop_request(request.request_id)
 
     async def _call_thread(self, send: Callable[[int], None], operation: str) -> Any:
+        """Call `send` with a new call id and return the reply of the engine's thread to that id.
+
+        If no reply arrives within `request_timeout_s`, ends the engine and raises GenerationError.
+        """
         call_id = self._next_request_id()
         reply = self._pending.pending_replies[call_id] = asyncio.get_running_loop().create_future()
         send(call_id)
@@ -130,6 +144,7 @@ class EngineClient:
             del self._pending.pending_replies[call_id]
 
     def _fail_engine(self, reason: str) -> GenerationError:
+        """End the engine, fail all pending calls with `reason` and return the error to raise."""
         self._thread.stop()
         self._pending.fail_all(reason)
         return GenerationError(reason)
@@ -139,17 +154,23 @@ class EngineClient:
         return self._last_request_id
 
     def _queue_request(self, request: SamplingRequest) -> None:
-        """Batch all requests of an event loop iteration, so that they start in the same step."""
+        """Queue a request to be sent at the end of this event loop iteration.
+
+        All requests of an iteration reach the engine's thread together and start in the same decode
+        step.
+        """
         if not self._unsent_requests:
             asyncio.get_running_loop().call_soon(self._flush_requests)
         self._unsent_requests.append(request)
 
     def _flush_requests(self) -> None:
+        """Send the queued requests to the engine's thread."""
         if self._unsent_requests:
             self._thread.add_requests(self._unsent_requests)
             self._unsent_requests = []
 
     def _drop_request(self, number: int) -> None:
+        """Forget a request; abort those of its rollouts that are not finished."""
         missing = self._pending.pending_groups.pop(number).missing_indices
         if missing:
             self._flush_requests()

@@ -1,1 +1,1 @@
-"""Memory of engines: predict, measure and reduce it."""
+"""Predict, measure and reduce the memory of trainers and generators."""

@@ -1,6 +1,6 @@
 """Pause Python's garbage collector during allocation-heavy work.
 
-Collection would take 10 to 50 % of the time of such work and find nothing to free.
+Collections would take 10 to 50 % of the time of such work and find no garbage.
 """
 
 import gc
@@ -10,7 +10,7 @@ from threading import Lock
 
 
 class _GcPauser:
-    """Counts the users that pause the collector, across threads."""
+    """Disables Python's garbage collector while any thread is within `pause_gc`."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -19,7 +19,7 @@ class _GcPauser:
 
     @contextmanager
     def pause_gc(self) -> Iterator[None]:
-        """Disable collection until every thread has left this context; nesting is allowed."""
+        """Disable garbage collection until all threads have left the context; nesting is fine."""
         with self._lock:
             if not self._num_users:
                 self._was_enabled = gc.isenabled()

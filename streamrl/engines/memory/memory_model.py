@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MOMENT_BYTES = 2 * FLOAT32_BYTES
-"""AdamW's two moments, bytes per trained element."""
+"""AdamW's two float32 moments, bytes per trained element."""
 LAYER_VALUES_PER_TOKEN = 17
 """Activations per layer and token that the backward pass needs, in units of the hidden size:
 arXiv 2205.05198 without the attention scores."""
@@ -38,7 +38,11 @@ def estimate_worker_memory(
     micro_batch_tokens: int,
     on_gpu: bool,
 ) -> WorkerMemory:
-    """Estimate the memory of a colocated worker. On a GPU, generator.kv_cache_mb must be set."""
+    """Estimate the memory of a colocated worker: a trainer rank and its generator in a process.
+
+    `micro_batch_tokens` bounds the tokens of a micro-batch, padding included. On a GPU,
+    generator.kv_cache_mb must be set.
+    """
     module = load_skeleton(model_path)
     elements = sum(parameter.numel() for parameter in module.parameters())
     itemsize = resolve_trainer_dtype(trainer).itemsize
@@ -83,7 +87,10 @@ def has_shared_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on
 def _count_aliased_elements(
     module: "PreTrainedModel", trainer: TrainerConfig, generator: GeneratorConfig
 ) -> int:
-    """Count the elements that generator and trainer of a CPU rank share without a copy."""
+    """Count the parameter elements that trainer and generator of a CPU rank share without a copy.
+
+    `module` is the full model on the meta device.
+    """
     size, generator_size = trainer.tensor_parallel, generator.tensor_parallel
     is_sharded = trainer.zero_stage == PARAMETER_SHARDING_STAGE and trainer.dp_size > 1
     same_dtype = resolve_trainer_dtype(trainer) is _resolve_generator_dtype(generator, on_gpu=False)
@@ -109,7 +116,12 @@ def _count_aliased_elements(
 def _count_local_elements(
     module: "PreTrainedModel", trainer: TrainerConfig, elements: int
 ) -> tuple[int, int]:
-    """Return elements of a rank's shard, and the most gathered at a time in a forward pass."""
+    """Count the parameter elements in a rank's memory.
+
+    Returns the elements of the rank's own shard, and the elements of gathered parameters that a
+    forward pass needs in addition at the same time (0 without sharded parameters). `elements`
+    counts the full model.
+    """
     if not trainer.has_sharded_params:
         return elements, 0
     if trainer.backend != "torch":
@@ -131,21 +143,23 @@ def _count_local_elements(
 
 
 def _count_largest_param(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
+    """Count the elements of the largest parameter; if parameters are sharded, of its shard."""
     largest = max(parameter.numel() for parameter in module.parameters())
     is_sharded = trainer.has_sharded_params and trainer.zero_stage == PARAMETER_SHARDING_STAGE
     return -(-largest // trainer.dp_size) if is_sharded else largest
 
 
 def _resolve_generator_dtype(generator: GeneratorConfig, *, on_gpu: bool) -> torch.dtype:
-    """Return the generator's dtype; assumes a bfloat16 model for auto on a GPU."""
+    """Return the generator's torch dtype; auto on a GPU is taken to be bfloat16."""
     extra_dtypes = {"auto": torch.bfloat16 if on_gpu else torch.float32, "float16": torch.float16}
     return {**TORCH_DTYPES, **extra_dtypes}[generator.dtype]
 
 
 def _estimate_state_bytes(trainer: TrainerConfig, trained: int) -> tuple[int, int]:
-    """Return bytes of a rank's optimizer state and gradients.
+    """Return the bytes of a rank's optimizer state and the bytes of the rank's gradients.
 
-    From ZeRO stage 1 on, the optimizer state includes float32 master weights.
+    `trained` counts trained elements. From ZeRO stage 1 on, the optimizer state includes float32
+    master weights.
     """
     if trainer.backend != "deepspeed" or trainer.zero_stage == 0:
         return trained * MOMENT_BYTES, trained * FLOAT32_BYTES
@@ -156,6 +170,7 @@ def _estimate_state_bytes(trainer: TrainerConfig, trained: int) -> tuple[int, in
 
 
 def _estimate_token_bytes(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
+    """Return the bytes of activations and logits per token of a micro-batch in training."""
     config = module.config.get_text_config()
     layers, hidden = config.num_hidden_layers, config.hidden_size
     saved = (

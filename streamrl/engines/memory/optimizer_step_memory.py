@@ -1,6 +1,6 @@
 """Analytic model of a rank's transient memory for gradient reduction and the optimizer step.
 
-Describes DeepSpeed 0.19 and torch's AdamW as implemented. A bucket is DeepSpeed's buffer of
+Describes DeepSpeed 0.19 and torch's AdamW as implemented. A reduce bucket is DeepSpeed's buffer of
 gradients that are reduced together.
 """
 
@@ -13,17 +13,17 @@ from streamrl.engines.trainer_config import BUCKET_ELEMENTS, PARAMETER_SHARDING_
 
 FLOAT32_BYTES = 4
 ZERO0_REDUCE_ELEMENTS = 500_000_000
-"""DeepSpeed's fixed allreduce bucket of stage 0."""
+"""Elements that DeepSpeed reduces at a time in stage 0; a constant of DeepSpeed."""
 ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
 """DeepSpeed's default sub_group_size of stage 3: elements per optimizer call."""
 
 
 @dataclass(frozen=True)
 class TransientMemory:
-    """Bytes on top of weights, gradients and optimizer state.
+    """Bytes that training needs for some time on top of weights, gradients and optimizer state.
 
-    between_micro_batches: held during the whole step. backward: additionally in a backward pass.
-    update: additionally in an optimizer update.
+    between_micro_batches: during the whole training step. backward: additionally in a backward
+    pass. update: additionally in an optimizer update.
     """
 
     between_micro_batches: int = 0
@@ -34,10 +34,10 @@ class TransientMemory:
 def estimate_transient_memory(
     trainer: TrainerConfig, *, trained: int, largest: int, on_gpu: bool
 ) -> TransientMemory:
-    """Estimate the transient memory of a rank that trains `trained` elements.
+    """Estimate the transient memory of a rank for gradient reduction and the optimizer step.
 
-    With DeepSpeed `trained` counts the whole model, with backend torch the rank's shard. `largest`
-    counts the elements of the largest parameter.
+    `trained` counts the trained elements: with DeepSpeed of the whole model, with backend torch of
+    the rank's shard. `largest` counts the elements of the largest parameter.
     """
     # AdamW's square roots of second moments: of all parameters at once on a GPU (foreach); on a CPU
     # of a single parameter, plus the quotient in new memory.
@@ -58,16 +58,17 @@ def estimate_transient_memory(
 
 
 def _estimate_adamw_bytes(elements: int, *, on_gpu: bool) -> int:
-    """Estimate AdamW's temporaries for a flat parameter of ZeRO, bytes."""
+    """Estimate the bytes of AdamW's temporaries for a flat ZeRO parameter."""
     return (1 if on_gpu else 2) * elements * FLOAT32_BYTES
 
 
 def _estimate_bucket_memory(
     trainer: TrainerConfig, trained: int, *, on_gpu: bool
 ) -> TransientMemory:
-    """Estimate ZeRO 1 in float32, 2 and 3, which reduce gradients in buckets.
+    """Estimate the transient memory of the ZeRO stages that reduce gradients in buckets.
 
-    A bucket is reduced in a copy. For the update, a rank's gradients are copied into a flat tensor.
+    These are stage 1 in float32, 2 and 3. Reduction copies the bucket. For the update, a rank's
+    gradients are copied into a flat tensor.
     """
     itemsize = resolve_trainer_dtype(trainer).itemsize
     full = min(BUCKET_ELEMENTS, trained)

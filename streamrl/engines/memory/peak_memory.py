@@ -1,4 +1,4 @@
-"""Peak memory of this process by phase: GPU memory if it has a GPU, else resident memory.
+"""Peak memory of this process by phase: GPU memory if the process has a GPU, else resident memory.
 
 torch is imported lazily: processes that only hold an actor's handle import this module as well.
 """
@@ -12,21 +12,22 @@ PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear
 RESET_PEAK_COMMAND = "5"
 """Value for /proc/self/clear_refs that resets VmHWM; see proc(5)."""
 MMAP_THRESHOLD = -3
-"""glibc's M_MMAP_THRESHOLD option of mallopt(3): larger blocks get a mapping of their own."""
+"""glibc's M_MMAP_THRESHOLD option of mallopt(3): size from which blocks are mapped separately."""
 LARGE_BLOCK_BYTES = 1 << 20
 
 
 def release_large_blocks_eagerly() -> None:
-    """Make malloc return blocks of 1 MB and more to the system as soon as they are freed.
+    """Make malloc return freed blocks of 1 MB and more to the operating system at once.
 
-    By default glibc raises the threshold up to 32 MB, so gradients freed before an update would
-    still count during the update. The price is page faults on every large allocation.
+    By default glibc raises this threshold up to 32 MB, so gradients freed before an update would
+    still count as resident memory during the update. The price is page faults on every large
+    allocation.
     """
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def release_freed_memory() -> None:
-    """Return freed memory from the allocators of C and torch to the system.
+    """Return freed memory from the allocators of C and torch to the operating system or the GPU.
 
     torch's CUDA allocator caches all freed memory, which vLLM then lacks for the KV cache.
     """
@@ -38,10 +39,10 @@ def release_freed_memory() -> None:
 
 
 class PeakMemoryTracker:
-    """Records the peak memory, MB, of consecutive phases.
+    """Records the peak memory of this process, MB, in each of several consecutive phases.
 
     On a CPU the peak is the process's resident memory, libraries and shared memory included. If the
-    kernel cannot reset the peak, a phase reports the peak of the process so far.
+    kernel cannot reset the peak, a phase reports the peak since the process started.
     """
 
     def __init__(self) -> None:
@@ -49,15 +50,20 @@ class PeakMemoryTracker:
         _read_and_reset_peak()
 
     def record_phase(self, phase: str) -> None:
-        """Attribute the peak since the last call to `phase`."""
+        """Record the peak memory since the last call (or the start) as that of `phase`.
+
+        If a phase occurs several times, its highest peak counts.
+        """
         self._peaks[phase] = max(self._peaks.get(phase, 0.0), _read_and_reset_peak() / MB)
 
     def drain_peaks(self) -> dict[str, float]:
+        """Return the recorded peaks, MB by phase, and forget them."""
         peaks, self._peaks = self._peaks, {}
         return peaks
 
 
 def _read_and_reset_peak() -> int:
+    """Return the process's peak memory in bytes since the last reset, and reset the peak."""
     import torch
 
     if torch.cuda.is_available():

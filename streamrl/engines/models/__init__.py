@@ -1,1 +1,1 @@
-"""transformers models: load, check, adapt, split and save them."""
+"""transformers models: load, check, add heads and adapters, split over ranks, save."""

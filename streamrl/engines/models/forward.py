@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHUNK_TOKENS = 2048
-"""Tokens whose float32 distributions over the vocabulary exist at a time."""
+"""Tokens for which float32 logits over the vocabulary exist at the same time."""
 FLEX_ATTENTION = ATTENTION_IMPLEMENTATIONS["flex"]
 NEXTN_LAYERS_KEY = "num_nextn_predict_layers"
 """Key in config.json of the number of multi-token prediction layers."""
@@ -31,8 +31,9 @@ EntropyMode = Literal["none", "value", "gradient"]
 class ModelLoadOptions:
     """Options that make transformers compute the same as vLLM with the same weights.
 
-    attention: a key of ATTENTION_IMPLEMENTATIONS. max_length: longest rollout, tokens, prompt
-    included; vLLM selects LongRoPE factors by it. None selects them by the length of each batch.
+    attention: a key of ATTENTION_IMPLEMENTATIONS. max_length: length of the longest rollout in
+    tokens, prompt included, by which vLLM selects LongRoPE factors. With max_length None,
+    transformers selects the factors by the length of each batch.
     """
 
     attention: str = "auto"
@@ -43,7 +44,10 @@ DEFAULT_OPTIONS = ModelLoadOptions()
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities and entropies, float32 [B, T]; 0 at position 0 and in the padding."""
+    """Log-probabilities of tokens and entropies of their distributions, float32 [B, T].
+
+    Both are 0 at position 0 and in the padding.
+    """
 
     logprobs: Tensor
     entropy: Tensor
@@ -56,7 +60,7 @@ def get_local_device() -> torch.device:
 
 
 def synchronize_device() -> None:
-    """Wait for the GPU's queued work, so that another stream can use the results."""
+    """Wait for the GPU's queued work, so that another CUDA stream can use the results."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -88,7 +92,7 @@ def load_skeleton(path: str) -> "PreTrainedModel":
 
 
 def load_value_skeleton(path: str) -> "PreTrainedModel":
-    """Build the model of `load_value_model` on the meta device, without weights."""
+    """Build a critic's model on the meta device: that of `load_value_model`, without weights."""
     from transformers import AutoModelForTokenClassification
 
     with torch.device("meta"):
@@ -100,6 +104,11 @@ def load_value_skeleton(path: str) -> "PreTrainedModel":
 def _load_pretrained(
     auto_class: Any, path: str, config: Any, dtype: torch.dtype, options: ModelLoadOptions
 ) -> tuple[Any, list[str]]:
+    """Load a model with dropout disabled; return the model and its missing parameters.
+
+    `auto_class` is a class such as AutoModelForCausalLM. Raises ConfigError if transformers cannot
+    load the directory.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -131,6 +140,7 @@ def _load_pretrained(
 
 
 def _choose_attention(config: Any, setting: str) -> str | None:
+    """Return transformers' name of the attention implementation; None lets transformers choose."""
     softcap = config.get_text_config().to_dict().get("attn_logit_softcapping")
     if setting == "auto" and softcap:
         # transformers' other implementations silently ignore soft-capping.
@@ -167,6 +177,7 @@ def _fix_longrope_factors(model: Any, max_length: int | None) -> None:
 
 
 def _check_complete(path: str, missing: list[str]) -> None:
+    """Raise ConfigError if `missing` names parameters that the directory's files lack."""
     if missing:
         first = ", ".join(missing[:3])
         raise ConfigError(f"model.path={path}: lacks {len(missing)} parameters, such as {first}")
@@ -175,10 +186,10 @@ def _check_complete(path: str, missing: list[str]) -> None:
 def load_value_model(
     path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
 ) -> "PreTrainedModel":
-    """Load a model directory's body with a value head of a scalar per token.
+    """Load a critic: the directory's model with a value head (a scalar per token) as its only head.
 
-    A critic's checkpoint brings its head; otherwise the head starts at 0, so a new critic predicts
-    0. Raises ConfigError as `load_model` does.
+    If the directory is a critic's checkpoint, its value head is loaded; otherwise the head starts
+    at 0, so a new critic predicts 0. Raises ConfigError as `load_model` does.
     """
     from transformers import AutoModelForTokenClassification
 
@@ -198,17 +209,17 @@ def load_value_model(
 def compute_token_values(
     model: Callable[..., Any], token_ids: Tensor, attention_mask: Tensor
 ) -> Tensor:
-    """Return the value of the state before each token, float32 [B, T].
+    """Run a critic and return the value of the state before each token, float32 [B, T].
 
-    The value at position t depends on the tokens before t, like the choice of token t. Position 0
-    and the padding have 0.
+    `token_ids` int64 [B, T], `attention_mask` bool [B, T]. The value at position t depends on the
+    tokens before t, like the choice of token t. Position 0 and the padding have 0.
     """
     output = run_causal_forward(model, token_ids)
     return shift_right(output.logits[..., 0].float(), attention_mask)
 
 
 def run_causal_forward(model: Callable[..., Any], token_ids: Tensor) -> Any:
-    """Run a causal model on right-padded sequences, without an attention mask.
+    """Run a causal model on right-padded sequences, int64 [B, T], without an attention mask.
 
     Tokens never attend to later positions, so right padding does not affect them. Without a mask,
     attention uses its causal kernel, which skips the masked pairs: 3 to 4 % of a training step on
@@ -249,7 +260,10 @@ def score_tokens(
     temperature: float,
     entropy_mode: EntropyMode = "none",
 ) -> TokenScores:
-    """Compute `compute_token_logprobs` from the logits [B, T, V] of a forward pass."""
+    """Compute the logprobs and entropies of tokens from the logits [B, T, V] of a forward pass.
+
+    Shapes, temperature and entropy modes are those of `compute_token_logprobs`.
+    """
     # Split the full logits and drop the last position of the small result. Slicing the logits
     # instead would make the backward pass pad a gradient of the full size.
     targets = token_ids.roll(-1, dims=1)
@@ -276,6 +290,7 @@ def score_tokens(
 def _score_chunk(
     logits: Tensor, targets: Tensor, temperature: float, entropy_mode: EntropyMode
 ) -> tuple[Tensor, Tensor]:
+    """Compute the logprobs and entropies of `targets` [B, C] from logits [B, C, V] of the chunk."""
     scaled = logits.float() / temperature
     chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
     if entropy_mode == "none":
@@ -285,6 +300,9 @@ def _score_chunk(
 
 
 def shift_right(values: Tensor, attention_mask: Tensor) -> Tensor:
-    """Move predictions [B, T] of the next token to that token's position; zero the padding."""
+    """Move predictions [B, T], made at the token before, to the position of the predicted token.
+
+    Position 0 and the padding become 0.
+    """
     shifted = torch.nn.functional.pad(values[:, :-1], (1, 0))
     return torch.where(attention_mask, shifted, 0.0)

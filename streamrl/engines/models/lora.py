@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_lora_adapters(module: "PreTrainedModel", config: TrainerConfig) -> None:
-    """Add adapters and freeze all other parameters but a critic's value head.
+    """Add LoRA adapters to a model; freeze all other parameters except a critic's value head.
 
     The B matrices start at 0, so the model's output is unchanged. Raises ConfigError as
     `find_lora_layers` does.
@@ -37,10 +37,11 @@ def add_lora_adapters(module: "PreTrainedModel", config: TrainerConfig) -> None:
 def find_lora_layers(
     module: "PreTrainedModel", config: TrainerConfig, *, section: str = "trainer"
 ) -> list[str]:
-    """Return the names of the linear layers that `lora_targets` selects, heads excluded.
+    """Return the names of the linear layers that get LoRA adapters; heads get none.
 
-    Raises ConfigError if a target matches no layer or the model has no linear layers. `section` is
-    the config section for messages.
+    The names in `lora_targets` select the layers, all layers if empty. Raises ConfigError if a
+    target matches no layer or the model has no linear layers. `section` is the config section that
+    error messages name.
     """
     head = module.get_output_embeddings()
     linear = [
@@ -63,7 +64,7 @@ def find_lora_layers(
 
 
 def count_trained_params(module: "PreTrainedModel", config: TrainerConfig) -> int:
-    """Count the trained elements of a model, which may be on the meta device.
+    """Count the elements of a model's trained parameters; the model may be on the meta device.
 
     With LoRA these are adapters and value head, otherwise all parameters; tied ones count once.
     """
@@ -79,6 +80,9 @@ def count_trained_params(module: "PreTrainedModel", config: TrainerConfig) -> in
 
 
 def check_lora_targets(model_path: str, config: TrainerConfig, *, section: str) -> None:
-    """Raise ConfigError if `lora_targets` match no linear layers of the model in a directory."""
+    """Raise ConfigError if a name in `lora_targets` matches no linear layer of the model.
+
+    Does nothing without LoRA. `section` is the config section that error messages name.
+    """
     if config.lora_rank:
         find_lora_layers(load_skeleton(model_path), config, section=section)

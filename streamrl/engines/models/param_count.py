@@ -1,4 +1,4 @@
-"""Number of trained parameters from config.json alone, for families with exact planner shapes.
+"""Count trained parameters from config.json alone, for families with exact planner shapes.
 
 Building a model on the meta device instead imports transformers' classes, which takes 2 s.
 """
@@ -13,15 +13,16 @@ from streamrl.placement.lora_params import add_lora_adapters
 from streamrl.placement.model_shapes import load_model_shape
 
 BIAS_KEYS = ("attention_bias", "mlp_bias")
-"""Biases that some models of these families have and `ModelShape` does not count."""
+"""Keys in config.json that enable biases; `ModelShape` does not count these biases."""
 
 
 def count_trained_params_from_config(
     model_path: str, config: TrainerConfig, *, has_output: bool, has_value: bool
 ) -> int | None:
-    """Count the trained elements of the model in a directory; None for an unsupported family.
+    """Count the trained elements of the model in a directory, if config.json suffices for that.
 
-    `has_output` and `has_value` tell which heads the trained model has.
+    Returns None for families and biases that the planner's shapes do not cover. `has_output` and
+    `has_value` say whether the trained model has an output head and a value head.
     """
     try:
         settings = read_small_json(Path(model_path) / "config.json")

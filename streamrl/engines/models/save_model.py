@@ -22,10 +22,12 @@ def write_hf_model(
     *,
     tokenizer_from: str,
 ) -> None:
-    """Write a Hugging Face directory of parameters, the module's buffers and a tokenizer.
+    """Write a Hugging Face directory of a trained model.
 
-    generation_config.json is copied from `tokenizer_from`: transformers refuses to save defaults
-    it finds inconsistent, such as a temperature with greedy decoding.
+    `parameters` are the trained values by name; buffers and config come from `module`, tokenizer
+    and generation_config.json from the directory `tokenizer_from`. The latter file is copied
+    because transformers refuses to save a generation config with contradictions, such as a
+    temperature with greedy decoding.
     """
     # state_dict() omits non-persistent buffers, such as those of rotary embeddings.
     module_state, buffers = module.state_dict(), dict(module.named_buffers())
@@ -43,6 +45,7 @@ def write_hf_model(
 
 @contextmanager
 def _reset_generation_config(module: "PreTrainedModel") -> Iterator[None]:
+    """Give the module an empty generation config while saving: transformers may reject its own."""
     if not module.can_generate():
         yield
         return

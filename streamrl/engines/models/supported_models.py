@@ -34,7 +34,7 @@ TensorShapes = Mapping[str, tuple[int, ...]]
 UNTRAINED_TENSORS = re.compile(
     rf"{RECOMPUTED_TENSORS.pattern}|(^|\.)mtp[_.]|^(score|v_head|value_head)\.|vision|visual"
 )
-"""Tensors that no trainer needs: recomputed buffers, multi-token prediction, heads, vision."""
+"""Names of tensors that training ignores: recomputed buffers, MTP layers, value heads, vision."""
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 ADAPTER_FILE = "adapter_config.json"
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
@@ -53,7 +53,7 @@ POSITIVE_KEYS = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
-"""Settings that must be above 0; otherwise the model computes NaN or zeros without an error."""
+"""Keys of config.json that must be above 0; otherwise the model computes NaN or zeros silently."""
 PLAIN_DTYPES = ("None", "float16", "bfloat16", "float32")
 RESAVE_ADVICE = "load the directory with transformers, save it, and train that"
 QUANTISED_ADVICE = (
@@ -72,8 +72,8 @@ def check_model_support(
 ) -> None:
     """Raise ConfigError unless transformers and vLLM support the model and compute the same.
 
-    `attention` is the value of `<section>.attention`, `key` the config key of `path`. With
-    `is_served` False, as for a critic, vLLM need not support the model.
+    `path` is the model directory, which the config key `key` names. `attention` is the value of
+    `<section>.attention`. With `is_served` False, as for a critic, vLLM need not support the model.
     """
     full_config = read_model_config(path)
     config = full_config.get_text_config()
@@ -90,7 +90,7 @@ def check_model_support(
 
 
 def describe_untrained_layers(path: str) -> list[str]:
-    """Return warnings about layers that are not trained and are missing from checkpoints."""
+    """Return warnings about layers of a model directory that training ignores and does not save."""
     settings = read_model_config(path).get_text_config().to_dict()
     layers = _parse_layer_numbers(read_stored_shapes(Path(path), "model.path"))
     if not settings.get(NEXTN_LAYERS_KEY) or max(layers, default=0) < settings["num_hidden_layers"]:
@@ -102,6 +102,7 @@ def describe_untrained_layers(path: str) -> list[str]:
 
 
 def _explain_quantised(settings: Mapping[str, Any]) -> str:
+    """Explain why quantized weights cannot be trained; "" if config.json declares none."""
     quantization = settings.get("quantization_config")
     if not quantization:
         return ""
@@ -109,7 +110,11 @@ def _explain_quantised(settings: Mapping[str, Any]) -> str:
 
 
 def _explain_unservable(config: Any, *, is_part: bool) -> str:
-    """Explain why vLLM would not serve the class that is trained; "" if vLLM serves that class."""
+    """Explain why vLLM would serve another class than transformers trains; "" if it would not.
+
+    `config` is the directory's config. `is_part` says whether the language model is a part of a
+    larger model, such as a vision-language model.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if is_part and importlib.util.find_spec("torchvision") is None:
@@ -128,7 +133,10 @@ def _explain_unservable(config: Any, *, is_part: bool) -> str:
 
 
 def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: TensorShapes) -> str:
-    """Explain which setting vLLM's model of the family ignores or rejects; "" if none."""
+    """Explain which setting of config.json vLLM ignores or rejects for this family; "" if none.
+
+    `stored` are the shapes of the directory's tensors by name.
+    """
     has_window = bool(settings.get("use_sliding_window"))
     layer_types, clip_qkv = set(settings.get("layer_types") or ()), settings.get("clip_qkv")
     is_tied = bool(settings.get("tie_word_embeddings"))
@@ -165,6 +173,7 @@ def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: Ten
 
 
 def _explain_wrong_attention(family: str, settings: Mapping[str, Any], attention: str) -> str:
+    """Explain why an attention implementation does not suit the model; "" if it does."""
     if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
         return "needs the package flash-attn, which is not installed; auto does without"
     if attention == "sdpa" and settings.get("attn_logit_softcapping"):
@@ -222,9 +231,9 @@ def _check_positive(path: str, key: str, settings: Mapping[str, Any]) -> None:
 
 
 def _predict_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors of a plain Llama, Mistral or Qwen model, by name.
+    """Predict the shapes of all tensors of a Llama, Mistral or Qwen model by name from config.json.
 
-    Returns an empty dict for any other model or setting.
+    Returns an empty dict for any other family and for settings that change the shapes.
     """
     family, heads = settings["model_type"], settings.get("num_attention_heads")
     rope = (settings.get("rope_parameters") or {}).get("rope_type")
@@ -275,9 +284,9 @@ def _predict_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, 
 
 
 def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:
-    """Load tensors of these shapes with transformers on the meta device.
+    """Load tensors of these shapes with transformers on the meta device, as a trial.
 
-    Returns an explanation of the first mismatch, or "".
+    Returns an explanation of the first mismatch between tensors and config.json, "" if all match.
     """
     load = load_skeleton if is_served else load_value_skeleton
     try:
@@ -329,6 +338,7 @@ def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:
 
 
 def _explain_load_failure(error: Exception, role: str) -> str:
+    """Explain transformers' error on building a model of this `role`, "policy" or "critic"."""
     text = " ".join(str(error).split())
     if text.startswith("Unrecognized configuration class"):
         return f"config.json: transformers has no class that makes a {role} of this family"
@@ -338,6 +348,7 @@ def _explain_load_failure(error: Exception, role: str) -> str:
 
 
 def _parse_layer_numbers(names: Iterable[str]) -> set[int]:
+    """Return the layer numbers in the names of tensors."""
     matches = (
         LAYER_NUMBER_PATTERN.search(name) for name in names if not UNTRAINED_TENSORS.search(name)
     )

@@ -26,7 +26,7 @@ ROW_PARALLEL = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
-    """Replace the matrices of every layer by DTensors split over the mesh.
+    """Replace the weight matrices of every decoder layer by DTensors split over the mesh.
 
     Inputs and outputs of a layer, and their gradients, stay replicated.
     """
@@ -39,20 +39,22 @@ def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
 def iter_parallel_params(
     layer: nn.Module, names: Sequence[str] = (*COLUMN_PARALLEL, *ROW_PARALLEL)
 ) -> Iterator[nn.Parameter]:
-    """Yield the split parameters of a layer.
+    """Yield the parameters of the split submodules `names` of a decoder layer, all by default.
 
-    Includes biases of row-parallel layers although those are replicated; they are negligible.
+    Includes biases of row-parallel submodules although those are replicated; they are negligible.
     """
     for name in names:
         yield from layer.get_submodule(name).parameters()
 
 
 def iter_layers(module: "PreTrainedModel") -> Iterator[nn.Module]:
+    """Yield the decoder layers of a model."""
     layer_classes = set(module._no_split_modules or ())
     return (layer for layer in module.modules() if type(layer).__name__ in layer_classes)
 
 
 def _make_parallelize_plan() -> "dict[str, ParallelStyle]":
+    """Return the plan of torch's `parallelize_module` for a decoder layer."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

@@ -1,4 +1,4 @@
-"""Rules for tensor parallelism: which models can be split, and over how many ranks.
+"""Rules of tensor parallelism: which models can be split over how many ranks.
 
 The rules take sizes from config.json or from the planner's ModelShape.
 """
@@ -22,20 +22,21 @@ HEADS_KEY, KV_HEADS_KEY, INTERMEDIATE_KEY = (
     "intermediate_size",
 )
 EXPERT_INTERMEDIATE_KEY = "moe_intermediate_size"
-"""Key of some mixture-of-experts families; others use INTERMEDIATE_KEY for experts, too."""
+"""Key of an expert's size in some mixture-of-experts families; others use INTERMEDIATE_KEY."""
 DIVIDED_KEYS = (HEADS_KEY, KV_HEADS_KEY, INTERMEDIATE_KEY)
 
 SplitSizes = Mapping[str, int]
-"""Sizes that the number of ranks must divide, by their key in config.json."""
+"""Sizes that the number of tensor-parallel ranks must divide, by their key in config.json."""
 
 
 def has_experts(model_path: str) -> bool:
+    """Return whether config.json describes a mixture-of-experts model."""
     config = vars(read_model_config(model_path).get_text_config())
     return any(config.get(name) for name in EXPERT_COUNT_KEYS)
 
 
 def check_generator_split(model_path: str, ranks: int) -> None:
-    """Raise ConfigError if vLLM cannot split the model in a directory over that many ranks."""
+    """Raise ConfigError if vLLM cannot split the model over `ranks` tensor-parallel ranks."""
     names = (*DIVIDED_KEYS, EXPERT_INTERMEDIATE_KEY) if has_experts(model_path) else DIVIDED_KEYS
     sizes = _read_sizes(read_model_config(model_path).get_text_config(), names)
     if reason := explain_unservable_split(sizes, ranks):
@@ -43,7 +44,10 @@ def check_generator_split(model_path: str, ranks: int) -> None:
 
 
 def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
-    """Raise ConfigError if the model in a directory cannot be split over that many ranks."""
+    """Raise ConfigError if training cannot split the model over `ranks` tensor-parallel ranks.
+
+    `section` is the config section that error messages name.
+    """
     if ranks == 1:
         return
     config = read_model_config(model_path)
@@ -54,6 +58,7 @@ def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
 
 
 def get_split_sizes(shape: ModelShape) -> SplitSizes:
+    """Return the numbers of heads and the MLP size of a planner's ModelShape."""
     sizes = {HEADS_KEY: shape.heads, KV_HEADS_KEY: shape.kv_heads}
     if not shape.experts:
         return sizes | {INTERMEDIATE_KEY: shape.intermediate}
@@ -62,7 +67,7 @@ def get_split_sizes(shape: ModelShape) -> SplitSizes:
 
 
 def explain_unservable_split(sizes: SplitSizes, ranks: int) -> str:
-    """Explain why vLLM cannot split a model over that many ranks; "" if it can.
+    """Explain why vLLM cannot split a model over `ranks` tensor-parallel ranks; "" if it can.
 
     With fewer key-value heads than ranks, vLLM replicates heads.
     """
@@ -74,9 +79,9 @@ def explain_unservable_split(sizes: SplitSizes, ranks: int) -> str:
 
 
 def explain_untrainable_split(family: str, sizes: SplitSizes, ranks: int) -> str:
-    """Explain why a model cannot be trained split over that many ranks; "" if it can.
+    """Explain why training cannot split a model over `ranks` tensor-parallel ranks; "" if it can.
 
-    `family` is "" if the planner knows only sizes; the family then passes.
+    `family` is the model_type, or "" for a planner that knows only sizes: every family then passes.
     """
     if family and family not in TENSOR_PARALLEL_FAMILIES:
         return f"splits models of type {', '.join(TENSOR_PARALLEL_FAMILIES)}, not {family}"
@@ -84,7 +89,7 @@ def explain_untrainable_split(family: str, sizes: SplitSizes, ranks: int) -> str
 
 
 def explain_unloadable_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> str:
-    """Explain why vLLM cannot load new weights into a split model; "" if it can."""
+    """Explain why vLLM cannot load new weights into a model split over `ranks`; "" if it can."""
     if on_gpu or ranks == 1 or not has_experts:
         return ""
     return (
@@ -94,11 +99,13 @@ def explain_unloadable_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> 
 
 
 def _read_sizes(config: "PreTrainedConfig", names: Iterable[str]) -> SplitSizes:
+    """Read the sizes of these names from a transformers config."""
     # getattr instead of to_dict(): transformers maps the names that families use to standard ones.
     sizes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     return {name: size for name, size in sizes.items() if size}
 
 
 def _explain_indivisible(sizes: SplitSizes, ranks: int) -> str:
+    """Name the sizes that the number of ranks does not divide; "" if it divides all."""
     reasons = (f"must divide the model's {k}={size}" for k, size in sizes.items() if size % ranks)
     return next(reasons, "")

@@ -8,7 +8,7 @@ from transformers.utils import ModelOutput
 
 @dataclass
 class TwoHeadedOutput(ModelOutput):
-    """Logits [B, T, V] and values [B, T, 1].
+    """Output of a policy with a value head: logits [B, T, V] and values [B, T, 1].
 
     A ModelOutput is a dataclass and a dict: FSDP registers its gradient hooks on dataclass fields,
     DeepSpeed on dict entries.

@@ -1,7 +1,7 @@
-"""Policy and critic as two heads of a shared body, trained with a single forward pass.
+"""Policy and critic as two heads of a shared transformer, trained with a single forward pass.
 
 HybridFlow calls this AC-share (arXiv 2409.19256); trlx trains the same. The value loss also updates
-the body.
+the shared layers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,8 @@ def load_two_headed_model(
 ) -> "PreTrainedModel":
     """Load a directory's causal language model and add a value head initialized to 0.
 
-    The head's parameters have the same names as a critic's. Raises ConfigError as `load_model`
-    does.
+    The value head's parameters have the same names as those of a separate critic. Raises
+    ConfigError as `load_model` does.
     """
     from streamrl.engines.models.two_headed_output import TwoHeadedOutput
 
@@ -50,10 +50,14 @@ def load_two_headed_model(
 
 
 def add_value_head(model: "PreTrainedModel", *, dtype: torch.dtype) -> None:
+    """Add a randomly initialized value head, a scalar per token, on the model's device."""
     width = model.config.get_text_config().hidden_size
     model.score = torch.nn.Linear(width, 1, device=model.device, dtype=dtype)
 
 
 def extract_values(output: Any, attention_mask: Tensor) -> Tensor:
-    """Return the values of a forward pass, aligned as in `compute_token_values`."""
+    """Return the values [B, T] of a two-headed model's output; 0 at position 0 and in the padding.
+
+    As in `compute_token_values`, position t has the value of the state before token t.
+    """
     return shift_right(output.state_values[..., 0].float(), attention_mask)

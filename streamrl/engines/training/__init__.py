@@ -1,1 +1,1 @@
-"""A rank of a trainer: backends, tasks, batches and optimizer state."""
+"""A rank of a trainer: backends, tasks (model and loss), batches and optimizer state."""

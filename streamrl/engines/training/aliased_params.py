@@ -1,4 +1,4 @@
-"""Memory layout that lets trainer and generator of a process share parameters without a copy."""
+"""Memory layout by which trainer and generator of a process share parameters without a copy."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from streamrl.weights.parameters import group_for_fusion
 def make_sisters_contiguous(module: torch.nn.Module) -> None:
     """Move the trained parameters of sibling layers (such as q, k and v) into a contiguous block.
 
-    vLLM fuses siblings into one parameter and can alias the block instead of copying.
+    vLLM fuses sibling layers into a single parameter and can then alias the block instead of
+    copying.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for names in group_for_fusion(trained):
@@ -27,10 +28,11 @@ def make_sisters_contiguous(module: torch.nn.Module) -> None:
 def find_alias_view(
     served: ShardStorage, name: str, local: Tensor, shard: TensorShard
 ) -> Tensor | None:
-    """Return the contiguous view of the generator's storage that can hold a rank's shard.
+    """Return the part of the generator's storage that can replace a trainer rank's local tensor.
 
-    Returns None if dtype or device differ or the elements are strided in the generator's storage,
-    such as columns of an unsplit matrix.
+    The part is a contiguous view with the elements of `shard` of parameter `name`. Returns None if
+    dtype or device differ or the elements are strided in the generator's storage, such as columns
+    of an unsplit matrix.
     """
     if len(shard.boxes) != 1:
         return None

@@ -19,7 +19,7 @@ TOKEN_COLUMNS = (
     "policy_version",
     "ref_logprobs",
 )
-"""Columns that a loss may read per token; absent columns are left out."""
+"""Columns of a group that a loss may read per token; a batch omits columns that the group lacks."""
 
 
 def derive_columns(
@@ -27,7 +27,8 @@ def derive_columns(
 ) -> dict[str, Columns]:
     """Compute the columns that the algorithm derives from complete groups, such as advantages.
 
-    Returns columns by uid, with an entry per rollout or per token (rollouts concatenated).
+    Returns derived columns for each uid, with an entry per rollout or per token (rollouts
+    concatenated).
     """
     if not groups:
         return {}
@@ -53,6 +54,7 @@ def derive_columns(
 
 
 def _unpad_rows(values: Tensor, lengths: Array) -> Array:
+    """Concatenate the first `lengths[i]` entries of each row i of a padded tensor."""
     array = values.numpy()
     if array.ndim == 1:
         return array
@@ -66,12 +68,13 @@ def build_batch(
     derived: Mapping[str, Columns],
     token_columns: Sequence[str] = TOKEN_COLUMNS,
 ) -> TensorDict:
-    """Build a micro-batch [B] of the picked rollouts, right-padded to the longest.
+    """Build a micro-batch [B] of the picked rollouts, right-padded to the longest rollout.
 
-    token_ids int64, attention_mask and loss_mask bool, generator_logprobs and (if present)
-    ref_logprobs float32: [B, T], 0 in the padding. Derived columns, [B] or [B, T], replace group
-    columns of the same name. Without picks, the batch is a dummy rollout of two masked tokens, so
-    that an idle rank runs the same collectives as the others.
+    `picks` are (uid, index of the rollout in its group). Tensors: token_ids int64, attention_mask
+    and loss_mask bool, generator_logprobs and (if present) ref_logprobs float32: [B, T], 0 in the
+    padding. The columns of `derived`, [B] or [B, T], replace group columns of the same name.
+    Without picks, the batch is a dummy rollout of two masked tokens, so that an idle rank runs the
+    same collectives as the others.
     """
     rows = [
         _collect_rollout(groups[uid], derived[uid], index, token_columns) for uid, index in picks
@@ -88,6 +91,10 @@ def build_batch(
 def _collect_rollout(
     columns: Columns, derived: Columns, index: int, token_columns: Sequence[str]
 ) -> dict[str, Array]:
+    """Return the entries of a group's columns that belong to the rollout at `index`.
+
+    Columns hold an entry per rollout or, concatenated over the rollouts, an entry per token.
+    """
     lengths = columns["lengths"]
     tokens = find_token_slice(lengths, index)
     selected = {name: columns[name] for name in token_columns if name in columns}
@@ -99,6 +106,7 @@ def _collect_rollout(
 
 
 def find_token_slice(lengths: Array, index: int) -> slice:
+    """Return the range of a group's concatenated tokens that belongs to the rollout at `index`."""
     end = int(lengths[: index + 1].sum())
     return slice(end - int(lengths[index]), end)
 

@@ -48,6 +48,8 @@ FORCE_WEIGHTS_ONLY_ENV = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class DeepSpeedBackend:
+    """A rank of a DeepSpeed engine as a TrainingBackend."""
+
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
         deepspeed = _import_deepspeed()
         self.module = module
@@ -97,6 +99,11 @@ class DeepSpeedBackend:
         return float(engine.get_global_grad_norm())
 
     def _divide_and_clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Divide and clip the gradients of ZeRO stage 0 before the optimizer's step.
+
+        Called by torch as a hook of the optimizer. Stores the gradients' norm; if the norm is not
+        finite, the update is skipped.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:
             parameter.grad /= self._grad_divisor
@@ -121,9 +128,10 @@ class DeepSpeedBackend:
             yield name, tensor
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
-        """See TrainingBackend. In stage 3 a shard is a range of the flattened parameter.
+        """Yield name, local tensor and position of this rank's shard of each trained parameter.
 
-        Persistent parameters, which stage 3 also keeps whole on every rank, are listed as ranges.
+        In stage 3 a shard is a range of the flattened parameter. Persistent parameters, which stage
+        3 also keeps whole on every rank, are yielded as such ranges, too.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         for name, parameter in self.module.named_parameters():
@@ -148,9 +156,10 @@ class DeepSpeedBackend:
             yield from self._engine.optimizer.fp32_partitioned_groups_flat
 
     def iter_fragments(self) -> Iterator[ParameterFragment]:
-        """See TrainingBackend. From stage 1 on, fragments are ranges of flat float32 blocks.
+        """Yield the parts of parameters that this rank's optimizer updates.
 
-        In stage 0 every rank updates all parameters.
+        From stage 1 on, these are ranges of flat float32 blocks. In stage 0 every rank updates all
+        parameters.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         optimizer = self._engine.optimizer
@@ -182,7 +191,7 @@ class DeepSpeedBackend:
 
     @property
     def _master_blocks(self) -> list[Tensor]:
-        """Flat float32 master weights of stages 1 and 2, a block per parameter group."""
+        """Flat float32 master weights of ZeRO stages 1 and 2, a tensor per parameter group."""
         optimizer = self._engine.optimizer
         is_bf16 = _is_bf16_optimizer(optimizer)
         name = "fp32_groups_flat_partition" if is_bf16 else "single_partition_of_fp32_groups"
@@ -195,7 +204,7 @@ class DeepSpeedBackend:
         return optimizer
 
     def refresh_params(self) -> None:
-        """Gather stage 3's persistent parameters from the ranks' changed shards."""
+        """Gather stage 3's persistent parameters on every rank after a checkpoint load."""
         persistent = self._engine.optimizer.persistent_parameters if self.has_sharded_params else []
         if persistent:
             # partition() drops the stale full copies without writing them to the shards.
@@ -203,9 +212,9 @@ class DeepSpeedBackend:
             persistent[0].all_gather(persistent)
 
     def load_legacy_state(self, directory: Path) -> None:
-        """Load a checkpoint of DeepSpeed's save_checkpoint, allowing only plain pickles.
+        """Load a checkpoint of DeepSpeed's save_checkpoint, accepting only plain pickles.
 
-        Collective. Raises CheckpointError if the directory holds none.
+        Collective. Raises CheckpointError if the directory holds no such checkpoint.
         """
         from deepspeed.runtime.fp16.loss_scaler import LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -230,6 +239,7 @@ class DeepSpeedBackend:
 
 
 def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") -> dict[str, Any]:
+    """Return the configuration of deepspeed.initialize for the model and ZeRO stage."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -251,6 +261,7 @@ def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") ->
 
 
 def _import_deepspeed() -> Any:
+    """Import DeepSpeed with its slow or noisy parts turned off."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # DeepSpeed's launcher would set the device index.
@@ -272,6 +283,7 @@ def _import_deepspeed() -> Any:
 
 @contextlib.contextmanager
 def _set_env_var(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable within the context; restore its value afterwards."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -21,18 +21,18 @@ from streamrl.files.atomic_write import wrap_checkpoint_errors
 
 
 class EmaReference:
-    """Parameters of the reference on the CPU; empty before the first `update_from_policy`."""
+    """Parameters of the EMA reference, on the CPU; empty before the first `update_from_policy`."""
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
         self._tensors: dict[str, Tensor] = {}
 
     def update_from_policy(self, policy: Iterable[tuple[str, Tensor]], *, moves: bool) -> None:
-        """Consume all parameters of the policy; update the reference if `moves`.
+        """Consume all (name, tensor) of the policy; update the reference if `moves`.
 
         The first call copies the policy. Without `moves`, later calls only exhaust the iterator,
-        which may be collective. Raises CheckpointError if the policy has a parameter that the
-        reference lacks.
+        because advancing it may be a collective. Raises CheckpointError if the policy has a
+        parameter that the reference lacks.
         """
         is_new = not self._tensors
         for name, tensor in policy:
@@ -49,12 +49,15 @@ class EmaReference:
         yield from self._tensors.items()
 
     def save(self, folder: Path) -> None:
-        """Write the reference into an existing folder; raises as `save_training_state` does."""
+        """Write the reference into an existing checkpoint folder.
+
+        Raises as `ModelTrainer.save_training_state` does.
+        """
         with wrap_checkpoint_errors(folder / REFERENCE_FILE):
             save_tensors(folder / REFERENCE_FILE, self._tensors)
 
     def load(self, folder: Path) -> None:
-        """Read the reference from a checkpoint. Raises CheckpointError if it has none."""
+        """Read the reference from a checkpoint folder. Raises CheckpointError if none was saved."""
         if (folder / REFERENCE_FILE).is_file():
             self._tensors = load_tensors(folder / REFERENCE_FILE)
         elif (folder / LEGACY_REFERENCE_FILE).is_file():

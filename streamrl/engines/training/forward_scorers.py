@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LogprobScorer:
-    """Computes token logprobs under the reference, in micro-batches of bounded size."""
+    """Computes token logprobs under the reference model, in micro-batches of bounded tokens."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class LogprobScorer:
         self._micro_batch_tokens = micro_batch_tokens
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a newer version. Raises WeightsError if it belongs to another model."""
+        """Load a newer version of the reference; raise WeightsError if it is of another model."""
         # Skip the value head of a model shared by policy and critic.
         policy_tensors = {
             name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD_PREFIX)
@@ -74,7 +74,7 @@ class LogprobScorer:
 
 
 class ValueScorer:
-    """Computes token values under a critic, in micro-batches of bounded size."""
+    """Computes token values under a critic, in micro-batches of bounded tokens."""
 
     def __init__(
         self,
@@ -86,7 +86,10 @@ class ValueScorer:
         shares_policy: bool = False,
         options: ModelLoadOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """Load the critic; `shares_policy` if it is a head of the policy's model (AC-share)."""
+        """Load the critic's model.
+
+        `shares_policy` says that the critic is a value head of the policy's model (AC-share).
+        """
         torch.set_num_threads(threads)
         self._model_path = model_path
         self._model: PreTrainedModel = load_value_model(
@@ -100,17 +103,17 @@ class ValueScorer:
         self._micro_batch_tokens = micro_batch_tokens
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a newer version. Raises WeightsError if it belongs to another model."""
+        """Load a newer version of the critic; raise WeightsError if it is of another model."""
         critic_tensors = {
             name: value for name, value in tensors.items() if name not in self._policy_only_names
         }
         copy_parameters(self._model, critic_tensors, model_path=self._model_path)
 
     def compute_values(self, columns: Columns) -> Array:
-        """Compute a value per token, float32, of a group with token_ids, loss_mask and lengths.
+        """Compute the values, float32, of all tokens of a group, concatenated over the rollouts.
 
-        Values are 0 where loss_mask is false. Raises ValueError if a rollout exceeds
-        `micro_batch_tokens`.
+        The columns must include token_ids, loss_mask and lengths. Values are 0 where loss_mask is
+        false. Raises ValueError if a rollout exceeds `micro_batch_tokens`.
         """
 
         def values(batch: TensorDict) -> Tensor:
@@ -123,9 +126,10 @@ class ValueScorer:
 def copy_parameters(
     model: "PreTrainedModel", tensors: Mapping[str, Tensor], *, model_path: str
 ) -> None:
-    """Copy published parameters into a model; merge LoRA adapters into the directory's weights.
+    """Copy published parameters into a model.
 
-    Raises WeightsError, before changing the model, if they belong to another model.
+    LoRA adapters are merged into the weights of the directory `model_path`. Raises WeightsError,
+    before changing the model, if the parameters belong to another model.
     """
     full = build_full_weights(
         tensors, ParameterSet.from_module(model), model_path=model_path, device=get_local_device()
@@ -137,10 +141,10 @@ def copy_parameters(
 def compute_token_column(
     columns: Columns, compute: Callable[[TensorDict], Tensor], micro_batch_tokens: int
 ) -> Array:
-    """Compute a float32 token column of a group with `compute`, which maps a batch to [B, T].
+    """Compute a float32 column with an entry per token of a group, in micro-batches.
 
-    Entries are 0 where loss_mask is false. Raises ValueError if a rollout exceeds
-    `micro_batch_tokens`.
+    `compute` maps a micro-batch to its entries [B, T]. Entries are 0 where loss_mask is false.
+    Raises ValueError if a rollout exceeds `micro_batch_tokens`.
     """
     lengths = columns["lengths"]
     result = np.zeros(len(columns["token_ids"]), np.float32)

@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 DP_DIM, TP_DIM = "data", "tensor"
 CLIP_EPSILON = 1e-6
-"""Equal to that of torch's clip_grad_norm_, which the other backends use."""
+"""Added to the gradient norm before dividing by it, as torch's clip_grad_norm_ does."""
 
 
 class FsdpTpBackend:
-    """A rank of the mesh as a TrainingBackend.
+    """A rank of the FSDP2 and tensor-parallel mesh as a TrainingBackend.
 
-    Gradients accumulate in `.grad`; `step` divides them once, after summing over the data ranks and
-    before clipping.
+    Gradients accumulate in `.grad`. `step` sums them over the data-parallel ranks, then divides
+    once, then clips.
     """
 
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
@@ -86,6 +86,7 @@ class FsdpTpBackend:
         set_collective_timeout(config.collective_timeout_s)
 
     def _apply_fsdp(self) -> None:
+        """Shard the parameters of the decoder layers and the rest over the data-parallel ranks."""
         for submodule in (*iter_layers(self.module), self.module):
             # By default the root stays gathered after a forward pass without a backward pass.
             sharded = fully_shard(submodule, mesh=self._dp_mesh, reshard_after_forward=True)
@@ -97,7 +98,10 @@ class FsdpTpBackend:
         loss.backward()
 
     def step(self, *, divisor: float, lr: float) -> float:
-        """See TrainingBackend. No rank changes its parameters before all ranks have called it."""
+        """Divide the gradient, summed over ranks, by `divisor`; clip, update, return the norm.
+
+        Collective. No rank changes its parameters before all ranks have made the call.
+        """
         for name, parameter in self._trained_params.items():
             gradient = parameter.grad
             local = self._local_params[name]
@@ -134,12 +138,18 @@ class FsdpTpBackend:
         return True
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainingBackend. Replicated parameters are views that the next step changes."""
+        """Yield every trained parameter in full, tied ones once.
+
+        Replicated parameters are views, which the next update changes.
+        """
         for name, parameter in self._trained_params.items():
             yield name, _gather_tensor(parameter.detach())
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
-        """See TrainingBackend. Omits parameters of which this rank's chunk is empty."""
+        """Yield name, local tensor and position of this rank's shard of each trained parameter.
+
+        Omits parameters of which FSDP2 has given this rank no element.
+        """
         for name, parameter in self._trained_params.items():
             spec = TensorSpec(name, tuple(parameter.shape), (0,), _find_tp_dim(parameter))
             tp_rank = self._tp_mesh.get_local_rank()
@@ -150,7 +160,10 @@ class FsdpTpBackend:
                 yield name, self._local_params[name], shard
 
     def alias_into(self, served: ShardStorage) -> None:
-        """See TrainingBackend. Does nothing with FSDP2, which gathers from buffers of its own."""
+        """Move this rank's shards into its generator's memory where the layout allows.
+
+        Does nothing with FSDP2, which gathers from buffers of its own.
+        """
         if self._is_sharded:
             return
         for name, local, shard in self.iter_shards():
@@ -166,7 +179,10 @@ class FsdpTpBackend:
         return iter_optimizer_tensors(self._optimizer)
 
     def iter_fragments(self) -> Iterator[ParameterFragment]:
-        """See TrainingBackend. Of replicated shards only the first rank's is not a copy."""
+        """Yield the parts of parameters that this rank's optimizer updates.
+
+        Of equal shards on several ranks, only the first rank's is not a copy.
+        """
         is_dp_replica = not self._is_sharded and self._dp_mesh.get_local_rank() != 0
         is_tp_replica = self._tp_mesh.get_local_rank() != 0
         for name, local, shard in self.iter_shards():
@@ -195,6 +211,7 @@ class FsdpTpBackend:
 
 
 def _to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, detached; a plain tensor is returned whole."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -227,18 +244,22 @@ def _gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def _count_shards(parameter: Tensor) -> int:
-    """Return the number of distinct shards of a parameter; each has equally many replicas."""
+    """Return the number of distinct shards of a parameter; all have equally many replicas."""
     return math.prod(size for _, size, _ in _list_shardings(parameter))
 
 
 def _find_tp_dim(parameter: Tensor) -> int | None:
+    """Return the dimension by which tensor-parallel ranks split a parameter, None if unsplit."""
     return next(
         (dim for mesh_dim, _, dim in _list_shardings(parameter) if mesh_dim == TP_DIM), None
     )
 
 
 def _list_shardings(parameter: Tensor) -> list[tuple[str, int, int]]:
-    """Return (mesh dimension, number of shards, tensor dimension) for each sharding."""
+    """Return how a DTensor is sharded: (mesh dimension, number of shards, tensor dimension) each.
+
+    A plain tensor has no shardings.
+    """
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh

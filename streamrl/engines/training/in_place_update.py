@@ -1,10 +1,11 @@
 """Reshard weights from trainer ranks into the generators of the same processes (HybridFlow).
 
-Used in colocated runs where the layouts differ, or several ranks share a generator. Local shards
-stay in place, missing shards are received once, in buckets, without staging a full model. The
-transfer is planned once, from the shards that each rank trains and serves, and executed for every
-version. After planning, ranks move their trained shards into the generator's memory where the
-layout allows, which saves those copies. If the dtypes differ, each rank casts its shards first.
+Used in colocated runs where the layouts of training and generation differ, or several ranks share a
+generator. Shards that a rank trains and serves stay in place; missing shards are received once, in
+buckets, without staging a full model. The transfer is planned once, from the shards that each rank
+trains and serves, and executed for every version. After planning, ranks move their trained shards
+into the generator's memory where the layout allows, which saves those copies. If the dtypes differ,
+each rank casts its shards first.
 """
 
 import socket
@@ -26,14 +27,14 @@ from streamrl.resharding.executors import (
 from streamrl.resharding.storage import ShardStorage, create_from_buffers
 
 BUCKET_BYTES = 16 * 2**20
-"""Bytes in flight at a time; gloo buffers as much again."""
+"""Bytes that a transfer has in flight at a time; gloo buffers as much again."""
 
 NamedShards = Iterable[tuple[str, Tensor, TensorShard]]
 """A rank's trained shards: name, local tensor, position in the full tensor."""
 
 
 class ShardSource(Protocol):
-    """The part of `TrainingBackend` that resharding uses."""
+    """The part of `TrainingBackend` that resharding uses: a rank's trained shards."""
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]: ...
 
@@ -42,7 +43,11 @@ class ShardSource(Protocol):
 
 @dataclass(frozen=True)
 class _RankShards:
-    """A rank's trained shards, served shards, served dtypes and node, as exchanged for planning."""
+    """Facts about a rank that all ranks exchange for planning the transfer.
+
+    `train_shards` and `serve_shards` are the rank's parts of parameters in training and generation;
+    `dtypes` are those of generation.
+    """
 
     train_shards: Mapping[str, TensorShard]
     serve_shards: Mapping[str, TensorShard]
@@ -51,7 +56,7 @@ class _RankShards:
 
 
 class WeightResharder:
-    """Executes the planned transfer into this rank's generator for every version."""
+    """Writes each version from the trainer ranks into this rank's generator, by a fixed plan."""
 
     def __init__(
         self, executor: ReshardingExecutor, storage: ShardStorage, dtypes: Mapping[str, torch.dtype]
@@ -76,10 +81,11 @@ class WeightResharder:
 def plan_resharding(
     train_shards: NamedShards, served: ShardStorage | None, *, timeout_s: float
 ) -> WeightResharder | None:
-    """Plan the transfer from each rank's trained shards to its generator's storage. Collective.
+    """Plan the transfer of parameters from all ranks' trained shards to their generators' storages.
 
-    `served` is the storage of this rank's generator, or None if it cannot be written into. Returns
-    None if any rank passes None, or if trained and served parameters differ.
+    Collective. `served` is the storage of this rank's generator, or None if resharding cannot write
+    into the generator. Returns None if any rank passes None, or if trained and served parameters
+    differ.
     """
     local_shards = {name: (tensor, shard) for name, tensor, shard in train_shards}
     descriptions: list[_RankShards | None] = [None] * dist.get_world_size()
@@ -111,7 +117,7 @@ def plan_resharding(
 
 
 class LazyWeightResharder:
-    """Plans the transfer at the first run."""
+    """Plans the transfer of weights on the first `run` and executes the plan for every version."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -121,9 +127,10 @@ class LazyWeightResharder:
     def run(
         self, source: ShardSource, served: ShardStorage | None, version: int
     ) -> ReshardingStats | None:
-        """Run the resharder, planned on the first call; return None if no plan is possible.
+        """Write `version` from the trainer ranks into this rank's generator. Collective.
 
-        Pass the same `served` at every call.
+        `served` is the generator's storage, the same at every call. Returns None at every call if
+        the first found resharding impossible.
         """
         if not self._is_planned:
             self._resharder = plan_resharding(
@@ -138,7 +145,7 @@ class LazyWeightResharder:
 def _describe_rank(
     local_shards: Mapping[str, tuple[Tensor, TensorShard]], served: ShardStorage | None
 ) -> _RankShards | None:
-    """Describe this rank; None if it trains on another device than it serves."""
+    """Return this rank's shards for planning; None if it trains and serves on different devices."""
     if served is None or any(tensor.device != served.device for tensor, _ in local_shards.values()):
         return None
     return _RankShards(
@@ -153,16 +160,17 @@ def _describe_rank(
 
 
 def make_nodes(nodes: Sequence[str]) -> NodeTopology:
-    """Return the topology of ranks, given the node of each.
+    """Return the topology of the ranks; `nodes` names the node of each rank.
 
-    If nodes have unequal numbers of ranks, treat all ranks as one node, so that only the number of
-    bytes counts.
+    If nodes have unequal numbers of ranks, all ranks count as a single node, so that planning
+    minimizes the number of bytes only.
     """
     sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
     return NodeTopology(sizes[0] if len(set(sizes)) == 1 else len(nodes))
 
 
 def _merge_served_specs(ranks: Sequence[_RankShards]) -> ModelSpec:
+    """Return names, shapes and item sizes of the full model, inferred from all served shards."""
     shapes: dict[str, tuple[int, ...]] = {}
     sizes: dict[str, int] = {}
     for rank_shards in ranks:

@@ -1,4 +1,4 @@
-"""Offload of the optimizer's state between updates: to host memory on a GPU, to disk on a CPU.
+"""Offload the optimizer's state between updates: to host memory on a GPU, to disk on a CPU.
 
 Storages are emptied and refilled in place, bit for bit, so references to the state's tensors stay
 valid.
@@ -19,23 +19,24 @@ from streamrl.errors import StreamError
 
 
 class OptimizerOffload:
-    """Offloads and restores an optimizer's state; do not touch the state in between."""
+    """Offloads and restores an optimizer's state; the state must not be used in between."""
 
     def __init__(
         self, state: Callable[[], Iterable[Tensor]], *, excluding: Callable[[], Iterable[Tensor]]
     ) -> None:
-        """`state` lists the optimizer's tensors (empty before its first step).
+        """Remember how to list the tensors to offload.
 
-        Tensors that share memory with one of `excluding`, such as parameters, are not offloaded.
+        `state` lists the tensors of the optimizer's state (empty before its first step). Tensors
+        that share memory with a tensor of `excluding`, such as parameters, are not offloaded.
         """
         self._get_state = state
         self._get_excluded = excluding
         self._offloaded_storages: OffloadedStorages | None = None
 
     def offload_state(self) -> None:
-        """Free the state's memory until `restore_state`.
+        """Copy the optimizer's state away and free its memory until `restore_state`.
 
-        Raises StreamError and keeps the state if there is no space for the copy.
+        Raises StreamError and keeps the state if host memory or disk has no space for the copy.
         """
         if self._offloaded_storages is not None:
             return
@@ -65,7 +66,7 @@ class OptimizerOffload:
 
 
 class OffloadedStorages(Protocol):
-    """Copies of storages; `copy_back` refills the storages and drops the copies."""
+    """Copies of freed torch storages; `copy_back` refills the storages and drops the copies."""
 
     def copy_back(self) -> None: ...
 
@@ -92,7 +93,7 @@ class CpuOffload:
 
 
 class DiskOffload:
-    """Copies of storages, concatenated in an unnamed temporary file."""
+    """Copies of CPU storages, concatenated in an unnamed temporary file."""
 
     def __init__(self, storages: list[torch.UntypedStorage]) -> None:
         self._sizes = [(storage, storage.nbytes()) for storage in storages]
@@ -114,6 +115,7 @@ class DiskOffload:
 
 @contextmanager
 def _translate_disk_errors() -> Iterator[None]:
+    """Turn an OSError of the temporary file into StreamError."""
     try:
         yield
     except OSError as error:
@@ -124,7 +126,10 @@ def _translate_disk_errors() -> Iterator[None]:
 
 
 def _as_memoryview(storage: torch.UntypedStorage) -> memoryview:
-    """Return the storage's bytes; a numpy view instead would make the storage non-resizable."""
+    """Return a storage's bytes without a copy.
+
+    A numpy view instead would make the storage non-resizable.
+    """
     return memoryview((ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr()))
 
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PretrainingLoss:
-    """Adds `coef` times the mean token loss of `num_texts` texts to every update.
+    """Adds `coef` times the mean token loss of `num_texts` pretraining texts to every update.
 
-    Texts are truncated to `max_tokens`; a micro-batch has at most `micro_batch_tokens`, padding
-    included.
+    Texts are truncated to `max_tokens` tokens; a micro-batch has at most `micro_batch_tokens`,
+    padding included.
     """
 
     texts: TextStream
@@ -36,9 +36,10 @@ class PretrainingLoss:
     def compute_losses(
         self, update: int, forward: Callable[..., Any], *, dp_rank: int, dp_size: int
     ) -> Iterator[Tensor]:
-        """Yield the losses of a rank's micro-batches of an update; the sum over ranks is the loss.
+        """Yield the pretraining losses of this rank's micro-batches for the update number `update`.
 
-        All ranks get equally many micro-batches because `forward` may be collective.
+        The sum over micro-batches and data-parallel ranks is the loss to add. All ranks get equally
+        many micro-batches because `forward` may be collective.
         """
         token_ids = self._tokenize_texts(self.texts.get_batch(update, self.num_texts))
         # The first token of a text is not predicted.
@@ -53,6 +54,7 @@ class PretrainingLoss:
             yield self.coef / max(num_tokens, 1) * _sum_token_losses(forward, rows)
 
     def _tokenize_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts, ended by the end-of-sequence token and then truncated."""
         end = self.tokenizer.eos_token_id
         encoded = self.tokenizer(list(texts), add_special_tokens=True)["input_ids"]
         terminated = [ids if ids[-1:] == [end] or end is None else [*ids, end] for ids in encoded]
@@ -60,7 +62,10 @@ class PretrainingLoss:
 
 
 def _sum_token_losses(forward: Callable[..., Any], rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return the negative logprob of all tokens but the first of each row; 0 without rows."""
+    """Return the sum of -logprob over all tokens but the first of each row; 0 without rows.
+
+    `rows` are the token ids of a micro-batch's texts.
+    """
     lengths = torch.tensor([len(row) for row in rows] or [0])
     width = max(int(lengths.max()), 2)
     token_ids = torch.zeros(len(lengths), width, dtype=torch.long)

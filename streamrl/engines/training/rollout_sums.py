@@ -1,4 +1,4 @@
-"""Metrics of a micro-batch's rollouts, as sums that are added over a step."""
+"""Metrics of the rollouts of a micro-batch, as sums that are added over a training step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,8 @@ from streamrl.messages import Columns, FinishReason, is_component_column, split_
 def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -> dict[str, float]:
     """Sum scores, costs, reward components, sampled tokens and truncations of picked rollouts.
 
-    `sampled_max` is a maximum.
+    `picks` are (uid, index of the rollout in its group). Keys are names of metrics; `sampled_max`,
+    the most sampled tokens of a rollout, is a maximum instead of a sum.
     """
     sums = {
         "rollouts": float(len(picks)),
@@ -38,13 +39,17 @@ def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -
 
 
 def _add_component(sums: dict[str, float], name: str, value: float) -> None:
-    """Add a reward component; count NaN, which means that the reward does not apply, as absent."""
+    """Add a rollout's reward component to the sums of that component.
+
+    NaN means that the reward does not apply to the rollout, so only other values are counted.
+    """
     key, amount = (f"{name}_absent", 1.0) if math.isnan(value) else (f"{name}_sum", value)
     sums.setdefault(f"{name}_sum", 0.0)
     sums[key] = sums.get(key, 0.0) + amount
 
 
 def _count_sampled_tokens(columns: Columns) -> list[float]:
+    """Return the number of sampled tokens of each rollout of a group."""
     return [
         float(mask.sum()) for mask in split_token_column(columns["loss_mask"], columns["lengths"])
     ]

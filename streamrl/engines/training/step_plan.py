@@ -1,4 +1,4 @@
-"""Columns that a rank computes for all groups of a step before it trains on them."""
+"""Columns that a rank computes for all groups of a training step before training on any of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,9 +15,11 @@ from streamrl.messages import Array, Columns
 
 
 class StepPlan:
-    """Derived columns of all groups of a step, and logprobs of the policy at the step's start.
+    """Columns computed ahead for a training step: derived columns, proximal logprobs and a mask.
 
-    Logprobs cover only this rank's rollouts; a rank keeps its rollouts through all epochs.
+    Derived columns cover all groups of the step. Proximal logprobs, those of the policy at the
+    start of the step, cover only this rank's rollouts; a rank keeps its rollouts through all
+    epochs.
     """
 
     def __init__(self, settings: AlgorithmSettings, derived: Mapping[str, Columns]) -> None:
@@ -26,12 +28,17 @@ class StepPlan:
         self._squared_log_ratios: list[tuple[str, slice, Array]] = []
 
     def get_derived(self, uids: Iterable[str]) -> dict[str, Columns]:
+        """Return the columns computed so far for these groups, by uid."""
         return {uid: self._derived[uid] for uid in uids}
 
     def add_proximal_logprobs(
         self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], logprobs: Array
     ) -> None:
-        """Store the logprobs [B, T] of the picks under the policy at the start of the step."""
+        """Store logprobs [B, T] of picked rollouts under the policy at the start of the step.
+
+        `picks` are (uid, index of the rollout in its group), in the order of the rows of
+        `logprobs`.
+        """
         for (uid, index), row in zip(picks, logprobs[: len(picks)], strict=True):
             tokens = find_token_slice(groups[uid]["lengths"], index)
             token_logprobs = row[: tokens.stop - tokens.start]
@@ -44,10 +51,11 @@ class StepPlan:
                 self._fill_column(uid, "near", tokens, self._derived[uid]["loss_mask"][tokens])
 
     def sync_near_mask(self, *, tensor_parallel: int) -> None:
-        """Mask tokens above the second moment limit of all ranks' log ratios. Collective.
+        """Exclude tokens from the mask `near` whose log ratio exceeds a limit common to all ranks.
 
-        Call it after `add_proximal_logprobs`. Tensor-parallel ranks hold equal ratios, which count
-        once. See `second_moment_limit` for the limit.
+        Collective; call it after the last `add_proximal_logprobs`. The log ratio of a token is its
+        proximal minus its generator logprob. `second_moment_limit` computes the limit from the
+        squares of all ranks; tensor-parallel ranks hold equal squares, which count once.
         """
         if self._second_moment_threshold is None:
             return
@@ -63,5 +71,6 @@ class StepPlan:
             self._derived[uid]["near"][tokens] &= squares <= limit
 
     def _fill_column(self, uid: str, name: str, tokens: slice, values: Array) -> None:
+        """Write values for the tokens of a rollout into a column of its group."""
         zeros = np.zeros(len(self._derived[uid]["loss_mask"]), values.dtype)
         self._derived[uid].setdefault(name, zeros)[tokens] = values

@@ -1,4 +1,4 @@
-"""Training tasks: a task loads the model and computes its loss (policy, critic, or both)."""
+"""Training tasks: a task loads a model and computes its loss (policy, critic, or both)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,14 +39,19 @@ if TYPE_CHECKING:
 CRITIC_COLUMNS = {
     role: (column, RETURNS_BY_CRITIC[role]) for column, role in CRITIC_BY_COLUMN.items()
 }
-"""Columns of each critic: its values when the group was scored, and the returns to learn."""
+"""Names, by critic, of its column of values at scoring time and its column of returns to learn."""
 ForwardFunction = Callable[..., Any]
 LossAndSums = tuple[Tensor, dict[str, Tensor]]
-"""Summed loss of a micro-batch, and sums for metrics."""
+"""Summed loss of a micro-batch, and sums for the metrics of the step."""
 
 
 class TrainingTask(Protocol):
-    """A model and its loss; `name` is the role and the prefix of the metrics."""
+    """A model and its loss; `name` is policy or the critic's, and the prefix of the metrics.
+
+    token_columns: columns with an entry per token that the loss reads. with_settings: copy of the
+    task with other algorithm settings. is_saved: whether saved models contain the parameter of that
+    name.
+    """
 
     @property
     def name(self) -> str: ...
@@ -70,15 +75,24 @@ class TrainingTask(Protocol):
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
     ) -> LossAndSums:
-        """Return the summed loss and metrics of a batch in the training step of `version`."""
+        """Return the summed loss of a micro-batch and its sums for metrics.
+
+        `version` is the policy version that the training step starts from.
+        """
         ...
 
     def compute_zero_loss(self, forward: ForwardFunction, batch: TensorDict) -> Tensor:
-        """Return a loss of 0 whose forward and backward run the same collectives."""
+        """Return a loss of 0 for an idle rank.
+
+        Its forward and backward pass run the same collectives as those of `compute_loss`.
+        """
         ...
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
-        """Return the divisor of an update's summed loss; 0 if all tokens are masked."""
+        """Return the divisor of an update's summed loss; 0 if all its tokens are masked.
+
+        `sums` are those of `compute_loss`, added over all micro-batches of the update.
+        """
         ...
 
     def is_saved(self, name: str) -> bool: ...
@@ -86,6 +100,8 @@ class TrainingTask(Protocol):
 
 @dataclass(frozen=True)
 class PolicyTask:
+    """Trains the policy with the loss of the algorithm `spec`."""
+
     model_path: str
     spec: Algorithm
     settings: AlgorithmSettings
@@ -107,6 +123,7 @@ class PolicyTask:
     def score_batch(
         self, forward: ForwardFunction, batch: TensorDict, entropy_mode: EntropyMode = "none"
     ) -> TokenScores:
+        """Run the model and return logprobs and entropies of the batch's tokens."""
         return compute_token_logprobs(
             forward,
             batch["token_ids"],
@@ -123,12 +140,13 @@ class PolicyTask:
 
     @property
     def entropy_mode(self) -> EntropyMode:
-        """Mode in which entropies carry a gradient only if the loss contains them."""
+        """Mode of entropies: with a gradient only if the loss contains an entropy bonus."""
         return "gradient" if self.settings.entropy_coef else "value"
 
     def compute_loss_from_scores(
         self, scores: TokenScores, columns: Mapping[str, Tensor], *, version: int
     ) -> LossAndSums:
+        """Return the policy's summed loss and sums for metrics, given logprobs and entropies."""
         return policy_loss(
             self.spec,
             self.settings,
@@ -150,7 +168,10 @@ class PolicyTask:
 
 @dataclass(frozen=True)
 class TwoHeadedTask(PolicyTask):
-    """Trains policy and critic as two heads of a model, with the sum of their losses (AC-share)."""
+    """Trains policy and critic as two heads of a shared model, with the sum of their losses.
+
+    HybridFlow calls this AC-share.
+    """
 
     value_clip: float | None = None
     value_coef: float = 1.0
@@ -180,6 +201,7 @@ class TwoHeadedTask(PolicyTask):
     def _score_both_heads(
         self, forward: ForwardFunction, batch: TensorDict
     ) -> tuple[TokenScores, Tensor]:
+        """Run the model once; return the tokens' logprobs and entropies, and their values."""
         ids, attention = batch["token_ids"], batch["attention_mask"]
         output = run_causal_forward(forward, ids)
         scores = score_tokens(
@@ -194,7 +216,7 @@ class TwoHeadedTask(PolicyTask):
 
 @dataclass(frozen=True)
 class CriticTask:
-    """Trains a critic with PPO's value loss; `clip` None disables clipping."""
+    """Trains a critic with PPO's value loss, clipped to the range `clip` (None: not clipped)."""
 
     model_path: str
     spec: Algorithm

@@ -1,4 +1,4 @@
-"""Training backend torch without sharding: replicated parameters and optimizer, float32.
+"""Training backend torch without sharding: every rank has all parameters and moments, float32.
 
 Kept simple: the DeepSpeed and FSDP2 backends are tested against it.
 """
@@ -30,7 +30,10 @@ LEGACY_STATE_FILE = "torch_state.pt"
 
 
 class TorchBackend:
-    """A data-parallel replica; `step` sums the accumulated gradients over ranks and divides."""
+    """A data-parallel replica of the model as a TrainingBackend.
+
+    `step` sums the accumulated gradients over ranks and divides.
+    """
 
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
         make_sisters_contiguous(module)
@@ -67,7 +70,7 @@ class TorchBackend:
         return False
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainingBackend. Tensors are views that the next step changes."""
+        """Yield every trained parameter; the tensors are views, which the next update changes."""
         trained = {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
         yield from ((name, trained[name]) for name in order_for_fusion(trained))
 
@@ -76,10 +79,10 @@ class TorchBackend:
             yield name, tensor, create_whole_shard(name, tuple(tensor.shape))
 
     def alias_into(self, served: ShardStorage) -> None:
-        """Do nothing.
+        """Do nothing: neither kind of generator needs parameters to be moved.
 
-        An unsplit generator aliases the full parameters through `load_weights`; a split one holds
-        only parts of them.
+        An unsplit generator aliases the full parameters through `load_weights`; a split generator
+        holds only parts of the parameters.
         """
 
     def iter_optimizer_state(self) -> Iterable[Tensor]:

@@ -57,14 +57,14 @@ if TYPE_CHECKING:
 
 
 class TrainingBackend(Protocol):
-    """Gradients and optimizer of a rank. All ranks must make the same collective calls."""
+    """Gradients and optimizer of a trainer rank. All ranks must make the same collective calls."""
 
     @property
     def module(self) -> "PreTrainedModel": ...
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """Callable for a forward pass; may be collective."""
+        """Callable that runs the model's forward pass; calls may be collective."""
         ...
 
     @property
@@ -73,19 +73,22 @@ class TrainingBackend(Protocol):
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a summed loss. May be collective."""
+        """Add the gradient of a summed loss to the accumulated gradient. May be collective."""
         ...
 
     def step(self, *, divisor: float, lr: float) -> float:
-        """Divide the gradient, summed over ranks, by `divisor`; clip, update, return its norm.
+        """Divide the gradient, summed over ranks, by `divisor`; clip, update, return the norm.
 
-        The norm is that before clipping. If the norm is not finite, the parameters stay unchanged.
-        Collective.
+        The norm is that of the divided gradient before clipping. If the norm is not finite, the
+        parameters stay unchanged. Collective.
         """
         ...
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every trained parameter in full, tied ones once. May be collective: exhaust it."""
+        """Yield name and full tensor of every trained parameter, tied ones once.
+
+        Advancing the iterator may be collective: exhaust it on every rank.
+        """
         ...
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
@@ -113,15 +116,18 @@ class TrainingBackend(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW over the fragments' optimizer tensors; its state has the same layout."""
+        """AdamW over the `optimizer_tensor` of the fragments; its moments have the same layout."""
         ...
 
     def refresh_params(self) -> None:
-        """Use refilled tensors of `iter_shards` in the forward pass. May be collective."""
+        """Make the forward pass use tensors of `iter_shards` that a checkpoint load has filled.
+
+        May be collective.
+        """
         ...
 
     def load_legacy_state(self, directory: Path) -> None:
-        """Load the backend-specific format of earlier versions. May be collective."""
+        """Load a checkpoint in this backend's format of earlier versions. May be collective."""
         ...
 
     def close(self) -> None:
@@ -132,7 +138,7 @@ class TrainingBackend(Protocol):
 class ModelTrainer:
     """A rank of a trainer. All ranks must call the same methods in the same order, except `close`.
 
-    With several ranks, MASTER_ADDR and MASTER_PORT in the environment give rank 0's host and a free
+    With several ranks, MASTER_ADDR and MASTER_PORT in the environment are rank 0's host and a free
     port. A collective raises DeadlineError after `collective_timeout_s`; the trainer is unusable
     afterwards.
     """
@@ -146,7 +152,11 @@ class ModelTrainer:
         pretraining: PretrainingLoss | None = None,
         num_steps: int | None = None,
     ) -> None:
-        """Join the process group and load the model; `num_steps` is the run's, for lr schedules."""
+        """Join the process group and load the model.
+
+        `num_steps` is the number of training steps of the run, for learning rate schedules.
+        `pretraining` adds a loss on pretraining texts.
+        """
         torch.manual_seed(0)
         torch.set_num_threads(config.threads)
         join_process_group(
@@ -173,7 +183,7 @@ class ModelTrainer:
         )
 
     def set_adaptive_params(self, params: Mapping[str, float]) -> None:
-        """Override algorithm settings by adaptive parameters, by name."""
+        """Override algorithm settings, by name, with the values of adaptive parameters."""
         settings = self._task.settings.with_adaptive_params(params)
         if settings != self._task.settings:
             self._task = self._task.with_settings(settings)
@@ -181,9 +191,11 @@ class ModelTrainer:
     def plan_step(
         self, groups: Mapping[str, Columns], derived: Mapping[str, Columns] | None = None
     ) -> None:
-        """Derive columns from all groups of the step, for algorithms of scope "step".
+        """Derive columns from all groups of a training step before training on any of them.
 
-        Pass `derived` if the caller has run `derive_columns` already.
+        Required before `precompute_logprobs`, and for algorithms of scope "step", whose advantages
+        compare all groups of the step. `derived` gives the columns if the caller has run
+        `derive_columns` already.
         """
         task = self._task
         if derived is None:
@@ -193,7 +205,11 @@ class ModelTrainer:
     def precompute_logprobs(
         self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]
     ) -> None:
-        """Store the current policy's logprobs of the picked rollouts in the step's plan."""
+        """Compute and keep the current policy's logprobs of picked rollouts for the training step.
+
+        Call it after `plan_step`. The logprobs serve as proximal logprobs in all updates of the
+        step.
+        """
         assert isinstance(self._task, PolicyTask)
         derived: dict[str, Columns] = {uid: {} for uid in groups}
         batch = build_batch(groups, picks, derived=derived, token_columns=("token_ids",))
@@ -202,7 +218,10 @@ class ModelTrainer:
         self._current_plan.add_proximal_logprobs(groups, picks, scores.logprobs.cpu().numpy())
 
     def sync_plan(self) -> None:
-        """Complete the plan with the other ranks' data, after all `precompute_logprobs`."""
+        """Exchange log ratios with the other ranks after the last `precompute_logprobs`.
+
+        The ratios of all ranks set a limit; tokens with a greater ratio are masked. Collective.
+        """
         with self._limit_wait("the synchronization of the step plan"):
             self._current_plan.sync_near_mask(tensor_parallel=self._config.tensor_parallel)
 
@@ -211,8 +230,9 @@ class ModelTrainer:
     ) -> dict[str, float]:
         """Run forward and backward on the picked rollouts; return sums for the step's metrics.
 
-        `groups` must hold complete groups, because advantages compare all rollouts of a group.
-        `version` is the step's. Without picks, the rank only takes part in the collectives.
+        `picks` are (uid, index of the rollout in its group). `groups` must hold complete groups,
+        because advantages compare all rollouts of a group. `version` is the policy version that the
+        step starts from. Without picks, the rank only takes part in the collectives.
         """
         batch = build_batch(
             groups, picks, derived=self._get_derived(groups), token_columns=self._task.token_columns
@@ -229,11 +249,13 @@ class ModelTrainer:
         return dict(zip(sums, values, strict=True))
 
     def _get_derived(self, groups: Mapping[str, Columns]) -> Mapping[str, Columns]:
+        """Return the derived columns of groups by uid, from the step's plan if a plan exists."""
         if self._plan is not None or self._task.settings.scope == "step":
             return self._current_plan.get_derived(groups)
         return derive_columns(self._task.spec, self._task.settings, groups)
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
+        """Return the loss denominator of an update, given the sums of its micro-batches."""
         return self._task.compute_loss_denominator(sums)
 
     def step(self, loss_denominator: float) -> dict[str, float]:
@@ -261,7 +283,10 @@ class ModelTrainer:
         return {**metrics, f"{name}/grad_norm": norm, f"{name}/lr": lr}
 
     def _add_pretraining_loss(self, loss_denominator: float) -> dict[str, float]:
-        """Add the gradient of the pretraining loss, scaled to cancel the division in `step`."""
+        """Add the gradient of the pretraining loss to the update; return the metric loss/ptx.
+
+        The gradient is multiplied by `loss_denominator`, by which `step` divides.
+        """
         if self._pretraining is None:
             return {}
         total = torch.zeros((), device=get_local_device())
@@ -314,7 +339,10 @@ class ModelTrainer:
                 raise DeadlineError(str(error)) from error
 
     def count_received_bytes(self, gathered: Mapping[str, Tensor]) -> int:
-        """Return the bytes of an exhausted `full_state` that came from other ranks."""
+        """Return the bytes of gathered parameters that came from other ranks.
+
+        `gathered` are the tensors of an exhausted `full_state`.
+        """
         if not self.has_sharded_params:
             return 0
         local_bytes = sum(tensor.nbytes for _, tensor, _ in self._backend.iter_shards())
@@ -334,7 +362,10 @@ class ModelTrainer:
         return size
 
     def compute_token_logprobs(self, token_ids: Array) -> Array:
-        """Return the logprob of each token of a sequence, int32 [T], as float32 [T]; 0 first."""
+        """Compute the logprob of each token of a sequence, int32 [T]; returns float32 [T].
+
+        The first logprob is 0.
+        """
         ids = torch.from_numpy(token_ids).long()[None].to(get_local_device())
         with self._limit_wait("a logprob check"), torch.no_grad():
             scores = compute_token_logprobs(
@@ -346,7 +377,7 @@ class ModelTrainer:
     def offload_optimizer(self) -> None:
         """Free the memory of the optimizer's state until the next update or checkpoint.
 
-        Raises StreamError if there is no space to offload it to.
+        The state moves to host memory or disk. Raises StreamError if there is no space for it.
         """
         self._optimizer_offload.offload_state()
 
@@ -369,7 +400,10 @@ class ModelTrainer:
             self.num_updates = load_trainer(directory, self.rank, self._backend, self._config)
 
     def save_model(self, directory: Path) -> None:
-        """Write the full model and its tokenizer as a Hugging Face directory, on rank 0."""
+        """Write the full model and its tokenizer as a Hugging Face directory, on rank 0.
+
+        All ranks must call it, since gathering the parameters may be collective.
+        """
         trained = self._gather_on_cpu()
         if self.rank == 0:
             state = dict(self._iter_merged(trained))
@@ -378,9 +412,10 @@ class ModelTrainer:
                 write_hf_model(directory, self._backend.module, state, tokenizer_from=path)
 
     def merged_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full model: as `full_state`, but with LoRA adapters merged.
+        """Yield name and tensor of the full model's parameters, LoRA adapters merged.
 
-        With LoRA only rank 0 yields parameters, on the CPU.
+        Without LoRA this is `full_state`. With LoRA only rank 0 yields parameters, on the CPU.
+        Exhaust the iterator on every rank.
         """
         if not self._config.lora_rank:
             yield from self.full_state()
@@ -390,6 +425,7 @@ class ModelTrainer:
             yield from self._iter_merged(trained, self._parameters.unique_names)
 
     def _gather_on_cpu(self) -> dict[str, Tensor]:
+        """Gather the trained parameters on the CPU of rank 0; other ranks return an empty dict."""
         trained = {}
         for name, tensor in self.full_state():
             if self.rank == 0:
@@ -399,7 +435,11 @@ class ModelTrainer:
     def _iter_merged(
         self, trained: Mapping[str, Tensor], names: Iterable[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters of the merged, saved model in the trainer's dtype, by default all."""
+        """Yield name and tensor of the full model's parameters, LoRA adapters merged, to be saved.
+
+        `trained` are the tensors of an exhausted `full_state`; `names` selects parameters, all by
+        default.
+        """
         cpu, path = torch.device("cpu"), self._task.model_path
         full = build_full_weights(trained, self._parameters, model_path=path, device=cpu)
         dtype = resolve_trainer_dtype(self._config)
@@ -416,6 +456,10 @@ class ModelTrainer:
         self._backend.close()
 
     def _limit_wait(self, operation: str) -> AbstractContextManager[None]:
+        """Raise DeadlineError or RankLostError if a collective in the context misses other ranks.
+
+        `operation` names the collective in the message.
+        """
         timeout_s = self._config.collective_timeout_s
         return translate_collective_errors(
             f"rank {self.rank} waited {timeout_s:g} s for the other ranks in {operation}"

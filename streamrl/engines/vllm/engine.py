@@ -47,11 +47,12 @@ LOAD_WARNINGS = LoadWarningHandler()
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Arguments for building an engine; `max_length` counts prompt and completion tokens.
+    """Arguments for building a vLLM engine of a model directory.
 
-    A weight load recomputes the KV cache of running rollouts, unless `should_keep_kv`. With
-    `should_drain`, running rollouts finish with the old weights first. `rank_group` places a
-    tensor-parallel engine on existing trainer ranks; without it, vLLM starts its own processes.
+    `max_length` bounds prompt plus completion, in tokens. A weight load recomputes the KV cache of
+    running rollouts, unless `should_keep_kv`. With `should_drain`, running rollouts finish with the
+    old weights first. `rank_group` places a tensor-parallel engine on existing trainer ranks;
+    without it, vLLM starts its own processes.
     """
 
     model_path: str
@@ -65,7 +66,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Parameters of a model directory, by their transformers names, and vocabulary size."""
+    """Parameters of a model directory, by their transformers names, and its vocabulary size."""
 
     parameters: ParameterSet
     vocab_size: int
@@ -73,10 +74,10 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class SequenceRequest:
-    """A rollout to sample: its prefix and the number of new tokens.
+    """A rollout to sample, as sent to the engine: prefix, seed and number of new tokens.
 
-    `index` is the position in the request. The last `num_sampled` of `token_ids` are sampled tokens
-    of a partial rollout.
+    `index` is the position of the rollout in its request. `token_ids` is the prefix: the prompt and
+    `num_sampled` tokens of a partial rollout.
     """
 
     index: int
@@ -88,7 +89,7 @@ class SequenceRequest:
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """Rollouts to sample with the same settings; results carry `request_id`.
+    """Rollouts of a prompt to sample with the same settings; results carry `request_id`.
 
     With `should_score_prompt`, results also contain the logprobs of the prefix.
     """
@@ -101,7 +102,7 @@ class SamplingRequest:
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """Newly sampled tokens of a rollout, with the logprob and version of each.
+    """Tokens that the engine has newly sampled for a rollout, with their logprobs and versions.
 
     `prompt_logprobs` has an entry for each token of the prefix except the first, if requested.
     """
@@ -116,7 +117,7 @@ class SampledSequence:
 
 
 class WeightLoaderProtocol(Protocol):
-    """Loads weights into an engine; see `WeightLoader`."""
+    """Loads weights into a vLLM engine; the methods are described in `WeightLoader`."""
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, LoadVerification]: ...
 
@@ -124,14 +125,16 @@ class WeightLoaderProtocol(Protocol):
 
 
 def make_vllm_request_id(request_id: int, index: int) -> str:
+    """Return vLLM's request id of the rollout at `index` of a request."""
     return f"{request_id}:{index}"
 
 
 @contextmanager
 def claim_process_engine() -> Iterator[None]:
-    """Raise RuntimeError if this process has an engine already.
+    """Reserve this process for a single vLLM engine within the context.
 
-    vLLM's forward context is a global: two engines on two threads would corrupt each other.
+    vLLM's forward context is a global: two engines on two threads would corrupt each other. Raises
+    RuntimeError if the process has an engine already.
     """
     if not _ENGINE_LOCK.acquire(blocking=False):
         raise RuntimeError("this process has a generation engine already; vLLM allows one")
@@ -153,7 +156,7 @@ def build_vllm_engine(spec: EngineSpec) -> VllmEngine:
     """Build a vLLM engine in this process, whose environment must contain `make_vllm_env`.
 
     A tensor-parallel engine computes in child processes, or, with `spec.rank_group`, in the
-    existing processes of the group that this process leads.
+    existing processes of the rank group, whose leader this process is.
     """
     arguments = _make_engine_args(spec)
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -166,7 +169,10 @@ def build_vllm_engine(spec: EngineSpec) -> VllmEngine:
 
 
 def build_follower_worker(spec: EngineSpec) -> "FollowerWorker":
-    """Build the worker of a follower rank while the leader builds the engine. Collective."""
+    """Build the vLLM worker of a follower rank of a tensor-parallel engine.
+
+    Collective: the leader builds the engine at the same time.
+    """
     assert spec.rank_group is not None
     arguments = _make_engine_args(spec)
     from streamrl.engines.vllm.executor import FollowerWorker
@@ -176,6 +182,7 @@ def build_follower_worker(spec: EngineSpec) -> "FollowerWorker":
 
 
 def _make_engine_args(spec: EngineSpec) -> Any:
+    """Return vLLM's EngineArgs of a spec, and set up vLLM's logging."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("make_vllm_env() must be in the environment before vLLM is imported")
     # VLLM_CONFIGURE_LOGGING=0 keeps vLLM from configuring logging, so configure its logger here.
@@ -207,12 +214,14 @@ def _is_on_cpu() -> bool:
 
 
 def _keep_plain_on_cpu() -> AbstractContextManager[None]:
+    """Keep linear layers unpacked while vLLM builds a model on a CPU; do nothing on a GPU."""
     return keep_plain_linears() if _is_on_cpu() else nullcontext()
 
 
 def make_weight_loader(
     engine: VllmEngine, spec: EngineSpec, parameters: ParameterSet
 ) -> WeightLoaderProtocol:
+    """Return the loader for the engine: single process, vLLM's processes or a rank group."""
     if spec.rank_group is not None:
         worker = engine.model_executor.driver_worker.worker
         return PartialWeightLoader(worker, parameters, spec.model_path, spec.rank_group)
@@ -222,7 +231,10 @@ def make_weight_loader(
 
 
 def add_request(engine: VllmEngine, request: SamplingRequest, stops: StopConditions) -> str | None:
-    """Add all sequences of a request; if vLLM rejects one, add none and return the reason."""
+    """Add the sequences of a request to the engine; return None, or why vLLM rejects them.
+
+    If vLLM rejects a sequence, no sequence of the request is added.
+    """
     from vllm.exceptions import VLLMClientError
 
     salt = _make_cache_salt(engine)
@@ -269,7 +281,7 @@ def translate_lost_rank_errors(engine: VllmEngine) -> Iterator[None]:
 def list_partial_sequences(
     engine: VllmEngine, request_ids: Collection[int]
 ) -> list[SampledSequence]:
-    """Return the unfinished sequences of some requests that have at least one sampled token."""
+    """Return the unfinished sequences of these requests that have at least one sampled token."""
     from vllm.v1.engine import FinishReason as VllmFinishReason
 
     # Read vLLM's internal state: streaming outputs (RequestOutputKind.DELTA) would cost time in
@@ -290,10 +302,10 @@ def load_weights(
     *,
     should_keep_kv: bool,
 ) -> WeightLoadStats:
-    """Load all parameters between two steps, iterating over `tensors` once.
+    """Load all parameters of `version` into the engine between two decode steps.
 
-    `tensors` None means that the parameters were written into the storage already. After an
-    exception the model may mix old and new parameters.
+    Iterates over `tensors` once. `tensors` None means that resharding has written the parameters
+    into the storage already. After an exception the model may mix old and new parameters.
     """
     start_s = time.monotonic()
     interrupted = len(_list_running_states(engine))
@@ -314,6 +326,7 @@ def load_weights(
 
 
 def set_weight_version(engine: VllmEngine, version: int) -> None:
+    """Set the version that newly sampled tokens are labeled with."""
     engine.engine_core.set_weight_version(str(version))
 
 
@@ -326,14 +339,17 @@ def shut_down_engine(engine: VllmEngine) -> None:
 
 
 def _make_cache_salt(engine: VllmEngine) -> str:
-    """Return vLLM's cache salt; requests share cached prefixes only within a version."""
+    """Return vLLM's cache salt of the current version.
+
+    Requests share cached prefixes only with requests of the same salt, hence of the same version.
+    """
     return f"version {engine.engine_core.get_weight_version()}"
 
 
 def _update_waiting_salts(engine: VllmEngine) -> None:
-    """Give waiting requests without sampled tokens the salt of the current version.
+    """Give waiting requests without sampled tokens the cache salt of the current version.
 
-    Their salt is that of an older version, whose prefixes may still be cached.
+    The salt of an older version would let them reuse prefixes cached under old weights.
     """
     salt = _make_cache_salt(engine)
     for request in engine.engine_core.engine_core.scheduler.waiting:
@@ -352,6 +368,7 @@ def _list_running_states(engine: VllmEngine) -> list[Any]:
 def _make_sampling_params(
     request: SamplingRequest, sequence: SequenceRequest, stop_token_ids: Sequence[int]
 ) -> Any:
+    """Return vLLM's SamplingParams of a sequence."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -374,6 +391,7 @@ def _make_sampling_params(
 
 
 def _to_sampled_sequence(output: Any) -> SampledSequence:
+    """Convert the output of a vLLM request."""
     completion = output.outputs[0]
     request_id, index = output.request_id.split(":")
     versions: list[int] = []

@@ -1,4 +1,4 @@
-"""Thread that owns a vLLM engine: executes commands between decode steps, reports results.
+"""Thread that owns a vLLM engine: executes commands between decode steps and reports results.
 
     loop:  take commands -> execute them -> decode step -> report finished rollouts
 
@@ -35,14 +35,20 @@ EngineCommand = Callable[[VllmEngine], None]
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """All parameters of a version; `tensors` is None if they are in the storage already."""
+    """Parameters of a version to load; `tensors` is None if resharding has written them already."""
 
     tensors: Mapping[str, torch.Tensor] | None
     version: int
 
 
 class EngineListener(Protocol):
-    """Receives the thread's results; methods run on the event loop."""
+    """Receives the results of an engine's thread; methods run on the event loop.
+
+    on_started: facts of the model once the engine is built. on_sampled: rollouts that a decode step
+    finished. on_rejected: vLLM's reason for rejecting a request. on_loaded: statistics of a weight
+    load, after which `version` is served. on_reply: answer to the command with `call_id`. on_exit:
+    end of the thread, with `error` None after a regular `stop`.
+    """
 
     def on_started(self, model_info: ModelInfo) -> None: ...
 
@@ -58,10 +64,9 @@ class EngineListener(Protocol):
 
 
 class EngineThread:
-    """Builds an engine, steps it while it has requests, and shuts it down.
+    """Builds a vLLM engine, steps it while it has requests, and shuts it down.
 
-    Public methods except `start` enqueue a command, which the thread executes before its next
-    step.
+    Public methods except `start` enqueue a command, which the thread executes before its next step.
     """
 
     def __init__(self, spec: EngineSpec, listener: EngineListener) -> None:
@@ -82,35 +87,38 @@ class EngineThread:
         self._commands.put(lambda engine: self._add_or_defer(engine, requests))
 
     def abort_sequences(self, request_id: int, indices: Sequence[int]) -> None:
-        """Abort sequences of a request; the listener receives no result for them."""
+        """Abort the sequences at `indices` of a request; the listener gets no result of them."""
         names = [vllm_engine.make_vllm_request_id(request_id, index) for index in indices]
         self._commands.put(lambda engine: self._abort_sequences(engine, request_id, names))
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor] | None, version: int) -> None:
-        """Load all parameters as `version`; a draining engine first finishes earlier requests.
+        """Load all parameters as `version`.
 
-        `tensors` None means that the parameters were written into the storage already.
+        With `should_drain`, the engine first finishes earlier requests. `tensors` None means that
+        resharding has written the parameters into the storage already.
         """
         update = WeightUpdate(tensors, version)
         self._commands.put(lambda engine: self._load_or_defer(engine, update))
 
     def request_partials(self, call_id: int, request_ids: Collection[int]) -> None:
+        """Request the unfinished sequences of some requests; the answer goes to `on_reply`."""
         self._run_and_reply(
             call_id, lambda engine: vllm_engine.list_partial_sequences(engine, request_ids)
         )
 
     def request_storage(self, call_id: int) -> None:
+        """Request the views of vLLM's parameters; the answer goes to `on_reply`."""
         self._run_and_reply(call_id, lambda engine: self._weight_loader.get_storage())
 
     def use_model_dir(self, version: int) -> None:
-        """Serve the weights that the engine was built with as `version`."""
+        """Label the weights that the engine was built with (the model directory's) as `version`."""
         self._commands.put(lambda engine: self._set_version(engine, version))
 
     def sleep(self, call_id: int) -> None:
         self._run_and_reply(call_id, lambda engine: self._kv_memory.sleep())
 
     def pause(self, call_id: int) -> None:
-        """Stop stepping and reply; other commands are still executed."""
+        """Stop decoding and reply to `on_reply`; other commands are still executed."""
 
         def command(engine: VllmEngine) -> None:
             self._is_paused = True
@@ -124,15 +132,17 @@ class EngineThread:
         self._commands.put(command)
 
     def _run_and_reply(self, call_id: int, query: Callable[[VllmEngine], Any]) -> None:
+        """Enqueue a command that sends the result of `query` to the listener's `on_reply`."""
         self._commands.put(
             lambda engine: self._notify_listener(self._listener.on_reply, call_id, query(engine))
         )
 
     def stop(self) -> None:
-        """End the thread before the next step and drop all running requests."""
+        """End the thread before the next decode step and drop all running requests."""
         self._commands.put(None)
 
     def _run(self) -> None:
+        """Build the engine, run commands and steps, shut the engine down; body of the thread."""
         try:
             with vllm_engine.claim_process_engine():
                 model_info = vllm_engine.read_model_info(self._spec.model_path)
@@ -158,6 +168,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(method, *args)
 
     def _run_loop(self, engine: VllmEngine) -> None:
+        """Alternate commands and decode steps until `stop`; block while no step is possible."""
         while True:
             for command in self._take_commands(wait=not self._can_step(engine)):
                 if command is None:
@@ -174,7 +185,10 @@ class EngineThread:
         return not self._is_paused and engine.has_unfinished_requests()
 
     def _take_commands(self, *, wait: bool) -> list[EngineCommand | None]:
-        """Return all queued commands; with `wait`, block until there is at least one."""
+        """Return all queued commands; with `wait`, block until a command arrives.
+
+        None stands for `stop`.
+        """
         commands = [self._commands.get()] if wait else []
         try:
             while True:
@@ -183,6 +197,7 @@ class EngineThread:
             return commands
 
     def _add_or_defer(self, engine: VllmEngine, requests: Sequence[SamplingRequest]) -> None:
+        """Add requests to the engine, or defer them if a weight update waits for draining."""
         for request in requests:
             if self._deferred_work:
                 self._deferred_work.append(request)
@@ -190,15 +205,16 @@ class EngineThread:
                 self._add_request(engine, request)
 
     def _load_or_defer(self, engine: VllmEngine, update: WeightUpdate) -> None:
+        """Load an update's weights, or defer the load if the engine must drain first."""
         if self._spec.should_drain and (self._deferred_work or engine.has_unfinished_requests()):
             self._deferred_work.append(update)
         else:
             self._load_weights(engine, update)
 
     def _run_deferred(self, engine: VllmEngine) -> None:
-        """Once the engine is drained, load the pending weights and add the deferred requests.
+        """Once the engine is drained, load deferred weights and add deferred requests, in order.
 
-        Stops at the next weight update if requests were added before it.
+        Stops at the next weight update if requests were added before it: these must finish first.
         """
         if not self._deferred_work or engine.has_unfinished_requests():
             return
@@ -218,6 +234,10 @@ class EngineThread:
             self._notify_listener(self._listener.on_rejected, request.request_id, reason)
 
     def _abort_sequences(self, engine: VllmEngine, request_id: int, names: Sequence[str]) -> None:
+        """Abort the vLLM requests `names`, which are sequences of the request `request_id`.
+
+        Drops the request if it is still deferred.
+        """
         engine.abort_request(list(names))
         self._deferred_work = deque(
             work
@@ -227,6 +247,7 @@ class EngineThread:
         self._run_deferred(engine)
 
     def _load_weights(self, engine: VllmEngine, update: WeightUpdate) -> None:
+        """Load the parameters of an update now and report the load to the listener."""
         stats = vllm_engine.load_weights(
             engine,
             self._weight_loader,
@@ -237,5 +258,6 @@ class EngineThread:
         self._notify_listener(self._listener.on_loaded, update.version, stats)
 
     def _set_version(self, engine: VllmEngine, version: int) -> None:
+        """Label the engine's present weights as `version` and report that as a load."""
         vllm_engine.set_weight_version(engine, version)
         self._notify_listener(self._listener.on_loaded, version, WeightLoadStats(0.0, 0, 0))

@@ -2,10 +2,10 @@
 
 
 def make_vllm_env(device: str, *, threads: int = 1) -> dict[str, str]:
-    """Return the environment to set before importing torch; `device` is "cpu" or "cuda".
+    """Return the environment variables to set before importing torch and vLLM.
 
-    `threads` is GeneratorConfig.threads, which takes effect only through OMP_NUM_THREADS. Raises
-    ValueError for another device.
+    `device` is "cpu" or "cuda". `threads` is GeneratorConfig.threads, which takes effect only
+    through OMP_NUM_THREADS. Raises ValueError for another device.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: must be cpu or cuda")

@@ -37,7 +37,7 @@ DISCONNECT_GRACE_S = 2.0
 
 
 class LeaderExecutor(UniProcExecutor):
-    """Executes every call on all workers of a rank group, the leader's own included."""
+    """vLLM executor that runs every call on all workers of a rank group, its own included."""
 
     rank_group: RankGroup
 
@@ -54,9 +54,11 @@ class LeaderExecutor(UniProcExecutor):
         non_block: bool = False,
         single_value: bool = False,
     ) -> Any:
-        """See vLLM's Executor.collective_rpc; with `single_value`, return the leader's result.
+        """Call a method of the workers on all ranks; return the results, leader first.
 
-        Raises GenerationError that names the rank of a follower that has died.
+        Parameters are those of vLLM's Executor.collective_rpc; with `single_value`, only the
+        leader's result is returned. Raises GenerationError that names the rank of a follower that
+        has died.
         """
         try:
             for connection in self._connections.values():
@@ -75,7 +77,7 @@ class LeaderExecutor(UniProcExecutor):
 
     @property
     def lost_rank(self) -> int | None:
-        """Rank of a follower whose process has ended, or None."""
+        """Rank of a follower of this engine whose process has ended, or None."""
         wait(list(self._connections.values()), DISCONNECT_GRACE_S)
         return next(
             (rank for rank, connection in self._connections.items() if _is_closed(connection)), None
@@ -94,7 +96,7 @@ def _make_done_future(answer: Any) -> Future[Any]:
 
 
 def make_rank_group_args(rank_group: RankGroup, timeout_s: float) -> dict[str, Any]:
-    """Return the EngineArgs of a rank group; `timeout_s` bounds collectives.
+    """Return the EngineArgs that run an engine on a rank group; `timeout_s` bounds collectives.
 
     vLLM constructs the executor from a class and its config only, so a subclass carries the group.
     """
@@ -110,7 +112,7 @@ def make_rank_group_args(rank_group: RankGroup, timeout_s: float) -> dict[str, A
 
 
 class FollowerWorker:
-    """Executes the calls of the leader on this rank's worker."""
+    """Executes the calls of the leader rank on the vLLM worker of a follower rank."""
 
     def __init__(self, config: VllmConfig, rank_group: RankGroup) -> None:
         self.wrapper = build_worker(config, rank_group)
@@ -120,7 +122,7 @@ class FollowerWorker:
         self.lock = threading.Lock()
 
     def serve(self) -> None:
-        """Execute calls until the leader closes the connection.
+        """Execute the leader's calls until the leader closes the connection.
 
         Raises GenerationError if the leader's process ends, and any exception of a call.
         """
@@ -195,6 +197,7 @@ def _init_process_groups(config: VllmConfig, rank_group: RankGroup) -> None:
 
 
 def _accept_followers(rank_group: RankGroup) -> dict[int, Connection]:
+    """Accept a TCP connection from every follower of the rank group; return them by rank."""
     key, connections = secrets.token_bytes(16), {}
     with Listener((_find_local_address(), 0), backlog=rank_group.size, authkey=key) as listener:
         _broadcast_from_leader(rank_group, [(listener.address, key)])
@@ -205,6 +208,7 @@ def _accept_followers(rank_group: RankGroup) -> dict[int, Connection]:
 
 
 def _connect_leader(rank_group: RankGroup) -> Connection:
+    """Connect to the leader of the rank group."""
     address, key = _broadcast_from_leader(rank_group, [None])
     connection = _disable_nagle(Client(address, authkey=key))
     connection.send(rank_group.rank)
@@ -212,13 +216,17 @@ def _connect_leader(rank_group: RankGroup) -> Connection:
 
 
 def _broadcast_from_leader(rank_group: RankGroup, objects: list[Any]) -> Any:
+    """Return the leader's first object on all ranks of the rank group. Collective."""
     group = parallel_state.get_tp_group().cpu_group
     dist.broadcast_object_list(objects, src=rank_group.leader_rank, group=group)
     return objects[0]
 
 
 def _is_closed(connection: Connection, within_s: float = 0.0) -> bool:
-    """Return whether the peer has closed the connection; discards pending messages."""
+    """Return whether the peer closes the connection within `within_s` seconds.
+
+    Discards pending messages.
+    """
     try:
         while connection.poll(within_s):
             connection.recv()
@@ -228,7 +236,10 @@ def _is_closed(connection: Connection, within_s: float = 0.0) -> bool:
 
 
 def _find_local_address() -> str:
-    """Return the address of the interface that reaches rank 0; other ranks can connect to it."""
+    """Return this host's address on the interface that reaches rank 0.
+
+    Other ranks can connect to that address.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 1))
         return str(probe.getsockname()[0])

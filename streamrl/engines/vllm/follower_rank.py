@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class FollowerRank:
-    """This rank's worker; use it only on the event loop that started it.
+    """The vLLM worker of a follower rank; use it only on the event loop that started it.
 
     A thread executes the leader's calls. The other methods require the leader to be paused.
     """
@@ -40,7 +40,7 @@ class FollowerRank:
 
     @classmethod
     async def start(cls, spec: EngineSpec) -> "FollowerRank":
-        """Build this rank's worker while the leader builds the engine.
+        """Build the vLLM worker of this rank while the leader builds the engine.
 
         Raises as `GenerationEngine.start` does.
         """
@@ -57,13 +57,18 @@ class FollowerRank:
         return follower
 
     async def run_rank(self) -> None:
-        """Wait until the leader shuts down. Raises GenerationError if it dies or a call fails."""
+        """Wait until the leader shuts down.
+
+        Raises GenerationError if the leader dies or a call fails.
+        """
         await asyncio.shield(self._finished)
 
     async def get_storage(self) -> ShardStorage | None:
-        """Return the storage of this rank's parameters; see `GenerationEngine.get_storage`.
+        """Return views of this rank's parameters, into which resharding writes new weights.
 
-        Raises DeadlineError if comparing with the model directory takes over `start_timeout_s`.
+        Resharding writes only while the leader is paused. Returns None if vLLM's layout differs
+        from the checkpoint's. Raises DeadlineError if comparing with the model directory takes over
+        `start_timeout_s`.
         """
         timeout_s = self._spec.config.start_timeout_s
         try:
@@ -83,8 +88,8 @@ class FollowerRank:
     def fill_shard(self, tensors: Mapping[str, torch.Tensor | Array]) -> int:
         """Load this rank's part of all parameters and return the bytes copied.
 
-        See `GenerationEngine.load_weights`. The leader must be paused, and activates the version
-        after all followers have loaded it.
+        `tensors` are as for `GenerationEngine.load_weights`. The leader must be paused, and
+        activates the version after all followers have loaded it.
         """
         assert self._worker is not None and self._weight_loader is not None
         full = build_full_weights(
@@ -110,6 +115,7 @@ class FollowerRank:
                 free_kv_caches(self._worker.wrapper)
 
     def _run_worker(self) -> None:
+        """Build the worker and execute the leader's calls; the body of the thread."""
         try:
             with engine.claim_process_engine():
                 self._parameters = engine.read_model_info(self._spec.model_path).parameters
@@ -128,10 +134,12 @@ class FollowerRank:
             raise
 
     def _report_status(self, error: BaseException | None) -> None:
+        """Report the start (no error) or the end of the worker to the event loop."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._resolve_future, error)
 
     def _resolve_future(self, error: BaseException | None) -> None:
+        """Resolve the future of the start, or, if the worker has started, that of its end."""
         future = self._finished if self._started.done() else self._started
         if error is None:
             future.set_result(None)

@@ -30,7 +30,7 @@ LAYER_PATTERN = re.compile(r"\.(\d+)\.")
 WARNING_LOGGERS = ("vllm.model_executor.model_loader", "vllm.model_executor.models")
 """Loggers of vLLM that warn about weights they did not load."""
 WARNING_PATTERN = re.compile(r"weight|parameter|tensor|checkpoint|loaded", re.IGNORECASE)
-"""Matches warnings about weights among other warnings of these loggers."""
+"""Selects the warnings about weights among all warnings of WARNING_LOGGERS."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class TensorFingerprint:
 
     @classmethod
     def from_fingerprints(cls, prints: Iterable["TensorFingerprint"]) -> "TensorFingerprint":
+        """Compute the fingerprint of several tensors concatenated."""
         parts = list(prints)
         return cls(
             sum(part.num_elements for part in parts),
@@ -61,7 +62,7 @@ class TensorFingerprint:
         )
 
     def is_close_to(self, other: "TensorFingerprint") -> bool:
-        """Return whether both may have the same values, ignoring zero padding.
+        """Return whether both tensors may have the same values, ignoring zero padding.
 
         A sum of n values is at most sqrt(n * sum of squares) (Cauchy-Schwarz), which scales the
         tolerance of `total`.
@@ -79,7 +80,7 @@ FingerprintsByDtype = Mapping[torch.dtype, TensorFingerprint]
 
 
 class LoadCheck:
-    """Compares the fingerprints of an engine's model with the published ones, layer by layer."""
+    """Compares fingerprints of an engine's model and of published parameters, layer by layer."""
 
     def __init__(
         self,
@@ -87,9 +88,10 @@ class LoadCheck:
         stored: Mapping[str, Tensor],
         merged: Mapping[str, Sequence[str]],
     ) -> None:
-        """Find the comparable parameters; vLLM must just have read `stored`, the directory.
+        """Find the parameters that can be compared.
 
-        `merged` maps a module of vLLM to the checkpoint's modules that it fuses.
+        `stored` are the tensors of the model directory, which vLLM must just have read. `merged`
+        maps a module of vLLM to the checkpoint's modules that it fuses.
         """
         self._model = model
         self._merged_modules = merged
@@ -102,9 +104,11 @@ class LoadCheck:
             self._unchecked_names |= {*published, *unmatched} if unmatched else set()
 
     def make_fingerprints(self, tensor: Tensor) -> FingerprintsByDtype:
+        """Return the fingerprints of a published tensor, one for every dtype of the model."""
         return {dtype: TensorFingerprint.from_tensor(tensor, dtype) for dtype in self._dtypes}
 
     def compare_loaded(self, published: Mapping[str, FingerprintsByDtype]) -> LoadVerification:
+        """Compare vLLM's model with the fingerprints of published parameters, given by name."""
         differing = [name for names, _ in self._find_differences(published) for name in names]
         return LoadVerification(
             len(published.keys() - self._unchecked_names), tuple(sorted(differing))
@@ -136,9 +140,10 @@ class LoadCheck:
         published: Mapping[str, FingerprintsByDtype],
         model_prints: Mapping[str, tuple[torch.dtype, TensorFingerprint]],
     ) -> tuple[list[str], list[str]]:
-        """Match the parameters of a layer; return unmatched published and model names.
+        """Match published and vLLM's parameters of a layer; return the unmatched names of both.
 
         The attempts, in order:
+
         1. a model parameter equals a published one, or the fusion that `merged` names;
         2. all remaining parameters of both sides have equal sums;
         3. a model parameter equals all published parameters of some kinds, such as the weights of
@@ -177,6 +182,7 @@ class LoadCheck:
         return missing, rest
 
     def _list_source_names(self, name: str) -> set[str]:
+        """Return the checkpoint's names of the parameters that vLLM's parameter `name` fuses."""
         path, _, kind = name.rpartition(".")
         parent, _, module = path.rpartition(".")
         return {
@@ -187,10 +193,11 @@ class LoadCheck:
 def _iter_fused_candidates(
     missing: Sequence[str], rest: Sequence[str]
 ) -> Iterator[tuple[set[str], str]]:
-    """Yield (published names, model name) of possible fusions, small ones first.
+    """Yield (published names, model name) of possible fusions, small fusions first.
 
-    Candidates are unions of kinds: names that differ only in numbers, such as those of all experts.
-    Stops at union sizes with more than MAX_UNIONS candidates.
+    `missing` are unmatched published names, `rest` unmatched names of vLLM's model. Candidates are
+    unions of kinds: names that differ only in numbers, such as those of all experts. Stops at union
+    sizes with more than MAX_UNIONS candidates.
     """
     families: dict[str, set[str]] = {}
     for name in missing:
@@ -225,7 +232,7 @@ class LoadWarningHandler(logging.Handler):
             self._messages.append(" ".join(record.getMessage().split()))
 
     def drain_warnings(self) -> tuple[str, ...]:
-        """Return the distinct warnings since the last call, with the number of repetitions."""
+        """Return the distinct warnings since the last call, each with its number of repetitions."""
         messages, self._messages = self._messages, []
         counts = {message: messages.count(message) for message in dict.fromkeys(messages)}
         return tuple(

@@ -1,4 +1,4 @@
-"""Look up vLLM's class for a model in its registry's source; importing vLLM takes seconds."""
+"""Look up vLLM's class for a model in the source of vLLM's registry: importing vLLM is slow."""
 
 import functools
 import importlib.util
@@ -11,7 +11,7 @@ REGISTRY_ENTRY = re.compile(r'"(\w+)": \(\s*"(\w+)",\s*"\w+",?\s*\)')
 
 @functools.cache
 def _read_vllm_registry() -> dict[str, str]:
-    """Return vLLM's module name by architecture; empty if vLLM is not installed."""
+    """Return the name of vLLM's module for each architecture; empty if vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return {}
@@ -20,10 +20,11 @@ def _read_vllm_registry() -> dict[str, str]:
 
 
 def is_served_by_transformers(architectures: Iterable[str]) -> bool:
-    """Return whether vLLM uses its transformers backend for these architectures.
+    """Return whether vLLM serves a model with transformers' class instead of a class of its own.
 
-    vLLM does so for architectures that its registry lists so, and for unknown ones. Returns False
-    if vLLM is not installed, as on a machine that only plans runs.
+    `architectures` are those of config.json. vLLM does so for architectures that its registry marks
+    accordingly, and for unknown ones. Returns False if vLLM is not installed, as on a machine that
+    only plans runs.
     """
     modules = _read_vllm_registry()
     if not modules:
@@ -32,9 +33,9 @@ def is_served_by_transformers(architectures: Iterable[str]) -> bool:
 
 
 def explain_unshareable_process(architectures: Iterable[str], *, mode: str, on_gpu: bool) -> str:
-    """Explain why generator and trainer cannot share a process; "" if they can.
+    """Explain why generator and trainer cannot run in the same process; "" if they can.
 
-    `mode` is placement.mode, `architectures` are those of the generator's model.
+    `mode` is placement.mode; `architectures` are those in config.json of the generator's model.
     """
     if not on_gpu or not is_served_by_transformers(architectures):
         return ""

@@ -1,4 +1,4 @@
-"""Load weights into one rank of a tensor-parallel vLLM model that runs in trainer processes.
+"""Load weights into a rank of a tensor-parallel vLLM model that runs in trainer processes.
 
 The part of each checkpoint parameter that the rank holds is inferred from shapes, then verified
 once against the values that vLLM has read from the model directory. If the verification passes,
@@ -37,14 +37,18 @@ LocalPiece = tuple[str, TensorBox, Tensor]
 
 
 class PartialWeightLoader:
-    """Loads a rank's part of all parameters; hold the worker's lock while calling."""
+    """Loads this rank's part of all parameters into its vLLM worker.
+
+    Callers hold the worker's lock during every call.
+    """
 
     def __init__(
         self, worker: VllmWorker, parameters: ParameterSet, model_path: str, rank_group: RankGroup
     ) -> None:
-        """`parameters` and `model_path` belong to the directory that the worker has read.
+        """Prepare loading into a worker that has just read the model directory `model_path`.
 
-        Call `get_storage` before the first `load_weights`: it compares with the directory's values.
+        `parameters` describes the parameters of that directory. Call `get_storage` before the first
+        `load_weights`: it compares vLLM's values with the directory's.
         """
         self._worker = worker
         self._model: torch.nn.Module = worker.get_model()
@@ -56,7 +60,7 @@ class PartialWeightLoader:
             use_onednn(self._model)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        """Copy this rank's part of all parameters; return its bytes and no verification.
+        """Load this rank's part of all parameters; return the bytes copied and no verification.
 
         All ranks of the group must load the same tensors before the next decode step.
         """
@@ -68,6 +72,7 @@ class PartialWeightLoader:
         return sum(parameter.nbytes for parameter in self._model.parameters()), LoadVerification()
 
     def get_storage(self) -> ShardStorage | None:
+        """Return views of this rank's parameters; None if `find_local_pieces` finds no mapping."""
         views: dict[str, list[tuple[TensorBox, Tensor]]] = {}
         for name, box, view in self._local_pieces:
             views.setdefault(self._parameters.get_first_name(name), []).append((box, view))
@@ -75,6 +80,7 @@ class PartialWeightLoader:
 
     @cached_property
     def _local_pieces(self) -> list[LocalPiece]:
+        """Parts of checkpoint parameters that make up this rank's parameters; empty if unknown."""
         if self._worker.model_config.quantization is not None:
             return []
         return find_local_pieces(self._model, self._parameters, self._model_path, self._rank_group)
@@ -83,10 +89,11 @@ class PartialWeightLoader:
 def find_local_pieces(
     model: torch.nn.Module, parameters: ParameterSet, model_path: str, rank_group: RankGroup
 ) -> list[LocalPiece]:
-    """Map a rank's parameters to boxes of the checkpoint's; empty if any does not match.
+    """Map a rank's parameters in vLLM to the parts of checkpoint parameters that they hold.
 
-    Relies on vLLM having just read the model from `model_path`: if the boxes have equal values now,
-    the mapping holds for every later version.
+    Returns an empty list if any parameter cannot be mapped. Relies on vLLM having just read the
+    model from `model_path`: if the parts have equal values now, the mapping holds for every later
+    version.
     """
     # Only models that support LoRA or quantization have this attribute.
     merged: Any = model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
@@ -111,7 +118,11 @@ def find_local_pieces(
 def _match_parameter(
     module: torch.nn.Module, local: Tensor, full_shapes: Sequence[NamedShape], rank_group: RankGroup
 ) -> list[LocalPiece] | None:
-    """Return the pieces that make up a parameter of this rank; None if shapes do not match."""
+    """Map a parameter of vLLM's `module` to parts of checkpoint parameters by their shapes.
+
+    `local` is this rank's tensor, `full_shapes` the checkpoint parameters that it may fuse. Returns
+    None if shapes do not match.
+    """
     from vllm.model_executor.layers.linear import QKVParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -132,7 +143,10 @@ def _match_parameter(
 def _match_rows(
     local: Tensor, full_shapes: Sequence[NamedShape], start: int, stop: int
 ) -> list[LocalPiece] | None:
-    """Match a vocabulary-parallel parameter; vLLM pads the rows of the last ranks."""
+    """Map the rows `start` to `stop` of a vocabulary-parallel parameter; None if shapes differ.
+
+    vLLM pads the rows of the last ranks.
+    """
     ((name, shape),) = full_shapes
     if local.shape[1:] != shape[1:]:
         return None
@@ -144,7 +158,7 @@ def _match_rows(
 def _match_split(
     local: Tensor, full_shape: NamedShape, rank_group: RankGroup
 ) -> list[LocalPiece] | None:
-    """Match a replicated parameter, or one that is split along the dimension that is shorter."""
+    """Map a parameter that is replicated, or split along the dimension in which it is shorter."""
     name, shape = full_shape
     local_shape = tuple(local.shape)
     if local_shape == shape:
@@ -172,9 +186,10 @@ def _match_merged(
     rank_group: RankGroup,
     heads: Sequence[int | None],
 ) -> list[LocalPiece] | None:
-    """Match a fused parameter: this rank's rows of each tensor, concatenated.
+    """Map a fused parameter: this rank's rows of several checkpoint parameters, concatenated.
 
-    `heads` gives the number of heads by which a tensor is split, or None for a split by rows.
+    `heads` gives, for each of these, the number of heads by which vLLM splits the parameter, or
+    None for a split by rows.
     """
     pieces, start = [], 0
     for (name, shape), units in zip(full_shapes, heads, strict=True):
@@ -194,7 +209,10 @@ def _match_merged(
 def _have_equal_values(
     pieces: Sequence[LocalPiece], parameters: ParameterSet, model_path: str
 ) -> bool:
-    """Return whether the pieces equal the directory's values, bit by bit in their own dtype."""
+    """Return whether vLLM's pieces of parameters equal the model directory's, bit by bit.
+
+    The comparison is made in the dtype of each piece.
+    """
     stored = load_stored_weights(model_path)
     try:
         full = parameters.expand_tied({n: t for n, t in stored.items() if n in parameters.shapes})

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A rank's position among the generators; `groups` lists the ranks of each by shard index.
+    """Position of a trainer rank among the tensor-parallel generators in the trainer's processes.
 
-    The first rank of a group is its leader, which runs the engine. The others are followers.
+    `groups` lists the ranks of each generator, ordered by the index of the shard they serve. The
+    first rank of a group is its leader, which runs the engine. The others are followers.
     """
 
     rank: int
@@ -40,10 +41,12 @@ class RankGroup:
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """Ranks of the group that `rank` belongs to."""
         return next(ranks for ranks in self.groups if self.rank in ranks)
 
     @property
     def group_rank(self) -> int:
+        """Index of `rank` in its group, which is the index of the shard it serves."""
         return self.ranks.index(self.rank)
 
     @property
@@ -60,11 +63,15 @@ class RankGroup:
 
 
 def make_rank_group(rank: int, trainer: "TrainerConfig", size: int) -> RankGroup:
+    """Return the position of a trainer rank; `size` is the generator's tensor-parallel size."""
     return RankGroup(rank, assign_rank_groups(trainer, size))
 
 
 def assign_rank_groups(trainer: "TrainerConfig", size: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of every generator by shard index; `size` divides the number of ranks."""
+    """Return the ranks of every generator, ordered by the index of the shard they serve.
+
+    `size`, the generator's tensor-parallel size, divides the number of trainer ranks.
+    """
     train = RankGrid(1, trainer.tensor_parallel, trainer.dp_size)
     if train.tp_size % size == 0:
         sizes = GenerationSizes(1, size, train.tp_size // size, train.dp_size)
@@ -77,6 +84,7 @@ def assign_rank_groups(trainer: "TrainerConfig", size: int) -> tuple[tuple[int, 
 
 
 def _order_by_overlap(train_layout: ModelLayout, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Order the ranks of a group so that served shards overlap the most with trained shards."""
     group_layout = ModelLayout(
         train_layout.model, {i: train_layout.shards[rank] for i, rank in enumerate(ranks)}
     )
@@ -87,9 +95,10 @@ def _order_by_overlap(train_layout: ModelLayout, ranks: Sequence[int]) -> tuple[
 
 
 def _make_train_layout(train: RankGrid, trainer: "TrainerConfig", size: int) -> ModelLayout:
-    """Return the training layout of a model of two matrices, split by rows and by columns.
+    """Return the training layout of a minimal model that stands for every decoder layer.
 
-    The pair stands for every decoder layer; its side is a multiple of all split sizes.
+    The model has two square matrices, split by rows and by columns. Their side is a multiple of all
+    split sizes.
     """
     side = train.num_ranks * size
     specs = tuple(TensorSpec(f"cut {dim}", (side, side), (0,), dim) for dim in range(2))

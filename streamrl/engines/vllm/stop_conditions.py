@@ -15,10 +15,10 @@ BYTES_PER_CHARACTER = 4
 
 
 class StopConditions:
-    """Stop strings and token ids of an engine.
+    """Stop strings and stop token ids of an engine.
 
     vLLM's own stop strings need its detokenizer, which decodes every token of every request. This
-    class decodes only the tail that a stop string can span.
+    class decodes only the last tokens, as many as a stop string can span.
     """
 
     def __init__(self, model_path: str, config: GeneratorConfig) -> None:
@@ -27,7 +27,7 @@ class StopConditions:
         self._tokenizer = load_tokenizer(model_path) if self._texts else None
 
     def make_detokenizer(self, sampled: Sequence[int]) -> Any:
-        """Return a detokenizer for a vLLM request that finds stop strings; None without any.
+        """Return a detokenizer that ends a vLLM request at a stop string; None if no string is set.
 
         `sampled` are tokens of a partial rollout from an earlier request, in which a stop string
         may start.
@@ -39,7 +39,7 @@ class StopConditions:
 
 @functools.cache
 def _make_detokenizer_class() -> Any:
-    """Define the class lazily, since its base class imports vLLM."""
+    """Define and return the detokenizer class; lazily, since its base class imports vLLM."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     class StopTextDetokenizer(IncrementalDetokenizer):
@@ -58,6 +58,7 @@ def _make_detokenizer_class() -> Any:
             self._sampled = list(sampled[-self._window :])
 
         def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+            """Append new tokens; return the stop string in the decoded tail, or None."""
             super().update(new_token_ids, stop_terminated)
             tail = [*self._sampled, *self.token_ids[-self._window :]][-self._window :]
             text = decode_verbatim(self._tokenizer, tail)

@@ -46,7 +46,7 @@ MIN_ONEDNN_ELEMENTS = 2**19
 
 
 NUM_HEAD_AXES = 3
-"""Dimensions of queries with a separate head dimension: [token, head, value]."""
+"""Number of dimensions of queries that have a dimension for heads: [token, head, value]."""
 
 
 @contextmanager
@@ -93,6 +93,7 @@ def keep_plain_linears() -> Iterator[None]:
 
 
 def use_onednn(model: torch.nn.Module) -> None:
+    """Make a model's large unpacked linear layers on a CPU use `onednn_linear`."""
     for module in model.modules():
         if "cpu_linear" in vars(module):
             weight = module.get_parameter("weight")
@@ -107,7 +108,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 @functools.cache
 def _has_onednn_kernel(dtype: torch.dtype) -> bool:
-    """Return whether this build of oneDNN supports a dtype; many lack float16."""
+    """Return whether this build of oneDNN has a linear kernel for a dtype; many lack float16."""
     try:
         onednn_linear(torch.zeros(1, 8, dtype=dtype), torch.zeros(8, 8, dtype=dtype))
     except RuntimeError:
@@ -116,12 +117,13 @@ def _has_onednn_kernel(dtype: torch.dtype) -> bool:
 
 
 class WeightLoader:
-    """Loads weights into an engine's model; belongs to the engine's thread."""
+    """Loads weights into the model of a single-process engine; belongs to the engine's thread."""
 
     def __init__(self, engine: VllmEngine, parameters: ParameterSet, model_path: str) -> None:
         """Bind the model's parameters to the checkpoint's where possible.
 
-        `parameters` and `model_path` belong to the directory that the engine was built from.
+        The engine was built from the model directory `model_path`; `parameters` describes the
+        parameters of that directory.
         """
         self._engine = engine
         self._model = _get_model(engine)
@@ -144,9 +146,9 @@ class WeightLoader:
     def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
         """Load all parameters, reading each of `tensors` once.
 
-        Returns the bytes copied (or merged from adapters) and, for the first few loads, a
-        verification. Tensors that are not copied are aliased: keep them unchanged until the next
-        load. After an exception the model may mix old and new parameters.
+        Returns the bytes copied (or merged from adapters) and a verification, empty after the first
+        few loads. Tensors that are not copied are aliased: keep them unchanged until the next load.
+        After an exception the model may mix old and new parameters.
         """
         if not self._bound_parameters:
             return self._reload_weights(tensors)
@@ -158,6 +160,7 @@ class WeightLoader:
 
     @staticmethod
     def _load_parameter(bound: "BoundParameter", tensors: Mapping[str, Tensor]) -> int:
+        """Load checkpoint tensors into a bound parameter; return the bytes copied or merged."""
         parts = {name: tensors[name] for name in bound.names}
         num_bytes = bound.load_parts(list(parts.values()))
         if num_bytes or not isinstance(tensors, MergedWeights):
@@ -169,7 +172,8 @@ class WeightLoader:
         """Return views of all parameters, by their first names, for resharding to write into.
 
         Call it before the first load, and do not use `load_weights` afterwards. Write only while
-        the engine is paused. Returns None if the parameters cannot be bound.
+        the engine is paused. Returns None if a parameter is not a concatenation of the
+        checkpoint's.
         """
         bound_parameters = self._bound_parameters
         if self._is_plain and not self._is_on_cpu:
@@ -184,6 +188,7 @@ class WeightLoader:
         return ShardStorage(views) if views else None
 
     def _reload_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
+        """Load all parameters through vLLM; return the bytes read and a verification."""
         num_bytes, prints = 0, dict[str, FingerprintsByDtype]()
         check = self._load_check if self._num_checked < NUM_INITIAL_CHECKS else None
         self._num_checked += 1
@@ -209,11 +214,12 @@ class WeightLoader:
 def iter_stored_tensors(
     model_path: str, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors with the names and shapes of its directory.
+    """Yield new values of a model's tensors with the names and shapes of its directory's files.
 
-    Untrained tensors of the directory, such as a router's biases, come first; recomputed buffers
-    are omitted. Trained tensors are read one at a time, unless transformers stores them in another
-    form (such as all experts in one tensor), which needs all at once.
+    `tensors` are the trained parameters. Untrained tensors of the directory, such as a router's
+    biases, come first; recomputed buffers are omitted. Trained tensors are read one at a time,
+    unless transformers stores them in another form (such as all experts in a single tensor), which
+    needs all at once.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
@@ -262,7 +268,7 @@ def reload_through_copy(
 
 
 class BoundParameter:
-    """A parameter of vLLM's model and the checkpoint names that it concatenates by rows."""
+    """A vLLM parameter that concatenates checkpoint parameters, called `names`, by rows."""
 
     def __init__(self, parameter: torch.nn.Parameter, names: tuple[str, ...]) -> None:
         self.names = names
@@ -274,12 +280,16 @@ class BoundParameter:
 
     @property
     def live_tensors(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """Memory that the parameter uses now: its own tensor, and the published tensors it views.
+
+        Holding the result keeps that memory alive after a load.
+        """
         return self._parameter.data, self._viewed_tensors
 
     def has_matching_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Return whether the named tensors, concatenated, have the parameter's shape.
+        """Return whether tensors of these shapes, by name, concatenate to the parameter's shape.
 
-        vLLM pads the rows of embeddings and heads, which may therefore be longer.
+        vLLM pads the rows of embeddings and heads, so those parameters may have more rows.
         """
         if any(name not in shapes for name in self.names):
             return False
@@ -290,7 +300,10 @@ class BoundParameter:
         return (num_rows == rows or padded) and all(list(part[1:]) == rest for part in parts)
 
     def has_equal_values(self, parts: Sequence[Tensor]) -> bool:
-        """Return whether `parts`, concatenated, equal the parameter bit by bit in its dtype."""
+        """Return whether `parts`, concatenated by rows, equal the parameter bit by bit.
+
+        The comparison is made in the parameter's dtype.
+        """
         start = 0
         for part in parts:
             rows = self._parameter.data[start : start + len(part)]
@@ -301,7 +314,11 @@ class BoundParameter:
         return True
 
     def load_parts(self, parts: Sequence[Tensor]) -> int:
-        """Load `parts`, as a view if they are adjacent in memory; return the bytes copied."""
+        """Set the parameter to `parts`, concatenated by rows; return the bytes copied.
+
+        If the parts are adjacent in memory, the parameter becomes a view of them and no byte is
+        copied.
+        """
         parts = [part.detach() for part in parts]
         block = view_as_block(parts, self._parameter)
         if block is not None:
@@ -315,7 +332,10 @@ class BoundParameter:
         return num_bytes
 
     def list_targets(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, Tensor]]:
-        """Return the name and writable rows of each part, in the parameter's own memory."""
+        """Return each checkpoint name with the rows of the parameter to write its values into.
+
+        If the parameter is a view of published tensors, it gets memory of its own first.
+        """
         if self._own_tensor is None:
             self._own_tensor = torch.zeros_like(self._parameter)
         self._parameter.data, self._viewed_tensors = self._own_tensor, ()
@@ -330,10 +350,11 @@ class BoundParameter:
 def bind_parameters(
     model: torch.nn.Module, parameters: ParameterSet, model_path: str
 ) -> list[BoundParameter]:
-    """Bind every parameter of vLLM's model to checkpoint names; empty if any does not match.
+    """Bind every parameter of vLLM's model to checkpoint parameters that it concatenates by rows.
 
-    Relies on vLLM having just read the model from `model_path`: if the concatenated tensors equal
-    its parameters now, the binding holds for every later version.
+    Returns an empty list if any parameter does not match. Relies on vLLM having just read the model
+    from `model_path`: if the concatenated tensors equal its parameters now, the binding holds for
+    every later version.
     """
     merged = get_merged_modules(model)
     bindings = [
@@ -373,7 +394,8 @@ def get_merged_modules(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
 def list_source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return the checkpoint's names of the parameters that a vLLM parameter fuses, in order.
 
-    Example: layers.0.self_attn.qkv_proj.weight -> the weights of q_proj, k_proj and v_proj there.
+    `merged` is the result of `get_merged_modules`. Example: layers.0.self_attn.qkv_proj.weight ->
+    the weights of q_proj, k_proj and v_proj of that layer.
     """
     path, _, kind = name.rpartition(".")
     parent, _, module = path.rpartition(".")
@@ -383,11 +405,11 @@ def list_source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[s
 
 
 def view_as_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
-    """Return a view of `parts`, concatenated by rows, to replace `like`; None if impossible.
+    """Return a view of `parts`, concatenated by rows, to replace the tensor `like`.
 
-    The parts must be adjacent in memory and match dtype and device of `like`. The view does not
-    keep the memory alive. A single part may lack vLLM's padding rows of embeddings: no token looks
-    them up, and logits are truncated to the vocabulary.
+    The parts must be adjacent in memory and match dtype and device of `like`, otherwise the result
+    is None. The view does not keep the memory alive. A single part may lack vLLM's padding rows of
+    embeddings: no token looks them up, and logits are truncated to the vocabulary.
     """
     if any(part.dtype != like.dtype or part.device != like.device for part in parts):
         return None
@@ -411,5 +433,6 @@ def _get_model(engine: VllmEngine) -> torch.nn.Module:
 
 
 def _is_one_plain_rank(engine: VllmEngine) -> bool:
+    """Return whether the engine runs in this process alone, on an unquantized model."""
     parallel = engine.vllm_config.parallel_config
     return parallel.world_size == 1 and engine.model_config.quantization is None

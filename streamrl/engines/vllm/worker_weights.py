@@ -1,8 +1,8 @@
-"""Load weights into a tensor-parallel engine whose rank processes vLLM has started.
+"""Load weights into a tensor-parallel engine whose worker processes vLLM has started.
 
-A version is written once into an anonymous memory file (memfd). Every rank maps the file and copies
-its part of each parameter. The kernel frees the memory when the last process closes the file, even
-after a kill.
+A version is written once into an anonymous memory file (memfd). Every worker maps the file and
+copies its part of each parameter. The kernel frees the memory when the last process closes the
+file, even after a kill.
 """
 
 import mmap
@@ -24,13 +24,13 @@ VllmEngine = Any
 VllmWorker = Any
 
 ALIGNMENT = 64
-"""Alignment of parameters in the file, bytes."""
+"""Alignment of parameters in the memory file, bytes."""
 SHARED_MEMORY_DIR = "/dev/shm/"
 
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter's position in the file; `offset` in bytes."""
+    """Position of a parameter in the memory file; `offset` in bytes."""
 
     name: str
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class StoredParameter:
 
 
 class WorkerWeightLoader:
-    """Loads weights into all rank processes of an engine; see `WeightLoader`."""
+    """Loads weights into all worker processes of an engine; see `WeightLoader` for the methods."""
 
     def __init__(self, engine: VllmEngine, parameters: ParameterSet, model_path: str) -> None:
         self._engine = engine
@@ -47,6 +47,10 @@ class WorkerWeightLoader:
         self._tied_names = {name: names for names in parameters.tied_groups for name in names}
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
+        """Write all parameters into a memory file and load them in every worker.
+
+        Returns the size of the file in bytes and an empty verification.
+        """
         file = os.memfd_create("weights")
         try:
             stored = list(self._write_tensors(file, tensors))
@@ -61,7 +65,7 @@ class WorkerWeightLoader:
         return
 
     def _write_tensors(self, file: int, tensors: Mapping[str, Tensor]) -> Iterator[StoredParameter]:
-        """Write the parameters into the file, tied ones once, and yield their positions."""
+        """Write the parameters into the memory file, tied ones once, and yield their positions."""
         offsets: dict[frozenset[str], int] = {}
         with os.fdopen(os.dup(file), "wb") as out:
             for name, tensor in iter_stored_tensors(self._model_path, tensors):
@@ -75,7 +79,7 @@ class WorkerWeightLoader:
 
 
 def reload_from_file(worker: VllmWorker, path: str, stored: Iterable[StoredParameter]) -> None:
-    """Load a worker's part of the parameters in a file, in the worker's process."""
+    """Load a worker's part of the parameters in the memory file, in the worker's process."""
     file = os.open(path, os.O_RDONLY)
     try:
         # ACCESS_COPY: torch warns about read-only memory.
@@ -88,6 +92,7 @@ def reload_from_file(worker: VllmWorker, path: str, stored: Iterable[StoredParam
 def _read_tensors(
     memory: mmap.mmap, stored: Iterable[StoredParameter]
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of each parameter in the mapped memory file."""
     for parameter in stored:
         count = torch.Size(parameter.shape).numel()
         flat = torch.frombuffer(memory, dtype=parameter.dtype, count=count, offset=parameter.offset)
@@ -95,7 +100,7 @@ def _read_tensors(
 
 
 def unlink_shared_memory(engine: VllmEngine) -> None:
-    """Unlink the shared memory files of an engine's CPU ranks once all ranks have mapped them.
+    """Unlink the shared memory files of an engine's CPU workers once all workers have mapped them.
 
     vLLM kills its processes before they unlink the files, which would then leak.
     """
@@ -104,10 +109,12 @@ def unlink_shared_memory(engine: VllmEngine) -> None:
 
 
 def list_shared_memory_files(worker: VllmWorker) -> list[str]:
+    """List the names of a CPU worker's shared memory files, in the worker's process."""
     prefix = os.environ["VLLM_DIST_IDENT"]
     return [name for name in os.listdir(SHARED_MEMORY_DIR) if name.startswith(prefix)]
 
 
 def has_lost_rank(engine: VllmEngine) -> bool:
+    """Return whether vLLM has noticed the death of a worker process."""
     executor = engine.model_executor
     return hasattr(executor, "is_failed") and bool(executor.is_failed)
