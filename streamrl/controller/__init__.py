@@ -1,4 +1,4 @@
-"""Single controller of own loops: worker methods, and how batches reach workers and return."""
+"""Controller side of own loops: which methods of a worker a script can call, and with which rows."""
 
 from streamrl.controller.batches import Batch, BatchRef, RowSlice, join_batches
 from streamrl.controller.register import WorkerContext, transfers

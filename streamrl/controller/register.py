@@ -1,4 +1,4 @@
-"""Worker classes: any class; `@transfers` marks the methods that a group can call."""
+"""Worker classes of own loops: any class, whose methods `@transfers` opens to a worker group."""
 
 import inspect
 from collections.abc import Callable
@@ -13,10 +13,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Position of a worker; the first argument of its constructor.
+    """Rank of a worker in its group and address of the group; first argument of its constructor.
 
     address, port: rendezvous at rank 0, for torch.distributed.
-    slot: index of the worker's slot in the pool.
+    slot: index of the worker's slot in the resource pool.
     """
 
     rank: int
@@ -50,7 +50,7 @@ def transfers(protocol: str) -> Callable[[Method], Method]:
 
 @dataclass(frozen=True)
 class TransferMethod:
-    """Method that a group can call, with its protocol.
+    """Method of a worker that a group can call, with the name of its transfer protocol.
 
     knows_padding: the method has a keyword-only parameter `real` and receives the number of rows
     before the padding.
@@ -61,7 +61,7 @@ class TransferMethod:
 
 
 def find_transfer_methods(worker: type) -> dict[str, TransferMethod]:
-    """Return the marked methods of a class by name, inherited ones included.
+    """Return the methods of a worker class that `@transfers` marks, by name, also inherited ones.
 
     Raises ConfigError for a coroutine, a static method or a class method.
     """

@@ -1,4 +1,4 @@
-"""Rendezvous address of a process group."""
+"""Address at which the ranks of a model meet to form their torch.distributed group."""
 
 import contextlib
 import random
@@ -13,6 +13,7 @@ RENDEZVOUS_PORTS = range(20_000, 32_000)
 
 
 def find_rendezvous() -> tuple[str, int]:
+    """Return the IP address of this node and a port that is free now."""
     for port in random.sample(RENDEZVOUS_PORTS, 50):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
