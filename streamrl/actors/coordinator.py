@@ -46,7 +46,7 @@ from streamrl.weights.metrics import weight_metrics
 from streamrl.weights.version_registry import LOAD_REFUSED, ReaderState, WeightFault, WeightRegistry
 
 REFUSALS_PER_RESEND = 2
-"""After every so many refused loads a version is sent again: its stored copy may be damaged."""
+"""Refused loads of a version after which it is sent again: its stored copy may be damaged."""
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,7 @@ if TYPE_CHECKING:
 
 
 class FollowerScorer:
-    """Stage that scores with a model whose weights follow a trained one.
-
-    Scores come from the newest loaded version.
-    """
+    """Stage that scores with a copy of a trained model, with its newest loaded version."""
 
     def __init__(
         self,

@@ -20,9 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from streamrl.errors import DeadlineError, DropLimitError, GenerationError, WeightsError
 
 PING_TIMEOUT_S = 5.0
-"""A ping does no work, so a live process answers far sooner."""
+"""Longest wait for the reply of a live process, which does no work for a ping."""
 WAIT_ERRORS = (DeadlineError, DropLimitError, GenerationError, WeightsError)
-"""Errors that an unresponsive process may cause elsewhere."""
+"""Errors that an unresponsive process may cause in processes that wait for it."""
 
 
 @contextmanager
@@ -54,9 +54,9 @@ def find_unresponsive(processes: Mapping[str, Any], timeout_s: float = PING_TIME
 
 
 MAX_POLL_GAP_S = 1.0
-"""Cap on the time counted between two polls: the polling process may have been stopped itself."""
+"""Longest time counted between two calls of `ping_actors`: the caller may have been stopped."""
 PINGS_PER_DEADLINE = 6
-"""Pings per actor within `silent_s`."""
+"""Pings per actor within `silent_s` of LivenessMonitor."""
 
 
 @dataclass(frozen=True)

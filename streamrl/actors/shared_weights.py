@@ -222,7 +222,7 @@ class SharedWeights:
 
 
 class PrefilledFollower:
-    """Follower interface of a generator rank whose parameters the trainer has already filled."""
+    """Follower interface of a generator rank; the trainer has already filled its parameters."""
 
     def __init__(self, shared_weights: SharedWeights) -> None:
         self._shared_weights = shared_weights

@@ -168,8 +168,8 @@ class TrainerActor(PingableActor):
         """Compute, before a training step, everything that needs all of its groups.
 
         uids: groups of the step.
-        micro_batches: rollouts of this rank whose log-probabilities under the policy before the
-        step are needed.
+        micro_batches: rollouts of this rank that need log-probabilities under the policy before the
+        step.
         """
         async with self._run_compute_phase():
             await self._plan_step(uids, micro_batches, adaptive_params)

@@ -1,4 +1,4 @@
-"""Controller side of own loops: which methods of a worker a script can call, and with which rows."""
+"""Controller side of own loops: the worker methods that a script can call, and their batches."""
 
 from streamrl.controller.batches import Batch, BatchRef, RowSlice, join_batches
 from streamrl.controller.register import WorkerContext, transfers

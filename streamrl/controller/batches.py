@@ -106,7 +106,10 @@ class BatchRef:
         return BatchRef(tuple(block.slice_rows(start, stop) for block in self.blocks))
 
     def split(self, count: int) -> list["BatchRef"]:
-        """Split the rows into `count` batches of equal length, in order; ValueError if not divisible."""
+        """Split the rows into `count` batches of equal length, in order.
+
+        Raises ValueError if the number of rows is not divisible.
+        """
         length, remainder = divmod(len(self), count)
         if remainder:
             raise ValueError(f"{len(self)} rows do not split into {count} equal parts")

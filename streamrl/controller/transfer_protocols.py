@@ -1,4 +1,4 @@
-"""Transfer protocols: which rank of a worker group gets which rows, and whose answers count.
+"""Transfer protocols: which rank of a worker group gets which rows, and which answers count.
 
 The first six protocols are those of HybridFlow (arXiv:2409.19256, Table 3); the last two are common
 beside them. A protocol is a distribute and a collect function over the mesh of a group; users add
@@ -229,7 +229,7 @@ PROTOCOLS: dict[str, TransferProtocol] = {
         TransferProtocol("RANK_ZERO", send_to_first, collect_from_first),
     )
 }
-"""By name; `add_protocol` adds to this."""
+"""Transfer protocols by name, including those that `add_protocol` adds."""
 
 
 def add_protocol(

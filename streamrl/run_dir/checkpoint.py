@@ -30,7 +30,7 @@ from streamrl.telemetry.sinks import METRICS_FILE
 
 CHECKPOINT_FORMAT = 3
 MAX_STATE_BYTES = 1024 * MIB
-"""Bound of state.json, which with run.debug holds the uid of every prompt so far."""
+"""Bound on the size of state.json, which with run.debug holds the uid of every prompt so far."""
 RUN_LOG_FOLDER = "books"
 LAYOUT_FILE = "layout.json"
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d{6,})")
@@ -113,7 +113,7 @@ class CheckpointWriter:
             self._partial_dir.mkdir(parents=True)
 
     def rename_in_error(self, error: CheckpointError) -> CheckpointError:
-        """Return the error with the final folder of the checkpoint in place of the hidden one."""
+        """Return the error with the final folder of the checkpoint instead of the hidden folder."""
         return type(error)(str(error).replace(str(self._partial_dir), str(self._final_dir)))
 
     def discard(self) -> None:
@@ -291,7 +291,7 @@ def find_next_generation(run_dir: Path) -> int:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Point from which a run continues: a checkpoint, or the start of a run without one.
+    """Point from which a run continues: a checkpoint, or the start of a run without checkpoints.
 
     should_keep_journal: whether to replay the journal records after the checkpoint. False for a
     checkpoint that the user names although a newer one exists or existed: the journals then
@@ -321,7 +321,10 @@ class ResumePoint:
         return self.checkpoint is None or not _find_journal_gaps(self.run_dir, self.checkpoint)
 
     def find_snapshot(self, name: str) -> SnapshotBase:
-        """Return the shard state in the checkpoint that the journal of shard folder `name` continues."""
+        """Return the snapshot that the journal of a shard continues; empty without a checkpoint.
+
+        name: folder of the shard.
+        """
         return (
             SnapshotBase() if self.checkpoint is None else _find_snapshot_in(self.checkpoint, name)
         )
@@ -359,7 +362,7 @@ class ResumePoint:
 
 
 def find_run_dir(path: Path) -> Path:
-    """Return the run directory that `path` names, itself or by a checkpoint in it.
+    """Return the run directory at `path`, which may also be a checkpoint in the directory.
 
     Raises ConfigError if `path` is no directory.
     """
@@ -400,7 +403,7 @@ def get_journal_dir(run_dir: Path, owner: str) -> Path:
 
 
 def find_snapshot(run_dir: Path, shard: str) -> SnapshotBase:
-    """Return the snapshot of a shard in the newest checkpoint, with the cut that its journal continues.
+    """Return a shard's snapshot in the newest checkpoint, and the segment that continues it.
 
     Empty for a shard folder younger than the checkpoint: its journal has all records.
     """

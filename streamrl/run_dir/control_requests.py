@@ -21,13 +21,13 @@ from streamrl.files.bounded_read import read_small_json, wrap_file_errors
 
 REQUESTS_FOLDER = "requests"
 TAKE_TIMEOUT_S = 15.0
-"""A live run takes a request within this time."""
+"""Longest time until a live run takes a request."""
 PLACE_TIMEOUT_S = 60.0
 """Timeout for Ray to place a joining replica."""
 LEAVE_TIMEOUT_S = 30.0
 """Timeout for a leaving replica to return its groups."""
 START_MARGIN_S = 120.0
-"""Start time allowed beyond the engine's own timeout."""
+"""Time for a joining replica to start, beyond the timeout of its engine."""
 POLL_INTERVAL_S = 0.1
 _REQUEST_SUFFIX, _TAKEN_SUFFIX, _ANSWER_SUFFIX = ".request.json", ".taken.json", ".answer.json"
 
@@ -67,7 +67,7 @@ class ScaleRequestInbox:
             self._folder.mkdir()
 
     def take_requests(self) -> list[ScaleRequest]:
-        """Take all new scale requests, oldest first; invalid ones get an error as their answer."""
+        """Take all new scale requests, oldest first; answer invalid requests with their error."""
         requests = []
         for path in sorted(self._folder.glob(f"*{_REQUEST_SUFFIX}")):
             name = path.name.removesuffix(_REQUEST_SUFFIX)

@@ -27,7 +27,10 @@ class CrashRecord:
 
 
 def record_crash_stacks(run_dir: Path, actor: str) -> None:
-    """Make this process write the stacks of all its threads into the run directory if it crashes."""
+    """Make this process write the stacks of all its threads to a file when it crashes.
+
+    actor: name of the actor in the process, for the file's name.
+    """
     folder = run_dir / STACKS_FOLDER
     # A full disk only costs the stacks, not the run.
     with contextlib.suppress(OSError):

@@ -36,14 +36,14 @@ from streamrl.files.bounded_read import open_regular_file, read_small_json, wrap
 LOCK_FILE = "owner.lock"
 HEARTBEAT_INTERVAL_S = 4.0
 HEARTBEAT_TIMEOUT_S = 5 * HEARTBEAT_INTERVAL_S
-"""An owner without a heartbeat for this long is dead."""
+"""Time without a heartbeat after which an owner on another node counts as dead."""
 FORK_CLOSE_TIMEOUT_S = 5.0
-"""Time for a fork of a killed owner to close the inherited lock."""
+"""Longest wait for a forked child of a dead owner to close the inherited lock file."""
 _POLL_INTERVAL_S = 0.5
 _MAX_NUMBER = 1e12
-"""Above any valid pid, tick count or epoch second of an owner file."""
+"""Bound of the numbers in a lock file, above any valid pid, tick count or epoch second."""
 _NO_FLOCK_ERRNOS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""Errors of a file system without flock."""
+"""Error numbers of flock on a file system without flock."""
 _LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 """O_NOFOLLOW: a symlink could make the lock overwrite another file. O_NONBLOCK: a FIFO blocks."""
@@ -118,7 +118,7 @@ class RunLock:
     def verify_owner(self) -> None:
         """Raise StreamError if another process has taken over the run directory.
 
-        Possible from a node that neither flock nor the heartbeat of this process reached in time.
+        A process on another node can take over if neither flock nor the heartbeat arrived in time.
         """
         other = self._find_other_owner()
         if other is not None:
@@ -137,7 +137,10 @@ class RunLock:
         self._path = folder / LOCK_FILE
 
     def release(self) -> None:
-        """Give up the run directory. The lock file stays: removing it would race with a new owner."""
+        """Give up the run directory.
+
+        The lock file stays, without an owner: removing the file would race with a new owner.
+        """
         if self._release_event.is_set():
             return
         self._release_event.set()

@@ -30,7 +30,7 @@ from streamrl.run_dir.checkpoint import (
 from streamrl.stream.run_state import RunState
 
 NO_SPACE_RETRY_STEPS = 10
-"""After a checkpoint failed for lack of space, journal size triggers none for this many steps."""
+"""Steps without checkpoints for large journals, after a checkpoint failed for lack of space."""
 SNAPSHOT_TIMEOUT_S = 600.0
 
 

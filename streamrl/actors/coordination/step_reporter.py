@@ -65,9 +65,9 @@ class StepSnapshot:
 DRAIN_EVERY_S = 0.2
 """Minimum interval between two drains of the actors; faster steps share a drain."""
 DRAIN_TIMEOUT_S = 3.0
-"""A hung actor may delay the report of a step by at most this."""
+"""Longest time by which a hung actor delays the report of a step."""
 MAX_PENDING_SAMPLES = 200
-"""Scored texts kept until their groups are trained."""
+"""Number of scored texts kept until their groups are trained."""
 
 
 class StepReporter:

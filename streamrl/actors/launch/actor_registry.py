@@ -427,7 +427,10 @@ class ActorRegistry:
         return self.create_actor(name, ACTOR_CLASSES[call.kind], options=options)
 
     def _is_node_bound(self, demand: ResourceDemand) -> bool:
-        """Return whether these actors must run on the node whose memory carries the weights."""
+        """Return whether these actors must run on the node of the weights' shared memory.
+
+        Holds for actors that publish or follow weights, if a node is set.
+        """
         return bool(self._weights_node) and any(
             call.followed_role or call.kind is CallKind.TRAIN for call in demand.calls
         )

@@ -42,7 +42,7 @@ from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS
 
 POLL_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 12.0
-"""Time of an interrupted run to finish its micro-batch and to save."""
+"""Longest time of an interrupted run to finish its micro-batch and to write a checkpoint."""
 
 
 class RunSession:

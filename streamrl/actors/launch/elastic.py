@@ -31,7 +31,7 @@ from streamrl.run_dir.control_requests import (
 
 POLL_INTERVAL_S = 0.2
 ROLE_LABELS = {"generator": "generators", "reward": "scorers"}
-"""Plural names of roles in answers, where they differ from the role."""
+"""Names of roles in answers to scale requests, where they differ from the role."""
 
 ReportHandler = Callable[[DriverReport], None]
 
@@ -155,9 +155,9 @@ class ReplicaScaler:
             self._milestone_handlers[pending.milestone](pending)
 
     def reject_if_unserved(self, name: str, reason: str) -> bool:
-        """Remove a joining replica whose loops ended before it loaded weights.
+        """Remove a joining replica after its loops ended before it loaded weights.
 
-        Returns False for any other actor, whose failure concerns the run.
+        Returns False for any other actor: its failure concerns the run.
         """
         for reply, pending in self._pending_replies.items():
             if pending.name == name and pending.milestone == "serves":

@@ -48,9 +48,9 @@ from streamrl.actors.launch.launch_worker import (
 from streamrl.engines.vllm.environment import make_vllm_env
 
 FORK_VARIABLE = "STREAMRL_FORK_WORKERS"
-"""0 disables the fork server."""
+"""Environment variable; 0 disables the fork server."""
 SINGLE_THREAD_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Keeps numeric libraries from starting threads during import."""
+"""Environment in which numeric libraries start no threads at import."""
 SERVER_CODE = f"from {__name__} import main; main()"
 LAUNCHER_PATH = Path(__file__).with_name("launch_worker.py")
 PR_SET_PDEATHSIG = 1
@@ -58,7 +58,7 @@ BACKLOG = 64
 MAX_OPEN_FILES = 1 << 16
 REQUEST_TIMEOUT_S = 10.0
 TOKEN_AUTH_ENV = {"RAY_AUTH_MODE": "token"}
-"""Ray reads this at import; the token itself arrives with the worker's environment."""
+"""Environment that Ray reads at import; the token arrives with the worker's environment."""
 STAGE_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -72,7 +72,7 @@ STAGE_ENV = {
 class ForkLevel:
     """Set of modules that a process of the fork server imports before it forks workers.
 
-    parent: level whose process this level is forked from, with its modules.
+    parent: level from which this level is forked, with its modules.
     env: variables that the modules read at import; a worker with other values is refused.
     absent: optional modules hidden during the import.
     empty: modules replaced by empty ones, since a run never uses them.

@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 
 SOCKETS_VARIABLE = "STREAMRL_FORK_SERVER"
-"""Prefix of the fork server's sockets; if unset, workers start the way Ray starts them."""
+"""Environment variable: prefix of the fork server's sockets; unset without a fork server."""
 LEVEL_VARIABLE = "STREAMRL_FORK_LEVEL"
-"""Level to fork a worker from, set in its runtime environment."""
+"""Environment variable in a worker's runtime environment: fork level of the worker."""
 ANSWER_TIMEOUT_S = 45.0
-"""Ray gives a worker 60 s to register, and a normal start needs part of that."""
+"""Longest wait for the fork server. Ray gives a worker 60 s, and its own start needs the rest."""
 STANDARD_STREAMS = (0, 1, 2)
 SETUP_WORKER_OPTIONS = ("--language", "--serialized-runtime-env-context")
-"""Options of Ray's setup script, mixed with those of the worker."""
+"""Options for Ray's setup script, on the same command line as those for the worker."""
 
 
 def make_socket_address(sockets: str, level: str) -> str:

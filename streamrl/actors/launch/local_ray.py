@@ -36,7 +36,7 @@ NODE_TIMEOUT_S = 60.0
 """Longest wait for the node of a new instance to register."""
 NODE_POLL_INTERVAL_S = 0.02
 MAX_SOCKET_PATH_BYTES = 107
-"""Linux's limit of a Unix socket path."""
+"""Linux's limit for the length of a Unix socket path."""
 LONGEST_SOCKET_SUFFIX = "/ray/session_2000-01-01_00-00-00_000000_1000000/sockets/plasma_store"
 """Suffix that Ray appends to its temp directory for its longest socket path."""
 

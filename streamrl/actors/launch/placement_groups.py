@@ -22,11 +22,11 @@ from streamrl.errors import ConfigError
 from streamrl.placement import ResourceDemand, SlotMap
 
 CAPACITY_WAIT_S = 60.0
-"""Longest wait for a cluster to have room for all slots."""
+"""Longest wait until the resources for all slots are free."""
 RELEASE_TIMEOUT_S = 5.0
 """Longest wait for a cluster to free slots; a lost cluster never replies."""
 
-#: Amount of each Ray resource in a slot.
+#: Amount of each Ray resource in a bundle, which becomes a slot.
 Bundle = Mapping[str, float]
 
 

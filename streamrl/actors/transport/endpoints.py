@@ -16,13 +16,13 @@ from streamrl.weights.transports.disk import DiskReader, DiskWriter
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
 COLLECTIVE_TIMEOUT_S = 20.0
-"""Timeout of a broadcast beyond its transfer time; the fallback transport takes over after it."""
+"""Timeout of a weight broadcast beyond its transfer time; then the fallback transport takes over."""
 
 
 def make_transport_writer(spec: TransportSpec, role: str, model_path: str) -> TransportWriter:
     """Make the writer with which rank 0 of a trained role publishes weights.
 
-    model_path: model of the role, whose config and tokenizer files the disk transport copies.
+    model_path: model of the role. The disk transport copies the config and tokenizer files of it.
     """
     transport, keep_versions = spec.decision.transport, spec.keep_versions
     if transport == SHARED_MEMORY:

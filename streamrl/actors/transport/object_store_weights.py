@@ -17,7 +17,7 @@ from streamrl.weights import WeightBucket, WeightManifest
 from streamrl.weights.pack import allocate_host_buffer
 
 FETCH_TIMEOUT_S = 120.0
-"""Timeout for all buckets of a version to reach a node."""
+"""Longest wait for all buckets of a version to reach the follower's node."""
 
 
 class ObjectStoreWriter:
@@ -54,7 +54,7 @@ class ObjectStoreWriter:
 class ObjectStoreReader:
     """Follower side: maps the buckets of a version from the object store of its node.
 
-    name: role whose weights are read, for errors.
+    name: role of the weights, for errors.
     """
 
     def __init__(self, name: str) -> None:

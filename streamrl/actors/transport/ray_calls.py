@@ -28,7 +28,7 @@ from streamrl.errors import (
 )
 
 CALL_TIMEOUT_S = 120.0
-"""Timeout of a call that only handles metadata. Calls that compute pass their own."""
+"""Timeout of an actor call that only handles metadata. Calls that compute pass their own."""
 DEATH_NOTICE_S = 20.0
 """Ray reports the death of an actor within this time."""
 _DISK_ERRORS = (CheckpointError, JournalError, DiskError)

@@ -9,7 +9,7 @@ import ray
 from streamrl.errors import ActorError
 
 RENDEZVOUS_PORTS = range(20_000, 32_000)
-"""Below Linux's ephemeral ports (32768 and up), which gloo's own sockets use."""
+"""Ports below Linux's ephemeral ones (32768 and up), which gloo's own sockets use."""
 
 
 def find_rendezvous() -> tuple[str, int]:

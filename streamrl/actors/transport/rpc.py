@@ -34,7 +34,7 @@ from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 CONNECT_TIMEOUT_S = 10.0
 """Timeout of connecting and authenticating."""
 KEEPALIVE_TIMEOUT_S = 20
-"""A connection whose peer stays silent for this long is given up."""
+"""Time without a sign of life after which TCP gives up a connection."""
 _KEEPALIVE_PROBES = 4
 _BUFFER_BYTES = 1 << 20
 _ALIGNMENT = 8
