@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from streamrl.actors.weight_channel import RemoteWeightChannel
 
 MAX_LEASE_WAIT_S = 86400.0
-"""Limit of a call that waits for a device lease; the arbiter enforces the shorter, real deadline."""
+"""Limit of a call that waits for a device lease; the arbiter enforces a shorter deadline."""
 RENEW_EVERY_S = 1.0
-"""Interval at which a stage renews its leases with oversampling, to stop work on dropped groups."""
+"""Interval of lease renewals with oversampling, by which stages stop work on dropped groups."""
 TRAINER_PHASE = "trainer"
 """All trainers of a run share one phase: they compute in lockstep."""
 

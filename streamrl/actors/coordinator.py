@@ -92,7 +92,7 @@ class RunResult:
 
 
 class CoordinatorActor(PingableActor):
-    """Runs the admission and training loops, and serves weight manifests to followers."""
+    """Actor that admits prompts, drives training, and announces new weights to followers."""
 
     def __init__(self) -> None:
         self._driver_events = DriverEvents()

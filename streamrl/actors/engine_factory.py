@@ -128,6 +128,7 @@ class RealEngineFactory:
 
 
 def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "EngineSpec":
+    """Return the settings of a vLLM engine, with the rank group of an engine that spans ranks."""
     from streamrl.engines.vllm.engine import EngineSpec
     from streamrl.engines.vllm.rank_groups import make_rank_group
 

@@ -61,7 +61,7 @@ PINGS_PER_DEADLINE = 6
 
 @dataclass(frozen=True)
 class ProcessLocation:
-    """Node id and pid of a process."""
+    """Node id and pid of an actor's process."""
 
     node: str
     pid: int
@@ -140,7 +140,7 @@ class LivenessMonitor:
                 self._locations[name] = ray.get(reply, timeout=0)
 
     def find_pid(self, name: str) -> str:
-        """Return the pid of an actor as text; empty if it never answered a ping."""
+        """Return the pid of an actor's process as text; empty if no ping was ever answered."""
         location = self._locations.get(name)
         return "" if location is None else str(location.pid)
 

@@ -1,4 +1,4 @@
-"""Trainer rank as an actor.
+"""Actor of a trainer rank.
 
 Imports of torch happen inside functions: a process that only holds a handle loads this class too.
 """
@@ -277,6 +277,7 @@ class TrainerActor(PingableActor):
     def _check_and_send(
         self, version: int, readers: Sequence[str], should_check: bool
     ) -> WeightManifest | None:
+        """Make the logprob check if needed and send the model; runs in the model thread."""
         logprob_check = self._make_logprob_check() if should_check else None
         manifest = self._sender.send_model(version, readers)
         return manifest and replace(manifest, logprob_check=logprob_check)

@@ -77,6 +77,7 @@ class WeightSender:
         version: int,
         readers: Sequence[str],
     ) -> WeightManifest | None:
+        """Send tensors by the role's writer; a rank without writers only takes part in gathers."""
         if not self._writers:
             self._finish_gather(tensors)
             return None

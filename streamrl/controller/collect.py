@@ -56,9 +56,9 @@ class RankInput:
 def make_rank_inputs(
     rank_calls: RankCalls, protocol: TransferProtocol, method: str, *, knows_padding: bool
 ) -> list[RankInput]:
-    """Return how many rows and how much padding each rank's call of a method has.
+    """Return the number of rows and of padding rows in the call of every rank.
 
-    Raises ValueError if the method returns metrics and its padding rows would count in them.
+    Raises ValueError if the called method returns metrics and its padding rows would count in them.
     knows_padding: the method receives the number of real rows and can leave the padding out.
     """
     try:

@@ -35,10 +35,12 @@ _PROTOCOL_BY_FUNCTION: dict[Callable[..., Any], str] = {}
 
 
 def transfers(protocol: str) -> Callable[[Method], Method]:
-    """Mark a method as callable on a whole group, with the transfer protocol of this name.
+    """Mark a method of a worker as callable on a whole group, by a transfer protocol.
 
-    @transfers("DP")
-    def compute_rewards(self, batch: Batch) -> Batch: ...
+    protocol: name of the transfer protocol.
+
+        @transfers("DP")
+        def compute_rewards(self, batch: Batch) -> Batch: ...
     """
 
     def register(method: Method) -> Method:

@@ -1,8 +1,8 @@
 """Persistence of the coordinator: the run log, and checkpoints.
 
-A checkpoint cuts all journals at once, between two steps and while no admission is being logged, so
-that ledger, prompts, shards and weights agree. Each shard then writes its snapshot from its journal
-up to the cut, concurrently with the stream.
+A checkpoint cuts all journals at once (each starts a new segment), between two steps and while no
+admission is being logged, so that ledger, prompts, shards and weights agree. Each shard then writes
+its snapshot from its journal up to the cut, concurrently with the stream.
 """
 
 import asyncio

@@ -223,6 +223,7 @@ class ReplicaScaler:
         self._add_pending(serving, PendingReply(pending.name, pending.role, "serves", deadline))
 
     def _finish_join(self, pending: PendingReply, version: int, handle: ReportHandler) -> None:
+        """Record that a joining replica serves; from now on its failure concerns the run."""
         assert self._change is not None
         self._change.added_replicas.setdefault(pending.role, []).append(pending.name)
         self._change.served_versions[pending.role] = max(
@@ -234,6 +235,7 @@ class ReplicaScaler:
         handle(EventReport("joined", fields))
 
     def _reject_replica(self, pending: PendingReply, reason: str) -> None:
+        """Remove a joining replica that failed, and note the reason for the answer."""
         assert self._change is not None
         if pending.milestone == "serves":
             self._pop_loops(pending.name)
@@ -246,6 +248,7 @@ class ReplicaScaler:
     # Leave.
 
     def _drain_replica(self, name: str, role: str, handle: ReportHandler) -> None:
+        """Make a replica leave: it returns its groups, and its loops then end."""
         self._registry.drain_replica(name, role)
         pending = PendingReply(name, role, "left", self._clock() + LEAVE_TIMEOUT_S)
         if self._pending_starts.drop_actor(name):
@@ -261,12 +264,14 @@ class ReplicaScaler:
         return replies
 
     def _finish_leave(self, pending: PendingReply, handle: ReportHandler) -> None:
+        """Kill a leaving replica once its loops have ended or its time is up."""
         assert self._change is not None
         self._registry.remove_replica(pending.name)
         self._change.removed_replicas.setdefault(pending.role, []).append(pending.name)
         handle(EventReport("left", {"actor": pending.name}))
 
     def _handle_timeout(self, pending: PendingReply, handle: ReportHandler) -> None:
+        """Give up a replica that missed its deadline."""
         match pending.milestone:
             case "left":
                 self._finish_leave(pending, handle)
@@ -283,6 +288,7 @@ class ReplicaScaler:
                 self._reject_replica(pending, f"not ready within {self._start_timeout_s:g} s")
 
     def _answer_if_done(self) -> None:
+        """Answer the scale request in progress once no replica of it is joining or leaving."""
         change = self._change
         if change is None or self._pending_replies:
             return

@@ -112,9 +112,11 @@ def order_bundles(group: PlacementGroup, bundles: Sequence[Bundle]) -> list[int]
 
 
 def order_by_node(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
-    """Assign a matching bundle to every slot so that slots of a node are contiguous.
+    """Return the index of a bundle for every slot, so that slots of a node are contiguous.
 
-    `nodes[i]` is the node of bundle i; Ray may place neighboring bundles on different nodes.
+    bundles: resources of each slot; slot i gets a bundle with the resources of bundles[i].
+    nodes: node of each bundle; Ray may place neighboring bundles on different nodes.
+
     Bundles [a, a, b, b] on nodes [n0, n1, n0, n1] give slots [0, 1, 2, 3]; equal bundles give [0,
     2, 1, 3].
     """

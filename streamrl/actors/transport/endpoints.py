@@ -16,7 +16,7 @@ from streamrl.weights.transports.disk import DiskReader, DiskWriter
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
 COLLECTIVE_TIMEOUT_S = 20.0
-"""Timeout of a weight broadcast beyond its transfer time; then the fallback transport takes over."""
+"""Timeout of a weight broadcast beyond its transfer time; then the fallback takes over."""
 
 
 def make_transport_writer(spec: TransportSpec, role: str, model_path: str) -> TransportWriter:

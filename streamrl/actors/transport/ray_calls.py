@@ -1,4 +1,4 @@
-"""Actor calls with a deadline; Ray's exceptions become streamrl errors."""
+"""Calls of Ray actors with a deadline; Ray's exceptions become streamrl errors."""
 
 import asyncio
 import os

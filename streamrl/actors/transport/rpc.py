@@ -201,7 +201,7 @@ class RpcConnection:
         raise value
 
     def close(self) -> None:
-        """Close the connection; calls in flight raise ConnectionResetError."""
+        """Close the connection; calls that wait for a reply raise ConnectionResetError."""
         self._reader_task.cancel()
 
     async def _receive_replies(self, reader: asyncio.StreamReader) -> str:
@@ -262,6 +262,7 @@ def _compute_proof(secret: bytes, side: bytes, challenges: bytes) -> bytes:
 
 
 def _encode_frame(request_id: int, message: object) -> bytes:
+    """Pickle a message into a frame, see the layout in the module docstring."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     parts = [pickled, *(buffer.raw() for buffer in buffers)]
@@ -272,12 +273,13 @@ def _encode_frame(request_id: int, message: object) -> bytes:
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, memoryview]:
+    """Return the request id and the body of the next frame."""
     request_id, num_bytes = _FRAME_HEADER.unpack(await reader.readexactly(_FRAME_HEADER.size))
     return request_id, memoryview(await reader.readexactly(num_bytes))
 
 
 def _decode_message(body: memoryview) -> Any:
-    """Unpickle a frame body; its arrays are views of the body."""
+    """Unpickle the body of a frame; arrays in the message are views of the body."""
     (count,) = struct.unpack_from("<Q", body)
     sizes = struct.unpack_from(f"<{count}Q", body, 8)
     start, parts = 8 + 8 * count, []

@@ -15,7 +15,7 @@ from streamrl.weights.transports.shm_segments import (
 )
 
 CLEANUP_TIMEOUT_S = 2.0
-"""Longest wait for killed publishers to exit; the next run removes segments that are left."""
+"""Longest wait for killed publishers to exit; the next publisher removes the rest."""
 
 
 @dataclass(frozen=True)

@@ -408,6 +408,10 @@ class WorkerGroup:
 
 
 def _get_protocol(method: str, name: str) -> TransferProtocol:
+    """Return the transfer protocol of this name for a worker's method.
+
+    Raises ConfigError if the protocol is unknown or WorkerGroup itself has a method of that name.
+    """
     if method.rpartition(".")[2] in dir(WorkerGroup):
         raise ConfigError(
             f"{method}: WorkerGroup itself has a method of this name; rename the worker's"
