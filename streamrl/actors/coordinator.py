@@ -281,7 +281,8 @@ class CoordinatorActor(PingableActor):
     async def _run_stream(self, reporting: "asyncio.Task[None]") -> None:
         """Run admission, training and stall watch concurrently until training ends.
 
-        The first error in any of these loops, or in `reporting`, is raised and ends the run.
+        reporting: task that reports finished steps. The first error in this task or in any of the
+        loops is raised and ends the run.
         """
         training = asyncio.create_task(self._run_training())
         admitting = asyncio.create_task(admit_prompts(self._run_state, self._queue))

@@ -61,7 +61,7 @@ class GeneratorActor(ReplicaActor):
         await self._generator.resume("lease")
 
     async def run(self) -> None:
-        """Lease prompts and sample their rollouts until the run ends or the replica drains."""
+        """Lease prompts and sample their rollouts until the run ends or the actor drains."""
         config, generator, served = self._config, self._generator, self._held_version
         assert generator is not None and served is not None
         slots = split_slots(

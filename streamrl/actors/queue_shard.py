@@ -60,7 +60,7 @@ class ShardActor(PingableActor):
         return await self._rpc_server.get_endpoint()
 
     async def handle_request(self, request: RpcRequest) -> Any:
-        """Handle a request as an actor call; the reply may hold object-store references."""
+        """Call a method of the shard; the reply may hold object-store references."""
         arguments = request.arguments
         if request.method in ("commit_columns", "add_groups", "save_partials"):
             *others, commits = arguments

@@ -130,9 +130,9 @@ class SharedWeights:
 
     @asynccontextmanager
     async def pause_generator(self) -> AsyncIterator[bool]:
-        """Context in which the generator of this process is paused; yields whether it could be.
+        """Context in which the generator of this process is paused; yields False if it cannot be.
 
-        Only its leader can pause a generator that spans processes: a follower rank yields False.
+        A follower rank cannot be paused here: only its leader, in another process, can do so.
         """
         if self._sampler is None:
             yield False

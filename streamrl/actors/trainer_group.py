@@ -35,7 +35,8 @@ class TrainerGroup:
 
         publishes_together: publishing is a collective even with unsharded parameters.
         frozen_until: first version that trains this model (critic warm-up).
-        probe_every: publishes between two logprob checks; 0 for none.
+        probe_every: publishes between two logprob checks; 0 for none. The first publishes are
+        always checked.
         """
         self.role = ranks.role
         self._probe_every = probe_every
@@ -118,7 +119,7 @@ class TrainerGroup:
         return metrics
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the weights of all ranks as `version` to these readers; return the manifest."""
+        """Publish the model as `version` to these readers; return the manifest."""
         async with self._publish_lock:
             if version != self._published_version:  # a retry repeats the first decision
                 # Decided here, not per rank: the check is a collective, and after a failed send the
@@ -139,7 +140,10 @@ class TrainerGroup:
     async def publish_reference(
         self, version: int, readers: Sequence[str], *, moves: bool
     ) -> WeightManifest:
-        """Publish the EMA reference as `version`, first updated from the policy if it `moves`."""
+        """Publish the policy's EMA reference as `version` to these readers; return the manifest.
+
+        moves: first update the reference from the current policy.
+        """
         async with self._publish_lock:
             calls = [rank.publish_reference.remote(version, readers, moves) for rank in self._ranks]
             manifest = (await self._gather_replies("publish_reference", calls))[0]

@@ -93,6 +93,6 @@ class WeightSender:
             self._finish_gather(tensors)
 
     def _finish_gather(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Exhaust `tensors`, so that this rank joins the gathers for which other ranks wait."""
+        """Exhaust `tensors`: every rank must take part in each collective that gathers a tensor."""
         for _ in tensors if self._trainer.has_sharded_params else ():
             pass

@@ -170,7 +170,10 @@ def collect_from_first(mesh: WorkerMesh, answers: Sequence[Any]) -> Any:
 
 
 def collect_from_stages(mesh: WorkerMesh, answers: Sequence[Any]) -> Any:
-    """Join the answers of the pipeline stages of the first model replica, in order, tp_rank 0."""
+    """Join the answers of all pipeline stages of the first model replica, in stage order.
+
+    The answer of a stage is that of its tp_rank 0.
+    """
     answer_of_stage = {
         at.pp_rank: answers[rank]
         for rank, at in enumerate(mesh.train.coordinates)

@@ -113,7 +113,7 @@ class CheckpointWriter:
             self._partial_dir.mkdir(parents=True)
 
     def rename_in_error(self, error: CheckpointError) -> CheckpointError:
-        """Return the error with the final folder of the checkpoint instead of the hidden folder."""
+        """Return the error with the checkpoint's final folder in its text, not the hidden one."""
         return type(error)(str(error).replace(str(self._partial_dir), str(self._final_dir)))
 
     def discard(self) -> None:
@@ -330,10 +330,10 @@ class ResumePoint:
         )
 
     def discard_later(self) -> None:
-        """Remove all files that the run wrote after this point, which it now continues differently.
+        """Remove files that a resume must not find: unfinished checkpoints and abandoned state.
 
-        Removes unfinished checkpoints too, and newer ones and journal segments unless
-        should_keep_journal.
+        If should_keep_journal is false, the run continues differently from here, so newer
+        checkpoints and the journal segments after this point are removed too.
         """
         folder = self.run_dir / "checkpoints"
         for partial in folder.glob(".step_*.partial"):

@@ -144,7 +144,7 @@ class RunSession:
         """Watch the actors until the run ends; return its result.
 
         handle: receives every report of the coordinator and every event of an actor.
-        stopping: return true to stop the run early.
+        stopping: returns true to stop the run early.
 
         Restarts actors that die. Raises the error of an actor that cannot be restarted, and
         DeadlineError if the run does not stop or an actor does not restart in time; the message

@@ -139,7 +139,7 @@ FORK_LEVELS = (
 
 @dataclass
 class ForkServerState:
-    """Fork server of this process: its first process, None if not started.
+    """Fork server of this process: the process of its base level, None if not started.
 
     refusal: reason of a failed start; empty without a failure.
     """
@@ -162,7 +162,7 @@ def make_level_env(level: ForkLevel) -> dict[str, str]:
 def start_fork_server(levels: Sequence[ForkLevel] = FORK_LEVELS) -> None:
     """Start the fork server, from which Ray instances started later by this process fork workers.
 
-    levels: fork levels; the first is the parent of all others. Does nothing if a fork server is
+    levels: fork levels; the first is the ancestor of all others. Does nothing if a fork server is
     running or STREAMRL_FORK_WORKERS=0. The server and its workers die with the calling thread.
     `describe_refusal` reports a failed start.
     """

@@ -168,7 +168,7 @@ def _patch_lean_ray() -> Iterator[None]:
 
 
 def _skip_api_server(self: Any, **options: Any) -> None:
-    """Replace the Ray method that starts the dashboard by doing nothing."""
+    """Do nothing, in place of the method of Ray that starts the dashboard."""
     self._webui_url = ""
 
 

@@ -82,7 +82,7 @@ class RpcServer:
         return RpcEndpoint(self._host, port, self._secret)
 
     def close(self) -> None:
-        """Stop listening and close all connections. Requests in progress continue."""
+        """Stop listening and close all connections. Requests in progress are still handled."""
         if self._server is not None:
             self._server.close()
         for connection in self._connection_tasks:

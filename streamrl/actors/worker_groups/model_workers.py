@@ -124,9 +124,10 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def plan_loop_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory:
-    """Return the memory budget of a PolicyWorker; config as `make_loop_config` returns it.
+    """Return the memory budget of a PolicyWorker.
 
-    Raises ConfigError with the arithmetic if the worker cannot stay within placement.memory_mb.
+    config: as `make_loop_config` returns it. Raises ConfigError with the arithmetic if the worker
+    cannot stay within placement.memory_mb.
     """
     memory = check_worker_memory(config, on_gpu=on_gpu)
     assert memory is not None
@@ -157,7 +158,10 @@ class TrainedWorker:
         self._version = 0
 
     def _train_step(self, batch: Batch) -> TrainResult:
-        """Train this rank on its share of a batch, all updates of a training step."""
+        """Run a training step on this rank's share of a batch, with all its updates.
+
+        Returns the sums over all ranks, and the mean metrics of the updates.
+        """
         groups = map_groups_by_uid(batch)
         self._trainer.plan_step(groups, dict(zip(groups, batch[DERIVED_COLUMN], strict=True)))
         settings, dp_rank = (
@@ -484,7 +488,7 @@ class RewardWorker:
 
     @transfers("DP")
     def compute_costs(self, batch: Batch) -> dict[str, list[Array]]:
-        """Compute the costs of all rollouts; return the column costs and one per cost component."""
+        """Compute the costs of all rollouts; return column costs and a column per component."""
         return self._score_groups(COST_CALL.stage, batch)
 
     def _score_groups(self, stage: str, batch: Batch) -> dict[str, list[Array]]:
