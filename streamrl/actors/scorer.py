@@ -31,7 +31,7 @@ class ScorerActor(ReplicaActor):
         self._scorer = await context.engines.make_scorer(context.config, context.max_length, role)
 
     async def run(self) -> None:
-        """Lease groups, score them and commit the results until the run ends or it drains."""
+        """Lease groups, score them and commit the results until the run ends or a drain begins."""
         scorer, batch = self._scorer, self._config.scorer.max_groups
         assert scorer is not None
         loops = []
