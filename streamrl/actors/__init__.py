@@ -1,1 +1,1 @@
-"""Ray actors that host the stages; no other package of the stream imports Ray."""
+"""Ray actors that host the stages of a run; no other package of the stream imports Ray."""

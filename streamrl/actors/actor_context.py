@@ -1,4 +1,7 @@
-"""Context of an actor: config, queue, weight channel, device lease, engines."""
+"""Context of an actor: everything that an actor process needs to take part in a run.
+
+From the context an actor makes its queue clients, weight channel, device lease and engines.
+"""
 
 import asyncio
 import math
@@ -33,22 +36,22 @@ if TYPE_CHECKING:
     from streamrl.actors.weight_channel import RemoteWeightChannel
 
 MAX_LEASE_WAIT_S = 86400.0
-"""Above any time that a phase may hold a pool: the arbiter enforces the real deadline."""
+"""Limit of a call that waits for a device lease; the arbiter enforces a shorter deadline."""
 RENEW_EVERY_S = 1.0
-"""With oversampling, stages poll for dropped groups at this interval to stop work on them.
-"""
+"""Interval of lease renewals with oversampling, by which stages stop work on dropped groups."""
 TRAINER_PHASE = "trainer"
 """All trainers of a run share one phase: they compute in lockstep."""
 
 
 @dataclass(frozen=True)
 class ActorContext:
-    """Everything an actor receives at its start. Picklable.
+    """Arguments that every actor of a run receives at its start. Picklable.
 
-    components: columns that the scores and the costs combine.
+    components: columns of the single rewards and costs, from which score and cost are combined.
     max_length: maximum tokens of prompt and completion together.
     run_dir: run directory, absolute.
-    memory: memory budget of hybrid workers.
+    shards, coordinator: handles of those actors.
+    memory: memory budget of a hybrid worker; None without hybrid workers.
     """
 
     config: RunConfig
@@ -63,6 +66,7 @@ class ActorContext:
     memory: WorkerMemory | None = None
 
     def make_channel(self, reader: str, role: str) -> "RemoteWeightChannel":
+        """Return the channel through which `reader`, an actor, follows the weights of `role`."""
         # The channel imports torch, which only actors with a model need.
         from streamrl.actors.weight_channel import RemoteWeightChannel
 
@@ -70,7 +74,7 @@ class ActorContext:
 
     @property
     def train_columns(self) -> tuple[str, ...]:
-        """Columns a trainer rank reads: those the algorithm requires and the reward components."""
+        """Queue columns that a trainer rank reads: the algorithm's and the reward components."""
         train = self.dataflow.select_calls(CallKind.TRAIN)[0]
         return (*train.needs, *self.components)
 
@@ -81,10 +85,10 @@ class ActorContext:
         *,
         suspendable: SuspendableWork | None = None,
     ) -> list[StageContext]:
-        """Return a StageContext for each call of the actor `process`, all under one device lease.
+        """Return a StageContext for each model call that the actor `process` serves.
 
-        The stages share one drain event. On a shared pool, `suspendable` work yields to other
-        phases.
+        All of them share one device lease and one event that requests the actor to leave the run.
+        suspendable: work that the actor suspends when another phase needs the shared pool.
         """
         lease = self._make_lease(calls[0].role, process, suspendable)
         spans = SpanRecorder(process)
@@ -108,8 +112,10 @@ class ActorContext:
 
 @dataclass(frozen=True)
 class ActorReport:
-    """Activity of an actor since its last report.
+    """Activity of an actor since its last report: spans, scored texts, counts, memory and CPU time.
 
+    samples: scored texts to log.
+    counts: numbers that are summed over the actors for the metrics of a step.
     peaks_mb: memory peak by phase, MiB.
     process_time: CPU seconds of the process so far; several actors may share a process.
     """
@@ -123,9 +129,10 @@ class ActorReport:
 
 
 def map_phase_slots(config: RunConfig) -> dict[str, set[int]]:
-    """Return the slots of each phase: one phase per serving role, one for all trainers.
+    """Return the device slots that each phase uses, by phase name.
 
-    Rule-based rewards use no device, so their roles hold no phase and never wait.
+    Each serving role is a phase; all trained roles form one phase. Rule-based rewards use no
+    device, so their roles have no phase and never wait for a device lease.
     """
     trained = config.dataflow.trained_roles
     judges = {REWARD_CALL.role: config.rewards, COST_CALL.role: config.costs}
@@ -137,6 +144,7 @@ def map_phase_slots(config: RunConfig) -> dict[str, set[int]]:
 
 
 def make_arbiter(config: RunConfig, clock: ProgressClock) -> DeviceArbiter:
+    """Make the arbiter that grants device leases to the phases of a run, on its coordinator."""
     timeout_s = config.pipeline.stall_s
     if config.placement.is_sequential:
         return DeviceArbiter(timeout_s=timeout_s, progress_clock=clock)
@@ -155,9 +163,10 @@ def make_lease(
     *,
     suspendable: SuspendableWork | None = None,
 ) -> DeviceLease:
-    """Return the device lease of an actor with this role (or of all trainers, TRAINER_PHASE).
+    """Return the device lease of actor `holder` with this role (all trainers: TRAINER_PHASE).
 
-    No other phase on its slots means no arbitration: a DedicatedDeviceLease.
+    Returns a DedicatedDeviceLease, which never waits, if no other phase uses the slots of the role.
+    suspendable: work that the actor suspends when another phase needs the slots.
     """
     if config.placement.is_sequential:
         return SharedDeviceLease(arbiter, holder)
@@ -170,13 +179,16 @@ def make_lease(
 
 
 class RemoteArbiter:
-    """Client of the coordinator's device arbiter."""
+    """Client of the coordinator's device arbiter, used by device leases in other processes."""
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
 
     async def acquire(self, holder: str, phase: str) -> None:
-        """Wait for the pool. The arbiter raises when the wait exceeds its own deadline."""
+        """Wait until `holder` may compute on the shared device pool in this phase.
+
+        The arbiter, not this call, limits the wait: its error is raised here.
+        """
         reply = self._coordinator.call_arbiter.remote("acquire", holder, phase)
         await await_reply(reply, "lease.acquire", MAX_LEASE_WAIT_S)
 
@@ -187,7 +199,7 @@ class RemoteArbiter:
         await await_reply(self._coordinator.call_arbiter.remote("release", holder), "lease.release")
 
     async def wait_for_preemption(self, holder: str) -> bool:
-        """Return whether the arbiter wants the pool back; waits up to PREEMPTION_WAIT_S."""
+        """Wait up to PREEMPTION_WAIT_S for a request to free the pool; return whether one came."""
         return bool(
             await await_reply(
                 self._coordinator.call_arbiter.remote("wait_for_preemption", holder),

@@ -1,4 +1,4 @@
-"""Hybrid actor: a trainer rank and a generator (or a rank of one) in one process."""
+"""Hybrid actor: a trainer rank and a generator rank in one process."""
 
 from operator import methodcaller
 from typing import Any
@@ -10,20 +10,28 @@ from streamrl.actors.trainer import TrainerActor
 
 
 class HybridActor(PingableActor):
-    """Hosts a TrainerActor and a GeneratorActor; a HybridActorHandle addresses either."""
+    """Actor that hosts a TrainerActor and a generator actor, which share the weights in place.
+
+    Callers address either actor by a HybridActorHandle.
+    """
 
     def __init__(self, leads: bool = True) -> None:
-        """Host a GeneratorActor if `leads`, else a FollowerRankActor."""
+        """Create the hosted actors.
+
+        leads: host a GeneratorActor, which runs the engine; otherwise a FollowerRankActor, which
+        computes for a generator that another process leads.
+        """
         shared_weights = SharedWeights()
         generator = GeneratorActor(shared_weights) if leads else FollowerRankActor(shared_weights)
         self._role_actors = {"trainer": TrainerActor(shared_weights), "generator": generator}
 
     async def call_role(self, role: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Call a method of the hosted actor of a role, "trainer" or "generator"."""
         return await methodcaller(method, *arguments)(self._role_actors[role])
 
 
 class HybridActorHandle:
-    """Handle of the trainer or the generator in a HybridActor, used like an actor handle."""
+    """Handle of the trainer or of the generator in a HybridActor, used like a Ray actor handle."""
 
     def __init__(self, actor: Any, role: str) -> None:
         self.actor = actor
@@ -39,7 +47,7 @@ class HybridActorHandle:
 
 
 class HybridMethodHandle:
-    """Method of a hosted actor, with Ray's `remote`."""
+    """Method of an actor in a HybridActor; `remote` calls the method, as for a Ray actor."""
 
     def __init__(self, actor: Any, role: str, method: str) -> None:
         self._actor, self._role, self._method = actor, role, method

@@ -1,4 +1,7 @@
-"""Coordinator: clock, admission, ledger, weight registry. Handles metadata only, never tensors."""
+"""Coordinator actor: admits prompts, closes training steps, tracks versions, writes checkpoints.
+
+The coordinator handles metadata only, never tensors.
+"""
 
 import asyncio
 import time
@@ -43,12 +46,12 @@ from streamrl.weights.metrics import weight_metrics
 from streamrl.weights.version_registry import LOAD_REFUSED, ReaderState, WeightFault, WeightRegistry
 
 REFUSALS_PER_RESEND = 2
-"""After every so many refused loads a version is sent again: its stored copy may be damaged."""
+"""Refused loads of a version after which it is sent again: its stored copy may be damaged."""
 
 
 @dataclass(frozen=True)
 class RoleActorMap:
-    """Actors of a run by role, trainer ranks included."""
+    """Actors of all roles of a run, trainer ranks included."""
 
     roles: Sequence[RoleActors]
 
@@ -58,7 +61,12 @@ class RoleActorMap:
 
 @dataclass(frozen=True)
 class RunStart:
-    """Start of a run: prompts, and the checkpoint state to resume from, if any."""
+    """State that a run starts from: prompts, and the checkpoint to resume from, if any.
+
+    state: contents of the checkpoint's state.json; None for a new run.
+    checkpoint: path of the checkpoint; empty for a new run.
+    publisher_node: node id of the policy's rank 0, the root of the broadcast tree.
+    """
 
     prompts: PromptStream
     eval_prompts: Mapping[str, Sequence[Prompt]]
@@ -69,7 +77,13 @@ class RunStart:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a run. `ledger` is the balance of groups as text."""
+    """Result of a run.
+
+    version: last trained version.
+    ledger: counts of groups by outcome, as text.
+    is_interrupted: the run was stopped before its last step.
+    checkpoint: path of the last checkpoint; empty without one.
+    """
 
     version: int
     ledger: str
@@ -78,7 +92,7 @@ class RunResult:
 
 
 class CoordinatorActor(PingableActor):
-    """Runs the admission and training loops, and serves weight manifests to followers."""
+    """Actor that admits prompts, drives training, and announces new weights to followers."""
 
     def __init__(self) -> None:
         self._driver_events = DriverEvents()
@@ -87,7 +101,10 @@ class CoordinatorActor(PingableActor):
     async def start(
         self, context: ActorContext, role_actors: RoleActorMap, start: RunStart
     ) -> None:
-        """Open the run log, reconcile the groups in flight, and publish the initial version."""
+        """Prepare a run: open the run log, make the run state, and publish the initial version.
+
+        After a resume, also reconciles the groups in the queue with the run log.
+        """
         config = self._config = context.config
         record_crash_stacks(context.run_dir, "coordinator")
         self._prompts = start.prompts
@@ -197,6 +214,7 @@ class CoordinatorActor(PingableActor):
         )
 
     def _make_registry(self, role: str) -> WeightRegistry:
+        """Make the registry of a model's versions, which resends a version after refused loads."""
         refusals: Counter[int] = Counter()
 
         def handle_fault(kind: str, reader: str, fault: WeightFault) -> None:
@@ -213,11 +231,15 @@ class CoordinatorActor(PingableActor):
         )
 
     def _post_fault(self, kind: str, actor: str, fault: WeightFault) -> None:
+        """Report a failed publish or load of weights to the driver as an event."""
         fields: dict[str, str | int] = {"actor": actor, "version": fault.version}
         self._driver_events.post_report(EventReport(kind, {**fields, "reason": fault.reason}))
 
     def _should_publish(self, role: str, version: int) -> bool:
-        """Return whether a version is due: by interval, as the last one, or for an evaluation."""
+        """Return whether a role's version must be published to its followers.
+
+        True at the configured interval, for the last version, and for an evaluation.
+        """
         config, steps = self._config, self._config.run.steps
         is_evaluated = bool(self._eval_prompts) and config.evaluation.is_due(
             version, num_steps=steps
@@ -228,6 +250,7 @@ class CoordinatorActor(PingableActor):
         )
 
     async def run(self) -> RunResult:
+        """Train until the last step or a stop request, save a checkpoint, and check the ledger."""
         run_state, config = self._run_state, self._config
         self._step_reporter = StepReporter(
             config, self._role_actors.roles, self._driver_events, start_s=time.time()
@@ -256,7 +279,11 @@ class CoordinatorActor(PingableActor):
         return RunResult(run_state.admission.version, str(counts), interrupted, self._checkpoint)
 
     async def _run_stream(self, reporting: "asyncio.Task[None]") -> None:
-        """Admit and train concurrently; the first error of any loop ends all of them."""
+        """Run admission, training and stall watch concurrently until training ends.
+
+        reporting: task that reports finished steps. The first error in this task or in any of the
+        loops is raised and ends the run.
+        """
         training = asyncio.create_task(self._run_training())
         admitting = asyncio.create_task(admit_prompts(self._run_state, self._queue))
         watching = asyncio.create_task(
@@ -278,7 +305,11 @@ class CoordinatorActor(PingableActor):
         await asyncio.wait([watching, admitting])
 
     async def _run_training(self) -> None:
-        """Train. The initial version is evaluated while generators sample the first step."""
+        """Train all steps of the run.
+
+        A new run first evaluates the initial version, while generators already sample the first
+        step.
+        """
         if self._run_state.admission.version == 0 and (row := await self._evaluate_if_due()):
             self._driver_events.post_report(StepReport(0, row))
         self._step_reporter.begin_step(time.time())
@@ -288,7 +319,7 @@ class CoordinatorActor(PingableActor):
         )
 
     async def _finish_step(self, outcome: StepResult) -> None:
-        """After each step: evaluate if due, report the step, save if due."""
+        """Finish a trained step: evaluate if due, queue its report, save a checkpoint if due."""
         admission = self._run_state.admission
         # Reports use the ranks' own spans; drop those of this loop so that they do not accumulate.
         self._loop_spans.drain_spans()
@@ -307,7 +338,11 @@ class CoordinatorActor(PingableActor):
             self._driver_events.post_report(report)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
-        """Score the evaluation prompts with the current weights, outside the stream."""
+        """Score the evaluation prompts with the current weights; return the metrics.
+
+        Evaluation rollouts do not enter the queue. Returns {} if no evaluation is due or a stop
+        request interrupts the evaluation.
+        """
         version, steps = self._run_state.admission.version, self._config.run.steps
         if not self._eval_prompts or not self._config.evaluation.is_due(version, num_steps=steps):
             return {}
@@ -334,12 +369,14 @@ class CoordinatorActor(PingableActor):
 
     @property
     def _last_checkpoint_name(self) -> str:
+        """Folder name of the last checkpoint, for messages."""
         return Path(self._checkpoint).name if self._checkpoint else "the beginning"
 
     async def _save_checkpoint(self, *, goes_on: bool = False) -> None:
         """Write a checkpoint of the current version, unless one exists.
 
-        With `goes_on` a full disk is reported as an event; otherwise NoSpaceError is raised.
+        goes_on: the run continues afterwards, so a full disk is reported as an event; otherwise
+        raises NoSpaceError.
         """
         version = self._run_state.admission.version
         if self._checkpoint and version == self._saved_version:
@@ -368,7 +405,7 @@ class CoordinatorActor(PingableActor):
             self._driver_events.post_report(event)
 
     async def _save_after_failure(self) -> None:
-        """Save the last version if possible, and wait until the driver has all reports."""
+        """Save the last version of a failed run if possible; deliver all reports to the driver."""
         try:
             if (
                 self._run_state.admission.version > self._saved_version
@@ -384,54 +421,67 @@ class CoordinatorActor(PingableActor):
             )
 
     async def _wait_until_reported(self) -> None:
-        """Wait until the driver has the row of every step; a resume does not produce them again."""
+        """Wait until the driver has the metrics row of every step.
+
+        A resume continues after the checkpoint, so no later run reports these steps.
+        """
         await self._step_reporter.wait_until_idle()
         await self._driver_events.wait_until_delivered(CALL_TIMEOUT_S)
 
     async def handle_actor_death(self, name: str) -> None:
-        """Release the leases of a dead actor that Ray restarts; drop it as a weight reader."""
+        """Requeue the groups of an actor that died, and forget the versions it loaded.
+
+        Ray restarts the actor, which then joins under the same name.
+        """
         self._forget_actor(name)
         await self._queue.release_holder(name)
 
     async def add_replica(self, role: str, name: str, actor: Any) -> None:
-        """Include a replica that joined in evaluations and reports."""
+        """Include a replica that joined the run in evaluations and step reports."""
         self._role_actors.get_role(role).add_replica(name, actor)
 
     async def start_replica_drain(self, role: str, name: str) -> None:
-        """Exclude a draining replica from evaluations and reports."""
+        """Exclude a replica that is leaving the run from evaluations and step reports."""
         self._role_actors.get_role(role).remove_replica(name)
 
     async def remove_replica(self, name: str) -> None:
-        """Release the leases of a replica that left; drop it as a weight reader."""
+        """Requeue the groups that a replica held when it left, and forget its loaded version."""
         self._forget_actor(name)
         await self._queue.release_holder(name, died=False)
 
     def _forget_actor(self, name: str) -> None:
+        """Drop an actor's claims on the device pool and its entries in the weight registries."""
         self._arbiter.remove_holder(name)
         for registry in self._run_state.publisher.registries.values():
             registry.remove_reader(name)
 
     async def request_stop(self) -> None:
-        """End the stream after the current micro-batch, or after the step if updates have begun."""
+        """Stop the run after the current micro-batch, or after the step if an update has begun."""
         self._run_state.request_stop()
 
     async def read_reports(self, after: int, wait_s: float) -> list[DriverReport]:
+        """Return the reports after the first `after` ones; see `DriverEvents.read_after`."""
         return await self._driver_events.read_after(after, wait_s)
 
     async def wait_for_manifest(
         self, role: str, reader: str, state: ReaderState, wait_s: float
     ) -> WeightManifest | None:
+        """Return a role's newest manifest, once newer than the reader's; None after `wait_s`."""
         return await self._run_state.publisher.registries[role].wait_for_newer(
             reader, state, wait_s=wait_s
         )
 
     async def call_arbiter(self, method: str, *arguments: str) -> Any:
+        """Call a method of the device arbiter by name, for a RemoteArbiter."""
         result = methodcaller(method, *arguments)(self._arbiter)
         return await result if asyncio.iscoroutine(result) else result
 
 
 def post_skipped_rows(prompts: PromptStream, events: DriverEvents) -> Mapping[str, int]:
-    """Post an event per data row skipped since the last call; return their counts as metrics."""
+    """Report invalid data rows to the driver, an event per row skipped since the last call.
+
+    Returns the counts of skipped rows as metrics.
+    """
     skipped = prompts.take_skipped()
     for problem in skipped.problems:
         events.post_report(EventReport("bad_row", {"reason": problem}))
@@ -439,14 +489,17 @@ def post_skipped_rows(prompts: PromptStream, events: DriverEvents) -> Mapping[st
 
 
 def make_drop_reports(uid: str, outcome: GroupOutcome) -> list[EventReport]:
-    """Return the event of a dropped group; no event for a filtered or surplus group."""
+    """Return the event that reports a dropped group; [] for a filtered or surplus group."""
     if outcome.filtered or outcome.cause == SURPLUS_CAUSE:
         return []
     return [EventReport("drop", {"uid": uid, "cause": outcome.cause, "reason": outcome.reason})]
 
 
 def make_stall_reports(overdue: Sequence[OverdueLease], action: str) -> list[EventReport]:
-    """Return one stall event per holder and stage, however many groups are overdue."""
+    """Return a stall event per stage and actor that holds overdue leases.
+
+    action: reaction of the run to a stall (pipeline.on_stall), as text for the event.
+    """
     by_holder: dict[tuple[str, str], list[OverdueLease]] = {}
     for lease in overdue:
         by_holder.setdefault((lease.stage, lease.holder), []).append(lease)

@@ -1,4 +1,4 @@
-"""Factory of the real engines: vLLM, transformers, DeepSpeed, torch.
+"""Factory of the engines of a real run: vLLM, transformers, DeepSpeed, torch.
 
 Engines are imported inside functions: every actor unpickles the factory, few need vLLM.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class FollowerScorer:
-    """Stage that scores with a followed model, under the newest loaded version."""
+    """Stage that scores with a copy of a trained model, with its newest loaded version."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class FollowerScorer:
     ) -> None:
         """Wrap a model.
 
-        compute: returns the columns of a group.
-        load: loads the tensors of another version.
+        compute: computes the columns of a group with the model.
+        load: loads the tensors of another version into the model.
         """
         self._compute_columns = compute
         self._load_tensors = load
@@ -67,7 +67,7 @@ class FollowerScorer:
             return WeightLoadStats(pause_s=time.perf_counter() - started)
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
-        """Return None: a scorer takes rollouts, so the logprob check does not apply."""
+        """Return None: a scorer does not sample, so the logprob check does not apply."""
 
 
 class RealEngineFactory:
@@ -76,7 +76,11 @@ class RealEngineFactory:
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int
     ) -> HostedGenerator:
-        """Start the vLLM engine of a replica, or of the leader where ranks share an engine."""
+        """Start the vLLM engine of a generator replica.
+
+        Where an engine spans several trainer processes, the process of its first rank, `replica`,
+        calls this method and the others call `make_follower_rank`.
+        """
         with pause_gc():
             from streamrl.engines.generation.generator import GenerationEngine
             from streamrl.engines.generation.group_generator import GroupGenerator
@@ -91,14 +95,17 @@ class RealEngineFactory:
     async def make_follower_rank(
         self, config: RunConfig, max_length: int, rank: int
     ) -> HostedFollowerRank:
-        """Start a vLLM worker that holds one shard of its rank group's engine."""
+        """Start a vLLM worker: one tensor-parallel rank of an engine that another process leads."""
         with pause_gc():
             from streamrl.engines.vllm.follower_rank import FollowerRank
 
             return await FollowerRank.start(_make_engine_spec(config, max_length, rank))
 
     async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
-        """Build the scorer of a role: reward, cost, reference, or inference copy of a critic."""
+        """Build the scorer of a role: reward, cost, reference, value or cost_value.
+
+        A value scorer follows the trained critic.
+        """
         with pause_gc():
             scorer = SCORER_FACTORIES[role](config, max_length)
             await scorer.start()
@@ -121,6 +128,7 @@ class RealEngineFactory:
 
 
 def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "EngineSpec":
+    """Return the settings of a vLLM engine, with the rank group of an engine that spans ranks."""
     from streamrl.engines.vllm.engine import EngineSpec
     from streamrl.engines.vllm.rank_groups import make_rank_group
 
@@ -139,6 +147,7 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
 
 
 def _make_task(config: RunConfig, max_length: int, role: str) -> "TrainingTask":
+    """Make the loss of a trained role: policy, critic, or a policy with a value head."""
     from streamrl.engines.models.forward import ModelLoadOptions
     from streamrl.engines.training.tasks import CriticTask, PolicyTask, TwoHeadedTask
 
@@ -160,6 +169,7 @@ def _make_task(config: RunConfig, max_length: int, role: str) -> "TrainingTask":
 
 
 def _make_pretraining(config: RunConfig) -> "PretrainingLoss":
+    """Make the pretraining loss that is mixed into policy updates (algorithm.ptx_coef)."""
     from streamrl.data import TextStream, load_texts, load_tokenizer
     from streamrl.engines.training.pretraining import PretrainingLoss
     from streamrl.files.hf_config import read_model_length

@@ -1,4 +1,4 @@
-"""Generator replica: hosts the loops of the generating stages and follows the policy's weights."""
+"""Generator replica: an actor that samples rollouts and follows the weights of the policy."""
 
 from collections.abc import Sequence
 
@@ -21,15 +21,18 @@ from streamrl.stream.stage_worker import read_no_partials, split_slots
 
 
 class GeneratorActor(ReplicaActor):
-    """Hosts an engine for as long as the process lives."""
+    """Actor that runs an engine and the loops of its stages: leases prompts, commits rollouts."""
 
     def __init__(self, shared_weights: SharedWeights | None = None) -> None:
-        """`shared_weights` is set if a trainer shares this process and its weights."""
+        """Create an actor without an engine; `start` loads the engine.
+
+        shared_weights: weights that a trainer in this process shares with the generator, if any.
+        """
         self._generator: HostedGenerator | None = None
         self._shared_weights = shared_weights
 
     async def start(self, context: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
-        """Load the engine. It serves no request until `run` has loaded the current version."""
+        """Load the engine. The actor samples nothing until `run` has loaded the current version."""
         self._config = context.config
         self._join_stream(context, calls, f"generator-{replica}", follows=POLICY, suspendable=self)
         make_generator = context.engines.make_generator
@@ -46,16 +49,19 @@ class GeneratorActor(ReplicaActor):
         )
 
     async def suspend(self) -> None:
+        """Pause the engine while another phase computes on the shared device pool."""
         assert self._generator is not None
         await self._generator.pause("lease")
         self._stages[0].spans.pause_spans([stage.name for stage in self._stages])
 
     async def resume(self) -> None:
+        """Continue decoding after `suspend`."""
         assert self._generator is not None
         self._stages[0].spans.resume_spans()
         await self._generator.resume("lease")
 
     async def run(self) -> None:
+        """Lease prompts and sample their rollouts until the run ends or the actor drains."""
         config, generator, served = self._config, self._generator, self._held_version
         assert generator is not None and served is not None
         slots = split_slots(
@@ -84,7 +90,7 @@ class GeneratorActor(ReplicaActor):
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: SamplingSettings, version: int
     ) -> list[Rollout]:
-        """Sample rollouts for an evaluation with `version` or newer."""
+        """Sample a rollout of an evaluation prompt per seed, with `version` or a newer one."""
         if self._generator is None:
             raise ActorLostError("this generator died and has not restarted yet")
         assert self._held_version is not None
@@ -93,7 +99,10 @@ class GeneratorActor(ReplicaActor):
             return await self._generator.sample(prompt, seeds, sampling=sampling)
 
     async def ping(self) -> ProcessLocation:
-        """Reply once the engine has replied between two steps; a hung engine fails the ping."""
+        """Reply once the engine replies between two decode steps.
+
+        So a hung engine makes the actor silent, although the event loop still runs.
+        """
         if self._generator is not None:
             await self._generator.collect_partial_rollouts()
         return ProcessLocation.from_this_process()
@@ -106,7 +115,7 @@ class GeneratorActor(ReplicaActor):
 
 
 class FollowerRankActor(ReplicaActor):
-    """Hosts one rank of a generator that spans several processes; another process leads."""
+    """Actor with one rank of a generator that spans several processes; another process leads."""
 
     def __init__(self, shared_weights: SharedWeights) -> None:
         self._shared_weights = shared_weights
@@ -124,7 +133,7 @@ class FollowerRankActor(ReplicaActor):
         await self._shared_weights.attach_follower_rank(self._follower_rank)
 
     async def run(self) -> None:
-        """Compute in step with the leader until the leader exits or this actor dies."""
+        """Compute each engine step together with the leader, until the leader exits."""
         assert self._follower_rank is not None
         await self._run_loops(
             [self._follower_rank.run_rank()], PrefilledFollower(self._shared_weights)

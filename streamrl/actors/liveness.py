@@ -1,7 +1,7 @@
-"""Liveness of processes: find those that are stopped, hung or unreachable.
+"""Liveness of a run's processes: find those that are stopped, hung or unreachable.
 
-The driver pings all actors throughout the run, and once more after a timeout. A timeout alone names
-the wrong process: the callee may itself wait for the stopped process.
+The driver pings all actors throughout the run, and once more after a timeout of any call. A timeout
+alone names the wrong process: the called process may itself wait for the stopped one.
 """
 
 import contextlib
@@ -20,16 +20,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from streamrl.errors import DeadlineError, DropLimitError, GenerationError, WeightsError
 
 PING_TIMEOUT_S = 5.0
-"""A ping does no work, so a live process answers far sooner."""
+"""Longest wait for the reply of a live process, which does no work for a ping."""
 WAIT_ERRORS = (DeadlineError, DropLimitError, GenerationError, WeightsError)
-"""Errors that an unresponsive process may cause elsewhere."""
+"""Errors that an unresponsive process may cause in processes that wait for it."""
 
 
 @contextmanager
 def name_unresponsive(processes: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """Add the names of unresponsive processes to a WAIT_ERRORS error raised in the body.
+    """Run the body; name unresponsive processes in an error that such a process may have caused.
 
-    See `find_unresponsive`.
+    Only errors in WAIT_ERRORS change. Processes are checked by `find_unresponsive`.
+    processes: returns an actor of each process, by process name.
     """
     try:
         yield
@@ -42,10 +43,10 @@ def name_unresponsive(processes: Callable[[], Mapping[str, Any]]) -> Iterator[No
 
 
 def find_unresponsive(processes: Mapping[str, Any], timeout_s: float = PING_TIMEOUT_S) -> list[str]:
-    """Return the names of processes that do not answer: stopped or unreachable.
+    """Return the names of processes that do not reply within `timeout_s`: stopped or unreachable.
 
-    Each value is an async actor of the process. An actor that waits for another still answers,
-    since its event loop runs; for a dead actor Ray answers.
+    processes: an async actor of each process, by process name. An actor that waits for another
+    actor still replies, since its event loop runs. For a dead actor Ray replies.
     """
     replies = {actor.__ray_ready__.remote(): name for name, actor in processes.items()}
     _, late = ray.wait(list(replies), num_returns=len(replies), timeout=timeout_s)
@@ -53,14 +54,14 @@ def find_unresponsive(processes: Mapping[str, Any], timeout_s: float = PING_TIME
 
 
 MAX_POLL_GAP_S = 1.0
-"""Cap on the time counted between two polls: the polling process may have been stopped itself."""
+"""Longest time counted between two calls of `ping_actors`: the caller may have been stopped."""
 PINGS_PER_DEADLINE = 6
-"""Pings per actor within `silent_s`."""
+"""Pings per actor within `silent_s` of LivenessMonitor."""
 
 
 @dataclass(frozen=True)
 class ProcessLocation:
-    """Node id and pid of a process."""
+    """Node id and pid of an actor's process."""
 
     node: str
     pid: int
@@ -71,10 +72,10 @@ class ProcessLocation:
 
 
 class PingableActor:
-    """Base of every actor of a run. No async method may block the event loop."""
+    """Base class of all actors of a run. No async method may block the event loop."""
 
     async def ping(self) -> ProcessLocation:
-        """Reply at once, as long as the event loop runs."""
+        """Reply at once with the location of this process, to show that the event loop runs."""
         return ProcessLocation.from_this_process()
 
 
@@ -85,7 +86,7 @@ class _PendingPing:
 
 
 class LivenessMonitor:
-    """Pings actors and reports those silent for `silent_s`. No method blocks."""
+    """Pings actors and reports those that have not replied for `silent_s`. No method blocks."""
 
     def __init__(self, silent_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = silent_s
@@ -98,9 +99,10 @@ class LivenessMonitor:
         self._locations: dict[str, ProcessLocation] = {}
 
     def ping_actors(self, actors: Mapping[str, Any]) -> list[str]:
-        """Ping the actors that are due and return the names of newly silent actors.
+        """Ping each actor whose next ping is due; return the names of actors that became silent.
 
-        A silent actor is named once, until it answers again or is killed.
+        Call this method repeatedly. A silent actor is named once, and again only after a reply in
+        between.
         """
         now = self._clock()
         self._now_s += min(now - self._polled_at_s, MAX_POLL_GAP_S)
@@ -124,6 +126,7 @@ class LivenessMonitor:
         return newly_silent
 
     def _collect_pings(self) -> None:
+        """Record the replies that have arrived to pending pings, without waiting."""
         if not self._pending_pings:
             return
         names = {ping.reply: name for name, ping in self._pending_pings.items()}
@@ -137,12 +140,12 @@ class LivenessMonitor:
                 self._locations[name] = ray.get(reply, timeout=0)
 
     def find_pid(self, name: str) -> str:
-        """Return the pid of an actor as text; empty if it never answered a ping."""
+        """Return the pid of an actor's process as text; empty if no ping was ever answered."""
         location = self._locations.get(name)
         return "" if location is None else str(location.pid)
 
     def kill_actor(self, name: str, actor: Any) -> None:
-        """Kill the process of a silent actor; Ray restarts it.
+        """Kill the process of a silent actor; Ray then restarts the actor.
 
         Sends SIGKILL, since a stopped process handles no other signal and no Ray call.
         """

@@ -1,7 +1,4 @@
-"""Interfaces between actors and the engines they host.
-
-Tests and benchmarks implement them with fake engines.
-"""
+"""Interfaces between actors and the engines they host, real or simulated."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,53 +21,58 @@ if TYPE_CHECKING:
 
 
 class HostedGenerator(Protocol):
-    """Engine of a generator actor: stages by name, and sampling for evaluations."""
+    """Engine of a generator actor, with a sample function per stage."""
 
     @property
     def stages(self) -> Mapping[str, SampleFunction]: ...
 
     async def collect_partial_rollouts(self) -> Mapping[str, Columns]:
-        """Return, by uid, the groups in flight with at least one completion token."""
+        """Return the unfinished rollouts of groups with at least one completion token, by uid."""
         ...
 
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], *, sampling: SamplingSettings
-    ) -> list[Rollout]: ...
+    ) -> list[Rollout]:
+        """Sample a completion of an evaluation prompt per seed."""
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats: ...
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None: ...
 
     async def get_storage(self) -> "ShardStorage | None":
-        """Return the parameter storage, for in-place updates by a trainer; None if unsupported."""
+        """Return the memory of the engine's parameters, so that a trainer can write into it.
+
+        None if the engine does not support this.
+        """
         ...
 
     async def activate_version(self, version: int) -> WeightLoadStats:
-        """Switch to the version that was written into the storage."""
+        """Switch to a version that a trainer has written into the storage of `get_storage`."""
         ...
 
     async def sleep(self) -> None:
-        """Free the KV cache until the next request."""
+        """Free the KV cache; the next request allocates it again."""
         ...
 
     async def pause(self, reason: str) -> None:
-        """Stop decoding until `resume`; running requests keep their state."""
+        """Stop decoding until `resume` with the same reason; running requests keep their state."""
         ...
 
-    async def resume(self, reason: str) -> None: ...
+    async def resume(self, reason: str) -> None:
+        """End the pause of this reason; decoding continues when no pause is left."""
 
 
 class HostedFollowerRank(Protocol):
-    """Rank of a generator; its leader lives in another process."""
+    """One rank of a generator that spans several processes; another process leads."""
 
     async def run_rank(self) -> None:
-        """Compute in step with the leader; raises GenerationError when the leader exits."""
+        """Compute each engine step together with the leader; raises GenerationError if it exits."""
         ...
 
     async def get_storage(self) -> "ShardStorage | None": ...
 
     def fill_shard(self, tensors: Mapping[str, Any]) -> int:
-        """Copy this rank's shard out of a full set of parameters, and return the copied bytes.
+        """Copy this rank's shard out of all parameters of the model; return the copied bytes.
 
         The leader is paused meanwhile.
         """
@@ -93,12 +95,13 @@ async def _do_nothing() -> None:
 
 @dataclass(frozen=True)
 class HostedScorer:
-    """Stages of a scorer actor by name, with sampled texts and counts for the metrics.
+    """Compute functions of a scorer actor by stage name, with their life cycle.
 
-    A stage returns an error in place of a group that it cannot score.
+    A compute function returns an error in place of a group that it cannot score.
 
-    follower: set if the stages use a model that is trained elsewhere.
-    start, close: set up and tear down what the stages need.
+    follower: loads new weights; None if no stage uses a model that is trained.
+    drain_samples, drain_counts: return scored texts and metric counts since the last call.
+    start, close: start and stop the models and processes that the stages need.
     """
 
     stages: Mapping[str, ComputeFunction]
@@ -110,25 +113,31 @@ class HostedScorer:
 
 
 class HostedTrainerRank(Protocol):
-    """Engine of a trainer actor. Synchronous; called from one thread."""
+    """Trainer backend of one rank, called by a trainer actor in a single thread."""
 
-    def set_adaptive_params(self, adaptive_params: Mapping[str, float]) -> None: ...
+    def set_adaptive_params(self, adaptive_params: Mapping[str, float]) -> None:
+        """Set the coefficients that the run adjusts, such as the KL coefficient, by name."""
 
-    def plan_step(self, groups: Mapping[str, Columns]) -> None: ...
+    def plan_step(self, groups: Mapping[str, Columns]) -> None:
+        """Compute columns, such as advantages, that need all groups of the training step."""
 
     def precompute_logprobs(
         self, groups: Mapping[str, Columns], rollouts: Sequence[RolloutIndex]
-    ) -> None: ...
+    ) -> None:
+        """Store the log-probabilities of these rollouts under the policy before the step trains."""
 
-    def sync_plan(self) -> None: ...
+    def sync_plan(self) -> None:
+        """Exchange precomputed data between the ranks, after all calls of `precompute_logprobs`."""
 
     def train_micro_batch(
         self, groups: Mapping[str, Columns], rollouts: Sequence[RolloutIndex], version: int
-    ) -> Mapping[str, float]: ...
+    ) -> Mapping[str, float]:
+        """Run forward and backward passes; return sums for the metrics and the loss denominator."""
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float: ...
 
-    def step(self, loss_denominator: float) -> Mapping[str, float]: ...
+    def step(self, loss_denominator: float) -> Mapping[str, float]:
+        """Run an optimizer step on the accumulated gradients; return metrics of the update."""
 
     @property
     def has_sharded_params(self) -> bool: ...
@@ -138,15 +147,19 @@ class HostedTrainerRank(Protocol):
 
     def compute_token_logprobs(self, token_ids: Array) -> Array: ...
 
-    def full_state(self) -> Iterable[tuple[str, "Tensor"]]: ...
+    def full_state(self) -> Iterable[tuple[str, "Tensor"]]:
+        """Yield all trained parameters; with sharded ones, every rank must exhaust the iterator."""
 
-    def count_received_bytes(self, gathered: Mapping[str, "Tensor"]) -> int: ...
+    def count_received_bytes(self, gathered: Mapping[str, "Tensor"]) -> int:
+        """Return the bytes of an exhausted `full_state` that came from other ranks."""
 
     def reshard_to_generator(
         self, generator_storage: "ShardStorage | None", version: int
-    ) -> "ReshardingStats | None": ...
+    ) -> "ReshardingStats | None":
+        """Write the parameters into the generator's storage; None where only `full_state` works."""
 
-    def merged_state(self) -> Iterable[tuple[str, "Tensor"]]: ...
+    def merged_state(self) -> Iterable[tuple[str, "Tensor"]]:
+        """Yield the full model as `full_state` does, with LoRA adapters merged."""
 
     def offload_optimizer(self) -> None: ...
 
@@ -158,7 +171,7 @@ class HostedTrainerRank(Protocol):
 
 
 class EngineFactory(Protocol):
-    """Builds the engines of a run, each in the process that hosts it. Must be picklable."""
+    """Builds the engines of a run, each in the process that hosts the engine. Must be picklable."""
 
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int

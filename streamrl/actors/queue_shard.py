@@ -21,14 +21,18 @@ MAX_SHARD_RESTARTS = 10
 
 
 class ShardActor(PingableActor):
-    """Hosts a shard on its event loop; the first call after each process start recovers it.
+    """Actor that hosts a shard of the experience queue on its event loop.
 
-    Clients call over RPC connections. A reply with object-store references needs an actor call,
-    because only Ray transfers ownership.
+    The first call after each start of the process recovers the shard from its journal. Clients call
+    over RPC connections; a reply with object-store references needs an actor call, because only Ray
+    transfers the ownership of objects.
     """
 
     def __init__(self, plan: ShardPlan, crashes: tuple[Path, str] | None = None) -> None:
-        """`crashes` are the arguments of `record_crash_stacks`."""
+        """Create the actor of the shard that `plan` describes.
+
+        crashes: run directory and name of this process, for `record_crash_stacks`.
+        """
         if crashes is not None:
             record_crash_stacks(*crashes)
         self._plan = plan
@@ -42,20 +46,21 @@ class ShardActor(PingableActor):
         return self._open_host
 
     async def open_shard(self) -> list[str]:
-        """Recover the shard and return a line for each unreadable journal record."""
+        """Recover the shard from its journal; return a line for each unreadable journal record."""
         return [
             f"{record.file}, byte {record.position.offset}: {record.reason}"
             for record in self._shard_host.corrupt_records
         ]
 
     async def run(self) -> None:
-        """Never return: the caller's pending reply fails when this process dies."""
+        """Wait forever, so that the pending reply of this call fails when the process dies."""
         await asyncio.Event().wait()
 
     async def get_endpoint(self) -> RpcEndpoint:
         return await self._rpc_server.get_endpoint()
 
     async def handle_request(self, request: RpcRequest) -> Any:
+        """Call a method of the shard; the reply may hold object-store references."""
         arguments = request.arguments
         if request.method in ("commit_columns", "add_groups", "save_partials"):
             *others, commits = arguments
@@ -64,6 +69,10 @@ class ShardActor(PingableActor):
         return await reply if inspect.isawaitable(reply) else reply
 
     async def _handle_rpc(self, request: RpcRequest) -> Any:
+        """Handle a request of an RPC connection.
+
+        Returns UseObjectStore if the reply holds object-store references and needs an actor call.
+        """
         reply = await self.handle_request(request)
         if request.method in ("lease_groups", "read_columns") and any(
             map(_has_stored_blobs, reply)
@@ -95,12 +104,13 @@ def create_shards(
     *,
     run_dir: Path | None = None,
 ) -> list[RemoteShard]:
-    """Create a shard actor per name and plan, spread over the nodes, in the order of the plans.
+    """Create a shard actor for each plan, by name, spread over the nodes.
 
-    Ray restarts a shard that has a journal; a shard without a journal loses its groups.
+    Returns their proxies in the order of `plans`. Ray restarts a shard that has a journal; a shard
+    without a journal loses its groups when it dies.
 
     create_actor: makes an actor from `(name, actor class, arguments, options=...)`; Ray by default.
-    run_dir: where a crash leaves its stacks.
+    run_dir: run directory into which a crashed shard writes its stack traces.
     """
     shards = []
     for name, plan in plans.items():

@@ -1,4 +1,4 @@
-"""Base of generator and scorer actors: stage loops on the queue, and a model to follow.
+"""Base of generator and scorer actors: run the loops of stages, and follow a model's weights.
 
 Replicas join and leave during a run. They hold no state that a restart would lose.
 """
@@ -19,12 +19,12 @@ from streamrl.weights import ServedVersion
 
 
 def identity_version(version: int) -> int:
-    """Map a policy version to itself: every version is due."""
+    """Return the policy version unchanged: a follower of the policy must load every version."""
     return version
 
 
 class ReplicaActor(PingableActor):
-    """Actor that serves stages until it drains or dies."""
+    """Base class of actors that serve stages until they leave the run or die."""
 
     def _join_stream(
         self,
@@ -36,9 +36,11 @@ class ReplicaActor(PingableActor):
         due: Callable[[int], int] = identity_version,
         suspendable: SuspendableWork | None = None,
     ) -> None:
-        """Set up the stage contexts and, if `follows` names a role, the weight channel.
+        """Set up what the actor `name` needs to serve the stages of `calls`.
 
-        due: maps a policy version to the version the followed model must have.
+        follows: role whose weights the actor loads; None for an actor without such a model.
+        due: maps a policy version to the version that the followed model must have by then.
+        suspendable: work that the actor suspends when another phase needs the shared device pool.
         """
         self._name, self._run_dir = name, context.run_dir
         record_crash_stacks(self._run_dir, name)
@@ -51,7 +53,10 @@ class ReplicaActor(PingableActor):
     async def _run_loops(
         self, loops: Sequence[Coroutine[Any, Any, None]], follower: FollowerProtocol | None
     ) -> None:
-        """Run the stage loops and the weight follower until every stage loop has ended."""
+        """Run the stage loops until all have ended, and load new weights meanwhile.
+
+        follower: loads the weights; None for an actor without a trained model.
+        """
         # Loading an engine replaces the signal handlers (tvm_ffi installs its own).
         record_crash_stacks(self._run_dir, self._name)
         async with asyncio.TaskGroup() as tasks:
@@ -74,13 +79,16 @@ class ReplicaActor(PingableActor):
             await self._channel.close()
 
     async def start_drain(self) -> None:
-        """Stop leasing groups; `run` returns once the queue has every held group back."""
+        """Lease no more groups, so that `run` returns once the queue has all groups back."""
         self._stages[0].leave_requested.set()
 
     async def crash_process(self) -> None:
-        """Exit without cleanup, as if killed: the served model can no longer be trusted."""
+        """Exit without cleanup, as if killed, because the loaded weights or the engine are bad."""
         os._exit(1)
 
     async def wait_until_serving(self) -> int:
-        """Return the served version once a version is loaded; -1 if the actor follows no model."""
+        """Wait until the first weights are loaded; return their version.
+
+        Returns -1 at once if the actor follows no model.
+        """
         return -1 if self._held_version is None else await self._held_version.wait_for_version(0)

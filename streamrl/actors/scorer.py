@@ -1,4 +1,4 @@
-"""Scorer replica of any role (reward, cost, reference, value): hosts the loops of its stages."""
+"""Scorer replica: an actor that scores groups in one role (reward, cost, reference, value)."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from streamrl.stream.stage_worker import StageResult
 
 
 class ScorerActor(ReplicaActor):
-    """Hosts models and reward workers for as long as the process lives."""
+    """Actor that hosts a role's models or reward workers and runs the loops of its stages."""
 
     def __init__(self) -> None:
         self._scorer: HostedScorer | None = None
@@ -31,6 +31,7 @@ class ScorerActor(ReplicaActor):
         self._scorer = await context.engines.make_scorer(context.config, context.max_length, role)
 
     async def run(self) -> None:
+        """Lease groups, score them and commit the results until the run ends or a drain begins."""
         scorer, batch = self._scorer, self._config.scorer.max_groups
         assert scorer is not None
         loops = []
@@ -45,7 +46,7 @@ class ScorerActor(ReplicaActor):
             await scorer.close()
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        """Score the groups of an evaluation, which are not in the queue."""
+        """Score the rewards of an evaluation, whose groups are not in the queue."""
         if self._scorer is None:
             raise ActorLostError("this scorer died and has not restarted yet")
         return await self._scorer.stages[REWARD_CALL.stage](experiences)

@@ -31,7 +31,7 @@ PAUSE_FOR_SAVE = "save"
 
 
 class PausableSampler(Protocol):
-    """Generator that can pause and free its KV cache."""
+    """Generator that can be paused and can free its KV cache."""
 
     async def get_storage(self) -> "ShardStorage | None": ...
 
@@ -43,7 +43,7 @@ class PausableSampler(Protocol):
 
 
 class FollowerRankWeights(Protocol):
-    """Shard of a generator that another process leads."""
+    """Parameters of one rank of a generator that another process leads."""
 
     async def get_storage(self) -> "ShardStorage | None": ...
 
@@ -53,13 +53,13 @@ class FollowerRankWeights(Protocol):
 
 
 class SharedWeightsGenerator(FollowerProtocol, Protocol):
-    """Generator that can also activate a version already present in its own parameters."""
+    """Generator that can also activate a version that the trainer wrote into its parameters."""
 
     async def activate_version(self, version: int) -> WeightLoadStats: ...
 
 
 class SharedWeights:
-    """State shared by the trainer and the generator of a process."""
+    """Weights that the trainer and the generator of a process share, and their current version."""
 
     def __init__(self) -> None:
         self._trainer_ready = asyncio.Event()
@@ -73,11 +73,14 @@ class SharedWeights:
         self.peak_memory = PeakMemoryTracker()
 
     def mark_trainer_ready(self) -> None:
-        """Record that the trainer joined its process group; the generator may start."""
+        """Record that the trainer has started, so that the generator of this process may start.
+
+        The engine joins the trainer's process group, which must exist first.
+        """
         self._trainer_ready.set()
 
     async def wait_for_trainer(self, timeout_s: float) -> None:
-        """Wait for the trainer; raises DeadlineError after `timeout_s`."""
+        """Wait until the trainer of this process has started; DeadlineError after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._trainer_ready.wait()
@@ -89,9 +92,10 @@ class SharedWeights:
     async def attach_generator(
         self, sampler: PausableSampler, *, should_fill_storage: bool
     ) -> None:
-        """Attach the generator. With `should_fill_storage` the trainer copies into its parameters.
+        """Set the generator that samples with these weights.
 
-        Without, the generator reads the trainer's own tensors.
+        should_fill_storage: the trainer copies each version into the generator's parameters;
+        otherwise the generator reads the trainer's own tensors.
         """
         self._sampler = sampler
         self._should_fill_storage = should_fill_storage
@@ -99,10 +103,10 @@ class SharedWeights:
             self._generator_storage = await sampler.get_storage()
 
     async def attach_follower_rank(self, follower_rank: FollowerRankWeights) -> None:
-        """Attach a follower rank, which the trainer fills.
+        """Set the generator rank of this process, for a generator that another process leads.
 
-        The leader, in another process, drives the computation. The leader pauses before the ranks
-        update, all together, until it activates a version that every rank has published.
+        The trainer copies each version into the parameters of the rank. The leader pauses before
+        the ranks update, all together, until it activates a version that every rank has published.
         """
         self._follower_rank = follower_rank
         self._should_fill_storage = True
@@ -110,10 +114,10 @@ class SharedWeights:
 
     @asynccontextmanager
     async def run_training_phase(self, *, releases_kv: bool) -> AsyncIterator[None]:
-        """Context in which the trainer computes; `releases_kv` first frees the generator's KV
-        cache.
+        """Context in which the trainer computes.
 
-        Memory peaks before the context count as "generate", those inside as "train".
+        releases_kv: free the KV cache of the generator first. Memory peaks before the context count
+        as "generate", those inside as "train".
         """
         generator = self._sampler or self._follower_rank
         if releases_kv and generator is not None:
@@ -126,9 +130,9 @@ class SharedWeights:
 
     @asynccontextmanager
     async def pause_generator(self) -> AsyncIterator[bool]:
-        """Context in which the generator of this process is paused.
+        """Context in which the generator of this process is paused; yields False if it cannot be.
 
-        Yields False for a follower rank, which only its leader can pause.
+        A follower rank cannot be paused here: only its leader, in another process, can do so.
         """
         if self._sampler is None:
             yield False
@@ -142,8 +146,8 @@ class SharedWeights:
     async def invalidate_weights(self) -> None:
         """Mark the weights as changing: pause the generator until `activate_version`.
 
-        The caller holds the pool until the change is complete, as does the caller of
-        `activate_version`.
+        Both calls require the device lease: the caller holds the device pool until the change is
+        complete.
         """
         self._version = -1
         if self._sampler is not None:
@@ -151,14 +155,14 @@ class SharedWeights:
 
     @property
     def is_changing(self) -> bool:
-        """Return whether the weights are between two versions and must not be sampled from."""
+        """Return whether the weights are between two versions, so that sampling must wait."""
         return self._version < 0
 
     def publish_version(self, trainer: HostedTrainerRank, version: int) -> WeightManifest:
-        """Declare the weights in place to be `version`. The manifest has no buckets to fetch.
+        """Declare the trainer's current weights to be `version`; return a manifest without buckets.
 
-        With different layouts on both sides, this call reshards the weights into the generator's
-        storage, a collective over all ranks.
+        Where trainer and generator have different layouts, reshards the weights into the
+        generator's storage: a collective over all ranks.
         """
         self._tensors = None  # frees the previous full set before the next is gathered
         self._copied_bytes = 0
@@ -181,11 +185,10 @@ class SharedWeights:
         return WeightManifest(version, (), ())
 
     def fetch_version(self, version: int) -> FetchedWeights:
-        """Return the tensors in place, with the bytes received from other ranks and those copied.
+        """Return the shared tensors, with the bytes received from other ranks and the bytes copied.
 
-        The mapping is empty if the generator's storage already holds the version. Raises
-        VersionSupersededError once the trainer has moved on, possibly before a generator activated
-        this version.
+        The mapping of tensors is empty if the generator's storage already holds the version. Raises
+        VersionSupersededError if the trainer has begun a newer version.
         """
         self.validate_version(version)
         return FetchedWeights(
@@ -195,7 +198,10 @@ class SharedWeights:
     async def activate_version(
         self, generator: SharedWeightsGenerator, version: int
     ) -> WeightLoadStats:
-        """Switch the generator to a version and resume it. Raises as `fetch_version` does."""
+        """Switch the paused generator to a version and let it decode again.
+
+        Raises VersionSupersededError if the trainer has begun a newer version.
+        """
         self.validate_version(version)
         if self._tensors is None:
             stats = await generator.activate_version(version)
@@ -208,7 +214,7 @@ class SharedWeights:
         return stats
 
     def validate_version(self, version: int) -> None:
-        """Raise VersionSupersededError unless the weights are `version`."""
+        """Raise VersionSupersededError unless the shared weights are `version`."""
         if version != self._version:
             raise VersionSupersededError(
                 f"weights version {version} is gone: they have been updated"
@@ -216,25 +222,25 @@ class SharedWeights:
 
 
 class PrefilledFollower:
-    """Follower rank with each version in its storage before the version is offered."""
+    """Follower interface of a generator rank; the trainer has already filled its parameters."""
 
     def __init__(self, shared_weights: SharedWeights) -> None:
         self._shared_weights = shared_weights
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
-        """Check only: the trainer already filled the storage.
+        """Check the version only: the trainer has already copied it into this rank's parameters.
 
-        Raises VersionSupersededError as `SharedWeights.fetch_version` does.
+        Raises VersionSupersededError if the trainer has begun a newer version.
         """
         self._shared_weights.validate_version(version)
         return WeightLoadStats()
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
-        """Return None: the leader runs the logprob check."""
+        """Return None: the leader of the generator runs the logprob check."""
 
 
 class SharedWeightsChannel:
-    """Weight channel of a process that also hosts the trainer: fetches tensors in place."""
+    """Weight channel between a trainer and a generator of one process: no bytes travel."""
 
     def __init__(self, channel: ClosableWeightChannel, shared_weights: SharedWeights) -> None:
         self._channel = channel
@@ -251,14 +257,14 @@ class SharedWeightsChannel:
 
 
 class SharedWeightsFollower:
-    """Generator that activates versions in place."""
+    """Follower interface of a generator that shares the trainer's weights."""
 
     def __init__(self, generator: SharedWeightsGenerator, shared_weights: SharedWeights) -> None:
         self._generator = generator
         self._shared_weights = shared_weights
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
-        """Activate the version; raises VersionSupersededError if the weights changed meanwhile."""
+        """Activate a version; VersionSupersededError if the trainer has begun a newer one."""
         return await self._shared_weights.activate_version(self._generator, version)
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:

@@ -1,4 +1,4 @@
-"""Trainer rank as an actor.
+"""Actor of a trainer rank.
 
 Imports of torch happen inside functions: a process that only holds a handle loads this class too.
 """
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RendezvousInfo:
-    """Address of rank 0 for torch.distributed, and the model call that the ranks train."""
+    """Identity of a rank group: its model call, its name and the address of its rank 0.
+
+    address, port: rendezvous of torch.distributed.
+    """
 
     call: ModelCall
     name: str
@@ -49,7 +52,7 @@ class RendezvousInfo:
 def measure_micro_batch(
     groups: Mapping[str, Columns], rollouts: Sequence[RolloutIndex]
 ) -> dict[str, int]:
-    """Return the span fields of a micro-batch: rollouts, tokens, tokens of the longest rollout."""
+    """Return the sizes of a micro-batch for its span: rollouts, all tokens, longest rollout."""
     lengths = [int(groups[uid]["lengths"][index]) for uid, index in rollouts]
     return {"rollouts": len(rollouts), "tokens": sum(lengths), "longest": max(lengths, default=0)}
 
@@ -57,9 +60,10 @@ def measure_micro_batch(
 def make_logprob_check(
     trainer: "HostedTrainerRank", config: "RunConfig", *, max_length: int
 ) -> LogprobCheck:
-    """Compute the current model's log-probabilities of the check sequences.
+    """Make a logprob check: check sequences, and their log-probabilities under the trained model.
 
-    A collective over all ranks if the parameters are sharded; otherwise rank 0 suffices.
+    A generator compares its own log-probabilities with these after loading the weights. A
+    collective over all ranks if the parameters are sharded; otherwise rank 0 suffices.
     """
     from streamrl.engines.dtypes import is_float32_on_cpu
 
@@ -70,13 +74,17 @@ def make_logprob_check(
 
 
 class TrainerActor(PingableActor):
-    """Trainer rank. A single thread runs the model; queue reads overlap with it."""
+    """Actor of a trainer rank. One thread runs the model; reads from the queue overlap with it."""
 
     def __init__(self, shared_weights: SharedWeights | None = None) -> None:
-        """`shared_weights` is set if a generator shares this process and its weights."""
+        """Create an actor without a model; `start` loads the model.
+
+        shared_weights: weights that a generator in this process shares with the trainer, if any.
+        """
         self._shared_weights = shared_weights
 
     async def find_rendezvous(self) -> tuple[str, int]:
+        """Return the address and a free port of this node, where the ranks of the model meet."""
         return find_rendezvous()
 
     async def get_node_id(self) -> str:
@@ -85,6 +93,7 @@ class TrainerActor(PingableActor):
     async def start(
         self, context: ActorContext, rank: int, rendezvous: RendezvousInfo, resume_dir: Path | None
     ) -> None:
+        """Build the trainer backend of a rank, and load its state from `resume_dir` if given."""
         from streamrl.engines.training.ema_reference import EmaReference
 
         self._config = context.config
@@ -146,6 +155,7 @@ class TrainerActor(PingableActor):
 
     @property
     def _has_reference(self) -> bool:
+        """Whether this rank keeps the EMA reference of the policy."""
         moves = bool(self._config.reference.every)
         return moves and self._role == POLICY and self._rank == 0
 
@@ -155,9 +165,11 @@ class TrainerActor(PingableActor):
         micro_batches: Sequence[MicroBatch],
         adaptive_params: Mapping[str, float],
     ) -> None:
-        """Compute everything that needs all groups of the step, before training any of them.
+        """Compute, before a training step, everything that needs all of its groups.
 
-        micro_batches: this rank's share, for log-probabilities under the policy before the step.
+        uids: groups of the step.
+        micro_batches: rollouts of this rank that need log-probabilities under the policy before the
+        step.
         """
         async with self._run_compute_phase():
             await self._plan_step(uids, micro_batches, adaptive_params)
@@ -191,6 +203,10 @@ class TrainerActor(PingableActor):
         version: int,
         adaptive_params: Mapping[str, float],
     ) -> Mapping[str, float]:
+        """Accumulate the gradients of a micro-batch; return sums for the metrics of the step.
+
+        epoch: pass over the batch; statistics of the rollouts are returned in the first pass only.
+        """
         self._trainer.set_adaptive_params(adaptive_params)
         groups = await self._read_groups(rollouts)
         async with self._run_compute_phase(is_piece=True):
@@ -205,6 +221,10 @@ class TrainerActor(PingableActor):
         return await self._stage.queue.read_columns(uids, self._columns)
 
     async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Run an optimizer step on the accumulated gradients; return metrics of the update.
+
+        sums: sums over all ranks of the update, which give the loss denominator.
+        """
         if self._shared_weights is not None:
             await self._shared_weights.invalidate_weights()
         async with self._run_compute_phase():
@@ -218,10 +238,10 @@ class TrainerActor(PingableActor):
     async def publish_weights(
         self, version: int, readers: Sequence[str], should_check: bool
     ) -> WeightManifest | None:
-        """Publish the weights as `version`; rank 0 returns the manifest. All ranks must call.
+        """Publish the weights as `version`. All ranks must call; rank 0 returns the manifest.
 
-        readers: current followers, for transports that address them.
-        should_check: whether the manifest carries a logprob check.
+        readers: names of the current followers, for transports that address them.
+        should_check: add a logprob check to the manifest.
         """
         # The KV cache may only go while the generator is paused, that is, while weights change.
         is_changing = self._shared_weights is not None and self._shared_weights.is_changing
@@ -257,6 +277,7 @@ class TrainerActor(PingableActor):
     def _check_and_send(
         self, version: int, readers: Sequence[str], should_check: bool
     ) -> WeightManifest | None:
+        """Make the logprob check if needed and send the model; runs in the model thread."""
         logprob_check = self._make_logprob_check() if should_check else None
         manifest = self._sender.send_model(version, readers)
         return manifest and replace(manifest, logprob_check=logprob_check)
@@ -264,9 +285,9 @@ class TrainerActor(PingableActor):
     async def publish_reference(
         self, version: int, readers: Sequence[str], moves: bool
     ) -> WeightManifest | None:
-        """Publish the EMA reference as `version`, updated from the policy first if `moves`.
+        """Publish the EMA reference as `version`. All ranks must call; rank 0 returns the manifest.
 
-        All ranks must call; rank 0 owns the reference and returns the manifest.
+        moves: first update the reference, which rank 0 owns, from the current policy.
         """
         thread = self._model_thread if self._trainer.has_sharded_params else self._publish_thread
         with self._stage.spans.record_span("publish_reference", version=version):
@@ -276,10 +297,13 @@ class TrainerActor(PingableActor):
         return manifest
 
     async def save_checkpoint(self, model_dir: Path, trainer_dir: Path) -> None:
-        """Write this rank's part of a checkpoint. All ranks must call.
+        """Write this rank's files of a checkpoint. All ranks must call.
 
-        Raises NoSpaceError or CheckpointError only after attempting every part: saving the model is
-        a collective, and a rank that returned early would leave the others waiting.
+        model_dir: folder of the Hugging Face model. trainer_dir: folder of optimizer state and
+        parameters.
+
+        Raises NoSpaceError or CheckpointError only after every write was attempted: saving the
+        model is a collective, and a rank that returned early would leave the others waiting.
         """
         saves = [
             partial(self._trainer.save_training_state, trainer_dir),
@@ -309,9 +333,10 @@ class TrainerActor(PingableActor):
 
     @contextlib.asynccontextmanager
     async def _hold_whole_state(self) -> AsyncIterator[None]:
-        """Context in which the whole training state is in device memory, outside a device lease.
+        """Context in which the optimizer state is on the device too, for saving a checkpoint.
 
-        If memory is short, pauses the generator of this process and frees its KV cache.
+        If the optimizer is offloaded because memory is short, pauses the generator of this process
+        and frees its KV cache. The caller needs no device lease.
         """
         if self._shared_weights is None or not self._should_offload_optimizer:
             yield
@@ -326,10 +351,11 @@ class TrainerActor(PingableActor):
     async def _run_compute_phase(
         self, *, is_piece: bool = False, may_release_kv: bool = True
     ) -> AsyncIterator[None]:
-        """Context in which the model computes; frees the memory that the generator must give up.
+        """Context in which the trainer computes in the memory that the generator gives up.
 
-        Memory freed after a micro-batch (`is_piece`) stays cached for the next, unless memory is
-        short.
+        Does nothing without a generator in this process. may_release_kv: the generator is idle, so
+        its KV cache may be freed. is_piece: the context computes only a micro-batch of several, so
+        freed memory stays cached for the next, unless memory is short.
         """
         if self._shared_weights is None:
             yield

@@ -1,4 +1,4 @@
-"""Trainer ranks as one object for the training loop; tensors stay on the ranks."""
+"""Trainer ranks of a model as a single object for the training loop; tensors stay on the ranks."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from streamrl.weights.logprob_probe import is_logprob_check_due
 
 
 class TrainerGroup:
-    """Ranks of a trained model, called together."""
+    """All ranks of a trained model; each method calls every rank."""
 
     def __init__(
         self,
@@ -31,11 +31,12 @@ class TrainerGroup:
         frozen_until: int = 0,
         probe_every: int = 0,
     ) -> None:
-        """Wrap the ranks.
+        """Wrap the actors of the ranks.
 
         publishes_together: publishing is a collective even with unsharded parameters.
         frozen_until: first version that trains this model (critic warm-up).
-        probe_every: interval of the logprob check, see `is_logprob_check_due`.
+        probe_every: publishes between two logprob checks; 0 for none. The first publishes are
+        always checked.
         """
         self.role = ranks.role
         self._probe_every = probe_every
@@ -60,14 +61,18 @@ class TrainerGroup:
         )
 
     def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
+        """Set the version and the adaptive parameters with which the next rounds train."""
         self._version, self._adaptive_params = version, adaptive_params
 
     def is_frozen(self, version: int) -> bool:
-        """Return whether the step of this version leaves this model unchanged (critic warm-up)."""
+        """Return whether the training step at `version` skips this model (critic warm-up)."""
         return version < self._frozen_until
 
     async def plan_step(self, uids: Sequence[str], rounds: Sequence[ScheduledRound]) -> None:
-        """Run `plan_step` on every rank, if the algorithm needs the whole step at once."""
+        """Let every rank prepare the training step, if the algorithm needs all groups at once.
+
+        uids: groups of the step. rounds: schedule of the step.
+        """
         if not self.update_plan.requires_full_step:
             return
         first_epoch = [round_.micro_batches for round_ in rounds if round_.epoch == 0]
@@ -82,7 +87,7 @@ class TrainerGroup:
             await self._gather_replies("plan_step", plans)
 
     async def train_round(self, micro_batches: Round, *, epoch: int) -> Mapping[str, float]:
-        """Train one micro-batch on every rank; return sums over the data-parallel ranks."""
+        """Train a round, one micro-batch per data-parallel rank; return the sums over the ranks."""
         version, adaptive_params = self._version, self._adaptive_params
         async with self._exclude_publish():
             calls = [
@@ -98,11 +103,14 @@ class TrainerGroup:
         return sums
 
     def _pair_dp_ranks(self) -> list[tuple[Any, int]]:
-        """Pair every rank with its dp_rank; tensor-parallel ranks share a dp_rank."""
+        """Return every rank's actor with its dp_rank; tensor-parallel ranks share a dp_rank."""
         return [(rank, i // self._tensor_parallel) for i, rank in enumerate(self._ranks)]
 
     async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Run the optimizer step on every rank; return the metrics of rank 0."""
+        """Run the optimizer step on every rank; return rank 0's metrics of the update.
+
+        sums: sums of all rounds of the update.
+        """
         async with self._exclude_publish():
             replies = await self._gather_replies(
                 "update", [rank.update.remote(sums) for rank in self._ranks]
@@ -111,6 +119,7 @@ class TrainerGroup:
         return metrics
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        """Publish the model as `version` to these readers; return the manifest."""
         async with self._publish_lock:
             if version != self._published_version:  # a retry repeats the first decision
                 # Decided here, not per rank: the check is a collective, and after a failed send the
@@ -131,6 +140,10 @@ class TrainerGroup:
     async def publish_reference(
         self, version: int, readers: Sequence[str], *, moves: bool
     ) -> WeightManifest:
+        """Publish the policy's EMA reference as `version` to these readers; return the manifest.
+
+        moves: first update the reference from the current policy.
+        """
         async with self._publish_lock:
             calls = [rank.publish_reference.remote(version, readers, moves) for rank in self._ranks]
             manifest = (await self._gather_replies("publish_reference", calls))[0]
@@ -146,10 +159,10 @@ class TrainerGroup:
             )
 
     def _exclude_publish(self) -> contextlib.AbstractAsyncContextManager[object]:
-        """Keep other calls and publishing apart where both are collectives.
+        """Return the lock that keeps publishing and another call apart where both are collectives.
 
         Two collectives started concurrently could start in different orders on two ranks and
-        deadlock.
+        deadlock. Where publishing is no collective, returns a context that does nothing.
         """
         return self._publish_lock if self._is_publish_collective else contextlib.nullcontext()
 
@@ -162,13 +175,16 @@ class TrainerGroup:
 
 
 class EmaReferencePublisher:
-    """Publishes the EMA reference of a policy, as a source of a WeightPublisher."""
+    """Publishes the EMA reference of a policy; a WeightPublisher calls it like a trained model."""
 
     def __init__(self, policy: TrainerGroup) -> None:
         self._policy = policy
         self._has_published = False
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the reference, updated to this version; unchanged on the first call of a run."""
+        """Publish the EMA reference after an update from the policy of `version`.
+
+        The first call of a run publishes the reference without an update.
+        """
         moves, self._has_published = self._has_published, True
         return await self._policy.publish_reference(version, readers, moves=moves)

@@ -1,4 +1,7 @@
-"""Weight channel of a follower: versions from the coordinator, bytes through a transport reader."""
+"""Weight channel of a follower in another process than the trainer.
+
+The coordinator announces versions; a transport reader fetches their tensors.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -16,7 +19,7 @@ from streamrl.weights.version_registry import ReaderState
 
 
 class RemoteWeightChannel:
-    """Follows the weights of `role` across processes."""
+    """Channel through which the actor `reader` receives each version of the weights of `role`."""
 
     def __init__(self, coordinator: Any, transport: TransportSpec, reader: str, role: str) -> None:
         self._coordinator = coordinator
@@ -26,8 +29,9 @@ class RemoteWeightChannel:
         self._node = ray.get_runtime_context().get_node_id()
 
     async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        """Return the newest manifest once it is newer than the reader's `state`; None after
-        `wait_s`.
+        """Wait for a version newer than the reader's state; return the newest manifest.
+
+        Returns None if no newer version appears within `wait_s`.
         """
         located_state = replace(state, node=self._node)
         reply = self._coordinator.wait_for_manifest.remote(

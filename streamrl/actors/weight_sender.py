@@ -1,4 +1,4 @@
-"""Publishing by a trainer rank: its model, and the EMA reference of it."""
+"""Publishing by a trainer rank: send the model and the EMA reference to their followers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,10 +14,10 @@ from streamrl.weights.pack import publish_version
 
 
 class WeightSender:
-    """A rank's part in publishing. Rank 0 has transport `writers`, by role, and sends.
+    """Publishes the weights of a trainer rank. Only rank 0 sends; it has the transport writers.
 
-    With sharded parameters every rank must make the same calls: they gather for rank 0. After a
-    WeightsError the call may be repeated.
+    With sharded parameters every rank must make the same calls, since they gather the tensors for
+    rank 0. After a WeightsError the call may be repeated.
     """
 
     def __init__(
@@ -30,7 +30,12 @@ class WeightSender:
         *,
         shared_weights: SharedWeights | None = None,
     ) -> None:
-        """With `shared_weights` every rank publishes its model in place; references travel."""
+        """Prepare publishing.
+
+        writers: transport writers by role; empty except on rank 0.
+        shared_weights: weights shared with a generator in this process. The model is then published
+        in place on every rank, while the EMA reference still goes through its writer.
+        """
         self._shared_weights = shared_weights
         self._trainer = trainer
         self._role = role
@@ -40,6 +45,7 @@ class WeightSender:
         self._reference_version = -1
 
     def send_model(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
+        """Publish the model as `version`; return its manifest, None on ranks that do not send."""
         if self._shared_weights is not None:
             return self._shared_weights.publish_version(self._trainer, version)
         # Other programs load a policy from disk and do not know adapters: write merged weights.
@@ -50,7 +56,10 @@ class WeightSender:
     def send_reference(
         self, version: int, readers: Sequence[str], *, moves: bool
     ) -> WeightManifest | None:
-        """Publish the reference as `version`, updated from the model first if `moves`."""
+        """Publish the EMA reference as `version`; return its manifest, None on ranks but 0.
+
+        moves: first update the reference from the current model.
+        """
         model = iter(self._trainer.full_state())
         # On a retry the reference was already updated; only the send failed.
         if self._writers and version > self._reference_version:
@@ -68,6 +77,7 @@ class WeightSender:
         version: int,
         readers: Sequence[str],
     ) -> WeightManifest | None:
+        """Send tensors by the role's writer; a rank without writers only takes part in gathers."""
         if not self._writers:
             self._finish_gather(tensors)
             return None
@@ -83,6 +93,6 @@ class WeightSender:
             self._finish_gather(tensors)
 
     def _finish_gather(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Take part in the remaining gathers of a sharded model."""
+        """Exhaust `tensors`: every rank must take part in each collective that gathers a tensor."""
         for _ in tensors if self._trainer.has_sharded_params else ():
             pass

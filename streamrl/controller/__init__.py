@@ -1,4 +1,4 @@
-"""Single controller of own loops: worker methods, and how batches reach workers and return."""
+"""Controller side of own loops: the worker methods that a script can call, and their batches."""
 
 from streamrl.controller.batches import Batch, BatchRef, RowSlice, join_batches
 from streamrl.controller.register import WorkerContext, transfers

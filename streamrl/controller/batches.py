@@ -22,7 +22,7 @@ Batch = Mapping[str, Any]
 class RowSlice:
     """Rows start:stop of a stored batch.
 
-    is_padding: the rows repeat others to fill up a share.
+    is_padding: the rows are repeated ones, which only make the ranks' batches equally long.
     """
 
     reference: Any
@@ -40,7 +40,7 @@ class RowSlice:
 
 @dataclass(frozen=True)
 class ColumnBlock:
-    """Slices with the same columns, in row order."""
+    """Some columns of a batch: slices of stored batches with these columns, in row order."""
 
     slices: tuple[RowSlice, ...] = ()
 
@@ -62,11 +62,12 @@ class ColumnBlock:
         return ColumnBlock(tuple(slices) or empty)
 
     def to_padding(self) -> "ColumnBlock":
+        """Return the same rows, marked as padding."""
         return ColumnBlock(tuple(replace(row_slice, is_padding=True) for row_slice in self.slices))
 
     @property
     def num_padding(self) -> int:
-        """Number of padding rows at the end. Raises ValueError for padding elsewhere."""
+        """Number of padding rows, which must be the last rows; otherwise raises ValueError."""
         marks = [row_slice.is_padding for row_slice in self.slices]
         if marks != sorted(marks):
             raise ValueError(
@@ -77,7 +78,7 @@ class ColumnBlock:
 
 @dataclass(frozen=True)
 class BatchRef:
-    """Column blocks side by side, with equal numbers of rows."""
+    """Reference to a batch: blocks of columns side by side, with equal numbers of rows."""
 
     blocks: tuple[ColumnBlock, ...] = ()
 
@@ -96,7 +97,7 @@ class BatchRef:
         return len(self.blocks[0]) if self.blocks else 0
 
     def __or__(self, other: "BatchRef") -> "BatchRef":
-        """Return the batch with the columns of both."""
+        """Return the batch with the columns of both batches, which have the same rows."""
         if not isinstance(other, BatchRef):
             return NotImplemented
         return BatchRef(self.blocks + other.blocks)
@@ -105,16 +106,20 @@ class BatchRef:
         return BatchRef(tuple(block.slice_rows(start, stop) for block in self.blocks))
 
     def split(self, count: int) -> list["BatchRef"]:
-        """Split into `count` batches of equal length, in order; raises ValueError if uneven."""
+        """Split the rows into `count` batches of equal length, in order.
+
+        Raises ValueError if the number of rows is not divisible.
+        """
         length, remainder = divmod(len(self), count)
         if remainder:
             raise ValueError(f"{len(self)} rows do not split into {count} equal parts")
         return [self.slice_rows(index * length, (index + 1) * length) for index in range(count)]
 
     def pad_to_multiple(self, multiple: int) -> "BatchRef":
-        """Append rows from the beginning, as padding, up to a multiple; an empty batch stays empty.
+        """Return the batch with its first rows repeated as padding, up to a multiple of `multiple`.
 
-        3 rows padded to a multiple of 8: rows 0 1 2, then 0 1 2 0 1 as padding.
+        3 rows padded to a multiple of 8: rows 0 1 2, then 0 1 2 0 1 as padding. An empty batch
+        stays empty.
         """
         padded = self
         num_missing = -len(self) % multiple if len(self) else 0
@@ -131,7 +136,7 @@ class BatchRef:
 
 
 def join_batches(batches: Sequence[BatchRef]) -> BatchRef:
-    """Concatenate the rows of batches with equally many blocks."""
+    """Return a batch with the rows of all batches, which must have equally many column blocks."""
     blocks_by_position = zip(*(batch.blocks for batch in batches), strict=True)
     return BatchRef(tuple(_concat_blocks(blocks) for blocks in blocks_by_position))
 
@@ -142,7 +147,7 @@ def _concat_blocks(blocks: Sequence[ColumnBlock]) -> ColumnBlock:
 
 
 def is_batch(value: Any) -> bool:
-    """Return whether a value is a dict of columns with rows: lists, arrays or tensors."""
+    """Return whether a value is a batch by value: a dict of lists, arrays or tensors with rows."""
     return isinstance(value, Mapping) and bool(value) and all(map(_is_column, value.values()))
 
 
@@ -151,7 +156,7 @@ def _is_column(value: Any) -> bool:
 
 
 def count_rows(batch: Batch) -> int:
-    """Return the number of rows. Raises ValueError if columns differ in length."""
+    """Return the number of rows of a batch. Raises ValueError if its columns differ in length."""
     lengths = {name: len(column) for name, column in batch.items()}
     if len(set(lengths.values())) > 1:
         described = ", ".join(f"{name}: {length}" for name, length in lengths.items())
@@ -160,11 +165,15 @@ def count_rows(batch: Batch) -> int:
 
 
 def slice_columns(batch: Batch, start: int, stop: int) -> dict[str, Any]:
+    """Return rows start:stop of every column of a batch."""
     return {name: column[start:stop] for name, column in batch.items()}
 
 
 def concat_columns(batches: Sequence[Batch]) -> dict[str, Any]:
-    """Concatenate batches with equal columns: arrays and tensors along rows, lists as lists."""
+    """Return a batch with the rows of all batches, which have the same columns.
+
+    Arrays and tensors are joined along the first dimension, lists as lists.
+    """
     if not batches:
         return {}
     names = batches[0].keys()

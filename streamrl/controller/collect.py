@@ -1,7 +1,7 @@
-"""Collection of answers: check each rank's rows against its input, and remove padding.
+"""Answers of ranks: check their rows against the input rows, and cut off padding.
 
-Padding must never count. Padded rows are cut off the answers; a metric over padded rows is refused,
-unless the method takes the number of real rows (`*, real`).
+Padding must never count. Rows made from padding are cut off the answers. Metrics over padding are
+refused, unless the method takes the number of real rows (`*, real`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ PADDING_REMEDY = (
 
 @dataclass(frozen=True)
 class RankInput:
-    """Rows that a rank was called with; the last `num_padding` of them are padding.
+    """Number of rows in a call of a rank; the last `num_padding` of them are padding.
 
-    has_batch: whether the call has any batch argument.
+    has_batch: whether any argument of the call is a batch.
     """
 
     num_rows: int = 0
@@ -34,7 +34,10 @@ class RankInput:
 
     @classmethod
     def from_call(cls, call: CallArguments | None) -> "RankInput":
-        """Describe a call. Raises ValueError if padded batches of a call differ in length."""
+        """Count the rows of a call's batches; a rank that is not called (None) has no rows.
+
+        Raises ValueError if padded batches of the call differ in length.
+        """
         batches = [value for value in call or () if isinstance(value, BatchRef)]
         lengths = {len(batch) for batch in batches}
         padding = max((batch.num_padding for batch in batches), default=0)
@@ -46,15 +49,16 @@ class RankInput:
 
     @property
     def num_real(self) -> int:
+        """Number of rows before the padding."""
         return self.num_rows - self.num_padding
 
 
 def make_rank_inputs(
     rank_calls: RankCalls, protocol: TransferProtocol, method: str, *, knows_padding: bool
 ) -> list[RankInput]:
-    """Return how many rows and how much padding each rank's call of a method has.
+    """Return the number of rows and of padding rows in the call of every rank.
 
-    Raises ValueError if the method returns metrics and its padding rows would count in them.
+    Raises ValueError if the called method returns metrics and its padding rows would count in them.
     knows_padding: the method receives the number of real rows and can leave the padding out.
     """
     try:
@@ -72,11 +76,11 @@ def make_rank_inputs(
 
 
 class RankAnswers(Sequence[Any]):
-    """Answers by rank; accessing an answer checks it and cuts off its padding.
+    """Answers of a method by rank; reading an answer checks its rows and cuts off padding.
 
     A method may return several rows per input row (a prompt gives a group of rollouts), as many on
-    every rank. Answers of a method that knows its padding are not changed. Access raises ValueError
-    for row counts that do not fit the input, and for numbers over padded rows.
+    every rank. Answers of a method with knows_padding are not changed. Reading raises ValueError
+    for a number of rows that does not fit the input, and for metrics over padded rows.
     """
 
     def __init__(
@@ -88,7 +92,12 @@ class RankAnswers(Sequence[Any]):
         *,
         knows_padding: bool = False,
     ) -> None:
-        """Wrap the answers; `names` are the calls, such as `CriticWorker-1.compute_values`."""
+        """Wrap the answers of all ranks.
+
+        inputs: rows of each rank's call. kind: relation of the answers to these rows.
+        names: name of each call for errors, such as `CriticWorker-1.compute_values`.
+        knows_padding: the method received the number of real rows.
+        """
         self._answers, self._inputs, self._names = answers, inputs, names
         self._kind, self._knows_padding = kind, knows_padding
         self._row_multiple: int | None = None
@@ -119,7 +128,10 @@ class RankAnswers(Sequence[Any]):
         )
 
     def _compute_row_multiple(self, rank: int, count: int) -> int:
-        """Return how many rows the rank returned per input row; must be equal on all ranks."""
+        """Return how many rows a rank returned per input row. Raises ValueError if ranks differ.
+
+        count: rows that the rank returned.
+        """
         num_rows = self._inputs[rank].num_rows
         multiple, remainder = divmod(count, num_rows) if num_rows else (1, count)
         if remainder or not multiple:

@@ -1,4 +1,4 @@
-"""Worker classes: any class; `@transfers` marks the methods that a group can call."""
+"""Worker classes of own loops: any class, whose methods `@transfers` opens to a worker group."""
 
 import inspect
 from collections.abc import Callable
@@ -13,10 +13,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Position of a worker; the first argument of its constructor.
+    """Rank of a worker in its group and address of the group; first argument of its constructor.
 
     address, port: rendezvous at rank 0, for torch.distributed.
-    slot: index of the worker's slot in the pool.
+    slot: index of the worker's slot in the resource pool.
     """
 
     rank: int
@@ -35,10 +35,12 @@ _PROTOCOL_BY_FUNCTION: dict[Callable[..., Any], str] = {}
 
 
 def transfers(protocol: str) -> Callable[[Method], Method]:
-    """Mark a method as callable on a whole group, with the transfer protocol of this name.
+    """Mark a method of a worker as callable on a whole group, by a transfer protocol.
 
-    @transfers("DP")
-    def compute_rewards(self, batch: Batch) -> Batch: ...
+    protocol: name of the transfer protocol.
+
+        @transfers("DP")
+        def compute_rewards(self, batch: Batch) -> Batch: ...
     """
 
     def register(method: Method) -> Method:
@@ -50,7 +52,7 @@ def transfers(protocol: str) -> Callable[[Method], Method]:
 
 @dataclass(frozen=True)
 class TransferMethod:
-    """Method that a group can call, with its protocol.
+    """Method of a worker that a group can call, with the name of its transfer protocol.
 
     knows_padding: the method has a keyword-only parameter `real` and receives the number of rows
     before the padding.
@@ -61,7 +63,7 @@ class TransferMethod:
 
 
 def find_transfer_methods(worker: type) -> dict[str, TransferMethod]:
-    """Return the marked methods of a class by name, inherited ones included.
+    """Return the methods of a worker class that `@transfers` marks, by name, also inherited ones.
 
     Raises ConfigError for a coroutine, a static method or a class method.
     """

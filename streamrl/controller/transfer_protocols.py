@@ -1,4 +1,4 @@
-"""Transfer protocols: which rank of a group gets which rows, and whose answers count.
+"""Transfer protocols: which rank of a worker group gets which rows, and which answers count.
 
 The first six protocols are those of HybridFlow (arXiv:2409.19256, Table 3); the last two are common
 beside them. A protocol is a distribute and a collect function over the mesh of a group; users add
@@ -19,7 +19,7 @@ CallArguments = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class WorkerMesh:
-    """Layout of a group's ranks: for training, and for generation if different."""
+    """Layout of a worker group's ranks: for training, and for generation if different."""
 
     train: RankAssignment
     serving: RankAssignment | None = None
@@ -31,16 +31,16 @@ class WorkerMesh:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """Arguments of every rank's call; None for a rank that is not called."""
+    """Arguments of a method for every rank, in rank order; None for a rank that is not called."""
 
     calls: tuple[CallArguments | None, ...]
 
 
 class AnswerKind(Enum):
-    """Relation of the answers to the input rows.
+    """Relation of a rank's answer to the rows that the rank received.
 
-    ROWS: each answer has rows derived from the rank's input rows. METRICS: each answer is a set of
-    numbers about the input rows.
+    ANY: no relation. ROWS: the answer has rows derived from the input rows. METRICS: the answer is
+    a set of numbers about the input rows.
     """
 
     ANY = "any"
@@ -54,10 +54,12 @@ CollectFn = Callable[[WorkerMesh, Sequence[Any]], Any]
 
 @dataclass(frozen=True)
 class TransferProtocol:
-    """A named pair of distribute and collect.
+    """Named rule for calling a method on a worker group.
 
-    collect receives an answer per rank in order, None for ranks that were not called; padding is
-    already removed. For answer_kind see `RankAnswers`.
+    distribute: splits the arguments of a call over the ranks.
+    collect: combines the answers, in rank order, None for ranks that were not called. Padding is
+    already removed.
+    answer_kind: relation of the answers to the rows, by which padding is removed.
     """
 
     name: str
@@ -66,7 +68,10 @@ class TransferProtocol:
     answer_kind: AnswerKind = AnswerKind.ANY
 
     def distribute_calls(self, mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
-        """Return the arguments of every rank. Raises ValueError unless all ranks are covered."""
+        """Split the arguments of a call over the ranks of the mesh.
+
+        Raises ValueError if the distribute function returns no RankCalls or not one per rank.
+        """
         rank_calls = self.distribute(mesh, arguments)
         if not isinstance(rank_calls, RankCalls):
             type_name = type(rank_calls).__name__
@@ -82,9 +87,10 @@ class TransferProtocol:
 
 
 def split_by_replica(get_assignment: Callable[[WorkerMesh], RankAssignment]) -> DistributeFn:
-    """Make a distribute function that splits the rows over the model replicas.
+    """Make a distribute function that splits the rows of batches over the model replicas.
 
-    All ranks of a replica get the same rows; values other than batches go to all ranks.
+    get_assignment: selects the layout of a mesh that defines replicas. All ranks of a replica get
+    the same rows; values other than batches go to all ranks.
     """
 
     def distribute(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
@@ -107,7 +113,11 @@ def split_by_replica(get_assignment: Callable[[WorkerMesh], RankAssignment]) -> 
 
 
 def collect_from_replicas(get_assignment: Callable[[WorkerMesh], RankAssignment]) -> CollectFn:
-    """Make a collect function: join the answers of each replica's last stage, tp_rank 0."""
+    """Make a collect function that joins the rows of all model replicas.
+
+    The answer of a replica is that of its last pipeline stage, tp_rank 0.
+    get_assignment: selects the layout of a mesh that defines replicas.
+    """
 
     def collect(mesh: WorkerMesh, answers: Sequence[Any]) -> Any:
         assignment = get_assignment(mesh)
@@ -122,17 +132,22 @@ def collect_from_replicas(get_assignment: Callable[[WorkerMesh], RankAssignment]
 
 
 def join_answers(answers: Sequence[Any]) -> Any:
+    """Return one batch with the rows of all answers, or a list if any answer is no batch."""
     if all(isinstance(answer, BatchRef) for answer in answers):
         return join_batches(answers)
     return list(answers)
 
 
 def broadcast_to_all(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
+    """Call all ranks with the same arguments."""
     return RankCalls((arguments,) * mesh.size)
 
 
 def scatter_lists(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
-    """Call rank i with item i of every argument; each argument is a list of mesh.size items."""
+    """Call rank i with item i of every argument.
+
+    Raises ValueError unless each argument is a list with an item per rank.
+    """
     for value in arguments:
         if not isinstance(value, list | tuple):
             raise ValueError(f"a {type(value).__name__}: must be a list with a value for each rank")
@@ -142,6 +157,7 @@ def scatter_lists(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
 
 
 def send_to_first(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
+    """Call only rank 0."""
     return RankCalls((arguments, *(None,) * (mesh.size - 1)))
 
 
@@ -154,7 +170,10 @@ def collect_from_first(mesh: WorkerMesh, answers: Sequence[Any]) -> Any:
 
 
 def collect_from_stages(mesh: WorkerMesh, answers: Sequence[Any]) -> Any:
-    """Join the answers of all pipeline stages: of replica 0, tp_rank 0."""
+    """Join the answers of all pipeline stages of the first model replica, in stage order.
+
+    The answer of a stage is that of its tp_rank 0.
+    """
     answer_of_stage = {
         at.pp_rank: answers[rank]
         for rank, at in enumerate(mesh.train.coordinates)
@@ -213,13 +232,16 @@ PROTOCOLS: dict[str, TransferProtocol] = {
         TransferProtocol("RANK_ZERO", send_to_first, collect_from_first),
     )
 }
-"""By name; `add_protocol` adds to this."""
+"""Transfer protocols by name, including those that `add_protocol` adds."""
 
 
 def add_protocol(
     name: str, distribute: DistributeFn, collect: CollectFn, answers: AnswerKind = AnswerKind.ANY
 ) -> TransferProtocol:
-    """Register a protocol under a new name. Raises ValueError if the name is taken."""
+    """Register a transfer protocol under a new name, for `@transfers`.
+
+    Raises ValueError if the name is taken.
+    """
     if name in PROTOCOLS:
         raise ValueError(f"protocol {name} exists already: choose another name")
     PROTOCOLS[name] = TransferProtocol(name, distribute, collect, answers)

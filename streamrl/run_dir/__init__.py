@@ -1,1 +1,1 @@
-"""A run directory: owner, checkpoints, control requests, crash stacks."""
+"""Run directory: owner, checkpoints, control requests, crash stacks."""

@@ -30,7 +30,7 @@ from streamrl.telemetry.sinks import METRICS_FILE
 
 CHECKPOINT_FORMAT = 3
 MAX_STATE_BYTES = 1024 * MIB
-"""Bound of state.json, which with run.debug holds the uid of every prompt so far."""
+"""Bound on the size of state.json, which with run.debug holds the uid of every prompt so far."""
 RUN_LOG_FOLDER = "books"
 LAYOUT_FILE = "layout.json"
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d{6,})")
@@ -38,7 +38,10 @@ _SHARD_FOLDER_PATTERN = re.compile(r"shard-(\d{1,6})(?:\.(\d{1,6}))?")
 
 
 class CheckpointState(TypedDict):
-    """Contents of state.json, apart from its format and the file sizes."""
+    """Contents of a checkpoint's state.json, apart from its format and the file sizes.
+
+    cuts: first journal segment that the checkpoint does not cover, by shard folder or run log.
+    """
 
     version: int
     ledger: Mapping[str, Any]
@@ -49,7 +52,7 @@ class CheckpointState(TypedDict):
 
 @dataclass
 class CheckpointConfig:
-    """Schedule of checkpoints.
+    """Settings of the section `checkpoint`.
 
     every: steps between checkpoints; 0 writes only at the end.
     keep: number of newest checkpoints to keep.
@@ -69,7 +72,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Complete checkpoint directory."""
+    """Complete checkpoint on disk: its folder and the contents of its state.json."""
 
     path: Path
     state: CheckpointState
@@ -87,13 +90,19 @@ class Checkpoint:
 
 
 def get_role_dirs(path: Path, role: str) -> tuple[Path, Path]:
-    """Return the folders of a role's model (Hugging Face) and of its trainer state."""
+    """Return the folders of a role in a checkpoint: Hugging Face model, and trainer state.
+
+    path: folder of the checkpoint.
+    """
     folder = path if role == POLICY else path / role
     return folder / "model", folder / "trainer"
 
 
 class CheckpointWriter:
-    """Writes the checkpoint of a version: fill `get_role_dirs` of every role, then `commit`."""
+    """Writes the checkpoint of a version into a hidden folder, which `commit` renames.
+
+    Before `commit`, the trainers fill the folders of `get_role_dirs` and the shards fill queue_dir.
+    """
 
     def __init__(self, run_dir: Path, version: int) -> None:
         self._final_dir = run_dir / "checkpoints" / f"step_{version:06d}"
@@ -104,16 +113,20 @@ class CheckpointWriter:
             self._partial_dir.mkdir(parents=True)
 
     def rename_in_error(self, error: CheckpointError) -> CheckpointError:
+        """Return the error with the checkpoint's final folder in its text, not the hidden one."""
         return type(error)(str(error).replace(str(self._partial_dir), str(self._final_dir)))
 
     def discard(self) -> None:
+        """Remove the hidden folder of an unfinished checkpoint."""
         shutil.rmtree(self._partial_dir, ignore_errors=True)
 
     def get_role_dirs(self, role: str) -> tuple[Path, Path]:
         return get_role_dirs(self._partial_dir, role)
 
     def commit(self, state: CheckpointState, *, keep: int) -> Path:
-        """Publish the checkpoint by a rename, then remove all but the newest `keep`.
+        """Write state.json, make the checkpoint valid by a rename, and return its folder.
+
+        keep: number of newest checkpoints to keep; older ones are removed.
 
         Raises NoSpaceError or CheckpointError if the disk fails; earlier checkpoints stay valid.
         """
@@ -135,17 +148,18 @@ class CheckpointWriter:
 
 
 def _measure_files(folder: Path) -> dict[str, int]:
+    """Return the size of every file below a folder, bytes, by relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoint directories, oldest first."""
+    """Return the complete checkpoints in the folder `checkpoints` of a run, oldest first."""
     return [path for path in _list_step_folders(folder) if (path / "state.json").is_file()]
 
 
 def _list_step_folders(folder: Path) -> list[Path]:
-    """Return all folders with a checkpoint's name, complete or not, oldest first."""
+    """Return all folders with the name of a checkpoint, complete or not, oldest first."""
     folders = [path for path in folder.glob("step_*") if _STEP_FOLDER_PATTERN.fullmatch(path.name)]
     return sorted(folders, key=_parse_step)
 
@@ -155,7 +169,7 @@ def _parse_step(path: Path) -> int:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint directory. Raises ConfigError if unusable."""
+    """Read the checkpoint in a folder. Raises ConfigError if its state.json is not usable."""
     place = f"--resume {folder}/state.json"
     try:
         state = read_small_json(folder / "state.json", most_bytes=MAX_STATE_BYTES)
@@ -182,6 +196,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _find_version_problem(version: object, folder: Path) -> str:
+    """Return text that says why a checkpoint's version is invalid; empty if valid."""
     if not _is_count(version):
         return "must be a whole number, 0 or more"
     is_other = _STEP_FOLDER_PATTERN.fullmatch(folder.name) and _parse_step(folder) != version
@@ -193,7 +208,7 @@ def _is_count(value: object) -> bool:
 
 
 def check_files(checkpoint: Checkpoint) -> None:
-    """Raise ConfigError unless every file exists with its recorded size.
+    """Raise ConfigError unless every file of a checkpoint exists with its recorded size.
 
     Checkpoints of old versions of streamrl recorded no sizes.
     """
@@ -210,7 +225,10 @@ def check_files(checkpoint: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class QueueLayout:
-    """Shard folders of a run. Changing their number starts a new `generation` of folders."""
+    """Folders of a run's queue shards: their number and generation.
+
+    When a run continues with another number of shards, its folders get a new generation.
+    """
 
     shards: int
     generation: int = 0
@@ -225,9 +243,10 @@ class QueueLayout:
 
 
 def read_layout(run_dir: Path, *, shards: int) -> QueueLayout:
-    """Read the layout of a run; without a file, generation 0 with `shards` folders.
+    """Read the layout of a run's shard folders.
 
-    Raises ConfigError for an unreadable file.
+    shards: number of shards in generation 0, returned if the run has no layout file. Raises
+    ConfigError for an unreadable file.
     """
     path = run_dir / "journal" / LAYOUT_FILE
     if not path.exists():
@@ -243,6 +262,10 @@ def read_layout(run_dir: Path, *, shards: int) -> QueueLayout:
 
 
 def _get_snapshot_layout(checkpoint: Checkpoint, *, shards: int) -> QueueLayout:
+    """Return the layout of the shard folders that a checkpoint holds snapshots of.
+
+    shards: number of shards returned for a checkpoint without snapshots.
+    """
     matches = [
         _SHARD_FOLDER_PATTERN.fullmatch(name)
         for name in checkpoint.state["cuts"]
@@ -258,7 +281,7 @@ def _get_snapshot_layout(checkpoint: Checkpoint, *, shards: int) -> QueueLayout:
 
 
 def find_next_generation(run_dir: Path) -> int:
-    """Return a generation that no folder or checkpoint of the run uses."""
+    """Return a generation of shard folders that no folder or checkpoint of the run uses."""
     names = [path.name for path in (run_dir / "journal").glob("shard-*")]
     for folder in list_checkpoints(run_dir / "checkpoints"):
         names += read_checkpoint(folder).state["cuts"]
@@ -268,7 +291,7 @@ def find_next_generation(run_dir: Path) -> int:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Point to resume a run from: a checkpoint, or the start if the run has none.
+    """Point from which a run continues: a checkpoint, or the start of a run without checkpoints.
 
     should_keep_journal: whether to replay the journal records after the checkpoint. False for a
     checkpoint that the user names although a newer one exists or existed: the journals then
@@ -284,24 +307,34 @@ class ResumePoint:
         return self.checkpoint.version if self.checkpoint else 0
 
     def read_layout(self, *, shards: int) -> QueueLayout:
-        """Return the layout of the shards' folders; `shards` as in `read_layout`."""
+        """Return the layout of the run's shard folders at this point.
+
+        shards: number of shards to assume where none is recorded.
+        """
         if self.checkpoint is not None and not self.should_keep_journal:
             return _get_snapshot_layout(self.checkpoint, shards=shards)
         return read_layout(self.run_dir, shards=shards)
 
     @property
     def has_contiguous_journal(self) -> bool:
-        """Return whether the journals begin at the end of the checkpoint or earlier."""
+        """Return whether no journal records are missing between the checkpoint and the journals."""
         return self.checkpoint is None or not _find_journal_gaps(self.run_dir, self.checkpoint)
 
     def find_snapshot(self, name: str) -> SnapshotBase:
-        """Return the snapshot of a shard folder that its journal continues."""
+        """Return the snapshot that the journal of a shard continues; empty without a checkpoint.
+
+        name: folder of the shard.
+        """
         return (
             SnapshotBase() if self.checkpoint is None else _find_snapshot_in(self.checkpoint, name)
         )
 
     def discard_later(self) -> None:
-        """Remove everything later than this point: the run continues differently from here."""
+        """Remove files that a resume must not find: unfinished checkpoints and abandoned state.
+
+        If should_keep_journal is false, the run continues differently from here, so newer
+        checkpoints and the journal segments after this point are removed too.
+        """
         folder = self.run_dir / "checkpoints"
         for partial in folder.glob(".step_*.partial"):
             shutil.rmtree(partial)
@@ -329,7 +362,10 @@ class ResumePoint:
 
 
 def find_run_dir(path: Path) -> Path:
-    """Return the run directory of a path to a run or a checkpoint; raises ConfigError."""
+    """Return the run directory at `path`, which may also be a checkpoint in the directory.
+
+    Raises ConfigError if `path` is no directory.
+    """
     if not path.is_dir():
         raise ConfigError(f"--resume {path}: no such directory")
     folder = path.resolve()
@@ -337,9 +373,10 @@ def find_run_dir(path: Path) -> Path:
 
 
 def find_resume_point(path: Path) -> ResumePoint:
-    """Find where to resume: the named checkpoint, else a run's newest checkpoint, else its start.
+    """Return the point from which to resume the run or checkpoint at `path`.
 
-    Raises ConfigError if the path is neither a run nor a checkpoint.
+    A run resumes from its newest checkpoint, or from its start without one. Raises ConfigError if
+    the path is neither a run nor a checkpoint.
     """
     run_dir, folder = find_run_dir(path), path.resolve()
     if run_dir != folder:
@@ -361,12 +398,12 @@ def find_resume_point(path: Path) -> ResumePoint:
 
 
 def get_journal_dir(run_dir: Path, owner: str) -> Path:
-    """Return the journal folder of a shard (shard-<i>) or of the run log (books)."""
+    """Return the journal folder of a shard (owner "shard-<i>") or of the run log ("books")."""
     return run_dir / "journal" / owner
 
 
 def find_snapshot(run_dir: Path, shard: str) -> SnapshotBase:
-    """Return a shard's snapshot in the newest complete checkpoint, with its cut.
+    """Return a shard's snapshot in the newest checkpoint, and the segment that continues it.
 
     Empty for a shard folder younger than the checkpoint: its journal has all records.
     """
@@ -380,6 +417,7 @@ def _find_snapshot_in(checkpoint: Checkpoint, shard: str) -> SnapshotBase:
 
 
 def _find_journal_gaps(run_dir: Path, checkpoint: Checkpoint) -> set[str]:
+    """Return the shards and the run log, by folder name, that lack records after a checkpoint."""
     cuts = checkpoint.state["cuts"]
     if not cuts:
         return set()
@@ -394,16 +432,17 @@ def _find_journal_gaps(run_dir: Path, checkpoint: Checkpoint) -> set[str]:
 
 
 def remove_old_shards(run_dir: Path, layout: QueueLayout) -> None:
-    """Remove journal folders outside the layout; call when no checkpoint refers to them."""
+    """Remove the journal folders of shards outside the layout, once no checkpoint needs them."""
     for path in (run_dir / "journal").glob("shard-*"):
         if path.name not in layout.shard_names and _SHARD_FOLDER_PATTERN.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def link_checkpoint(checkpoint: Checkpoint, run_dir: Path) -> Checkpoint:
-    """Hard-link a checkpoint into another run directory, or copy it across file systems.
+    """Hard-link a checkpoint into another run directory, or copy it between file systems.
 
-    The files of a checkpoint never change. Raises OSError if the disk is full.
+    Links are safe because the files of a checkpoint never change. Returns the new checkpoint.
+    Raises OSError if the disk is full.
     """
     target = run_dir / "checkpoints" / checkpoint.path.name
     shutil.copytree(checkpoint.path, target, copy_function=_link_or_copy)

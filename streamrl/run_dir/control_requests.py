@@ -1,4 +1,4 @@
-"""Control requests to a running run: files in its directory, each answered by another file.
+"""Control requests to a running run: files in the run directory, answered by other files.
 
 Any process with access to the directory can send a request, without Ray:
 
@@ -21,20 +21,20 @@ from streamrl.files.bounded_read import read_small_json, wrap_file_errors
 
 REQUESTS_FOLDER = "requests"
 TAKE_TIMEOUT_S = 15.0
-"""A live run takes a request within this time."""
+"""Longest time until a live run takes a request."""
 PLACE_TIMEOUT_S = 60.0
 """Timeout for Ray to place a joining replica."""
 LEAVE_TIMEOUT_S = 30.0
 """Timeout for a leaving replica to return its groups."""
 START_MARGIN_S = 120.0
-"""Start time allowed beyond the engine's own timeout."""
+"""Time for a joining replica to start, beyond the timeout of its engine."""
 POLL_INTERVAL_S = 0.1
 _REQUEST_SUFFIX, _TAKEN_SUFFIX, _ANSWER_SUFFIX = ".request.json", ".taken.json", ".answer.json"
 
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """Requested number of replicas by role."""
+    """Request to change the numbers of replicas, by role."""
 
     id: str
     counts: Mapping[str, int]
@@ -42,26 +42,32 @@ class ScaleRequest:
 
 @dataclass(frozen=True)
 class ScaleAnswer:
-    """Answer to a request; `is_done` if the request was fully met."""
+    """Answer to a scale request: lines for the user.
+
+    is_done: whether all requested replicas joined or left.
+    """
 
     lines: Sequence[str]
     is_done: bool
 
 
 class ScaleRequestInbox:
-    """Run side. The folder exists as long as the run answers. No method blocks."""
+    """Folder in the run directory that receives scale requests; the run's side. No method blocks.
+
+    The folder exists as long as the run answers requests.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / REQUESTS_FOLDER
 
     def open(self) -> None:
-        """Create the folder, removing leftovers of an earlier run."""
+        """Create the folder for requests, and remove the requests to an earlier run."""
         self.close()
         with wrap_disk_errors(self._folder):
             self._folder.mkdir()
 
     def take_requests(self) -> list[ScaleRequest]:
-        """Take all new requests, oldest first. An invalid request is answered here."""
+        """Take all new scale requests, oldest first; answer invalid requests with their error."""
         requests = []
         for path in sorted(self._folder.glob(f"*{_REQUEST_SUFFIX}")):
             name = path.name.removesuffix(_REQUEST_SUFFIX)
@@ -78,7 +84,7 @@ class ScaleRequestInbox:
         return requests
 
     def write_answer(self, request: str, answer: ScaleAnswer) -> None:
-        """Answer a request by id. The client may be gone."""
+        """Write the answer to a scale request, by its id. The client may be gone."""
         path = self._folder / f"{request}{_ANSWER_SUFFIX}"
         text = json.dumps({"lines": list(answer.lines), "is_done": answer.is_done})
         if self._folder.is_dir():
@@ -86,7 +92,7 @@ class ScaleRequestInbox:
                 write_atomic(path, text)
 
     def close(self) -> None:
-        """Remove the folder, which tells waiting clients that the run has ended."""
+        """Remove the folder, by which waiting clients know that the run has ended."""
         closed = self._folder.with_name(f".{REQUESTS_FOLDER}.closed")
         shutil.rmtree(closed, ignore_errors=True)
         # The folder may be missing or the disk may fail; clients then run into their timeout.
@@ -104,7 +110,7 @@ def request_scale(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ScaleAnswer:
-    """Send a scale request and wait for the answer.
+    """Ask a running run to change the numbers of replicas by role, and wait for the answer.
 
     Raises ConfigError if the run does not take the request within TAKE_TIMEOUT_S (the request is
     then withdrawn), ends meanwhile, or does not answer within `timeout_s`.
@@ -145,6 +151,7 @@ def request_scale(
 
 
 def _withdraw_request(request_path: Path) -> bool:
+    """Remove a request; return False if the run has taken it already."""
     try:
         request_path.unlink()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Stack traces of crashed processes, in `RUN/stacks/<actor>-<pid>.txt`.
+"""Stack traces of a run's crashed processes, in `RUN/stacks/<actor>-<pid>.txt`.
 
 Written on fatal signals (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT); SIGKILL cannot be caught.
 """
@@ -18,7 +18,7 @@ MAX_REASON_BYTES = 1000
 
 @dataclass(frozen=True)
 class CrashRecord:
-    """A crash: actor, pid, reason, and the file with the stacks."""
+    """Crash of an actor's process: its pid, the reason, and the file with the stack traces."""
 
     actor: str
     pid: int
@@ -27,7 +27,10 @@ class CrashRecord:
 
 
 def record_crash_stacks(run_dir: Path, actor: str) -> None:
-    """Make this process write the stacks of all its threads to a file when it crashes."""
+    """Make this process write the stacks of all its threads to a file when it crashes.
+
+    actor: name of the actor in the process, for the file's name.
+    """
     folder = run_dir / STACKS_FOLDER
     # A full disk only costs the stacks, not the run.
     with contextlib.suppress(OSError):
@@ -40,20 +43,21 @@ def record_crash_stacks(run_dir: Path, actor: str) -> None:
 
 
 class CrashWatch:
-    """Finds new crashes of a run's processes."""
+    """Reader of crash files: finds the crashes of a run's processes."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / STACKS_FOLDER
         self._reported_files = {file.name for file in self._list_files()}
 
     def find_new_crashes(self) -> list[CrashRecord]:
+        """Return the crashes of the run's processes since the last call."""
         new_files = [file for file in self._list_files() if file.name not in self._reported_files]
         crashes = [_read_crash(file) for file in new_files if file.stat().st_size]
         self._reported_files |= {Path(crash.stacks).name for crash in crashes}
         return crashes
 
     def close(self) -> None:
-        """Remove the empty files of processes that did not crash. All processes must have ended."""
+        """Remove the empty crash files of processes that did not crash, after all have ended."""
         with contextlib.suppress(OSError):
             for file in self._list_files():
                 if not file.stat().st_size:

@@ -36,14 +36,14 @@ from streamrl.files.bounded_read import open_regular_file, read_small_json, wrap
 LOCK_FILE = "owner.lock"
 HEARTBEAT_INTERVAL_S = 4.0
 HEARTBEAT_TIMEOUT_S = 5 * HEARTBEAT_INTERVAL_S
-"""An owner without a heartbeat for this long is dead."""
+"""Time without a heartbeat after which an owner on another node counts as dead."""
 FORK_CLOSE_TIMEOUT_S = 5.0
-"""Time for a fork of a killed owner to close the inherited lock."""
+"""Longest wait for a forked child of a dead owner to close the inherited lock file."""
 _POLL_INTERVAL_S = 0.5
 _MAX_NUMBER = 1e12
-"""Above any valid pid, tick count or epoch second of an owner file."""
+"""Bound of the numbers in a lock file, above any valid pid, tick count or epoch second."""
 _NO_FLOCK_ERRNOS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""Errors of a file system without flock."""
+"""Error numbers of flock on a file system without flock."""
 _LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 """O_NOFOLLOW: a symlink could make the lock overwrite another file. O_NONBLOCK: a FIFO blocks."""
@@ -53,7 +53,7 @@ _BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
 
 class InUseError(ConfigError):
-    """The run directory belongs to a live process."""
+    """Error: a live process owns the run directory, so this command cannot use it."""
 
 
 def _ignore_status(text: str) -> None:
@@ -62,10 +62,10 @@ def _ignore_status(text: str) -> None:
 
 @dataclass(frozen=True)
 class RunOwner:
-    """Identity of the process that owns a run directory.
+    """Identity of the process that owns a run directory, as its lock file holds it.
 
     boot, processes: kernel boot id and pid namespace; empty if unavailable.
-    start: process start, clock ticks since boot.
+    start: start time of the process, clock ticks since boot.
     since: start of ownership, epoch seconds.
     """
 
@@ -100,7 +100,7 @@ class RunOwner:
 
 
 class RunLock:
-    """Ownership of a run directory, until `release` or the end of the process."""
+    """Ownership of a run directory by this process, until `release` or the end of the process."""
 
     def __init__(self, file: int, path: Path, owner: RunOwner) -> None:
         self._file, self._path, self._owner = file, path, owner
@@ -109,15 +109,16 @@ class RunLock:
         threading.Thread(target=self._run_heartbeat, name="run-lock", daemon=True).start()
 
     def _run_heartbeat(self) -> None:
+        """Touch the lock file regularly until the release, so that other nodes see a live owner."""
         while not self._release_event.wait(HEARTBEAT_INTERVAL_S):
             # By descriptor, not by path: overwriting a run moves its folder, lock included.
             with contextlib.suppress(OSError):
                 os.utime(self._file)
 
     def verify_owner(self) -> None:
-        """Raise StreamError if another process took over the directory.
+        """Raise StreamError if another process has taken over the run directory.
 
-        Possible from a node where neither flock nor the heartbeat arrived in time.
+        A process on another node can take over if neither flock nor the heartbeat arrived in time.
         """
         other = self._find_other_owner()
         if other is not None:
@@ -127,14 +128,19 @@ class RunLock:
             )
 
     def _find_other_owner(self) -> RunOwner | None:
+        """Return the owner of the run directory if that is not this process."""
         owner = read_owner(self._path.parent)
         return None if owner is None or owner.id == self._owner.id else owner
 
     def set_folder(self, folder: Path) -> None:
+        """Set the path of the run directory after it has been moved."""
         self._path = folder / LOCK_FILE
 
     def release(self) -> None:
-        """Release the directory. The file stays: removing it would race with a new owner."""
+        """Give up the run directory.
+
+        The lock file stays, without an owner: removing the file would race with a new owner.
+        """
         if self._release_event.is_set():
             return
         self._release_event.set()
@@ -144,6 +150,7 @@ class RunLock:
         self.close()
 
     def close(self) -> None:
+        """Close the lock file, which drops flock, and leave the owner's identity in it."""
         _held_locks.discard(self)
         with contextlib.suppress(OSError):
             os.close(self._file)
@@ -153,7 +160,7 @@ _held_locks: set[RunLock] = set()
 
 
 def _close_inherited_locks() -> None:
-    """Close the locks in a forked child, which would otherwise outlive the owner."""
+    """Close the run locks in a forked child, whose copies would outlive the owner."""
     for lock in list(_held_locks):
         lock.close()
 
@@ -162,13 +169,13 @@ os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 def acquire_run_lock(folder: Path, *, status: Callable[[str], None] = _ignore_status) -> RunLock:
-    """Lock an existing run directory.
+    """Make this process the owner of an existing run directory.
 
     status: receives a line during a wait for the heartbeat of an owner on another node, which takes
     up to HEARTBEAT_TIMEOUT_S.
 
-    Raises ConfigError if a live process owns the directory, or if it contains links that lead
-    outside.
+    Raises ConfigError if a live process owns the directory, or if the directory contains links that
+    lead outside.
     """
     check_links(folder)
     path = folder / LOCK_FILE
@@ -189,10 +196,10 @@ def acquire_run_lock(folder: Path, *, status: Callable[[str], None] = _ignore_st
 
 
 def check_links(folder: Path) -> None:
-    """Raise ConfigError if the directory contains a link that leads outside, a FIFO or a device.
+    """Raise ConfigError if a run directory contains an outside link, a FIFO or a device.
 
-    A run writes and removes files under predictable names, so such a link could redirect it. Does
-    not follow links.
+    A run writes and removes files under predictable names, so such a link could redirect the run.
+    Does not follow links.
     """
     root, pending = folder.resolve(), [folder]
     while pending:
@@ -215,7 +222,7 @@ def check_links(folder: Path) -> None:
 
 
 def _is_inside(link: Path, folder: Path, root: Path) -> bool:
-    """Return whether a link stays inside the run directory, or is wandb's link to its log."""
+    """Return whether a link in a run directory stays inside, or is wandb's link to its own log."""
     if fnmatch(str(link.relative_to(folder)), WANDB_LINK_PATTERN):
         return True
     try:
@@ -229,9 +236,10 @@ def _is_inside(link: Path, folder: Path, root: Path) -> bool:
 def lock_for_reading(
     folder: Path, *, status: Callable[[str], None] = _ignore_status
 ) -> Iterator[None]:
-    """Context that keeps other processes from owning a run directory; writes no file.
+    """Context in which no other process can own a run directory; writes no file.
 
-    Raises ConfigError if a live process owns the directory.
+    status: receives a line during a wait for an owner's heartbeat. Raises ConfigError if a live
+    process owns the directory.
     """
     path = folder / LOCK_FILE
     if not path.exists():
@@ -249,9 +257,9 @@ def lock_for_reading(
 
 
 def read_owner(folder: Path) -> RunOwner | None:
-    """Return the present or last owner of a run directory; None if released.
+    """Return the present or last owner of a run directory; None after a release.
 
-    Reads the file afresh, since another node may have changed it.
+    Reads the lock file afresh, since another node may have changed it.
     """
     try:
         fields = read_small_json(folder / LOCK_FILE)
@@ -267,9 +275,10 @@ def read_owner(folder: Path) -> RunOwner | None:
 
 
 def _lock_file(folder: Path, file: int, kind: int) -> bool:
-    """Lock the file; return False if the file system has no flock.
+    """Lock an open lock file by flock; return False if the file system has no flock.
 
-    Raises ConfigError if another process holds the lock, after waiting for a fork of a dead owner.
+    kind: LOCK_EX or LOCK_SH. Raises ConfigError if another process holds the lock. If the recorded
+    owner is dead, first waits for its forked children, which may hold the lock a little longer.
     """
     until = time.monotonic() + FORK_CLOSE_TIMEOUT_S
     while True:
@@ -288,7 +297,7 @@ def _lock_file(folder: Path, file: int, kind: int) -> bool:
 
 
 def _check_free(folder: Path, file: int, kind: int, status: Callable[[str], None]) -> None:
-    """Raise ConfigError if a live process owns the directory; lock the file if flock works."""
+    """Raise ConfigError if a live process owns the run directory; lock the file if flock works."""
     has_flock = _lock_file(folder, file, kind)
     owner, this = read_owner(folder), RunOwner.from_this_process()
     if owner is None:
@@ -306,13 +315,14 @@ def _check_free(folder: Path, file: int, kind: int, status: Callable[[str], None
 
 
 def _has_exited(owner: RunOwner) -> bool:
-    """Return whether the owner is known to have exited; False in another pid namespace."""
+    """Return whether an owner has certainly exited; False for another machine or pid namespace."""
     this = RunOwner.from_this_process()
     is_here = bool(owner.boot) and (owner.boot, owner.processes) == (this.boot, this.processes)
     return is_here and _read_start_ticks(owner.pid) != owner.start
 
 
 def _has_heartbeat(folder: Path, owner: RunOwner, status: Callable[[str], None]) -> bool:
+    """Watch the lock file for HEARTBEAT_TIMEOUT_S; return whether its owner touches it."""
     status(f"{folder} is owned {owner}; waiting {HEARTBEAT_TIMEOUT_S:g} s for its heartbeat")
     before, until = _read_heartbeat(folder), time.monotonic() + HEARTBEAT_TIMEOUT_S
     while time.monotonic() < until:
@@ -323,7 +333,10 @@ def _has_heartbeat(folder: Path, owner: RunOwner, status: Callable[[str], None])
 
 
 def _read_heartbeat(folder: Path) -> int:
-    """Return the mtime of the file in ns, by the file system's clock."""
+    """Return the time of the owner's last heartbeat: the mtime of the lock file, ns.
+
+    The time is that of the file system's clock.
+    """
     # NFS revalidates cached attributes on open.
     with open_regular_file(folder / LOCK_FILE) as file:
         return os.fstat(file.fileno()).st_mtime_ns
@@ -342,7 +355,7 @@ def _make_in_use_error(folder: Path, owner: RunOwner | None) -> InUseError:
 
 
 def _read_start_ticks(pid: int) -> int:
-    """Return when a process started, clock ticks since boot; 0 if unknown."""
+    """Return the start time of a process in clock ticks since boot; 0 if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The process name is in parentheses and may contain any character.

@@ -1,4 +1,4 @@
-"""Events from the coordinator to the driver, in order."""
+"""Reports from the coordinator to the driver, in order."""
 
 import asyncio
 from collections import deque
@@ -13,7 +13,7 @@ from streamrl.telemetry.spans import Span
 
 @dataclass(frozen=True)
 class StepReport:
-    """A finished step: metrics row, spans for the trace, a few scored texts."""
+    """Report of a finished training step: metrics row, spans for the trace, a few scored texts."""
 
     step: int
     row: MetricsRow
@@ -23,7 +23,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EventReport:
-    """An event between steps."""
+    """Report of an event, such as a dropped group or a restarted actor."""
 
     name: str
     fields: Mapping[str, str | int | float | bool]
@@ -31,7 +31,7 @@ class EventReport:
 
 @dataclass(frozen=True)
 class StatusReport:
-    """Status line of the run while no step is in progress."""
+    """Status line that the driver shows while no training step is in progress; empty to clear."""
 
     text: str
 
@@ -40,7 +40,7 @@ DriverReport = StepReport | EventReport | StatusReport
 
 
 class DriverEvents:
-    """Queue of reports with a single reader."""
+    """Queue of reports that the driver has not received yet; supports a single reader."""
 
     def __init__(self) -> None:
         self._reports: deque[DriverReport] = deque()
@@ -53,9 +53,9 @@ class DriverEvents:
         self._new_report.set()
 
     async def read_after(self, count: int, wait_s: float) -> list[DriverReport]:
-        """Return the reports after the first `count`, waiting up to `wait_s` for one.
+        """Return the reports after the first `count` of the run; wait up to `wait_s` for a report.
 
-        `count` acknowledges delivery: earlier reports are discarded.
+        count: number of reports received so far; the queue discards them.
         """
         while self._num_delivered < count:
             self._reports.popleft()
@@ -70,7 +70,10 @@ class DriverEvents:
         return list(self._reports)
 
     async def wait_until_delivered(self, timeout_s: float) -> None:
-        """Wait until the reader acknowledged every report posted so far. Raises DeadlineError."""
+        """Wait until the driver has received all reports posted so far.
+
+        Raises DeadlineError after `timeout_s`.
+        """
         num_posted = self._num_delivered + len(self._reports)
         try:
             async with asyncio.timeout(timeout_s):

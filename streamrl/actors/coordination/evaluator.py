@@ -23,9 +23,10 @@ RETRY_INTERVAL_S = 0.5
 
 
 class RunEvaluator:
-    """Spreads an evaluation over the current replicas; replicas may join or leave meanwhile.
+    """Evaluates a version on the run's own generators and reward scorers.
 
-    Timeouts count only time without progress on shared devices (`ProgressClock`).
+    Replicas may join or leave during an evaluation. Timeouts do not count time in which the shared
+    devices make progress (`ProgressClock`).
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class RunEvaluator:
     async def run_evaluation(
         self, prompts: Mapping[str, Sequence[Prompt]], version: int
     ) -> EvaluationResult:
+        """Sample and score evaluation prompts, given by data set, with `version` or a newer one."""
+
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
             arguments = (prompt, seeds, self._config.sampling, version)
             return list(await self._call_replica(self._generators, "sample", *arguments))
@@ -70,9 +73,10 @@ class RunEvaluator:
     async def _call_replica(
         self, replicas: "RoundRobinReplicas", method: str, *arguments: Any
     ) -> Any:
-        """Call a method of the next replica, retrying with the next on failure.
+        """Call a method of the next replica in turn; on failure retry with the replica after that.
 
-        A replica that died may restart before the timeout; if it left the run, another answers.
+        A dead replica may restart before the timeout. If a replica left the run, another takes the
+        call.
         """
         deadline = None
         while True:
@@ -98,13 +102,14 @@ class RunEvaluator:
 
 
 class RoundRobinReplicas:
-    """Iterates over the current replicas of a role in turn."""
+    """Selects the current replicas of a role in turn."""
 
     def __init__(self, role: RoleActors) -> None:
         self._role = role
         self._next = 0
 
     def next_replica(self) -> tuple[str, Any]:
+        """Return the name and the actor of the next replica."""
         index = self._next % len(self._role.actors)
         self._next = index + 1
         return self._role.names[index], self._role.actors[index]
@@ -114,7 +119,10 @@ class RoundRobinReplicas:
 
 
 def _make_unqueued_group(prompt: Prompt, rollouts: Sequence[Rollout], version: int) -> Experience:
-    """Make a group outside the queue; its lease never expires and is never used."""
+    """Wrap rollouts of an evaluation as a leased group, as scorers expect.
+
+    The group is not in the queue, and its lease never expires.
+    """
     lease = GroupLease(
         token=0, uid=prompt.uid, stage="evaluate", attempt=0, expires_at=float("inf")
     )

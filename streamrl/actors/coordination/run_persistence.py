@@ -1,8 +1,8 @@
 """Persistence of the coordinator: the run log, and checkpoints.
 
-A checkpoint cuts all journals at once, between two steps and while no admission is being logged, so
-that ledger, prompts, shards and weights agree. Each shard then writes its snapshot from its journal
-up to the cut, concurrently with the stream.
+A checkpoint cuts all journals at once (each starts a new segment), between two steps and while no
+admission is being logged, so that ledger, prompts, shards and weights agree. Each shard then writes
+its snapshot from its journal up to the cut, concurrently with the stream.
 """
 
 import asyncio
@@ -30,12 +30,15 @@ from streamrl.run_dir.checkpoint import (
 from streamrl.stream.run_state import RunState
 
 NO_SPACE_RETRY_STEPS = 10
-"""After a checkpoint failed for lack of space, journal size triggers none for this many steps."""
+"""Steps without checkpoints for large journals, after a checkpoint failed for lack of space."""
 SNAPSHOT_TIMEOUT_S = 600.0
 
 
 class RunPersistence:
-    """Opens the run log and writes checkpoints. `state` is the checkpoint state to resume from."""
+    """Opens the run log at the start of a run and writes its checkpoints.
+
+    state: contents of the checkpoint's state.json to resume from; None for a new run.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,10 @@ class RunPersistence:
         self._retry_version = 0
 
     async def open_run_log(self, prompts: PromptStream) -> RunLog:
-        """Load the run log, and advance `prompts` past the last admitted prompt."""
+        """Load the run log of earlier processes of this run, and continue it.
+
+        Advances `prompts` past the last prompt that the run log admitted.
+        """
         state, debug = self._state, self._config.run.debug
         if state is not None:
             prompts.load_state_dict(state["prompts"])
@@ -73,7 +79,10 @@ class RunPersistence:
         return run_log
 
     def is_due(self, version: int, journal_bytes: int) -> bool:
-        """Return whether a checkpoint is due: by step interval, or because journals have grown."""
+        """Return whether to write a checkpoint at this version.
+
+        True at the configured step interval, and when the journals exceed queue.journal.max_mb.
+        """
         every = self._config.checkpoint.every
         is_large = journal_bytes > self._config.queue.journal.max_mb << 20
         return bool(every and version % every == 0) or (is_large and version >= self._retry_version)
@@ -84,10 +93,12 @@ class RunPersistence:
         trainers: Sequence[TrainerGroup],
         wait_until_reported: Callable[[], Awaitable[None]],
     ) -> Path | None:
-        """Write a checkpoint of the current version, committed after `wait_until_reported`.
+        """Write a checkpoint of the current version; return its path.
 
-        Returns None during replay: the last checkpoint and the journals already hold more. Raises
-        NoSpaceError after removing the partial checkpoint; the last checkpoint stays valid.
+        The checkpoint becomes valid only after `wait_until_reported` returns. Returns None while a
+        resumed run replays logged steps: the last checkpoint and the journals already hold later
+        state. Raises NoSpaceError after removing the partial checkpoint; the last checkpoint stays
+        valid.
         """
         if run_state.run_log.steps_to_replay:
             return None
@@ -113,7 +124,10 @@ class RunPersistence:
         trainers: Sequence[TrainerGroup],
         wait_until_reported: Callable[[], Awaitable[None]],
     ) -> tuple[Path, Mapping[str, int]]:
-        """Write all parts and commit; on an error remove them. Returns the path and the cuts."""
+        """Write all files of a checkpoint, then commit; on an error remove the files.
+
+        Returns the path, and for each journal the first segment that the checkpoint does not cover.
+        """
         try:
             async with run_state.run_log_lock:
                 cuts = await self._cut_journals()
@@ -138,6 +152,7 @@ class RunPersistence:
         return path, cuts
 
     async def _cut_journals(self) -> dict[str, int]:
+        """Start a new segment in every journal; return its number by shard folder or run log."""
         if self._journal is None:
             return {}
         cuts = await asyncio.gather(
@@ -147,6 +162,7 @@ class RunPersistence:
         return {**dict(zip(names, cuts, strict=True)), RUN_LOG_FOLDER: await self._journal.rotate()}
 
     async def _snapshot_shards(self, cuts: Mapping[str, int], folder: Path) -> None:
+        """Let every shard write its state at the cut into a folder of the checkpoint."""
         await gather_replies(
             *(
                 shard.write_snapshot(cuts[name], folder / name, timeout_s=SNAPSHOT_TIMEOUT_S)
@@ -155,7 +171,7 @@ class RunPersistence:
         )
 
     def _list_journaled_shards(self) -> list[tuple[str, RemoteShard]]:
-        """Pair each shard with its journal folder; empty without journals."""
+        """Return each shard with the name of its journal folder; [] without journals."""
         return (
             list(zip(self._layout.shard_names, self._shards, strict=True)) if self._journal else []
         )

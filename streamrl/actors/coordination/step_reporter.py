@@ -1,4 +1,4 @@
-"""Step reporter: turns finished steps into reports, concurrently with the stream."""
+"""Step reporter: turns finished training steps into reports, concurrently with the stream."""
 
 import asyncio
 from collections import Counter
@@ -26,9 +26,9 @@ from streamrl.telemetry.spans import Span
 
 @dataclass(frozen=True)
 class RoleActors:
-    """Actors of one role with their names; every actor serves `calls`.
+    """Actors of a role with their names; every actor serves all model calls in `calls`.
 
-    The lists change as replicas join and leave.
+    The lists of names and actors change as replicas join and leave.
     """
 
     calls: Sequence[ModelCall]
@@ -55,7 +55,7 @@ class RoleActors:
 
 @dataclass(frozen=True)
 class StepSnapshot:
-    """State read at the end of a step, before the next step changes it."""
+    """State of the coordinator at the end of a training step, before the next step changes it."""
 
     outcome: StepResult
     weights: Mapping[str, float]
@@ -65,13 +65,13 @@ class StepSnapshot:
 DRAIN_EVERY_S = 0.2
 """Minimum interval between two drains of the actors; faster steps share a drain."""
 DRAIN_TIMEOUT_S = 3.0
-"""A hung actor may delay the report of a step by at most this."""
+"""Longest time by which a hung actor delays the report of a step."""
 MAX_PENDING_SAMPLES = 200
-"""Scored texts kept until their groups are trained."""
+"""Number of scored texts kept until their groups are trained."""
 
 
 class StepReporter:
-    """Drains the actors after each step, computes the metrics row and posts the report."""
+    """Collects the activity of all actors after each step and posts the metrics row of the step."""
 
     def __init__(
         self,
@@ -95,13 +95,14 @@ class StepReporter:
         self._snapshots: asyncio.Queue[StepSnapshot] = asyncio.Queue()
 
     def begin_step(self, start_s: float) -> None:
-        """Start the window of the next step at `start_s` (epoch seconds)."""
+        """Set the time at which the next training step begins, in epoch seconds."""
         self._window_start = start_s
 
     def add_step(self, snapshot: StepSnapshot) -> None:
         self._snapshots.put_nowait(snapshot)
 
     async def report_steps(self) -> None:
+        """Report queued steps forever; steps that finish close together share a drain of actors."""
         clock = asyncio.get_running_loop().time
         while True:
             snapshots = [await self._snapshots.get()]
@@ -122,7 +123,10 @@ class StepReporter:
         await self._snapshots.join()
 
     async def finish_reporting(self, running: "asyncio.Task[None]") -> None:
-        """Wait until `running`, the task of `report_steps`, has reported every step; cancel it."""
+        """Wait until all queued steps are reported, then cancel the task of `report_steps`.
+
+        running: that task; its error, if any, is raised.
+        """
         idle = asyncio.create_task(self.wait_until_idle())
         await asyncio.wait({idle, running}, return_when=asyncio.FIRST_COMPLETED)
         if not idle.done():
@@ -130,6 +134,7 @@ class StepReporter:
         running.cancel()
 
     def _post_step(self, snapshot: StepSnapshot, spans: Sequence[Span]) -> None:
+        """Compute the metrics row of a step and post its report, with spans for the trace."""
         outcome = snapshot.outcome
         # If the wall clock is set back, the step's length is tiny instead of negative.
         end_s = max(outcome.ended_at, self._window_start + 1e-3)
@@ -158,7 +163,10 @@ class StepReporter:
         self._driver_events.post_report(StepReport(outcome.version + 1, row, spans, samples))
 
     def _pop_samples(self, outcome: StepResult) -> list[Mapping[str, Any]]:
-        """Remove and return the samples of the step's groups. Samples of dropped groups age out."""
+        """Remove and return the scored texts of a step's groups.
+
+        Texts of dropped groups stay until newer ones displace them.
+        """
         trained = {group.uid for group in outcome.groups}
         samples = [sample for sample in self._samples if sample["uid"] in trained]
         others = [sample for sample in self._samples if sample["uid"] not in trained]
@@ -166,6 +174,7 @@ class StepReporter:
         return samples
 
     async def _drain_actors(self) -> dict[str, list[ActorReport]]:
+        """Collect a report from every actor, by role."""
         tasks = {
             role.role: [
                 asyncio.ensure_future(self._drain_actor(name, actor))
@@ -177,7 +186,7 @@ class StepReporter:
 
     @staticmethod
     async def _drain_actor(name: str, actor: Any) -> ActorReport:
-        """Collect the report of an actor; empty if the actor died or hangs."""
+        """Collect the report of an actor; return an empty report if the actor is dead or hangs."""
         try:
             report = await await_reply(
                 actor.collect_report.remote(), f"{name}.collect_report", DRAIN_TIMEOUT_S
@@ -190,6 +199,10 @@ class StepReporter:
     def _measure_cores(
         self, reports: Mapping[str, Sequence[ActorReport]], *, shards_s: float
     ) -> None:
+        """Compute the CPU cores that machine, stages and queue used since the last call.
+
+        shards_s: CPU seconds of all shards so far.
+        """
         times: dict[str, dict[str, float]] = {
             "machine": read_machine_time(),
             "stages": {},
@@ -202,9 +215,9 @@ class StepReporter:
             self._busy_cores[f"cpu/{name}"] = meter.measure_cores(times[name], now)
 
     def _record_reports(self, reports: Mapping[str, Sequence[ActorReport]]) -> list[Span]:
-        """Store drained spans, samples and counts; return the spans that have ended.
+        """Store the actors' spans, scored texts and counts; return the spans that have ended.
 
-        An open span is drained again, extended, by the next call.
+        An actor reports a span that is still open again at the next call, with a later end.
         """
         for role, reports_of_role in reports.items():
             ended = [span for span in self._spans[role] if not span.is_open]
@@ -221,7 +234,7 @@ class StepReporter:
         return [span for report in all_reports for span in report.spans if not span.is_open]
 
     def _collect_activity(self) -> dict[str, StageActivity]:
-        """Return the spans that overlap the window, by stage, and forget older spans.
+        """Return the spans since the begin of the step, by stage; forget older spans.
 
         Spans that belong to no stage (a weight pull) count towards the first stage of the role.
         """

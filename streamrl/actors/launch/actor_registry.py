@@ -56,7 +56,7 @@ ACTOR_CLASSES = {
 
 
 class RestartPolicy:
-    """Which actors Ray restarts, how often, and the call that starts them again."""
+    """Actors that Ray restarts: how often, and the call that initializes the new process."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
@@ -67,7 +67,11 @@ class RestartPolicy:
     def register_actor(
         self, name: str, start: Callable[[], Any], *, max_restarts: int | None = None
     ) -> None:
-        """Register the call that starts an actor's new process; the call waits for the process."""
+        """Register an actor that Ray restarts.
+
+        start: sends the call that initializes the restarted process, once that process exists.
+        max_restarts: limit for this actor; run.max_restarts by default.
+        """
         self._start_calls[name] = start
         self._max_restarts_by_actor[name] = (
             self._max_restarts if max_restarts is None else max_restarts
@@ -81,6 +85,7 @@ class RestartPolicy:
         return name in self._start_calls
 
     def select_irreplaceable(self, processes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the processes that Ray does not restart, by name."""
         return {name: actor for name, actor in processes.items() if not self.is_restartable(name)}
 
     def can_restart(self, name: str) -> bool:
@@ -89,12 +94,13 @@ class RestartPolicy:
         )
 
     def restart_actor(self, name: str) -> Any:
+        """Count a death and initialize the restarted process; return the pending reply."""
         self._num_deaths[name] += 1
         return self._start_calls[name]()
 
 
 class ActorRegistry:
-    """Every actor of a run. Replicas of serving roles may be added and removed during the run."""
+    """All actors of a run by name. Serving replicas may be added and removed during the run."""
 
     def __init__(self, config: RunConfig, prepared: PreparedRun, *, on_gpu: bool) -> None:
         self._config = config
@@ -117,7 +123,7 @@ class ActorRegistry:
         *,
         options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Create an actor, without CPUs unless `options` say so."""
+        """Create a Ray actor under a name; it reserves no CPU unless `options` say so."""
         # Not a decorator of the class: ray.remote draws an id, see fork_server._draws_unique_ids.
         actor = (
             ray.remote(actor_class).options(**{"num_cpus": 0, **(options or {})}).remote(*arguments)
@@ -130,11 +136,13 @@ class ActorRegistry:
         return list(self._demands.values())
 
     def create_roles(self, node: str, waiting: Callable[[str], None]) -> None:
-        """Create the actors of all roles; those that share weights on `node` if given.
+        """Reserve devices and create the actors of all roles.
 
-        waiting: receives a line while waiting for slots.
+        node: node id on which all actors that publish or follow weights must run; empty for any
+        node.
+        waiting: receives a status line while the devices are not free.
 
-        Raises ConfigError if the slots are not free.
+        Raises ConfigError if the devices do not become free in time.
         """
         self._weights_node = node
         is_hybrid = self._config.placement.is_hybrid
@@ -169,6 +177,7 @@ class ActorRegistry:
         )
 
     def _create_hybrid_actors(self, roles: Sequence[str]) -> list[Any]:
+        """Create a HybridActor per policy rank, which hosts the two `roles`; [] without roles."""
         if not roles:
             return []
         demand = self._demands[POLICY]
@@ -188,7 +197,7 @@ class ActorRegistry:
 
     @property
     def _leader_ranks(self) -> set[int]:
-        """Trainer ranks whose process leads a generator."""
+        """Trainer ranks whose process leads a generator; the others compute for a leader."""
         config = self._config
         return {
             ranks[0]
@@ -197,7 +206,10 @@ class ActorRegistry:
 
     @property
     def stream_roles(self) -> list[RoleActors]:
-        """Roles as the stream sees them: of a generator that spans ranks, only the leader."""
+        """Actors of all roles that the coordinator calls.
+
+        Of a generator that spans several processes, only the leader is included.
+        """
         roles = dict(self.roles)
         if self._config.placement.is_hybrid:
             generators, leaders = roles[GENERATE_CALL.role], sorted(self._leader_ranks)
@@ -208,12 +220,17 @@ class ActorRegistry:
         return list(roles.values())
 
     def _make_slot_options(self, demand: ResourceDemand, index: int) -> dict[str, Any]:
+        """Return the Ray options that place actor `index` of a demand, in a slot if reserved."""
         role = demand.calls[0].role
         if self._placement_slots is not None and role in self._placement_slots:
             return self._placement_slots.make_actor_options(role, index)
         return self._make_node_options(demand)
 
     def _make_node_options(self, demand: ResourceDemand) -> dict[str, Any]:
+        """Return the Ray options of an actor without a slot.
+
+        An actor that publishes or follows weights is bound to the weights' node, if set.
+        """
         options: dict[str, Any] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
         if self._is_node_bound(demand):
             # Binds restarts and added replicas too, even if the cluster has grown.
@@ -223,7 +240,10 @@ class ActorRegistry:
         return options
 
     def get_process_name(self, name: str) -> str:
-        """Return the names of all actors in an actor's process, joined: they die together."""
+        """Return the name of an actor's process: the names of all actors in the process, joined.
+
+        Actors of a process die together.
+        """
         actor = self.actors[name]
         if not isinstance(actor, HybridActorHandle):
             return name
@@ -236,9 +256,9 @@ class ActorRegistry:
 
     @property
     def processes(self) -> dict[str, Any]:
-        """An actor of each process, by process name.
+        """Processes of the run by name, each represented by an actor in the process.
 
-        Replicas that are joining or leaving are left out: they may have no process.
+        Excludes replicas that are joining or leaving, which may have no process.
         """
         serving_prefixes = tuple(f"{demand.role}-" for demand in self._demands.values())
         names = [name for name in self.actors if not name.startswith(serving_prefixes)]
@@ -246,7 +266,10 @@ class ActorRegistry:
         return {self.get_process_name(name): _unwrap_handle(self.actors[name]) for name in names}
 
     def start_actors(self, context: ActorContext, checkpoint: Checkpoint | None) -> dict[Any, str]:
-        """Start the actors of all roles; return the pending replies with the actor names."""
+        """Send `start` to the actors of all roles; return the pending replies with the actor names.
+
+        checkpoint: checkpoint from which trainers load their state; None for a new run.
+        """
         self._context = context
         replies = {}
         for role in self.roles.values():
@@ -272,9 +295,10 @@ class ActorRegistry:
     # Scaling.
 
     def check_capacity(self, counts: Mapping[str, int]) -> None:
-        """Raise ConfigError if the cluster is too small for so many replicas of these roles.
+        """Raise ConfigError if the cluster is too small for these numbers of replicas by role.
 
-        A local Ray instance has only the CPU slots of its start, which bound nothing.
+        A local Ray instance is checked for memory instead of CPU slots, since its CPU slots only
+        cover the initial actors.
         """
         resources = ray.cluster_resources()
         is_local = not self._config.placement.address
@@ -291,9 +315,9 @@ class ActorRegistry:
         check_fits(demands, ClusterCapacity(cpus, resources.get("GPU", 0), memory))
 
     def spawn_replica(self, role: str) -> tuple[str, Any]:
-        """Create an actor of a role under the first free index.
+        """Create the actor of a new replica, named by the first free index of its role.
 
-        Returns its name and a reply that arrives once Ray has placed it.
+        Returns the name, and a reply that arrives once Ray has placed the actor.
         """
         demand = self._demands[role]
         name = next(n for i in range(1 << 20) if (n := f"{demand.role}-{i}") not in self.actors)
@@ -305,6 +329,7 @@ class ActorRegistry:
         return name, actor.__ray_ready__.remote()
 
     def describe_demand(self, role: str) -> str:
+        """Return text for an error: resources that a replica needs and those that are free."""
         demand, free = self._demands[role], ray.available_resources()
         requested = _pluralize(demand.cpus, "CPU slot")
         requested += f" and {_pluralize(demand.gpus, 'GPU')}" if demand.gpus else ""
@@ -315,15 +340,16 @@ class ActorRegistry:
         return f"asks for {requested}; {available} are free"
 
     def start_replica(self, name: str, role: str) -> Any:
+        """Send `start` to a new replica; return the pending reply."""
         assert self._context is not None
         number, calls = int(name.rpartition("-")[2]), self.roles[role].calls
         self._register_restart(name, number, self.roles[role])
         return self.actors[name].start.remote(self._context, number, calls)
 
     def register_replica(self, name: str, role: str) -> tuple[Any, Any]:
-        """Include a started replica in its role.
+        """Add a started replica to its role and run its loops.
 
-        Returns the reply of its loops, and a reply with the served version once it serves.
+        Returns two pending replies: that of the loops, and that of the first loaded version.
         """
         actor = self.actors[name]
         self.roles[role].add_replica(name, actor)
@@ -331,28 +357,32 @@ class ActorRegistry:
         return actor.run.remote(), actor.wait_until_serving.remote()
 
     def drain_replica(self, name: str, role: str) -> None:
-        """Exclude a replica from calls and make it drain."""
+        """Exclude a replica from evaluations and make it return its groups and leave."""
         self.roles[role].remove_replica(name)
         self._notify_coordinator("start_replica_drain", role, name)
         self.actors[name].start_drain.remote()
 
     def remove_replica(self, name: str) -> None:
-        """Kill a drained replica; the queue requeues any group it still holds."""
+        """Kill a replica that has drained; the queue requeues any group it still holds."""
         self.kill_actor(name)
         self._notify_coordinator("remove_replica", name)
 
     def reject_replica(self, name: str, role: str) -> None:
-        """Remove a registered replica that failed before serving."""
+        """Remove a replica that joined but failed before it served."""
         self.roles[role].remove_replica(name)
         self._notify_coordinator("start_replica_drain", role, name)
         self.remove_replica(name)
 
     @staticmethod
     def fetch_reply(reply: Any, name: str) -> Any:
-        """Return a reply; raises the actor's error, and ActorLostError if the actor died."""
+        """Return the value of a reply of actor `name`; raises the error of the actor.
+
+        Raises ActorLostError if the actor died.
+        """
         return fetch_reply(reply, name)
 
     def _notify_coordinator(self, method: str, *arguments: Any) -> None:
+        """Call a method of the coordinator and wait until it returns."""
         reply = getattr(self.actors["coordinator"], method).remote(*arguments)
         fetch_reply(reply, f"coordinator.{method}")
 
@@ -363,7 +393,7 @@ class ActorRegistry:
     # Deaths.
 
     def watch_shards(self, shards: Sequence[RemoteShard]) -> dict[Any, str]:
-        """Return a reply per shard that fails when the shard dies, with the shard names."""
+        """Return pending replies that fail when a shard dies, with the name of the shard."""
         for shard in shards:
             if shard.is_restartable:
                 reopen = shard.actor.open_shard.options(max_task_retries=-1)
@@ -371,10 +401,12 @@ class ActorRegistry:
         return {shard.actor.run.remote(): shard.name for shard in shards}
 
     def crash_actor(self, name: str) -> None:
+        """Make a live actor with bad weights or a bad engine exit, so that Ray restarts it."""
         with contextlib.suppress(ActorLostError):
             fetch_reply(self.actors[name].crash_process.remote(), f"{name}.crash_process")
 
     def find_node(self, role: str) -> str:
+        """Return the node id of a trained role's rank 0."""
         reply = self.roles[role].actors[0].get_node_id.remote()
         return str(fetch_reply(reply, f"{role}.get_node_id"))
 
@@ -395,7 +427,10 @@ class ActorRegistry:
         return self.create_actor(name, ACTOR_CLASSES[call.kind], options=options)
 
     def _is_node_bound(self, demand: ResourceDemand) -> bool:
-        """Return whether these actors must run on the node of the weights' shared memory."""
+        """Return whether these actors must run on the node of the weights' shared memory.
+
+        Holds for actors that publish or follow weights, if a node is set.
+        """
         return bool(self._weights_node) and any(
             call.followed_role or call.kind is CallKind.TRAIN for call in demand.calls
         )
@@ -409,7 +444,7 @@ class ActorRegistry:
 
 
 def _make_worker_env(config: RunConfig, call: ModelCall, *, on_gpu: bool) -> dict[str, str]:
-    """Return the environment that a process needs before it imports its engine."""
+    """Return the environment variables that an actor needs before it imports its engine."""
     shared_env = {**STAGE_ENV, **make_trusted_env(*config.trusted_models)}
     if call.kind is CallKind.GENERATE:
         env = make_vllm_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
@@ -423,6 +458,7 @@ def _make_worker_env(config: RunConfig, call: ModelCall, *, on_gpu: bool) -> dic
 
 
 def _unwrap_handle(actor: Any) -> Any:
+    """Return the Ray actor behind a handle of a hybrid actor's role."""
     return actor.actor if isinstance(actor, HybridActorHandle) else actor
 
 

@@ -42,14 +42,16 @@ from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS
 
 POLL_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 12.0
-"""Time of an interrupted run to finish its micro-batch and to save."""
+"""Longest time of an interrupted run to finish its micro-batch and to write a checkpoint."""
 
 
 class RunSession:
-    """Session that owns the actors of a run. Call `start`, then `watch_actors`, and always `close`.
+    """Owner of all actors of a run, in the driver. Call `start`, then `watch_actors`, then `close`.
 
-    shard_bytes: capacity of a shard, bytes.
-    memory: memory budget of a hybrid worker.
+    Call `close` also after an error.
+
+    shard_bytes: capacity of a shard of the queue, bytes.
+    memory: memory budget of a hybrid worker; None without hybrid workers.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class RunSession:
         )
 
     def start(self, checkpoint: Checkpoint | None, status: Callable[[str], None]) -> list[str]:
-        """Create the actors, wait until all are ready, publish the weights and start the loops.
+        """Create all actors, wait until they are ready, publish the weights and run the stages.
 
+        checkpoint: checkpoint to resume from; None for a new run.
         status: receives a line about the current wait.
 
         Returns a line for each unreadable journal record. Raises the error of an actor that cannot
@@ -138,11 +141,14 @@ class RunSession:
     def watch_actors(
         self, handle: Callable[[DriverReport], None], stopping: Callable[[], bool]
     ) -> RunResult:
-        """Pass every report to `handle` until the run ends or `stopping` returns true.
+        """Watch the actors until the run ends; return its result.
 
-        Raises the error of the first actor that fails; DeadlineError if the run does not stop in
-        time or a dead actor does not restart in time, naming unresponsive processes
-        (`name_unresponsive`).
+        handle: receives every report of the coordinator and every event of an actor.
+        stopping: returns true to stop the run early.
+
+        Restarts actors that die. Raises the error of an actor that cannot be restarted, and
+        DeadlineError if the run does not stop or an actor does not restart in time; the message
+        then names unresponsive processes.
         """
         with name_unresponsive(lambda: self._registry.processes):
             return self._watch_actors(handle, stopping)
@@ -181,10 +187,10 @@ class RunSession:
             reports_reply = coordinator.read_reports.remote(num_seen, 1.0)
 
     def _replace_unresponsive(self, handle: Callable[[DriverReport], None]) -> None:
-        """Kill silent processes that Ray can restart; report the others as events.
+        """Kill processes that no longer reply and that Ray can restart; report other silent ones.
 
-        An irreplaceable process may still recover, and the calls to it have deadlines. Raises
-        ActorError if a silent actor has no restarts left.
+        A process that Ray cannot restart may still recover, and the calls to it have deadlines.
+        Raises ActorError if an unresponsive actor has no restarts left.
         """
         names = filter(self._registry.restarts.is_restartable, self._loop_replies.values())
         actors = {name: self._registry.actors[name] for name in names}
@@ -204,7 +210,11 @@ class RunSession:
             self._liveness.kill_actor(name, actors[name])
 
     def _handle_reply(self, reply: Any, handle: Callable[[DriverReport], None]) -> RunResult | None:
-        """Handle a reply; return the result if the run has ended."""
+        """Handle the finished reply of an actor; return the result of the run if it has ended.
+
+        The reply is a milestone of a joining or leaving replica, a restart, or the end of an
+        actor's loops.
+        """
         if reply in self._scaler:
             self._scaler.handle_reply(reply, handle)
             return None
@@ -230,7 +240,10 @@ class RunSession:
     def _replace_actor(
         self, name: str, reply: Any, error: StreamError, handle: Callable[[DriverReport], None]
     ) -> None:
-        """Restart an actor whose loop failed, or raise `error` if a restart cannot help."""
+        """Restart an actor whose loops failed with `error`; raise the error if that cannot help.
+
+        reply: failed reply of the loops.
+        """
         is_dead = isinstance(error, ActorLostError) and has_died(reply)
         # The process may live, but its weights or its engine are broken.
         is_lost = isinstance(error, WeightsError | GenerationError)
@@ -243,6 +256,7 @@ class RunSession:
     def _restart_actor(
         self, name: str, reason: str, handle: Callable[[DriverReport], None]
     ) -> None:
+        """Report the death of an actor, requeue its groups and initialize its restarted process."""
         handle(EventReport("died", {"actor": name, "reason": reason}))
         for crash in self.crash_watch.find_new_crashes():
             handle(EventReport("crashed", asdict(crash)))
@@ -261,6 +275,7 @@ class RunSession:
             self._transport.clean_up()
 
     def _make_context(self, coordinator: Any) -> ActorContext:
+        """Create the shards, choose the weight transport and return the context for all actors."""
         run_dir = self._config.run_dir.absolute()
         shards = create_shards(
             self._make_shard_plans(), self._registry.create_actor, run_dir=run_dir
@@ -282,6 +297,7 @@ class RunSession:
         )
 
     def _make_shard_plans(self) -> dict[str, ShardPlan]:
+        """Return for each shard of the queue its stages, capacity and files, by shard name."""
         config, run_dir = self._config, self._config.run_dir.absolute()
         schemas = {
             call.stage: StageSchema(call.needs, call.produces)
@@ -301,15 +317,16 @@ class RunSession:
 
     @property
     def _first_publish_timeout_s(self) -> float:
+        """Timeout of the coordinator's start, which publishes the initial version, s."""
         config = self._config
         roles = config.dataflow.trained_roles
         publish_s = max(config.get_trainer_config(role).collective_timeout_s for role in roles)
         return CALL_TIMEOUT_S + PUBLISH_ATTEMPTS * (publish_s + CALL_TIMEOUT_S)
 
     def _wait_until_ready(self, status: Callable[[str], None]) -> list[str]:
-        """Wait for every start; raises DeadlineError naming late actors.
+        """Wait until all actors have started; DeadlineError names the actors that are late.
 
-        Returns the lines that `open_shard` reports about unreadable records.
+        Returns a line for each unreadable journal record, as `ShardActor.open_shard` reports them.
         """
         corrupt_lines: list[str] = []
         while self._pending_starts:
@@ -324,6 +341,7 @@ class RunSession:
 
 
 def _explain_irreplaceable(pid: str) -> str:
+    """Return text that tells the user what to do about an unresponsive process."""
     process = f"process {pid}" if pid else "its process"
     return (
         f"{process} cannot be restarted, so the run waits for it. If it was stopped, kill -CONT"

@@ -31,14 +31,17 @@ from streamrl.run_dir.control_requests import (
 
 POLL_INTERVAL_S = 0.2
 ROLE_LABELS = {"generator": "generators", "reward": "scorers"}
-"""Plural names of roles in answers, where they differ from the role."""
+"""Names of roles in answers to scale requests, where they differ from the role."""
 
 ReportHandler = Callable[[DriverReport], None]
 
 
 @dataclass(frozen=True)
 class PendingReply:
-    """A pending reply: the replica, the milestone that the reply marks, and its deadline."""
+    """Next step of a replica that joins or leaves: the milestone that its reply marks.
+
+    deadline: latest time of the reply.
+    """
 
     name: str
     role: str
@@ -48,7 +51,7 @@ class PendingReply:
 
 @dataclass
 class ScaleChange:
-    """Outcome of a request so far, by role."""
+    """Progress of a scale request: replicas added and removed, and failures, by role."""
 
     request: ScaleRequest
     counts_before: Mapping[str, int]
@@ -58,7 +61,10 @@ class ScaleChange:
     served_versions: dict[str, int] = field(default_factory=dict)
 
     def format_line(self, role: str, now: int) -> str:
-        """Format a line such as `generators: 2 -> 3 (generator-2 joined, serving version 17)`."""
+        """Format the answer for a role that now has `now` replicas.
+
+        Example: `generators: 2 -> 3 (generator-2 joined, serving version 17)`.
+        """
         parts = []
         if self.added_replicas.get(role):
             version = self.served_versions.get(role, -1)
@@ -72,12 +78,13 @@ class ScaleChange:
 
 
 class ReplicaScaler:
-    """Handles the scale requests of a run in turn. Times are seconds of `clock`.
+    """Carries out the scale requests of a run, in turn. Times are seconds of `clock`.
 
-    loops: replies of the actors' loops; joining replicas are added and leaving ones removed.
-    starting: pending restarts, from which leaving replicas are removed.
+    loops: pending replies of all actors' loops. The scaler adds those of joining replicas and
+    removes those of leaving ones.
+    starting: pending restarts of actors, from which the scaler removes leaving replicas.
 
-    Iterates over its pending replies.
+    Iteration yields the replies that the scaler waits for; pass finished ones to `handle_reply`.
     """
 
     def __init__(
@@ -114,7 +121,10 @@ class ReplicaScaler:
         return reply in self._pending_replies
 
     def poll_requests(self, handle: ReportHandler) -> None:
-        """Take new requests, handle timeouts, and answer a finished change."""
+        """Take new scale requests, handle late replicas, and answer a request that is finished.
+
+        handle: receives events of replicas that join or leave.
+        """
         now = self._clock()
         if now < self._polled_at_s + POLL_INTERVAL_S:
             return
@@ -129,6 +139,7 @@ class ReplicaScaler:
         self._answer_if_done()
 
     def handle_reply(self, reply: Any, handle: ReportHandler) -> None:
+        """Advance a joining or leaving replica to its next step after a reply has arrived."""
         pending = self._pending_replies.pop(reply)
         if pending.milestone == "left":
             self._finish_leave(pending, handle)
@@ -144,7 +155,10 @@ class ReplicaScaler:
             self._milestone_handlers[pending.milestone](pending)
 
     def reject_if_unserved(self, name: str, reason: str) -> bool:
-        """Reject a replica whose loops ended before it served; return whether this one had not."""
+        """Remove a joining replica after its loops ended before it loaded weights.
+
+        Returns False for any other actor: its failure concerns the run.
+        """
         for reply, pending in self._pending_replies.items():
             if pending.name == name and pending.milestone == "serves":
                 del self._pending_replies[reply]
@@ -153,10 +167,14 @@ class ReplicaScaler:
         return False
 
     def close(self) -> None:
-        """Close the inbox: later requests fail at once."""
+        """Accept no more scale requests: clients that send or wait get an error at once."""
         self._request_inbox.close()
 
     def _start_change(self, request: ScaleRequest, handle: ReportHandler) -> None:
+        """Begin a scale request: create the missing replicas, drain the superfluous ones.
+
+        Answers an impossible request with its error.
+        """
         roles = self._registry.roles
         try:
             for role in request.counts:
@@ -179,7 +197,7 @@ class ReplicaScaler:
                 self._drain_replica(name, role, handle)
 
     def _check_scalable(self, role: str) -> None:
-        """Raise ConfigError for generators that live in trainer processes."""
+        """Raise ConfigError for the generators of hybrid workers, which cannot be scaled."""
         if self._placement.is_hybrid and role == GENERATE_CALL.role:
             ranks = len(self._registry.roles[POLICY].names)
             raise ConfigError(
@@ -198,13 +216,14 @@ class ReplicaScaler:
         self._add_pending(reply, PendingReply(pending.name, pending.role, "started", deadline))
 
     def _register_replica(self, pending: PendingReply) -> None:
-        """Register a started replica; the join completes once it serves a version."""
+        """Add a started replica to the run; the join completes once it serves a version."""
         loop, serving = self._registry.register_replica(pending.name, pending.role)
         self._loop_replies[loop] = pending.name
         deadline = self._clock() + self._serve_timeout_s
         self._add_pending(serving, PendingReply(pending.name, pending.role, "serves", deadline))
 
     def _finish_join(self, pending: PendingReply, version: int, handle: ReportHandler) -> None:
+        """Record that a joining replica serves; from now on its failure concerns the run."""
         assert self._change is not None
         self._change.added_replicas.setdefault(pending.role, []).append(pending.name)
         self._change.served_versions[pending.role] = max(
@@ -216,6 +235,7 @@ class ReplicaScaler:
         handle(EventReport("joined", fields))
 
     def _reject_replica(self, pending: PendingReply, reason: str) -> None:
+        """Remove a joining replica that failed, and note the reason for the answer."""
         assert self._change is not None
         if pending.milestone == "serves":
             self._pop_loops(pending.name)
@@ -228,6 +248,7 @@ class ReplicaScaler:
     # Leave.
 
     def _drain_replica(self, name: str, role: str, handle: ReportHandler) -> None:
+        """Make a replica leave: it returns its groups, and its loops then end."""
         self._registry.drain_replica(name, role)
         pending = PendingReply(name, role, "left", self._clock() + LEAVE_TIMEOUT_S)
         if self._pending_starts.drop_actor(name):
@@ -243,12 +264,14 @@ class ReplicaScaler:
         return replies
 
     def _finish_leave(self, pending: PendingReply, handle: ReportHandler) -> None:
+        """Kill a leaving replica once its loops have ended or its time is up."""
         assert self._change is not None
         self._registry.remove_replica(pending.name)
         self._change.removed_replicas.setdefault(pending.role, []).append(pending.name)
         handle(EventReport("left", {"actor": pending.name}))
 
     def _handle_timeout(self, pending: PendingReply, handle: ReportHandler) -> None:
+        """Give up a replica that missed its deadline."""
         match pending.milestone:
             case "left":
                 self._finish_leave(pending, handle)
@@ -265,6 +288,7 @@ class ReplicaScaler:
                 self._reject_replica(pending, f"not ready within {self._start_timeout_s:g} s")
 
     def _answer_if_done(self) -> None:
+        """Answer the scale request in progress once no replica of it is joining or leaving."""
         change = self._change
         if change is None or self._pending_replies:
             return

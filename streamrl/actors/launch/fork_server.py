@@ -48,9 +48,9 @@ from streamrl.actors.launch.launch_worker import (
 from streamrl.engines.vllm.environment import make_vllm_env
 
 FORK_VARIABLE = "STREAMRL_FORK_WORKERS"
-"""0 disables the fork server."""
+"""Environment variable; 0 disables the fork server."""
 SINGLE_THREAD_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Keeps numeric libraries from starting threads during import."""
+"""Environment in which numeric libraries start no threads at import."""
 SERVER_CODE = f"from {__name__} import main; main()"
 LAUNCHER_PATH = Path(__file__).with_name("launch_worker.py")
 PR_SET_PDEATHSIG = 1
@@ -58,7 +58,7 @@ BACKLOG = 64
 MAX_OPEN_FILES = 1 << 16
 REQUEST_TIMEOUT_S = 10.0
 TOKEN_AUTH_ENV = {"RAY_AUTH_MODE": "token"}
-"""Ray reads this at import; the token itself arrives with the worker's environment."""
+"""Environment that Ray reads at import; the token arrives with the worker's environment."""
 STAGE_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -70,9 +70,10 @@ STAGE_ENV = {
 
 @dataclass(frozen=True)
 class ForkLevel:
-    """Modules that a level imports on top of its parent's.
+    """Set of modules that a process of the fork server imports before it forks workers.
 
-    env: variables the modules read at import; a worker with other values is refused.
+    parent: level from which this level is forked, with its modules.
+    env: variables that the modules read at import; a worker with other values is refused.
     absent: optional modules hidden during the import.
     empty: modules replaced by empty ones, since a run never uses them.
     """
@@ -138,7 +139,10 @@ FORK_LEVELS = (
 
 @dataclass
 class ForkServerState:
-    """Process of the base level, None if not started, and the reason of a failed start."""
+    """Fork server of this process: the process of its base level, None if not started.
+
+    refusal: reason of a failed start; empty without a failure.
+    """
 
     process: subprocess.Popen[bytes] | None = None
     refusal: str = ""
@@ -148,15 +152,19 @@ _server_state = ForkServerState()
 
 
 def make_level_env(level: ForkLevel) -> dict[str, str]:
-    """Return the runtime-env variable that makes Ray fork a worker from `level`."""
+    """Return the environment variable that makes Ray fork an actor's process from this level.
+
+    Uses the models level if the fork server does not have the level, as on a machine with a GPU.
+    """
     return {LEVEL_VARIABLE: (level if level in FORK_LEVELS else MODELS_LEVEL).name}
 
 
 def start_fork_server(levels: Sequence[ForkLevel] = FORK_LEVELS) -> None:
-    """Start the levels; Ray instances that this process starts from now on fork their workers.
+    """Start the fork server, from which Ray instances started later by this process fork workers.
 
-    The first level is the base of the others. Does nothing if already running. The levels and their
-    workers die with the calling thread. `describe_refusal` reports a failed start.
+    levels: fork levels; the first is the ancestor of all others. Does nothing if a fork server is
+    running or STREAMRL_FORK_WORKERS=0. The server and its workers die with the calling thread.
+    `describe_refusal` reports a failed start.
     """
     if is_serving():
         return
@@ -188,11 +196,12 @@ def start_fork_server(levels: Sequence[ForkLevel] = FORK_LEVELS) -> None:
 
 
 def is_serving() -> bool:
+    """Return whether the fork server of this process is running."""
     return _server_state.process is not None and _server_state.process.poll() is None
 
 
 def describe_refusal() -> str:
-    """Return a line with the reason why workers start slowly; empty if they do not."""
+    """Return the reason why workers start without the fork server; empty if nothing failed."""
     reason = _server_state.refusal
     if _server_state.process is not None and not is_serving():
         reason = f"the fork server exited with code {_server_state.process.returncode}"
@@ -200,7 +209,7 @@ def describe_refusal() -> str:
 
 
 def stop_fork_server() -> None:
-    """Kill all levels and the workers forked from them."""
+    """Kill the fork server and all workers forked from it."""
     if _server_state.process:
         os.environ.pop(SOCKETS_VARIABLE, None)
         _server_state.process.kill()
@@ -209,6 +218,7 @@ def stop_fork_server() -> None:
 
 
 def _open_listener(sockets: str, level: ForkLevel) -> socket.socket:
+    """Open the socket on which a level accepts requests to fork a worker."""
     listener = socket.socket(socket.AF_UNIX)
     # The abstract namespace leaves no file behind, however the command ends.
     listener.bind(make_socket_address(sockets, level.name))
@@ -238,7 +248,11 @@ def main() -> None:
 def _serve_level(
     level: ForkLevel, levels: Sequence[ForkLevel], listeners: dict[str, socket.socket], parent: int
 ) -> None:
-    """Import a level's modules and serve forks; return if the imports make forking unsound."""
+    """Import a level's modules, fork its child levels, and fork workers on request.
+
+    parent: pid of the process with which this level dies. Returns if the imports make forking
+    unsound.
+    """
     _die_with_parent(parent)
     pid, descendants = os.getpid(), {level.name}
     for other in levels:
@@ -268,6 +282,7 @@ def _serve_level(
 
 
 def _serve_launcher(level: ForkLevel, connection: socket.socket, listener: socket.socket) -> None:
+    """Fork the worker that a `launch_worker` process requests; reply "y", or "n" if refused."""
     connection.settimeout(REQUEST_TIMEOUT_S)
     if not is_same_user(connection):
         return
@@ -290,6 +305,7 @@ def _serve_launcher(level: ForkLevel, connection: socket.socket, listener: socke
 
 
 def _import_modules(level: ForkLevel) -> None:
+    """Import the modules of a level, without its absent modules and with its empty ones."""
     absent = [name for name in level.absent if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
     sys.modules.update({name: ModuleType(name) for name in level.empty})
@@ -302,6 +318,7 @@ def _import_modules(level: ForkLevel) -> None:
 
 
 def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return the request of a `launch_worker` and its open standard streams."""
     _, files, _, _ = socket.recv_fds(connection, 1, len(STANDARD_STREAMS))
     with connection.makefile("rb") as lines:
         line = lines.readline()
@@ -316,9 +333,10 @@ def _is_forkable() -> bool:
 
 
 def _draws_unique_ids() -> bool:
-    """Return whether forks of this process draw distinct Ray ids; tested with two forks.
+    """Return whether two forks of this process draw distinct Ray ids, by trying.
 
-    Ray's generator is seeded at the first draw; `ray.remote` of a class is such a draw.
+    Ray seeds its generator of task and object ids at the first draw, and a fork copies the seed.
+    `ray.remote` of a class is such a draw.
     """
     if "ray" not in sys.modules:
         return True
@@ -367,6 +385,7 @@ def _become_worker(request: Mapping[str, Any], files: list[int]) -> NoReturn:
 
 
 def _die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when process `parent` dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

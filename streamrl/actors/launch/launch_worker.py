@@ -13,27 +13,29 @@ import sys
 from pathlib import Path
 
 SOCKETS_VARIABLE = "STREAMRL_FORK_SERVER"
-"""Prefix of the fork server's sockets; if unset, workers start the way Ray starts them."""
+"""Environment variable: prefix of the fork server's sockets; unset without a fork server."""
 LEVEL_VARIABLE = "STREAMRL_FORK_LEVEL"
-"""Level to fork a worker from, set in its runtime environment."""
+"""Environment variable in a worker's runtime environment: fork level of the worker."""
 ANSWER_TIMEOUT_S = 45.0
-"""Ray gives a worker 60 s to register, and a normal start needs part of that."""
+"""Longest wait for the fork server. Ray gives a worker 60 s, and its own start needs the rest."""
 STANDARD_STREAMS = (0, 1, 2)
 SETUP_WORKER_OPTIONS = ("--language", "--serialized-runtime-env-context")
-"""Options of Ray's setup script, mixed with those of the worker."""
+"""Options for Ray's setup script, on the same command line as those for the worker."""
 
 
 def make_socket_address(sockets: str, level: str) -> str:
+    """Return the abstract Unix socket address of a fork level."""
     return f"\0{sockets}.{level}"
 
 
 def is_same_user(connection: socket.socket) -> bool:
+    """Return whether the process at the other end of a Unix socket belongs to this user."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", peer)[1] == os.getuid())
 
 
 def main() -> None:
-    """Fork the worker, or exec Ray's own setup script."""
+    """Fork a Ray worker from the fork server, or replace this process by Ray's own setup script."""
     arguments = sys.argv[1:]
     if not fork_worker(arguments):
         (ray,) = importlib.util.find_spec("ray").submodule_search_locations  # type: ignore[union-attr,misc]
@@ -42,7 +44,10 @@ def main() -> None:
 
 
 def fork_worker(arguments: list[str]) -> bool:
-    """Ask the fork server for the worker; return False if Ray must start it."""
+    """Request the fork of a Ray worker; return False if Ray's setup script must start the worker.
+
+    arguments: command line of that script.
+    """
     options = {name: value for name, _, value in (w.partition("=") for w in arguments)}
     command = [word for word in arguments if word.partition("=")[0] not in SETUP_WORKER_OPTIONS]
     context = json.loads(options.get("--serialized-runtime-env-context") or "{}")

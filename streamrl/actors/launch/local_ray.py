@@ -36,7 +36,7 @@ NODE_TIMEOUT_S = 60.0
 """Longest wait for the node of a new instance to register."""
 NODE_POLL_INTERVAL_S = 0.02
 MAX_SOCKET_PATH_BYTES = 107
-"""Linux's limit of a Unix socket path."""
+"""Linux's limit for the length of a Unix socket path."""
 LONGEST_SOCKET_SUFFIX = "/ray/session_2000-01-01_00-00-00_000000_1000000/sockets/plasma_store"
 """Suffix that Ray appends to its temp directory for its longest socket path."""
 
@@ -45,7 +45,9 @@ LONGEST_SOCKET_SUFFIX = "/ray/session_2000-01-01_00-00-00_000000_1000000/sockets
 def start_local_ray(
     cpus: int, object_store_bytes: int, *, gpus: int | None = None
 ) -> Iterator[None]:
-    """Start an instance, connect this process, and shut the instance down at the end.
+    """Context that starts a local Ray instance, and shuts the instance down at the end.
+
+    object_store_bytes: size of the object store. gpus: GPUs that Ray may use, all by default.
 
     Raises ActorError if the instance does not start.
     """
@@ -86,7 +88,7 @@ def start_local_ray(
 
 @contextlib.contextmanager
 def override_ray_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Context in which Ray, here and in the processes it starts, sees these variables."""
+    """Context that sets environment variables for Ray, here and in processes that Ray starts."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     _reload_environment()
@@ -101,7 +103,7 @@ def override_ray_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _reload_environment() -> None:
-    """Make Ray read its settings and the token again; Ray caches both."""
+    """Make Ray read its settings and its token from the environment again; Ray caches both."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
@@ -133,6 +135,7 @@ def _make_private_folder() -> Path:
 
 
 def _find_ray_processes() -> list[psutil.Process]:
+    """Return the processes of the Ray instance that this process started."""
     package, ray_processes = str(Path(ray.__file__).parent), []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -143,11 +146,11 @@ def _find_ray_processes() -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def _patch_lean_ray() -> Iterator[None]:
-    """Make ray.init start only the parts a local instance needs; workers come from the fork server.
+    """Context in which `ray.init` starts only the processes that a local instance needs.
 
-    `ray.init` has no arguments to disable the autoscaler's monitor, the log monitor, the dashboard
-    head and the agent's modules, which delay the start by seconds. It also replaces a loopback
-    address by the machine's network address.
+    Workers come from the fork server. `ray.init` has no arguments to disable the autoscaler's
+    monitor, the log monitor, the dashboard head and the agent's modules, which delay the start by
+    seconds. `ray.init` also replaces a loopback address by the machine's network address.
     """
     changes: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
     if is_serving():
@@ -165,11 +168,15 @@ def _patch_lean_ray() -> Iterator[None]:
 
 
 def _skip_api_server(self: Any, **options: Any) -> None:
+    """Do nothing, in place of the method of Ray that starts the dashboard."""
     self._webui_url = ""
 
 
 def _wait_for_node(gcs_address: str, node_id: str) -> Any:
-    """Return the record of the new node. Ray's own version polls only once a second."""
+    """Return Ray's record of a new node as soon as the node has registered.
+
+    Replaces Ray's own function, which polls only once a second.
+    """
     state = GlobalState()
     state._initialize_global_state(services._get_gcs_client_options(gcs_address))
     deadline = time.monotonic() + NODE_TIMEOUT_S
@@ -182,6 +189,7 @@ def _wait_for_node(gcs_address: str, node_id: str) -> Any:
 
 @contextlib.contextmanager
 def _patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which an attribute of `owner` has another value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,4 +1,4 @@
-"""Slots in Ray placement groups: for actors that share devices, and for the ranks of a model."""
+"""Slots in Ray placement groups, for actors that share devices and for the ranks of a model."""
 
 import contextlib
 import threading
@@ -22,11 +22,11 @@ from streamrl.errors import ConfigError
 from streamrl.placement import ResourceDemand, SlotMap
 
 CAPACITY_WAIT_S = 60.0
-"""Longest wait for a cluster to have room for all slots."""
+"""Longest wait until the resources for all slots are free."""
 RELEASE_TIMEOUT_S = 5.0
 """Longest wait for a cluster to free slots; a lost cluster never replies."""
 
-#: Amount of each Ray resource in a slot.
+#: Amount of each Ray resource in a bundle, which becomes a slot.
 Bundle = Mapping[str, float]
 
 
@@ -38,11 +38,13 @@ def reserve_bundles(
     timeout_s: float = CAPACITY_WAIT_S,
     waiting: Callable[[str], None] = lambda text: None,
 ) -> PlacementGroup:
-    """Reserve a slot for each bundle, all or none; only on `node` if given.
+    """Reserve resources on the cluster as a placement group: all bundles or none.
 
-    waiting: receives a line every second of waiting.
+    bundles: amount of each Ray resource, per bundle. strategy: placement strategy of Ray.
+    node: node id for all bundles; empty for any nodes.
+    waiting: receives a status line every second of waiting.
 
-    Raises ConfigError if the cluster has no room within `timeout_s`.
+    Raises ConfigError if the resources are not free within `timeout_s`.
     """
     group = placement_group(
         [dict(bundle) for bundle in bundles],
@@ -62,7 +64,7 @@ def reserve_bundles(
 
 
 def release_placement_groups(*groups: PlacementGroup) -> None:
-    """Release the slots of these groups, killing what runs there. No effect on a lost cluster."""
+    """Release placement groups, which kills the actors in them. No effect on a lost cluster."""
 
     def remove() -> None:
         for group in groups:
@@ -82,9 +84,10 @@ def release_placement_groups(*groups: PlacementGroup) -> None:
 def reserve_large_bundles(
     demands: Iterable[ResourceDemand], *, node: str, waiting: Callable[[str], None]
 ) -> Iterator[None]:
-    """Context that keeps room for the actors that ask for several devices of a node each.
+    """Context that reserves resources for actors that need several devices of a node.
 
-    Otherwise actors with a single device could fragment the nodes. See `reserve_bundles`.
+    Without the reservation, single-device actors that are placed first could leave no node with
+    enough free devices. For `node` and `waiting` see `reserve_bundles`.
     """
     large = [demand for demand in demands if max(demand.cpus, demand.gpus) > 1]
     bundles = [_make_bundle(demand) for demand in large for _ in range(demand.count)]
@@ -97,20 +100,23 @@ def reserve_large_bundles(
 
 
 def _make_bundle(demand: ResourceDemand) -> Bundle:
-    """Make the slot of an actor; Ray refuses amounts of 0."""
+    """Return the resources of an actor, without amounts of 0, which Ray refuses."""
     amounts = {"CPU": float(demand.cpus), "GPU": float(demand.gpus)}
     return {name: amount for name, amount in amounts.items() if amount}
 
 
 def order_bundles(group: PlacementGroup, bundles: Sequence[Bundle]) -> list[int]:
+    """Return the index of a bundle for every slot, so that slots of a node are contiguous."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return order_by_node(bundles, [nodes[i] for i in range(len(bundles))])
 
 
 def order_by_node(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
-    """Assign a matching bundle to every slot so that slots of a node are contiguous.
+    """Return the index of a bundle for every slot, so that slots of a node are contiguous.
 
-    `nodes[i]` is the node of bundle i; Ray may place neighboring bundles on different nodes.
+    bundles: resources of each slot; slot i gets a bundle with the resources of bundles[i].
+    nodes: node of each bundle; Ray may place neighboring bundles on different nodes.
+
     Bundles [a, a, b, b] on nodes [n0, n1, n0, n1] give slots [0, 1, 2, 3]; equal bundles give [0,
     2, 1, 3].
     """
@@ -124,6 +130,7 @@ def order_by_node(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
 
 
 def _make_capacity_error(bundles: Sequence[Bundle], node: str, timeout_s: float) -> ConfigError:
+    """Make the error of a failed reservation: resources needed, and those free on the cluster."""
     free, total = ray.available_resources(), ray.cluster_resources()
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
     free_text = ", ".join(f"{free.get(k, 0):g} of {total.get(k, 0):g} {k}" for k in names)
@@ -137,12 +144,12 @@ def _make_capacity_error(bundles: Sequence[Bundle], node: str, timeout_s: float)
 
 
 class SharedSlots:
-    """Slots of a run whose roles share devices.
+    """Slots of a run whose roles share devices, reserved as a placement group.
 
     on_gpu: roles that compute on a GPU. A slot with any of these has a GPU and a core to drive it;
     any other slot is a core.
     is_hybrid: whether a process hosts both a policy rank and a generator.
-    waiting: see `reserve_bundles`.
+    waiting: receives a status line while the resources are not free.
     """
 
     def __init__(
@@ -165,6 +172,7 @@ class SharedSlots:
         self._bundles = order_bundles(self._group, bundles)
 
     def make_actor_options(self, role: str, index: int) -> dict[str, Any]:
+        """Return the Ray options of actor `index` of a role: its slot and its share of the slot."""
         slot = self._placement.slots[role][index]
         slot_roles = self._placement.list_roles(slot)
         return {
@@ -178,6 +186,7 @@ class SharedSlots:
         }
 
     def _count_processes(self, roles: Iterable[str]) -> int:
+        """Return the processes of these roles on a slot; hybrid roles share a process."""
         return len({self._host_roles.get(role, role) for role in roles})
 
     def __contains__(self, role: str) -> bool:
@@ -188,11 +197,11 @@ class SharedSlots:
 
 
 class DedicatedSlots:
-    """Slots of the ranks of trained models on devices of their own.
+    """Devices reserved for the ranks of trained models, a placement group per model.
 
-    A model's ranks get all their slots or none, neighbors on the same node where possible. A single
-    rank needs no placement group. Raises ConfigError if a model finds no room; all slots are
-    released then. For `node` and `waiting` see `reserve_bundles`.
+    A model's ranks get all their slots or none, neighboring ranks on the same node where possible.
+    A model with a single rank needs no placement group. Raises ConfigError, after releasing all
+    slots, if the devices for a model are not free. For `node` and `waiting` see `reserve_bundles`.
     """
 
     def __init__(
@@ -217,6 +226,7 @@ class DedicatedSlots:
     def _reserve_role(
         self, role: str, demand: ResourceDemand, node: str, waiting: Callable[[str], None]
     ) -> None:
+        """Reserve the slots of a role's ranks."""
         bundles = [_make_bundle(demand)] * demand.count
         try:
             group = reserve_bundles(
@@ -235,6 +245,7 @@ class DedicatedSlots:
         return role in self._groups
 
     def make_actor_options(self, role: str, index: int) -> dict[str, Any]:
+        """Return the Ray options of a rank of a role: its slot and its resources."""
         strategy = PlacementGroupSchedulingStrategy(self._groups[role], self._bundles[role][index])
         return {**self._rank_resources[role], "scheduling_strategy": strategy}
 

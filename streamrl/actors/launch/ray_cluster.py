@@ -1,4 +1,4 @@
-"""Ray cluster of a run: an existing cluster by address, or a local instance."""
+"""Ray cluster of a run: an existing cluster at an address, or a local instance."""
 
 import contextlib
 import logging
@@ -38,13 +38,14 @@ PlacementOptionsFactory = Callable[[bool], Mapping[str, PlacementOption]]
 
 @dataclass(frozen=True)
 class RayContext:
-    """Cluster of a run: whether GPUs exist, and the chosen placement."""
+    """Connected Ray cluster of a run: whether it has GPUs, and the chosen placement mode."""
 
     has_gpus: bool
     placement: PlacementDecision
 
     @property
     def machine_facts(self) -> dict[str, int | bool | str]:
+        """Facts about the cluster that a run records with its results."""
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         cores = len(os.sched_getaffinity(0))
         return {
@@ -56,7 +57,10 @@ class RayContext:
 
 
 def disaggregated_only(on_gpu: bool) -> Mapping[str, PlacementOption]:
-    """Return disaggregated placement without actors, for commands that start none."""
+    """Return disaggregated placement as the only option, with no actors that need devices.
+
+    For commands that connect to Ray but start no actors of a run.
+    """
     return {"disaggregated": ()}
 
 
@@ -64,9 +68,12 @@ def disaggregated_only(on_gpu: bool) -> Mapping[str, PlacementOption]:
 def connect_cluster(
     placement: PlacementConfig, make_options: PlacementOptionsFactory
 ) -> Iterator[RayContext]:
-    """Connect to a cluster or start a local instance; disconnect at the end.
+    """Context that connects to a Ray cluster or starts a local instance.
 
-    Raises ConfigError if the cluster is unreachable or too small for every option.
+    make_options: maps "has GPUs" to the possible placement modes, of which the best that fits is
+    chosen.
+
+    Raises ConfigError if the cluster is unreachable or too small for every mode.
     """
     # Makes Ray hide GPUs from actors that request none; Ray leaves them visible by default.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
@@ -84,6 +91,7 @@ def connect_cluster(
 
 
 def get_object_store_bytes() -> list[float]:
+    """Return the size of each node's object store, bytes."""
     alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
     return [float(resources.get("object_store_memory", 0.0)) for resources in alive]
 
@@ -92,7 +100,7 @@ def get_object_store_bytes() -> list[float]:
 def _start_instance(
     placement: PlacementConfig, make_options: PlacementOptionsFactory
 ) -> Iterator[None]:
-    """Start a local instance; raises ConfigError if this machine cannot hold the run."""
+    """Context that starts a local Ray instance; ConfigError if the machine is too small."""
     options = make_options(False)
     best = next(iter(options.values()))
     cpus_needed = 0 if isinstance(best, str) else sum_cpus(best)
@@ -104,7 +112,10 @@ def _start_instance(
 
 @contextlib.contextmanager
 def _connect_address(address: str) -> Iterator[None]:
-    """Connect to the cluster at an address; the cluster decides on token authentication."""
+    """Context that connects to the Ray cluster at an address.
+
+    The cluster decides whether a client needs a token.
+    """
     # The nodes of the cluster start the workers, so the local fork server is useless.
     stop_fork_server()
     _check_reachable(address)
@@ -122,7 +133,7 @@ def _connect_address(address: str) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ConfigError if host:port refuses this process; `ray.init` would retry for long."""
+    """Raise ConfigError if host:port refuses connections; `ray.init` would retry for long."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return

@@ -1,4 +1,4 @@
-"""Pending actor starts, first starts and restarts alike."""
+"""Actors that are starting, for the first time or again."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,9 +8,9 @@ from streamrl.errors import DeadlineError
 
 
 class PendingStarts:
-    """Replies of `start` calls with a deadline each, `timeout_s` after the call.
+    """Pending replies of actors' `start` calls, each with a deadline `timeout_s` after the call.
 
-    Iterates over the replies. Times are seconds of `clock`.
+    Iteration yields the replies. Times are seconds of `clock`.
     """
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,17 +26,18 @@ class PendingStarts:
 
     @property
     def actor_names(self) -> str:
+        """Names of the actors that are starting, as text."""
         return ", ".join(sorted(name for name, _ in self._deadlines.values()))
 
     def add_actor(self, reply: Any, name: str) -> None:
         self._deadlines[reply] = name, self._clock() + self.timeout_s
 
     def pop_actor(self, reply: Any) -> str:
-        """Remove a reply and return the name of its actor."""
+        """Remove a finished reply and return the name of its actor."""
         return self._deadlines.pop(reply)[0]
 
     def drop_actor(self, name: str) -> bool:
-        """Stop waiting for an actor; return whether it was pending."""
+        """Stop waiting for an actor; return whether the actor was starting."""
         replies = [
             reply for reply, (pending_name, _) in self._deadlines.items() if pending_name == name
         ]
@@ -45,6 +46,7 @@ class PendingStarts:
         return bool(replies)
 
     def raise_if_late(self) -> None:
+        """Raise DeadlineError if an actor has not started by its deadline."""
         now = self._clock()
         late = sorted(name for name, deadline in self._deadlines.values() if now > deadline)
         if late:

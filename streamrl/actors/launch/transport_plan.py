@@ -1,4 +1,4 @@
-"""Transport plan: choose how the weights of a run travel, from its models and its cluster."""
+"""Choice of the transport by which the weights of a run travel, from its models and cluster."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -44,9 +44,9 @@ WITHIN_PROCESS_REASON = "weights: within each process, to a generator that has a
 def plan_transport(
     config: RunConfig, demands: Sequence[ResourceDemand], *, token: str
 ) -> TransportSpec:
-    """Choose the transport of a run on the connected cluster.
+    """Choose the weight transport of a run on the connected Ray cluster.
 
-    demands: actors of the run.
+    demands: actors of the run. token: distinguishes the shared memory of this run on the machine.
 
     Raises ConfigError, with the arithmetic, if the configured transport cannot work.
     """
@@ -79,6 +79,7 @@ def plan_transport(
 
 
 def _describe_hybrid_transport(config: RunConfig, *, on_gpu: bool) -> str:
+    """Return a line about how weights reach the generator in the trainer's own process."""
     if config.generator.tensor_parallel > 1:
         return _describe_rank_groups(config)
     if config.trainer.has_sharded_params:
@@ -88,6 +89,7 @@ def _describe_hybrid_transport(config: RunConfig, *, on_gpu: bool) -> str:
 
 
 def _describe_rank_groups(config: RunConfig) -> str:
+    """Return a line about which trainer ranks form a generator."""
     rank_groups = assign_rank_groups(config.trainer, config.generator.tensor_parallel)
     ranks = ", ".join("-".join(map(str, rank_group)) for rank_group in rank_groups)
     return f"weights: each rank fills its shard of its group's generator; ranks {ranks}"
@@ -96,7 +98,11 @@ def _describe_rank_groups(config: RunConfig) -> str:
 def _list_published_models(
     config: RunConfig, demands: Sequence[ResourceDemand]
 ) -> tuple[PublishedModel, ...]:
-    """List the published models: the trained tensors of each role, and the EMA reference."""
+    """Return the size and the number of followers of each published model.
+
+    Models are the trained tensors of each role, and the EMA reference. The policy of hybrid workers
+    is not published through a transport.
+    """
     readers: Counter[str] = Counter()
     is_hybrid = config.placement.is_hybrid
     for demand in demands:
@@ -118,6 +124,7 @@ def _list_published_models(
 
 
 def _count_trained_elements(config: RunConfig, role: str) -> int:
+    """Return the number of trained parameters of a role's model."""
     trainer, shares_policy = config.get_trainer_config(role), config.critic.shared_coef is not None
     from_config = count_trained_params_from_config(
         config.get_model_path(role),
@@ -133,6 +140,7 @@ def _count_trained_elements(config: RunConfig, role: str) -> int:
 
 
 def _load_role_skeleton(config: RunConfig, role: str) -> "PreTrainedModel":
+    """Load a role's model without weights, to count its parameters."""
     if role != POLICY:
         return load_value_skeleton(config.get_model_path(role))
     module = load_skeleton(config.get_model_path(role))
@@ -142,10 +150,10 @@ def _load_role_skeleton(config: RunConfig, role: str) -> "PreTrainedModel":
 
 
 def _get_store_bytes() -> int:
-    """Return how many bytes of /dev/shm Ray's object store may still claim.
+    """Return how many bytes of /dev/shm Ray's object store may still use.
 
     The store is a sparse file that grows on write and never shrinks. Its current usage is unknown,
-    so all of its size counts. A store larger than /dev/shm must lie elsewhere and counts as 0.
+    so its whole size counts. A store larger than /dev/shm must lie elsewhere and counts as 0.
     """
     size = int(sum(get_object_store_bytes()))
     return size if size <= get_total_bytes() else 0

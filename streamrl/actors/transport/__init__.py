@@ -1,1 +1,1 @@
-"""Carry calls, columns and weights between processes."""
+"""Communication between actors: calls, columns of groups, and weights."""

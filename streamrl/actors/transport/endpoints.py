@@ -1,4 +1,4 @@
-"""Transport writers and readers of a run, made in the processes that use them."""
+"""Factories of the weight transport's writers and readers, called in the process of each."""
 
 from pathlib import Path
 
@@ -16,11 +16,14 @@ from streamrl.weights.transports.disk import DiskReader, DiskWriter
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
 COLLECTIVE_TIMEOUT_S = 20.0
-"""Timeout of a broadcast beyond its transfer time; the fallback transport takes over after it."""
+"""Timeout of a weight broadcast beyond its transfer time; then the fallback takes over."""
 
 
 def make_transport_writer(spec: TransportSpec, role: str, model_path: str) -> TransportWriter:
-    """Make the writer of the rank that publishes the weights of `role`."""
+    """Make the writer with which rank 0 of a trained role publishes weights.
+
+    model_path: model of the role. The disk transport copies the config and tokenizer files of it.
+    """
     transport, keep_versions = spec.decision.transport, spec.keep_versions
     if transport == SHARED_MEMORY:
         name, max_bytes = f"{spec.token}-{role}", spec.max_bytes[role]
@@ -43,7 +46,7 @@ def make_transport_writer(spec: TransportSpec, role: str, model_path: str) -> Tr
 
 
 def make_transport_reader(spec: TransportSpec, role: str, reader: str) -> TransportReader:
-    """Make the reader of a follower of `role`."""
+    """Make the reader with which the actor `reader` fetches the weights of a role."""
     transport = spec.decision.transport
     if transport == SHARED_MEMORY:
         return SharedMemoryReader(role, ObjectStoreReader(role))

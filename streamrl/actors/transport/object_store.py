@@ -1,4 +1,4 @@
-"""Columns between processes: small blobs inside messages, large blobs in Ray's object store."""
+"""Transport of columns between processes: small blobs in messages, large ones in Ray's objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,37 +29,45 @@ OUT_OF_BAND_BYTES = 4 * 1024
 
 @dataclass(frozen=True)
 class ObjectStoreBlob:
-    """Blob in the object store: a list of its pieces, in an object that the shard owns."""
+    """Large blob as a reference to an object in Ray's store, which the shard owns.
+
+    The object is a list of the blob's pieces.
+    """
 
     object_ref: ray.ObjectRef
 
 
 def is_large(blob: Blob) -> bool:
+    """Return whether a blob is too large for messages and goes to Ray's object store."""
     return count_blob_bytes(blob) > INLINE_BYTES
 
 
 def store_blob(blob: Blob) -> Any:
-    """Return a small blob as a message, or put a large one into an object that this actor owns."""
+    """Return the form in which a shard keeps a blob: bytes, or an ObjectStoreBlob if large."""
     if is_large(blob):
         return ObjectStoreBlob(ray.put(to_message(split_pieces(blob))))
     return to_message(join_pieces(blob))
 
 
 def to_message(blob: Blob) -> Any:
-    """Convert a blob to picklable form: numpy views without a copy if large, else bytes."""
+    """Return a blob in picklable form: bytes, or numpy views without a copy if large."""
     if isinstance(blob, tuple):
         return [to_message(piece) for piece in blob]
     return np.frombuffer(blob, np.uint8) if len(blob) > OUT_OF_BAND_BYTES else bytes(blob)
 
 
 def from_message(blob: Any) -> Blob:
+    """Invert `to_message`; views are not copied."""
     if isinstance(blob, list):
         return tuple(map(memoryview, blob))
     return blob if isinstance(blob, bytes) else memoryview(blob)
 
 
 async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...]]:
-    """Invert `store_blob` in the reader: fetch the stored blobs of each group as views."""
+    """Fetch the large blobs of each group from Ray's object store, as views.
+
+    groups: blobs of each group, as `store_blob` returns them. Small blobs are returned unchanged.
+    """
     stored = [
         blob.object_ref for blobs in groups for blob in blobs if isinstance(blob, ObjectStoreBlob)
     ]
@@ -71,7 +79,7 @@ async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...
 
 
 async def resolve_grants(grants: Sequence[LeaseGrant]) -> list[LeaseGrant]:
-    """Replace the object references in leased groups by the blobs."""
+    """Return leased groups with their large blobs fetched from Ray's object store."""
     blobs_by_grant = await resolve_blobs(
         [(*grant.blobs, *grant.partial_rollouts) for grant in grants]
     )
@@ -81,6 +89,7 @@ async def resolve_grants(grants: Sequence[LeaseGrant]) -> list[LeaseGrant]:
 
 
 def _resolve_grant(grant: LeaseGrant, blobs: Sequence[Any]) -> LeaseGrant:
+    """Return a leased group with these blobs in place of its stored ones."""
     if all(map(is_, (*grant.blobs, *grant.partial_rollouts), blobs)):
         return grant
     count = len(grant.blobs)
@@ -88,12 +97,12 @@ def _resolve_grant(grant: LeaseGrant, blobs: Sequence[Any]) -> LeaseGrant:
 
 
 def pack_commits(commits: Sequence[ColumnCommit]) -> list[ColumnCommit]:
-    """Convert the blobs of commits to picklable form."""
+    """Return commits with their blobs in picklable form, to send them to a shard."""
     return [_replace_blob(commit, to_message(commit.blob)) for commit in commits]
 
 
 def unpack_commits(commits: Sequence[ColumnCommit]) -> list[ColumnCommit]:
-    """Invert `pack_commits` in the shard."""
+    """Invert `pack_commits` in the process of the shard."""
     return [_replace_blob(commit, from_message(commit.blob)) for commit in commits]
 
 

@@ -17,23 +17,26 @@ from streamrl.weights import WeightBucket, WeightManifest
 from streamrl.weights.pack import allocate_host_buffer
 
 FETCH_TIMEOUT_S = 120.0
-"""Timeout for all buckets of a version to reach a node."""
+"""Longest wait for all buckets of a version to reach the follower's node."""
 
 
 class ObjectStoreWriter:
-    """Publisher side: puts buckets into the object store of its node."""
+    """Publisher side: puts each bucket of a version into the object store of its node."""
 
     def __init__(self) -> None:
         self._staging = allocate_host_buffer(0)
 
     def set_readers(self, names: Sequence[str]) -> None:
-        """Do nothing: any process may read an object."""
+        """Do nothing: any process may read an object of the store."""
 
     def begin_version(self, version: int) -> None:
-        """Do nothing."""
+        """Do nothing: buckets of different versions are independent objects."""
 
     def allocate_buffer(self, num_bytes: int) -> Array:
-        """Return the staging buffer, reused by every bucket because `ray.put` copies."""
+        """Return the memory in which to pack a bucket.
+
+        All buckets reuse the same memory because `ray.put` copies.
+        """
         if self._staging.nbytes < num_bytes:
             self._staging = allocate_host_buffer(num_bytes)
         return self._staging
@@ -42,14 +45,17 @@ class ObjectStoreWriter:
         return ray.put(data)
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Do nothing: old buckets die with the manifests that refer to them."""
+        """Do nothing: Ray frees old buckets with the manifests that refer to them."""
 
     def close(self) -> None:
-        """Do nothing: objects die with their owner."""
+        """Do nothing: Ray frees the objects when the process ends."""
 
 
 class ObjectStoreReader:
-    """Follower side. `name` is the role, for errors."""
+    """Follower side: maps the buckets of a version from the object store of its node.
+
+    name: role of the weights, for errors.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -66,4 +72,4 @@ class ObjectStoreReader:
         return arrays
 
     def close(self) -> None:
-        """Do nothing: views keep their objects alive."""
+        """Do nothing: fetched arrays keep their objects alive."""

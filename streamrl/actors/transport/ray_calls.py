@@ -1,4 +1,4 @@
-"""Actor calls with a deadline; Ray's exceptions become streamrl errors."""
+"""Calls of Ray actors with a deadline; Ray's exceptions become streamrl errors."""
 
 import asyncio
 import os
@@ -28,14 +28,16 @@ from streamrl.errors import (
 )
 
 CALL_TIMEOUT_S = 120.0
-"""Timeout of a call that only handles metadata. Calls that compute pass their own."""
+"""Timeout of an actor call that only handles metadata. Calls that compute pass their own."""
 DEATH_NOTICE_S = 20.0
 """Ray reports the death of an actor within this time."""
 _DISK_ERRORS = (CheckpointError, JournalError, DiskError)
 
 
 async def await_reply(reply: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-    """Await the reply of an actor. `call_name` is for errors, e.g. "shard-0.commit_columns".
+    """Return the reply of an actor call on the event loop.
+
+    call_name: name of the call for errors, such as "shard-0.commit_columns".
 
     Raises DeadlineError after `timeout_s`, ActorLostError if the actor died, and the StreamError or
     ConfigError that the actor raised.
@@ -49,7 +51,10 @@ async def await_reply(reply: Any, call_name: str, timeout_s: float = CALL_TIMEOU
 
 
 def fetch_reply(replies: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-    """Blocking `await_reply` for the driver, which has no event loop; takes a reply or a list."""
+    """Return the reply of an actor call, or a list of replies; blocks the thread.
+
+    For code without an event loop. Raises the errors of `await_reply`.
+    """
     try:
         return ray.get(replies, timeout=timeout_s)
     except GetTimeoutError:
@@ -61,17 +66,21 @@ def fetch_reply(replies: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S)
 async def fetch_objects(
     references: Sequence[Any], call_name: str, timeout_s: float = CALL_TIMEOUT_S
 ) -> list[Any]:
-    """Fetch many objects at once in a thread; awaiting each reference costs ten times as much."""
+    """Fetch many objects of Ray's store at once, in a thread.
+
+    Awaiting each reference instead costs ten times as much.
+    """
     # Ray warns about a blocking get in an asyncio actor; this get runs in a thread.
     os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
     return list(await asyncio.to_thread(fetch_reply, list(references), call_name, timeout_s))
 
 
 async def gather_replies(*replies: Awaitable[Any]) -> list[Any]:
-    """Await replies of cooperating ranks; raise the first error.
+    """Await the replies of actors that work together; raise the first error.
 
-    After a disk error, wait for all replies first: the caller then removes the written files. After
-    a RankLostError, wait up to DEATH_NOTICE_S for the error of the lost rank itself and raise that.
+    After a disk error, first waits for all replies, so that the caller can remove the written
+    files. After a RankLostError, which names a lost peer, waits up to DEATH_NOTICE_S for the error
+    of that peer and raises the peer's error.
     """
     tasks = [asyncio.ensure_future(reply) for reply in replies]
     try:
@@ -90,12 +99,16 @@ async def gather_replies(*replies: Awaitable[Any]) -> list[Any]:
 
 
 def _collect_errors(tasks: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
+    """Return the errors of the tasks that have failed so far."""
     ended = (task for task in tasks if task.done() and not task.cancelled())
     return [error for task in ended if (error := task.exception()) is not None]
 
 
 def has_died(reply: Any) -> bool:
-    """Return whether the called actor itself died, not merely reported the death of another."""
+    """Return whether a failed reply means that the called actor itself died.
+
+    False if the actor only reported the death of another one.
+    """
     try:
         ray.get(reply, timeout=0)
     except (RayActorError, OutOfMemoryError):
@@ -106,7 +119,7 @@ def has_died(reply: Any) -> bool:
 
 
 def translate_error(error: RayError, call_name: str) -> StreamError | ConfigError:
-    """Return the streamrl error for a Ray error, with a message of a single line."""
+    """Return the streamrl error that stands for a Ray error of the call `call_name`."""
     if isinstance(error, RayTaskError):
         cause = unwrap_error(error.cause)
         if isinstance(cause, StreamError | ConfigError):
@@ -128,7 +141,7 @@ def _first_line(error: Exception) -> str:
 
 
 def unwrap_error(error: BaseException) -> BaseException:
-    """Return the first leaf of nested exception groups, as raised by asyncio.TaskGroup."""
+    """Return the first error inside nested exception groups, which asyncio.TaskGroup raises."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""Rendezvous address of a process group."""
+"""Address at which the ranks of a model meet to form their torch.distributed group."""
 
 import contextlib
 import random
@@ -9,10 +9,11 @@ import ray
 from streamrl.errors import ActorError
 
 RENDEZVOUS_PORTS = range(20_000, 32_000)
-"""Below Linux's ephemeral ports (32768 and up), which gloo's own sockets use."""
+"""Ports below Linux's ephemeral ones (32768 and up), which gloo's own sockets use."""
 
 
 def find_rendezvous() -> tuple[str, int]:
+    """Return the IP address of this node and a port that is free now."""
     for port in random.sample(RENDEZVOUS_PORTS, 50):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))

@@ -34,7 +34,7 @@ from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 CONNECT_TIMEOUT_S = 10.0
 """Timeout of connecting and authenticating."""
 KEEPALIVE_TIMEOUT_S = 20
-"""A connection whose peer stays silent for this long is given up."""
+"""Time without a sign of life after which TCP gives up a connection."""
 _KEEPALIVE_PROBES = 4
 _BUFFER_BYTES = 1 << 20
 _ALIGNMENT = 8
@@ -48,7 +48,7 @@ _reader_tasks: set["asyncio.Task[str]"] = set()
 
 @dataclass(frozen=True)
 class RpcEndpoint:
-    """Address of an RpcServer and the secret that admits a client."""
+    """Address of an RpcServer, and the secret that a client must prove."""
 
     host: str
     port: int
@@ -56,9 +56,9 @@ class RpcEndpoint:
 
 
 class RpcServer:
-    """Serves requests on a free port of `host`, each in its own task.
+    """Serves RPC requests on a free port of `host`, each request in its own task.
 
-    An error raised by the handler travels back to the caller. A request continues if its caller
+    An error that the handler raises travels back to the caller. A request continues if its caller
     disconnects.
     """
 
@@ -72,6 +72,7 @@ class RpcServer:
         self._request_tasks: set[asyncio.Task[Any]] = set()
 
     async def get_endpoint(self) -> RpcEndpoint:
+        """Start to listen at the first call; return the address and the secret for clients."""
         async with self._start_lock:
             if self._server is None:
                 self._server = await asyncio.start_server(
@@ -81,7 +82,7 @@ class RpcServer:
         return RpcEndpoint(self._host, port, self._secret)
 
     def close(self) -> None:
-        """Stop listening and close all connections. Running requests continue."""
+        """Stop listening and close all connections. Requests in progress are still handled."""
         if self._server is not None:
             self._server.close()
         for connection in self._connection_tasks:
@@ -98,6 +99,7 @@ class RpcServer:
     async def _serve_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        """Authenticate a client, then handle its requests until the client disconnects."""
         try:
             _set_keepalive(writer)
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -118,6 +120,7 @@ class RpcServer:
     def _send_reply(
         self, writer: asyncio.StreamWriter, request_id: int, request: "asyncio.Task[bytes]"
     ) -> None:
+        """Send the result or the error of a finished request to its caller."""
         self._request_tasks.discard(request)
         if request.cancelled():
             return
@@ -132,7 +135,7 @@ class RpcServer:
 
 
 class RpcConnection:
-    """Client side, bound to an event loop. Any number of calls may be in flight."""
+    """Client side of an RPC connection, bound to an event loop; calls may overlap."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -145,7 +148,10 @@ class RpcConnection:
 
     @classmethod
     async def open(cls, endpoint: RpcEndpoint) -> "RpcConnection":
-        """Connect and authenticate; raises ConnectionError if no server with the secret answers."""
+        """Connect to a server and authenticate both sides.
+
+        Raises ConnectionError if no server that knows the secret answers.
+        """
         where = f"{endpoint.host}:{endpoint.port}"
         writer: asyncio.StreamWriter | None = None
         try:
@@ -167,7 +173,9 @@ class RpcConnection:
         raise ConnectionError(reason)
 
     async def call(self, request: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """Send a request and return its result; `call_name` is for errors.
+        """Send a request and return its result.
+
+        call_name: name of the call for errors.
 
         Raises ConnectionResetError if the connection breaks, DeadlineError after `timeout_s`, the
         server's own StreamError or ConfigError, and ActorError for any other error of the server.
@@ -193,11 +201,11 @@ class RpcConnection:
         raise value
 
     def close(self) -> None:
-        """Close the connection; calls in flight raise ConnectionResetError."""
+        """Close the connection; calls that wait for a reply raise ConnectionResetError."""
         self._reader_task.cancel()
 
     async def _receive_replies(self, reader: asyncio.StreamReader) -> str:
-        """Pass replies to their callers until the connection ends; return the reason."""
+        """Pass replies to their callers until the connection ends; return the reason of the end."""
         try:
             while True:
                 request_id, body = await _read_frame(reader)
@@ -210,6 +218,7 @@ class RpcConnection:
             return str(error)
 
     def _fail_pending(self, reader_task: "asyncio.Task[str]") -> None:
+        """Let all calls in progress raise ConnectionResetError after the connection has ended."""
         _reader_tasks.discard(reader_task)
         self.is_open = False
         self._writer.close()
@@ -224,7 +233,7 @@ class RpcConnection:
 async def _authenticate_client(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes
 ) -> bool:
-    """Return whether the client proved the secret; if so, prove the secret to the client."""
+    """Return whether the client knows the secret; if so, prove the secret to the client."""
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     writer.write(challenge)
     challenges = challenge + await reader.readexactly(_CHALLENGE_BYTES)
@@ -238,7 +247,7 @@ async def _authenticate_client(
 async def _authenticate_server(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes
 ) -> None:
-    """Prove the secret to the server; raises ConnectionError if the server lacks it."""
+    """Prove the secret to the server; ConnectionError if the server does not know the secret."""
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     challenges = await reader.readexactly(_CHALLENGE_BYTES) + challenge
     writer.write(challenge + _compute_proof(secret, b"caller", challenges))
@@ -248,10 +257,12 @@ async def _authenticate_server(
 
 
 def _compute_proof(secret: bytes, side: bytes, challenges: bytes) -> bytes:
+    """Return the HMAC by which a side ("client" or "server") proves that it knows the secret."""
     return hmac.digest(secret, side + challenges, "sha256")
 
 
 def _encode_frame(request_id: int, message: object) -> bytes:
+    """Pickle a message into a frame, see the layout in the module docstring."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     parts = [pickled, *(buffer.raw() for buffer in buffers)]
@@ -262,12 +273,13 @@ def _encode_frame(request_id: int, message: object) -> bytes:
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, memoryview]:
+    """Return the request id and the body of the next frame."""
     request_id, num_bytes = _FRAME_HEADER.unpack(await reader.readexactly(_FRAME_HEADER.size))
     return request_id, memoryview(await reader.readexactly(num_bytes))
 
 
 def _decode_message(body: memoryview) -> Any:
-    """Unpickle a frame body; its arrays are views of the body."""
+    """Unpickle the body of a frame; arrays in the message are views of the body."""
     (count,) = struct.unpack_from("<Q", body)
     sizes = struct.unpack_from(f"<{count}Q", body, 8)
     start, parts = 8 + 8 * count, []
@@ -278,7 +290,10 @@ def _decode_message(body: memoryview) -> Any:
 
 
 def _to_sendable_error(error: BaseException) -> StreamError | ConfigError | str:
-    """Return the error if the caller can unpickle and handle it, else its traceback as text."""
+    """Return an error in a form that a caller can unpickle.
+
+    A StreamError or ConfigError stays an error; any other becomes its traceback as text.
+    """
     cause = unwrap_error(error)
     if isinstance(cause, StreamError | ConfigError) and _is_picklable(cause):
         return cause
@@ -295,7 +310,7 @@ def _is_picklable(error: Exception) -> bool:
 
 
 def _set_keepalive(writer: asyncio.StreamWriter) -> None:
-    """Detect a peer machine that vanished: it sends neither data nor a FIN."""
+    """Let TCP detect a peer machine that vanished, which sends neither data nor a FIN."""
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {

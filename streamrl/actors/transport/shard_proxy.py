@@ -1,4 +1,4 @@
-"""Shard proxy: the interface of a shard that the queue client calls from any process."""
+"""Shard proxy: calls a shard of the experience queue from any process."""
 
 import asyncio
 import math
@@ -30,7 +30,7 @@ RETRY_INTERVAL_S = 0.2
 
 @dataclass(frozen=True)
 class RpcRequest:
-    """Call of a method of Shard."""
+    """Request to call a method of a shard, by name."""
 
     method: str
     arguments: tuple[Any, ...] = ()
@@ -39,15 +39,18 @@ class RpcRequest:
 
 @dataclass(frozen=True)
 class UseObjectStore:
-    """Reply to an RPC with object references in its result: send the request as an actor call."""
+    """Reply of a shard that cannot go over an RPC connection: it holds object references.
+
+    The client then repeats the request as an actor call.
+    """
 
 
 class RemoteShard:
-    """ShardProtocol over an actor handle. Picklable; connections are made per process.
+    """Proxy of a shard actor, with the methods of ShardProtocol. Picklable.
 
-    Requests travel over an RPC connection, or as an actor call if they carry large blobs. A request
-    to a dead shard is repeated until the shard is back; a shard applies a repeated request only
-    once.
+    Requests travel over an RPC connection of the process, or as an actor call if they carry large
+    blobs. A request to a dead shard is repeated until the shard is back; a shard applies a repeated
+    request only once.
     """
 
     def __init__(self, name: str, actor: Any, *, is_restartable: bool) -> None:
@@ -161,7 +164,11 @@ class RemoteShard:
         by_actor: bool = False,
         then: Callable[[Any], Awaitable[Any]] | None = None,
     ) -> Any:
-        """Send a request. `then` fetches the objects of the reply; a retry repeats both."""
+        """Send a request to the shard and return the reply.
+
+        by_actor: use an actor call, for a request with large blobs.
+        then: function that fetches the stored objects of the reply. A retry repeats it too.
+        """
         call_name = f"{self.name}.{request.method}"
 
         async def attempt() -> Any:
@@ -180,6 +187,7 @@ class RemoteShard:
     async def _call_actor(
         self, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:
+        """Call a method of the shard's actor that is not part of the RPC interface."""
         call_name, method_of_actor = f"{self.name}.{method}", getattr(self.actor, method)
 
         async def attempt() -> Any:
@@ -190,9 +198,10 @@ class RemoteShard:
     async def _retry_until_back(
         self, attempt: Callable[[], Awaitable[Any]], call_name: str, timeout_s: float
     ) -> Any:
-        """Repeat an attempt while the shard is down for no longer than its reconnect time.
+        """Repeat a call until it succeeds or the shard has been down for its reconnect time.
 
-        While connections open but keep breaking, retry for `timeout_s`.
+        attempt: makes the call once. While connections open but keep breaking, retries for
+        `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         lost_at = math.inf
@@ -213,7 +222,10 @@ class RemoteShard:
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _get_connection(self) -> RpcConnection:
-        """Return the connection shared by all requests of this event loop; reopen a lost one."""
+        """Return the RPC connection that all requests of this event loop share.
+
+        Opens a new connection at the first call, and after the last one was lost.
+        """
         loop = asyncio.get_running_loop()
         opening = self._connection_tasks.get(loop)
         if opening is None or _is_disconnected(opening):

@@ -1,4 +1,4 @@
-"""Transport of a run's weights: the decision, and the parameters of its writers and readers."""
+"""Weight transport of a run: the decision, and the settings of its writers and readers."""
 
 import time
 from collections.abc import Mapping
@@ -15,15 +15,16 @@ from streamrl.weights.transports.shm_segments import (
 )
 
 CLEANUP_TIMEOUT_S = 2.0
-"""Longest wait for killed publishers to exit; the next publisher removes the segments otherwise."""
+"""Longest wait for killed publishers to exit; the next publisher removes the rest."""
 
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Given to every actor; see `make_transport_writer` and `make_transport_reader`.
+    """Settings from which every actor makes its transport writers and readers.
 
     token: distinguishes the shared memory of this run on the machine.
-    max_bytes: shared memory of each published role, bytes.
+    keep_versions: versions that a writer keeps for slow followers.
+    max_bytes: limit of shared memory by published role, bytes.
     node: node id that all publishers and followers must share; empty if any node will do.
     """
 
@@ -35,11 +36,14 @@ class TransportSpec:
     node: str = ""
 
     def make_broadcast_tree(self, origin: str) -> BroadcastTree | None:
-        """Make the broadcast tree rooted at node `origin`; None if nodes keep no copies."""
+        """Make the tree along which nodes pass on a version; None if nodes keep no copies.
+
+        origin: node id of the publisher.
+        """
         return BroadcastTree(origin) if self.decision.transport in (OBJECT_STORE, DELTA) else None
 
     def clean_up(self) -> None:
-        """Remove shared-memory segments left by killed publishers."""
+        """Remove the shared-memory segments of this run that killed publishers left."""
         if self.decision.transport != SHARED_MEMORY:
             return
         deadline = time.monotonic() + CLEANUP_TIMEOUT_S

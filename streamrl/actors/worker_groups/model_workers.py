@@ -82,6 +82,7 @@ TrainResult = tuple[dict[str, float], Metrics]
 
 
 def make_engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
+    """Return the environment variables that a worker's process needs before it imports engines."""
     vllm_env = make_vllm_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
     accelerator = {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
     trusted = make_trusted_env(*config.trusted_models)
@@ -89,7 +90,10 @@ def make_engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
 
 
 def set_world_size(config: RunConfig, ranks: int) -> RunConfig:
-    """Return the config with trainer.world_size (and the critic's) set to the ranks of a mesh."""
+    """Return the config with trainer.world_size set to a number of ranks.
+
+    Sets the critic's world size too if the config has one.
+    """
     trainer, critic = replace(config.trainer, world_size=ranks), config.critic
     if "world_size" in critic.trainer:
         critic = replace(critic, trainer={**critic.trainer, "world_size": ranks})
@@ -97,9 +101,9 @@ def set_world_size(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
-    """Return the config of a policy whose workers both train and sample, on so many ranks.
+    """Return the config of PolicyWorkers on `ranks` ranks: each worker trains and samples.
 
-    Raises ConfigError for settings that would have no effect or are unsupported in an own loop.
+    Raises ConfigError for settings that have no effect in an own loop or are not supported there.
     """
     mode, tensor_parallel = config.placement.mode, config.generator.tensor_parallel
     every = config.reference.every
@@ -120,9 +124,10 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def plan_loop_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory:
-    """Return the memory budget of a worker with the config of `make_loop_config`.
+    """Return the memory budget of a PolicyWorker.
 
-    Raises ConfigError with the arithmetic if the worker cannot stay within placement.memory_mb.
+    config: as `make_loop_config` returns it. Raises ConfigError with the arithmetic if the worker
+    cannot stay within placement.memory_mb.
     """
     memory = check_worker_memory(config, on_gpu=on_gpu)
     assert memory is not None
@@ -130,7 +135,7 @@ def plan_loop_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory:
 
 
 class TrainedWorker:
-    """Base of workers that train: a rank of a model, by role."""
+    """Base class of workers that train: a rank of the policy or of a critic."""
 
     def __init__(
         self, context: WorkerContext, config: RunConfig, max_length: int, role: str
@@ -153,6 +158,10 @@ class TrainedWorker:
         self._version = 0
 
     def _train_step(self, batch: Batch) -> TrainResult:
+        """Run a training step on this rank's share of a batch, with all its updates.
+
+        Returns the sums over all ranks, and the mean metrics of the updates.
+        """
         groups = map_groups_by_uid(batch)
         self._trainer.plan_step(groups, dict(zip(groups, batch[DERIVED_COLUMN], strict=True)))
         settings, dp_rank = (
@@ -190,10 +199,16 @@ class TrainedWorker:
     def _precompute_logprobs(
         self, groups: Mapping[str, Columns], micro_batches: Sequence[Sequence[RolloutIndex]]
     ) -> None:
-        """Compute log-probabilities under the model before the step; a policy overrides this."""
+        """Store log-probabilities under the model before the step, for algorithms that need them.
+
+        Does nothing here; PolicyWorker overrides it.
+        """
 
     def _sum_over_ranks(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Sum over the data-parallel ranks; tensor-parallel ranks have equal sums."""
+        """Return the sums over all data-parallel ranks; a collective.
+
+        Tensor-parallel ranks have equal sums, so only the first of each counts.
+        """
         total: dict[str, float] = {}
         for rank_sums in self._all_gather(dict(sums), "sums")[
             :: self._trainer_config.tensor_parallel
@@ -208,12 +223,13 @@ class TrainedWorker:
         return values
 
     def _limit_wait(self, label: str) -> AbstractContextManager[None]:
+        """Context that names this rank and `label` in the error of a collective that times out."""
         waited = f"rank {self._context.rank} waited {self._timeout_s:g} s"
         return translate_collective_errors(f"{waited} for the others' {label}")
 
 
 class PolicyWorker(TrainedWorker):
-    """Rank of the policy: trainer and generator in a process, sharing the weights in place.
+    """Worker of a policy rank: a trainer and a generator that share the weights in place.
 
     max_length: maximum tokens of prompt and completion together.
     """
@@ -237,24 +253,24 @@ class PolicyWorker(TrainedWorker):
 
     @transfers("P3D_ALL_MICRO_DP")
     def generate_sequences(self, batch: Batch) -> dict[str, list[Array]]:
-        """Sample the rollouts of each prompt: the columns ROLLOUT_COLUMNS."""
+        """Sample a group of rollouts for each prompt of the batch; return ROLLOUT_COLUMNS."""
         return self._sample_groups(GENERATE_CALL.stage, batch[PROMPT_COLUMN])
 
     @transfers("P3D_ALL_MICRO_DP")
     def generate_greedy(self, batch: Batch) -> dict[str, list[Array]]:
-        """Decode each prompt greedily: the column greedy_ids."""
+        """Decode a greedy completion for each prompt of the batch; return the column greedy_ids."""
         return self._sample_groups(GREEDY_CALL.stage, batch[PROMPT_COLUMN])
 
     @transfers("RANK_ZERO")
     def compute_advantages(self, batch: Batch) -> dict[str, list[Columns]]:
-        """Derive advantages and returns from the groups of a step: the column derived."""
+        """Compute advantages and returns of all groups of a step; return the column derived."""
         settings = self._settings.with_adaptive_params(self._adaptive_params.values)
         derived = derive_columns(self._config.algorithm.spec, settings, map_groups_by_uid(batch))
         return {DERIVED_COLUMN: list(derived.values())}
 
     @transfers(TO_ALL_FROM_FIRST)
     def update_policy(self, batch: Batch) -> Metrics:
-        """Train a step and switch the generator to the new weights; returns metrics.
+        """Train the policy on a batch, load the new weights into the generator, return metrics.
 
         During critic warm-up (critic.warmup_alone) the policy stays unchanged.
         """
@@ -277,7 +293,7 @@ class PolicyWorker(TrainedWorker):
 
     @transfers(TO_ALL_FROM_FIRST)
     def save_model(self, folder: Path) -> None:
-        """Write the model as a Hugging Face directory, on rank 0's node."""
+        """Write the policy as a Hugging Face directory, on the node of rank 0."""
         self._trainer.save_model(folder)
 
     async def _start_generator(self) -> None:
@@ -294,9 +310,10 @@ class PolicyWorker(TrainedWorker):
         await self._activate_version()
 
     async def _train_next_version(self, batch: Batch | None) -> tuple[TrainResult | None, Metrics]:
-        """Train on the batch, if any, and switch the generator to the resulting weights.
+        """Train on the batch, and switch the generator to the resulting version.
 
-        Returns the result of the step, and the bytes moved and copied for the weights.
+        Without a batch the weights stay the same. Returns the result of the training step, None
+        without a batch, and the bytes moved and copied for the weights as metrics.
         """
         result = None
         await self._shared_weights.invalidate_weights()
@@ -317,7 +334,10 @@ class PolicyWorker(TrainedWorker):
         }
 
     async def _activate_version(self) -> WeightLoadStats:
-        """Switch the generator to the current weights; verify them if a logprob check is due."""
+        """Switch the generator to the trainer's current weights.
+
+        Runs the logprob check if due (weights.probe_every).
+        """
         manifest = WeightManifest(self._version, (), ())
         if is_logprob_check_due(self._version, every=self._config.weights.probe_every):
             logprob_check = make_logprob_check(
@@ -330,6 +350,7 @@ class PolicyWorker(TrainedWorker):
         return load_stats
 
     def _gather_memory_peaks(self) -> Metrics:
+        """Return the memory peak of each phase over all ranks, MiB; a collective."""
         peaks: Metrics = {}
         for rank_peaks in self._all_gather(
             self._shared_weights.peak_memory.drain_peaks(), "peaks of memory"
@@ -340,6 +361,7 @@ class PolicyWorker(TrainedWorker):
         return peaks
 
     def _sample_groups(self, stage: str, prompts: Sequence[Prompt]) -> dict[str, list[Array]]:
+        """Sample the rollouts of all prompts concurrently in a generation stage; return columns."""
         if self._shared_weights.is_changing:
             # The generator stays paused until a version is activated, so sampling would hang.
             raise StreamError(
@@ -364,7 +386,7 @@ class PolicyWorker(TrainedWorker):
 
 
 class CriticWorker(TrainedWorker):
-    """Rank of a critic, of rewards or of costs by role."""
+    """Worker of a critic rank; the role selects the critic of rewards or of costs."""
 
     def __init__(
         self, place: WorkerContext, config: RunConfig, max_length: int, role: str = CRITIC
@@ -375,7 +397,7 @@ class CriticWorker(TrainedWorker):
 
     @transfers("P3D")
     def compute_values(self, batch: Batch) -> dict[str, list[Array]]:
-        """Compute a value per token of every group: the column values, or cost_values."""
+        """Compute the value of each token; return the column values, or cost_values for costs."""
         budget = self._config.pipeline.micro_batch_tokens
         num_missing = self._count_missing_rounds(batch)
         values = compute_concatenated(
@@ -388,7 +410,10 @@ class CriticWorker(TrainedWorker):
         return {self._column: values}
 
     def _count_missing_rounds(self, batch: Batch) -> int:
-        """Return how many more micro-batches another rank has; 0 with unsharded parameters."""
+        """Return how many more micro-batches the busiest rank has than this one.
+
+        0 with unsharded parameters, where ranks need not run equally many.
+        """
         if not self._trainer.has_sharded_params:
             return 0
         lengths = [length for column in batch["lengths"] for length in column.tolist()]
@@ -398,7 +423,7 @@ class CriticWorker(TrainedWorker):
         return max(self._all_gather(num_rounds, "number of micro-batches")) - num_rounds
 
     def _compute_token_values(self, rows: Mapping[str, Any]) -> torch.Tensor:
-        """Compute the values of some rows; a collective over all ranks with sharded parameters."""
+        """Compute the token values of a padded batch; a collective with sharded parameters."""
         # Gathered parameters stay cached and training reuses them, so they must not be inference
         # tensors.
         with self._limit_wait("values"), torch.inference_mode(False), torch.no_grad():
@@ -408,13 +433,14 @@ class CriticWorker(TrainedWorker):
 
     @transfers(TO_ALL_FROM_FIRST)
     def update_critic(self, batch: Batch) -> Metrics:
+        """Train the critic on a batch; return metrics."""
         sums, updates = self._train_step(batch)
         self._version += 1
         return summarise_critic(sums, self._role) | updates
 
 
 class ReferenceWorker:
-    """The policy as it was at the start of the run."""
+    """Worker with the fixed reference model: the policy as it was at the start of the loop."""
 
     def __init__(self, context: WorkerContext, config: RunConfig, max_length: int) -> None:
         self._model = LogprobScorer(
@@ -428,7 +454,7 @@ class ReferenceWorker:
 
     @transfers("DP")
     def compute_ref_logprobs(self, batch: Batch) -> dict[str, list[Array]]:
-        """Compute the column ref_logprobs."""
+        """Compute the reference model's log-probability of each token: the column ref_logprobs."""
         name = "ref_logprobs"
         return {
             name: compute_concatenated(
@@ -438,7 +464,10 @@ class ReferenceWorker:
 
 
 class RewardWorker:
-    """Scores rewards, or costs with the role "cost"."""
+    """Worker that scores rollouts with the rewards of the config, or with its costs.
+
+    role: "reward", or "cost" for the costs.
+    """
 
     def __init__(
         self, context: WorkerContext, config: RunConfig, role: str = REWARD_CALL.role
@@ -449,17 +478,17 @@ class RewardWorker:
 
     @transfers("DP")
     def compute_rewards(self, batch: Batch) -> dict[str, list[Array]]:
-        """Compute the column scores and its components."""
+        """Score all rollouts; return the column scores and a column per reward component."""
         return self._score_groups(REWARD_CALL.stage, batch)
 
     @transfers("DP")
     def compute_baselines(self, batch: Batch) -> dict[str, list[Array]]:
-        """Score the greedy completions: the column baseline_scores."""
+        """Score the greedy completions; return the column baseline_scores."""
         return self._score_groups(BASELINE_CALL.stage, batch)
 
     @transfers("DP")
     def compute_costs(self, batch: Batch) -> dict[str, list[Array]]:
-        """Compute the column costs and its components."""
+        """Compute the costs of all rollouts; return column costs and a column per component."""
         return self._score_groups(COST_CALL.stage, batch)
 
     def _score_groups(self, stage: str, batch: Batch) -> dict[str, list[Array]]:
@@ -481,10 +510,12 @@ async def _await_result(results: Any) -> Any:
 
 
 def to_batch(groups: Sequence[Columns]) -> dict[str, list[Array]]:
+    """Return groups as a batch: a row per group, a list of arrays per column."""
     return {name: [columns[name] for columns in groups] for name in (groups[0] if groups else ())}
 
 
 def get_group_columns(batch: Batch) -> list[Columns]:
+    """Return the stored columns of every group of a batch, without derived ones."""
     names = [name for name in batch if name in COLUMN_SPECS or is_component_column(name)]
     return [
         dict(zip(names, cells, strict=True))
@@ -493,7 +524,7 @@ def get_group_columns(batch: Batch) -> list[Columns]:
 
 
 def map_groups_by_uid(batch: Batch) -> dict[str, Columns]:
-    """Return the columns of every group by uid. Raises ValueError for a repeated group."""
+    """Return the columns of each group of a batch, by uid; ValueError for a repeated group."""
     uids = [prompt.uid for prompt in batch[PROMPT_COLUMN]]
     if len(set(uids)) < len(uids):
         duplicate = next(uid for uid in uids if uids.count(uid) > 1)
@@ -504,7 +535,11 @@ def map_groups_by_uid(batch: Batch) -> dict[str, Columns]:
 
 
 def compute_concatenated(batch: Batch, compute: Callable[[Columns], Array]) -> list[Array]:
-    """Concatenate the sequences of all groups, compute a token column, and split it into groups."""
+    """Compute a column with a value per token for all groups of a batch in a single call.
+
+    compute: receives the sequences of all groups together, and returns their column. Returns the
+    column of each group.
+    """
     groups = get_group_columns(batch)
     if not groups:
         return []

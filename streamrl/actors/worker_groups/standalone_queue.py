@@ -18,10 +18,13 @@ def start_shards(
     bounds: ShardCapacity,
     config: QueueConfig | None = None,
 ) -> list[RemoteShard]:
-    """Start the shards of a queue, with journals in `folder`; None means no journals.
+    """Start the shards of an experience queue; return their proxies. Ray must be initialized.
+
+    stages: columns that each stage requires and commits. bounds: capacity of a shard.
+    folder: folder for the journals; None for a queue without journals.
 
     Shards recover the groups that an earlier program left in the folder, unleased; a warning names
-    each unreadable record. `bounds` is the capacity of a shard. Ray must be initialized.
+    each unreadable record.
     """
     config, session = config or QueueConfig(), uuid.uuid4().hex
     plans = {

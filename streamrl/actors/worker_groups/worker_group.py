@@ -1,4 +1,4 @@
-"""Worker groups on pools of devices, each called by a controller script as if it were an object.
+"""Worker groups: workers on a pool of devices, which a controller script calls as one object.
 
 A method of a group runs on all its ranks, as its transfer protocol says. Batches travel as
 references, so their data never passes through the controller. Calls return at once, and their
@@ -45,13 +45,13 @@ NODE_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 class ResourcePool:
-    """Slots of a cluster, the bundles of one Ray placement group.
+    """Devices for worker groups: slots of a cluster, reserved as one Ray placement group.
 
-    cpus, gpus: per slot.
-    groups: how many groups may share a slot, each with an equal fraction.
-    strategy: Ray's placement strategy, one of NODE_STRATEGIES.
+    cpus, gpus: resources of a slot.
+    groups: how many worker groups may share a slot, each with an equal fraction.
+    strategy: Ray's placement strategy, a member of NODE_STRATEGIES.
 
-    Raises ConfigError if the cluster has no room within timeout_s.
+    Raises ConfigError if the resources are not free within timeout_s.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ResourcePool:
         self.is_closed = False
 
     def acquire_slot(self, slot: int) -> dict[str, Any]:
-        """Take a share of a slot, and return the Ray options of its actor.
+        """Take a group's fraction of a slot; return the Ray options of the worker there.
 
         Raises ConfigError if the slot is full or the pool is closed.
         """
@@ -100,6 +100,7 @@ class ResourcePool:
         return {**self._worker_resources, "scheduling_strategy": strategy}
 
     def release_slot(self, slot: int) -> None:
+        """Give back a fraction of a slot that `acquire_slot` took."""
         self._used_shares[slot] -= 1
 
     def close(self) -> None:
@@ -109,9 +110,9 @@ class ResourcePool:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """Error of a worker: a streamrl error, or the text and traceback of any other.
+    """Error of a worker, returned as a value: a streamrl error, or the traceback of any other.
 
-    Travels as a value: Ray would print an error for each dropped reference.
+    If a worker raised its errors, Ray would print a message for each unread reply.
     """
 
     error: StreamError | ConfigError | None
@@ -129,7 +130,7 @@ class WorkerFailure:
 
 
 class WorkerHost:
-    """Actor that hosts a worker."""
+    """Ray actor that hosts a worker of a group and calls its methods."""
 
     def find_rendezvous(self) -> tuple[str, int]:
         return find_rendezvous()
@@ -143,6 +144,7 @@ class WorkerHost:
         rendezvous: tuple[str, int],
         arguments: Sequence[Any],
     ) -> WorkerFailure | None:
+        """Construct the worker of a rank; return its error, if any."""
         try:
             self._worker = worker(WorkerContext(rank, mesh, *rendezvous, slot), *arguments)
         except Exception as error:  # noqa: BLE001
@@ -152,7 +154,11 @@ class WorkerHost:
     def call_method(
         self, method: str, arguments: Sequence[Any], named: Mapping[str, int]
     ) -> tuple[Any, int | WorkerFailure | None]:
-        """Call a method; return its result and number of rows, None if the result is no batch."""
+        """Call a method of the worker; return the result and its number of rows.
+
+        Batches among the arguments are fetched first. The second value is None if the result is no
+        batch, and a WorkerFailure if the method failed.
+        """
         try:
             inputs = [
                 fetch_rows(value) if isinstance(value, BatchRef) else value for value in arguments
@@ -167,7 +173,10 @@ WORKER_HOST: Any = ray.remote(WorkerHost)
 
 
 def put(batch: Batch) -> BatchRef:
-    """Put a batch where workers can fetch it. Raises ValueError if columns differ in length."""
+    """Store a batch in Ray's object store, where workers can fetch its rows; return a reference.
+
+    Raises ValueError if columns differ in length.
+    """
     if not is_batch(batch):
         raise ValueError(
             "put: a batch must be a dict of columns: lists, arrays or tensors with a row per sample"
@@ -176,7 +185,7 @@ def put(batch: Batch) -> BatchRef:
 
 
 def fetch_rows(batch: BatchRef) -> dict[str, Any]:
-    """Fetch the rows of a batch. Raises ValueError if two of its blocks have the same column."""
+    """Fetch all columns of a batch. Raises ValueError if a column is in two of its blocks."""
     columns_so_far: dict[str, Any] = {}
     for block in batch.blocks:
         batches = fetch_reply([row_slice.reference for row_slice in block.slices], "a batch")
@@ -192,7 +201,7 @@ def fetch_rows(batch: BatchRef) -> dict[str, Any]:
 
 
 class WorkerGroupReply:
-    """Lazy result of a group call; usable as an argument of further calls.
+    """Reply of a worker group's call, usable as an argument of further calls before it arrives.
 
     `a | b` is the batch with the columns of both.
     """
@@ -202,17 +211,17 @@ class WorkerGroupReply:
         self._result: tuple[Any] | None = None
 
     def get(self) -> Any:
-        """Return the collected result: a BatchRef if the answers are batches, else values.
+        """Wait for the workers and return the result of the call.
 
-        Blocks until the workers have answered. Raises DeadlineError, or the error of the first
-        failure.
+        A BatchRef if the method returns batches, else the values that the transfer protocol
+        collects. Raises DeadlineError, or the error of the first worker that failed.
         """
         if self._result is None:
             self._result = (self._collect(),)
         return self._result[0]
 
     def load(self) -> dict[str, Any]:
-        """Fetch the rows of the batch to the controller; raises ValueError if not a batch."""
+        """Fetch the columns of the resulting batch into this process; ValueError if not a batch."""
         return fetch_rows(_require_batch(self))
 
     def __or__(self, other: "WorkerGroupReply | BatchRef") -> "WorkerGroupReply":
@@ -223,6 +232,7 @@ class WorkerGroupReply:
 
 
 def resolve_reply(value: Any) -> Any:
+    """Return the result of a WorkerGroupReply, or any other value unchanged."""
     return value.get() if isinstance(value, WorkerGroupReply) else value
 
 
@@ -237,17 +247,17 @@ def _require_batch(value: Any) -> BatchRef:
 
 
 class WorkerGroup:
-    """The workers of a class on a pool, one per slot from `first_slot` on.
+    """Workers of a class on a pool, a worker per slot from `first_slot` on.
 
     worker: class whose constructor takes a WorkerContext and then `arguments`. Its methods with
     `@transfers` become methods of the group.
     mesh: layout of the ranks.
-    env: environment of the processes; OMP_NUM_THREADS defaults to 1.
+    env: environment variables of the processes; OMP_NUM_THREADS defaults to 1.
     timeout_s: deadline of a call. The start has START_TIMEOUT_S.
 
-    The constructor does not wait; `wait_until_ready` or the first call does. Raises ConfigError if
-    the pool is closed or too small, if a method names an unknown protocol, or if its name is one of
-    a WorkerGroup's own.
+    The constructor does not wait for the workers; `wait_until_ready` or the first call does. Raises
+    ConfigError if the pool is closed or too small, if a method names an unknown protocol, or if a
+    method has the name of a method of WorkerGroup.
     """
 
     def __init__(
@@ -297,7 +307,10 @@ class WorkerGroup:
         ]
 
     def wait_until_ready(self) -> None:
-        """Wait until all workers are constructed. Raises DeadlineError or the error of a worker."""
+        """Wait until all workers of the group are constructed.
+
+        Raises DeadlineError, or the error of a worker's constructor.
+        """
         if self._is_closed or self._pool.is_closed:
             closed_object = "group" if self._is_closed else "pool"
             raise ActorError(f"{self._name}: the {closed_object} is closed and cannot be called")
@@ -320,6 +333,7 @@ class WorkerGroup:
         self._slots, self._hosts = [], []
 
     def _call_ranks(self, method: str, *arguments: Any, **named: Any) -> WorkerGroupReply:
+        """Call a method on the ranks that its transfer protocol selects; return a lazy reply."""
         call_name = f"{self._name}.{method}"
         if named:
             raise ValueError(
@@ -345,6 +359,10 @@ class WorkerGroup:
     def _collect_answers(
         self, method: str, rank_inputs: Sequence[RankInput], replies: Mapping[int, tuple[Any, Any]]
     ) -> Any:
+        """Wait for the answers of a method and combine them by its transfer protocol.
+
+        replies: by rank, references to the value and to its number of rows.
+        """
         count_replies = {rank: count for rank, (_, count) in replies.items()}
         counts = self._fetch_answers(count_replies, method, self._timeout_s)
         value_replies = {rank: replies[rank][0] for rank, count in counts.items() if count is None}
@@ -366,7 +384,10 @@ class WorkerGroup:
     def _fetch_answers(
         self, replies: Mapping[int, Any], method: str, timeout_s: float
     ) -> dict[int, Any]:
-        """Return the answers by rank; the first failure raises without waiting for slower ranks."""
+        """Wait for replies of a method; return the answers by rank.
+
+        The first failure is raised without waiting for slower ranks.
+        """
         ranks, answers = {reply: rank for rank, reply in replies.items()}, {}
         deadline = time.monotonic() + timeout_s
         while ranks:
@@ -387,6 +408,10 @@ class WorkerGroup:
 
 
 def _get_protocol(method: str, name: str) -> TransferProtocol:
+    """Return the transfer protocol of this name for a worker's method.
+
+    Raises ConfigError if the protocol is unknown or WorkerGroup itself has a method of that name.
+    """
     if method.rpartition(".")[2] in dir(WorkerGroup):
         raise ConfigError(
             f"{method}: WorkerGroup itself has a method of this name; rename the worker's"
