@@ -46,14 +46,18 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def unpickle_response(body: bytes) -> Any:
-    """Unpickle a worker's response. Malformed bytes may raise any exception."""
+    """Unpickle a worker's response: plain data and _ALLOWED_CLASSES only.
+
+    Malformed bytes may raise any exception.
+    """
     return _RestrictedUnpickler(io.BytesIO(body)).load()
 
 
 def read_message(read: Callable[[int], bytes]) -> Any:
-    """Read the next message; raise EOFError at the end of the stream.
+    """Read and unpickle the next message; raise EOFError at the end of the stream.
 
-    read: blocks until n bytes are read; returns fewer only at the end of the stream.
+    For the worker only: unpickles any class, since the pool's messages are trusted.
+    read: called with a number of bytes n; returns n bytes, or fewer at the end of the stream.
     """
     header = read(HEADER_BYTES)
     if len(header) < HEADER_BYTES:

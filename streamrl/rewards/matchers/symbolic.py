@@ -44,6 +44,7 @@ def validate_truth(truth: GroundTruth) -> str:
 
 
 def _parse_math(text: str) -> list[Any]:
+    """Return math-verify's parses of a text; empty if the text has no mathematics."""
     from math_verify import parse
 
     # Silence its warning about the disabled timeout; the worker pool enforces a deadline.
@@ -52,7 +53,10 @@ def _parse_math(text: str) -> list[Any]:
 
 
 def _format_answer(parsed: list[Any]) -> str:
-    """Return the first parse as printed by sympy: equal text for equivalent notations."""
+    """Return an answer as text that is equal for equivalent notations.
+
+    parsed: math-verify's parses of the completion; sympy prints the first.
+    """
     try:
         return str(parsed[0])
     except ValueError:  # more digits than sys.get_int_max_str_digits()
