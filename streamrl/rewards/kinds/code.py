@@ -150,7 +150,7 @@ class CodeReward(Reward):
         return completion if source is None else source
 
     async def _judge_program(self, program: SandboxProgram) -> RewardResult:
-        """Run a program, retrying infrastructure errors; convert outcome and pass rate to a result."""
+        """Run a program, retrying infrastructure errors, and convert its outcome to a result."""
         result: ProgramResult = await retry_infra_errors(
             lambda: self._run_program(program), self._options.attempts
         )

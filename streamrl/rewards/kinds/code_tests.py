@@ -63,7 +63,7 @@ def _parse_object(truth: Any) -> dict[str, Any]:
 
 
 def _parse_pairs(fields: dict[str, Any]) -> list[ProgramTest]:
-    """Parse the form with `inputs` and `outputs`: tests on stdin, or with fn_name function calls."""
+    """Parse `inputs` and `outputs`: tests on stdin, or function calls if fn_name is given."""
     inputs, outputs = fields.get("inputs"), fields.get("outputs")
     for name, values in (("inputs", inputs), ("outputs", outputs)):
         if not isinstance(values, Sequence) or isinstance(values, str):

@@ -188,7 +188,7 @@ class ChatClient:
 
     @staticmethod
     async def _wait_to_retry(busy: _RetryAfterError, deadline: asyncio.Timeout) -> None:
-        """Wait as long as the server demands. Raises RewardInfraError if the deadline is earlier."""
+        """Wait as long as the server demands. Raises RewardInfraError if past the deadline."""
         end = deadline.when()
         if end is not None and asyncio.get_running_loop().time() + busy.retry_after_s >= end:
             raise RewardInfraError(f"{busy} (retry after {busy.retry_after_s:g} s)") from None

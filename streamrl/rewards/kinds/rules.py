@@ -150,7 +150,7 @@ class SymbolicReward(WorkerReward):
 
 
 def make_symbolic_handler(_: None) -> Callable[[Any], RewardResult]:
-    """Return the handler of a SymbolicReward's worker: maps (truth, completion) to a RewardResult."""
+    """Return the handler of a worker of SymbolicReward: (truth, completion) to RewardResult."""
     # Imported here so that the slow import does not count towards the first call's deadline.
     import math_verify  # noqa: F401
 

@@ -70,7 +70,10 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    """Return the ground truth as text. Raises RewardError if empty in normal form."""
+    """Return the ground truth, a str or int, as text.
+
+    Raises RewardError for other types and for text that is empty in normal form.
+    """
     text = parse_truth_text(truth)
     require_nonempty(normalize_answer(text), truth)
     return text
