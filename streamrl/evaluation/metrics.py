@@ -122,9 +122,10 @@ def summarize_scores(
 def compute_pass_at_k(passed: Array, k: int) -> float:
     """Return the unbiased estimate of pass@k, averaged over prompts.
 
-    passed: bool [prompts, samples], k <= samples. For n completions of a prompt, c of which pass: 1
-        - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1). Example: n = 4, c = 1,
-        k = 2 gives 1 - 3/6 = 0.5.
+    passed: bool [prompts, samples], k <= samples.
+
+    For n completions of a prompt, c of which pass: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+    arXiv:2107.03374, eq. 1). Example: n = 4, c = 1, k = 2 gives 1 - 3/6 = 0.5.
     """
     samples = passed.shape[1]
     # Integer binomials: the division is the only rounding.
@@ -136,8 +137,11 @@ def compute_pass_at_k(passed: Array, k: int) -> float:
 def compute_maj_at_k(passed: Array, answers: Array) -> float:
     """Return maj@k (self-consistency, Wang et al. 2022, arXiv:2203.11171), averaged over prompts.
 
-    passed: bool [prompts, samples]. answers: int64 [prompts, samples]. Completions without an
-    answer (0) do not vote. Tied answers count with equal weight. A prompt without answers fails.
+    passed: bool [prompts, samples].
+    answers: int64 [prompts, samples], an id per distinct answer; 0 marks a missing answer.
+
+    Completions without an answer do not vote. Tied answers count with equal weight. A prompt
+    without answers fails.
     """
     pass_rates = [_majority_pass_rate(*row) for row in zip(passed, answers, strict=True)]
     return math.fsum(pass_rates) / len(pass_rates)
@@ -154,9 +158,11 @@ def _majority_pass_rate(passed: Array, answers: Array) -> float:
 def compute_mean_interval(means: Array) -> ConfidenceInterval | None:
     """Return the 95 % confidence interval of the mean score; None for a single prompt.
 
-    means: float [prompts], the mean score m_i of each prompt's completions. The interval is mean +-
-        1.96 SE with SE^2 = sum (m_i - mean)^2 / (n (n - 1)) for n prompts, the standard error
-        clustered by prompt for equal numbers of completions (Miller 2024, arXiv:2411.00640).
+    means: float [prompts], the mean score m_i of each prompt's completions.
+
+    For n prompts the interval is mean +- 1.96 SE with SE^2 = sum (m_i - mean)^2 / (n (n - 1)), the
+    standard error clustered by prompt for equal numbers of completions (Miller 2024,
+    arXiv:2411.00640).
     """
     if len(means) == 1:
         return None
@@ -167,10 +173,12 @@ def compute_mean_interval(means: Array) -> ConfidenceInterval | None:
 def compute_fraction_interval(passed: Array) -> ConfidenceInterval:
     """Return the 95 % confidence interval of the fraction of completions that pass, within [0, 1].
 
-    passed: bool [prompts, samples]. Wilson's score interval for the fraction p at the effective
-        sample size n* = p (1 - p) / SE^2, with the standard error SE of `compute_mean_interval`
-        (Wilson 1927; Korn and Graubard 1998). n* is at most the number of completions. For p = 0, p
-        = 1 and a single prompt, n* is the number of prompts.
+    passed: bool [prompts, samples].
+
+    Wilson's score interval for the fraction p at the effective sample size n* = p (1 - p) / SE^2,
+    with the standard error SE of `compute_mean_interval` (Wilson 1927; Korn and Graubard 1998). n*
+    is at most the number of completions. For p = 0, for p = 1 and for a single prompt, n* is the
+    number of prompts.
     """
     p, count = float(passed.mean()), float(len(passed))
     if 0 < p < 1 and len(passed) > 1:

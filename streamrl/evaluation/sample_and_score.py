@@ -87,7 +87,7 @@ async def evaluate_policy(
 
 
 def _to_prompt_scores(columns: Columns, prompt: Prompt, samples: int) -> _PromptScores:
-    """Check the shapes of the columns that `score` returned. Raises ValueError."""
+    """Take scores and answers from the columns that `score` returned; ValueError: wrong shape."""
     arrays = {"answers": np.zeros(samples, np.int64), **columns}
     for name in ("scores", "answers"):
         if arrays[name].shape != (samples,):
@@ -134,7 +134,7 @@ def _summarize_outcomes(
 
 
 def _summarize_prompts(rows: Sequence[_PromptScores], pass_score: float) -> EvaluationResult:
-    """Compute the metrics of some prompts; maj@k only if every data_source has answers."""
+    """Compute the metrics of a subset of prompts; maj@k only if every data_source has answers."""
     sources = {row.data_source for row in rows}
     with_answers = {row.data_source for row in rows if row.answers.any()}
     # A majority vote over a subset of the sources would not compare with the other metrics.

@@ -254,10 +254,12 @@ class WorkerPool:
             return worker, call_id
 
     async def _notify_waiters(self) -> None:
+        """Wake the calls that wait for a free worker."""
         async with self._workers_changed:
             self._workers_changed.notify_all()
 
     def _start_missing_worker(self) -> None:
+        """Start a worker in the background if the pool has fewer than needed."""
         if self._num_missing > 0:
             self._num_starting += 1
             self._service_tasks.add(self._spawn_task(self._try_add_worker()))
@@ -358,6 +360,7 @@ class WorkerPool:
                 self._kill_worker(worker, WorkerMemoryError(text), "memory")
 
     def _spawn_task(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Start a task and keep a reference until it ends; asyncio keeps only a weak reference."""
         task = asyncio.create_task(coroutine)
         self._background_tasks.add(task)
         task.add_done_callback(self._on_task_done)

@@ -141,7 +141,7 @@ def _score_or_none(result: RewardResult) -> float | None:
 
 
 def load_combine_function(reference: str) -> tuple[FileFunction, Sequence[str]]:
-    """Load the user's function named by `scorer.combine`; return it and the parameters it declares.
+    """Load the user's function named by `scorer.combine`; return the function and its parameters.
 
     Raises ConfigError if the file or the function cannot be used.
     """

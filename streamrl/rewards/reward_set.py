@@ -157,14 +157,15 @@ class RewardSet:
         await self._combiner.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Array]:
-        """Return float32 [G] columns: one per component, and `scores` or `costs` combined.
+        """Score a group; return columns, float32 [G]: one per component, and `scores` or `costs`
+        combined.
 
-        Raises RewardError as `judge_group` does.
+        Raises RewardError naming the reward and the uid.
         """
         return self.to_columns(await self.judge_group(prompt, completions))
 
     def to_columns(self, group_result: GroupRewardResult) -> dict[str, Array]:
-        """Return the scores of a group as columns, float32 [G]: per component, and combined."""
+        """Return the scores of a group as columns, float32 [G]: one per component, and combined."""
         columns: dict[str, Array] = {
             self._score_spec.column_prefix + name: np.array(
                 [result.score for result in results], np.float32

@@ -127,6 +127,7 @@ class ModelReward(Reward):
         return await retry_infra_errors(lambda: self._score_texts(texts), self._options.attempts)
 
     async def _score_texts(self, texts: Sequence[str]) -> list[RewardResult]:
+        """Tokenize input texts and score them with the model, without retries."""
         rows = await self._run_with_timeout(
             self._tokenizer_thread, lambda: self._tokenize_texts(texts)
         )
@@ -196,7 +197,10 @@ class ModelReward(Reward):
 
 
 def build_model_reward(spec: RewardSpec[ModelOptions]) -> ModelReward:
-    """Build a reward of kind `model`. Raises ConfigError as `read_classifier` does."""
+    """Build a reward of kind `model`.
+
+    Raises ConfigError unless option `path` is the directory of a complete classification model.
+    """
     from streamrl.rewards.kinds.classifier import read_classifier
 
     return ModelReward(read_classifier(spec.options.path), spec)

@@ -37,7 +37,7 @@ class RateLimiter:
         self._next_free_time = 0.0
 
     async def acquire(self, units: float) -> None:
-        """Wait until all earlier calls have used up their time, then reserve time for `units`."""
+        """Wait until the rate limit admits `units`, after the units of all earlier calls."""
         now = asyncio.get_running_loop().time()
         start_time = max(now, self._next_free_time)
         self._next_free_time = start_time + units * self._seconds_per_unit
@@ -142,6 +142,7 @@ class ChatClient:
         return note
 
     async def _list_models(self) -> list[str]:
+        """Return the names of the models that the server offers."""
         async with self._request_deadline():
             models = await self._send_request(
                 self._client.models.with_raw_response.list, _ModelList

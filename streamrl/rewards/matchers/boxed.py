@@ -1,7 +1,7 @@
 r"""MATH matcher: compares the last \boxed{} with the ground truth in normalized LaTeX.
 
 Normal form of Hendrycks et al. 2021 (arXiv 2103.03874), scores of verl; docs/rewards_reference.md
-lists the differences.
+lists the differences from verl.
 """
 
 import re

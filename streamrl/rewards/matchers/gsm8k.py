@@ -1,6 +1,7 @@
-"""GSM8K matcher: compares the last number with the ground truth (Cobbe et al. 2021, 2110.14168).
+"""GSM8K matcher: compares the last number of a completion with the ground truth.
 
-Scores of verl; docs/rewards_reference.md lists the differences.
+Dataset of Cobbe et al. 2021 (arXiv 2110.14168), scores of verl; docs/rewards_reference.md lists the
+differences.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Matchers by name, and the default matcher of each data source."""
+"""Answer matchers by name, and the default matcher of each data_source."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase

@@ -1,4 +1,4 @@
-"""Symbolic matcher: math-verify compares both answers as mathematics, so x+1 equals 1+x.
+"""Symbolic matcher: math-verify compares answer and ground truth, so x+1 equals 1+x.
 
 math-verify may run forever (it evaluates 10^{10^{10}}). Its timeout uses signals, which work in the
 main thread only, and is disabled here: call this matcher in a process that can be killed.

@@ -284,7 +284,8 @@ def reap_orphans(but: int) -> None:
 def kill_all(pid: int) -> tuple[int, float]:
     """Kill the tested program, process `pid`, and everything it started in the jail.
 
-    Returns its exit code and CPU seconds. This driver, the first process of the jail, survives.
+    Returns the program's exit code and CPU seconds. This driver, the first process of the jail,
+    survives.
     """
     if _IS_JAILED:
         os.kill(-1, signal.SIGKILL)
@@ -332,7 +333,7 @@ def exec_program(job: JobMessage, pipes: list[int]) -> None:
 
 
 def set_rlimits(job: JobMessage) -> None:
-    """Apply the limits of a job to this process and its future children."""
+    """Apply the resource limits in the message `job` to this process and its future children."""
     limits = {
         # The hard limit kills. A second earlier the soft limit, set below, sends SIGXCPU, which
         # names the cause but can be ignored.

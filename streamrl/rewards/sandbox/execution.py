@@ -116,7 +116,10 @@ class ProgramRun:
         return ProgramTestResult(outcome, time.monotonic() - started, detail)
 
     async def _try_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
-        """Run a test in the current jail, or compile in a fresh jail first. Raises jail errors."""
+        """Run a test in the current jail; without a jail, compile the program in a fresh jail first.
+
+        Raises JailError, JailLostError, MemoryLimitError, CompileFailedError or TimeoutError.
+        """
         if self._jail is None:
             self._jail = await self._jails.acquire_jail()
             self._jail.pin_to_core(slot)
@@ -148,7 +151,7 @@ class ProgramRun:
     async def _request_report(
         self, jail: Jail, message: dict[str, object], seconds: float
     ) -> JailReport:
-        """Send a message to the jail's driver; wait for the report, `seconds` and a grace period."""
+        """Send a message to the jail's driver; wait `seconds` and a grace period for the report."""
         started = time.monotonic()
         try:
             return await jail.request_report(message, started + seconds + GRACE_PERIOD_S)

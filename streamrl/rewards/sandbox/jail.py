@@ -149,7 +149,7 @@ class Jail:
         return jail
 
     async def _boot_driver(self, info_fd: int) -> None:
-        """Send the driver's code into the jail; wait until the driver is ready. Raises JailError."""
+        """Send the driver's code into the jail; wait until the driver runs. Raises JailError."""
         self._writer.write(self._spec.driver_code)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):

@@ -99,7 +99,7 @@ class ProgramResult:
 
     @property
     def outcome(self) -> RewardOutcome:
-        """Outcome of the program: INFRA_ERROR if a test has it, else the first failure, else PASS."""
+        """Outcome of the program: INFRA_ERROR if a test has it, else first failure, else PASS."""
         return self._decisive_result.outcome
 
     @property

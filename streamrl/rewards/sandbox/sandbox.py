@@ -24,7 +24,7 @@ _RETRY_PAUSE_S = 0.2
 
 
 class Sandbox:
-    """Runs programs in FIFO order, at most `jails` concurrently. Create with `start`.
+    """Runs untrusted programs in FIFO order, at most `jails` concurrently. Create with `start`.
 
     user_warning: warning for the user; empty if programs are isolated.
     """

@@ -93,7 +93,7 @@ def describe_compile_failure(report: JailReport) -> str:
 def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOutcome, str]:
     """Return outcome and detail of a run from its exit alone; PASS for a clean exit.
 
-    The output is compared elsewhere.
+    A clean exit means exit code 0 within all limits, whatever the output.
     """
     last_line = (report.err.decode(errors="replace").strip().splitlines() or [""])[-1]
     stopped = {
