@@ -116,7 +116,7 @@ class ProgramRun:
         return ProgramTestResult(outcome, time.monotonic() - started, detail)
 
     async def _try_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
-        """Run a test in the current jail; without a jail, compile the program in a fresh jail first.
+        """Run a test in the current jail; without a jail, first compile in a fresh jail.
 
         Raises JailError, JailLostError, MemoryLimitError, CompileFailedError or TimeoutError.
         """
