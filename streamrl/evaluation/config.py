@@ -1,4 +1,4 @@
-"""Config section `evaluation`."""
+"""Config section `evaluation`: schedule and sampling of evaluations."""
 
 import math
 from dataclasses import dataclass

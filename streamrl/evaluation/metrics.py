@@ -19,7 +19,7 @@ ConfidenceInterval = tuple[float, float]
 
 _NORMAL_QUANTILE_95 = 1.959964
 _RESERVED_SEGMENTS = {"": "none", "none": "%6Eone"}
-"""Metric segment of rows without a data_source, and of a data_source named "none"."""
+"""Prompts without a data_source count as "none", so a data_source called "none" is escaped."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class EvaluationResult:
         return self.pass_at[self.samples]
 
     def to_metrics(self) -> dict[str, float]:
-        """Return values by metric name, with a breakdown where two or more sources or files exist.
+        """Return the metrics by name, and per data_source or file if several were evaluated.
 
         docs/metrics.md lists the names.
         """
@@ -82,10 +82,11 @@ class EvaluationResult:
 
 
 def to_metric_segment(name: str) -> str:
-    """Encode a name as one segment of a metric name; distinct names give distinct segments.
+    """Encode a name as a segment of a metric name, the text between two slashes.
 
-    Letters, digits and `_ . -` are kept, a slash becomes `~`, the empty name `none`. Every other
-    character, and the name "none" itself, is percent-encoded.
+    Distinct names give distinct segments. Letters, digits and `_ . -` are kept, a slash becomes
+    `~`, the empty name `none`. Every other character, and the name "none" itself, is
+    percent-encoded.
     """
     if name in _RESERVED_SEGMENTS:
         return _RESERVED_SEGMENTS[name]
@@ -96,9 +97,12 @@ def to_metric_segment(name: str) -> str:
 def summarize_scores(
     scores: Array, answers: Array | None, *, pass_score: float
 ) -> EvaluationResult:
-    """Compute all metrics from scores [prompts, samples].
+    """Compute all metrics of an evaluation.
 
-    answers: int64 [prompts, samples], an id per distinct answer; 0 marks a missing answer.
+    scores: float [prompts, samples].
+    answers: int64 [prompts, samples], an id per distinct answer; 0 marks a missing answer. None
+        omits maj@k.
+    pass_score: lowest score of a completion that passes.
     """
     num_prompts, samples = scores.shape
     passed = scores >= pass_score
@@ -116,10 +120,12 @@ def summarize_scores(
 
 
 def compute_pass_at_k(passed: Array, k: int) -> float:
-    """Return unbiased pass@k of bool [prompts, samples], k <= samples.
+    """Return the unbiased estimate of pass@k, averaged over prompts.
 
-    For n completions of a prompt, c of which pass: 1 - C(n - c, k) / C(n, k), averaged over prompts
-    (Chen et al. 2021, arXiv:2107.03374, eq. 1). Example: n = 4, c = 1, k = 2 gives 1 - 3/6 = 0.5.
+    passed: bool [prompts, samples], k <= samples.
+
+    For n completions of a prompt, c of which pass: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+    arXiv:2107.03374, eq. 1). Example: n = 4, c = 1, k = 2 gives 1 - 3/6 = 0.5.
     """
     samples = passed.shape[1]
     # Integer binomials: the division is the only rounding.
@@ -131,14 +137,18 @@ def compute_pass_at_k(passed: Array, k: int) -> float:
 def compute_maj_at_k(passed: Array, answers: Array) -> float:
     """Return maj@k (self-consistency, Wang et al. 2022, arXiv:2203.11171), averaged over prompts.
 
-    passed: bool [prompts, samples]. answers: int64 [prompts, samples]. Completions without an
-    answer (0) do not vote. Tied answers count with equal weight. A prompt without answers fails.
+    passed: bool [prompts, samples].
+    answers: int64 [prompts, samples], an id per distinct answer; 0 marks a missing answer.
+
+    Completions without an answer do not vote. Tied answers count with equal weight. A prompt
+    without answers fails.
     """
     pass_rates = [_majority_pass_rate(*row) for row in zip(passed, answers, strict=True)]
     return math.fsum(pass_rates) / len(pass_rates)
 
 
 def _majority_pass_rate(passed: Array, answers: Array) -> float:
+    """Return the pass rate of a prompt's most frequent answer; tied answers count equally."""
     votes = Counter(answers[answers != 0].tolist())
     most = max(votes.values(), default=0)
     tied = [answer for answer, count in votes.items() if count == most]
@@ -146,11 +156,13 @@ def _majority_pass_rate(passed: Array, answers: Array) -> float:
 
 
 def compute_mean_interval(means: Array) -> ConfidenceInterval | None:
-    """Return the 95 % interval of the mean over prompts; None for a single prompt.
+    """Return the 95 % confidence interval of the mean score; None for a single prompt.
 
-    means: float [prompts], the mean score m_i of each prompt's completions. The interval is
-    mean +- 1.96 SE with SE^2 = sum (m_i - mean)^2 / (n (n - 1)), the standard error clustered by
-    prompt for equal numbers of completions (Miller 2024, arXiv:2411.00640).
+    means: float [prompts], the mean score m_i of each prompt's completions.
+
+    For n prompts the interval is mean +- 1.96 SE with SE^2 = sum (m_i - mean)^2 / (n (n - 1)), the
+    standard error clustered by prompt for equal numbers of completions (Miller 2024,
+    arXiv:2411.00640).
     """
     if len(means) == 1:
         return None
@@ -159,11 +171,14 @@ def compute_mean_interval(means: Array) -> ConfidenceInterval | None:
 
 
 def compute_fraction_interval(passed: Array) -> ConfidenceInterval:
-    """Return the 95 % interval of the true fraction of bool [prompts, samples], within [0, 1].
+    """Return the 95 % confidence interval of the fraction of completions that pass, within [0, 1].
 
-    Wilson's score interval at the effective sample size n* = p (1 - p) / SE^2, with the SE of
-    `compute_mean_interval` (Wilson 1927; Korn and Graubard 1998). n* is at most the number of
-    completions. For p = 0, p = 1 and a single prompt, n* is the number of prompts.
+    passed: bool [prompts, samples].
+
+    Wilson's score interval for the fraction p at the effective sample size n* = p (1 - p) / SE^2,
+    with the standard error SE of `compute_mean_interval` (Wilson 1927; Korn and Graubard 1998). n*
+    is at most the number of completions. For p = 0, for p = 1 and for a single prompt, n* is the
+    number of prompts.
     """
     p, count = float(passed.mean()), float(len(passed))
     if 0 < p < 1 and len(passed) > 1:

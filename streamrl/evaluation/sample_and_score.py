@@ -1,4 +1,4 @@
-"""Sampling and scoring of an evaluation's prompts; the caller supplies both functions."""
+"""Evaluation loop: sample completions of the prompts and score them by the caller's functions."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,13 +15,13 @@ from streamrl.messages import Array, Columns, Prompt, Rollout
 
 GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[list[Rollout]]]
 ScoreFn = Callable[[Prompt, list[Rollout]], Awaitable[Columns]]
-#: Makes a deadline of so many seconds.
+#: Returns a timeout context of the given number of seconds, as asyncio.timeout does.
 DeadlineFactory = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
 
 @dataclass(frozen=True)
 class _PromptScores:
-    """Scores [samples] and answer ids [samples] of a prompt; ids are 0 without answers."""
+    """Scores and answer ids of a prompt's completions, shape [samples] each; id 0: no answer."""
 
     data_source: str
     scores: Array
@@ -37,14 +37,16 @@ async def evaluate_policy(
     timeout_s: float = 600.0,
     patience: DeadlineFactory = asyncio.timeout,
 ) -> EvaluationResult:
-    """Sample and score the first `config.limit` prompts of each file, config.concurrency at a time.
+    """Sample and score the first `config.limit` prompts of each file; return all metrics.
 
-    prompts: prompts by file name.
-    generate: samples one completion per seed. Seeds depend on config.seed and the prompt's uid
-        only, so the result does not depend on scheduling.
+    prompts: prompts by file name; config.concurrency prompts are in flight at a time.
+    generate: samples a completion per seed. Seeds depend on config.seed and the prompt's uid only,
+        so the result does not depend on scheduling.
     score: returns column `scores`, and `answers` (an id per distinct answer, 0 for a missing
         answer) if the reward extracts answers. maj@k needs answers from every data_source.
-    patience: clock of `timeout_s`, the deadline of one prompt.
+    timeout_s: deadline to sample and score a prompt, s.
+    patience: makes the timeout context of that deadline: wall time by default; in a run, progress
+        restarts the deadline.
 
     A RewardError of `score` excludes the prompt; rewards retry internally. If every prompt fails,
     the first RewardError is raised. Raises DeadlineError if a prompt exceeds `timeout_s`, and every
@@ -85,6 +87,7 @@ async def evaluate_policy(
 
 
 def _to_prompt_scores(columns: Columns, prompt: Prompt, samples: int) -> _PromptScores:
+    """Take scores and answers from the columns that `score` returned; ValueError: wrong shape."""
     arrays = {"answers": np.zeros(samples, np.int64), **columns}
     for name in ("scores", "answers"):
         if arrays[name].shape != (samples,):
@@ -100,7 +103,11 @@ def _summarize_outcomes(
     outcomes: Sequence[_PromptScores | RewardError],
     pass_score: float,
 ) -> EvaluationResult:
-    """Compute metrics over the scored prompts: overall, by source and by file."""
+    """Compute metrics over the scored prompts: overall, by data_source and by file name.
+
+    chosen: file name and prompt of each outcome. Raises the first RewardError if every prompt
+        failed.
+    """
     errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
     scored = [
         (name, outcome)
@@ -127,6 +134,7 @@ def _summarize_outcomes(
 
 
 def _summarize_prompts(rows: Sequence[_PromptScores], pass_score: float) -> EvaluationResult:
+    """Compute the metrics of a subset of prompts; maj@k only if every data_source has answers."""
     sources = {row.data_source for row in rows}
     with_answers = {row.data_source for row in rows if row.answers.any()}
     # A majority vote over a subset of the sources would not compare with the other metrics.

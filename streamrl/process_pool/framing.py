@@ -11,11 +11,13 @@ HEADER_BYTES = _LENGTH_HEADER.size
 
 
 def pack_message(message: Any) -> bytes:
+    """Pickle a message and put its length in front."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _LENGTH_HEADER.pack(len(body)) + body
 
 
 def unpack_length(header: bytes) -> int:
+    """Return the length of a message's pickle from its header."""
     (size,) = _LENGTH_HEADER.unpack(header)
     return int(size)
 
@@ -46,14 +48,18 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def unpickle_response(body: bytes) -> Any:
-    """Unpickle a worker's response. Malformed bytes may raise any exception."""
+    """Unpickle a worker's response: plain data and _ALLOWED_CLASSES only.
+
+    Malformed bytes may raise any exception.
+    """
     return _RestrictedUnpickler(io.BytesIO(body)).load()
 
 
 def read_message(read: Callable[[int], bytes]) -> Any:
-    """Read the next message; raise EOFError at the end of the stream.
+    """Read and unpickle the next message; raise EOFError at the end of the stream.
 
-    read: blocks until n bytes are read; returns fewer only at the end of the stream.
+    For the worker only: unpickles any class, since the pool's messages are trusted.
+    read: called with a number of bytes n; returns n bytes, or fewer at the end of the stream.
     """
     header = read(HEADER_BYTES)
     if len(header) < HEADER_BYTES:

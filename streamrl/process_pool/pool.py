@@ -1,4 +1,4 @@
-"""Pool of worker processes that kills and replaces workers that hang, crash or grow.
+"""Pool of worker processes; kills and replaces workers that hang, crash or use too much memory.
 
 Deadlines: a call's timeout starts when a worker begins the call, not when the call is queued.
 
@@ -39,7 +39,10 @@ CANCEL_TIMEOUT_S = 1.0
 
 
 class WorkerError(Exception):
-    """Failure of a call; the message is the handler's error."""
+    """Failure of a call to a worker.
+
+    The base class itself means that the handler raised an exception; the message is its text.
+    """
 
 
 class _SharedWorkerExitError(Exception):
@@ -47,11 +50,11 @@ class _SharedWorkerExitError(Exception):
 
 
 class WorkerTimeoutError(WorkerError):
-    """The call exceeded the deadline and was stopped."""
+    """The call exceeded its deadline and was stopped."""
 
 
 class WorkerCrashError(WorkerError):
-    """The worker process exited."""
+    """The worker process exited, did not start, or was killed because the pool closed."""
 
 
 class WorkerMemoryError(WorkerError):
@@ -60,10 +63,11 @@ class WorkerMemoryError(WorkerError):
 
 @dataclass(frozen=True)
 class WorkerPoolSettings:
-    """Size and limits of a pool.
+    """Size and limits of a pool of worker processes.
 
     replicas: worker processes.
-    concurrency: concurrent calls per worker with an async handler; a sync handler runs one call.
+    concurrency: concurrent calls per worker with an async handler; a worker with a sync handler
+        runs a single call at a time.
     timeout_s: deadline of a call.
     memory_bytes: limit of a worker including child processes.
     """
@@ -78,9 +82,12 @@ class WorkerPoolSettings:
 class _WorkerState:
     """A worker process and its running calls.
 
-    call_start_times: start of each call by id, s of the event loop's clock.
+    call_start_times: start of each call by call id, s of the event loop's clock.
+    slots: calls that the worker may run concurrently.
+    is_straggler: its call takes far longer than the median; the worker gets no further calls.
     is_exclusive: reserved for a single call.
     was_shared: several calls were running when the worker was killed.
+    exit_error: the reason why the pool killed the worker, raised by its calls.
     """
 
     process: WorkerProcess
@@ -98,9 +105,11 @@ class _WorkerState:
 
 
 class WorkerPool:
-    """Pool of identical workers; each serves the handler that target(payload) returns.
+    """Pool of identical worker processes that call the same handler.
 
-    name: used in error messages. target: "module:function". kill_counts: killed workers by cause.
+    name: used in error messages.
+    target: "module:function"; the worker calls this function with `payload` to get the handler.
+    kill_counts: number of killed workers by cause.
     """
 
     def __init__(self, name: str, target: str, payload: Any, settings: WorkerPoolSettings) -> None:
@@ -124,20 +133,21 @@ class WorkerPool:
         self.kill_counts: Counter[str] = Counter()
 
     async def start(self) -> None:
-        """Start the first worker and the monitor.
+        """Start the first worker, and the monitor that looks for stragglers and excessive memory.
 
-        Raises ConfigError if the target does, and WorkerCrashError if the worker exits early or is
-        not ready within START_TIMEOUT_S.
+        Raises ConfigError if loading the handler does, and WorkerCrashError if the worker exits
+        early or is not ready within START_TIMEOUT_S.
         """
         self._num_starting += 1
         await self._add_worker()
         self._service_tasks.add(self._spawn_task(self._monitor_workers()))
 
     async def call(self, request: Any, *, alone: bool = False) -> Any:
-        """Return the handler's result. Raises WorkerError or a subclass.
+        """Run a request in a worker and return the handler's result. Raises WorkerError.
 
         alone: run on an exclusive worker, for a call that failed before. If the caller is
-        cancelled, the call still runs to its result or deadline and occupies its worker until then.
+            cancelled, the call still runs to its result or deadline and occupies its worker until
+            then.
         """
         try:
             return await self._run_call(request, alone=alone and self._has_concurrent_calls)
@@ -145,6 +155,7 @@ class WorkerPool:
             return await self._run_call(request, alone=True)
 
     async def _run_call(self, request: Any, *, alone: bool) -> Any:
+        """Run a request in the next free worker, to its end even if the caller is cancelled."""
         self._num_exclusive_waiters += alone
         try:
             worker, call_id = await self._claim_worker(alone=alone)
@@ -155,6 +166,11 @@ class WorkerPool:
         )
 
     async def _await_response(self, worker: _WorkerState, call_id: int, request: Any) -> Any:
+        """Send a request to a claimed worker, enforce the deadline, and free the worker afterwards.
+
+        Raises _SharedWorkerExitError if the worker exited with other calls running, else
+        WorkerError.
+        """
         started, clock = worker.call_start_times[call_id], asyncio.get_running_loop().time
         timeout_s = self._settings.timeout_s
         try:
@@ -185,7 +201,7 @@ class WorkerPool:
         return answer
 
     async def _cancel_call(self, worker: _WorkerState, call_id: int) -> bool:
-        """Cancel a call; return False if the worker had to be killed.
+        """Cancel a call past its deadline; return False if the pool killed the worker instead.
 
         Only an async handler can be cancelled. A handler that blocks the event loop in another call
         does not react in time, so killing the worker does not prove this call faulty.
@@ -199,7 +215,11 @@ class WorkerPool:
         return False
 
     def _find_free_workers(self, *, alone: bool) -> list[_WorkerState]:
-        """Return workers with free capacity; exclusive calls have priority on idle workers."""
+        """Return workers that can take a call now.
+
+        alone: workers without other calls only. While such an exclusive call waits, idle workers
+            are kept for it.
+        """
         free = [worker for worker in self._workers if worker.has_capacity]
         if alone:
             return [worker for worker in free if not worker.call_start_times]
@@ -210,7 +230,10 @@ class WorkerPool:
         ]
 
     async def _claim_worker(self, *, alone: bool) -> tuple[_WorkerState, int]:
-        """Wait for a worker and register a call on it, in FIFO order; return the call's id."""
+        """Wait for a free worker, in FIFO order, and register a call; return worker and call id.
+
+        Raises WorkerCrashError if the pool is closed or workers repeatedly fail to start.
+        """
         async with self._exclusive_claim_lock if alone else self._shared_claim_lock:
             while not (free := self._find_free_workers(alone=alone)):
                 if self._is_closed:
@@ -231,10 +254,12 @@ class WorkerPool:
             return worker, call_id
 
     async def _notify_waiters(self) -> None:
+        """Wake the calls that wait for a free worker."""
         async with self._workers_changed:
             self._workers_changed.notify_all()
 
     def _start_missing_worker(self) -> None:
+        """Start a worker in the background if the pool has fewer than needed."""
         if self._num_missing > 0:
             self._num_starting += 1
             self._service_tasks.add(self._spawn_task(self._try_add_worker()))
@@ -243,8 +268,8 @@ class WorkerPool:
     def _num_missing(self) -> int:
         """Number of workers to start; negative if the pool has more than needed.
 
-        The target is `replicas` plus a spare per straggler and per exclusive call. Exclusive calls
-        count at most `replicas` spares; the sum of spares is at most MAX_SPARE_WORKERS.
+        A pool needs `replicas` workers plus a spare per straggler and per exclusive call. Exclusive
+        calls count at most `replicas` spares; the sum of spares is at most MAX_SPARE_WORKERS.
         """
         replicas = self._settings.replicas
         straggling = sum(worker.is_straggler for worker in self._workers)
@@ -256,6 +281,7 @@ class WorkerPool:
         return target - len(healthy) - self._num_starting
 
     async def _try_add_worker(self) -> None:
+        """Add a worker in the background; record a failure for the calls that wait for a worker."""
         try:
             await self._add_worker()
         except (ConfigError, WorkerCrashError, OSError) as error:
@@ -264,6 +290,7 @@ class WorkerPool:
         await self._notify_waiters()
 
     async def _add_worker(self) -> None:
+        """Start a worker and add it to the pool. Raises ConfigError or WorkerCrashError."""
         try:
             process = await WorkerProcess.start(
                 self._target, self._payload, within_s=START_TIMEOUT_S
@@ -281,6 +308,7 @@ class WorkerPool:
         self._workers.append(_WorkerState(process, {}, slots))
 
     def _kill_worker(self, worker: _WorkerState, error: WorkerError, cause: str) -> None:
+        """Kill a worker, unless killed before; its running calls then raise `error`."""
         if worker.exit_error is None:
             worker.exit_error = error
             worker.was_shared = len(worker.call_start_times) > 1
@@ -288,11 +316,13 @@ class WorkerPool:
             self._retire_worker(worker)
 
     def _retire_worker(self, worker: _WorkerState) -> None:
+        """Remove a worker from the pool and kill its process in the background."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._spawn_task(worker.process.kill())
 
     async def _monitor_workers(self) -> None:
+        """Look for stragglers and excessive memory every MONITOR_INTERVAL_S, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(MONITOR_INTERVAL_S)
@@ -303,6 +333,10 @@ class WorkerPool:
                 _log.exception("monitoring the workers of %s failed", self._name)
 
     def _deprioritize_stragglers(self, now: float) -> None:
+        """Mark workers with an overdue call as stragglers and lower their CPU priority.
+
+        Workers with an async handler are exempt: they serve further calls meanwhile.
+        """
         median = statistics.median(self._recent_durations) if self._recent_durations else 0.0
         limit_s = max(STRAGGLER_MIN_S, STRAGGLER_RATIO * median)
         for worker in [worker for worker in self._workers if worker.call_start_times]:
@@ -312,6 +346,7 @@ class WorkerPool:
                     worker.process.lower_priority()
 
     async def _kill_over_memory(self) -> None:
+        """Kill each worker whose process tree uses more than memory_bytes."""
         limit_bytes = self._settings.memory_bytes
         for worker in list(self._workers):
             used_bytes = await asyncio.to_thread(
@@ -325,6 +360,7 @@ class WorkerPool:
                 self._kill_worker(worker, WorkerMemoryError(text), "memory")
 
     def _spawn_task(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Start a task and keep a reference until it ends; asyncio keeps only a weak reference."""
         task = asyncio.create_task(coroutine)
         self._background_tasks.add(task)
         task.add_done_callback(self._on_task_done)

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-#: The cached process list is valid for the longer of both: this age, and this multiple of the
+#: The cached process tree is valid for the longer of both: this age, and this multiple of the
 #: scan's duration. The multiple bounds the scan's CPU share on machines with many processes.
 _MAX_AGE_S = 0.04
 _AGE_PER_SCAN_TIME = 4
@@ -17,9 +17,10 @@ _PAGE_BYTES = 4096
 
 
 class ProcessTable:
-    """Cached process tree of the machine, shared by concurrent callers. Thread-safe.
+    """Memory use of process trees; scans of /proc are cached and shared by callers. Thread-safe.
 
-    mapping_bytes: kernel memory charged per memory mapping; 0 skips counting, which is faster.
+    mapping_bytes: kernel memory charged per memory mapping; 0: mappings are not counted, which is
+        faster.
     """
 
     def __init__(self, *, mapping_bytes: int = 0) -> None:
@@ -29,9 +30,10 @@ class ProcessTable:
         self._refresh_lock = threading.Lock()
 
     def measure_tree_memory(self, root: int, *, enough: float = math.inf) -> int:
-        """Return bytes of anonymous, shared and page-table memory of `root` and all descendants.
+        """Return the memory of the process with pid `root` and all its descendants, bytes.
 
-        enough: stop counting above this number of bytes.
+        Counts anonymous, shared and page-table memory. enough: stop counting above this number of
+        bytes.
         """
         children = self._refresh_children()
         total = 0
@@ -43,6 +45,7 @@ class ProcessTable:
         return total
 
     def _refresh_children(self) -> Mapping[int, Sequence[int]]:
+        """Return child pids by parent pid; scan /proc again if the last scan is too old."""
         with self._refresh_lock:
             started = time.monotonic()
             if started > self._valid_until:
@@ -52,7 +55,10 @@ class ProcessTable:
             return self._children_by_pid
 
     def _measure_process_memory(self, pid: int, enough: float) -> int:
-        """Return bytes of anonymous, shared and page-table memory; file mappings do not count."""
+        """Return anonymous, shared and page-table memory of a process, bytes; 0 after its exit.
+
+        File mappings do not count. enough: number of bytes above which counting may stop.
+        """
         for proc_dir in _iter_proc_dirs(pid):
             used_bytes = sum(_read_memory_sizes(f"{proc_dir}/status"))
             if used_bytes and self._mapping_bytes:
@@ -64,6 +70,7 @@ class ProcessTable:
 
 
 def _list_children_by_parent() -> Mapping[int, Sequence[int]]:
+    """Return child pids by parent pid for all processes of the machine."""
     children = defaultdict(list)
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -72,7 +79,7 @@ def _list_children_by_parent() -> Mapping[int, Sequence[int]]:
 
 
 def _read_parent_pid(pid: str) -> int:
-    """Return the parent's pid; 0 if the process has exited."""
+    """Return the parent's pid of process `pid`; 0 if the process has exited."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The command name may contain spaces and parentheses: parse after the last one.
@@ -84,7 +91,8 @@ def _read_parent_pid(pid: str) -> int:
 def _iter_proc_dirs(pid: int) -> Iterator[str]:
     """Yield the /proc directories of a process: its own, then those of its threads.
 
-    A process whose main thread has exited reports no memory; its other threads report all of it.
+    If the main thread has exited, the process's own directory shows no memory, and the directory of
+    each other thread shows the memory of the whole process.
     """
     yield f"/proc/{pid}"
     try:
@@ -96,7 +104,7 @@ def _iter_proc_dirs(pid: int) -> Iterator[str]:
 
 
 def _count_mappings(path: str, most: float) -> int:
-    """Count the memory mappings of a process, up to slightly more than `most`.
+    """Count the memory mappings listed in a /proc maps file; stop soon after `most`.
 
     Returns 0 for a process that has exited and for an unreadable process of another user.
     """
@@ -111,7 +119,7 @@ def _count_mappings(path: str, most: float) -> int:
 
 
 def _read_memory_sizes(path: str) -> list[int]:
-    """Return the sizes in a status file, bytes; empty if the process has exited."""
+    """Return the _MEMORY_FIELDS of a /proc status file, bytes; empty after the process's exit."""
     try:
         with open(path, "rb") as file:
             # Not splitlines(): a process name may contain \r, \f and other line boundaries.

@@ -1,4 +1,4 @@
-"""Handle of a worker process: the pool's end of the socket."""
+"""Handle by which the pool starts, calls and kills a worker process, over a socket."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,10 @@ class ProcessExitedError(Exception):
 
 
 class WorkerProcess:
-    """A worker process and the reaper process above it, connected by a socket."""
+    """A worker process, connected by a socket. Create with `start`.
+
+    The worker's parent is a reaper process (reaper.py), which kills all descendants of the worker.
+    """
 
     def __init__(
         self, reaper_process: "subprocess.Popen[bytes]", streams: "_SocketStreams"
@@ -50,8 +53,9 @@ class WorkerProcess:
     async def start(cls, target: str, payload: Any, *, within_s: float) -> "WorkerProcess":
         """Start a worker and wait until the handler is loaded.
 
-        Raises ConfigError if loading the handler does, and ProcessExitedError if the process exits
-        early or is not ready within `within_s` seconds.
+        target: "module:function"; the worker calls this function with `payload` to get the handler.
+            Raises ConfigError if loading the handler does, and ProcessExitedError if the process
+            exits early or is not ready within `within_s` seconds.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -74,6 +78,7 @@ class WorkerProcess:
         return process
 
     async def _wait_until_ready(self, payload: Any) -> None:
+        """Send the payload and wait until the worker has loaded the handler. Raises ConfigError."""
         self._writer.write(pack_message(payload))
         kind, first, self.is_async = await self._receive_message()
         if kind == LOAD_FAILED:
@@ -84,7 +89,7 @@ class WorkerProcess:
     async def send_request(self, call_id: int, request: Any) -> tuple[bool, Any]:
         """Send a request; return (True, result) or (False, error message of the handler).
 
-        Raises ProcessExitedError.
+        call_id: unique among the worker's calls. Raises ProcessExitedError.
         """
         response = asyncio.get_running_loop().create_future()
         self._pending_responses[call_id] = response
@@ -97,7 +102,7 @@ class WorkerProcess:
             self._pending_responses.pop(call_id, None)
 
     async def cancel_request(self, call_id: int, *, within_s: float) -> bool:
-        """Cancel a call of an async handler; return False if the call does not end in time."""
+        """Cancel a call of an async handler; return False if still running after `within_s`."""
         response = asyncio.get_running_loop().create_future()
         self._pending_responses[call_id] = response
         try:
@@ -111,7 +116,7 @@ class WorkerProcess:
         return True
 
     async def _dispatch_responses(self) -> None:
-        """Resolve the future of each response until the process exits."""
+        """Pass responses to the calls that await them; fail open calls when the process exits."""
         try:
             while True:
                 kind, call_id, answer = await self._receive_message()
@@ -128,6 +133,10 @@ class WorkerProcess:
                     future.set_exception(ProcessExitedError(self.exit_reason))
 
     async def _receive_message(self) -> Any:
+        """Read and unpickle the worker's next message.
+
+        Raises ProcessExitedError if the worker has exited or the message is unreadable.
+        """
         try:
             size = unpack_length(await self._reader.readexactly(HEADER_BYTES))
             if size > MAX_RESPONSE_BYTES:
@@ -145,7 +154,7 @@ class WorkerProcess:
 
     @property
     def exit_reason(self) -> str:
-        """Exit code, signal or unreadable response that ended the worker."""
+        """Error message: exit code, signal or unreadable response that ended the worker."""
         code = self._reaper.poll()
         if self._last_error.startswith(_BAD_RESPONSE):
             return self._last_error
@@ -161,6 +170,7 @@ class WorkerProcess:
         return self._reaper.pid
 
     def lower_priority(self) -> None:
+        """Give the worker's process group the lowest CPU priority."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpriority(os.PRIO_PGRP, self._worker_pid, LOWEST_PRIORITY)
 
@@ -191,7 +201,10 @@ _SocketStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def _launch_reaper(
     theirs: socket.socket, target: str, ours: socket.socket
 ) -> "subprocess.Popen[bytes]":
-    """Spawn a reaper on socket `theirs`; if cancelled, close both sockets and wait for the exit."""
+    """Start a reaper, which starts the worker. ours, theirs: the pool's and the worker's socket.
+
+    If cancelled, closes both sockets and waits for the reaper's exit.
+    """
     launching = asyncio.create_task(asyncio.to_thread(_spawn_reaper, theirs.fileno(), target))
     try:
         return await asyncio.shield(launching)

@@ -25,6 +25,7 @@ KILL_TIMEOUT_S = 5.0
 
 
 def main() -> None:
+    """Fork the worker, wait for its exit, kill its descendants and exit with its exit code."""
     channel, target = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     sys.path[:] = json.loads(sys.argv[3])
     libc = ctypes.CDLL(None, use_errno=True)
@@ -51,9 +52,9 @@ def main() -> None:
 
 
 def wait_for_worker(channel: socket.socket, worker: int) -> int:
-    """Wait for the worker's exit, or kill the worker once the channel closes; return the exit code.
+    """Wait until the worker exits; kill the worker if the pool closes `channel`, its socket.
 
-    A worker killed by a signal gives 128 + signal number.
+    worker: pid. Returns the exit code; 128 + signal number for a worker killed by a signal.
     """
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP)
@@ -68,7 +69,10 @@ def wait_for_worker(channel: socket.socket, worker: int) -> int:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants of this process; orphans of the worker are its children."""
+    """Kill all descendants of the reaper, orphans of the worker included.
+
+    Gives up after KILL_TIMEOUT_S.
+    """
     import psutil
 
     this_process, deadline = psutil.Process(), time.monotonic() + KILL_TIMEOUT_S

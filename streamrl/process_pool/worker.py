@@ -29,7 +29,10 @@ LOAD_FAILED, READY, RESULT, FAILED, REQUEST, CANCEL = (
 
 
 def run_worker(channel: socket.socket, target: str) -> NoReturn:
-    """Load the handler that target(first message) returns, and serve. target: "module:function"."""
+    """Load a handler and serve requests from `channel`, the socket to the pool, until it closes.
+
+    target: "module:function"; called with the first message, this function returns the handler.
+    """
     _detach_stdio()
     reader = channel.makefile("rb")
     try:
@@ -51,7 +54,7 @@ def run_worker(channel: socket.socket, target: str) -> NoReturn:
 
 
 def _detach_stdio() -> None:
-    """Make stdin empty and redirect stdout to stderr."""
+    """Give this process an empty stdin and redirect its stdout to stderr."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdin = open(0)  # noqa: SIM115 - stays open as long as the process
@@ -63,6 +66,7 @@ def is_async_handler(handler: RequestHandler) -> bool:
 
 
 def _serve_sync(handler: RequestHandler, channel: socket.socket, reader: BinaryIO) -> None:
+    """Handle requests in the main thread, each after the end of the previous request."""
     worker_pid = os.getpid()
     while True:
         kind, call_id, request = read_message(reader.read)
@@ -73,12 +77,13 @@ def _serve_sync(handler: RequestHandler, channel: socket.socket, reader: BinaryI
 
 
 def _exit_if_forked(worker_pid: int) -> None:
-    """Exit if this is a fork of the worker: user code may fork and return in the child too."""
+    """Exit if this process is a fork of the worker: user code may fork and return in the child."""
     if os.getpid() != worker_pid:
         os._exit(0)
 
 
 def _serve_async(handler: RequestHandler, channel: socket.socket, reader: BinaryIO) -> None:
+    """Handle requests concurrently on an event loop; cancel a request if the pool demands so."""
     send_lock, worker_pid = asyncio.Lock(), os.getpid()
 
     async def handle_request(call_id: int, request: Any) -> None:
@@ -109,6 +114,7 @@ def _serve_async(handler: RequestHandler, channel: socket.socket, reader: Binary
 
 
 def _handle_request(call_id: int, handler: RequestHandler, request: Any) -> bytes:
+    """Call the handler; return the packed result or error message."""
     try:
         return pack_message((RESULT, call_id, handler(request)))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - reported

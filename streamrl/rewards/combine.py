@@ -20,7 +20,7 @@ from streamrl.rewards.interface.reward import (
 )
 from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 
-#: Parameters that a user's function may declare.
+#: Parameters that a user's combine function may declare.
 COMBINE_PARAMETERS = ("rewards", "prompt", "completion")
 ResultsByComponent = Mapping[str, Sequence[RewardResult]]
 ComponentScores = dict[str, float | None]
@@ -42,23 +42,26 @@ class RewardComponent:
 
 
 class ScoreCombiner(Protocol):
-    """Combines component results into one score per completion."""
+    """Combines the results of all reward components into a single score per completion."""
 
     async def start(self) -> None:
-        """Start worker processes. Raises ConfigError if the settings are unusable."""
+        """Start worker processes, if needed. Raises ConfigError if `scorer.combine` is unusable."""
         ...
 
     async def combine_scores(
         self, prompt: Prompt, completions: Sequence[str], results: ResultsByComponent
     ) -> Array:
-        """Return combined scores, float64 [G]. Raises RewardError."""
+        """Return the combined score of each completion, float64 [G]. Raises RewardError.
+
+        results: by component name, a result per completion.
+        """
         ...
 
     async def close(self) -> None: ...
 
 
 class WeightedSumCombiner:
-    """Sum of weight * score in float64; 0 if a gate fails.
+    """Combines component scores as the sum of weight * score in float64; 0 if a gate fails.
 
     A component that abstains from a completion (returns None) is left out of its sum, as in TRL.
     """
@@ -73,7 +76,7 @@ class WeightedSumCombiner:
     async def combine_scores(
         self, prompt: Prompt, completions: Sequence[str], results: ResultsByComponent
     ) -> Array:
-        """Return combined scores, float64 [G].
+        """Return the weighted sum of each completion, float64 [G].
 
         Raises RewardError if every component with a weight or gate abstains from a completion.
         """
@@ -99,9 +102,10 @@ class WeightedSumCombiner:
 
 
 class FunctionCombiner:
-    """User function `combine(rewards, prompt, completion)`, run in a worker process.
+    """Combines component scores with a user's function `combine(rewards, prompt, completion)`.
 
-    The function declares any subset of the parameters. `rewards` is a ComponentScores.
+    The function runs in a worker process and declares any subset of these parameters. rewards: the
+    completion's scores by component name, None for a component that abstains.
     """
 
     def __init__(self, scorer: ScorerConfig) -> None:
@@ -120,7 +124,10 @@ class FunctionCombiner:
     async def combine_scores(
         self, prompt: Prompt, completions: Sequence[str], results: ResultsByComponent
     ) -> Array:
-        """Call the function for each completion. Raises RewardError if a result is not a number."""
+        """Call the user's function for each completion; return its numbers, float64 [G].
+
+        Raises RewardError if a result is not a number.
+        """
         scores = [
             {name: _score_or_none(group[i]) for name, group in results.items()}
             for i in range(len(completions))
@@ -134,7 +141,7 @@ def _score_or_none(result: RewardResult) -> float | None:
 
 
 def load_combine_function(reference: str) -> tuple[FileFunction, Sequence[str]]:
-    """Load the function named by `scorer.combine`; return the function and its parameters.
+    """Load the user's function named by `scorer.combine`; return the function and its parameters.
 
     Raises ConfigError if the file or the function cannot be used.
     """
@@ -143,7 +150,11 @@ def load_combine_function(reference: str) -> tuple[FileFunction, Sequence[str]]:
 
 
 def make_combine_handler(reference: str) -> Callable[[Any], list[float] | str]:
-    """Return the handler of the combine worker: a score per completion, or an error message."""
+    """Return the handler that the worker process of a FunctionCombiner runs.
+
+    The handler maps (prompt, completions, component scores of each completion) to a combined score
+    per completion, or to an error message.
+    """
     code, parameters = load_combine_function(reference)
 
     def combine(request: tuple[Prompt, list[str], list[ComponentScores]]) -> list[float] | str:
@@ -173,6 +184,7 @@ def _call_function(code: FileFunction, arguments: Mapping[str, Any]) -> Any:
 
 
 def _require_number(code: FileFunction, value: Any, index: int) -> float:
+    """Return the user function's result as float. Raises RewardError unless a finite number."""
     number = to_finite_float(value)
     if number is None:
         raise RewardError(
@@ -183,9 +195,10 @@ def _require_number(code: FileFunction, value: Any, index: int) -> float:
 
 
 def build_combiner(components: Sequence[RewardComponent], scorer: ScorerConfig) -> ScoreCombiner:
-    """Build the combiner of `scorer.combine`.
+    """Build the combiner for the user's function named by `scorer.combine`.
 
-    Raises ConfigError if the function cannot be used or a component sets a weight or gate.
+    Raises ConfigError if the function cannot be used, or if a component sets a weight or a gate,
+    which the function would ignore.
     """
     for component in components:
         if component.is_gate or component.weight != 1.0:

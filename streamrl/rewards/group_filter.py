@@ -20,7 +20,7 @@ from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt
 from streamrl.rewards.interface.checks import format_value
 
 AUTO_OVERSAMPLE = "auto"
-#: Parameters that a user's function may declare.
+#: Parameters that a user's filter function may declare.
 FILTER_PARAMETERS = ("prompt", "scores", "rewards")
 
 
@@ -83,12 +83,12 @@ class FilterConfig:
 
 @dataclass
 class EmptyFilterOptions:
-    """Options of a kind without options."""
+    """Options of filter kinds without options: none, equal_rewards."""
 
 
 @dataclass
 class MeanOutsideOptions:
-    """Options of kind mean_outside.
+    """Options of filter kind `mean_outside`.
 
     low: lower end of the interval, exclusive.
     high: upper end of the interval, exclusive.
@@ -107,7 +107,7 @@ class MeanOutsideOptions:
 
 @dataclass
 class FunctionFilterOptions:
-    """Options of kind function.
+    """Options of filter kind `function`.
 
     path: the Python file.
     function: name of the function in that file.
@@ -118,6 +118,8 @@ class FunctionFilterOptions:
 
 
 class GroupFilter(Protocol):
+    """Decides whether a scored group is trained or rejected."""
+
     def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
         """Return the reason to reject the group, or None to accept the group.
 
@@ -128,14 +130,14 @@ class GroupFilter(Protocol):
 
 
 class KeepAllFilter:
-    """Kind `none`: accepts every group."""
+    """Filter kind `none`: accepts every group."""
 
     def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
         return None
 
 
 class EqualRewardsFilter:
-    """Kind `equal_rewards`: rejects groups of two or more rollouts with exactly equal scores."""
+    """Filter kind `equal_rewards`: rejects groups of two or more rollouts with equal scores."""
 
     def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
         scores = columns["scores"]
@@ -145,7 +147,7 @@ class EqualRewardsFilter:
 
 
 class MeanOutsideFilter:
-    """Kind `mean_outside`: rejects groups with a mean score outside (low, high)."""
+    """Filter kind `mean_outside`: rejects groups with a mean score outside (low, high)."""
 
     def __init__(self, options: MeanOutsideOptions) -> None:
         self._low, self._high = options.low, options.high
@@ -159,7 +161,7 @@ class MeanOutsideFilter:
 
 
 class FunctionFilter:
-    """Kind `function`: rejects groups for which the user's function returns False.
+    """Filter kind `function`: rejects groups for which the user's function returns False.
 
     The function is `keep(prompt, scores, rewards)` with any subset of these parameters. scores: a
     float per rollout. rewards: a list of floats per named reward, None where that reward abstains.
@@ -188,6 +190,7 @@ class FunctionFilter:
         return f"{self._file_function.name} in {self._file_function.file}"
 
     def _call_function(self, prompt: Prompt, columns: Columns) -> Any:
+        """Call the user's function with the arguments that it declares. Raises RewardError."""
         rewards = {
             name.removeprefix(COMPONENT_PREFIX): [
                 None if math.isnan(x) else x for x in column.tolist()
@@ -208,6 +211,8 @@ class FunctionFilter:
 
 @dataclass(frozen=True)
 class FilterKind:
+    """A filter kind: function that builds the filter from its options, and type of the options."""
+
     create_filter: Callable[[Any], GroupFilter]
     options_type: type
 

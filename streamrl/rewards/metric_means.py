@@ -12,13 +12,19 @@ _SUM_SUFFIX, _COUNT_SUFFIX = ":sum", ":count"
 
 
 class ExtraMetricSums:
-    """Sums and counts by metric; unlike means, sums can be added across scorers."""
+    """Sums and counts of the extra metrics that rewards return, by metric name.
+
+    Unlike means, sums can be added across scorers.
+    """
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
 
     def add_results(self, component: str, results: Sequence[RewardResult]) -> None:
-        """Add a component's extra metrics; ignore new names beyond MAX_EXTRA_METRICS."""
+        """Add the extra metrics of a component's results.
+
+        Metrics with new names beyond MAX_EXTRA_METRICS are ignored.
+        """
         for result in results:
             for name, number in result.extra_metrics:
                 metric = f"{component}/{to_metric_segment(name)}"
@@ -27,12 +33,16 @@ class ExtraMetricSums:
                     self._sums[metric + _COUNT_SUFFIX] += 1
 
     def drain_sums(self) -> dict[str, float]:
+        """Return the sums and counts since the last call, by name with suffix, and reset them."""
         sums, self._sums = self._sums, Counter()
         return dict(sums)
 
 
 def sums_to_means(counts: Mapping[str, float]) -> dict[str, float]:
-    """Replace each sum and count of `ExtraMetricSums` by a mean; keep all other entries."""
+    """Replace each sum and count from `ExtraMetricSums.drain_sums` by their mean.
+
+    Other entries of `counts` are kept.
+    """
     means = {}
     for name, value in counts.items():
         if name.endswith(_SUM_SUFFIX):

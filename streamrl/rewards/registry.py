@@ -43,7 +43,7 @@ from streamrl.rewards.user_code.plugins import list_installed_kinds
 
 @dataclass(frozen=True)
 class RewardKind:
-    """A reward kind: one-line summary, type of the options, factory.
+    """A reward kind: one-line summary, type of its options, function that builds the reward.
 
     can_use_devices: the reward may use the devices of the scorer replica, as a model does.
     """
@@ -144,10 +144,10 @@ def build_rewards(
     *,
     score_spec: ScoreSpec = REWARDS,
 ) -> RewardSet:
-    """Build the rewards or costs of a run, not yet started.
+    """Build the rewards or costs of a run from the config; `RewardSet.start` starts them.
 
-    Raises ConfigError if the list is empty, a kind is unknown, a name repeats, a weight is not
-    finite, or the options do not fit the kind.
+    score_spec: REWARDS or COSTS. Raises ConfigError if the list is empty, a kind is unknown, a name
+        repeats, a weight is not finite, or the options do not fit the kind.
     """
     section, context = score_spec.section, context or RewardContext()
     if not configs:
@@ -172,7 +172,10 @@ def build_rewards(
 
 
 def may_use_devices(configs: Sequence[RewardConfig]) -> bool:
-    """Return True if a reward may use the devices of its replica; user-defined kinds always may."""
+    """Return True if any of the rewards may use the devices of its scorer replica.
+
+    User-defined kinds always may.
+    """
     return any(
         config.kind not in REWARD_KINDS or REWARD_KINDS[config.kind].can_use_devices
         for config in configs
@@ -189,6 +192,7 @@ def check_options(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> Non
 
 
 def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
+    """Raise ConfigError for an invalid weight or component name in a config entry."""
     if not math.isfinite(config.weight):
         raise ConfigError(f"rewards.weight={config.weight}: must be finite")
     if config.name and not re.fullmatch(r"[\w.-]+", config.name, re.ASCII):
@@ -202,6 +206,10 @@ def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
 
 
 def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
+    """Build the reward of a config entry: a built-in kind, or a kind that user code registers.
+
+    Raises ConfigError for an unknown kind.
+    """
     kind, name = REWARD_KINDS.get(config.kind), config.component_name
     if kind is not None:
         _check_keys(config, kind)
@@ -219,7 +227,10 @@ def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
 
 
 def _check_keys(config: RewardConfig, kind: RewardKind) -> None:
-    """Raise ConfigError for an unknown option; suggest keys of the entry too."""
+    """Raise ConfigError for an option that the kind does not have.
+
+    The error suggests similar names of options, and of fields of RewardConfig.
+    """
     options = [option.name for option in dataclasses.fields(kind.options_type)]
     for key, value in config.options.items():
         if key not in options:

@@ -21,13 +21,13 @@ from streamrl.rewards.interface.verdict import RewardResult
 from streamrl.rewards.metric_means import ExtraMetricSums
 
 START_TIMEOUT_S = 180.0
-"""Deadline per reward; long because a reward may load a model."""
+"""Deadline to start a reward; long because a reward may load a model."""
 _ScoreTask = asyncio.Task[tuple[Sequence[RewardResult], float]]
 
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """Naming of rewards or costs: config section, noun in messages, columns.
+    """Words that differ between rewards and costs: config section, noun in messages, columns.
 
     column_prefix: prefix of a component's column. total_column: column of the combined score.
     """
@@ -58,7 +58,7 @@ class GroupRewardResult:
 
 @contextmanager
 def naming_config_errors(section: str, index: int) -> Iterator[None]:
-    """Replace "rewards." in ConfigErrors by the entry's position, such as "costs[1].".
+    """Replace "rewards." in a ConfigError by the config entry's position, such as "costs[1].".
 
     A reward knows neither its position in the list nor whether it computes a cost.
     """
@@ -69,7 +69,10 @@ def naming_config_errors(section: str, index: int) -> Iterator[None]:
 
 
 class RewardSet:
-    """All rewards, or all costs, of a run. Every reward enforces its own timeout."""
+    """All rewards, or all costs, of a run. Every reward enforces its own timeout.
+
+    combiner: combines the component scores; default: weighted sum. score_spec: REWARDS or COSTS.
+    """
 
     def __init__(
         self,
@@ -140,6 +143,7 @@ class RewardSet:
 
     @asynccontextmanager
     async def _start_deadline(self, name: str) -> AsyncIterator[None]:
+        """Raise RewardError if starting reward `name` takes more than START_TIMEOUT_S."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 yield
@@ -153,13 +157,15 @@ class RewardSet:
         await self._combiner.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Array]:
-        """Return float32 [G] columns: one per component, and `scores` or `costs` combined.
+        """Score a group; return columns, float32 [G]: one per component, and `scores` or `costs`
+        combined.
 
-        Raises RewardError as `judge_group` does.
+        Raises RewardError naming the reward and the uid.
         """
         return self.to_columns(await self.judge_group(prompt, completions))
 
     def to_columns(self, group_result: GroupRewardResult) -> dict[str, Array]:
+        """Return the scores of a group as columns, float32 [G]: one per component, and combined."""
         columns: dict[str, Array] = {
             self._score_spec.column_prefix + name: np.array(
                 [result.score for result in results], np.float32
@@ -169,7 +175,10 @@ class RewardSet:
         return {**columns, self._score_spec.total_column: group_result.totals.astype(np.float32)}
 
     async def judge_group(self, prompt: Prompt, completions: Sequence[str]) -> GroupRewardResult:
-        """Score a group with all rewards. Raises RewardError naming the reward and the uid."""
+        """Score the completions of a group with all rewards, concurrently, and combine the scores.
+
+        Raises RewardError naming the reward and the uid.
+        """
         tasks = [
             asyncio.create_task(self._score_timed(component, prompt, completions))
             for component in self._components
@@ -201,6 +210,7 @@ class RewardSet:
     async def _score_timed(
         component: RewardComponent, prompt: Prompt, completions: Sequence[str]
     ) -> tuple[Sequence[RewardResult], float]:
+        """Score a group with a component; return the results and the duration, s."""
         started = time.perf_counter()
         results = await component.reward.score(prompt, completions)
         return results, time.perf_counter() - started
@@ -208,6 +218,7 @@ class RewardSet:
     async def _combine_scores(
         self, prompt: Prompt, completions: Sequence[str], components: ResultsByComponent
     ) -> Array:
+        """Combine the component scores of a group. Raises RewardError naming the uid."""
         where = f"combined {self._score_spec.noun}, {describe_prompt(prompt)}"
         try:
             totals = await self._combiner.combine_scores(prompt, completions, components)
@@ -217,6 +228,7 @@ class RewardSet:
         return _validate_finite(totals, where)
 
     def _raise_failure(self, prompt: Prompt, tasks: Sequence[_ScoreTask]) -> None:
+        """Raise the error of the first failed component, naming the component and the uid."""
         for name, task in zip(self.component_names, tasks, strict=True):
             if not task.done():
                 continue
@@ -230,9 +242,10 @@ class RewardSet:
                 raise failure
 
     def drain_counts(self) -> dict[str, float]:
-        """Return and reset counts: completions by outcome, killed processes by cause.
+        """Return the counts since the last call by metric name, and reset them.
 
-        Includes sum and count of every extra metric (see metric_means.py).
+        Counts completions by outcome and killed processes by cause, and includes the sum and the
+        count of every extra metric (see metric_means.py).
         """
         outcomes, self._outcome_counts = self._outcome_counts, Counter()
         total_kills: Counter[str] = Counter()

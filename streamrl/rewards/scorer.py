@@ -1,4 +1,4 @@
-"""Workers of the reward stage: decode completions, score them, filter groups, keep samples."""
+"""Workers of the reward stage: decode completions, score them, filter groups, record samples."""
 
 import asyncio
 import hashlib
@@ -23,6 +23,7 @@ MAX_SAMPLES_PER_DRAIN = 2
 async def _judge_texts(
     rewards: RewardSet, experience: Experience, texts: Sequence[str]
 ) -> GroupRewardResult | StreamError:
+    """Score the decoded completions of a group; return a RewardError instead of raising."""
     assert experience.prompt is not None
     try:
         return await rewards.judge_group(experience.prompt, texts)
@@ -51,7 +52,7 @@ def _hash_answer(answer: str) -> int:
 
 
 def describe_completion(group_result: GroupRewardResult, index: int) -> dict[str, Any]:
-    """Return scores and outcomes of a completion by component, as JSON types.
+    """Return scores and outcomes of the completion at `index` by component, as JSON types.
 
     The score is None where the component abstains. `numbers` holds the extra metrics.
     """
@@ -67,7 +68,7 @@ def describe_completion(group_result: GroupRewardResult, index: int) -> dict[str
 class RewardScorer:
     """Decodes completions and scores them with the run's rewards, all groups concurrently.
 
-    The group filter applies to groups of the stream, not to groups of an evaluation.
+    group_filter: applies to groups of the stream, not to groups of an evaluation.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class RewardScorer:
         return {"baseline_scores": np.repeat(baseline, len(columns["lengths"]))}
 
     async def _score_group(self, experience: Experience) -> StageResult:
+        """Score a group of the stream or of an evaluation; filter only groups of the stream."""
         assert experience.prompt is not None
         texts = decode_ids(self._tokenizer, extract_completions(experience.columns))
         group_result = await _judge_texts(self._reward_set, experience, texts)
@@ -124,6 +126,7 @@ class RewardScorer:
     def _record_sample(
         self, experience: Experience, texts: Sequence[str], group_result: GroupRewardResult
     ) -> None:
+        """Keep texts, scores and outcomes of a group for `drain_samples`."""
         assert experience.prompt is not None
         self._samples.append(
             {
@@ -140,7 +143,10 @@ class RewardScorer:
         )
 
     def drain_samples(self) -> list[Mapping[str, Any]]:
-        """Return the groups kept since the last call, decoded, at most MAX_SAMPLES_PER_DRAIN."""
+        """Return groups recorded since the last call, with prompt, decoded completions and scores.
+
+        Groups beyond the first MAX_SAMPLES_PER_DRAIN between two calls are not recorded.
+        """
         samples, self._samples = self._samples, []
         return samples
 

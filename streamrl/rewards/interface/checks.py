@@ -11,11 +11,15 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def format_value(value: Any) -> str:
+    """Return a shortened repr on a single line, for error messages."""
     return " ".join(reprlib.repr(value).split())
 
 
 def to_finite_float(value: Any) -> float | None:
-    """Convert a number, bool or one-element tensor within float32 range to float; else None."""
+    """Convert a number, bool or one-element tensor within float32 range to float.
+
+    Returns None for every other value.
+    """
     if hasattr(value, "item") and not isinstance(value, Real | np.bool_):
         # item() raises for a tensor with more than one element.
         with contextlib.suppress(ValueError, RuntimeError):

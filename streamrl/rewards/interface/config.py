@@ -10,7 +10,7 @@ from streamrl.errors import ConfigError
 
 @dataclass
 class RewardConfig:
-    """Entry of the list `rewards`.
+    """Entry of the config list `rewards` or `costs`.
 
     kind: reward kind; `streamrl rewards` lists the kinds.
     name: component name, logged as reward/<name>; empty: the kind.
@@ -32,7 +32,7 @@ class RewardConfig:
 
 @dataclass
 class ScorerConfig:
-    """The reward stage.
+    """Config section `scorer`: the processes of the reward stage.
 
     replicas: scorer processes.
     max_groups: groups that a replica scores concurrently.
@@ -55,7 +55,7 @@ class ScorerConfig:
 
 @dataclass
 class SandboxConfig:
-    """Sandbox of generated programs.
+    """Config section `sandbox`: isolation of generated programs.
 
     allow_unsafe: run programs even if this machine cannot isolate them. The programs then have all
         rights of the user of streamrl.
@@ -65,9 +65,10 @@ class SandboxConfig:
 
 
 def fold_options(entry: dict[str, Any], keys: Iterator[str] | set[str]) -> dict[str, Any]:
-    """Move all entries except `keys` into the dict under "options".
+    """Move options written directly in a config entry into the entry's dict "options".
 
-    {kind: regex, pattern: x} becomes {kind: regex, options: {pattern: x}}.
+    keys: keys of the entry itself, which stay. Example with key `kind`: {kind: regex, pattern: x}
+        becomes {kind: regex, options: {pattern: x}}.
     """
     entry_keys = set(keys)
     inline_options = {key: value for key, value in entry.items() if key not in entry_keys}

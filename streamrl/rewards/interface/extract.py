@@ -13,19 +13,22 @@ from streamrl.messages import Array, Rollout
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Deadline of a search: nested repeats can backtrack for exponential time.
+#: Deadline of a regular expression on a text: nested repeats can backtrack for exponential time.
 SEARCH_TIMEOUT_S = 0.5
 
 
 def decode_completions(
     tokenizer: "PreTrainedTokenizerBase", rollouts: Sequence[Rollout]
 ) -> list[str]:
-    """Decode each rollout without its prompt and special tokens; spaces are kept as sampled."""
+    """Decode the completion of each rollout to text.
+
+    The text has neither prompt nor special tokens; spaces are kept as sampled.
+    """
     return decode_ids(tokenizer, [rollout.completion_ids for rollout in rollouts])
 
 
 def decode_ids(tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array]) -> list[str]:
-    """Decode completions, int32 [C] each, without special tokens."""
+    """Decode token ids, int32 [tokens] per completion, to text without special tokens."""
     texts = tokenizer.batch_decode(
         [completion.tolist() for completion in completions],
         skip_special_tokens=True,
@@ -35,14 +38,17 @@ def decode_ids(tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array
 
 
 class PatternTimeoutError(RewardError):
-    """A pattern exceeded SEARCH_TIMEOUT_S; the completion's outcome is then TIMEOUT."""
+    """Searching a completion with a regular expression took more than SEARCH_TIMEOUT_S.
+
+    The completion's outcome is then TIMEOUT.
+    """
 
 
 class AnswerPattern:
-    """Regular expression that locates an answer, with a deadline per search.
+    """Regular expression that locates an answer in a completion, with a deadline per search.
 
-    Uses the `regex` package because `re` has no timeout. Raises ConfigError for an invalid
-    pattern; the message names the reward's option `option`.
+    Uses the `regex` package because `re` has no timeout. option: reward option that holds the
+    pattern, named in error messages. Raises ConfigError for an invalid pattern.
     """
 
     def __init__(self, pattern: str, *, option: str = "pattern") -> None:
@@ -66,6 +72,7 @@ class AnswerPattern:
         return bool(self._find_matches(text, limit=1))
 
     def _find_matches(self, text: str, limit: int | None) -> list["regex.Match[str]"]:
+        """Return the first `limit` matches, or all matches. Raises PatternTimeoutError."""
         try:
             # concurrent=True releases the GIL during the search.
             matches = self._regex.finditer(text, timeout=SEARCH_TIMEOUT_S, concurrent=True)
@@ -79,7 +86,7 @@ class AnswerPattern:
 
 @dataclass
 class PatternOptions:
-    """Options of a rule that compares an answer.
+    """Options of reward kinds that compare an answer with the ground truth.
 
     pattern: regular expression of the answer: first group of the last match; empty: the whole
         completion is the answer.
@@ -88,11 +95,15 @@ class PatternOptions:
     pattern: str = ""
 
     def compile_pattern(self) -> AnswerPattern | None:
-        """Return the compiled pattern, or None if empty. Raises ConfigError if invalid."""
+        """Compile option `pattern`; return None if empty. Raises ConfigError if invalid."""
         return AnswerPattern(self.pattern) if self.pattern else None
 
 
 def extract_answer(completion: str, pattern: AnswerPattern | None) -> str | None:
-    """Return the match of `pattern`, or the completion without a pattern; whitespace stripped."""
+    """Return the answer in a completion, without surrounding whitespace.
+
+    The answer is the last match of `pattern` (None without a match), or the whole completion if
+    `pattern` is None.
+    """
     answer = completion if pattern is None else pattern.find_last(completion)
     return None if answer is None else answer.strip()

@@ -8,10 +8,11 @@ RowLogits = Sequence[float]
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
-    """Group row indices into batches of similar length, longest rows first.
+    """Sort rows by length, longest first, and cut them into batches; return row indices per batch.
 
-    A batch padded to its longest row has at most `max_tokens` tokens. Every length must be at most
-    `max_tokens`. Example: lengths [2, 5, 4], max_tokens 10 gives [[1, 2], [0]].
+    A batch padded to its longest row has at most `max_tokens` tokens, and at most `max_rows` rows.
+    Every length must be at most `max_tokens`. Example: lengths [2, 5, 4], max_tokens 10 gives [[1,
+    2], [0]].
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batches = []
@@ -23,9 +24,11 @@ def plan_batches(lengths: Sequence[int], max_tokens: int, max_rows: int) -> list
 
 
 class MicroBatcher:
-    """Runs waiting rows in rounds; rows that arrive during a round form the next round.
+    """Batches the token rows of concurrent callers for forward passes of a reward model.
 
-    compute: returns the logits of each row of a batch. Batches run one at a time.
+    Batches run in sequence; rows that arrive meanwhile wait and are batched together next.
+    compute: returns the logits of each row of a batch.
+    max_tokens, max_rows: limits of a batch; tokens include padding.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class MicroBatcher:
         self._open_futures: set[asyncio.Future[RowLogits]] = set()
 
     async def compute_rows(self, rows: Sequence[TokenRow]) -> list[RowLogits]:
-        """Return the logits of each row; rows must not be empty. Raises the errors of `compute`."""
+        """Return the logits of each nonempty row of token ids. Raises the errors of `compute`."""
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in rows]
         self._pending_rows += zip(rows, futures, strict=True)
@@ -58,6 +61,7 @@ class MicroBatcher:
                 future.cancel()
 
     async def _run_batches(self) -> None:
+        """Batch the waiting rows and run the batches, until no row waits."""
         while self._pending_rows:
             waiting, self._pending_rows = self._pending_rows, []
             lengths = [len(row) for row, _ in waiting]
@@ -70,6 +74,7 @@ class MicroBatcher:
     async def _run_batch(
         self, batch: Sequence[tuple[TokenRow, "asyncio.Future[RowLogits]"]]
     ) -> None:
+        """Run a batch and give each caller its logits or the error."""
         # return_exceptions: any error, CancelledError included, goes to the waiting callers.
         (logits,) = await asyncio.gather(
             self._compute([row for row, _ in batch]), return_exceptions=True

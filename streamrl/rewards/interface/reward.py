@@ -34,12 +34,12 @@ from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 OptionsT = TypeVar("OptionsT")
 
 BACKOFF_S = 0.25
-"""Attempt n + 1 waits BACKOFF_S * 2^n * uniform(0.5, 1.5) seconds."""
+"""Retry backoff: attempt n + 1 waits BACKOFF_S * 2^n * uniform(0.5, 1.5) seconds."""
 
 
 @dataclass(frozen=True)
 class RewardContext:
-    """Config sections shared by all rewards."""
+    """Config sections that every reward receives."""
 
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
@@ -55,9 +55,9 @@ class RewardSpec(Generic[OptionsT]):
 
 
 class Reward:
-    """Scores the completions of a prompt.
+    """Base class of rewards: a reward scores the completions of a prompt.
 
-    kill_counts: killed processes by cause.
+    kill_counts: number of killed processes by cause.
     model_bytes: bytes of model weights loaded into this process. A reward with model_bytes > 0 uses
         a GPU if available.
     """
@@ -80,7 +80,10 @@ class Reward:
         """Start processes and load models. Raises ConfigError or RewardError."""
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """Return one result per completion. Raises RewardError: failures never score 0."""
+        """Return a result per completion.
+
+        Raises RewardError if scoring fails: a failure never becomes a score of 0.
+        """
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -88,10 +91,11 @@ class Reward:
 
 
 class RuleReward(Reward):
-    """Pure function of completion and ground truth, run in a thread.
+    """Reward that is a pure function of completion and ground truth, run in a thread.
 
     A completion on which a regular expression exceeds its deadline has outcome TIMEOUT.
-    check_truth: raises RewardError for a ground truth that the rule cannot use.
+    judge: returns the result of (completion, ground truth).
+    check_truth: raises RewardError for a ground truth that `judge` cannot use.
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class RuleReward(Reward):
 
 @dataclass
 class RetryOptions:
-    """Options of a reward that depends on infrastructure.
+    """Retry options of rewards that depend on a server, a worker process or a model.
 
     attempts: attempts to score a group before the group is dropped.
     timeout_s: deadline of one attempt, s; null: scorer.timeout_s.
@@ -170,7 +174,7 @@ _REWARD_ERRORS: dict[type[WorkerError], type[RewardInfraError]] = {
 class WorkerReward(Reward):
     """Reward computed in worker processes that can be killed.
 
-    target: "module:function". Called with `payload`, the function returns the worker's handler. The
+    target: "module:function"; a worker calls this function with `payload` to get its handler. The
         handler maps (prompt, completions) to a list of results, or to a string: the error message
         of an invalid result, which is not retried.
     spec: its options are WorkerOptions.
@@ -195,7 +199,10 @@ class WorkerReward(Reward):
         await _start_pool(self._pool)
 
     async def probe_worker(self) -> Any:
-        """Start a temporary worker and return its response to the request None."""
+        """Load the handler in a temporary worker and return its response to the request None.
+
+        Handlers of user-defined functions respond with the function's FunctionCallSpec.
+        """
         pool = self._make_pool()
         try:
             await _start_pool(pool)
@@ -214,6 +221,10 @@ class WorkerReward(Reward):
         return results
 
     async def call_worker(self, request: Any) -> Any:
+        """Run a request in a worker, with retries, and return the response.
+
+        Raises RewardError if the response is an error message.
+        """
         attempt = itertools.count()
         # A request that failed before runs on an exclusive worker.
         return await retry_infra_errors(
@@ -222,6 +233,7 @@ class WorkerReward(Reward):
         )
 
     async def _call_once(self, request: Any, *, alone: bool = False) -> Any:
+        """Run a request in a worker without retries; convert failures to RewardErrors."""
         try:
             answer = await self._pool.call(request, alone=alone)
         except WorkerError as failure:
@@ -235,6 +247,7 @@ class WorkerReward(Reward):
 
 
 async def _start_pool(pool: WorkerPool) -> None:
+    """Start a worker pool; convert a crash of its first worker to RewardCrashError."""
     try:
         await pool.start()
     except WorkerCrashError as error:

@@ -42,6 +42,7 @@ class RewardResult:
 
     @classmethod
     def make_not_judged(cls) -> "RewardResult":
+        """Return the result of a reward that abstains: score NaN."""
         return cls(math.nan, RewardOutcome.NOT_JUDGED)
 
     @property
@@ -50,4 +51,5 @@ class RewardResult:
 
     @classmethod
     def from_correctness(cls, passes: bool, answer: str | None = None) -> "RewardResult":
+        """Return score 1 and PASS if `passes`, else score 0 and WRONG."""
         return cls(float(passes), RewardOutcome.PASS if passes else RewardOutcome.WRONG, answer)

@@ -38,7 +38,7 @@ class ClassifierFiles:
 
 
 def read_classifier(path: str) -> ClassifierFiles:
-    """Read the metadata without loading weights.
+    """Read the metadata of the model in directory `path` without loading weights.
 
     Raises ConfigError unless the directory holds a complete model with classification head and
     tokenizer. A language model is refused: transformers would initialize its head randomly.
@@ -84,7 +84,7 @@ def _read_config(path: str) -> Any:
 
 
 def _check_head(path: str, config: Any) -> None:
-    """Raise ConfigError unless the files contain the classification head with matching shapes."""
+    """Raise ConfigError unless the model files contain the head's weights with matching shapes."""
     try:
         with torch.device("meta"):
             skeleton = AutoModelForSequenceClassification.from_config(
@@ -111,9 +111,10 @@ def _check_head(path: str, config: Any) -> None:
 
 
 class SequenceClassifier:
-    """A loaded model, on the GPU if this process has one. Use only from the creating thread.
+    """A loaded sequence-classification model, on the GPU if this process has one.
 
-    Raises ConfigError if loading fails or parameters are missing.
+    Use only from the thread that creates the object. Raises ConfigError if loading fails or
+    parameters are missing.
     """
 
     def __init__(self, files: ClassifierFiles, *, dtype: str, threads: int) -> None:

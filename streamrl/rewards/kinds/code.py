@@ -63,18 +63,20 @@ class CodeOptions(RetryOptions):
 
 
 class ProgramRunner(Protocol):
+    """Runs programs against their tests: a local Sandbox or a RemoteSandbox."""
+
     async def run(self, program: SandboxProgram) -> ProgramResult:
-        """Run and judge the tests of a program. Raises RewardInfraError if unreachable."""
+        """Run a program's tests and judge the outputs. Raises RewardInfraError if unreachable."""
         ...
 
     async def close(self) -> None: ...
 
 
 class CodeReward(Reward):
-    """Extracts the program of each completion and runs the tests.
+    """Extracts the program of each completion and runs the tests of the ground truth.
 
-    Expected outputs never enter the sandbox. A completion on which `extract` exceeds its deadline
-    has outcome TIMEOUT. code_tests.py defines the format of the ground truth.
+    Expected outputs never enter the sandbox. A completion on which option `extract` exceeds its
+    deadline has outcome TIMEOUT. code_tests.py defines the format of the ground truth.
     Raises ConfigError for invalid limits or languages.
     """
 
@@ -111,6 +113,7 @@ class CodeReward(Reward):
             )
 
     async def _start_local_sandbox(self, *, jails: int) -> Sandbox:
+        """Start a sandbox for `jails` concurrent programs. Raises ConfigError."""
         return await Sandbox.start(
             self._limits,
             jails=jails,
@@ -139,6 +142,7 @@ class CodeReward(Reward):
         return await asyncio.gather(*map(judge, sources))
 
     def _extract_source(self, completion: str) -> str | PatternTimeoutError:
+        """Return the program in a completion, or the error of a search past its deadline."""
         try:
             source = self._program_pattern.find_last(completion)
         except PatternTimeoutError as error:
@@ -146,6 +150,7 @@ class CodeReward(Reward):
         return completion if source is None else source
 
     async def _judge_program(self, program: SandboxProgram) -> RewardResult:
+        """Run a program, retrying infrastructure errors, and convert its outcome to a result."""
         result: ProgramResult = await retry_infra_errors(
             lambda: self._run_program(program), self._options.attempts
         )
@@ -154,6 +159,7 @@ class CodeReward(Reward):
         return RewardResult(score, result.outcome, detail=result.detail)
 
     async def _run_program(self, program: SandboxProgram) -> ProgramResult:
+        """Run a program. Raises RewardInfraError for outcome INFRA_ERROR."""
         assert self._runner is not None, "not started"
         result = await self._runner.run(program)
         if result.outcome is RewardOutcome.INFRA_ERROR:
@@ -166,7 +172,10 @@ class CodeReward(Reward):
 
 
 def _select_language(options: CodeOptions) -> dict[str, LanguageSpec]:
-    """Return the configured language; user-defined languages override built-in languages."""
+    """Return the configured language as {name: spec}. Raises ConfigError if unknown.
+
+    User-defined languages override built-in languages.
+    """
     specs = dict(LANGUAGES)
     for name, settings in options.languages.items():
         entry = read_settings(_LanguageEntry, settings, section=f"rewards.languages.{name}")
@@ -183,6 +192,8 @@ def _select_language(options: CodeOptions) -> dict[str, LanguageSpec]:
 
 @dataclass
 class _LanguageEntry:
+    """A user-defined language in the config; the fields are those of LanguageSpec."""
+
     file: str
     run: list[str]
     compile: list[str] = field(default_factory=list)

@@ -20,7 +20,10 @@ ProgramTest = StdinTest | CallTest
 
 
 def read_tests(truth: Any, *, most: int = 0) -> list[ProgramTest]:
-    """Return the first `most` tests of a ground truth; 0: all. Raises RewardError if empty."""
+    """Parse the tests in a ground truth and return the first `most` tests; 0: all tests.
+
+    Raises RewardError if the ground truth is malformed or contains no tests.
+    """
     try:
         fields = _parse_object(truth)
         tests = (
@@ -44,6 +47,7 @@ def _parse_assertions(cases: Any) -> list[ProgramTest]:
 
 
 def _parse_object(truth: Any) -> dict[str, Any]:
+    """Return a ground truth, a dict or its JSON, as dict. Raises RewardError."""
     if isinstance(truth, str):
         try:
             truth = parse_json(truth)
@@ -59,6 +63,7 @@ def _parse_object(truth: Any) -> dict[str, Any]:
 
 
 def _parse_pairs(fields: dict[str, Any]) -> list[ProgramTest]:
+    """Parse `inputs` and `outputs`: tests on stdin, or function calls if fn_name is given."""
     inputs, outputs = fields.get("inputs"), fields.get("outputs")
     for name, values in (("inputs", inputs), ("outputs", outputs)):
         if not isinstance(values, Sequence) or isinstance(values, str):
@@ -87,6 +92,7 @@ def _join_lines(value: Any) -> str:
 
 
 def _parse_arguments(value: Any) -> list[Any]:
+    """Parse the arguments of a call: a list, or text with an argument in JSON on each line."""
     if not isinstance(value, str):
         return list(value) if isinstance(value, list) else [value]
     try:
@@ -96,7 +102,10 @@ def _parse_arguments(value: Any) -> list[Any]:
 
 
 def _parse_accepted(value: Any) -> list[Any]:
-    """Return the accepted values: some datasets wrap the value in a list of length one."""
+    """Parse an expected return value; return all values that a function may return.
+
+    Some datasets wrap the expected value in a list of length one, so its element is accepted too.
+    """
     if isinstance(value, str):
         try:
             value = parse_json(value)
@@ -106,7 +115,10 @@ def _parse_accepted(value: Any) -> list[Any]:
 
 
 def _parse_assertion(case: Any) -> CallTest:
-    """Parse `assert f(...) == value`; other asserts would have to run inside the program."""
+    """Parse `assert f(literals) == literal` to a call and its expected value.
+
+    Raises RewardError for other asserts: they would have to run inside the program.
+    """
     try:
         (statement,) = ast.parse(str(case).strip()).body
         assert isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare)
@@ -125,4 +137,5 @@ def _parse_assertion(case: Any) -> CallTest:
 
 
 def _to_json_types(value: Any) -> Any:
+    """Convert Python literals as JSON does: tuples to lists, dict keys to text."""
     return json.loads(json.dumps(value))

@@ -9,10 +9,10 @@ from streamrl.rewards.matchers.matcher import parse_truth_text
 
 
 def build_exact_reward(options: PatternOptions) -> RuleReward:
-    """Compare stripped texts; ground_truth is nonempty text or an int.
+    """Build a reward that compares answer and ground truth as stripped texts.
 
     The answer is the match of `pattern`, or the whole completion without a pattern. A completion
-    without a match is wrong.
+    without a match is wrong. The ground truth is nonempty text or an int.
     """
     pattern = options.compile_pattern()
 

@@ -24,9 +24,9 @@ class FunctionOptions(WorkerOptions):
 
 
 class FunctionReward(WorkerReward):
-    """Calls the function once per completion, or once per group, as its signature style defines.
+    """Calls the user's function once per completion, or once per group, depending on its signature.
 
-    A sync function runs in the main thread of a worker, one group at a time. Calls of an async
+    A sync function runs in the main thread of a worker, a group at a time. Calls of an async
     function run concurrently, within a group and across groups.
     """
 
@@ -47,7 +47,7 @@ class FunctionReward(WorkerReward):
 
 
 def build_function_reward(spec: RewardSpec[FunctionOptions]) -> FunctionReward:
-    """Build a reward of kind `function`; only workers import the file."""
+    """Build a reward of kind `function`. The user's file is imported in worker processes only."""
     options = spec.options
     if not options.path:
         raise ConfigError("rewards.path: missing; kind function requires a path")

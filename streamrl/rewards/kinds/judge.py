@@ -84,9 +84,10 @@ class JudgeOptions(RetryOptions):
 
 
 class JudgeReward(Reward):
-    """Sends a request per completion; requests of a group run concurrently.
+    """Sends a request to the judge per completion; requests of a group run concurrently.
 
-    key: API key of the server, or empty. Raises ConfigError for an invalid pattern.
+    template: prompt of the judge with placeholders. key: API key of the server, or empty. Raises
+        ConfigError for an invalid pattern.
     """
 
     def __init__(self, template: str, key: str, spec: RewardSpec[JudgeOptions]) -> None:
@@ -121,6 +122,7 @@ class JudgeReward(Reward):
         self._client = self._make_client()
 
     def _make_client(self) -> "ChatClient":
+        """Build the client; scorer replicas share the rate limits equally."""
         from streamrl.rewards.kinds.openai_client import ChatClient, RequestLimits
 
         options, replicas = self._options, self._scorer_config.replicas
@@ -133,7 +135,10 @@ class JudgeReward(Reward):
         return ChatClient(options.url.rstrip("/"), options.model, self._api_key, limits)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """Judge each completion. Raises the first error and cancels the other requests."""
+        """Judge each completion.
+
+        Raises the first RewardError and then cancels the remaining requests of the group.
+        """
         self.validate_prompt(prompt)
         tasks = [
             asyncio.create_task(
@@ -148,12 +153,14 @@ class JudgeReward(Reward):
                 task.cancel()
 
     async def _judge_text(self, text: str) -> RewardResult:
+        """Request a judgement with retries. text: template filled for a completion."""
         result: RewardResult = await retry_infra_errors(
             lambda: self._judge_once(text), self._options.attempts
         )
         return result
 
     async def _judge_once(self, text: str) -> RewardResult:
+        """Request a judgement. Raises RewardInfraError if the response has no valid number."""
         assert self._client is not None
         size = len(text.encode("utf-8", "replace"))
         response = await self._client.request_completion(
@@ -173,7 +180,7 @@ class JudgeReward(Reward):
         return RewardResult(number, outcome, detail=response.text[-MAX_DETAIL_CHARS:])
 
     def _parse_score(self, response: str) -> float | None:
-        """Return the number in a response; None without a number in [least, most]."""
+        """Return the number in a judge's response; None unless within [least, most]."""
         try:
             number = float(self._pattern.find_last(response) or "")
         except ValueError:
@@ -207,7 +214,10 @@ def build_judge_reward(spec: RewardSpec[JudgeOptions]) -> JudgeReward:
 
 
 def _fill_template(template: str, prompt: Prompt, completion: str) -> str:
-    """Fill the placeholders in a single pass, so that braces inside a text stay as they are."""
+    """Return the judge's prompt: the template with its placeholders filled.
+
+    A single pass keeps braces inside a filled text as they are.
+    """
     texts = {
         "prompt": _render_conversation(prompt.messages),
         "completion": completion,
@@ -217,6 +227,7 @@ def _fill_template(template: str, prompt: Prompt, completion: str) -> str:
 
 
 def _render_conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a message's content, or several messages as "role: content" paragraphs."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -68,7 +68,7 @@ class ModelOptions(RetryOptions):
 class ModelReward(Reward):
     """Runs a reward model in a thread, batching the completions of several groups.
 
-    Input text: prompt and completion (the assistant's turn) in the model's chat template. For a
+    Input text: prompt and completion (as the assistant's turn) in the model's chat template. For a
     model without a template: the prompt's contents joined by newlines, then the completion.
 
     Raises ConfigError for a label or max_length that the model does not have.
@@ -127,6 +127,7 @@ class ModelReward(Reward):
         return await retry_infra_errors(lambda: self._score_texts(texts), self._options.attempts)
 
     async def _score_texts(self, texts: Sequence[str]) -> list[RewardResult]:
+        """Tokenize input texts and score them with the model, without retries."""
         rows = await self._run_with_timeout(
             self._tokenizer_thread, lambda: self._tokenize_texts(texts)
         )
@@ -134,6 +135,7 @@ class ModelReward(Reward):
         return [self._to_result(row, i) for i, row in enumerate(logits)]
 
     def _render_text(self, prompt: Prompt, completion: str) -> str:
+        """Return the model's input text for a prompt and a completion. Raises RewardError."""
         from jinja2 import TemplateError
 
         messages = [dict(message) for message in prompt.messages]
@@ -166,11 +168,13 @@ class ModelReward(Reward):
         return rows
 
     async def _compute_logits(self, rows: Sequence[TokenRow]) -> Sequence[RowLogits]:
+        """Run a forward pass in the model's thread; rows: token ids. Raises RewardTimeoutError."""
         model = self._model
         assert model is not None
         return await self._run_with_timeout(self._model_thread, lambda: model.compute_logits(rows))
 
     async def _run_with_timeout(self, thread: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+        """Run a function in `thread`. Raises RewardTimeoutError past timeout_s."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.get_running_loop().run_in_executor(thread, function)
@@ -193,16 +197,21 @@ class ModelReward(Reward):
 
 
 def build_model_reward(spec: RewardSpec[ModelOptions]) -> ModelReward:
-    """Build a reward of kind `model`. Raises ConfigError as `read_classifier` does."""
+    """Build a reward of kind `model`.
+
+    Raises ConfigError unless option `path` is the directory of a complete classification model.
+    """
     from streamrl.rewards.kinds.classifier import read_classifier
 
     return ModelReward(read_classifier(spec.options.path), spec)
 
 
 def logits_to_score(logits: RowLogits, label: int, *, sigmoid: bool) -> float:
-    """Convert logits to a score: a single logit, or the label's softmax probability.
+    """Convert the logits of a text to its score.
 
-    sigmoid: return the logistic function of the label's logit (multi-label models).
+    The score is the logit of a model with a single label, else the softmax probability of `label`,
+    an index. sigmoid: return the logistic function of the label's logit instead (multi-label
+    models).
     """
     if sigmoid:
         # tanh form: exp(-logit) would overflow for very negative logits.
@@ -214,6 +223,7 @@ def logits_to_score(logits: RowLogits, label: int, *, sigmoid: bool) -> float:
 
 
 def _find_label_index(options: ModelOptions, labels: Sequence[str]) -> int:
+    """Return the index of option `label`, a name or an index. Raises ConfigError if unknown."""
     label_indices = {
         **{str(i): i for i in range(len(labels))},
         **{name: i for i, name in enumerate(labels)},
@@ -229,6 +239,10 @@ def _find_label_index(options: ModelOptions, labels: Sequence[str]) -> int:
 
 
 def _resolve_max_length(options: ModelOptions, files: "ClassifierFiles") -> int:
+    """Return the longest text that the model scores, tokens: prompt and completion together.
+
+    Raises ConfigError if option `max_length` exceeds the model's limit.
+    """
     limit = files.max_tokens or options.batch_tokens
     if options.max_length is None:
         return int(min(limit, files.tokenizer.model_max_length, options.batch_tokens))

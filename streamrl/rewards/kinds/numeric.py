@@ -16,11 +16,11 @@ _NUMBER = re.compile(rf"([+-]?{_DECIMAL})(?:/({_DECIMAL}))?", re.ASCII)
 
 
 def build_numeric_reward(options: PatternOptions) -> RuleReward:
-    """Compare exact numbers: 0.5, .50, 1/2 and 5e-1 are equal, as are 1,000 and 1000.
+    """Build a reward that compares answer and ground truth as exact numbers.
 
-    The whole completion, or the whole match of `pattern`, must be a number; a number inside prose
-    is wrong. ground_truth is such a text, an int or a float. The float 0.1 means the decimal 0.1,
-    not its binary value.
+    0.5, .50, 1/2 and 5e-1 are equal, as are 1,000 and 1000. The whole completion, or the whole
+    match of `pattern`, must be a number; a number inside prose is wrong. The ground truth is such a
+    text, an int or a float. The float 0.1 means the decimal 0.1, not its binary value.
     """
     pattern = options.compile_pattern()
 
@@ -45,6 +45,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _parse_truth(truth: Any) -> Fraction:
+    """Return the ground truth as number. Raises RewardError."""
     number = None
     if isinstance(truth, str | int | float) and not isinstance(truth, bool):
         number = parse_number(str(truth))

@@ -19,14 +19,14 @@ T = TypeVar("T")
 STARTUP_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 1.0
 MIN_RETRY_WAIT_S = 0.1
-"""Lower bound for "retry-after: 0"."""
+"""Shortest wait before a retry, also if the server says "retry-after: 0"."""
 MAX_ERROR_CHARS = 300
 TRANSIENT_STATUSES, FIRST_SERVER_ERROR = (408, 409, 425, 429), 500
 """Retryable statuses: these, and all from FIRST_SERVER_ERROR on."""
 
 
 class RateLimiter:
-    """Admits `per_minute` units, evenly spaced in FIFO order; 0: no limit.
+    """Rate limit: admits `per_minute` requests or tokens, evenly spaced in FIFO order; 0: no limit.
 
     A token bucket (aiolimiter) would admit twice the rate in the first minute and starve large
     requests behind small ones: long completions would exceed their deadline.
@@ -37,7 +37,7 @@ class RateLimiter:
         self._next_free_time = 0.0
 
     async def acquire(self, units: float) -> None:
-        """Wait until the units of all earlier calls are spent."""
+        """Wait until the rate limit admits `units`, after the units of all earlier calls."""
         now = asyncio.get_running_loop().time()
         start_time = max(now, self._next_free_time)
         self._next_free_time = start_time + units * self._seconds_per_unit
@@ -46,7 +46,7 @@ class RateLimiter:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of one process; a rate of 0 means no limit.
+    """Limits of the requests that this process sends to a server; a rate of 0 means no limit.
 
     timeout_s: deadline of a request, including waits requested by the server (retry-after).
     """
@@ -58,14 +58,14 @@ class RequestLimits:
 
 
 class _RetryAfterError(RewardInfraError):
-    """A transient error with a retry-after header."""
+    """A transient error whose response names a wait before the next attempt (retry-after)."""
 
     retry_after_s = 0.0
 
 
 @dataclass(frozen=True)
 class ChatResponse:
-    """Text of a response; is_truncated: stopped by max_tokens."""
+    """Text of a chat completion. is_truncated: the text was cut off at max_tokens."""
 
     text: str
     is_truncated: bool
@@ -93,9 +93,9 @@ class _ModelList(msgspec.Struct):
 
 
 class ChatClient:
-    """Client of the server at `url`, such as https://host/v1.
+    """Client of the OpenAI-compatible server at `url`, such as https://host/v1.
 
-    key: sent to this server only, and redacted from error messages.
+    key: API key, sent to this server only and redacted from error messages; may be empty.
     """
 
     def __init__(self, url: str, model: str, key: str, limits: RequestLimits) -> None:
@@ -112,7 +112,7 @@ class ChatClient:
         self._token_limiter = RateLimiter(limits.tokens_per_minute)
 
     async def wait_until_ready(self) -> str:
-        """Wait until the server responds; return a note if waiting was necessary.
+        """Wait until the server responds; return a note for the user, empty if there was no wait.
 
         Warns when waiting starts. Raises ConfigError if the server does not respond within
         STARTUP_TIMEOUT_S, rejects the request, or does not serve the model.
@@ -142,6 +142,7 @@ class ChatClient:
         return note
 
     async def _list_models(self) -> list[str]:
+        """Return the names of the models that the server offers."""
         async with self._request_deadline():
             models = await self._send_request(
                 self._client.models.with_raw_response.list, _ModelList
@@ -188,6 +189,7 @@ class ChatClient:
 
     @staticmethod
     async def _wait_to_retry(busy: _RetryAfterError, deadline: asyncio.Timeout) -> None:
+        """Wait as long as the server demands. Raises RewardInfraError if past the deadline."""
         end = deadline.when()
         if end is not None and asyncio.get_running_loop().time() + busy.retry_after_s >= end:
             raise RewardInfraError(f"{busy} (retry after {busy.retry_after_s:g} s)") from None
@@ -202,9 +204,10 @@ class ChatClient:
             raise RewardTimeoutError(f"{self._url}: no answer in {self._timeout_s:g} s") from None
 
     async def _send_request(self, send: Callable[[], Awaitable[Any]], kind: type[T]) -> T:
-        """Send a request and decode the response.
+        """Send a request and decode the JSON response to type `kind`.
 
-        Raises _RetryAfterError, RewardInfraError or RewardError.
+        Raises RewardInfraError for a transient error (_RetryAfterError if the server names a wait),
+        and RewardError for a permanent error.
         """
         try:
             raw = await send()
@@ -221,6 +224,7 @@ class ChatClient:
             raise RewardInfraError(f"{self._url}: invalid response: {error}") from None
 
     def _to_reward_error(self, error: openai.APIStatusError) -> RewardError:
+        """Convert an HTTP error status to a transient or a permanent RewardError."""
         body: Any = error.body
         reason = (body.get("message") if isinstance(body, dict) else None) or body
         reason = reason or error.response.reason_phrase
@@ -235,6 +239,7 @@ class ChatClient:
         return busy
 
     def _redact_message(self, text: str) -> str:
+        """Return an error message on a single line, with the URL and without the API key."""
         line = " ".join(f"{self._url}: {text}".split())
         return (line.replace(self._api_key, "***") if self._api_key else line)[:MAX_ERROR_CHARS]
 

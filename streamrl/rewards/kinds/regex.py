@@ -21,7 +21,10 @@ class RegexOptions:
 
 
 def build_regex_reward(options: RegexOptions) -> RuleReward:
-    r"""Search `pattern` anywhere in the completion; \A and \Z anchor the pattern at both ends."""
+    r"""Build a reward that scores 1 if `pattern` matches anywhere in the completion.
+
+    \A and \Z in the pattern anchor it at both ends.
+    """
     pattern = AnswerPattern(options.pattern)
 
     def judge(completion: str, truth: Any) -> RewardResult:

@@ -23,12 +23,12 @@ from streamrl.rewards.matchers import MATCHERS, find_matcher
 from streamrl.rewards.matchers.choice import LETTERS
 
 _LIMIT_ATTEMPTS = 2
-"""Timeouts after which a completion has outcome TIMEOUT: the first may be a busy machine."""
+"""Timeouts or memory errors that decide a completion: a busy machine may cause the first."""
 
 
 @dataclass
 class EmptyRewardOptions:
-    """Options of a kind without options."""
+    """Options of reward kinds without options."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class SymbolicOptions(WorkerOptions):
 
 
 def build_rule_reward(name: str, spec: RewardSpec[Any]) -> RuleReward:
-    """Build the reward of a matcher. Raises ConfigError for a wrong option."""
+    """Build the reward of the matcher called `name`. Raises ConfigError for a wrong option."""
     rule, options = MATCHERS[name], dataclasses.asdict(spec.options)
     # A trial call raises ConfigError for wrong options. Every matcher accepts this truth.
     rule.judge_completion("", "A" if name == "choice" else "0", **options)
@@ -110,10 +110,11 @@ def build_rule_reward(name: str, spec: RewardSpec[Any]) -> RuleReward:
 
 
 class SymbolicReward(WorkerReward):
-    """Runs math-verify in a worker per completion, since parsing may take forever or all memory.
+    """Scores completions with math-verify in worker processes, a call per completion.
 
-    A second timeout or memory error of a completion is its outcome, as for a program, not a
-    failure of infrastructure.
+    Parsing a completion may take forever or all memory. A completion that exceeds the deadline or
+    the memory limit twice has outcome TIMEOUT or MEMORY and score 0; this is no infrastructure
+    error.
     """
 
     def __init__(self, spec: RewardSpec[SymbolicOptions]) -> None:
@@ -127,6 +128,7 @@ class SymbolicReward(WorkerReward):
         return await asyncio.gather(*(self._judge_completion(truth, text) for text in completions))
 
     async def _judge_completion(self, truth: Any, completion: str) -> RewardResult:
+        """Judge a completion in a worker; the second timeout or memory error is its outcome."""
         num_limit_errors = 0
 
         async def judge_once() -> RewardResult:
@@ -148,7 +150,7 @@ class SymbolicReward(WorkerReward):
 
 
 def make_symbolic_handler(_: None) -> Callable[[Any], RewardResult]:
-    """Return the handler of a worker: (truth, completion) to RewardResult."""
+    """Return the handler of a worker of SymbolicReward: (truth, completion) to RewardResult."""
     # Imported here so that the slow import does not count towards the first call's deadline.
     import math_verify  # noqa: F401
 
@@ -162,7 +164,7 @@ def make_symbolic_handler(_: None) -> Callable[[Any], RewardResult]:
 
 
 class AutoReward(Reward):
-    """Scores each row with the matcher of the row's data_source."""
+    """Scores each prompt with the default matcher of its data_source."""
 
     def __init__(self, spec: RewardSpec[SymbolicOptions]) -> None:
         super().__init__()

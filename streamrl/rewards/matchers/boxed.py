@@ -1,7 +1,7 @@
 r"""MATH matcher: compares the last \boxed{} with the ground truth in normalized LaTeX.
 
 Normal form of Hendrycks et al. 2021 (arXiv 2103.03874), scores of verl; docs/rewards_reference.md
-lists the differences.
+lists the differences from verl.
 """
 
 import re
@@ -37,7 +37,10 @@ _BRACE = re.compile(r"[{}]")
 
 
 def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
-    """Score 1 if the box and the truth have the same normal form, else 0. Raises RewardError."""
+    r"""Score 1 if the last \boxed{} and the truth have the same normal form, else 0.
+
+    Raises RewardError for an unusable truth.
+    """
     expected = validate_truth(truth)
     box = find_last_box(completion)
     if box is None:
@@ -47,7 +50,10 @@ def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    r"""Return the normal form. Raises RewardError if empty, not text, or wrapped in \boxed."""
+    r"""Return the ground truth in normal form.
+
+    Raises RewardError if empty, not text, or wrapped in \boxed.
+    """
     text = parse_truth_text(truth)
     if "\\boxed" in text:
         raise RewardError(f"ground_truth must be the content of \\boxed{{}}, is {truth!r}")
@@ -57,7 +63,8 @@ def validate_truth(truth: GroundTruth) -> str:
 def find_last_box(text: str) -> str | None:
     r"""Return the content of the last box; None without a box or with an unclosed last box.
 
-    "\boxed x$" without braces goes first, then \boxed{}, then \fbox{}.
+    If a text has boxes in several notations, the first of these counts: \boxed without braces, up
+    to the next $; \boxed{}; \fbox{}.
     """
     _, separator, rest = text.rpartition("\\boxed ")
     if separator:
@@ -81,7 +88,10 @@ def extract_braced(text: str) -> str | None:
 
 
 def normalize_latex(text: str) -> str:
-    """Normalize equivalent notations (docs/rewards_reference.md lists the steps)."""
+    """Return the normal form of LaTeX, in which equivalent notations are equal text.
+
+    docs/rewards_reference.md lists the steps.
+    """
     for old, new in _REPLACEMENTS:
         text = text.replace(old, new)
     if text.count(_UNIT) == 1:  # several \text{ commands are a sentence, not a unit
@@ -100,5 +110,6 @@ def normalize_latex(text: str) -> str:
 
 
 def _add_braces(fraction: re.Match[str]) -> str:
+    r"""Rewrite a fraction such as \frac12 to \frac{1}{2}."""
     numerator, denominator = fraction.groups()
     return f"\\frac{{{numerator}}}" + (f"{{{denominator}}}" if denominator else "")

@@ -45,7 +45,10 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth, *, letters: str = LETTERS) -> str:
-    """Return the letter of B, b or (B). Raises RewardError if `letters` does not contain it."""
+    """Return the letter of a ground truth such as B, b or (B), as a capital.
+
+    Raises RewardError if `letters` does not contain it.
+    """
     letter = parse_truth_text(truth).removeprefix("(").removesuffix(")").upper()
     if len(letter) != 1 or letter not in letters:
         raise RewardError(f"ground_truth must be one of the letters {letters}, is {truth!r}")
@@ -54,6 +57,7 @@ def validate_truth(truth: GroundTruth, *, letters: str = LETTERS) -> str:
 
 @lru_cache
 def _compile_patterns(letters: str) -> tuple["regex.Pattern[str]", ...]:
+    """Compile the patterns of `judge_completion`, in order of precedence. Raises ConfigError."""
     if not regex.fullmatch("[A-Z]+", letters) or len(set(letters)) < len(letters):
         raise ConfigError(f"rewards.letters={letters}: must be distinct capitals from A to Z")
     capital, either = f"(?P<letter>[{letters}])", f"(?P<letter>[{letters}{letters.lower()}])"

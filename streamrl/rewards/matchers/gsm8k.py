@@ -1,6 +1,7 @@
-"""GSM8K matcher: compares the last number with the ground truth (Cobbe et al. 2021, 2110.14168).
+"""GSM8K matcher: compares the last number of a completion with the ground truth.
 
-Scores of verl; docs/rewards_reference.md lists the differences.
+Dataset of Cobbe et al. 2021 (arXiv 2110.14168), scores of verl; docs/rewards_reference.md lists the
+differences.
 """
 
 import re
@@ -24,10 +25,11 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 def judge_completion(
     completion: str, truth: GroundTruth, *, method: str = "strict"
 ) -> RewardResult:
-    """Score 1 if the number equals the truth as text, apart from thousands commas, else 0.
+    """Score 1 if the completion's number equals the truth as text without commas, else 0.
 
     method: strict takes the last number after "#### "; flexible takes the last number anywhere,
-    without a trailing full stop. Raises RewardError; raises ConfigError for an unknown method.
+        without a trailing full stop. Raises RewardError for an unusable truth and ConfigError for
+        an unknown method.
     """
     if method not in METHODS:
         raise ConfigError(f"rewards.method={method}: must be one of {', '.join(METHODS)}")
@@ -46,7 +48,10 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    """Return the number without commas. Raises RewardError unless in decimal digits."""
+    """Return the ground truth, a number, without thousands commas.
+
+    Raises RewardError unless the number is in decimal digits.
+    """
     number = parse_truth_text(truth)
     if not _NUMBER.fullmatch(number) or not _has_digit(number):
         raise RewardError(f"ground_truth must be a number in decimal digits, is {truth!r}")

@@ -20,11 +20,11 @@ def judge_completion(
     most: float = math.inf,
     tolerance: int = 0,
 ) -> RewardResult:
-    """Score 1 for lengths in [least, most], falling linearly to 0 within `tolerance` outside.
+    """Score 1 for a length within [least, most]; outside, the score falls linearly to 0.
 
-    Lengths are in `unit`; whitespace separates words. A completion that exceeds a bound by n scores
-    max(0, 1 - n / tolerance). Ignores the ground truth. Raises ConfigError for an unknown unit or
-    inconsistent bounds.
+    Lengths are in `unit`; whitespace separates words. A length outside by n scores max(0, 1 - n /
+    tolerance), or 0 without tolerance. Ignores the ground truth. Raises ConfigError for an unknown
+    unit, or for least, most and tolerance that contradict each other.
     """
     if unit not in UNITS:
         raise ConfigError(f"rewards.unit={unit}: must be one of {', '.join(UNITS)}")

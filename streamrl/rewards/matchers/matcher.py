@@ -27,14 +27,20 @@ class AnswerMatcher:
 
 
 def parse_truth_text(truth: GroundTruth) -> str:
-    """Return a str or int as stripped text. Raises RewardError for other types and empty text."""
+    """Return a ground truth, a str or int, as stripped text.
+
+    Raises RewardError for other types and empty text.
+    """
     if isinstance(truth, bool) or not isinstance(truth, str | int) or not str(truth).strip():
         raise RewardError(f"ground_truth must be an answer as text or an int, is {truth!r}")
     return str(truth).strip()
 
 
 def require_nonempty(normal_form: str, truth: GroundTruth) -> str:
-    """Return the normal form. Raises RewardError if empty: every empty answer would match."""
+    """Return the normal form of a ground truth.
+
+    Raises RewardError if empty: every completion with an empty answer would match.
+    """
     if not normal_form:
         raise RewardError(f"ground_truth is empty in normal form: {truth!r}")
     return normal_form
@@ -47,9 +53,10 @@ def accept_any_truth(truth: GroundTruth) -> None:
 def make_result(
     right: bool, *, score: float, answer: str | None = None, detail: str = ""
 ) -> RewardResult:
+    """Build a result with outcome PASS if the answer is `right`, else WRONG."""
     return RewardResult(score, RewardOutcome.PASS if right else RewardOutcome.WRONG, answer, detail)
 
 
 def make_missing_answer_result(missing: str, *, score: float = 0.0) -> RewardResult:
-    """Return WRONG for a completion without an answer; `missing` names the missing part."""
+    """Return outcome WRONG with detail "no `missing`" for a completion without an answer."""
     return RewardResult(score, RewardOutcome.WRONG, None, f"no {missing}")

@@ -1,4 +1,4 @@
-"""Matchers by name, and the default matcher of each data source."""
+"""Answer matchers by name, and the default matcher of each data_source."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -39,7 +39,10 @@ MATCHER_BY_SOURCE: Mapping[str, str] = {
 
 
 def find_matcher(data_source: str) -> AnswerMatcher:
-    """Return the matcher of a data source. Raises RewardError for an unknown source."""
+    """Return the default matcher of a prompt's data_source.
+
+    Raises RewardError for a data_source that has no default.
+    """
     for source, name in MATCHER_BY_SOURCE.items():
         if fnmatchcase(data_source, source):
             return MATCHERS[name]

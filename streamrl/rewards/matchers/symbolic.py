@@ -1,4 +1,4 @@
-"""Symbolic matcher: math-verify compares both answers as mathematics, so x+1 equals 1+x.
+"""Symbolic matcher: math-verify compares answer and ground truth, so x+1 equals 1+x.
 
 math-verify may run forever (it evaluates 10^{10^{10}}). Its timeout uses signals, which work in the
 main thread only, and is disabled here: call this matcher in a process that can be killed.
@@ -44,6 +44,7 @@ def validate_truth(truth: GroundTruth) -> str:
 
 
 def _parse_math(text: str) -> list[Any]:
+    """Return math-verify's parses of a text; empty if the text has no mathematics."""
     from math_verify import parse
 
     # Silence its warning about the disabled timeout; the worker pool enforces a deadline.
@@ -52,7 +53,10 @@ def _parse_math(text: str) -> list[Any]:
 
 
 def _format_answer(parsed: list[Any]) -> str:
-    """Return the first parse as printed by sympy: equal text for equivalent notations."""
+    """Return an answer as text that is equal for equivalent notations.
+
+    parsed: math-verify's parses of the completion; sympy prints the first.
+    """
     try:
         return str(parsed[0])
     except ValueError:  # more digits than sys.get_int_max_str_digits()

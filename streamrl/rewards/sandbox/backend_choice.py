@@ -87,7 +87,7 @@ def probe(port, canary, paths, entries, names, disk_bytes, processes):
 
 
 def check_language_tools(languages: Mapping[str, LanguageSpec]) -> None:
-    """Raise ConfigError if a compiler or interpreter is not on the PATH of jails."""
+    """Raise ConfigError if a language's compiler or interpreter is not on the PATH of jails."""
     for name, language in languages.items():
         for command in (language.compile, language.run):
             tool = command[0] if command else ""
@@ -98,9 +98,10 @@ def check_language_tools(languages: Mapping[str, LanguageSpec]) -> None:
 
 
 async def choose_isolation(limits: ProgramLimits, *, allow_unsafe: bool) -> tuple[JailSpec, str]:
-    """Return the spec of jails on this machine, and a warning, empty if programs are isolated.
+    """Return the settings of jails on this machine, and a warning for the user.
 
-    Raises ConfigError if programs cannot be isolated, unless `allow_unsafe`.
+    The warning is empty if programs are isolated. Raises ConfigError if programs cannot be
+    isolated, unless `allow_unsafe`.
     """
     problem = _find_missing_dependency()
     if problem is None:
@@ -122,7 +123,7 @@ async def choose_isolation(limits: ProgramLimits, *, allow_unsafe: bool) -> tupl
 
 
 def explain_unavailability() -> str | None:
-    """Return one line on why this machine cannot isolate programs, or None if isolation works."""
+    """Return a line on why this machine cannot isolate programs; None if isolation works."""
     try:
         asyncio.run(choose_isolation(ProgramLimits(), allow_unsafe=False))
     except ConfigError as error:
@@ -131,6 +132,7 @@ def explain_unavailability() -> str | None:
 
 
 def _find_missing_dependency() -> str | None:
+    """Return which requirement of isolation is missing, as part of an error message, or None."""
     if sys.platform != "linux":
         return f"isolating programs needs Linux, this is {sys.platform}: use a remote sandbox,"
     if find_bubblewrap() is None:
@@ -143,7 +145,10 @@ def _find_missing_dependency() -> str | None:
 
 
 async def probe_isolation(spec: JailSpec) -> str | None:
-    """Run the probe in a jail; return how it escaped or why the jail failed, None if isolated."""
+    """Run _PROBE_SOURCE, a program that tries to escape, in a jail; return None if isolated.
+
+    Otherwise return how the program escaped, or why the jail failed.
+    """
     limits = replace(
         spec.limits, processes=_PROBE_PROCESSES, wall_s=_PROBE_TIMEOUT_S, cpu_s=_PROBE_TIMEOUT_S
     )
@@ -172,6 +177,10 @@ async def probe_isolation(spec: JailSpec) -> str | None:
 
 
 def _make_probe_program(limits: ProgramLimits, port: int) -> tuple[SandboxProgram, CallTest]:
+    """Return the probe program, and a test that calls it with every resource it must not reach.
+
+    port: TCP port on which this process listens.
+    """
     base = Path(sys.base_prefix)
     system = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "etc", "dev", "tmp"]
     arguments = [

@@ -26,6 +26,7 @@ _PART_MARKERS = b"[{,"
 
 
 def decode_output(data: bytes) -> str:
+    """Decode UTF-8 in blocks; invalid bytes become U+FFFD."""
     blocks = (data[start : start + _BLOCK_SIZE] for start in range(0, len(data), _BLOCK_SIZE))
     return "".join(codecs.iterdecode(blocks, "utf-8", errors="replace"))
 
@@ -65,6 +66,7 @@ def _iter_words(text: str) -> Iterator[str]:
 
 
 def _is_same_word(expected: str | None, actual: str | None) -> bool:
+    """Compare two words as text, then as numbers; None: the text has no further words."""
     if expected is None or actual is None or expected == actual:
         return expected == actual
     try:
@@ -76,9 +78,10 @@ def _is_same_word(expected: str | None, actual: str | None) -> bool:
 
 
 def is_same_value(expected: Any, actual: Any) -> bool:
-    """Return True if two values of JSON types are equal. Tuples equal lists; true differs from 1.
+    """Return True if two values of JSON types are equal.
 
-    An expected integer is compared exactly, an expected float approximately.
+    An expected integer is compared exactly, an expected float approximately. Tuples equal lists;
+    true differs from 1.
     """
     if isinstance(expected, bool) or isinstance(actual, bool):
         return expected is actual
@@ -102,11 +105,11 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def can_be_value(data: bytes, accepted: Sequence[Any]) -> bool:
-    """Return False if JSON `data` cannot equal any accepted value, without parsing.
+    """Return False if JSON `data` cannot equal any accepted value; does not parse the data.
 
     json.loads holds the GIL, for longer the more containers and elements the data has. Data that
-    differs from every accepted value in the counts of "[", "{" and "," is rejected here. Short
-    data passes unchecked.
+    differs from every accepted value in the counts of "[", "{" and "," is rejected here. Short data
+    passes unchecked.
     """
     if len(data) < _LONG_VALUE_BYTES:
         return True
@@ -115,12 +118,13 @@ def can_be_value(data: bytes, accepted: Sequence[Any]) -> bool:
 
 
 def _count_parts(data: bytes) -> list[int]:
+    """Count each of _PART_MARKERS in JSON data."""
     blocks = range(0, len(data), _BLOCK_SIZE)
     return [sum(data.count(part, at, at + _BLOCK_SIZE) for at in blocks) for part in _PART_MARKERS]
 
 
 def parse_value(data: bytes) -> Any:
-    """Parse JSON. Raises ValueError for invalid or too deeply nested data."""
+    """Parse a return value from JSON. Raises ValueError for invalid or too deeply nested data."""
     try:
         return json.loads(data)
     except RecursionError as error:

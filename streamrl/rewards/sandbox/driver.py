@@ -1,9 +1,10 @@
-"""Driver inside a jail: receives a program, runs the tests in order and reports raw results.
+"""Jail driver: receives a program, runs the tests in order and reports raw results.
 
-The driver is process 1 of the jail: signals from inside cannot reach it, and its exit kills all
-processes of the jail. The host sends the driver as code and talks to it over the socket at stdin.
-The driver knows no expected outputs; verdicts.py judges its reports on the host. It imports little
-because every jail starts its own interpreter.
+The driver is process 1 of a jail: signals from inside cannot reach it, and its exit kills all
+processes of the jail. The host is the process of the sandbox, outside the jail; it sends the driver
+as code and talks to the driver over the socket at stdin. The driver knows no expected outputs;
+verdicts.py judges its reports on the host. It imports little because every jail starts its own
+interpreter.
 
 A test runs in these steps:
     reset_workspace -> fork -> exec_program (child) | wait_for_exit -> kill_all -> send_report
@@ -20,7 +21,7 @@ import sys
 import time
 from _sitebuiltins import Quitter
 
-#: How a run ended: the first field of a report.
+#: How a compilation or test ended: the first field of a report.
 READY, EXITED, WALL_TIMEOUT, OUTPUT_LIMIT, FILE_LIMIT, COMPILE_FAILED = range(6)
 #: Kind, exit code (negative: a signal), seconds, CPU seconds, bytes of output, bytes of stderr.
 REPORT_FORMAT = struct.Struct("!BiddII")
@@ -37,7 +38,10 @@ _IS_JAILED = os.getpid() == 1
 
 
 def main() -> None:
-    """Serve the host until the socket closes. Returns only in the fork of a Python program."""
+    """Receive a program, then run a test per message of the host until the socket closes.
+
+    Returns only in the forked process of a Python program, which thereby exits like a script.
+    """
     os.dup2(0, _HOST_FD)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
@@ -60,13 +64,17 @@ def main() -> None:
 
 
 def receive_message() -> JobMessage:
-    """Receive the next message of the host; exit, and so end the jail, if the socket is closed."""
+    """Receive the next message of the host: a program or a test.
+
+    If the socket is closed, exits the driver and so ends the jail.
+    """
     (length,) = LENGTH_FORMAT.unpack(_read_exactly(LENGTH_FORMAT.size))
     message: JobMessage = marshal.loads(_read_exactly(length))
     return message
 
 
 def _read_exactly(size: int) -> bytes:
+    """Read `size` bytes from the host; exit if the socket is closed."""
     chunks = []
     while size:
         chunk = os.read(_HOST_FD, min(size, 1 << 20))
@@ -85,13 +93,21 @@ def send_report(
     out: bytes = b"",
     err: bytes = b"",
 ) -> None:
+    """Send the host the report of a compilation or test.
+
+    exit_kind: EXITED or another constant of this module. code: exit code, negative: a signal.
+        seconds: wall time. cpu_s: CPU time. out: stdout or return value. err: end of stderr.
+    """
     data = REPORT_FORMAT.pack(exit_kind, code, seconds, cpu_s, len(out), len(err)) + out + err
     while data:
         data = data[os.write(_HOST_FD, data) :]
 
 
 def prepare_program(program: JobMessage) -> bool:
-    """Write the source file, compile it and report. Returns as `run_job` does."""
+    """Write the program's source file, compile it if its language needs that, and report.
+
+    Returns True if this process is the forked child, as `run_job` does.
+    """
     os.chdir(program["directory"])
     if os.listdir("."):  # `reset_workspace` deletes everything: the directory must be new
         os._exit(1)
@@ -108,7 +124,10 @@ def prepare_program(program: JobMessage) -> bool:
 
 
 def read_compiled_files() -> list[tuple[str, int, bytes]]:
-    """Return the compiled files as (path, mode, content), to restore them before each test."""
+    """Return the files in folder program/ as (path, mode, content).
+
+    `reset_workspace` restores these files before each test.
+    """
     files = []
     for folder, _, names in os.walk("program"):
         for name in names:
@@ -119,7 +138,7 @@ def read_compiled_files() -> list[tuple[str, int, bytes]]:
 
 
 def reset_workspace(program: JobMessage, compiled_files: list[tuple[str, int, bytes]]) -> None:
-    """Delete the files of an earlier test and restore the compiled files."""
+    """Delete the files of an earlier test and restore the program's compiled files."""
     os.chdir(program["directory"])
     # Not recursive: a program may nest directories beyond the limits of recursion and of paths.
     # Entries of a directory move to the top level, where the loop meets them again.
@@ -147,7 +166,11 @@ def reset_workspace(program: JobMessage, compiled_files: list[tuple[str, int, by
 
 
 def run_job(job: JobMessage) -> bool:
-    """Run a command or Python program and report; return True in the forked program's process."""
+    """Run a compiler or a test in a forked child, enforce the limits and report to the host.
+
+    Returns False in the driver. Returns True in the child after a Python program has ended: the
+    child then returns from `main`, so that the interpreter exits like that of a script.
+    """
     with open("stdin", "w", encoding="utf-8", errors="replace") as file:
         file.write(job["stdin"])
     if "call" in job:
@@ -179,7 +202,7 @@ def run_job(job: JobMessage) -> bool:
 
 
 class PipeReader:
-    """Reads a pipe of the program up to `limit` bytes."""
+    """Reads an output pipe of the tested program until more than `limit` bytes have arrived."""
 
     def __init__(self, fd: int, limit: int) -> None:
         self.fd = fd
@@ -191,6 +214,7 @@ class PipeReader:
         return len(self.data) > self._limit
 
     def read(self) -> bool:
+        """Read the bytes that have arrived; return False at the end of the pipe."""
         chunk = os.read(self.fd, 1 << 16)
         self.data += chunk
         return bool(chunk)
@@ -207,7 +231,10 @@ class PipeReader:
 
 
 def wait_for_exit(pid: int, streams: list[PipeReader], job: JobMessage, deadline: float) -> int:
-    """Wait until the program exits or exceeds a limit; return the kind of exit."""
+    """Wait until the program, process `pid`, exits or exceeds a limit; read its pipes meanwhile.
+
+    Returns EXITED, OUTPUT_LIMIT, WALL_TIMEOUT or FILE_LIMIT. deadline: on time.monotonic().
+    """
     exit_fd = os.pidfd_open(pid)
     poller = select.poll()
     by_fd = {stream.fd: stream for stream in streams}
@@ -240,7 +267,10 @@ def has_too_many_files(job: JobMessage) -> bool:
 
 
 def reap_orphans(but: int) -> None:
-    """Reap exited orphans of the program; zombies count towards the process limit."""
+    """Reap exited orphans of the program, which would count towards its process limit as zombies.
+
+    but: pid of the program itself, which kill_all reaps.
+    """
     while True:
         try:
             child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -254,7 +284,8 @@ def reap_orphans(but: int) -> None:
 def kill_all(pid: int) -> tuple[int, float]:
     """Kill the tested program, process `pid`, and everything it started in the jail.
 
-    Returns its exit code and CPU seconds. This driver, the first process of the jail, survives.
+    Returns the program's exit code and CPU seconds. This driver, the first process of the jail,
+    survives.
     """
     if _IS_JAILED:
         os.kill(-1, signal.SIGKILL)
@@ -270,7 +301,11 @@ def kill_all(pid: int) -> tuple[int, float]:
 
 
 def exec_program(job: JobMessage, pipes: list[int]) -> None:
-    """Become the program: set up descriptors and limits, then exec or run Python code."""
+    """Turn the forked child into the tested program: set up descriptors and limits, then run it.
+
+    A command replaces this process (exec); Python code runs in this process. pipes: write ends for
+    stdout, stderr, return value and compile error.
+    """
     out, err, value, note = pipes
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
     os.dup2(out, 1)
@@ -298,6 +333,7 @@ def exec_program(job: JobMessage, pipes: list[int]) -> None:
 
 
 def set_rlimits(job: JobMessage) -> None:
+    """Apply the resource limits in the message `job` to this process and its future children."""
     limits = {
         # The hard limit kills. A second earlier the soft limit, set below, sends SIGXCPU, which
         # names the cause but can be ignored.
@@ -323,10 +359,10 @@ def set_rlimits(job: JobMessage) -> None:
 
 
 def run_python(job: JobMessage, value: int, note: int) -> None:
-    """Run the source as a script, or call its function and write the result to `value`.
+    """Run Python source as a script; for a function-call test, call the function afterwards.
 
-    A compile error goes to `note`, which is closed before the program runs so that the program
-    cannot forge compile errors.
+    value: descriptor for the function's result. note: descriptor for a compile error, closed before
+        the program runs so that the program cannot forge compile errors.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -346,6 +382,10 @@ def run_python(job: JobMessage, value: int, note: int) -> None:
 
 
 def call_function(job: JobMessage, names: JobMessage, value: int) -> None:
+    """Call the tested function, write its result as JSON to descriptor `value`, and exit.
+
+    names: globals of the program.
+    """
     import json
     from types import CoroutineType
 

@@ -1,4 +1,4 @@
-"""Run of a program in a jail, with a fresh jail after each jail that had to be killed."""
+"""Run of a program's tests in a jail, with a fresh jail after each jail that had to be killed."""
 
 import asyncio
 import time
@@ -49,6 +49,11 @@ class CompileFailedError(Exception):
 
 
 class ProgramRun:
+    """Runs the tests of a program in a jail from `jails`.
+
+    Call `release_jail` afterwards. limits.total_s counts time in jails, not waiting for a jail.
+    """
+
     def __init__(
         self,
         program: SandboxProgram,
@@ -78,11 +83,13 @@ class ProgramRun:
         return tuple(results)
 
     def release_jail(self) -> None:
+        """Give back the jail, which is then killed. Idempotent."""
         if self._jail is not None:
             self._jails.discard_jail(self._jail)
             self._jail = None
 
     async def _run_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
+        """Run a test; convert the errors of its jail to outcomes."""
         started = time.monotonic()
         outcome, detail = RewardOutcome.RUNTIME_ERROR, "the program killed its jail"
         for _ in range(_JAILS_PER_TEST):
@@ -109,6 +116,10 @@ class ProgramRun:
         return ProgramTestResult(outcome, time.monotonic() - started, detail)
 
     async def _try_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
+        """Run a test in the current jail; without a jail, first compile in a fresh jail.
+
+        Raises JailError, JailLostError, MemoryLimitError, CompileFailedError or TimeoutError.
+        """
         if self._jail is None:
             self._jail = await self._jails.acquire_jail()
             self._jail.pin_to_core(slot)
@@ -125,6 +136,7 @@ class ProgramRun:
         return await asyncio.to_thread(judge_report, report, test, self._program, self._limits)
 
     async def _compile_program(self, jail: Jail) -> None:
+        """Send the program to the jail, which compiles it. Raises CompileFailedError."""
         message = make_program_message(self._program, self._language, self._limits)
         try:
             report = await self._request_report(jail, message, self._limits.compile_s)
@@ -139,6 +151,7 @@ class ProgramRun:
     async def _request_report(
         self, jail: Jail, message: dict[str, object], seconds: float
     ) -> JailReport:
+        """Send a message to the jail's driver; wait `seconds` and a grace period for the report."""
         started = time.monotonic()
         try:
             return await jail.request_report(message, started + seconds + GRACE_PERIOD_S)

@@ -53,12 +53,12 @@ class IsolationMode:
     has_dedicated_user: bool
 
 
-#: rlimits only.
+#: Mode for sandbox.allow_unsafe: rlimits only.
 NO_ISOLATION = IsolationMode("none", has_user_namespace=False, has_dedicated_user=False)
 
 
 def list_isolation_modes() -> list[IsolationMode]:
-    """Return the modes to try on this machine, strongest first."""
+    """Return the isolation modes that this user may try on this machine, strongest first."""
     if os.geteuid() != 0:
         return [IsolationMode("user namespace", has_user_namespace=True, has_dedicated_user=False)]
     if not _has_all_user_ids() or shutil.which("setpriv") is None:
@@ -76,6 +76,7 @@ def list_isolation_modes() -> list[IsolationMode]:
 
 
 def _has_all_user_ids() -> bool:
+    """Return True if root here can use every user id, unlike root of a restricted container."""
     inside, _, count = Path("/proc/self/uid_map").read_text().split()[:3]
     return (inside, int(count)) == ("0", _NUM_USER_IDS - 1)
 
@@ -86,6 +87,7 @@ def find_bubblewrap() -> str | None:
 
 
 def compute_jail_user(number: int) -> int:
+    """Return the user id of jail `number`; concurrent jails have different ids."""
     return _FIRST_USER_ID + os.getpid() * _USERS_PER_PROCESS + number % _USERS_PER_PROCESS
 
 
@@ -97,7 +99,7 @@ def build_jail_command(
     fds: tuple[int, int],
     boot: Sequence[str],
 ) -> list[str]:
-    """Return the command that creates jail `number` and runs `boot` in it.
+    """Return the command that creates jail `number` and runs the command `boot` in it.
 
     fds: descriptors for bubblewrap: the seccomp filter to read, and the pipe for the child's pid.
     """
@@ -119,7 +121,7 @@ def build_jail_command(
 
 
 def build_boot_command(size: int) -> list[str]:
-    """Return the command that reads the driver's code, `size` bytes, from stdin and runs it."""
+    """Return the Python command that reads the jail driver's code (`size` bytes) and runs it."""
     return [
         find_python(),
         *["-I", "-S", "-B", "-X", "utf8", "-X", "no_debug_ranges", "-c"],
@@ -128,6 +130,7 @@ def build_boot_command(size: int) -> list[str]:
 
 
 def find_python() -> str:
+    """Return the path of the base interpreter; jails do not see a virtual environment."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return str(Path(sys.base_prefix, "bin", version))
 
@@ -142,7 +145,10 @@ def _build_namespace_options(isolation: IsolationMode) -> list[str]:
 
 
 def _build_mount_options(limits: ProgramLimits) -> list[str]:
-    """Mount system and Python directories read-only, and a tmpfs as the private directory."""
+    """Return bubblewrap's options for the file system of a jail.
+
+    System and Python directories are mounted read-only, and a tmpfs as the private directory.
+    """
     view = []
     for path in _SYSTEM_DIRS:
         view += (

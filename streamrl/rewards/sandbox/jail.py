@@ -29,11 +29,11 @@ from streamrl.rewards.sandbox.isolation import (
 )
 from streamrl.rewards.sandbox.program import MIB, ProgramLimits
 
-#: Until a started jail reports READY.
+#: Longest time until a started jail reports READY.
 START_TIMEOUT_S = 20.0
-#: The driver's overhead on top of the test's own deadline.
+#: Time for the jail driver's overhead on top of a test's deadline.
 GRACE_PERIOD_S = 3.0
-#: Until all processes of a killed jail have exited.
+#: Longest time until all processes of a killed jail have exited.
 KILL_TIMEOUT_S = 20.0
 #: Memory checks of a running program: at least this interval, and at least this multiple of the
 #: check's duration, which grows with the number of mappings.
@@ -51,7 +51,7 @@ class JailError(Exception):
 
 
 class JailLostError(Exception):
-    """A jail ended before it reported, without being killed by the sandbox."""
+    """A jail ended before its driver sent a report, without being killed by the sandbox."""
 
 
 class MemoryLimitError(Exception):
@@ -60,7 +60,14 @@ class MemoryLimitError(Exception):
 
 @dataclass(frozen=True)
 class JailReport:
-    """The driver's report of a run; driver.py defines exit_kind and exit_code. Untrusted."""
+    """Report of a jail's driver on a compilation or test. Untrusted.
+
+    exit_kind: EXITED or another constant of driver.py.
+    exit_code: exit code, negative: a signal.
+    seconds, cpu_s: wall time and CPU time.
+    out: stdout, or a function's return value as JSON.
+    err: end of stderr.
+    """
 
     exit_kind: int
     exit_code: int
@@ -72,7 +79,12 @@ class JailReport:
 
 @dataclass(frozen=True)
 class JailSpec:
-    """Settings shared by all jails of a sandbox. syscall_filter: see seccomp.py."""
+    """Settings shared by all jails of a sandbox.
+
+    syscall_filter: seccomp filter as BPF.
+    driver_code: driver.py as marshaled code.
+    process_table: measures the memory of jails.
+    """
 
     isolation: IsolationMode
     limits: ProgramLimits
@@ -84,7 +96,10 @@ class JailSpec:
 def make_jail_spec(
     isolation: IsolationMode, limits: ProgramLimits, syscall_filter: bytes
 ) -> JailSpec:
-    """Build the settings, with the driver compiled for sending into each jail."""
+    """Build the settings of jails.
+
+    Compiles driver.py here, since each jail receives its driver as code.
+    """
     source = Path(driver.__file__).read_text(encoding="utf-8")
     code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True, optimize=2))
     return JailSpec(
@@ -93,7 +108,7 @@ def make_jail_spec(
 
 
 class Jail:
-    """A running jail for a single program."""
+    """A running jail: the isolated processes of a single program. Create with `start`."""
 
     def __init__(self, spec: JailSpec, folder: str, process: "subprocess.Popen[bytes]") -> None:
         self._spec = spec
@@ -106,9 +121,10 @@ class Jail:
 
     @classmethod
     async def start(cls, spec: JailSpec, number: int) -> "Jail":
-        """Start a jail and wait until the driver is ready. Raises JailError.
+        """Start a jail and wait until its driver is ready. Raises JailError.
 
-        The jail dies with the calling thread (parent-death signal): call from a long-lived thread.
+        number: index of the jail, which gives its user id. The jail dies with the calling thread
+            (parent-death signal): call from a long-lived thread.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -133,6 +149,7 @@ class Jail:
         return jail
 
     async def _boot_driver(self, info_fd: int) -> None:
+        """Send the driver's code into the jail; wait until the driver runs. Raises JailError."""
         self._writer.write(self._spec.driver_code)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -149,6 +166,7 @@ class Jail:
             raise JailError(f"a jail was not ready after {START_TIMEOUT_S:.0f} s") from error
 
     def _read_last_error(self) -> str:
+        """Return the last line of stderr of a jail that failed to start."""
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
         data = self._process.stderr.read() or b""
@@ -156,9 +174,10 @@ class Jail:
         return lines[-1] if lines else "a jail exited at its start without an error message"
 
     def pin_to_core(self, slot: int) -> None:
-        """Pin the program and its children to a core, so that concurrent programs do not slow down.
+        """Pin the jail to a core, so that concurrent programs do not slow each other down.
 
-        Errors are ignored: the jail, or the core, may be gone.
+        slot: index among the concurrent programs. Errors are ignored: the jail, or the core, may be
+            gone.
         """
         assert self._init_process is not None
         core = _AVAILABLE_CORES[(os.getpid() + slot) % len(_AVAILABLE_CORES)]
@@ -166,7 +185,7 @@ class Jail:
             os.sched_setaffinity(self._init_process[0], {core})
 
     async def request_report(self, message: Mapping[str, Any], deadline: float) -> JailReport:
-        """Send a message to the driver and wait for the report, enforcing the memory limit.
+        """Send a program or test to the jail's driver and wait for the report; enforce memory_mib.
 
         Raises JailLostError if the jail ends, MemoryLimitError, and TimeoutError at `deadline`
         (time.monotonic) in case the driver fails to stop the program at its own deadline.
@@ -188,7 +207,10 @@ class Jail:
             reading.cancel()
 
     async def _enforce_limits(self, deadline: float) -> float:
-        """Raise TimeoutError or MemoryLimitError if exceeded; return the check's duration, s."""
+        """Check deadline and memory; return the seconds that the check took.
+
+        Raises TimeoutError or MemoryLimitError.
+        """
         started = time.monotonic()
         if started > deadline:
             raise TimeoutError
@@ -198,12 +220,16 @@ class Jail:
         return time.monotonic() - started
 
     def measure_memory(self) -> int:
-        """Return bytes held by all processes; counting stops above the limit. Thread-safe."""
+        """Return the memory of all processes of the jail, bytes. Thread-safe.
+
+        Counting stops above memory_mib.
+        """
         assert self._init_process is not None
         enough = self._spec.limits.memory_mib * MIB
         return self._spec.process_table.measure_tree_memory(self._init_process[0], enough=enough)
 
     async def _read_report(self) -> JailReport:
+        """Read the next report of the jail's driver. Raises JailLostError if the jail has ended."""
         try:
             head = driver.REPORT_FORMAT.unpack(
                 await self._reader.readexactly(driver.REPORT_FORMAT.size)
@@ -240,6 +266,7 @@ class Jail:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _wait_for_exit(self) -> None:
+        """Wait until all processes of the jail have exited. Raises DeadlineError."""
         loop = asyncio.get_running_loop()
         gone = asyncio.Event()
         loop.add_reader(self._exit_fd, gone.set)
@@ -260,7 +287,10 @@ class Jail:
 def _spawn_jail(
     spec: JailSpec, number: int, theirs: socket.socket, info_fd: int
 ) -> tuple[str, "subprocess.Popen[bytes]"]:
-    """Start a jail; return its writable directory and the process that exits last."""
+    """Start the processes of jail `number`; return its writable directory and outermost process.
+
+    The outermost process exits after all others. theirs: the jail's end of the socket.
+    """
     if spec.isolation is NO_ISOLATION:
         folder = tempfile.mkdtemp(prefix="streamrl-unsafe-")
         environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}

@@ -46,7 +46,7 @@ class ProgramLimits:
 
 @dataclass(frozen=True)
 class StdinTest:
-    """The program reads `stdin` and must write `stdout`."""
+    """A test that passes if the program reads `stdin` and writes `stdout`."""
 
     stdin: str
     stdout: str
@@ -54,9 +54,10 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """`function` called with `arguments` must return a value in `accepted`; all are JSON data.
+    """A test that passes if `function`, called with `arguments`, returns a value in `accepted`.
 
-    Python only. If the program defines no such function, a method of class Solution is called.
+    All values are JSON data. Python only. If the program defines no such function, a method of
+    class Solution is called.
     """
 
     function: str
@@ -82,7 +83,7 @@ class SandboxProgram:
 
 @dataclass(frozen=True)
 class ProgramTestResult:
-    """Outcome of a test; detail: explanation for people."""
+    """Result of a test. detail: explanation for people, such as the last line of stderr."""
 
     outcome: RewardOutcome
     seconds: float
@@ -91,14 +92,14 @@ class ProgramTestResult:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """Results of the tests that ran, in order; num_tests counts all tests of the program."""
+    """Results of a program's tests that ran, in order; num_tests counts skipped tests too."""
 
     test_results: tuple[ProgramTestResult, ...]
     num_tests: int
 
     @property
     def outcome(self) -> RewardOutcome:
-        """INFRA_ERROR if any test has it, else the first failure, else PASS."""
+        """Outcome of the program: INFRA_ERROR if a test has it, else first failure, else PASS."""
         return self._decisive_result.outcome
 
     @property
@@ -154,5 +155,5 @@ LANGUAGES: Mapping[str, LanguageSpec] = {
     ),
     "bash": LanguageSpec("solution.sh", run=("bash", "{dir}/solution.sh")),
 }
-#: Needs no tools besides this interpreter.
+#: Languages that need no tools besides this interpreter.
 PYTHON_ONLY: Mapping[str, LanguageSpec] = {"python": LANGUAGES["python"]}

@@ -67,6 +67,7 @@ class RemoteSandbox:
     async def _run_test(
         self, program: SandboxProgram, test: StdinTest | CallTest
     ) -> ProgramTestResult:
+        """Run a test on the server and judge the reply. Raises RewardInfraError."""
         source, stdin = program.source, ""
         if isinstance(test, CallTest):
             source += _CALL_SOURCE.format(name=test.function, mark=_VALUE_MARKER)
@@ -86,6 +87,7 @@ class RemoteSandbox:
         return await asyncio.to_thread(_judge_reply, reply, program, test)
 
     async def _post_request(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Send a request; return the JSON reply. Raises RewardInfraError if the server fails."""
         try:
             async with self._slots:
                 response = await self._client.post(self._url, json=body)
@@ -106,6 +108,7 @@ class RemoteSandbox:
 def _judge_reply(
     reply: dict[str, Any], program: SandboxProgram, test: StdinTest | CallTest
 ) -> ProgramTestResult:
+    """Convert the server's reply to the result of a test."""
     compiled, ran = reply.get("compile_result") or {}, reply.get("run_result") or {}
     seconds = float(ran.get("execution_time") or 0.0)
     if compiled and (compiled.get("status") != "Finished" or compiled.get("return_code")):
@@ -124,6 +127,7 @@ def _judge_reply(
 
 
 def _is_correct(out: str, program: SandboxProgram, test: StdinTest | CallTest) -> bool:
+    """Compare stdout, or the value behind _VALUE_MARKER, with the test's expected output."""
     if isinstance(test, StdinTest):
         return is_same_text(test.stdout, out, loose_numbers=program.loose_numbers)
     _, mark, value = out.rpartition("\n" + _VALUE_MARKER)

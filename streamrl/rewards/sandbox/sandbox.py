@@ -24,7 +24,7 @@ _RETRY_PAUSE_S = 0.2
 
 
 class Sandbox:
-    """Runs programs in FIFO order, at most `jails` concurrently. Create with `start`.
+    """Runs untrusted programs in FIFO order, at most `jails` concurrently. Create with `start`.
 
     user_warning: warning for the user; empty if programs are isolated.
     """
@@ -89,6 +89,7 @@ class Sandbox:
                 self._slots.append(slot)
 
     def _find_language(self, program: SandboxProgram) -> LanguageSpec:
+        """Return the program's language. Raises ValueError for a program that cannot run here."""
         if program.language not in self._languages:
             names = ", ".join(self._languages)
             raise ValueError(f"no language {program.language}: the sandbox was started for {names}")
@@ -115,6 +116,7 @@ class Sandbox:
         raise failure
 
     async def _next_jail(self) -> Jail:
+        """Wait for the jail that was started first, and start its replacement. Raises JailError."""
         if self._is_closed:
             raise JailError("the sandbox is closed")
         starting = self._ready_jails.popleft()
@@ -135,7 +137,7 @@ class Sandbox:
         return jail
 
     def discard_jail(self, jail: Jail) -> None:
-        """Kill a jail in the background. Idempotent."""
+        """Kill a jail from `acquire_jail` in the background. Idempotent."""
         if jail in self._jails_in_use:
             self._jails_in_use.remove(jail)
             self._kill_jail(jail)
@@ -146,6 +148,7 @@ class Sandbox:
         ending.add_done_callback(self._kill_tasks.discard)
 
     def _start_jail(self) -> None:
+        """Start a jail in the background, ahead of the program that will use the jail."""
         self._num_started += 1
         starting = asyncio.get_running_loop().create_task(
             Jail.start(self._jail_spec, self._num_started)
@@ -154,6 +157,7 @@ class Sandbox:
         self._start_tasks.add(starting)
 
     def _kill_unused_jail(self, starting: "asyncio.Task[Jail]") -> None:
+        """Kill the jail of a finished start task, unless the start failed."""
         if starting.exception() is None:
             self._kill_jail(starting.result())
 

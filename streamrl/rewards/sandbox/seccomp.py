@@ -32,7 +32,7 @@ _HIDDEN_MEMORY = (
     " add_key request_key keyctl vmsplice io_setup io_submit remap_file_pages mbind set_mempolicy"
     " setxattr lsetxattr fsetxattr"
 )
-#: They pin whole pages in pipes and sockets but count only the bytes requested. They fail with
+#: Calls that pin whole pages in pipes and sockets but count only the bytes requested. The error is
 #: ENOSYS: libraries then fall back to copying, as on an older kernel.
 _ZERO_COPY_CALLS = "splice tee sendfile"
 #: Observing other processes of the machine, and slowing them down.
@@ -49,13 +49,13 @@ _AF_UNIX = 1
 #: shared read-only file is a covert channel between jails.
 _LOCKS = (5, 6, 7, 36, 37, 38)
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
-#: System calls newer than libseccomp; their numbers are the same on all architectures. They fail
-#: with ENOSYS, as on an older kernel.
+#: System calls newer than libseccomp; their numbers are the same on all architectures. The
+#: error is ENOSYS, as on an older kernel.
 _NEW_CALLS = range(450, 600)
 
 
 def build_syscall_filter() -> bytes:
-    """Return the filter as BPF for bubblewrap. Raises RuntimeError without libseccomp."""
+    """Return the seccomp filter as BPF for bubblewrap. Raises RuntimeError without libseccomp."""
     import pyseccomp as seccomp  # imported here: the import itself requires libseccomp
 
     denied = seccomp.ERRNO(errno.EPERM)

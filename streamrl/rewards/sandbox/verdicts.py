@@ -1,4 +1,4 @@
-"""Judge the reports of a jail on the host.
+"""Judge the reports of a jail's driver, on the host.
 
 A report is untrusted, but forging a report gains nothing: expected outputs never enter the jail.
 """
@@ -39,7 +39,7 @@ _OUT_OF_MEMORY_TEXTS = ("MemoryError", "bad_alloc", "out of memory", "Cannot all
 def make_program_message(
     program: SandboxProgram, language: LanguageSpec, limits: ProgramLimits
 ) -> dict[str, Any]:
-    """Return the driver's first message: the program and the limits, as marshal types."""
+    """Return the first message to a jail's driver: program and limits, as marshal types."""
     return {
         "source": str(program.source),
         "file": language.file,
@@ -59,7 +59,7 @@ def make_program_message(
 
 
 def make_test_message(test: StdinTest | CallTest, wall_s: float) -> dict[str, Any]:
-    """Return the driver's message for a test; excludes the expected output."""
+    """Return the message to a jail's driver for a test; excludes the expected output."""
     if isinstance(test, StdinTest):
         return {"stdin": str(test.stdin), "wall_s": wall_s}
     arguments = json.dumps(list(test.arguments))
@@ -69,6 +69,7 @@ def make_test_message(test: StdinTest | CallTest, wall_s: float) -> dict[str, An
 def judge_report(
     report: JailReport, test: StdinTest | CallTest, program: SandboxProgram, limits: ProgramLimits
 ) -> ProgramTestResult:
+    """Return the result of a test: from the program's exit, then from its output."""
     outcome, detail = _classify_exit(report, limits)
     if outcome is RewardOutcome.PASS:
         outcome, detail = _compare_output(report.out, test, program)
@@ -76,6 +77,7 @@ def judge_report(
 
 
 def describe_compile_failure(report: JailReport) -> str:
+    """Return the compiler's error from a jail's report; empty if compiling succeeded."""
     if report.exit_kind == driver.EXITED and report.exit_code == 0:
         return ""
     lines = report.err.decode(errors="replace").strip().splitlines()
@@ -89,7 +91,10 @@ def describe_compile_failure(report: JailReport) -> str:
 
 
 def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOutcome, str]:
-    """Classify a run by its exit, ignoring the output; PASS for a clean exit."""
+    """Return outcome and detail of a run from its exit alone; PASS for a clean exit.
+
+    A clean exit means exit code 0 within all limits, whatever the output.
+    """
     last_line = (report.err.decode(errors="replace").strip().splitlines() or [""])[-1]
     stopped = {
         driver.COMPILE_FAILED: (RewardOutcome.COMPILE_ERROR, last_line),
@@ -121,6 +126,7 @@ def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOut
 def _compare_output(
     out: bytes, test: StdinTest | CallTest, program: SandboxProgram
 ) -> tuple[RewardOutcome, str]:
+    """Compare a program's output `out` with the expected output; return outcome and detail."""
     if isinstance(test, StdinTest):
         actual = decode_output(out)
         if is_same_text(test.stdout, actual, loose_numbers=program.loose_numbers):

@@ -35,12 +35,15 @@ def reward(name: str) -> Callable[[FunctionT], FunctionT]:
 
 
 def list_installed_kinds() -> dict[str, str]:
-    """Return the kinds of installed packages: name to "module:function"."""
+    """Return the reward kinds of installed packages, as {kind: "module:function"}."""
     return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def load_registered_kinds(path: str, *, setting: str) -> dict[str, Callable[..., Any]]:
-    """Import a file and return the kinds that the file registers. Raises ConfigError."""
+    """Import a file; return the functions registered in it with `@reward`, by kind.
+
+    setting: config key of the path, for messages. Raises ConfigError.
+    """
     before = dict(_registered_functions)
     _registered_functions.clear()
     try:
@@ -51,6 +54,7 @@ def load_registered_kinds(path: str, *, setting: str) -> dict[str, Callable[...,
 
 
 def _load_entry_point(point: EntryPoint) -> Callable[..., Any]:
+    """Import the function of an installed kind. Raises ConfigError."""
     try:
         with limit_import_time():
             function = point.load()
@@ -66,7 +70,10 @@ def _load_entry_point(point: EntryPoint) -> Callable[..., Any]:
 
 
 def find_registered_function(kind: str, path: str) -> Callable[..., Any]:
-    """Return the function of a kind. Raises ConfigError, listing the kinds of the file."""
+    """Return the reward function registered as `kind` in the file `path`.
+
+    Without a path, an installed package must list the kind. Raises ConfigError.
+    """
     if path:
         functions = load_registered_kinds(path, setting="rewards.path")
         if kind not in functions:

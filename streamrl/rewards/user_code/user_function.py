@@ -18,11 +18,12 @@ CallArguments = dict[str, Any]
 class SignatureStyle:
     """A supported signature of reward functions, recognized by parameter names.
 
+    signature: signature as text, for messages.
     marker_parameters: required parameters that identify the style.
     offered_parameters: parameters that a function may declare; None: also any column of the row.
     is_per_group: a call receives all completions of a prompt, else a single completion.
     can_abstain: the function may return None for a completion.
-    build_arguments: makes the arguments of a call.
+    build_arguments: makes the arguments of a call from a prompt and its completions.
     """
 
     signature: str
@@ -52,7 +53,10 @@ def _build_verl_batch_arguments(prompt: Prompt, completions: Sequence[str]) -> C
 
 
 def _build_trl_arguments(prompt: Prompt, completions: Sequence[str]) -> CallArguments:
-    """Repeat every column once per completion; completions of chat rows are message lists."""
+    """Build TRL's arguments: every column of the row as a list with an element per completion.
+
+    For chat prompts a completion is a list with the assistant's message.
+    """
     is_chat = prompt.is_chat
     columns = {
         **prompt.extra_info,
@@ -108,10 +112,13 @@ SIGNATURE_STYLES = (
 
 @dataclass(frozen=True)
 class FunctionCallSpec:
-    """Picklable description of a reward function's arguments, also used outside the worker.
+    """Parameters of a user's reward function, picklable for use outside the worker.
 
-    location: function name and file. style: signature of a SignatureStyle. required: parameters
-    without a default. kwargs: constant arguments from the config.
+    location: function name and file.
+    style: signature of a SignatureStyle.
+    required: parameters without a default.
+    has_var_kwargs: the function takes **kwargs.
+    kwargs: constant arguments from the config.
     """
 
     location: str
@@ -122,7 +129,10 @@ class FunctionCallSpec:
     kwargs: tuple[tuple[str, Any], ...]
 
     def build_arguments(self, prompt: Prompt, completions: Sequence[str]) -> CallArguments:
-        """Build the keyword arguments of a call. Raises RewardError if the row lacks a column."""
+        """Build the keyword arguments of a call for a prompt and its completions.
+
+        Raises RewardError if the prompt's row lacks a column that the function requires.
+        """
         (style,) = (style for style in SIGNATURE_STYLES if style.signature == self.style)
         offered = {**style.build_arguments(prompt, completions), **dict(self.kwargs)}
         missing = self.required - offered.keys()
@@ -138,12 +148,17 @@ class FunctionCallSpec:
 
 @dataclass(frozen=True)
 class UserFunction:
+    """A user's reward function, loaded in a worker."""
+
     file_function: FileFunction
     style: SignatureStyle
     call_spec: FunctionCallSpec
 
     def to_reward_error(self, failure: BaseException) -> RewardError:
-        """Convert an exception; the message names the innermost line of the user's file."""
+        """Convert an exception that the function raised.
+
+        The message names the innermost line of the user's file.
+        """
         return RewardError(self.file_function.describe_error(failure))
 
     def __str__(self) -> str:
@@ -196,6 +211,7 @@ class FunctionSource:
 
 
 def _match_style(code: FileFunction, kwargs: Mapping[str, Any]) -> SignatureStyle:
+    """Return the first style that fits a function's parameters. Raises ConfigError."""
     for style in SIGNATURE_STYLES:
         fits = (
             style.offered_parameters is None

@@ -27,9 +27,11 @@ MAX_METRICS_PER_RESULT = 50
 
 
 def make_reward_handler(source: FunctionSource) -> Callable[[RewardRequest | None], Any]:
-    """Return the worker's handler: results, or an error message for an invalid return value.
+    """Load the user's function; return the handler that calls the function in this worker.
 
-    The request None returns the FunctionCallSpec. The handler is async if the function is.
+    The handler maps (prompt, completions) to a list of results, or to an error message if the
+    function returned an invalid value. The handler maps None to the FunctionCallSpec, and is async
+    if the function is.
     """
     user = source.load_function()
 
@@ -59,6 +61,7 @@ def make_reward_handler(source: FunctionSource) -> Callable[[RewardRequest | Non
 
 
 def _build_calls(user: UserFunction, request: RewardRequest) -> list[CallArguments]:
+    """Return the arguments of each call: a call per group or per completion."""
     prompt, completions = request
     groups = [completions] if user.style.is_per_group else [[text] for text in completions]
     return [user.call_spec.build_arguments(prompt, group) for group in groups]
@@ -85,6 +88,7 @@ async def _await_function(user: UserFunction, arguments: CallArguments) -> Any:
 def _parse_results(
     user: UserFunction, results: Sequence[Any], request: RewardRequest
 ) -> list[RewardResult] | str:
+    """Convert returned values to results; return an error message for an invalid value."""
     _, completions = request
     try:
         if user.style.is_per_group:
@@ -98,6 +102,7 @@ def _parse_results(
 
 
 def _split_results(user: UserFunction, results: Any, size: int) -> Sequence[Any]:
+    """Return a group's values from a single call. Raises RewardError unless `size` values."""
     if hasattr(results, "tolist"):  # numpy array or torch tensor
         results = results.tolist()
     if not isinstance(results, list | tuple) or len(results) != size:
@@ -106,7 +111,7 @@ def _split_results(user: UserFunction, results: Any, size: int) -> Sequence[Any]
 
 
 def _parse_result(user: UserFunction, result: Any, index: int) -> RewardResult:
-    """Convert a return value: a number, or a dict with a number under "score".
+    """Convert the value returned for the completion at `index`: a number, or a dict with "score".
 
     Optional keys of a dict: `acc` is the pass flag, `pred` or `answer` the extracted answer. `acc`
     and further numbers become extra metrics.
@@ -136,6 +141,7 @@ def _parse_result(user: UserFunction, result: Any, index: int) -> RewardResult:
 
 
 def _collect_extra_metrics(fields: Mapping[Any, Any]) -> tuple[tuple[str, float], ...]:
+    """Return `acc` and the numbers under keys other than RESULT_KEYS, with their names."""
     numbers = (
         (str(name), to_finite_float(value))
         for name, value in fields.items()
