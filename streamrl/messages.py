@@ -159,7 +159,10 @@ def prompt_from_parts(uid: str, tokens: bytes, *rest: Any) -> Prompt:
 
 
 def make_uid(epoch: int, index: int, attempt: int = 0) -> str:
-    """Return the uid of a prompt: row `index` of the data in `epoch`; re-admission raises `attempt`."""
+    """Return the uid of a prompt: `index` of its data row, `epoch`, and `attempt`.
+
+    A re-admission of the prompt has the next attempt.
+    """
     return f"{epoch}:{index}:{attempt}"
 
 
@@ -360,8 +363,8 @@ class GroupLease(msgspec.Struct, frozen=True, weakref=True):
     """The right of `holder` to work on a group for a stage. Times: s of the shard's clock.
 
     `token` identifies the lease; it is unique among all leases of a shard, also across its
-    restarts. `attempt` counts the leases of the group for the stage, from 1. `expires_at` is the
-    expiry at grant time; renewals move the expiry on the shard only.
+    restarts. `attempt` is 1 plus the number of failed attempts of the stage at the group.
+    `expires_at` is the expiry at grant time; renewals move the expiry on the shard only.
     """
 
     token: int

@@ -24,7 +24,7 @@ from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 TOKENS_PER_INCARNATION = 1 << 40
 """Lease tokens available to one incarnation of a shard."""
 MAX_SEEN_UIDS = 100_000
-"""Removed uids that are remembered, so that a retried admission does not insert them again."""
+"""Latest uids that a shard remembers, so that a retried admission inserts no prompt twice."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,10 @@ class ActiveLease:
 class GroupState:
     """State of one group in its queue shard.
 
-    `committing_stages`: stages with a commit that is being journaled. `failures`: number of failed
-    attempts per stage. `partial_rollouts`: partial results per stage, in memory only. `num_bytes`:
-    size of the committed columns and the partial results.
+    `committing_stages`: stages with a commit that is being journaled.
+    `failures`: number of failed attempts per stage.
+    `partial_rollouts`: partial results per stage, in memory only.
+    `num_bytes`: size of the committed columns and the partial results.
     """
 
     uid: str
@@ -242,10 +243,10 @@ class ShardState:
     """All groups of a shard by uid, and the location of the columns of removed ("retired") groups.
 
     `retired_groups` covers only groups recovered from the journal: their training step may be
-    replayed. `should_keep_retired` is true during recovery. `incarnation` counts the processes that
-    owned the shard; `session` is the run of the last owner. `is_damaged` is true if records of the
-    journal were unreadable. A uid is admitted at most once per session, as long as it is among the
-    last MAX_SEEN_UIDS uids.
+    replayed. `should_keep_retired` is true during recovery.
+    `incarnation` counts the processes that owned the shard; `session` is the run of the last owner.
+    `is_damaged` is true if records of the journal were unreadable.
+    A uid is admitted at most once per session, as long as it is among the last MAX_SEEN_UIDS uids.
     """
 
     def __init__(self, stages: Mapping[str, StageSchema]) -> None:

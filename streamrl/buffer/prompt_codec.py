@@ -20,7 +20,7 @@ from streamrl.errors import JournalError
 from streamrl.messages import Prompt, prompt_from_parts
 
 _PICKLE_PREFIX = b"\x80"
-"""First byte of a pickle. In msgpack it is an empty map, and a prompt is never that."""
+"""First byte of a pickle. In msgpack the byte is an empty map, and a prompt is an array."""
 _MSGPACK_INTEGERS = range(-(1 << 63), 1 << 64)
 _EXTENSION_ENCODERS: Mapping[type, tuple[int, Callable[[Any], bytes]]] = {
     int: (1, lambda value: hex(value).encode()),

@@ -143,7 +143,10 @@ def _state_records(state: ShardState) -> Iterator[JournalRecord]:
 
 
 def _group_records(group: GroupState) -> Iterator[JournalRecord]:
-    """Yield the journal records that reproduce an admitted group: commits, leases, failures, end."""
+    """Yield the journal records that reproduce a group after its admission.
+
+    These are its commits, failed attempts, leases and, if it was filtered or dropped, its end.
+    """
     for stage, columns in group.stage_columns.items():
         assert group.info is not None
         lease = GroupLease(0, group.uid, stage, 0, 0.0)

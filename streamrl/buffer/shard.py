@@ -347,7 +347,7 @@ class QueueShard:
         """Forget the columns of removed groups, whose training steps need no replay any more."""
         self._state.retired_groups.clear()
 
-    # Effects of a transition.
+    # Transitions: journal a record and apply its effect.
 
     async def _write_records(self, records: Sequence[JournalRecord], data: Sequence[Any]) -> None:
         """Journal records, then apply them. data: stored blob of each record, or None."""

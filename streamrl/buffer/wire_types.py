@@ -56,10 +56,12 @@ class ShardStats:
     """Statistics of one queue shard, or of all shards together.
 
     `depth`: time-weighted mean of ready groups per stage since the last training step ended.
-    `num_bytes`, `uids`: size and uids of the groups in the shard now. `oldest_age_s`: time since
-    the earliest admission among them. `counts`: redelivered, hedged and refused leases since the
-    last step; refusals without a fault, such as the slower of two hedges, are left out. `fsync_s`:
-    time spent in fsync since the last step. `cpu_s`: CPU time of the process since its start.
+    `num_bytes`, `uids`: size and uids of the groups in the shard now.
+    `oldest_age_s`: time since the earliest admission among these groups.
+    `counts`: redelivered, hedged and refused leases since the last step; refusals without a fault,
+    such as the slower of two hedges, are left out.
+    `fsync_s`: time spent in fsync since the last step.
+    `cpu_s`: CPU time of the process since its start.
     """
 
     depth: Mapping[str, float]

@@ -19,7 +19,7 @@ from streamrl.errors import DeadlineError
 
 MIN_WAIT_S = 1e-3
 PREEMPTION_WAIT_S = 5.0
-"""Length of one preemption query of a holder, s."""
+"""Longest wait of a single `wait_for_preemption` call, s."""
 
 
 class ProgressClock:
@@ -138,7 +138,7 @@ class DeviceArbiter:
                 self._notify_holders()
 
     async def _wait_for_grant(self, request: PhaseRequest) -> None:
-        """Wait until a request is granted; raise DeadlineError if progress stops for `timeout_s`."""
+        """Wait until a request is granted; raise DeadlineError after `timeout_s` of no progress."""
         now = asyncio.get_running_loop().time
         since = now()
         try:

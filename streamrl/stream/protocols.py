@@ -132,7 +132,7 @@ class ClosableWeightChannel(WeightChannel, Protocol):
 
 
 class PromptSource(Protocol):
-    """Prompts of the data set in the order in which the run admits them."""
+    """Prompts of the data set, in the order in which the run draws them."""
 
     async def prefetch_prompts(self, count: int) -> None:
         """Load the next `count` prompts ahead of time, so that drawing them does not block."""

@@ -84,10 +84,12 @@ class PipelineConfig:
 class RunState:
     """State that the admission loop and the training loop share.
 
-    `max_attempts`: most admissions per prompt. `should_readmit_failed`: readmit the prompt of a
-    failed group instead of drawing the next. `max_filtered`: most filtered groups per step; beyond
-    it the run ends, because the data yields no training signal. `max_dropped`: most dropped groups
-    per step; beyond it the run ends, because, say, the reward fails for every group.
+    `max_attempts`: most admissions per prompt.
+    `should_readmit_failed`: readmit the prompt of a failed group instead of drawing the next.
+    `max_filtered`: most filtered groups per step; beyond it the run ends, because the data yields
+    no training signal.
+    `max_dropped`: most dropped groups per step; beyond it the run ends, because, say, the reward
+    fails for every group.
     """
 
     admission: AdmissionController
@@ -103,12 +105,12 @@ class RunState:
     on_group_finished: Callable[[str, GroupOutcome], None] = lambda uid, outcome: None
     """Called for every group that ends untrained."""
     on_stall: Callable[[Sequence[OverdueLease]], None] = lambda overdue: None
-    """Called with overdue leases."""
+    """Called with leases that have become overdue since the last check."""
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     stop_deadline: float = -math.inf
-    """Until then (event loop time) a stopping run may finish a step with a partial update."""
+    """Time (of the event loop) until which a stopping run may finish a half-updated step."""
     is_step_abandoned: bool = False
-    """The current step is abandoned: no trainer starts a further update."""
+    """True if the current training step is abandoned: no trainer starts a further update."""
     pending_inserts: set[str] = field(default_factory=set)
     """Uids that are in the run log and on the way into a shard."""
     run_log_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -129,7 +131,7 @@ class RunState:
     """True between a step's first update and its run log entry: the models match no version."""
 
     def request_stop(self) -> None:
-        """Make the loops stop now; a step between two of its updates gets STOP_GRACE_S to finish."""
+        """Make the loops stop; a step that is between two of its updates gets STOP_GRACE_S."""
         self.stop_deadline = asyncio.get_running_loop().time() + STOP_GRACE_S
         self.stop_requested.set()
 
@@ -172,7 +174,7 @@ class RunState:
         self.prompts_to_insert += [self.prompt_source.get_prompt(uid) for uid in missing]
 
     async def admit_prompts(self, queue: ExperienceQueue) -> None:
-        """Insert waiting readmitted prompts, and a new prompt for every available staleness credit."""
+        """Insert waiting readmitted prompts into the queue, and new prompts for free credits."""
         if self.oversampling.is_enabled:
             # Kept groups only reduce the credits, so a waiting admission loop can skip this.
             self.keep_groups(await queue.find_uids_with(FILTER_COLUMN))

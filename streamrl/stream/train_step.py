@@ -22,9 +22,9 @@ from streamrl.stream.run_state import PipelineConfig, RunState
 
 @dataclass(frozen=True)
 class ReadyRounds:
-    """Rounds of a training step that can be trained now, by role.
+    """Rounds of a training step that can be trained now, by role of the trained model.
 
-    `uids` lists all groups of the step with the last rounds, and is empty before.
+    `uids` lists all groups of the step once the last group is known; empty before.
     """
 
     rounds_by_role: Mapping[str, Sequence[ScheduledRound]]
@@ -124,7 +124,7 @@ class RoundRunner:
         return TrainStepResult(self._metric_sums, self._update_metrics)
 
     async def run_rounds(self, role: str, ready: ReadyRounds) -> None:
-        """Train rounds of the schedule in order, with their updates; stop if the step is abandoned."""
+        """Train the rounds in order, with the updates between them; stop at an abandoned step."""
         rounds = ready.rounds_by_role[role]
         if ready.uids:
             await self._trainer.plan_step(ready.uids, rounds)
@@ -185,7 +185,7 @@ async def replay_step(
 async def assemble_rounds(
     collector: GroupCollector, run_state: RunState, schedulers: Mapping[str, StepScheduler]
 ) -> AsyncGenerator[ReadyRounds]:
-    """Yield rounds of the current training step as its groups arrive; end early if the run stops."""
+    """Yield rounds of the current training step as its groups arrive; end if the run stops."""
     version, uids = run_state.admission.version, list[str]()
     while not run_state.assembler.is_complete:
         if not await collector.wait_for_groups():

@@ -62,7 +62,8 @@ class WeightPublisher:
     ) -> None:
         """Create a publisher.
 
-        sources, registries: by role, the trained models and the registries of their versions.
+        sources: trained models by role.
+        registries: published versions and followers by role.
         due(role, version): whether followers of a role get a version or keep the last one.
         lease: the trainers' device lease, held to read a model.
         on_fault(role, fault): called for every failed attempt.

@@ -144,8 +144,8 @@ class AdmissionController:
     def advance_version(self, version: int, *, published: bool = True) -> None:
         """Set the version that a finished training step has made.
 
-        The step's credits become available once a version is published: with `published=False`, not
-        before the next call.
+        With `published=False` generators do not get this version, and the step's credits become
+        available with the next published version.
         """
         assert version == self.version + 1, (version, self.version)
         self.version = version

@@ -15,7 +15,7 @@ from itertools import pairwise
 from operator import itemgetter
 
 RolloutIndex = tuple[str, int]
-"""(uid of the group, index of the rollout in it)."""
+"""(uid of the group, index of the rollout in the group)."""
 MicroBatch = tuple[RolloutIndex, ...]
 Round = tuple[MicroBatch, ...]
 """One micro-batch per rank, trained at the same time."""
