@@ -210,8 +210,8 @@ class Dataflow:
     def version_edges(self) -> list[tuple[ModelCall, ModelCall]]:
         """Pairs of a call that trains a model and a call that follows the model's weights.
 
-        Only the first call of a following role counts: later calls run after the first and so have
-        its version already.
+        Only the first call of a following role counts: later calls run after the first, with the
+        same version.
         """
         graph, holds = self.graph, {c.stage: (c.role, c.followed_role) for c in self.calls}
         return [

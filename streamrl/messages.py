@@ -315,7 +315,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
 
 def _count_versions(sampled: Array) -> Iterator[tuple[int, int]]:
-    """Yield (version, number of tokens it sampled), ascending by version."""
+    """Yield (version, number of sampled tokens), ascending by version."""
     # Fast path: most groups come from one version, and comparing bytes is faster than sorting.
     raw = sampled.tobytes()
     if raw and raw == raw[: sampled.itemsize] * sampled.size:
@@ -348,7 +348,7 @@ def _column_dtype(name: str) -> np.dtype[Any]:
 
 
 def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
-    """Raise ContractError if columns lack an entry per token, or per rollout, of their group."""
+    """Raise ContractError if columns lack an entry per token, or per rollout, of a group."""
     expected = {ColumnAxis.TOKEN: info.num_tokens, ColumnAxis.ROLLOUT: len(info.lengths)}
     for name, entries in sizes.items():
         spec = get_column_spec(name)

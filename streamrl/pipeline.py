@@ -59,7 +59,7 @@ SUPERSEDED_RETRY_S = 0.01
 
 @dataclass(frozen=True)
 class ScoringLimits:
-    """Columns that a scorer leases, groups that it may have in flight, and groups per call."""
+    """Columns that a scorer leases, most groups in flight, and most groups per call."""
 
     columns: Sequence[str]
     max_groups: int

@@ -444,15 +444,15 @@ class ExperienceQueue:
         await _gather_all(self.shards[i].requeue_overdue(batch) for i, batch in by_shard.items())
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
-        """Describe by uid who holds each group.
+        """Describe the holders of each group, by uid, for a stall message.
 
-        The text, for a stall message, names the holders, or the stages that may lease the group.
+        For a group without a holder, the text names the stages that may lease the group.
         """
         shard_phrases = await _gather_all(shard.locate_groups(uids) for shard in self.shards)
         return {uid: phrase for phrases in shard_phrases for uid, phrase in phrases.items()}
 
     def _select_active(self, grants: Iterable[LeaseGrant]) -> list[LeaseGrant]:
-        """Return the grants whose lease is still active."""
+        """Return the grants with a lease that is still active."""
         return [grant for grant in grants if _lease_key(grant.lease) in self._active_leases]
 
     def _forget_leases(self, leases: Iterable[GroupLease]) -> None:

@@ -32,8 +32,7 @@ class ColumnContract:
             )
 
     def check_commit(self, commit: ColumnCommit, info: GroupInfo | None) -> None:
-        """Check the columns of a commit: all that its stage declares, none of other stages, right
-        sizes.
+        """Check that a commit has all columns its stage declares, no others', in the right sizes.
 
         info: sizes of the group; None before its rollouts exist.
         """

@@ -264,7 +264,7 @@ class QueueShard:
                 self._capacity_limiter.update_reservation(group)
 
     def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
-        """End leases whose work failed; requeue each group, or drop it after its last attempt."""
+        """End leases after failed work; requeue each group, or drop it after its last attempt."""
         for lease, error in entries:
             if group := self._state.find_leased_group(lease):
                 outcome = GroupOutcome(error.cause, str(error))
@@ -344,7 +344,7 @@ class QueueShard:
         return {uid: _describe_group(self._state, group) for uid, group in groups.items()}
 
     def forget_retired(self) -> None:
-        """Forget the columns of removed groups, whose training steps need no replay any more."""
+        """Forget the columns of removed groups: no training step needs them for a replay now."""
         self._state.retired_groups.clear()
 
     # Transitions: journal a record and apply its effect.

@@ -44,7 +44,7 @@ class ProgressClock:
     async def progress_timeout(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
         """Return a context like asyncio.timeout that times out after `timeout_s` without progress.
 
-        Every recorded progress restarts the timeout; with infinite `timeout_s` it never fires.
+        Every recorded progress restarts the timeout; an infinite `timeout_s` disables the timeout.
         """
         if timeout_s == math.inf:
             async with asyncio.timeout(None) as deadline:
@@ -59,7 +59,7 @@ class ProgressClock:
 
 
 class DedicatedDeviceLease:
-    """Lease of a stage with devices of its own: never blocks."""
+    """Device lease of a stage with devices of its own: never blocks."""
 
     @asynccontextmanager
     async def hold(self, stage: str) -> AsyncIterator[None]:
@@ -80,7 +80,7 @@ class PhaseRequest:
 
 @dataclass(eq=False)
 class PhaseGrant:
-    """A phase that has its devices now: its start, and the number of grants of each holder.
+    """A phase that has devices now: its start, and the number of grants of each holder.
 
     A holder has two grants if a cancelled request was granted together with its retry.
     """
@@ -153,7 +153,7 @@ class DeviceArbiter:
             ) from None
 
     async def release(self, holder: str) -> None:
-        """Release one grant of a holder and grant the requests that waited for it."""
+        """Release one grant of a holder; grant waiting requests."""
         phase = self._find_phase(holder)
         assert phase is not None, (holder, self._grants)
         self._release_grant(phase, holder, 1)
@@ -237,7 +237,7 @@ class DeviceArbiter:
         self._notify_holders()
 
     def _notify_holders(self) -> None:
-        """Wake `wait_for_preemption` calls of phases whose devices a new request wants."""
+        """Wake the `wait_for_preemption` calls of phases that conflict with a new request."""
         for phase, grant in self._grants.items():
             is_wanted = self._has_conflicting_request(phase)
             if is_wanted and not grant.has_waiters:
@@ -431,6 +431,6 @@ class SharedDeviceLease:
             await self._arbiter.release(self._holder)
 
     def _release_late_grant(self, acquiring: "asyncio.Future[None]") -> None:
-        """Release a grant that arrived after the wait for it was cancelled."""
+        """Release a grant that arrived after its request was cancelled."""
         if not acquiring.cancelled() and acquiring.exception() is None:
             self._release_task = asyncio.ensure_future(self._arbiter.release(self._holder))

@@ -79,7 +79,7 @@ class GroupCollector:
 
     @property
     def _is_step_complete(self) -> bool:
-        """True if the groups in the training step, and those that may enter it now, fill it."""
+        """True if the groups in the training step, and groups that may enter now, fill the step."""
         assembler = self._run_state.assembler
         missing = self._config.groups_per_step - assembler.num_drawn
         return assembler.num_ready >= missing and self._num_drawable == missing

@@ -131,7 +131,7 @@ class RunState:
     """True between a step's first update and its run log entry: the models match no version."""
 
     def request_stop(self) -> None:
-        """Make the loops stop; a step that is between two of its updates gets STOP_GRACE_S."""
+        """Make the loops stop; a step with some of its updates made gets STOP_GRACE_S to finish."""
         self.stop_deadline = asyncio.get_running_loop().time() + STOP_GRACE_S
         self.stop_requested.set()
 
@@ -220,8 +220,8 @@ class RunState:
 
         is_full: the ready groups fill the current step, so that only later steps count.
 
-        Removes them from the assembler if they are ready. Excludes `pending_inserts`, which must
-        reach their shard before they can be removed. Returns {} if credits guarantee a place for
+        Removes late groups that are ready from the assembler. Excludes `pending_inserts`, which
+        must reach a shard before they can be removed. Returns {} if credits guarantee a place for
         every admitted group; a late group is then a bug, and left for StaleGroupError.
         """
         drops_stale = self.assembler.should_drop_stale
@@ -246,7 +246,7 @@ class RunState:
         ended: Mapping[str, GroupOutcome],
         infos: Mapping[str, GroupInfo | None] | None = None,
     ) -> None:
-        """End groups untrained: log them, readmit their prompts if due, refund their credits.
+        """End groups untrained: log them, readmit prompts if due, refund the credits.
 
         ended: outcome of each group, by uid. infos: sizes of the groups, None where not generated.
         """
@@ -285,7 +285,7 @@ class RunState:
     def check_step_limits(self, ended: Mapping[str, GroupOutcome]) -> None:
         """Raise FilterLimitError or DropLimitError if the step filtered or dropped too many groups.
 
-        ended: outcomes of the latest groups, whose reasons the message quotes.
+        ended: outcomes of the latest groups; the message quotes their reasons.
         """
         self._check_filter_limit(ended.values())
         self._check_drop_limit(

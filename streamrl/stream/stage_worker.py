@@ -79,7 +79,7 @@ async def serve_stage(
     batch: int,
     partial_saver: "PartialRolloutSaver | None" = None,
 ) -> None:
-    """Run a stage: lease groups, compute, commit the results, renew leases, until it must leave.
+    """Run a stage until it must leave: lease groups, compute, commit results, renew leases.
 
     compute: called with at most `batch` groups at a time.
     in_flight: limits the number of groups in work.
@@ -164,7 +164,7 @@ class InFlightWork:
         return self._limit.available_groups
 
     def add_task(self, experiences: Sequence[Experience], task: asyncio.Task[None]) -> None:
-        """Track a task that works on leased groups; its slots are freed when the task ends."""
+        """Track a task that works on leased groups; the end of the task frees its slots."""
         slots = len(experiences) * self._limit.slots_per_group
         self._limit.free_slots -= slots
         self._tasks[task] = _InFlightTask({experience.lease for experience in experiences}, slots)
@@ -288,10 +288,10 @@ class PartialRolloutSaver:
                 )
 
     def _select_due(self, now: float) -> set[GroupLease]:
-        """Return the leases whose partial rollouts are to be saved now; schedule their next saves.
+        """Return the leases to save partial rollouts for now; schedule their next saves.
 
-        If any lease is due, leases due within half an interval are saved along with it, except for
-        their first save.
+        If any lease is due, leases due within half an interval are saved, too, except for first
+        saves.
         """
         if all(schedule.due_at > now for schedule in self._schedules.values()):
             return set()

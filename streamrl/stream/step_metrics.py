@@ -144,9 +144,9 @@ def _queue_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
 def _filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     """Compute the metrics of the group filter, such as the time spent on filtered groups.
 
-    The time is divided in proportion to tokens. Spans cannot tell it, because groups are sampled
-    concurrently and scored in batches. Example: if filtered groups have 30 % of the sampled tokens,
-    30 % of the generation time counts as filtered.
+    The time is divided in proportion to tokens, because groups are sampled concurrently and scored
+    in batches, so that spans belong to no single group. Example: if filtered groups have 30 % of
+    the sampled tokens, 30 % of the generation time counts as filtered.
     """
     tally, infos = facts.filter_tally, [group.info for group in facts.groups]
     sampled = sum(info.num_loss_tokens for info in infos) + tally.num_sampled_tokens
@@ -198,7 +198,7 @@ def _merge_by_role(activity: Mapping[str, StageActivity]) -> list[StageActivity]
 
 
 def _sum_busy_s(activity: StageActivity, facts: StepFacts) -> float:
-    """Return the busy time of a stage, summed over its processes, s."""
+    """Return the busy time of a stage, summed over processes, s."""
     by_process: dict[str, list[Span]] = {}
     for span in activity.spans:
         by_process.setdefault(span.process, []).append(span)

@@ -20,7 +20,7 @@ RETRY_S = 0.5
 
 
 class WeightSource(Protocol):
-    """Trained model whose weights can be published."""
+    """A trained model that can publish its weights."""
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
         """Publish the current model as `version` to the followers named in `readers`.
@@ -134,7 +134,7 @@ class WeightPublisher:
         registry.add_manifest(manifest, publish_s=time.perf_counter() - started)
 
     async def wait_until_published(self) -> None:
-        """Wait until followers can fetch every version whose publishing has started.
+        """Wait until followers can fetch every version that is being published.
 
         Raises the error of a failed publish. The trainers' deadlines bound the wait.
         """

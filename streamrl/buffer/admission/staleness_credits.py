@@ -69,8 +69,10 @@ def check_shard_bytes(
     """Raise ConfigError if a shard cannot hold all groups of a training step at their largest.
 
     All groups of a step may hash to the same shard, and no group leaves before the step is trained.
-    A smaller shard deadlocks: the step waits for groups that wait for capacity. group_bytes:
-    largest size of a group. place: setting and node that limit the shard, for the message.
+    A smaller shard deadlocks: the step waits for groups that wait for capacity.
+
+    group_bytes: largest size of a group.
+    place: setting and node that limit the shard, for the message.
     """
     needed = groups_per_step * group_bytes
     if shard_bytes < needed:
@@ -154,5 +156,5 @@ class AdmissionController:
         self._credit_changed.set()
 
     def refund_credit(self) -> None:
-        """Wake the admission loop after a drop or a filtered group, whose credit is free again."""
+        """Wake the admission loop: a dropped or filtered group has returned its credit."""
         self._credit_changed.set()

@@ -1,8 +1,8 @@
 """Sequence packing: assign rollouts to micro-batches and micro-batches to ranks.
 
-Pure: lengths in, plans out. A micro-batch is padded to its longest rollout, so its cost is rows *
-longest, and rollouts of similar length go together. All ranks take part in every round because
-their collectives pair up; a rank without work gets an empty micro-batch.
+Pure: lengths in, plans out. A micro-batch is padded to its longest rollout, so its cost is
+rows * longest, and rollouts of similar length go together. All ranks take part in every round
+because their collectives pair up; a rank without work gets an empty micro-batch.
 
 Example: lengths 9, 8, 4, 4, 3 with micro_batch_tokens=12 and two ranks. Sorted and cut into
 micro-batches, each padded to its first rollout: [9], [8], [4, 4, 3]. Three micro-batches do not
@@ -56,9 +56,9 @@ class MicroBatchPacker:
         self._rank_loads = [0] * world_size
 
     def add_group(self, uid: str, lengths: Sequence[int]) -> None:
-        """Add a group whose rollouts have `lengths` tokens.
+        """Add a group; `lengths` are the tokens of its rollouts.
 
-        Raises ValueError for a rollout that is longer than a micro-batch.
+        Raises ValueError for a rollout with more tokens than a micro-batch may have.
         """
         if max(lengths, default=0) > self._max_tokens:
             self._check_length(uid, *max(enumerate(lengths), key=itemgetter(1)))

@@ -25,9 +25,9 @@ class StepAssembler:
     2), d and e at version 1. In step 1 only d and e are ready. d may enter: one place of step 1 and
     two of step 2 remain for a, b and c. e must wait.
 
-    With `oversampling`, a group without a filter decision (undecided) reserves only the fraction 1
-    / factor of a place, the estimated probability that the filter keeps it. More groups than places
-    may survive the filter; groups that find no place before their deadline are late.
+    With `oversampling`, a group without a filter decision (undecided) reserves only the fraction
+    1 / factor of a place, the estimated probability that the filter keeps it. More groups than
+    places may survive the filter; groups that find no place before their deadline are late.
 
     With `drops_stale` nothing is reserved: ready groups enter, oldest tokens first, and a group
     with a token older than `max_staleness` is late.

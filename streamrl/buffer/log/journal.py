@@ -89,7 +89,7 @@ class RecordLog(Protocol):
     def drain_fsync_s(self) -> float: ...
 
     async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> object:
-        """Append records to the log; return once they are on disk.
+        """Append records to the log; return once they are as durable as the log's settings require.
 
         Without `sync`, return once the operating system has the records: they survive the death of
         this process, but not a power cut.
@@ -99,7 +99,7 @@ class RecordLog(Protocol):
     def append_nowait(self, records: Sequence[JournalRecord]) -> None:
         """Append records to the log without waiting for the disk.
 
-        For records whose loss in a crash costs repeated work but no group.
+        For records that may get lost in a crash: work is then repeated, but no group is lost.
         """
         ...
 
@@ -390,7 +390,7 @@ class Journal:
         done.add_done_callback(partial(self._finish_commit, jobs))
 
     def _finish_commit(self, jobs: list[_PendingAppend], done: _PositionsFuture) -> None:
-        """Resume the callers whose records a finished write contains; start the next write."""
+        """Resume the callers that wait for a finished write; start the next write."""
         self._is_busy = False
         error = done.exception()
         if error is not None:

@@ -217,7 +217,7 @@ def _is_unwritten(file: BinaryIO, end: int) -> bool:
 
 
 def _is_partial_header(file: BinaryIO, offset: int) -> bool:
-    """Return True if the bytes at `offset` begin a header whose writing was interrupted.
+    """Return True if the bytes at `offset` are the beginning of an interrupted header.
 
     Such bytes are a prefix of the magic, possibly followed by zeros that were allocated but not
     written.
