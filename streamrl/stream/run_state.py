@@ -32,7 +32,7 @@ ON_STALL = ("abort", "redeliver", "warn")
 
 @dataclass
 class PipelineConfig:
-    """How the stages are coupled.
+    """Coupling of the stages: how far generation runs ahead, and when a wait is a stall.
 
     max_staleness: largest lag of a token's version behind the step that trains it; 0 is on-policy.
     depth: steps that generation may be ahead of training; null: max_staleness.
