@@ -21,7 +21,7 @@ class CallKind(Enum):
 
 
 class EdgeKind(StrEnum):
-    """Kind of an edge in the unrolled graph: the reason why a stage waits."""
+    """Kind of an edge in the graph of `Dataflow.unroll_steps`: the reason why a stage waits."""
 
     DATA = "data"
     VERSION = "version"
@@ -34,9 +34,9 @@ StepNode = tuple[int, str]
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One model call: stage, called role, required and produced columns.
+    """A call of a model in the dataflow: stage, called role, required and produced columns.
 
-    A stage leases a group once all columns in `needs` exist; some may be there only to wait for.
+    A stage leases a group once all columns in `needs` exist; the call need not read all of them.
     `followed_role` is the trained role that publishes the weights of `role`; "" for fixed weights.
     All calls of a role run on the same actors.
     """
@@ -94,7 +94,10 @@ SOURCE_CALLS = (
 
 
 class Dataflow:
-    """A validated set of calls. Raises ValueError naming the wrong column or stage."""
+    """The model calls of an algorithm, validated, with the columns that connect them.
+
+    Raises ValueError naming the wrong column or stage.
+    """
 
     def __init__(self, calls: Iterable[ModelCall]) -> None:
         self.calls = tuple(calls)
@@ -117,6 +120,7 @@ class Dataflow:
         self._check_dependencies()
 
     def _check_dependencies(self) -> None:
+        """Raise ValueError for a column or weights that no stage produces, or a cycle of stages."""
         for call in self.calls:
             for column in call.needs:
                 if column not in self._producers:
@@ -192,7 +196,7 @@ class Dataflow:
     def unused_columns(self) -> list[tuple[str, str]]:
         """(stage, column) pairs that are produced and stored but needed by no stage.
 
-        Unused columns are legal: a spec may train on a subset of a stage's output.
+        Unused columns are legal: an algorithm spec may train on a subset of a stage's output.
         """
         needed = {column for call in self.calls for column in call.needs}
         return [
@@ -204,9 +208,10 @@ class Dataflow:
 
     @property
     def version_edges(self) -> list[tuple[ModelCall, ModelCall]]:
-        """Pairs (training call, following call), with only the first call of each role.
+        """Pairs of a call that trains a model and a call that follows the model's weights.
 
-        Later calls of a role run after the first and so have its version already.
+        Only the first call of a following role counts: later calls run after the first, with the
+        same version.
         """
         graph, holds = self.graph, {c.stage: (c.role, c.followed_role) for c in self.calls}
         return [
@@ -263,14 +268,12 @@ def build_dataflow(
     moves_reference: bool = False,
     has_filter: bool = False,
 ) -> Dataflow:
-    """Build the dataflow that trains a policy on `columns` with the fewest source calls.
+    """Build the dataflow that trains a policy on `columns`, with no more calls than necessary.
 
     If a critic's values are among the columns, a critic trains on the same groups, or as a head of
     the policy with `shares_critic`. With `moves_reference` the reference follows the policy. With
     `has_filter` every call outside FILTER_CALLS waits for the filter: a rejected group then costs
-    only its generation and its reward.
-
-    Raises ValueError for a column without a source.
+    only its generation and its reward. Raises ValueError for a column that no call produces.
     """
     needs = tuple(columns)
     train = [ModelCall("train", POLICY, CallKind.TRAIN, needs, ())]

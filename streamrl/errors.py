@@ -1,4 +1,4 @@
-"""Exceptions of streamrl. Each takes one message, so that pickling between processes works."""
+"""Exceptions of streamrl. Each takes a single message, so that pickling between processes works."""
 
 
 class StreamError(Exception):
@@ -136,4 +136,4 @@ class ActorLostError(ActorError):
 
 
 class RankLostError(ActorError):
-    """A collective failed because a peer rank is gone; the call to that rank has the cause."""
+    """A collective failed because a peer rank is gone; the error of that rank has the cause."""

@@ -28,6 +28,8 @@ Columns = Mapping[str, Array]
 
 
 class ColumnAxis(Enum):
+    """Number of entries of a column: one per token, one per rollout, or any number per group."""
+
     TOKEN = "token"
     ROLLOUT = "rollout"
     GROUP = "group"
@@ -92,7 +94,10 @@ def is_component_column(name: str) -> bool:
 
 
 def get_column_spec(name: str) -> ColumnSpec:
-    """Return the spec of a column (`reward/<name>`, `cost/<name>`: components), or KeyError."""
+    """Return dtype, axis and description of a column. Raises KeyError for an unknown column.
+
+    Names like `reward/<name>` and `cost/<name>` are columns of reward and cost components.
+    """
     return COMPONENT_COLUMN_SPEC if is_component_column(name) else COLUMN_SPECS[name]
 
 
@@ -154,18 +159,22 @@ def prompt_from_parts(uid: str, tokens: bytes, *rest: Any) -> Prompt:
 
 
 def make_uid(epoch: int, index: int, attempt: int = 0) -> str:
-    """Return the uid of row `index` in `epoch`; re-admission raises `attempt`."""
+    """Return the uid of a prompt: `index` of its data row, `epoch`, and `attempt`.
+
+    A re-admission of the prompt has the next attempt.
+    """
     return f"{epoch}:{index}:{attempt}"
 
 
 def parse_uid(uid: str) -> tuple[int, int, int]:
+    """Return (epoch, row index, attempt) of a uid."""
     epoch, index, attempt = uid.split(":")
     return int(epoch), int(index), int(attempt)
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """A completion with its sampling record. All arrays are [T] over prompt and completion.
+    """A prompt and its completion with the sampling record. All arrays are [T], prompt included.
 
     Multi-turn rollouts fit: tokens written by a tool or an environment lie between sampled tokens
     with loss_mask false, logprob 0 and version -1.
@@ -233,7 +242,7 @@ def split_token_column(column: Array, lengths: Array) -> list[Array]:
 
 
 def columns_to_rollouts(columns: Columns) -> list[Rollout]:
-    """Invert `rollouts_to_columns`; the arrays are views of the columns."""
+    """Split the ROLLOUT_COLUMNS of a group into rollouts, whose arrays are views of the columns."""
     lengths = columns["lengths"]
     cut = {
         name: split_token_column(columns[name], lengths)
@@ -252,9 +261,9 @@ def columns_to_rollouts(columns: Columns) -> list[Rollout]:
 
 
 def extract_completions(columns: Columns) -> list[Array]:
-    """Return the `completion_ids` of each rollout of a group, int32 [C] each, as views.
+    """Return the tokens after the prompt of each rollout of a group, int32 [C] each, as views.
 
-    Costs a tenth of `columns_to_rollouts`.
+    Equal to `Rollout.completion_ids`, at a tenth of the cost of `columns_to_rollouts`.
     """
     token_ids, loss_mask = columns["token_ids"], columns["loss_mask"]
     completions, start = [], 0
@@ -289,7 +298,10 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_columns(cls, columns: Columns) -> "GroupInfo":
-        """Compute sizes from ROLLOUT_COLUMNS. Raises ContractError if column lengths differ."""
+        """Compute sizes and versions of a group from its ROLLOUT_COLUMNS.
+
+        Raises ContractError if column lengths differ.
+        """
         versions, mask = columns["policy_version"], columns["loss_mask"]
         if versions.size != mask.size:
             sizes = f"policy_version[{versions.size}], loss_mask[{mask.size}]"
@@ -303,6 +315,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
 
 def _count_versions(sampled: Array) -> Iterator[tuple[int, int]]:
+    """Yield (version, number of sampled tokens), ascending by version."""
     # Fast path: most groups come from one version, and comparing bytes is faster than sorting.
     raw = sampled.tobytes()
     if raw and raw == raw[: sampled.itemsize] * sampled.size:
@@ -335,6 +348,7 @@ def _column_dtype(name: str) -> np.dtype[Any]:
 
 
 def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
+    """Raise ContractError if columns lack an entry per token, or per rollout, of a group."""
     expected = {ColumnAxis.TOKEN: info.num_tokens, ColumnAxis.ROLLOUT: len(info.lengths)}
     for name, entries in sizes.items():
         spec = get_column_spec(name)
@@ -348,8 +362,9 @@ def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
 class GroupLease(msgspec.Struct, frozen=True, weakref=True):
     """The right of `holder` to work on a group for a stage. Times: s of the shard's clock.
 
-    `token` is unique among all leases of a shard, also across its restarts. `expires_at` is the
-    expiry at grant time; renewals move it on the shard only.
+    `token` identifies the lease; it is unique among all leases of a shard, also across its
+    restarts. `attempt` is 1 plus the number of failed attempts of the stage at the group.
+    `expires_at` is the expiry at grant time; renewals move the expiry on the shard only.
     """
 
     token: int

@@ -59,6 +59,8 @@ SUPERSEDED_RETRY_S = 0.01
 
 @dataclass(frozen=True)
 class ScoringLimits:
+    """Columns that a scorer leases, most groups in flight, and most groups per call."""
+
     columns: Sequence[str]
     max_groups: int
     batch_size: int
@@ -70,7 +72,10 @@ class ScoringLimits:
 async def admit_prompts(
     run_state: RunState, queue: ExperienceQueue, *, wait_s: float = POLL_WAIT_S
 ) -> None:
-    """Waits for: credits. Produces: prompts in the queue, tagged with the version at admission."""
+    """Insert prompts into the queue as staleness credits allow, until the run stops.
+
+    Waits for: credits. Produces: prompts in the queue, tagged with the version at admission.
+    """
     while not run_state.stop_requested.is_set():
         # Readmitted prompts need no credit, and may arrive during the wait for one.
         if (
@@ -89,10 +94,11 @@ async def generate_rollouts(
     limit: ConcurrencyLimit,
     read_partials: ReadPartialRollouts,
 ) -> None:
-    """Waits for: a prompt, a free slot, the version at which the prompt was admitted.
+    """Sample groups of rollouts, several at once, until the stage must leave.
 
-    Produces: the columns that `sample` returns, such as the rollouts of the group. While running,
-    the loop saves partial rollouts so that another generator can resume them.
+    Waits for: a prompt, a free slot, the version at which the prompt was admitted. Produces: the
+    columns that `sample` returns, such as the rollouts of the group. While running, the loop saves
+    partial rollouts so that another generator can resume them.
     """
     partial_saver = PartialRolloutSaver(stage.queue, exclude_unverified(read_partials, served))
     in_flight = InFlightWork(limit)
@@ -152,12 +158,13 @@ def exclude_unverified(
 
 
 def find_newest_version(columns: Columns) -> int:
-    """Return the newest version that sampled a token; -1 without a policy_version column."""
+    """Return the newest version that sampled a token of a group; -1 without policy_version."""
     versions = columns.get("policy_version")
     return -1 if versions is None else int(versions.max(initial=-1))
 
 
 def count_sampled_tokens(columns: Columns) -> list[int]:
+    """Return the number of sampled tokens of each rollout; [] for columns without rollouts."""
     if "greedy_ids" in columns:
         return [len(columns["greedy_ids"])]
     if "loss_mask" not in columns or "lengths" not in columns:
@@ -167,7 +174,7 @@ def count_sampled_tokens(columns: Columns) -> list[int]:
 
 
 def measure_completions(experiences: Sequence[Experience]) -> tuple[int, int]:
-    """Return the number of completions to score and their tokens.
+    """Return the number of completions to score and the number of their tokens.
 
     Tokens include the prompt, except for greedy completions.
     """
@@ -185,7 +192,9 @@ async def score_groups(
     *,
     served: ServedVersion | None = None,
 ) -> None:
-    """Waits for: groups with the required columns and, if the scorer follows a trained model, the
+    """Compute reward or model columns for groups of rollouts, until the stage must leave.
+
+    Waits for: groups with the required columns and, if the scorer follows a trained model, the
     version at which they were admitted. Produces: the declared columns.
     """
 
@@ -213,7 +222,10 @@ async def train_policy(
     *,
     report: Callable[[StepResult], Awaitable[None]],
 ) -> None:
-    """Waits for: the groups of a step, trained as they arrive. Produces: the next version."""
+    """Run training steps until the run is finished or stopping; `report` each step's result.
+
+    Waits for: the groups of a step, trained as they arrive. Produces: the next version.
+    """
     while not run_state.admission.is_finished:
         outcome = await train_step(stage, run_state, trainers, config)
         if outcome is None:
@@ -225,10 +237,11 @@ async def train_policy(
 async def follow_weights(
     stage: StageContext, follower: FollowerProtocol, channel: WeightChannel, served: ServedVersion
 ) -> None:
-    """Waits for: a version newer than the served one. Produces: that version in the follower.
+    """Load every new version of a trained model into a follower, forever.
 
-    If verification fails, the follower keeps serving the old version and reports the fault with
-    its next request. After PULL_ATTEMPTS consecutive failures the last WeightsError is raised.
+    Waits for: a version newer than the served one. Produces: that version in the follower. If
+    verification fails, the follower keeps serving the old version and reports the fault with its
+    next request. After PULL_ATTEMPTS consecutive failures the last WeightsError is raised.
     """
     state, failures, retry_s = ReaderState(served.version), 0, SUPERSEDED_RETRY_S
     while True:
@@ -257,6 +270,10 @@ async def load_version(
     served: ServedVersion,
     manifest: WeightManifest,
 ) -> PullStats:
+    """Fetch a version, load it into the follower, verify the load, and serve the version.
+
+    Returns statistics of the load. Raises WeightsError if a step fails.
+    """
     version = manifest.version
     if version <= served.version:
         raise WeightsError(f"version {version} was offered, but {served.version} is served already")
@@ -301,7 +318,10 @@ async def verify_weights(
 
 
 async def watch_stalls(run_state: RunState, queue: ExperienceQueue, config: PipelineConfig) -> None:
-    """Waits for: work older than stall_s. Produces: a stall report and, if set, a redelivery."""
+    """Report stalled work, and requeue it if `on_stall` is "redeliver", until the run stops.
+
+    Waits for: leases older than `stall_s`. Produces: a report per stall and, if set, a redelivery.
+    """
     reported: set[tuple[str, str, int]] = set()
     clock = asyncio.get_running_loop().time
     while not run_state.stop_requested.is_set():

@@ -51,7 +51,10 @@ _ROLLOUT_COLUMN_NAMES = set(ROLLOUT_COLUMNS)
 
 
 class ShardProtocol(Protocol):
-    """Interface of a shard, local or remote. Blobs arrive as bytes."""
+    """Interface of a queue shard as its clients call it, in the same process or through Ray.
+
+    Column blobs in replies arrive as bytes.
+    """
 
     async def admit_prompts(
         self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float
@@ -101,12 +104,12 @@ class ShardProtocol(Protocol):
 
 
 class ExperienceQueue:
-    """Client of the sharded queue. A group lives in the shard that its uid hashes to.
+    """Client of the experience queue. A group lives in the shard that its uid hashes to.
 
-    A client serves a single `holder` on a single event loop; any number of clients share the
-    shards. The holder keeps a group until it commits, fails or filters the group. Meanwhile the
-    holder must renew leases, at least every `max_renew_interval_s`: renewals report lost leases, so
-    that useless work can be cancelled. Guarantees: docs/queue.md.
+    A client leases groups for a single process (`holder`) on a single event loop; any number of
+    clients share the shards. The holder keeps a group until it commits, fails or filters the group.
+    Meanwhile the holder must renew leases, at least every `max_renew_interval_s`: renewals report
+    lost leases, so that useless work can be cancelled. Guarantees: docs/queue.md.
     """
 
     def __init__(
@@ -140,11 +143,13 @@ class ExperienceQueue:
         wait_s: float = CAPACITY_WAIT_S,
         on_entered: Callable[[Collection[str]], None] = lambda uids: None,
     ) -> None:
-        """Insert prompts, admitted at `version`. Blocks while a shard is full.
+        """Insert prompts into the queue; wait while their shard is full.
 
-        Calls `on_entered` with the inserted uids, batch by batch. Raises DeadlineError if a shard
-        admits none within `wait_s`; some prompts may be in the queue then. Pass an infinite
-        `wait_s` only if the consumer of these groups has a deadline.
+        version: policy version at which the prompts are admitted.
+        on_entered: called with the uids of each inserted batch.
+
+        Raises DeadlineError if a shard admits no prompt within `wait_s`; some prompts may be in the
+        queue then. Pass an infinite `wait_s` only if the consumer of these groups has a deadline.
         """
         entries = [_encode_entry(prompt, version) for prompt in prompts]
         by_shard = self._route_entries([(entry[0], entry) for entry in entries])
@@ -161,11 +166,11 @@ class ExperienceQueue:
         stage: str,
         wait_s: float = CAPACITY_WAIT_S,
     ) -> None:
-        """Insert prompts together with the columns of `stage`; blocks like `admit_prompts`.
+        """Insert prompts together with their columns of `stage`, computed outside the stream.
 
-        For groups generated outside the stream. After the return, groups survive the death of this
-        process and of the shard; until then the columns must not change. Raises ContractError for
-        columns that differ from the declaration of `stage`.
+        Waits for capacity and raises DeadlineError like `admit_prompts`. After the return, groups
+        survive the death of this process and of the shard; until then the columns must not change.
+        Raises ContractError for columns that differ from the declaration of `stage`.
         """
         entries = [
             (
@@ -223,7 +228,7 @@ class ExperienceQueue:
             raise
 
     async def _renew_if_due(self, wait_s: float) -> bool:
-        """Renew active leases if due; return whether that finished within `wait_s`."""
+        """Renew the active leases if that is due; return False if it takes longer than `wait_s`."""
         if self._renewal is None and _loop_time() - self._renewed_at >= self.renew_interval_s:
             self._renewal = asyncio.ensure_future(self._renew_active())
         if self._renewal is not None:
@@ -237,6 +242,7 @@ class ExperienceQueue:
     async def _open_grants(
         self, grants: Sequence[LeaseGrant], columns: Sequence[str]
     ) -> list[Experience]:
+        """Decode granted groups; read columns that a grant does not contain from the shards."""
         decoded = [_decode_blobs(grant.blobs) for grant in grants]
         # A pending grant may answer an earlier call for fewer columns; read the missing columns.
         incomplete = [
@@ -251,7 +257,11 @@ class ExperienceQueue:
         ]
 
     async def _await_grants(self, wanted: LeaseRequest, wait_s: float) -> None:
-        """Wait until a shard replies; append its grants to the stage's pending grants."""
+        """Send a lease request to every shard; wait until the first shard replies, or for `wait_s`.
+
+        Appends the granted groups to the stage's pending grants. Other requests stay open at their
+        shards for the next call.
+        """
         stage = wanted.stage
         share = -(-wanted.max_groups // len(self.shards))
         for i, shard in enumerate(self.shards):
@@ -271,7 +281,10 @@ class ExperienceQueue:
                 self._pending_grants[stage] += self._select_active(future.result())
 
     def cancel_requests(self) -> None:
-        """Cancel pending requests; shards requeue late grants on `release_holder`."""
+        """Cancel all lease requests that wait at the shards.
+
+        A shard may still grant a cancelled request; `release_holder` requeues such groups.
+        """
         for future in self._requests.values():
             future.cancel()
         self._requests.clear()
@@ -279,6 +292,7 @@ class ExperienceQueue:
     async def _request_grants(
         self, shard: ShardProtocol, request: LeaseRequest
     ) -> list[LeaseGrant]:
+        """Request leases from one shard; count the granted leases as active."""
         # Pending grants count as active leases: renewals must include them.
         grants = await shard.lease_groups(request, wait_s=LEASE_REQUEST_WAIT_S)
         if not self._active_leases:
@@ -287,12 +301,13 @@ class ExperienceQueue:
         return grants
 
     async def commit_columns(self, entries: Sequence[tuple[GroupLease, Columns]]) -> list[str]:
-        """Commit finished work; return the uids refused because their lease was lost.
+        """Commit the columns computed for leased groups; return the uids whose lease was lost.
 
-        After the return, accepted columns survive the death of this process and of the shard; until
-        then the columns must not change. If a shard dies during the call, a repeated commit is
-        refused where the first attempt was already written. Raises ContractError for columns that
-        differ from the stage's declaration in name, shape or dtype.
+        The columns of the returned uids are discarded. After the return, all other columns survive
+        the death of this process and of the shard; until then the columns must not change. If a
+        shard dies during the call, a repeated commit is refused where the first attempt was already
+        written. Raises ContractError for columns that differ from the stage's declaration in name,
+        shape or dtype.
         """
         commits = [_make_commit(lease, columns) for lease, columns in entries]
         by_shard = self._route_entries([(commit.lease.uid, commit) for commit in commits])
@@ -303,9 +318,10 @@ class ExperienceQueue:
         return [uid for uids in refused for uid in uids]
 
     async def save_partials(self, entries: Sequence[tuple[GroupLease, Columns]]) -> None:
-        """Save incomplete columns of leased work; each save replaces the previous save.
+        """Save partial rollouts of leased groups, so that the next holder can resume them.
 
-        `Experience.partial_rollouts` passes them to the next holder, unless the shard dies first.
+        A save replaces the previous save of the group, unless that is longer. The next holder gets
+        the columns as `Experience.partial_rollouts`, unless the shard dies first.
         """
         by_shard = self._route_entries(
             [(lease.uid, _make_commit(lease, columns)) for lease, columns in entries]
@@ -325,7 +341,7 @@ class ExperienceQueue:
         self._forget_leases(lease for lease, _ in entries)
 
     async def renew_leases(self) -> list[GroupLease]:
-        """Renew all active leases; return the leases lost since the last call."""
+        """Renew all active leases of this client; return the leases lost since the last call."""
         newly_lost = await self._renew_active()
         lost, self._lost_leases = self._lost_leases, {}
         return [*lost.values(), *newly_lost]
@@ -348,7 +364,10 @@ class ExperienceQueue:
 
     @property
     def renew_interval_s(self) -> float:
-        """Interval between renewals, s: a third of the shortest lease; infinite without leases."""
+        """Interval at which this client must renew its leases, s; infinite without active leases.
+
+        A third of the shortest lease's duration, at most `max_renew_interval_s`.
+        """
         durations = (lease.expires_at - lease.granted_at for lease in self._active_leases.values())
         return min(
             min(durations, default=math.inf) / 3,
@@ -356,7 +375,10 @@ class ExperienceQueue:
         )
 
     async def read_columns(self, uids: Iterable[str], columns: Sequence[str]) -> dict[str, Columns]:
-        """Read columns of groups without a lease: for ranks that train a leased group."""
+        """Read columns of groups by uid, without a lease.
+
+        The ranks of a trainer read groups this way that the coordinator has leased.
+        """
         by_shard = self._route_entries([(uid, uid) for uid in uids])
         shard_blobs = await _gather_all(
             self.shards[i].read_columns(batch, columns) for i, batch in by_shard.items()
@@ -368,15 +390,19 @@ class ExperienceQueue:
         }
 
     async def find_uids_with(self, column: str) -> list[str]:
+        """Return the uids of all groups in the queue that have a column."""
         shard_uids = await _gather_all(shard.find_uids_with(column) for shard in self.shards)
         return [uid for uids in shard_uids for uid in uids]
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
-        """Return groups that ended and are not yet removed; [] if none ends within `wait_s`."""
+        """Wait for filtered or dropped groups that are still in the queue; [] after `wait_s`."""
         return await _gather_first(shard.wait_for_finished(wait_s=wait_s) for shard in self.shards)
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
-        """Remove trained or ended groups; `version` is in training from now on."""
+        """Remove trained, filtered or dropped groups from the queue.
+
+        version: policy version that is in training from now on.
+        """
         by_shard = self._route_entries([(uid, uid) for uid in uids])
         await _gather_all(
             self.shards[i].remove_groups(batch, version) for i, batch in by_shard.items()
@@ -384,7 +410,10 @@ class ExperienceQueue:
         self._forget_groups(uids)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
-        """Remove groups like `remove_groups` and return the statistics of the step, all shards."""
+        """Remove the groups of a finished training step; return statistics of the step, all shards.
+
+        version: policy version that is in training from now on.
+        """
         by_shard = self._route_entries([(uid, uid) for uid in uids])
         steps = (
             shard.end_step(by_shard.get(i, []), version) for i, shard in enumerate(self.shards)
@@ -397,7 +426,10 @@ class ExperienceQueue:
         return merge_stats(await _gather_all(shard.get_stats() for shard in self.shards))
 
     async def release_holder(self, holder: str, *, died: bool = True) -> int:
-        """Requeue the work of a holder that died or left; return the number of its groups."""
+        """Requeue all groups leased by a process (`holder`) that died or left; return their number.
+
+        died: count a failed attempt for each group.
+        """
         return sum(
             await _gather_all(shard.release_holder(holder, died=died) for shard in self.shards)
         )
@@ -407,16 +439,20 @@ class ExperienceQueue:
         return [lease for leases in shard_leases for lease in leases]
 
     async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
-        """Requeue overdue work if the lease is still active."""
+        """End overdue leases that are still active, and requeue their groups."""
         by_shard = self._route_entries([(lease.uid, lease) for lease in overdue])
         await _gather_all(self.shards[i].requeue_overdue(batch) for i, batch in by_shard.items())
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
-        """Describe the holder of each group and the lease's age, for a stall message."""
+        """Describe the holders of each group, by uid, for a stall message.
+
+        For a group without a holder, the text names the stages that may lease the group.
+        """
         shard_phrases = await _gather_all(shard.locate_groups(uids) for shard in self.shards)
         return {uid: phrase for phrases in shard_phrases for uid, phrase in phrases.items()}
 
     def _select_active(self, grants: Iterable[LeaseGrant]) -> list[LeaseGrant]:
+        """Return the grants with a lease that is still active."""
         return [grant for grant in grants if _lease_key(grant.lease) in self._active_leases]
 
     def _forget_leases(self, leases: Iterable[GroupLease]) -> None:
@@ -429,6 +465,7 @@ class ExperienceQueue:
         self._forget_leases([lease for lease in self._active_leases.values() if lease.uid in gone])
 
     def _route_entries(self, entries: Sequence[tuple[str, T]]) -> Mapping[int, list[T]]:
+        """Sort (uid, entry) pairs by the index of the shard that owns the uid."""
         by_shard: dict[int, list[T]] = {}
         for uid, entry in entries:
             by_shard.setdefault(self.get_shard_index(uid), []).append(entry)
@@ -436,6 +473,7 @@ class ExperienceQueue:
 
 
 async def _gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all calls and return their results; raise the first error once all calls have ended."""
     # Wait for all calls before raising: a call left running could still deliver a grant or commit
     # that the caller repeats after the error.
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -446,6 +484,7 @@ async def _gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _gather_first(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
+    """Return the results of the calls that finish first, and cancel the rest."""
     futures = [asyncio.ensure_future(call) for call in calls]
     try:
         done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -461,6 +500,7 @@ async def _admit_entries(
     wait_s: float,
     on_entered: Callable[[Collection[str]], None],
 ) -> None:
+    """Admit entries (uid, encoded prompt, version) at a shard, in batches that find capacity."""
     while entries:
         enter = partial(shard.admit_prompts, entries)
         entered = set(await _retry_until_capacity(wait_s, enter))
@@ -471,6 +511,7 @@ async def _admit_entries(
 async def _add_entries(
     shard: ShardProtocol, pairs: list[tuple[tuple[str, bytes, int], ColumnCommit]], wait_s: float
 ) -> None:
+    """Add groups with their columns to a shard, in batches that find capacity."""
     while pairs:
         entries, commits = [e for e, _ in pairs], [c for _, c in pairs]
         entered = set(
@@ -482,6 +523,7 @@ async def _add_entries(
 async def _retry_until_capacity(
     wait_s: float, enter: Callable[..., Awaitable[list[str]]]
 ) -> list[str]:
+    """Call `enter` until the shard has capacity; raise DeadlineError after `wait_s`."""
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
         remaining_s = deadline - asyncio.get_running_loop().time()

@@ -1,9 +1,9 @@
 """Encode columns as bytes: one blob per commit, encoded once by the computing process.
 
 The blob has the safetensors format, so that any safetensors reader can read a journal's payloads.
-The library copies every tensor twice on writing and once on reading. Encoding is the hot path of
-the queue, hence this version: one copy on writing, zero on reading. A large blob stays in pieces;
-sending makes the first copy.
+The safetensors library copies every tensor twice on writing and once on reading. Encoding is the
+hot path of the queue, hence this module: one copy on writing, zero on reading. A large blob stays
+in pieces; sending makes the first copy.
 """
 
 from collections.abc import Mapping
@@ -42,9 +42,10 @@ _from_json = msgspec.json.Decoder(dict[str, _TensorHeader]).decode
 
 
 def encode_columns(columns: Columns) -> Blob:
-    """Encode flat columns as one safetensors blob; the pieces of a large blob are views of them.
+    """Encode named flat arrays as one blob in safetensors format.
 
-    Raises KeyError for an unsupported dtype.
+    A large blob comes in pieces that are views of the arrays. Raises KeyError for an unsupported
+    dtype.
     """
     header: dict[str, _TensorHeader] = {}
     offset = 0
@@ -63,7 +64,7 @@ def encode_columns(columns: Columns) -> Blob:
 
 
 def decode_columns(blob: Blob) -> dict[str, Array]:
-    """Decode a blob into columns that are views of its bytes."""
+    """Decode a safetensors blob into named arrays that are views of the blob's bytes."""
     first, *pieces = split_pieces(blob)
     start = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
     header = _from_json(first[_LENGTH_BYTES:start])

@@ -62,7 +62,7 @@ class QueueConfig:
 
 @dataclass(frozen=True)
 class StageSchema:
-    """Columns that a stage needs before it leases a group, and columns it commits."""
+    """Columns that must exist before a stage leases a group, and columns that the stage commits."""
 
     needs: tuple[str, ...]
     produces: tuple[str, ...]
@@ -70,12 +70,13 @@ class StageSchema:
 
 @dataclass(frozen=True)
 class ShardCapacity:
-    """Limits of one shard. Admission reserves `reserved_group_bytes` for each group.
+    """Most groups and bytes that one queue shard may hold.
 
-    The reservation makes admission the only operation that waits for capacity; a commit never
-    does. If `reserved_group_bytes` is the largest possible group, a shard never exceeds
-    `max_bytes`; with a smaller reservation, by the excess of its groups at most. Raises
-    ConfigError for limits that admit no group.
+    Admission reserves `reserved_group_bytes` for each group. The reservation makes admission the
+    only operation that waits for capacity; a commit never does. If `reserved_group_bytes` is the
+    largest possible group, a shard never exceeds `max_bytes`; otherwise a shard may exceed the
+    limit by as much as its groups exceed their reservations. Raises ConfigError for limits that
+    admit no group.
     """
 
     max_groups: int

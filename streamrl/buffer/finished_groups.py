@@ -1,4 +1,4 @@
-"""Wait for groups of a shard that ended without training."""
+"""Wait for filtered or dropped groups of a shard."""
 
 import asyncio
 from collections.abc import Collection
@@ -12,6 +12,8 @@ MIN_WAIT_S = 0.001
 
 
 class FinishedGroupNotifier:
+    """Wakes up callers that wait for filtered or dropped groups of a shard."""
+
     def __init__(self) -> None:
         self._wake_event = asyncio.Event()
 
@@ -21,9 +23,9 @@ class FinishedGroupNotifier:
     async def wait_for_finished(
         self, groups: Collection[GroupState], wait_s: float
     ) -> list[FinishedGroup]:
-        """Return those of `groups` that ended; [] if none ends within `wait_s`.
+        """Wait for filtered or dropped groups among `groups` and return them; [] after `wait_s`.
 
-        `groups` is a live view and may change during the wait.
+        `groups` is a live view of the shard and may change during the wait.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + wait_s

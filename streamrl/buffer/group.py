@@ -24,18 +24,24 @@ from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 TOKENS_PER_INCARNATION = 1 << 40
 """Lease tokens available to one incarnation of a shard."""
 MAX_SEEN_UIDS = 100_000
-"""Removed uids that are remembered, so that a retried admission does not insert them again."""
+"""Latest uids that a shard remembers, so that a retried admission inserts no prompt twice."""
 
 
 @dataclass(frozen=True)
 class RecordLocation:
+    """Place of a record on disk: journal folder and position in its segments."""
+
     folder: Path
     position: RecordPosition
 
 
 @dataclass(eq=False)
 class StageColumns:
-    """Columns committed by one stage. `data` is the blob or its reference in the object store."""
+    """Columns of one group committed by one stage.
+
+    `data` is the blob or its reference in the object store; None if it is only on disk. `location`
+    is the journal record with the blob, for columns recovered from a journal.
+    """
 
     column_names: tuple[str, ...]
     num_bytes: int
@@ -45,6 +51,8 @@ class StageColumns:
 
 @dataclass(eq=False)
 class ActiveLease:
+    """A lease that has neither ended nor expired; renewals move `expires_at` (s, shard's clock)."""
+
     lease: GroupLease
     expires_at: float
     request_id: str = ""
@@ -52,9 +60,10 @@ class ActiveLease:
 
 @dataclass(eq=False)
 class GroupState:
-    """One group in its shard.
+    """State of one group in its queue shard.
 
     `committing_stages`: stages with a commit that is being journaled.
+    `failures`: number of failed attempts per stage.
     `partial_rollouts`: partial results per stage, in memory only.
     `num_bytes`: size of the committed columns and the partial results.
     """
@@ -78,12 +87,13 @@ class GroupState:
 
     @property
     def is_on_disk(self) -> bool:
-        """True if all columns were recovered from a journal."""
+        """True if all columns of the group were recovered from a journal, which still has them."""
         return bool(self.stage_columns) and all(
             columns.location is not None for columns in self.stage_columns.values()
         )
 
     def clear_progress(self) -> None:
+        """Discard the group's columns, partial rollouts and leases."""
         self.stage_columns.clear()
         self.partial_rollouts.clear()
         self.column_names.clear()
@@ -114,7 +124,7 @@ class GroupState:
 
 
 class ReadyQueue:
-    """Groups ready for one stage, in the order of their admission."""
+    """Groups of a shard that are ready for one stage, in the order of their admission."""
 
     def __init__(self) -> None:
         self._groups: dict[int, GroupState] = {}
@@ -137,7 +147,10 @@ class ReadyQueue:
     def update_groups(
         self, groups: Iterable[GroupState], is_ready: Callable[[GroupState], bool]
     ) -> bool:
-        """Add newly ready groups, remove those no longer ready; True if the length changed."""
+        """Add those of `groups` that are ready now and remove those that are not.
+
+        Returns True if the length of the queue changed.
+        """
         before = len(self)
         for group in groups:
             if is_ready(group) != (group in self):
@@ -157,6 +170,7 @@ def make_admit_record(uid: str, prompt: bytes, version: int) -> JournalRecord:
 def make_lease_record(
     stage: str, holder: str, *, request: str, grants: Sequence[tuple[str, int, int]]
 ) -> JournalRecord:
+    """Build the journal record of leases. grants: (uid, lease token, attempt) of each."""
     meta = {"kind": "lease", "stage": stage, "holder": holder, "request": request}
     return JournalRecord({**meta, "grants": list(grants)})
 
@@ -164,7 +178,12 @@ def make_lease_record(
 def make_commit_record(
     lease: GroupLease, blob: Blob, *, names: Iterable[str], info: GroupInfo | None, version: int
 ) -> JournalRecord:
-    """Record of a commit; `version` is in training. `info` is None before the rollouts exist."""
+    """Build the journal record of a commit of columns, which are encoded in `blob`.
+
+    names: names of the columns.
+    info: sizes of the group; None before its rollouts exist.
+    version: policy version in training at the time of the commit.
+    """
     meta = {
         "kind": "put",
         "uid": lease.uid,
@@ -177,19 +196,20 @@ def make_commit_record(
 
 
 def make_nack_record(lease: GroupLease, *, failed: bool) -> JournalRecord:
+    """Build the journal record that ends a lease without a commit; `failed` counts an attempt."""
     meta = {"kind": "back", "uid": lease.uid, "stage": lease.stage, "token": lease.token}
     return JournalRecord({**meta, "failed": failed})
 
 
 def make_finish_record(uid: str, outcome: GroupOutcome) -> JournalRecord:
-    """Record of a group that ends untrained; the coordinator has yet to remove it."""
+    """Build the journal record of a group that is filtered or dropped, but not yet removed."""
     return JournalRecord({"kind": "end", "uid": uid, **asdict(outcome)})
 
 
 def make_remove_record(uids: Sequence[str], version: int) -> JournalRecord:
-    """Record of groups removed from the queue: trained, or their end is in the run log.
+    """Build the journal record of groups that leave the shard: trained, filtered or dropped.
 
-    Raises ContractError for an invalid version.
+    version: policy version in training from now on. Raises ContractError for an invalid version.
     """
     return JournalRecord(
         {"kind": "leave", "uids": list(uids), "version": _validate_version(version)}
@@ -197,18 +217,18 @@ def make_remove_record(uids: Sequence[str], version: int) -> JournalRecord:
 
 
 def make_open_record(session: str, incarnation: int, *, forgets: bool = False) -> JournalRecord:
-    """Record of a new incarnation of the shard.
+    """Build the journal record of a process that takes the shard over, a new incarnation.
 
-    `forgets` is true if the process found a damaged journal and discarded results computed from
-    lost columns (`ShardState.forget_incomplete`). A later replay must discard them at this point,
-    too.
+    `session` identifies the run. `forgets` is true if the process found a damaged journal and
+    discarded results computed from lost columns (`ShardState.forget_incomplete`). A later replay
+    must discard them at this point, too.
     """
     meta = {"kind": "open", "session": session, "incarnation": incarnation}
     return JournalRecord({**meta, "forgets": forgets})
 
 
 def make_seal_record() -> JournalRecord:
-    """Record that ends a snapshot; a snapshot without it is truncated."""
+    """Build the record that ends a snapshot; a snapshot without this record is truncated."""
     return JournalRecord({"kind": "seal"})
 
 
@@ -226,7 +246,7 @@ class ShardState:
     replayed. `should_keep_retired` is true during recovery.
     `incarnation` counts the processes that owned the shard; `session` is the run of the last owner.
     `is_damaged` is true if records of the journal were unreadable.
-    A uid is admitted at most once per session, as far as the last MAX_SEEN_UIDS reach.
+    A uid is admitted at most once per session, as long as it is among the last MAX_SEEN_UIDS uids.
     """
 
     def __init__(self, stages: Mapping[str, StageSchema]) -> None:
@@ -261,33 +281,52 @@ class ShardState:
     def apply_record(
         self, record: JournalRecord, *, location: RecordLocation | None = None, data: Any = None
     ) -> list[GroupState]:
-        """Apply a record; return the changed groups. Records of removed groups have no effect."""
+        """Change the state as a journal record says; return the changed groups.
+
+        location: place of the record on disk, during recovery.
+        data: blob of a commit, or its reference in the object store.
+
+        Records of removed groups have no effect.
+        """
         return self._handlers[record.meta["kind"]](record, location, data)
 
     def has_seen(self, uid: str) -> bool:
+        """Return True if a uid was admitted in this session, even if its group is gone by now."""
         return uid in self.groups or uid in self._seen_uids
 
     def pop_excuse(self, lease: GroupLease) -> bool:
-        """Return True, once, if work under this lease became useless through no fault."""
+        """Return True if a commit under this lease is refused through no fault of its holder.
+
+        `excuse_leases` made it so; returns True only once per lease.
+        """
         return self._excused_tokens.pop(lease.token, lease) is None
 
     def excuse_leases(self, leases: Iterable[ActiveLease]) -> None:
-        """Do not count a later commit under these leases as refused."""
+        """Exempt later commits under these leases from the count of refused commits.
+
+        Their holders have made no mistake: a hedge was faster, or the group has ended.
+        """
         self._excused_tokens.update((active.lease.token, None) for active in leases)
         while len(self._excused_tokens) > MAX_SEEN_UIDS:
             self._excused_tokens.popitem(last=False)
 
     def _excuse_group(self, group: GroupState) -> None:
+        """Exempt later commits for a group that ends from the count of refused commits."""
         for stage, leases in group.leases.items():
             if stage != self.last_stage:
                 self.excuse_leases(leases)
 
     def find_leased_group(self, lease: GroupLease) -> GroupState | None:
+        """Return the group of a lease, or None if the lease is not active."""
         group = self.groups.get(lease.uid)
         return group if group and group.find_lease(lease.stage, lease.token) else None
 
     def is_ready(self, group: GroupState, stage: str) -> bool:
-        """Return True if a stage may lease the group; ended groups go to the last stage."""
+        """Return True if a stage may lease the group now.
+
+        The group has all columns that the stage needs, and the stage has neither leased nor
+        committed it. Filtered and dropped groups are ready for the last stage only.
+        """
         is_taken = (
             stage in group.leases
             or stage in group.stage_columns
@@ -300,11 +339,13 @@ class ShardState:
         return group.column_names >= self._required_columns[stage]
 
     def is_complete(self, group: GroupState) -> bool:
+        """Return True if no stage will add columns: all have committed, or the group has ended."""
         return group.outcome is not None or len(group.stage_columns) == self._num_producers
 
     def _apply_open(
         self, record: JournalRecord, location: RecordLocation | None, data: Any
     ) -> list[GroupState]:
+        """Begin a new incarnation; if it belongs to a different run, void all leases."""
         self.incarnation = record.meta["incarnation"]
         if record.meta.get("forgets"):
             self.forget_incomplete()
@@ -411,6 +452,7 @@ class ShardState:
         return removed
 
     def order_by_version(self) -> None:
+        """Renumber the groups, so that their order of admission follows the admitted version."""
         groups = sorted(
             self.groups.values(), key=lambda group: (group.admitted_version, group.admission_order)
         )

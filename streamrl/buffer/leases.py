@@ -1,4 +1,4 @@
-"""Leases of a shard: grants, renewals, expiry and hedges."""
+"""Leases of a queue shard: granting, renewing, expiring, and hedging slow work."""
 
 import heapq
 import itertools
@@ -24,10 +24,11 @@ MIN_COMPACT_SIZE = 1000
 
 @dataclass(frozen=True)
 class LeaseRequest:
-    """Request of a holder for groups of a stage.
+    """Request of a process (`holder`) for at most `max_groups` groups that are ready for a stage.
 
-    A repeated `request_id` is a retry and gets the same leases. `max_tokens` bounds the tokens of
-    all granted groups together, except for a single larger group.
+    columns: columns to deliver with the groups.
+    max_tokens: most tokens of all granted groups together, except for a single larger group.
+    request_id: a request with the id of an earlier request is its retry and gets the same leases.
     """
 
     stage: str
@@ -40,6 +41,8 @@ class LeaseRequest:
 
 @dataclass(frozen=True)
 class OverdueLease:
+    """An active lease that was granted long ago; `age_s` is the time since then."""
+
     uid: str
     stage: str
     holder: str
@@ -49,15 +52,15 @@ class OverdueLease:
 
     @property
     def stall_key(self) -> tuple[str, str, int]:
-        """Identity of a stall, so that the watchdog reports it once."""
+        """Key of the stalled work, by which the watchdog reports a stall only once."""
         return self.uid, self.stage, self.attempt
 
 
 class LeaseTable:
-    """Grants the leases of a shard and tracks their expiry. Times: s of the shard's clock.
+    """All leases of a queue shard and their expiry. Times: s of the shard's clock.
 
-    A lease ends when it expires without renewal. Validity depends on the token alone; a token is
-    never reused, not even by a later incarnation of the shard.
+    A lease ends when it expires without renewal. A lease is valid if its token is active; a token
+    is never reused, not even by a later incarnation of the shard.
     """
 
     def __init__(self, state: ShardState, *, lease_s: float, hedge_s: float | None) -> None:
@@ -79,12 +82,14 @@ class LeaseTable:
             self.track_leases(leases)
 
     def _restore_lease(self, active: ActiveLease) -> None:
+        """Restart the term of a lease that was recovered from the journal."""
         now = self._state.clock()
         if active.lease.stage != self._state.last_stage:
             active.expires_at = now + self._lease_s
         active.lease = replace(active.lease, granted_at=now, expires_at=active.expires_at)
 
     def track_leases(self, leases: Sequence[ActiveLease]) -> None:
+        """Remember the leases granted to a request, for their expiry and a retry of the request."""
         first = leases[0]
         # A holder has one request per stage at a time, so only the last can be retried.
         grants = [(active.lease.uid, active.lease.token) for active in leases]
@@ -93,6 +98,7 @@ class LeaseTable:
             self._track_expiry(active)
 
     def _track_expiry(self, active: ActiveLease) -> None:
+        """Add a lease to the heap of expiries, unless the lease never expires."""
         if active.expires_at == math.inf:
             return
         heapq.heappush(self._expiries, (active.expires_at, active.lease.token, active.lease))
@@ -109,13 +115,16 @@ class LeaseTable:
     def make_lease_record(
         self, groups: Sequence[GroupState], request: LeaseRequest
     ) -> JournalRecord:
-        """Build the journal record that leases `groups` to a request; draws new tokens."""
+        """Build the journal record that leases `groups` to the requesting holder; draws tokens."""
         stage = request.stage
         grants = [(g.uid, next(self._tokens), g.failures[stage] + 1) for g in groups]
         return make_lease_record(stage, request.holder, request=request.request_id, grants=grants)
 
     def find_by_request(self, request: LeaseRequest) -> list[tuple[GroupState, ActiveLease]]:
-        """Return the leases of a retried request; its reply was lost."""
+        """Return the groups and leases that were granted to an earlier attempt of this request.
+
+        A holder repeats a request if the reply was lost. Returns [] for a new request.
+        """
         request_id, tokens = self._last_grants.get((request.stage, request.holder), ("", []))
         if not request.request_id or request.request_id != request_id:
             return []
@@ -126,7 +135,12 @@ class LeaseTable:
         return [(group, active) for group, active in pairs if active]
 
     def find_hedgeable(self, request: LeaseRequest) -> list[GroupState]:
-        """Return groups that a single other holder has had for at least `hedge_s`."""
+        """Return groups to lease to a second holder, because the first has had them for `hedge_s`.
+
+        Returns at most `request.max_groups` groups of the requested stage, the longest leased
+        first. Excludes groups of the requesting holder and groups that already have two leases.
+        Returns [] if hedging is disabled.
+        """
         if self._hedge_s is None:
             return []
         since = self._state.clock() - self._hedge_s
@@ -141,7 +155,7 @@ class LeaseTable:
         return [group for _, group in slow[: request.max_groups]]
 
     def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
-        """Restart the term of each lease; return the leases that are no longer active."""
+        """Extend each lease to `lease_s` from now; return the leases that are no longer active."""
         lost = []
         for lease in leases:
             group = self._state.groups.get(lease.uid)
@@ -153,6 +167,7 @@ class LeaseTable:
         return lost
 
     def pop_expired(self) -> Iterator[tuple[GroupState, GroupLease]]:
+        """Yield (group, lease) for each lease that has expired, and stop tracking the lease."""
         now = self._state.clock()
         while self._expiries and self._expiries[0][0] <= now:
             _, token, lease = heapq.heappop(self._expiries)
@@ -166,6 +181,7 @@ class LeaseTable:
                 yield group, lease
 
     def find_by_holder(self, holder: str) -> list[tuple[GroupState, GroupLease]]:
+        """Return (group, lease) for each active lease of a holder."""
         return [
             (group, active.lease)
             for stage in self._state.stages
@@ -174,7 +190,7 @@ class LeaseTable:
         ]
 
     def find_overdue(self, age_s: float) -> list[OverdueLease]:
-        """Return leases granted more than `age_s` ago, except those of the last stage."""
+        """Return active leases granted more than `age_s` ago, except those of the last stage."""
         now = self._state.clock()
         leases = (
             active.lease
@@ -198,6 +214,7 @@ class LeaseTable:
     def select_active(
         self, leases: Sequence[OverdueLease]
     ) -> Iterator[tuple[OverdueLease, GroupState, GroupLease]]:
+        """Yield (overdue lease, group, lease) for each overdue lease that is still active."""
         for overdue in leases:
             group = self._state.groups.get(overdue.uid)
             active = group.find_lease(overdue.stage, overdue.token) if group else None
@@ -205,7 +222,11 @@ class LeaseTable:
                 yield overdue, group, active.lease
 
     def next_change_time(self, stage: str) -> float:
-        """Return the time of the next expiry or hedge, when a waiting request must look again."""
+        """Return the next time at which a lease expires or a group of `stage` is due for a hedge.
+
+        A lease request that waits for groups must look again at that time. Infinite without such a
+        time.
+        """
         expiry = self._expiries[0][0] if self._expiries else float("inf")
         if self._hedge_s is None:
             return expiry

@@ -1,8 +1,8 @@
-"""Encode prompts as msgpack of plain values; reading a journal executes no code.
+"""Encode prompts for the journal as msgpack of plain values; reading executes no code.
 
 Extension types carry the values of a data row that msgpack lacks: integers beyond 64 bits,
 decimals, dates, text that is not UTF-8. Decoding restores these values exactly; only tuples become
-lists. Journals of early versions hold pickles. The restricted unpickler here reads those that
+lists. Journals of early versions hold pickles. The restricted unpickler here reads the pickles that
 streamrl wrote, and can call nothing else.
 """
 
@@ -20,7 +20,7 @@ from streamrl.errors import JournalError
 from streamrl.messages import Prompt, prompt_from_parts
 
 _PICKLE_PREFIX = b"\x80"
-"""First byte of a pickle. In msgpack it is an empty map, and a prompt is never that."""
+"""First byte of a pickle. In msgpack the byte is an empty map, and a prompt is an array."""
 _MSGPACK_INTEGERS = range(-(1 << 63), 1 << 64)
 _EXTENSION_ENCODERS: Mapping[type, tuple[int, Callable[[Any], bytes]]] = {
     int: (1, lambda value: hex(value).encode()),
@@ -46,14 +46,14 @@ _EXTENSION_DECODERS: Mapping[int, Callable[[bytes], Any]] = {
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
-    """Encode a prompt. Raises TypeError naming the first value of an unsupported type."""
+    """Encode a prompt as msgpack. Raises TypeError naming a value of an unsupported type."""
     rest = (prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
     parts = (prompt.uid, prompt.token_ids.tobytes(), *map(_to_plain, rest))
     return _to_msgpack((*parts, _to_plain(prompt.row_location), prompt.is_chat))
 
 
 def decode_prompt(data: bytes) -> Prompt:
-    """Decode a prompt. Raises JournalError for bytes that `encode_prompt` did not write."""
+    """Decode a prompt from a journal. Raises JournalError for bytes that streamrl did not write."""
     if data[:1] == _PICKLE_PREFIX:
         return _unpickle_prompt(data)
     try:
@@ -84,6 +84,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _encode_extension(value: Any) -> msgspec.msgpack.Ext:
+    """Encode a value that msgpack lacks as an extension type. Raises TypeError for other values."""
     for base, (code, encode) in _EXTENSION_ENCODERS.items():
         if isinstance(value, base):
             return msgspec.msgpack.Ext(code, encode(value))
@@ -137,6 +138,7 @@ class _PromptUnpickler(pickle.Unpickler):
 
 
 def _unpickle_prompt(data: bytes) -> Prompt:
+    """Decode a prompt that an early version of streamrl pickled."""
     try:
         prompt = _PromptUnpickler(io.BytesIO(data)).load()
     # A corrupt pickle can raise any exception.

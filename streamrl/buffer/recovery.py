@@ -2,8 +2,9 @@
 
 state of a shard = base (the snapshot in a checkpoint) + journal segments from the base's cut on
 
-A snapshot is the same computation up to a later cut. Writing a snapshot reads files only, so it can
-run beside the live shard.
+A cut is the number of a segment: a snapshot covers all lower segments. A new snapshot is the same
+computation up to a later cut. Writing a snapshot reads files only, so it can run beside the live
+shard.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ from streamrl.messages import GroupLease
 
 @dataclass(frozen=True)
 class SnapshotBase:
-    """Start of a replay: folder of a snapshot, and the first journal segment after it."""
+    """Start of a shard's replay: snapshot folder (None: none), first journal segment after it."""
 
     folder: Path | None = None
     first_segment: int = 0
@@ -56,9 +57,9 @@ def recover_state(
     *,
     before: int | None = None,
 ) -> tuple[ShardState, list[CorruptRecord]]:
-    """Return the recovered groups and the unreadable records.
+    """Rebuild a shard's state from its snapshot and journal; return it with the damaged records.
 
-    Reads the base, then the `journal`, if any, up to the cut `before`. Loads no payload; see
+    before: replay only journal segments with lower numbers. Loads no column data; see
     `load_columns`. Raises JournalError if a file is missing or the snapshot is truncated.
     """
     state, corrupt = ShardState(stages), []
@@ -91,6 +92,7 @@ def recover_state(
 
 
 def load_columns(state: ShardState, store: Callable[[Blob], Any]) -> None:
+    """Read the columns of all recovered groups from disk and put their blobs into `store`."""
     for group in state.groups.values():
         for columns in group.stage_columns.values():
             columns.data = store(read_blob(columns))
@@ -110,11 +112,13 @@ def write_snapshot(
     out: Path,
     known_corrupt: Sequence[CorruptRecord] = (),
 ) -> None:
-    """Write the groups as of the cut `before` to a folder that `recover_state` accepts as a base.
+    """Write a snapshot of a shard to the folder `out`, which `recover_state` accepts as a base.
 
-    `known_corrupt` are the damaged records that the shard was opened without. A further damaged
-    record raises JournalError, because the live shard may still have the content. Raises
-    NoSpaceError if the disk is full.
+    before: the snapshot covers all journal segments with lower numbers.
+    known_corrupt: damaged records that the shard was opened without.
+
+    A further damaged record raises JournalError, because the live shard may still have the content.
+    Raises NoSpaceError if the disk is full.
     """
     state, corrupt = recover_state(stages, journal, base, before=before)
     for record in corrupt:
@@ -129,7 +133,7 @@ SNAPSHOT_FILE = "00000000.journal"
 
 
 def _state_records(state: ShardState) -> Iterator[JournalRecord]:
-    """Yield transitions that reproduce a state."""
+    """Yield the journal records that reproduce the state of a shard when applied in order."""
     yield make_open_record(state.session, state.incarnation)
     yield make_remove_record([], state.version)
     for group in sorted(state.groups.values(), key=lambda group: group.admission_order):
@@ -139,6 +143,10 @@ def _state_records(state: ShardState) -> Iterator[JournalRecord]:
 
 
 def _group_records(group: GroupState) -> Iterator[JournalRecord]:
+    """Yield the journal records that reproduce a group after its admission.
+
+    These are its commits, failed attempts, leases and, if it was filtered or dropped, its end.
+    """
     for stage, columns in group.stage_columns.items():
         assert group.info is not None
         lease = GroupLease(0, group.uid, stage, 0, 0.0)

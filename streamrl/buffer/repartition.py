@@ -27,10 +27,13 @@ _SINGLE_UID_KINDS = ("admit", "put", "back", "end")
 def repartition_journals(
     sources: Sequence[tuple[Path, SnapshotBase]], targets: Sequence[Path]
 ) -> None:
-    """Write journals to the new folders `targets` from the shards' journals and bases.
+    """Distribute the groups in the journals of old shards over the journals of new shards.
 
-    Raises JournalError for unreadable files, and OSError. Leaves out damaged records, as opening a
-    shard does, and leases, which are void in a resumed run.
+    sources: journal folder and snapshot of each old shard.
+    targets: journal folder of each new shard; must not exist.
+
+    Leaves out damaged records, as opening a shard does, and leases, which are void in a resumed
+    run. Raises JournalError for unreadable files, and OSError.
     """
     with ExitStack() as open_files:
         files = []
@@ -53,6 +56,7 @@ def repartition_journals(
 
 
 def _read_records(journal: Path, base: SnapshotBase) -> Iterator[JournalRecord | CorruptRecord]:
+    """Yield all records of a shard: those of its snapshot, then those of its journal."""
     folders = [(base.folder, 0)] if base.folder is not None else []
     for folder, first in (*folders, (journal, base.first_segment)):
         for item in replay_segments(folder, first=first):
@@ -60,7 +64,10 @@ def _read_records(journal: Path, base: SnapshotBase) -> Iterator[JournalRecord |
 
 
 def _split_record(record: JournalRecord, count: int) -> Iterator[tuple[int, JournalRecord]]:
-    """Yield (shard index, part of the record that concerns this shard)."""
+    """Yield (index of a new shard, record for its journal) from the record of an old shard.
+
+    count: number of new shards. Divides records of several groups; leaves out leases.
+    """
     meta = record.meta
     if meta["kind"] in _SINGLE_UID_KINDS:
         yield get_shard_index(meta["uid"], count), record

@@ -9,7 +9,10 @@ from streamrl.messages import ColumnAxis, GroupInfo, check_column_sizes, get_col
 
 
 class ColumnContract:
-    """Columns that each stage needs and produces. All methods raise ContractError."""
+    """Checks that each stage requests and commits only columns that it declares.
+
+    All methods raise ContractError.
+    """
 
     def __init__(self, stages: Mapping[str, StageSchema]) -> None:
         self._required_columns = {stage: frozenset(ports.needs) for stage, ports in stages.items()}
@@ -22,13 +25,17 @@ class ColumnContract:
         }
 
     def check_request(self, stage: str, columns: Sequence[str]) -> None:
+        """Check that a stage requests only columns that it declares as needed."""
         if undeclared := set(columns) - self._get_columns(self._required_columns, stage):
             raise ContractError(
                 f"stage {stage} requests {sorted(undeclared)}: not among the columns it needs"
             )
 
     def check_commit(self, commit: ColumnCommit, info: GroupInfo | None) -> None:
-        """Check that a commit has all declared columns, no foreign ones, and the group's sizes."""
+        """Check that a commit has all columns its stage declares, no others', in the right sizes.
+
+        info: sizes of the group; None before its rollouts exist.
+        """
         stage, uid, names = commit.lease.stage, commit.lease.uid, commit.column_sizes.keys()
         if not names >= self._get_columns(self._produced_columns, stage):
             missing = sorted(self._produced_columns[stage] - names)

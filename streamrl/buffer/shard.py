@@ -34,9 +34,13 @@ from streamrl.messages import FilteredGroup, GroupInfo, GroupLease, GroupOutcome
 class QueueShard:
     """Owner of a part of the groups in flight. All methods run on the same event loop.
 
-    `state` is empty or recovered from a predecessor. The last stage is the stage that produces no
-    columns; it also receives ended groups, so that the coordinator can account for each.
-    `session` identifies the run: leases of another session are void.
+    state: empty, or recovered from the journal of a predecessor.
+    session: identifies the run; leases of another session are void.
+    log: journal of the shard.
+    store: puts a blob of columns into the object store and returns its reference.
+
+    The last stage is the stage that produces no columns. It also receives filtered and dropped
+    groups, so that the coordinator can account for each.
     """
 
     def __init__(
@@ -81,10 +85,11 @@ class QueueShard:
     async def admit_prompts(
         self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float
     ) -> list[str]:
-        """Admit prompts (uid, encoded prompt, version); return the uids that are in the shard.
+        """Admit entries (uid, encoded prompt, version); return the uids that are in the shard.
 
-        Admits as many as fit, at least one. Raises DeadlineError if none fits within `wait_s`.
-        Uids already seen in this session count as admitted and are not inserted again.
+        Admits as many entries as fit, at least one. Raises DeadlineError if no entry fits within
+        `wait_s`. Uids admitted earlier in this session count as admitted and are not inserted
+        again.
         """
         admissions = [
             PendingAdmission(entry[0], [transitions.make_admit_record(*entry)]) for entry in entries
@@ -98,7 +103,13 @@ class QueueShard:
         *,
         wait_s: float,
     ) -> list[str]:
-        """Admit prompts together with the columns of one stage; waits like `admit_prompts`."""
+        """Admit groups that come with the columns of one stage; return the uids in the shard.
+
+        entries: (uid, encoded prompt, version) of each group.
+        commits: the columns of each group, in the same order.
+
+        Waits for capacity and raises DeadlineError like `admit_prompts`.
+        """
         groups = {commit.lease.uid: self._state.groups.get(commit.lease.uid) for commit in commits}
         for commit in commits:
             self._contract.check_commit(commit, _get_group_info(commit, groups[commit.lease.uid]))
@@ -123,6 +134,7 @@ class QueueShard:
         return await self._capacity_limiter.admit_groups(admissions, self._clock() + wait_s)
 
     async def _insert_groups(self, admissions: Sequence[PendingAdmission]) -> None:
+        """Store the columns of admitted groups, then journal and apply their records."""
         data: list[Any] = []
         for admission in admissions:
             data += [None, self._store(admission.blob)] if admission.blob else [None]
@@ -133,8 +145,8 @@ class QueueShard:
     async def lease_groups(self, request: LeaseRequest, *, wait_s: float) -> list[LeaseGrant]:
         """Lease groups that are ready for a stage, earliest admission first.
 
-        Grants at most an equal share if other requests of the stage wait, too. Returns [] if no
-        group becomes ready within `wait_s`.
+        If several requests for the stage wait, each gets at most an equal share of the ready
+        groups. Returns [] if no group becomes ready within `wait_s`.
         """
         self._contract.check_request(request.stage, request.columns)
         stage, releases = request.stage, self._release_counts[request.holder]
@@ -167,6 +179,11 @@ class QueueShard:
     async def _wait_for_groups(
         self, request: LeaseRequest, deadline: float, releases: int
     ) -> list[GroupState]:
+        """Wait for groups that a lease request can get; return [] at the deadline.
+
+        Returns ready groups, or else overdue groups for a hedge. Returns [] also if the holder is
+        released (more often than `releases` times by now) or has sent a newer request.
+        """
         stage = request.stage
         this_request = self._latest_requests[stage, request.holder] = object()
         while True:
@@ -196,10 +213,10 @@ class QueueShard:
                 await asyncio.wait_for(self._wake_events[stage].wait(), max(pause, 0.001))
 
     async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:
-        """Commit finished work; return the uids without an active lease.
+        """Commit the columns computed for leased groups; return the uids without an active lease.
 
-        Returns once the commits are in the journal. Raises ContractError for columns that differ
-        from the declaration of the stage.
+        Returns once the commits are in the journal; the columns of the returned uids are discarded.
+        Raises ContractError for columns that differ from the declaration of the stage.
         """
         self._expire_leases()
         # Check all commits before starting the first: an error must not leave a commit half done.
@@ -220,6 +237,7 @@ class QueueShard:
         return [lease.uid for lease in refused]
 
     async def _accept_commits(self, commits: Sequence[ColumnCommit]) -> None:
+        """Store the columns of valid commits, then journal and apply the commits."""
         if not commits:
             return
         groups = [self._state.groups[commit.lease.uid] for commit in commits]
@@ -233,9 +251,9 @@ class QueueShard:
                 group.committing_stages.discard(commit.lease.stage)
 
     def save_partials(self, commits: Sequence[ColumnCommit]) -> None:
-        """Save partial results of leased work; the next holder resumes from them.
+        """Save partial rollouts of leased groups; the next holder of a group resumes them.
 
-        Kept in memory only: a partial result is lost if the shard dies, and discarded once the
+        Kept in memory only: partial rollouts are lost if the shard dies, and discarded once the
         stage commits. Ignores inactive leases. Raises ContractError like `commit_columns`.
         """
         self._expire_leases()
@@ -246,12 +264,14 @@ class QueueShard:
                 self._capacity_limiter.update_reservation(group)
 
     def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
+        """End leases after failed work; requeue each group, or drop it after its last attempt."""
         for lease, error in entries:
             if group := self._state.find_leased_group(lease):
                 outcome = GroupOutcome(error.cause, str(error))
                 self._nack_lease(group, lease, outcome, is_final=error.is_final)
 
     def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
+        """End leased groups that the group filter rejected, and ignore inactive leases."""
         for lease, filtered in entries:
             if self._state.find_leased_group(lease) is not None:
                 outcome = GroupOutcome("filtered", filtered.reason, filtered=True)
@@ -262,7 +282,10 @@ class QueueShard:
         return self._lease_table.renew_leases(leases)
 
     def read_columns(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Any]]:
-        """Return the blobs that hold `columns`, per group; removed groups come from the journal."""
+        """Return, per uid, the blobs that contain `columns`.
+
+        Reads the blobs of removed groups from the journal.
+        """
         wanted = set(columns)
         return [_read_blobs(self._state, uid, wanted) for uid in uids]
 
@@ -275,15 +298,19 @@ class QueueShard:
         return await self._finished_notifier.wait_for_finished(self._state.groups.values(), wait_s)
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
-        """Remove groups; `version` is in training from now on. Idempotent.
+        """Remove trained, filtered or dropped groups from the shard. Idempotent.
 
-        The record is not fsynced: if a power cut brings a group back, the run log overrules it.
+        version: policy version that is in training from now on.
+
+        The journal record is not fsynced: if a power cut brings a group back, the coordinator
+        removes the group again, because the run log has its end.
         """
         record = transitions.make_remove_record(uids, version)
         await self._log.append([record], sync=False)
         self._apply_records(record)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
+        """Remove the groups of a finished training step; return this shard's statistics of it."""
         await self.remove_groups(uids, version)
         return self._stats_recorder.end_step(version, self._clock())
 
@@ -291,6 +318,7 @@ class QueueShard:
         return self._stats_recorder.compute_stats(self._clock())
 
     def release_holder(self, holder: str, *, died: bool = True) -> int:
+        """Requeue all groups leased by a process that died or left; return their number."""
         self._release_counts[holder] += 1
         for wake in self._wake_events.values():
             wake.set()
@@ -316,16 +344,18 @@ class QueueShard:
         return {uid: _describe_group(self._state, group) for uid, group in groups.items()}
 
     def forget_retired(self) -> None:
-        """Discard columns of removed groups: the steps that trained them need no replay now."""
+        """Forget the columns of removed groups: no training step needs them for a replay now."""
         self._state.retired_groups.clear()
 
-    # Effects of a transition.
+    # Transitions: journal a record and apply its effect.
 
     async def _write_records(self, records: Sequence[JournalRecord], data: Sequence[Any]) -> None:
+        """Journal records, then apply them. data: stored blob of each record, or None."""
         await self._log.append(records)
         self._apply_records(*records, data=data)
 
     def _post_records(self, *records: JournalRecord) -> None:
+        """Apply records at once and journal them without waiting for the disk."""
         self._log.append_nowait(records)
         self._apply_records(*records)
 
@@ -335,6 +365,7 @@ class QueueShard:
         self._refresh_groups(dict.fromkeys(changed))
 
     def _refresh_groups(self, groups: Collection[GroupState]) -> None:
+        """Update ready queues, reservations and waiting requests after a change of groups."""
         for stage, ready in self._ready_queues.items():
             if ready.update_groups(groups, partial(self._state.is_ready, stage=stage)):
                 self._stats_recorder.depth_meter.observe_depth(stage, len(ready), self._clock())
@@ -348,6 +379,10 @@ class QueueShard:
     def _nack_lease(
         self, group: GroupState, lease: GroupLease, outcome: GroupOutcome, *, is_final: bool = False
     ) -> None:
+        """End a lease as a failed attempt; after the last attempt, drop the group with `outcome`.
+
+        is_final: drop the group without further attempts.
+        """
         self._post_records(transitions.make_nack_record(lease, failed=True))
         is_held = lease.stage in group.leases or lease.stage in group.committing_stages
         if not is_held and (is_final or group.failures[lease.stage] >= self._config.max_attempts):
@@ -360,7 +395,10 @@ class QueueShard:
 
 
 def _start_commit(state: ShardState, commit: ColumnCommit, group: GroupState | None) -> bool:
-    """Return True if the work is still wanted; then refuse every later commit of the stage."""
+    """Reserve a group's stage for this commit; return False if the group does not need the commit.
+
+    After True, every later commit of the stage for this group is refused.
+    """
     stage = commit.lease.stage
     if (
         group is None
@@ -377,7 +415,7 @@ def _start_commit(state: ShardState, commit: ColumnCommit, group: GroupState | N
 
 
 def _save_partial(group: GroupState, commit: ColumnCommit, store: Callable[[Blob], Any]) -> None:
-    """Keep the longer partial rollout of a hedged group."""
+    """Save partial rollouts in a group, unless a second holder has saved longer ones."""
     stage, num_bytes = commit.lease.stage, count_blob_bytes(commit.blob)
     if stage not in group.partial_rollouts or group.partial_rollouts[stage].num_bytes <= num_bytes:
         group.save_partial(
@@ -388,6 +426,7 @@ def _save_partial(group: GroupState, commit: ColumnCommit, store: Callable[[Blob
 def _make_grant(
     state: ShardState, group: GroupState, lease: GroupLease, wanted: set[str]
 ) -> LeaseGrant:
+    """Build the reply that delivers a leased group, with the blobs of the `wanted` columns."""
     blobs = [
         columns.data
         for columns in group.stage_columns.values()
@@ -418,6 +457,7 @@ def _to_commit_record(state: ShardState, commit: ColumnCommit) -> JournalRecord:
 
 
 def _describe_group(state: ShardState, group: GroupState) -> str:
+    """Describe the holders of a group, or the stages that may lease it, for a stall message."""
     now = state.clock()
     holders = [
         f"{active.lease.holder} for {now - active.lease.granted_at:.1f} s"
@@ -432,7 +472,10 @@ def _describe_group(state: ShardState, group: GroupState) -> str:
 
 
 def _read_blobs(state: ShardState, uid: str, wanted: set[str]) -> Sequence[Any]:
-    """Return the blobs of a present or removed group from memory or from the journal."""
+    """Return the blobs that contain the `wanted` columns of a group, from memory or the journal.
+
+    The group may be removed already. Raises StreamError if a column is lost.
+    """
     group = state.groups.get(uid)
     stage_columns = group.stage_columns if group else state.retired_groups.get(uid)
     if stage_columns is None:
@@ -449,7 +492,7 @@ def _read_blobs(state: ShardState, uid: str, wanted: set[str]) -> Sequence[Any]:
 
 
 def _limit_tokens(groups: Sequence[GroupState], max_tokens: int | None) -> list[GroupState]:
-    """Return the longest prefix of at most `max_tokens` tokens, at least one group."""
+    """Return the first groups, at least one, that together have at most `max_tokens` tokens."""
     chosen: list[GroupState] = []
     total = 0
     for group in groups:

@@ -1,4 +1,4 @@
-"""Host of a shard and its files: opens the journal, writes snapshots beside the running shard."""
+"""Host of a queue shard: opens its journal and writes snapshots beside the running shard."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from streamrl.errors import StreamError
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """Folder of a shard's journal, and a function that finds the newest snapshot before it."""
+    """Files of a queue shard: its journal folder, and a function that finds its newest snapshot."""
 
     journal_dir: Path
     find_snapshot: Callable[[], SnapshotBase] = SnapshotBase
@@ -27,6 +27,8 @@ class ShardFiles:
 
 @dataclass(frozen=True)
 class ShardPlan:
+    """Parameters from which a process builds a queue shard; no durability without `files`."""
+
     stages: Mapping[str, StageSchema]
     config: QueueConfig
     capacity: ShardCapacity
@@ -35,7 +37,10 @@ class ShardPlan:
 
 
 class ShardHost:
-    """Builds and owns one shard; needs a running event loop. `store` is as in QueueShard."""
+    """Builds a queue shard, recovering it from its files; needs a running event loop.
+
+    store: puts a blob of columns into the object store and returns its reference.
+    """
 
     def __init__(self, plan: ShardPlan, store: Callable[[Blob], Any] = join_pieces) -> None:
         self._plan = plan
@@ -59,10 +64,11 @@ class ShardHost:
         )
 
     async def rotate_journal(self) -> int:
-        """Start a new journal segment; return its number, the cut for a snapshot."""
+        """Start a new journal segment; return its number, the cut of the next snapshot."""
         return await self._require_journal().rotate()
 
     async def write_snapshot(self, cut: int, out: Path) -> None:
+        """Write a snapshot of the journal segments below `cut` to the folder `out`, in a thread."""
         plan = self._plan
         self._require_journal()
         assert plan.files is not None
@@ -71,7 +77,10 @@ class ShardHost:
         await asyncio.to_thread(write, before=cut, out=out, known_corrupt=self.corrupt_records)
 
     def discard_before(self, cut: int) -> None:
-        """Delete the journal before a cut; a durable checkpoint must hold the cut's snapshot."""
+        """Delete the journal segments below `cut`.
+
+        A durable checkpoint must have the shard's snapshot of these segments.
+        """
         self._require_journal().discard_before(cut)
         self.shard.forget_retired()
 
@@ -86,7 +95,7 @@ class ShardHost:
 
 
 def delete_segments_from(journal: Path, first: int) -> None:
-    """Delete the segments from `first` on: a resumed run rewrites history from there."""
+    """Delete journal segments from number `first` on: a resumed run rewrites history from there."""
     # Descending, so that a crash leaves no gap.
     for number in reversed(list_segments(journal)):
         if number >= first:

@@ -1,4 +1,4 @@
-"""Statistics of a shard per training step."""
+"""Statistics of a queue shard per training step."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ LEASE_COUNTERS = ("redelivered", "hedged", "refused")
 
 
 class ShardStatsRecorder:
-    """Counts leases and measures queue depths within a training step; times in s."""
+    """Counts leases and measures queue depths of a shard within a training step. Times in s."""
 
     def __init__(self, state: ShardState, log: RecordLog, now: float) -> None:
         self._state = state
@@ -25,6 +25,7 @@ class ShardStatsRecorder:
         self.depth_meter = DepthMeter(state.stages, now)
 
     def compute_stats(self, now: float) -> ShardStats:
+        """Return the statistics since the last `end_step`."""
         groups = self._state.groups.values()
         self._fsync_s += self._log.drain_fsync_s()
         return ShardStats(
@@ -39,7 +40,10 @@ class ShardStatsRecorder:
         )
 
     def end_step(self, version: int, now: float) -> ShardStats:
-        """End the step that makes `version`; a repeated call returns the same statistics."""
+        """Return the statistics of the training step that ends with `version`; reset the counts.
+
+        A repeated call for the same version returns the same statistics.
+        """
         if version > self._version:
             self._last_step_stats = self.compute_stats(now)
             self._version, self._fsync_s = version, 0.0

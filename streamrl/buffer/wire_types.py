@@ -12,8 +12,9 @@ from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 
 
 class LeaseGrant(msgspec.Struct, frozen=True, eq=False):
-    """A leased group: fields of its `Experience`, encoded prompt, blobs of the requested columns.
+    """Reply of a shard that delivers a leased group; the client decodes it into an `Experience`.
 
+    `prompt` is encoded. `blobs` contain the requested columns, and possibly more.
     `partial_rollouts` holds at most one blob, saved by an earlier holder of the stage.
     """
 
@@ -28,6 +29,11 @@ class LeaseGrant(msgspec.Struct, frozen=True, eq=False):
 
 
 class ColumnCommit(msgspec.Struct, frozen=True, eq=False):
+    """Encoded columns that a stage commits for a leased group.
+
+    `column_sizes`: entries of each column. `info` is None if the columns are not those of rollouts.
+    """
+
     lease: GroupLease
     blob: Blob
     column_sizes: Mapping[str, int]
@@ -35,9 +41,9 @@ class ColumnCommit(msgspec.Struct, frozen=True, eq=False):
 
 
 class FinishedGroup(msgspec.Struct, frozen=True):
-    """A group that ends untrained; the coordinator has not yet removed it from the queue.
+    """A filtered or dropped group that the coordinator has not yet removed from the queue.
 
-    `info` is None if the group ended before it was generated.
+    `info` is None if the group ended before its rollouts were generated.
     """
 
     uid: str
@@ -47,12 +53,15 @@ class FinishedGroup(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ShardStats:
-    """Statistics of one shard.
+    """Statistics of one queue shard, or of all shards together.
 
-    `depth`: time-weighted mean of ready groups per stage since the last step ended.
-    `counts`: redelivered, hedged and refused leases since then; refusals without a fault, such
-    as the slower of two hedges, are left out.
-    `fsync_s`: time spent in fsync since then. `cpu_s`: CPU time of the process since its start.
+    `depth`: time-weighted mean of ready groups per stage since the last training step ended.
+    `num_bytes`, `uids`: size and uids of the groups in the shard now.
+    `oldest_age_s`: time since the earliest admission among these groups.
+    `counts`: redelivered, hedged and refused leases since the last step; refusals without a fault,
+    such as the slower of two hedges, are left out.
+    `fsync_s`: time spent in fsync since the last step.
+    `cpu_s`: CPU time of the process since its start.
     """
 
     depth: Mapping[str, float]

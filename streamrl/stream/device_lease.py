@@ -19,7 +19,7 @@ from streamrl.errors import DeadlineError
 
 MIN_WAIT_S = 1e-3
 PREEMPTION_WAIT_S = 5.0
-"""Length of one preemption query of a holder, s."""
+"""Longest wait of a single `wait_for_preemption` call, s."""
 
 
 class ProgressClock:
@@ -34,6 +34,7 @@ class ProgressClock:
         self._deadlines: dict[asyncio.Timeout, float] = {}
 
     def record_progress(self) -> None:
+        """Record that a holder has finished a piece of work; restart the waiters' timeouts."""
         self.last_progress_at = asyncio.get_running_loop().time()
         for deadline, patience_s in self._deadlines.items():
             if not deadline.expired():
@@ -41,7 +42,10 @@ class ProgressClock:
 
     @asynccontextmanager
     async def progress_timeout(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
-        """Like asyncio.timeout, but restarted by every progress; infinite `timeout_s`: none."""
+        """Return a context like asyncio.timeout that times out after `timeout_s` without progress.
+
+        Every recorded progress restarts the timeout; an infinite `timeout_s` disables the timeout.
+        """
         if timeout_s == math.inf:
             async with asyncio.timeout(None) as deadline:
                 yield deadline
@@ -55,7 +59,7 @@ class ProgressClock:
 
 
 class DedicatedDeviceLease:
-    """Lease of a stage with devices of its own: never blocks."""
+    """Device lease of a stage with devices of its own: never blocks."""
 
     @asynccontextmanager
     async def hold(self, stage: str) -> AsyncIterator[None]:
@@ -67,6 +71,8 @@ class DedicatedDeviceLease:
 
 @dataclass(eq=False)
 class PhaseRequest:
+    """Request of a holder, which waits until a phase of work is granted the devices."""
+
     holder: str
     phase: str
     grant_future: "asyncio.Future[None]"
@@ -74,9 +80,9 @@ class PhaseRequest:
 
 @dataclass(eq=False)
 class PhaseGrant:
-    """An active phase: start and holders, with the number of grants of each.
+    """A phase that has devices now: its start, and the number of grants of each holder.
 
-    A holder has two grants if an acquire was cancelled and then granted beside its retry.
+    A holder has two grants if a cancelled request was granted together with its retry.
     """
 
     started_at: float
@@ -86,11 +92,11 @@ class PhaseGrant:
 
 
 class DeviceArbiter:
-    """Grants a pool to phases; phases with a common device exclude each other.
+    """Grants the devices of a pool to phases; phases with a common device exclude each other.
 
     timeout_s: longest wait without progress, as `progress_clock` measures it.
-    slice_s: time for which a phase keeps the pool before suspendable holders are preempted;
-        until then further holders may join it.
+    slice_s: time for which a phase keeps the devices before suspendable holders are preempted;
+        until then further holders may join the phase.
     slots: devices of each phase; a phase without an entry needs all devices.
     """
 
@@ -115,10 +121,10 @@ class DeviceArbiter:
         self._progress_clock = progress_clock or ProgressClock()
 
     async def acquire(self, holder: str, phase: str = "") -> None:
-        """Wait until the phase, by default named like its holder, is granted.
+        """Wait until a holder may compute in `phase`, by default a phase of the holder's name.
 
-        Raises DeadlineError naming the current holders and their times. Also returns if
-        `remove_holder` declares this holder dead, without a grant, which nobody would release.
+        Raises DeadlineError naming the current holders and their times. Also returns, without a
+        grant, if `remove_holder` declares this holder dead: nobody would release the grant.
         """
         request = PhaseRequest(holder, phase or holder, asyncio.get_running_loop().create_future())
         self._requests[request] = None
@@ -132,6 +138,7 @@ class DeviceArbiter:
                 self._notify_holders()
 
     async def _wait_for_grant(self, request: PhaseRequest) -> None:
+        """Wait until a request is granted; raise DeadlineError after `timeout_s` of no progress."""
         now = asyncio.get_running_loop().time
         since = now()
         try:
@@ -146,16 +153,18 @@ class DeviceArbiter:
             ) from None
 
     async def release(self, holder: str) -> None:
+        """Release one grant of a holder; grant waiting requests."""
         phase = self._find_phase(holder)
         assert phase is not None, (holder, self._grants)
         self._release_grant(phase, holder, 1)
         self._grant_and_notify()
 
     def report_progress(self, holder: str) -> None:
+        """Extend the deadlines of all waiters: a holder has finished a piece of work."""
         self._progress_clock.record_progress()
 
     def remove_holder(self, holder: str) -> None:
-        """Release all grants of a dead holder and drop its requests."""
+        """Release all grants of a dead holder and drop its waiting requests."""
         for request in [request for request in self._requests if request.holder == holder]:
             self._remove_request(request)
             request.grant_future.set_result(None)
@@ -164,8 +173,9 @@ class DeviceArbiter:
         self._grant_and_notify()
 
     async def wait_for_preemption(self, holder: str, wait_s: float = PREEMPTION_WAIT_S) -> bool:
-        """Wait until the holder must yield: its slice is over and a conflicting phase waits.
+        """Wait until a holder must yield its devices; return True then.
 
+        A holder must yield once its phase has used up its time slice and a conflicting phase waits.
         Returns False after `wait_s`, or if the holder has no grant.
         """
         clock = asyncio.get_running_loop()
@@ -208,6 +218,7 @@ class DeviceArbiter:
             del self._num_waiting[request.phase]
 
     def _release_grant(self, phase: str, holder: str, times: int) -> None:
+        """Take `times` grants of a phase from a holder; a phase without holders ends."""
         self._progress_clock.record_progress()
         holders = self._grants[phase].holders
         holders[holder] -= times
@@ -226,6 +237,7 @@ class DeviceArbiter:
         self._notify_holders()
 
     def _notify_holders(self) -> None:
+        """Wake the `wait_for_preemption` calls of phases that conflict with a new request."""
         for phase, grant in self._grants.items():
             is_wanted = self._has_conflicting_request(phase)
             if is_wanted and not grant.has_waiters:
@@ -236,7 +248,7 @@ class DeviceArbiter:
     def _grant_requests(self) -> None:
         """Grant every request whose phase conflicts with no active phase and no earlier request.
 
-        Requests of an active phase join it while its slice lasts.
+        Requests for an active phase join the phase while its time slice lasts.
 
         Example: A and B conflict, C conflicts with neither. A is active and its slice is over.
         Requests in order B, A, C: B must wait for A; the second A must wait behind B; C is granted.
@@ -276,6 +288,8 @@ class DeviceArbiter:
 
 
 class ArbiterProtocol(Protocol):
+    """Interface of `DeviceArbiter` for a holder, which may call the arbiter through Ray."""
+
     async def acquire(self, holder: str, phase: str) -> None: ...
 
     async def release(self, holder: str) -> None: ...
@@ -286,21 +300,23 @@ class ArbiterProtocol(Protocol):
 
 
 class SuspendableWork(Protocol):
-    """Work that can pause while a different phase has the pool."""
+    """Work that can pause while a different phase uses its devices, such as generation."""
 
     async def suspend(self) -> None:
-        """Stop computing; keep all state."""
+        """Pause the work; keep all state, so that `resume` continues the work."""
         ...
 
     async def resume(self) -> None: ...
 
 
 class SharedDeviceLease:
-    """Lease of a holder on a shared pool. Concurrent work of the holder shares a single grant.
+    """Device lease of a process on devices that several stages share.
 
-    Example: all groups of a generator belong to one holder, which keeps the pool until the last
-    group is finished. With `suspendable` work the holder can be preempted; the work then pauses
-    until the pool is granted again.
+    Concurrent work of the process shares a single grant. Example: all groups of a generator belong
+    to one holder, which keeps the devices until the last group is finished. With `suspendable` work
+    the process can be preempted; the work then pauses until the devices are granted again.
+
+    holder: name of the process at the arbiter.
     phase: requested phase, which other holders may share; "" means a phase of the holder's name.
     """
 
@@ -347,11 +363,14 @@ class SharedDeviceLease:
             preemption_task.result()
 
     def report_progress(self) -> None:
-        """Report progress to the arbiter while still holding the lease."""
+        """Report to the arbiter that a piece of work is finished, while still holding the lease."""
         self._arbiter.report_progress(self._holder)
 
     async def _acquire_pool(self) -> None:
-        """Acquire the pool. If cancelled while waiting, release the grant once it arrives."""
+        """Wait for the devices, and resume suspended work.
+
+        If cancelled while waiting, releases the grant once it arrives.
+        """
         acquiring = asyncio.ensure_future(self._arbiter.acquire(self._holder, self._phase))
         try:
             await asyncio.shield(acquiring)
@@ -380,7 +399,7 @@ class SharedDeviceLease:
         await self._arbiter.release(self._holder)
 
     async def _watch_preemption(self, work: SuspendableWork) -> None:
-        """Suspend the work and release the pool at each preemption, while work remains."""
+        """Suspend the work and release the devices at each preemption, while work remains."""
         while self._is_held:
             if not await self._arbiter.wait_for_preemption(self._holder):
                 await asyncio.sleep(0)
@@ -399,10 +418,10 @@ class SharedDeviceLease:
                     self._is_yielding = False
 
     async def _reacquire_pool(self) -> None:
-        """Acquire the pool again if work remains.
+        """Acquire the devices again after a preemption, if work remains.
 
         Retries without a deadline: otherwise nothing would resume the work, and the current holders
-        of the pool have deadlines of their own.
+        of the devices have deadlines of their own.
         """
         while self._num_users and not self._is_held:
             with suppress(DeadlineError):
@@ -412,5 +431,6 @@ class SharedDeviceLease:
             await self._arbiter.release(self._holder)
 
     def _release_late_grant(self, acquiring: "asyncio.Future[None]") -> None:
+        """Release a grant that arrived after its request was cancelled."""
         if not acquiring.cancelled() and acquiring.exception() is None:
             self._release_task = asyncio.ensure_future(self._arbiter.release(self._holder))

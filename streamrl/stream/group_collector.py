@@ -14,7 +14,7 @@ from streamrl.stream.stage_worker import POLL_WAIT_S
 
 
 class GroupCollector:
-    """Feeds ready groups to the assembler until the step of the current version is complete.
+    """Feeds ready groups to the step assembler until the current training step is complete.
 
     Runs beside training: the trainers may be busy, or wait for their devices, for long. Filtered
     groups are logged at once, so that replacements are sampled, also after this step is complete,
@@ -52,7 +52,7 @@ class GroupCollector:
             raise failure
 
     async def wait_for_groups(self) -> bool:
-        """Wait until a group may enter the step; return False if the run is stopping.
+        """Wait until a group may enter the training step; return False if the run is stopping.
 
         Raises DeadlineError naming the missing groups and their holders after the time that
         `on_stall` allows. Raises FilterLimitError and DropLimitError like
@@ -74,15 +74,18 @@ class GroupCollector:
 
     @property
     def _num_drawable(self) -> int:
+        """Number of ready groups that may enter the current training step now."""
         return len(self._run_state.assembler.find_drawable(self._run_state.admission.version))
 
     @property
     def _is_step_complete(self) -> bool:
+        """True if the groups in the training step, and groups that may enter now, fill the step."""
         assembler = self._run_state.assembler
         missing = self._config.groups_per_step - assembler.num_drawn
         return assembler.num_ready >= missing and self._num_drawable == missing
 
     async def _collect_groups(self) -> None:
+        """Lease ready groups until the step is complete; then only log filtered, dropped groups."""
         run_state, stage = self._run_state, self._stage
         while not (self._is_step_complete or self._is_closing or run_state.stop_requested.is_set()):
             self._is_taking = True
@@ -115,7 +118,7 @@ class GroupCollector:
     async def _record_finished(
         self, outcomes: Mapping[str, tuple[GroupOutcome, GroupInfo | None]]
     ) -> Mapping[str, GroupOutcome]:
-        """Log ended groups that are still in flight by the ledger; return their outcomes."""
+        """Log filtered and dropped groups that the ledger has in flight; return their outcomes."""
         in_flight = self._run_state.admission.ledger.in_flight
         ended = {uid: outcome for uid, (outcome, _) in outcomes.items() if uid in in_flight}
         if ended:
@@ -124,6 +127,7 @@ class GroupCollector:
         return ended
 
     async def _check_stall(self) -> None:
+        """Raise DeadlineError if the training step has waited too long for a group."""
         # Twice the time for every attempt to stall and be requeued.
         attempts = 1 if self._config.on_stall == "abort" else 2 * self._run_state.max_attempts
         patience_s = self._config.stall_s * attempts
@@ -141,7 +145,10 @@ class GroupCollector:
 async def drop_late_groups(
     stage: StageContext, run_state: RunState, *, is_full: bool = False
 ) -> None:
-    """End the groups that no step can train any more; `is_full`: no step but the current one."""
+    """Drop the groups that neither the current nor a later training step can train.
+
+    is_full: the current step has all its groups, so that only later steps count.
+    """
     late = run_state.remove_late_groups(is_full=is_full)
     if late:
         await run_state.finish_groups(stage.queue, late)
@@ -150,6 +157,10 @@ async def drop_late_groups(
 async def make_stall_error(
     stage: StageContext, run_state: RunState, groups_per_step: int, waited_s: float
 ) -> DeadlineError:
+    """Build the error of a training step that got no group for `waited_s` seconds.
+
+    Its message names the missing groups and their holders.
+    """
     version = run_state.admission.version
     uids = run_state.assembler.pending_uids
     locations = await stage.queue.locate_groups(uids[:8])

@@ -1,4 +1,4 @@
-"""Interfaces that the loops call; engines, remote proxies and test fakes implement them."""
+"""Interfaces that the stream's loops call; engines, remote proxies and test fakes have them."""
 
 import asyncio
 import math
@@ -19,14 +19,20 @@ from streamrl.weights.version_registry import ReaderState
 
 
 class FollowerProtocol(Protocol):
+    """A model kept equal to a trained model: the engine of a generator, or a scorer's model."""
+
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
-        """Load another version. Raises WeightsError and keeps the old version on failure."""
+        """Replace the model's weights by the tensors of `version`.
+
+        Raises WeightsError and keeps the old version on failure.
+        """
         ...
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
-        """Return the logprob of each token, float32 [T], per sequence int32 [T]; 0 for the first.
+        """Return the model's logprob of each token of each sequence.
 
-        Returns None if the model computes no logprobs, such as a critic.
+        sequences: token ids, int32 [T] each. Returns float32 [T] per sequence, 0 for its first
+        token, or None if the model computes no logprobs, such as a critic.
         """
         ...
 
@@ -43,13 +49,17 @@ ReadPartialRollouts = Callable[[], Awaitable[Mapping[str, Columns]]]
 
 
 class TrainerProtocol(Protocol):
-    """All ranks of a trained model as a single object; a round has `dp_size` micro-batches."""
+    """A trained model, all its ranks behind one interface; a round has `dp_size` micro-batches."""
 
     dp_size: int
     update_plan: UpdatePlan
 
     def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
-        """Start the step of `version`; adaptive parameters override the settings of their names."""
+        """Start the training step of `version`.
+
+        adaptive_params: values, such as the KL coefficient, that override the settings of the same
+        names during this step.
+        """
         ...
 
     def is_frozen(self, version: int) -> bool:
@@ -57,32 +67,38 @@ class TrainerProtocol(Protocol):
         ...
 
     async def plan_step(self, uids: Sequence[str], rounds: Sequence[ScheduledRound]) -> None:
-        """Announce all groups of a step and its remaining rounds before they run."""
+        """Announce all groups of a training step, and its rounds still to come, in advance."""
         ...
 
     async def train_round(self, micro_batches: Round, *, epoch: int) -> Mapping[str, float]:
-        """Run forward and backward of one micro-batch per rank; return sums for the update."""
+        """Run forward and backward of one micro-batch per data-parallel rank; accumulate gradients.
+
+        Returns metric sums of the micro-batches, which include the loss denominators.
+        """
         ...
 
     async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Run the optimizer on the accumulated gradients; return metrics (gradient norm, ...).
 
-        `sums` are added over all micro-batches of the update and include the loss denominators.
+        sums: metric sums of all micro-batches of the update, which include the loss denominators.
         """
         ...
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the current model to its followers `readers`; later followers may fetch it, too.
+        """Publish the current weights as `version` for the followers of this model.
 
-        Training may continue meanwhile, but updates may not.
+        readers: names of the followers; later followers may fetch the version, too. Forward and
+        backward passes may continue meanwhile, updates may not.
         """
         ...
 
 
 @dataclass(frozen=True)
 class FetchedWeights:
-    """Tensors of a version, bytes transferred for them, and the reason for a fallback transport.
+    """Weights of one version as a follower has fetched them.
 
+    num_bytes: bytes transferred.
+    fallback_reason: reason for using another transport than configured; "" if none was needed.
     copied_bytes: bytes copied within processes on the way; NaN if unknown.
     """
 
@@ -93,12 +109,21 @@ class FetchedWeights:
 
 
 class WeightChannel(Protocol):
+    """Connection of a follower to the versions that its trainer publishes.
+
+    `wait_for_newer` returns the manifest of a version newer than that of `state`, None after
+    `wait_s`.
+    """
+
     async def wait_for_newer(
         self, state: ReaderState, *, wait_s: float
     ) -> WeightManifest | None: ...
 
     async def fetch_weights(self, manifest: WeightManifest) -> "FetchedWeights":
-        """Fetch and verify the tensors of a version. Raises WeightsError on failure."""
+        """Fetch and verify the tensors of the version of a manifest.
+
+        Raises WeightsError on failure.
+        """
         ...
 
 
@@ -107,6 +132,8 @@ class ClosableWeightChannel(WeightChannel, Protocol):
 
 
 class PromptSource(Protocol):
+    """Prompts of the data set, in the order in which the run draws them."""
+
     async def prefetch_prompts(self, count: int) -> None:
         """Load the next `count` prompts ahead of time, so that drawing them does not block."""
         ...
@@ -114,18 +141,22 @@ class PromptSource(Protocol):
     def draw_prompts(self, count: int) -> list[Prompt]: ...
 
     def get_prompt(self, uid: str) -> Prompt:
-        """Return the prompt of a uid that was drawn, now or before a resume."""
+        """Return the prompt of a uid that this run has drawn, possibly before a resume."""
         ...
 
     def retry_prompt(self, uid: str) -> Prompt:
-        """Return the prompt of a uid under the uid of its next attempt."""
+        """Return the prompt of a uid with a new uid, that of its next attempt."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
 
 class DeviceLease(Protocol):
-    """Right to compute on a pool. Never blocks where every stage has devices of its own."""
+    """Right of a process to compute on its devices; never blocks where no stages share them.
+
+    `hold` returns a context in which a stage may compute. `report_progress` extends the deadlines
+    of stages that wait for the same devices.
+    """
 
     def hold(self, stage: str) -> AbstractAsyncContextManager[None]: ...
 
@@ -134,13 +165,15 @@ class DeviceLease(Protocol):
 
 @dataclass(frozen=True)
 class TrainStepResult:
+    """Metrics of one model in a training step: sums over micro-batches, and metrics per update."""
+
     metric_sums: Mapping[str, float]
     update_metrics: Sequence[Mapping[str, float]]
 
 
 @dataclass
 class FilterTally:
-    """Filtered groups of a step: number, tokens, sampled tokens.
+    """Totals of the groups filtered during a training step: number, tokens, sampled tokens.
 
     `oversample` is the oversampling factor at the end of the step.
     """
@@ -159,8 +192,9 @@ class FilterTally:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of the step of `version`: per trained role, under these adaptive parameters.
+    """Result of the training step of `version`.
 
+    `results_by_role` has the result of each trained model. `adaptive_params` are the values used.
     `started_at` and `ended_at` are Unix times, s. `queue_stats` and `ledger_counts` are as of the
     end of the step, when the ledger was checked against the queue.
     """
@@ -178,6 +212,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StageContext:
+    """A stage's name, and its access to the queue, the devices and the trace."""
+
     name: str
     queue: ExperienceQueue
     device_lease: DeviceLease
@@ -187,7 +223,10 @@ class StageContext:
 
     @asynccontextmanager
     async def record_compute(self, **facts: SpanArgValue) -> AsyncIterator[dict[str, SpanArgValue]]:
-        """Hold the device lease and record a busy span; yield its facts for additions."""
+        """Hold the device lease and record the time as a busy span of the stage.
+
+        Yields the span's `facts` as a dict, to which the caller may add.
+        """
         async with self.device_lease.hold(self.name):
             with self.spans.record_span(self.name, **facts) as span_facts:
                 yield span_facts

@@ -1,4 +1,4 @@
-"""State of a run in the coordinator: credits, groups in flight, ended groups."""
+"""State of a run in the coordinator: staleness credits, groups in flight, stop requests."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ ON_STALL = ("abort", "redeliver", "warn")
 
 @dataclass
 class PipelineConfig:
-    """How the stages are coupled.
+    """Coupling of the stages: how far generation runs ahead, and when a wait is a stall.
 
     max_staleness: largest lag of a token's version behind the step that trains it; 0 is on-policy.
     depth: steps that generation may be ahead of training; null: max_staleness.
@@ -84,7 +84,7 @@ class PipelineConfig:
 class RunState:
     """State that the admission loop and the training loop share.
 
-    `max_attempts`: admissions per prompt.
+    `max_attempts`: most admissions per prompt.
     `should_readmit_failed`: readmit the prompt of a failed group instead of drawing the next.
     `max_filtered`: most filtered groups per step; beyond it the run ends, because the data yields
     no training signal.
@@ -105,12 +105,12 @@ class RunState:
     on_group_finished: Callable[[str, GroupOutcome], None] = lambda uid, outcome: None
     """Called for every group that ends untrained."""
     on_stall: Callable[[Sequence[OverdueLease]], None] = lambda overdue: None
-    """Called with overdue leases."""
+    """Called with leases that have become overdue since the last check."""
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     stop_deadline: float = -math.inf
-    """Until then (event loop time) a stopping run may finish a step with a partial update."""
+    """Time (of the event loop) until which a stopping run may finish a half-updated step."""
     is_step_abandoned: bool = False
-    """The current step is abandoned: no trainer starts a further update."""
+    """True if the current training step is abandoned: no trainer starts a further update."""
     pending_inserts: set[str] = field(default_factory=set)
     """Uids that are in the run log and on the way into a shard."""
     run_log_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -131,14 +131,15 @@ class RunState:
     """True between a step's first update and its run log entry: the models match no version."""
 
     def request_stop(self) -> None:
-        """Stop the run now; a step with a partial update gets STOP_GRACE_S to finish."""
+        """Make the loops stop; a step with some of its updates made gets STOP_GRACE_S to finish."""
         self.stop_deadline = asyncio.get_running_loop().time() + STOP_GRACE_S
         self.stop_requested.set()
 
     def should_abandon_step(self, *, needs_s: float = 0.0) -> bool:
-        """Decide whether to abandon the current step; once true, true for all trainers.
+        """Return True if a stopping run must abandon the current training step.
 
-        `needs_s` is the estimated time to finish the step, s.
+        Once True, the result stays True for all trainers of the step. needs_s: estimated time to
+        finish the step, s.
         """
         is_late = asyncio.get_running_loop().time() + needs_s >= self.stop_deadline
         self.is_step_abandoned |= self.stop_requested.is_set() and (
@@ -156,11 +157,10 @@ class RunState:
         return set(self.admission.ledger.in_flight) - self.pending_inserts
 
     async def reconcile_queue(self, queue: ExperienceQueue) -> None:
-        """Make the queue hold exactly the groups in flight by the run log, after a crash.
+        """Make the queue hold exactly the groups that the run log has in flight, after a crash.
 
-        Removes groups that are not in flight by the log: the admission was not logged, or the end
-        was. The admission loop inserts prompts that did not reach a shard, because inserting may
-        wait for capacity.
+        Removes other groups: their admission was not logged, or their end was. The admission loop
+        later inserts prompts that did not reach a shard, because inserting may wait for capacity.
         """
         in_flight = self.admission.ledger.in_flight
         self.resumed_uids = frozenset(in_flight)
@@ -174,7 +174,7 @@ class RunState:
         self.prompts_to_insert += [self.prompt_source.get_prompt(uid) for uid in missing]
 
     async def admit_prompts(self, queue: ExperienceQueue) -> None:
-        """Insert readmitted prompts, and as many new prompts as there are credits."""
+        """Insert waiting readmitted prompts into the queue, and new prompts for free credits."""
         if self.oversampling.is_enabled:
             # Kept groups only reduce the credits, so a waiting admission loop can skip this.
             self.keep_groups(await queue.find_uids_with(FILTER_COLUMN))
@@ -197,28 +197,32 @@ class RunState:
             await queue.admit_prompts(inserting, version, wait_s=math.inf, on_entered=on_entered)
 
     def keep_groups(self, uids: Iterable[str]) -> None:
+        """Record that the group filter kept groups; ignore groups that are not in flight."""
         in_flight = self.admission.ledger.in_flight
         for uid in uids:
             if uid in in_flight and self.oversampling.mark_kept(uid):
                 self.assembler.keep_group(uid)
 
     def offer_groups(self, ready: Sequence[Experience]) -> None:
+        """Pass groups that are ready for training to the step assembler."""
         self.keep_groups(experience.uid for experience in ready)
         self.assembler.offer_groups(ready)
 
     def reset_step_counts(self) -> FilterTally:
-        """Reset the counters after a step; return its filter tally."""
+        """Reset the counts of filtered and dropped groups after a step; return the filter tally."""
         filtered, self.filter_tally = self.filter_tally, FilterTally()
         filtered.oversample = self.oversampling.factor
         self.drop_counts.clear()
         return filtered
 
     def remove_late_groups(self, *, is_full: bool = False) -> dict[str, GroupOutcome]:
-        """Remove the groups that the current step and later ones cannot train any more.
+        """Return the late groups, which neither the current nor a later training step can train.
 
-        With `is_full` the ready groups fill the current step. Excludes `pending_inserts`, which
-        must reach their shard before they can be removed. Returns {} if credits guarantee a place
-        for every admitted group; a late group is then a bug, and left for StaleGroupError.
+        is_full: the ready groups fill the current step, so that only later steps count.
+
+        Removes late groups that are ready from the assembler. Excludes `pending_inserts`, which
+        must reach a shard before they can be removed. Returns {} if credits guarantee a place for
+        every admitted group; a late group is then a bug, and left for StaleGroupError.
         """
         drops_stale = self.assembler.should_drop_stale
         if not (drops_stale or self.oversampling.is_enabled or self.resumed_uids):
@@ -242,7 +246,10 @@ class RunState:
         ended: Mapping[str, GroupOutcome],
         infos: Mapping[str, GroupInfo | None] | None = None,
     ) -> None:
-        """Log groups that end untrained, readmit their prompts if due, and refund their credits."""
+        """End groups untrained: log them, readmit prompts if due, refund the credits.
+
+        ended: outcome of each group, by uid. infos: sizes of the groups, None where not generated.
+        """
         # The lock covers logging and applying: log and ledger must agree for its next holder.
         async with self.run_log_lock:
             retried = [uid for uid, outcome in ended.items() if self._should_readmit(uid, outcome)]
@@ -270,6 +277,7 @@ class RunState:
         self.admission.refund_credit()
 
     def _should_readmit(self, uid: str, outcome: GroupOutcome) -> bool:
+        """Return True if the prompt of a group that ended untrained is to be admitted again."""
         attempts = parse_uid(uid)[2] + 1
         is_due = self.should_readmit_failed or outcome.cause in LATE_CAUSES
         return is_due and not outcome.filtered and attempts < self.max_attempts
@@ -277,7 +285,7 @@ class RunState:
     def check_step_limits(self, ended: Mapping[str, GroupOutcome]) -> None:
         """Raise FilterLimitError or DropLimitError if the step filtered or dropped too many groups.
 
-        The message quotes reasons from `ended`, the latest groups.
+        ended: outcomes of the latest groups; the message quotes their reasons.
         """
         self._check_filter_limit(ended.values())
         self._check_drop_limit(
@@ -294,7 +302,7 @@ class RunState:
             )
 
     def _is_stage_failure(self, uid: str, outcome: GroupOutcome) -> bool:
-        """Return True if a stage failed at the group in this process's lifetime.
+        """Return True if a group was dropped because a stage failed, since this process started.
 
         Late groups do not count; the number of steps bounds their number. Resumed groups do not
         count either: the failure may predate the user's fix.
@@ -315,6 +323,7 @@ class RunState:
             )
 
     def _expect_groups(self, uids: Sequence[str], version: int) -> None:
+        """Announce newly admitted groups to the assembler and mark them as not yet inserted."""
         for uid in uids:
             self.assembler.admit_group(uid, version)
         self.pending_inserts.update(uids)

@@ -1,7 +1,7 @@
 """Serve a stage: lease groups, compute, commit the results, renew the leases meanwhile.
 
 Generation and all scorers run this loop. Long-running stages also save partial rollouts in the
-queue, which survive the death of the process.
+queue, where they survive the death of the process.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ COMMIT_BATCH_DELAY_S = 0.003
 
 @dataclass(eq=False, slots=True)
 class ConcurrencyLimit:
-    """Slots of a stage: one per completion of a group, or one per group.
+    """Limit of a stage's work in flight, in slots: one per completion, or one per group.
 
     A new group starts while any slot is free, even if it needs more: `free_slots` is negative while
     completions wait for a slot in the engine.
@@ -43,13 +43,14 @@ class ConcurrencyLimit:
 
     @property
     def available_groups(self) -> int:
+        """Number of groups that may start now."""
         return max(0, -(-self.free_slots // self.slots_per_group))
 
 
 def split_slots(
     count: int, stages: Iterable[str], *, group_size: int
 ) -> dict[str, ConcurrencyLimit]:
-    """Divide slots among stages that sample in parallel: groups and greedy completions.
+    """Divide a generator's `count` slots between its stages: groups and greedy completions.
 
     Stages get slots in proportion to their completions per prompt, at least one, so that no stage
     runs far ahead.
@@ -65,6 +66,7 @@ def split_slots(
 
 
 async def read_no_partials() -> Mapping[str, Columns]:
+    """Return no partial rollouts, for stages that do not save them."""
     return {}
 
 
@@ -77,7 +79,11 @@ async def serve_stage(
     batch: int,
     partial_saver: "PartialRolloutSaver | None" = None,
 ) -> None:
-    """Lease groups, compute in calls of `batch` groups, commit; limited by `in_flight`.
+    """Run a stage until it must leave: lease groups, compute, commit results, renew leases.
+
+    compute: called with at most `batch` groups at a time.
+    in_flight: limits the number of groups in work.
+    columns: names of the columns to lease.
 
     Returns after `stage.leave_requested`: finished work is committed, partial rollouts are saved.
     Leases stay active; the caller releases them with `queue.release_holder`.
@@ -121,7 +127,7 @@ async def serve_stage(
 
 
 async def renew_leases(queue: ExperienceQueue, in_flight: "InFlightWork") -> None:
-    """Renew active leases forever; cancel work that has lost its lease."""
+    """Renew the active leases of a stage until cancelled; cancel work that has lost its lease."""
     while True:
         interval_s = queue.renew_interval_s
         await asyncio.sleep(IDLE_RENEW_INTERVAL_S if math.isinf(interval_s) else interval_s)
@@ -136,6 +142,8 @@ class _InFlightTask:
 
 
 class InFlightWork:
+    """Tasks of a stage that work on leased groups, and the slots that they occupy."""
+
     def __init__(self, limit: ConcurrencyLimit) -> None:
         self._limit = limit
         self._tasks: dict[asyncio.Task[None], _InFlightTask] = {}
@@ -146,14 +154,17 @@ class InFlightWork:
         return not self._tasks
 
     async def wait_for_slots(self) -> int:
-        """Wait until a group may start; return how many may. Deadlines of the work bound it."""
+        """Wait until a group may start; return the number of groups that may.
+
+        The wait has no timeout: deadlines bound the work that occupies the slots.
+        """
         while not self._limit.available_groups:
             self._slots_freed.clear()
             await self._slots_freed.wait()
         return self._limit.available_groups
 
     def add_task(self, experiences: Sequence[Experience], task: asyncio.Task[None]) -> None:
-        """Track a task that works on these groups; its slots are freed when it ends."""
+        """Track a task that works on leased groups; the end of the task frees its slots."""
         slots = len(experiences) * self._limit.slots_per_group
         self._limit.free_slots -= slots
         self._tasks[task] = _InFlightTask({experience.lease for experience in experiences}, slots)
@@ -195,7 +206,7 @@ class InFlightWork:
 
 
 class CommitBatcher:
-    """Commits results; results that finish close together share a commit."""
+    """Commits a stage's results to the queue; results that finish close together share a call."""
 
     def __init__(self, queue: ExperienceQueue, in_flight: InFlightWork) -> None:
         self._queue = queue
@@ -206,6 +217,7 @@ class CommitBatcher:
         self._results.put_nowait((lease, result))
 
     async def commit_results(self) -> None:
+        """Commit results as they are added, until cancelled."""
         while True:
             batch = [await self._results.get()]
             # Let the finished task end first, so that its slots are free.
@@ -227,11 +239,14 @@ class CommitBatcher:
                 self._results.task_done()
 
     async def wait_until_empty(self) -> None:
+        """Wait until all results added so far are committed."""
         await self._results.join()
 
 
 @dataclass
 class _SaveSchedule:
+    """Start of the work on a group and time of its next save, event loop time."""
+
     started_at: float
     due_at: float
 
@@ -239,7 +254,7 @@ class _SaveSchedule:
 class PartialRolloutSaver:
     """Saves the partial rollouts of running groups in the queue.
 
-    Saves every PARTIAL_SAVE_INTERVAL_S from the start of a group, so that shorter groups cost
+    A group is saved every PARTIAL_SAVE_INTERVAL_S after its start, so that shorter groups cost
     nothing.
     """
 
@@ -259,6 +274,7 @@ class PartialRolloutSaver:
             del self._schedules[lease]
 
     async def save_periodically(self) -> None:
+        """Save the partial rollouts of tracked leases when due, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             # Work that starts during this sleep is due only after it.
@@ -272,7 +288,11 @@ class PartialRolloutSaver:
                 )
 
     def _select_due(self, now: float) -> set[GroupLease]:
-        """Reschedule and return due leases, and those due soon except for first saves."""
+        """Return the leases to save partial rollouts for now; schedule their next saves.
+
+        If any lease is due, leases due within half an interval are saved, too, except for first
+        saves.
+        """
         if all(schedule.due_at > now for schedule in self._schedules.values()):
             return set()
         due = set()
@@ -286,6 +306,7 @@ class PartialRolloutSaver:
         return due
 
     async def read_partials(self) -> list[tuple[GroupLease, Columns]]:
+        """Return the partial rollouts of all tracked leases that have any."""
         if not self._schedules:
             return []
         partials = await self._read_partial_rollouts()
@@ -295,7 +316,7 @@ class PartialRolloutSaver:
 def split_batches(experiences: Sequence[Experience], size: int) -> list[Sequence[Experience]]:
     """Split groups into batches of at most `size`; retried groups form batches of one.
 
-    A group that hangs or crashes the process must not take the same groups along each time.
+    A group that hangs or crashes the process must not make the same other groups fail each time.
     """
     retried = [[e] for e in experiences if e.lease.attempt > 1]
     first_attempts = [e for e in experiences if e.lease.attempt == 1]

@@ -24,9 +24,9 @@ TRAINED_METRICS = tuple(
 
 @dataclass(frozen=True)
 class StageActivity:
-    """Spans and number of processes of one stage.
+    """Busy spans of a stage in the window of a training step, and number of its processes.
 
-    Several stages of one `role` share the same processes.
+    kind: generate, score or train. Stages with the same `role` share the same processes.
     """
 
     kind: str
@@ -36,15 +36,16 @@ class StageActivity:
 
     @property
     def max_processes(self) -> int:
-        """Number of processes, including those that left during the step."""
+        """Largest number of processes of the stage, including those that left during the step."""
         return max(self.num_processes, len({span.process for span in self.spans}))
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Inputs of the metrics of a finished step.
+    """Inputs from which the metrics of a finished training step are computed.
 
-    metric_sums: sums over micro-batches and ranks. metrics: finished values, copied to the row.
+    metric_sums: sums over micro-batches and ranks.
+    metrics: finished values, added to the result unchanged.
     activity: per stage, within [start_s, end_s], the window since the previous step.
     """
 
@@ -62,7 +63,10 @@ class StepFacts:
 
 
 def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
-    """Return every metric of the contract (telemetry/metric_names.py); NaN without a value."""
+    """Return all metrics of a training step by name (telemetry/metric_names.py).
+
+    Metrics of models that the step did not train are NaN.
+    """
     row: dict[str, float | Histogram] = {
         **dict.fromkeys(TRAINED_METRICS, NAN),
     }
@@ -138,10 +142,11 @@ def _queue_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
 
 
 def _filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
-    """Compute the filter's metrics; its time is prorated by tokens.
+    """Compute the metrics of the group filter, such as the time spent on filtered groups.
 
-    Spans cannot tell: groups are sampled concurrently and scored in batches. Example: if filtered
-    groups have 30 % of the sampled tokens, 30 % of the generation time counts as filtered.
+    The time is divided in proportion to tokens, because groups are sampled concurrently and scored
+    in batches, so that spans belong to no single group. Example: if filtered groups have 30 % of
+    the sampled tokens, 30 % of the generation time counts as filtered.
     """
     tally, infos = facts.filter_tally, [group.info for group in facts.groups]
     sampled = sum(info.num_loss_tokens for info in infos) + tally.num_sampled_tokens
@@ -183,6 +188,7 @@ def _time_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
 
 
 def _merge_by_role(activity: Mapping[str, StageActivity]) -> list[StageActivity]:
+    """Merge the spans of stages that share the processes of a role."""
     merged: dict[str, StageActivity] = {}
     for stage_activity in activity.values():
         earlier = merged.get(stage_activity.role)
@@ -192,6 +198,7 @@ def _merge_by_role(activity: Mapping[str, StageActivity]) -> list[StageActivity]
 
 
 def _sum_busy_s(activity: StageActivity, facts: StepFacts) -> float:
+    """Return the busy time of a stage, summed over processes, s."""
     by_process: dict[str, list[Span]] = {}
     for span in activity.spans:
         by_process.setdefault(span.process, []).append(span)

@@ -22,7 +22,10 @@ from streamrl.stream.run_state import PipelineConfig, RunState
 
 @dataclass(frozen=True)
 class ReadyRounds:
-    """Rounds that can be trained now, by role; `uids` lists all groups of the step once known."""
+    """Rounds of a training step that can be trained now, by role of the trained model.
+
+    `uids` lists all groups of the step once the last group is known; empty before.
+    """
 
     rounds_by_role: Mapping[str, Sequence[ScheduledRound]]
     uids: Sequence[str] = ()
@@ -34,10 +37,10 @@ async def train_step(
     trainers: Mapping[str, TrainerProtocol],
     config: PipelineConfig,
 ) -> StepResult | None:
-    """Run the step of the current version on all `trainers`; None if the run is stopping.
+    """Run the training step of the current version on all `trainers`; None if the run is stopping.
 
-    A step in the run log that a dead trainer made after the last checkpoint is replayed from the
-    same micro-batches.
+    If a predecessor of this process trained the step after the last checkpoint, the run log has the
+    step, and the same micro-batches are trained again.
     """
     version, started_at = run_state.admission.version, time.time()
     recorded = run_state.run_log.steps_to_replay.get(version)
@@ -105,6 +108,8 @@ async def train_step(
 
 
 class RoundRunner:
+    """Trains the rounds of one model in a training step, and adds up its metrics."""
+
     def __init__(self, trainer: TrainerProtocol, run_state: RunState, lease: DeviceLease) -> None:
         self._trainer = trainer
         self._lease = lease
@@ -119,7 +124,7 @@ class RoundRunner:
         return TrainStepResult(self._metric_sums, self._update_metrics)
 
     async def run_rounds(self, role: str, ready: ReadyRounds) -> None:
-        """Run the scheduled rounds in order; stop when the step is abandoned."""
+        """Train the rounds in order, with the updates between them; stop at an abandoned step."""
         rounds = ready.rounds_by_role[role]
         if ready.uids:
             await self._trainer.plan_step(ready.uids, rounds)
@@ -166,7 +171,10 @@ def _make_scheduler(trainer: TrainerProtocol, config: PipelineConfig) -> StepSch
 async def replay_step(
     step: TrainedStep, dp_sizes: Mapping[str, int]
 ) -> AsyncGenerator[ReadyRounds]:
-    """Yield all rounds of a logged step, redistributed to the current number of ranks."""
+    """Yield all rounds of a training step in the run log, for a new training of the step.
+
+    dp_sizes: number of data-parallel ranks by role; may differ from the first training.
+    """
     rounds = {
         role: list(schedule.redistribute_rounds(dp_sizes[role]).iter_rounds())
         for role, schedule in step.schedules.items()
@@ -177,7 +185,7 @@ async def replay_step(
 async def assemble_rounds(
     collector: GroupCollector, run_state: RunState, schedulers: Mapping[str, StepScheduler]
 ) -> AsyncGenerator[ReadyRounds]:
-    """Yield the rounds of the next step as its groups arrive; ends early if the run stops."""
+    """Yield rounds of the current training step as its groups arrive; end if the run stops."""
     version, uids = run_state.admission.version, list[str]()
     while not run_state.assembler.is_complete:
         if not await collector.wait_for_groups():
@@ -194,7 +202,7 @@ async def assemble_rounds(
 
 
 def add_metric_sums(total: dict[str, float], sums: Mapping[str, float]) -> None:
-    """Add metric sums in place; for names that end in _max keep the maximum."""
+    """Add `sums` to `total` in place; for names that end in _max keep the maximum."""
     for name, value in sums.items():
         if name.endswith("_max"):
             total[name] = max(total.get(name, value), value)

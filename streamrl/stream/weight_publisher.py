@@ -20,17 +20,23 @@ RETRY_S = 0.5
 
 
 class WeightSource(Protocol):
+    """A trained model that can publish its weights."""
+
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the current model. Raises WeightsError on failure; a retry may succeed."""
+        """Publish the current model as `version` to the followers named in `readers`.
+
+        Raises WeightsError on failure; a retry may succeed.
+        """
         ...
 
 
 def is_publish_due(
     role: str, version: int, *, every: int, reference: ReferenceConfig, forced: bool
 ) -> bool:
-    """Return True if followers of a role get this version: every `every` versions, or if `forced`.
+    """Return True if the followers of a trained role get this version.
 
-    An EMA reference follows its own schedule.
+    They get every version that `every` divides, and any version if `forced`. An EMA reference
+    follows its own schedule.
     """
     if role == EMA_REFERENCE:
         return reference.is_updated_at(version)
@@ -38,11 +44,11 @@ def is_publish_due(
 
 
 class WeightPublisher:
-    """Publishes trained models to their followers, by role.
+    """Publishes the weights of trained models to their followers, in the background.
 
-    A version is packed while the next step starts. Parameters must not change meanwhile, so callers
-    await `wait_until_published` before an update. A failed publish, for example on a full disk, is
-    retried up to PUBLISH_ATTEMPTS attempts.
+    A version is read from the model while the next step starts. Parameters must not change
+    meanwhile, so callers await `wait_until_published` before an update. A failed publish, for
+    example on a full disk, is retried up to PUBLISH_ATTEMPTS attempts.
     """
 
     def __init__(
@@ -56,6 +62,8 @@ class WeightPublisher:
     ) -> None:
         """Create a publisher.
 
+        sources: trained models by role.
+        registries: published versions and followers by role.
         due(role, version): whether followers of a role get a version or keep the last one.
         lease: the trainers' device lease, held to read a model.
         on_fault(role, fault): called for every failed attempt.
@@ -75,8 +83,9 @@ class WeightPublisher:
         """Start publishing the current models as `version`, once the previous version is out.
 
         The caller may release the devices after the return: this publisher holds them by then.
-        Returns True if the policy is published. `first` publishes all roles; `awaited` publishes a
-        version that is not due, for example for groups admitted at it before a resume.
+        `first` publishes all roles; `awaited` publishes a version that is not due, for example
+        because groups admitted at it before a resume wait for it. Returns True if the policy is
+        published.
         """
         await self.wait_until_published()
         self._version = version
@@ -92,9 +101,10 @@ class WeightPublisher:
         return POLICY in roles
 
     def resend_version(self, role: str, version: int) -> None:
-        """Publish a version again for followers that cannot verify it, if the model is unchanged.
+        """Publish a role's newest version again, for followers that could not verify it.
 
-        Followers that serve it already are not affected.
+        Does nothing if the model has changed since. Followers that serve the version already are
+        not affected.
         """
         source = POLICY if role == EMA_REFERENCE else role
         is_newest = version == self._version == self.registries[role].version
@@ -102,10 +112,11 @@ class WeightPublisher:
             self._publish_tasks[role] = asyncio.create_task(self._publish_role(role, version))
 
     def mark_changed(self, role: str) -> None:
-        """Note that a model is about to be updated: its last version cannot be sent again."""
+        """Record that a role's model is about to be updated; its last version cannot be resent."""
         self._changed_roles.add(role)
 
     async def _publish_role(self, role: str, version: int) -> None:
+        """Publish the model of one role, with retries, and register its manifest."""
         started = time.perf_counter()
         registry, failures = self.registries[role], 0
         while True:
@@ -123,9 +134,9 @@ class WeightPublisher:
         registry.add_manifest(manifest, publish_s=time.perf_counter() - started)
 
     async def wait_until_published(self) -> None:
-        """Wait until all started publications are available; raise their errors.
+        """Wait until followers can fetch every version that is being published.
 
-        The trainers' deadlines bound the wait.
+        Raises the error of a failed publish. The trainers' deadlines bound the wait.
         """
         tasks: list[asyncio.Task[None]] = []
         # resend_version may start another task meanwhile.
@@ -134,7 +145,7 @@ class WeightPublisher:
             await asyncio.gather(*tasks)
 
     def check_failures(self) -> None:
-        """Raise the error of a failed publication, so that no follower waits in vain."""
+        """Raise the error of a failed publish, so that no follower waits in vain."""
         for task in self._publish_tasks.values():
             if task.done() and not task.cancelled():
                 task.result()

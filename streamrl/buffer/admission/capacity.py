@@ -13,7 +13,11 @@ from streamrl.errors import DeadlineError
 
 
 class PendingAdmission(msgspec.Struct, frozen=True, eq=False):
-    """A group to be inserted: its records, and the blob of the last record if it has columns."""
+    """A group to be inserted into a shard.
+
+    `records`: journal records of the admission and, for a group with columns, of a commit. `blob`:
+    the columns of that commit.
+    """
 
     uid: str
     records: Sequence[JournalRecord]
@@ -24,8 +28,8 @@ class CapacityLimiter:
     """Keeps a shard within its capacity. Times: s of the shard's clock.
 
     A group reserves the largest possible size until its columns are complete, and its actual size
-    after that. So admission is the only operation that waits for capacity. `enter` inserts
-    groups into the state.
+    after that. So admission is the only operation that waits for capacity. `enter` inserts groups
+    into the shard.
     """
 
     def __init__(
@@ -47,10 +51,10 @@ class CapacityLimiter:
     async def admit_groups(
         self, admissions: Sequence[PendingAdmission], deadline: float
     ) -> list[str]:
-        """Admit as many groups as fit, at least one; return the uids admitted so far.
+        """Admit as many groups as fit, at least one; return the uids that are admitted by now.
 
         Uids of a retried call count as admitted, also if they are removed by now. Returns as soon
-        as some are admitted. Raises DeadlineError if none fits by `deadline`.
+        as some groups are admitted. Raises DeadlineError if no group fits by `deadline`.
         """
         while not self._list_admitted(admissions):
             batch = self._reserve_capacity(admissions)
@@ -69,6 +73,7 @@ class CapacityLimiter:
         return [a.uid for a in admissions if self._state.has_seen(a.uid)]
 
     def _reserve_capacity(self, admissions: Sequence[PendingAdmission]) -> list[PendingAdmission]:
+        """Reserve capacity for as many admissions as fit now; return these admissions."""
         batch = []
         for admission in admissions:
             # Capped, so that a group larger than the shard can enter an empty one.
@@ -81,12 +86,14 @@ class CapacityLimiter:
         return batch
 
     def update_reservation(self, group: GroupState) -> None:
+        """Adjust the bytes reserved for a group after its columns changed or it was removed."""
         self._reserved_bytes -= group.reserved_bytes
         group.reserved_bytes = self._required_bytes(group) if group.uid in self._state.groups else 0
         self._reserved_bytes += group.reserved_bytes
         self._capacity_freed.set()
 
     def _required_bytes(self, group: GroupState) -> int:
+        """Return the bytes to reserve for a group, which may still get columns."""
         if self._state.is_complete(group):
             return group.num_bytes
         return max(group.num_bytes, self._capacity.reserved_group_bytes)

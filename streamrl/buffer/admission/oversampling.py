@@ -13,7 +13,7 @@ PRIOR_KEPT = 4
 
 
 class OversamplingController:
-    """Number of undecided groups to keep in flight per open place of a step.
+    """Decides how many more groups to sample than a step trains, while a filter rejects some.
 
     A group is undecided between its admission and the filter's decision. `fixed` sets the factor
     (>= 1); None estimates it from recent decisions: decided groups / kept groups.
@@ -33,6 +33,7 @@ class OversamplingController:
 
     @property
     def factor(self) -> float:
+        """Undecided groups to keep in flight per open place of a training step, >= 1."""
         if self._fixed_factor is not None:
             return self._fixed_factor
         # Example: 26 of the last 256 decisions kept the group: (256 + 4) / (26 + 4) = 8.7.
@@ -42,10 +43,11 @@ class OversamplingController:
 
     @property
     def num_kept(self) -> int:
+        """Number of groups in flight that the filter has kept."""
         return len(self._kept_uids)
 
     def mark_kept(self, uid: str) -> bool:
-        """Record that the filter kept a group; False if that was recorded before."""
+        """Record that the filter kept a group; return False if that was recorded before."""
         if uid in self._kept_uids:
             return False
         self._kept_uids.add(uid)
@@ -56,6 +58,7 @@ class OversamplingController:
         self._record_verdict(is_kept=False)
 
     def remove_groups(self, uids: Iterable[str]) -> None:
+        """Forget kept groups that are no longer in flight."""
         self._kept_uids.difference_update(uids)
 
     def _record_verdict(self, *, is_kept: bool) -> None:

@@ -48,7 +48,9 @@ def max_group_bytes(
 ) -> int:
     """Return the largest size of one group's columns in the queue, bytes.
 
-    components: reward component columns. rollouts: per group. tokens: of the longest rollout.
+    components: names of the reward component columns.
+    rollouts: number of rollouts per group.
+    tokens: most tokens of a rollout, prompt included.
     """
     entries = {
         ColumnAxis.TOKEN: rollouts * tokens,
@@ -64,10 +66,13 @@ def max_group_bytes(
 def check_shard_bytes(
     shard_bytes: int, *, group_bytes: int, groups_per_step: int, place: str
 ) -> None:
-    """Raise ConfigError if a shard cannot hold one step's groups at their largest.
+    """Raise ConfigError if a shard cannot hold all groups of a training step at their largest.
 
-    All groups of a step may hash to the same shard, and no group leaves before the step is
-    trained. A smaller shard deadlocks: the step waits for groups that wait for capacity.
+    All groups of a step may hash to the same shard, and no group leaves before the step is trained.
+    A smaller shard deadlocks: the step waits for groups that wait for capacity.
+
+    group_bytes: largest size of a group.
+    place: setting and node that limit the shard, for the message.
     """
     needed = groups_per_step * group_bytes
     if shard_bytes < needed:
@@ -79,7 +84,7 @@ def check_shard_bytes(
 
 
 class AdmissionController:
-    """Counts staleness credits against the ledger; the admission loop waits here for a credit.
+    """Counts the staleness credits; the admission loop waits here for a credit.
 
     Each group that was trained, or kept by the filter, has spent a credit. For each unspent credit
     `oversampling.factor` undecided groups may be in flight (1 without oversampling). After
@@ -110,6 +115,7 @@ class AdmissionController:
 
     @property
     def num_credits(self) -> int:
+        """Number of prompts that may be admitted now."""
         per_step, in_flight = self.groups_per_step, len(self.ledger.in_flight)
         limit = compute_credit_limit(
             self.published_version, depth=self._depth, groups_per_step=per_step
@@ -124,10 +130,11 @@ class AdmissionController:
 
     @property
     def is_finished(self) -> bool:
+        """True once all training steps of the run are finished."""
         return self.version * self.groups_per_step >= self._total_groups
 
     async def wait_for_credit(self, wait_s: float) -> int:
-        """Return the available credits, waiting up to `wait_s` for one; 0 on timeout."""
+        """Wait up to `wait_s` for a staleness credit; return how many there are, 0 on timeout."""
         self._credit_changed.clear()
         if not self.num_credits:
             try:
@@ -137,7 +144,11 @@ class AdmissionController:
         return self.num_credits
 
     def advance_version(self, version: int, *, published: bool = True) -> None:
-        """Count a finished step; its credits become available once its version is published."""
+        """Set the version that a finished training step has made.
+
+        With `published=False` generators do not get this version, and the step's credits become
+        available with the next published version.
+        """
         assert version == self.version + 1, (version, self.version)
         self.version = version
         if published:
@@ -145,5 +156,5 @@ class AdmissionController:
         self._credit_changed.set()
 
     def refund_credit(self) -> None:
-        """Wake the admission loop after a drop or a filtered group."""
+        """Wake the admission loop: a dropped or filtered group has returned its credit."""
         self._credit_changed.set()

@@ -1,1 +1,1 @@
-"""Assemble ready groups into steps, and steps into micro-batches."""
+"""Assemble ready groups into training steps, and training steps into micro-batches."""

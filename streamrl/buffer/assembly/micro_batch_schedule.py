@@ -1,8 +1,8 @@
 """Schedule of a training step: its rounds in order, and the updates between them.
 
-Pure: lengths in, schedule out. With a single update per step, full rounds can be trained at once.
-With several updates, groups are assigned to updates once all groups are ready, by a hash of
-their uids: the order of arrival does not decide which update trains a group.
+Pure functions of the rollouts' lengths. If a step has a single update, each round can be trained as
+soon as it is full. With several updates, groups are assigned to updates once all groups are ready,
+by a hash of their uids: the order of arrival does not decide which update trains a group.
 """
 
 import hashlib
@@ -14,10 +14,11 @@ from streamrl.buffer.assembly.packing import MicroBatch, MicroBatchPacker, Round
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How a trainer divides a step into updates.
+    """Division of a training step into optimizer updates.
 
     requires_full_step: training starts only when all groups of the step are ready.
-    num_epochs: passes over the rollouts of a step. num_mini_batches: updates per epoch.
+    num_epochs: passes over the rollouts of a step.
+    num_mini_batches: updates per epoch.
     """
 
     requires_full_step: bool = False
@@ -30,6 +31,8 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class ScheduledRound:
+    """A round (one micro-batch per data-parallel rank) and its place in the training step."""
+
     micro_batches: Round
     epoch: int = 0
     is_last_of_update: bool = False
@@ -38,15 +41,16 @@ class ScheduledRound:
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """All rounds of a step in compact form: rounds per update, repeated for `num_epochs`.
+    """All rounds of a training step: the rounds of each update, repeated for `num_epochs`.
 
-    A rollout stays on its rank through all epochs.
+    A rollout is trained by the same data-parallel rank in all epochs.
     """
 
     update_rounds: tuple[tuple[Round, ...], ...]
     num_epochs: int = 1
 
     def iter_rounds(self) -> Iterator[ScheduledRound]:
+        """Yield all rounds of the training step in order, all epochs included."""
         last = (self.num_epochs - 1, len(self.update_rounds) - 1)
         for epoch in range(self.num_epochs):
             for i, rounds in enumerate(self.update_rounds):
@@ -55,9 +59,10 @@ class StepSchedule:
                     yield ScheduledRound(micro_batches, epoch, ends, ends and (epoch, i) == last)
 
     def redistribute_rounds(self, dp_size: int) -> "StepSchedule":
-        """Assign the same micro-batches, in the same order, to `dp_size` ranks.
+        """Return this schedule for a different number of data-parallel ranks, `dp_size`.
 
-        An update sums over ranks and rounds and divides once, so results change by rounding only.
+        Micro-batches and their order stay the same. An update sums gradients over ranks and rounds
+        and divides once, so that results change by rounding only.
         """
         return StepSchedule(
             tuple(_redistribute_rounds(rounds, dp_size) for rounds in self.update_rounds),
@@ -66,6 +71,7 @@ class StepSchedule:
 
 
 def _redistribute_rounds(rounds: Sequence[Round], dp_size: int) -> tuple[Round, ...]:
+    """Divide the micro-batches of an update into rounds of `dp_size`, filled up with empty ones."""
     if all(len(micro_batches) == dp_size for micro_batches in rounds):
         return tuple(rounds)
     work: list[MicroBatch] = [
@@ -77,7 +83,7 @@ def _redistribute_rounds(rounds: Sequence[Round], dp_size: int) -> tuple[Round, 
 
 
 class StepScheduler:
-    """Builds the schedule of a step for a trainer while groups arrive."""
+    """Builds the schedule of a training step for one trained model while the groups arrive."""
 
     def __init__(
         self, update_plan: UpdatePlan, *, world_size: int, micro_batch_tokens: int
@@ -96,7 +102,11 @@ class StepScheduler:
             self._packer.add_group(uid, lengths)
 
     def take_rounds(self, *, complete: bool) -> list[ScheduledRound]:
-        """Return rounds that can be trained now; `complete` means that all groups were added."""
+        """Return the rounds that can be trained now and were not returned before.
+
+        complete: all groups of the training step were added, so that all remaining rounds are
+        returned. With `requires_full_step`, earlier calls return [].
+        """
         if self._update_plan.requires_full_step:
             if complete:
                 self._update_rounds = [
@@ -111,10 +121,11 @@ class StepScheduler:
 
     @property
     def step_schedule(self) -> StepSchedule:
-        """All rounds returned so far, for a replay of the step."""
+        """Schedule of all rounds that `take_rounds` has returned, for a replay of the step."""
         return StepSchedule(tuple(self._update_rounds), self._update_plan.num_epochs)
 
     def _split_mini_batches(self) -> list[list[str]]:
+        """Divide the uids of all groups into mini-batches, in the order of a hash of the uid."""
         order = sorted(self._group_lengths, key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         return [
             order[i :: self._update_plan.num_mini_batches]

@@ -4,9 +4,9 @@ Pure: lengths in, plans out. A micro-batch is padded to its longest rollout, so 
 rows * longest, and rollouts of similar length go together. All ranks take part in every round
 because their collectives pair up; a rank without work gets an empty micro-batch.
 
-Example: lengths 9, 8, 4, 4, 3 with micro_batch_tokens=12 and two ranks. Sorted and cut, each row
-padded to the first: [9], [8], [4, 4, 3]. Three micro-batches do not divide into two ranks, so the
-largest is halved: [4, 3] and [4]. Rounds: ([9], [8]), ([4], [4, 3]).
+Example: lengths 9, 8, 4, 4, 3 with micro_batch_tokens=12 and two ranks. Sorted and cut into
+micro-batches, each padded to its first rollout: [9], [8], [4, 4, 3]. Three micro-batches do not
+divide into two ranks, so the largest is halved: [4, 3] and [4]. Rounds: ([9], [8]), ([4], [4, 3]).
 """
 
 import heapq
@@ -15,7 +15,7 @@ from itertools import pairwise
 from operator import itemgetter
 
 RolloutIndex = tuple[str, int]
-"""(uid of the group, index of the rollout in it)."""
+"""(uid of the group, index of the rollout in the group)."""
 MicroBatch = tuple[RolloutIndex, ...]
 Round = tuple[MicroBatch, ...]
 """One micro-batch per rank, trained at the same time."""
@@ -30,11 +30,12 @@ sorted.
 def pack_rollouts(
     rollouts: Sequence[tuple[str, int, int]], *, world_size: int, micro_batch_tokens: int
 ) -> list[Round]:
-    """Pack all rollouts (uid, index, length) into rounds; each appears exactly once.
+    """Pack rollouts (uid, index in the group, tokens) into rounds for `world_size` ranks.
 
-    Every micro-batch has at most `micro_batch_tokens` with padding. Padded loads of the ranks
-    differ by at most as much. No rank is idle in a round while a different rank has two rows.
-    Raises ValueError if a single rollout is longer than `micro_batch_tokens`.
+    Every rollout appears exactly once. Every micro-batch has at most `micro_batch_tokens` with
+    padding. The padded tokens of two ranks, over all rounds, differ by at most
+    `micro_batch_tokens`. No rank is idle in a round while a different rank has two rollouts. Raises
+    ValueError if a single rollout is longer than `micro_batch_tokens`.
     """
     packer = MicroBatchPacker(world_size=world_size, micro_batch_tokens=micro_batch_tokens)
     for uid, index, length in rollouts:
@@ -43,7 +44,10 @@ def pack_rollouts(
 
 
 class MicroBatchPacker:
-    """Packs groups as they become ready: full rounds early, the rest when the step is complete."""
+    """Packs the rollouts of a training step into rounds while its groups arrive.
+
+    Full rounds can be taken early, the remaining rounds once the step is complete.
+    """
 
     def __init__(self, *, world_size: int, micro_batch_tokens: int) -> None:
         self._world_size = world_size
@@ -52,7 +56,10 @@ class MicroBatchPacker:
         self._rank_loads = [0] * world_size
 
     def add_group(self, uid: str, lengths: Sequence[int]) -> None:
-        """Add a group with rollouts of `lengths` tokens. Raises ValueError like `pack_rollouts`."""
+        """Add a group; `lengths` are the tokens of its rollouts.
+
+        Raises ValueError for a rollout with more tokens than a micro-batch may have.
+        """
         if max(lengths, default=0) > self._max_tokens:
             self._check_length(uid, *max(enumerate(lengths), key=itemgetter(1)))
         self._pending_rollouts += [(-length, uid, index) for index, length in enumerate(lengths)]
@@ -69,11 +76,12 @@ class MicroBatchPacker:
             )
 
     def take_rounds(self, *, final: bool) -> list[Round]:
-        """Remove and return the rounds that can run now.
+        """Remove and return the rounds that can be trained now.
 
-        Before the end of a step only rounds of full micro-batches can run. A micro-batch is full if
-        a further rollout as long as the longest would exceed the budget, so full micro-batches are
-        more than half full. `final` returns all remaining rollouts.
+        final: all groups of the step were added; return all remaining rollouts. Otherwise only
+        rounds of full micro-batches are returned. A micro-batch is full if a further rollout as
+        long as its longest would exceed the token budget, so full micro-batches are more than half
+        full.
         """
         # Mostly sorted already, which timsort handles in near-linear time.
         self._pending_rollouts.sort()
@@ -93,7 +101,10 @@ class MicroBatchPacker:
 
 
 def _find_cuts(rollouts: Sequence[_SizedRollout], budget: int) -> list[int]:
-    """Cut rollouts, longest first, into runs that fit `budget` when padded to their first."""
+    """Return the indices at which sorted rollouts are cut into micro-batches of `budget` tokens.
+
+    rollouts: longest first, so that a micro-batch is padded to its first rollout.
+    """
     cuts = [0]
     while cuts[-1] < len(rollouts):
         length = -rollouts[cuts[-1]][0]
@@ -103,13 +114,14 @@ def _find_cuts(rollouts: Sequence[_SizedRollout], budget: int) -> list[int]:
 
 
 def _is_full(rows: Sequence[_SizedRollout], budget: int) -> bool:
+    """Return True if a further rollout as long as the first would exceed `budget` tokens."""
     return (len(rows) + 1) * -rows[0][0] > budget
 
 
 def _split_largest(bins: list[list[_SizedRollout]], world_size: int) -> list[list[_SizedRollout]]:
-    """Halve the largest micro-batches until their number is a multiple of the ranks.
+    """Halve the largest micro-batches until their number is a multiple of `world_size`.
 
-    Stops early if only single rollouts are left.
+    Stops early if only micro-batches of a single rollout are left.
     """
     heap = [(-_count_padded_tokens(rows), i, rows) for i, rows in enumerate(bins) if len(rows) > 1]
     heapq.heapify(heap)
@@ -126,9 +138,9 @@ def _split_largest(bins: list[list[_SizedRollout]], world_size: int) -> list[lis
 
 
 def _assign_ranks(bins: list[list[_SizedRollout]], loads: list[int]) -> list[Round]:
-    """Assign one micro-batch per rank and round: the largest to the least loaded rank.
+    """Form rounds of one micro-batch per rank; the largest goes to the least loaded rank.
 
-    `loads` are the padded tokens of each rank so far; updated in place.
+    loads: padded tokens of each rank so far; updated in place.
     """
     bins = sorted(bins, key=_count_padded_tokens, reverse=True)
     rounds: list[Round] = []

@@ -1,4 +1,4 @@
-"""Step assembly: choose the ready groups that enter each training step. Pure bookkeeping."""
+"""Step assembly: choose the ready groups that enter each training step. Does no I/O."""
 
 import bisect
 import math
@@ -12,25 +12,25 @@ from streamrl.messages import Experience
 
 
 class StepAssembler:
-    """Fills steps of `groups_per_step` groups, out of order but within the staleness bound.
+    """Chooses the groups of each training step, out of order but within `max_staleness`.
 
     Deadlines: a group admitted at version a must enter the step of version a + max_staleness or an
-    earlier one. The rule is earliest deadline first with reservations: a ready group may enter if
-    all groups with earlier deadlines, ready or not, still fit into the remaining places up to their
-    deadlines. Considering only groups due in the current step is not enough: newcomers could push
-    all groups of a deadline into the last possible step, which may be too small. Credits guarantee
-    that all groups fit at admission.
+    earlier step. The rule is earliest deadline first with reservations: a ready group may enter if
+    all groups with earlier deadlines, ready or not, still fit into the places that the steps up to
+    their deadlines have left (a step has `groups_per_step` places). Considering only groups due in
+    the current step is not enough: newcomers could push all groups of a deadline into the last
+    possible step, which may be too small. Credits guarantee that all groups fit at admission.
 
     Example: groups_per_step=2, max_staleness=2. a, b, c were admitted at version 0 (deadline: step
     2), d and e at version 1. In step 1 only d and e are ready. d may enter: one place of step 1 and
     two of step 2 remain for a, b and c. e must wait.
 
-    With `oversampling`, an undecided group reserves only the fraction 1 / factor of a place, the
-    estimated probability that the filter keeps it. More groups than places may survive; groups left
-    without a step within the bound are late.
+    With `oversampling`, a group without a filter decision (undecided) reserves only the fraction
+    1 / factor of a place, the estimated probability that the filter keeps it. More groups than
+    places may survive the filter; groups that find no place before their deadline are late.
 
     With `drops_stale` nothing is reserved: ready groups enter, oldest tokens first, and a group
-    beyond the bound is late.
+    with a token older than `max_staleness` is late.
     """
 
     def __init__(
@@ -59,21 +59,24 @@ class StepAssembler:
         self._step_groups: list[Experience] = []
 
     def admit_group(self, uid: str, version: int) -> None:
+        """Expect a group that was admitted at `version`."""
         self._pending[uid] = self._undecided[uid] = version
         self._num_by_version[version] += 1
         self._num_undecided_by_version[version] += 1
 
     def keep_group(self, uid: str) -> None:
+        """Record that the group filter kept a group, which reserves a whole place from now on."""
         if uid in self._undecided:
             self._num_undecided_by_version[self._undecided.pop(uid)] -= 1
 
     def drop_group(self, uid: str) -> None:
+        """Stop expecting a group that was filtered or dropped."""
         self.keep_group(uid)
         if uid in self._pending:
             self._num_by_version[self._pending.pop(uid)] -= 1
 
     def offer_groups(self, experiences: Iterable[Experience]) -> None:
-        """Add groups that are ready for training; ignore groups offered before."""
+        """Record that groups are ready for training; ignore groups offered before or dropped."""
         for experience in experiences:
             if experience.uid in self._pending:
                 self.keep_group(experience.uid)
@@ -85,12 +88,14 @@ class StepAssembler:
     def remove_late_groups(
         self, version: int, *, absent: Collection[str] = (), is_full: bool = False
     ) -> list[str]:
-        """Remove and return groups that no step from that of `version` on can train.
+        """Return the uids of late groups, which no training step from `version` on can train.
 
-        Late groups: ready groups with a token beyond the bound, and, without `drops_stale`, pending
-        groups whose deadline has passed (the caller drops these). Uids in `absent` are exempt. With
-        `is_full` the drawable groups fill the step of `version`, so that lateness counts from the
-        step after it.
+        Late are ready groups with a token beyond the staleness bound; these are removed. Late are
+        also, without `drops_stale`, groups that are not ready and whose deadline has passed; the
+        caller removes these with `drop_group`.
+        absent: uids that are never late.
+        is_full: the step of `version` has ready groups for all its places, so that later steps
+            count.
         """
         exempt = {e.uid for e in self.find_drawable(version)} if is_full else set()
         oldest = version + is_full - self._max_staleness
@@ -108,7 +113,10 @@ class StepAssembler:
         return [*(experience.uid for experience in stale), *overdue]
 
     def _remove_ready(self, chosen: Sequence[Experience]) -> None:
-        """Remove ready groups; usually a prefix of the deadline order (not with `drops_stale`)."""
+        """Remove ready groups that enter a training step or are late.
+
+        Fast if they are the groups with the earliest deadlines, as usual without `drops_stale`.
+        """
         if not chosen:
             return
         for experience in chosen:
@@ -141,11 +149,14 @@ class StepAssembler:
 
     @property
     def pending_uids(self) -> list[str]:
-        """Uids of groups that are not ready yet, earliest deadline first."""
+        """Uids of admitted groups that are not ready for training, earliest deadline first."""
         return sorted(self._pending, key=self._pending.__getitem__)
 
     def find_drawable(self, version: int) -> list[Experience]:
-        """Return the ready groups that may enter the step of `version`, earliest deadline first."""
+        """Return the ready groups that may enter the training step of `version` now.
+
+        Order: earliest deadline first; with `drops_stale`, oldest tokens first.
+        """
         places = self._groups_per_step - len(self._step_groups)
         if self.should_drop_stale:
             oldest = sorted(
@@ -168,11 +179,12 @@ class StepAssembler:
     def _can_others_fit(
         self, chosen: Experience, version: int, places: int, drawn_by_version: Counter[int]
     ) -> bool:
-        """Return True if all groups with deadlines before `chosen`'s fit after it takes a place.
+        """Return True if all groups with earlier deadlines fit once `chosen` has a place.
 
-        Checks every deadline d before that of `chosen`: groups due up to d must not outnumber the
-        places up to d. `places` are left in this step; `drawn_by_version` counts groups chosen
-        before this one, by admitted version.
+        Checks every deadline before that of `chosen`: the groups due by then must not outnumber the
+        places of the steps up to then.
+        places: places left in the current step after `chosen`.
+        drawn_by_version: number of groups chosen before for this step, by admitted version.
         """
         first, reject_rate = version - self._max_staleness, 1 - 1 / self._oversampling.factor
         for admitted in range(first, chosen.admitted_version):
@@ -189,7 +201,7 @@ class StepAssembler:
         return True
 
     def draw_groups(self, version: int) -> list[Experience]:
-        """Move the drawable groups into the step and return them.
+        """Move the groups that may enter the training step of `version` into it; return them.
 
         Raises StaleGroupError if a group has a token beyond the staleness bound.
         """
@@ -218,6 +230,7 @@ class StepAssembler:
             )
 
     def finish_step(self) -> tuple[TrainedGroup, ...]:
+        """End the complete training step; return its groups as the run log records them."""
         assert self.is_complete
         groups, self._step_groups = self._step_groups, []
         return tuple(_to_trained_group(experience) for experience in groups)

@@ -10,7 +10,10 @@ from streamrl.errors import LedgerError
 
 @dataclass(frozen=True)
 class LedgerCounts:
-    """The counts of the invariant admitted = trained + filtered + dropped + in flight."""
+    """Numbers of groups by outcome: admitted = trained + filtered + dropped + in flight.
+
+    `drops`: pairs of (cause, number of groups dropped for this cause).
+    """
 
     admitted: int
     trained: int
@@ -29,9 +32,9 @@ class LedgerCounts:
 class Ledger:
     """State of every prompt uid: in flight, then trained, filtered or dropped.
 
-    Raises LedgerError on admitting a uid twice and on ending a uid that is not in flight; training
-    a group twice would show up here. `in_flight` maps uids to the version at admission. `debug`
-    keeps ended uids, too, and recounts the invariant at every transition.
+    Raises LedgerError on admitting a uid twice and on ending a uid that is not in flight, for
+    example on training a group twice. `in_flight` maps uids to the version at admission. `debug`
+    keeps the uids of ended groups, too, and recounts all outcomes at every change.
     """
 
     def __init__(self, *, debug: bool = False) -> None:
@@ -74,6 +77,7 @@ class Ledger:
             self._outcomes[uid] = outcome
 
     def _check_outcomes(self) -> None:
+        """Recount the outcomes of all uids if `debug`; raise LedgerError on a difference."""
         if self._outcomes is None:
             return
         outcomes = Counter(state.partition(" ")[0] for state in self._outcomes.values())
@@ -98,17 +102,17 @@ class Ledger:
 
     @property
     def num_credits_spent(self) -> int:
-        """Groups that were trained or still can be: credits spent and not refunded."""
+        """Number of staleness credits in use: one per group in flight or trained."""
         return self._num_admitted - self._num_filtered - self._drop_counts.total()
 
     def check_balance(
         self, shard_uids: Iterable[str], *, inserted: Iterable[str] | None = None
     ) -> LedgerCounts:
-        """Check the invariant against the uids in the shards; return the counts.
+        """Compare the ledger with the uids that the shards hold; return the ledger's counts.
 
-        `inserted` are the uids in flight that must be in a shard, by default all; prompts
-        that are being inserted are not there yet. Raises LedgerError naming uids that are missing
-        on either side.
+        inserted: uids in flight that must be in a shard, by default all; leave out prompts that are
+        still being inserted. Raises LedgerError if the counts do not add up, or naming uids that
+        only the ledger or only the shards have.
         """
         counts, shard_uids = self.counts, set(shard_uids)
         finished = counts.trained + counts.filtered + counts.dropped
@@ -132,7 +136,10 @@ class Ledger:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, debug: bool = False) -> "Ledger":
-        """Restore from `state_dict`; `debug` needs a state that was written with `debug`."""
+        """Restore a ledger from its `state_dict`.
+
+        debug: keep and recount all uids; without effect if the saved ledger did not.
+        """
         ledger = cls(debug=debug and "ended" in state)
         if ledger._outcomes is not None:
             ledger._outcomes = dict(state["ended"])

@@ -11,7 +11,7 @@ from streamrl.messages import parse_uid
 
 @dataclass
 class LedgerAudit:
-    """Admissions and outcomes of every uid, as the run log has them."""
+    """Admissions and outcomes of every uid, recounted from the entries of the run log."""
 
     admitted: Counter[str] = field(default_factory=Counter)
     outcomes: dict[str, list[str]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class LedgerAudit:
 
     @property
     def problems(self) -> list[str]:
-        """Uids not admitted exactly once, or ended more than once, with the log entries."""
+        """Describe each uid that was not admitted exactly once, or that ended more than once."""
         inconsistent = [
             uid for uid in {**self.admitted, **self.outcomes} if self._is_inconsistent(uid)
         ]
@@ -60,6 +60,7 @@ class LedgerAudit:
 
 
 def audit_run_log(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
+    """Count the admissions and outcomes of every uid in the entries of a run log."""
     audit = LedgerAudit()
 
     def record_outcome(uids: Sequence[str], outcome: str, finished: list[str]) -> None:

@@ -1,7 +1,7 @@
-"""Run log: the ledger and the log from which a crashed run recovers.
+"""Run log: the ledger of a run and the log from which a crashed run recovers.
 
 The log records every admission, every end of a group and every training step, a step with its
-micro-batches in order, so that it can be replayed exactly. The log is never truncated; it also
+micro-batches in order, so that the step can be replayed exactly. The log is never truncated, and so
 holds the history of every uid.
 """
 
@@ -38,7 +38,10 @@ MAX_STEP_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class TrainedGroup:
-    """A group as a step trained it; `ready_version` was in training when it became ready."""
+    """A group that a training step trained.
+
+    ready_version: version that was in training when the group became ready.
+    """
 
     uid: str
     info: GroupInfo
@@ -47,14 +50,17 @@ class TrainedGroup:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """The step of `version` as trained; `schedules` maps the trained role to its schedule."""
+    """A finished training step: version in training, groups, and rounds in order.
+
+    schedules: the rounds of each trained model, by role.
+    """
 
     version: int
     groups: tuple[TrainedGroup, ...]
     schedules: Mapping[str, StepSchedule]
 
     def to_record(self) -> JournalRecord:
-        """Encode as a log record: uids in plain JSON, the schedules compressed."""
+        """Encode the training step as a journal record: uids in JSON, the schedules compressed."""
         group_indices = {group.uid: i for i, group in enumerate(self.groups)}
         schedules = {
             role: (schedule.num_epochs, _encode_schedule(schedule, group_indices))
@@ -85,6 +91,7 @@ class TrainedStep:
 
 
 def _decompress_step(data: bytes) -> bytes:
+    """Decompress an encoded step. Raises ValueError beyond MAX_STEP_BYTES."""
     decompressor = zlib.decompressobj()
     step = decompressor.decompress(data, MAX_STEP_BYTES)
     if decompressor.unconsumed_tail or not decompressor.eof:
@@ -93,6 +100,7 @@ def _decompress_step(data: bytes) -> bytes:
 
 
 def _encode_schedule(schedule: StepSchedule, group_indices: Mapping[str, int]) -> _EncodedSchedule:
+    """Encode a schedule with the indices of groups in place of their uids."""
     return [
         [
             [[(group_indices[uid], index) for uid, index in picks] for picks in micro_batches]
@@ -117,10 +125,10 @@ def _make_entry(kind: str, **facts: Any) -> dict[str, Any]:
 
 @dataclass
 class RunLog:
-    """The ledger and its durable log. Every change is logged before it takes effect.
+    """Ledger of a run with its durable log. Every change is logged before it takes effect.
 
-    `steps_to_replay` (by version) were trained by a predecessor after its last checkpoint; this
-    process trains them again with the same schedules.
+    steps_to_replay: by version, the steps that a predecessor of this process trained after its last
+    checkpoint; this process trains them again with the same schedules.
     """
 
     ledger: Ledger
@@ -128,9 +136,11 @@ class RunLog:
     steps_to_replay: dict[int, TrainedStep] = field(default_factory=dict)
 
     async def record_start(self, version: int) -> None:
+        """Log that a process starts the run, or takes the run over, at `version`."""
         await self.record_log.append([JournalRecord(_make_entry("open", version=version))])
 
     async def record_admissions(self, uids: Sequence[str], version: int) -> None:
+        """Log the admission of prompts at `version` and mark them as in flight."""
         for uid in uids:
             self.ledger.mark_admitted(uid, version)
         await self.record_log.append(
@@ -138,7 +148,7 @@ class RunLog:
         )
 
     async def record_step(self, step: TrainedStep) -> None:
-        """Log a trained step; a replayed step is in the log already."""
+        """Log a training step and mark its groups as trained; skip a replayed step."""
         if self.steps_to_replay.pop(step.version, None) is None:
             await self.record_log.append([step.to_record()])
             for group in step.groups:
@@ -147,7 +157,11 @@ class RunLog:
     async def record_finished(
         self, ended: Mapping[str, GroupOutcome], *, readmitted: Sequence[str] = (), version: int = 0
     ) -> None:
-        """Log groups that ended untrained, and `readmitted`: new uids of some of their prompts.
+        """Log groups that were filtered or dropped, and the readmission of some of their prompts.
+
+        ended: outcome of each group, by uid.
+        readmitted: new uids of the readmitted prompts.
+        version: policy version at the readmission.
 
         One append for both: a crash cannot separate the end of a group from its readmission.
         """
@@ -175,7 +189,12 @@ def _mark_finished(ledger: Ledger, uid: str, outcome: GroupOutcome) -> None:
 
 @dataclass(frozen=True)
 class RecoveredRunLog:
-    """State recovered from checkpoint and log: ledger, steps to replay, prompts drawn since."""
+    """State of a run, recovered from its checkpoint and run log.
+
+    ledger: includes all changes up to the end of the log.
+    steps_to_replay: by version, the steps trained since the checkpoint.
+    drawn_uids: prompts drawn from the data since the checkpoint.
+    """
 
     ledger: Ledger
     steps_to_replay: dict[int, TrainedStep]
@@ -185,9 +204,10 @@ class RecoveredRunLog:
 def recover_run_log(
     records: Iterable[JournalRecord], state: Mapping[str, Any] | None, *, debug: bool = False
 ) -> RecoveredRunLog:
-    """Apply the log after a checkpoint's cut to the checkpoint's ledger.
+    """Rebuild the ledger from a checkpoint and the run log written since the checkpoint.
 
-    Raises LedgerError if they contradict each other, JournalError for an invalid entry.
+    state: the checkpoint's `Ledger.state_dict`, None without a checkpoint. Raises LedgerError if
+    log and checkpoint contradict each other, JournalError for an invalid log entry.
     """
     ledger = Ledger(debug=debug) if state is None else Ledger.from_state(state, debug=debug)
     steps: dict[int, TrainedStep] = {}
@@ -212,7 +232,7 @@ def recover_run_log(
 
 
 def read_history(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield every entry in order: kind, time (Unix time, s), version or cause, uid or uids."""
+    """Yield every run log entry in order: kind, time (Unix time, s), version or cause, uids."""
     for record in read_log(folder):
         yield record.meta
 
@@ -222,7 +242,10 @@ def _parse_outcome(meta: Mapping[str, Any]) -> GroupOutcome:
 
 
 def read_log(folder: Path, *, first: int = 0) -> Iterator[JournalRecord]:
-    """Yield log records from segment `first` on. Raises JournalError naming a damaged record."""
+    """Yield the records of a run log in order, from segment number `first` on.
+
+    Raises JournalError naming a damaged record.
+    """
     check_first_segment(folder, first)
     for item in replay_segments(folder, first=first):
         if isinstance(item, CorruptRecord):

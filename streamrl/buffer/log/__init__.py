@@ -1,1 +1,1 @@
-"""Durable, append-only segment files with group commit."""
+"""Journals on disk: append-only segment files, written with group commit."""

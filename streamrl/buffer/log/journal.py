@@ -1,4 +1,4 @@
-"""Durable log with a single owner: numbered segment files, written in group commits.
+"""Journal: durable log of records with a single owner, in numbered segment files.
 
 Group commit: all records that arrive during a write and its fsync form the next write. Writing
 happens in a thread, so that a slow disk never blocks the owner's event loop.
@@ -66,6 +66,7 @@ class JournalConfig:
 
 
 def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
+    """Write all buffers to a file; a single call of writev may write only some of them."""
     first = 0
     while first < len(buffers):
         written = os.writev(descriptor, buffers[first : first + _MAX_BUFFERS])
@@ -77,7 +78,10 @@ def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
 
 
 class RecordLog(Protocol):
-    """Interface of a log of transitions: `Journal`, or `NullRecordLog` without durability."""
+    """Interface of the log to which a shard or the run log appends its state changes.
+
+    Implemented by `Journal`, and by `NullRecordLog` for a queue without durability.
+    """
 
     @property
     def num_bytes(self) -> int: ...
@@ -85,15 +89,24 @@ class RecordLog(Protocol):
     def drain_fsync_s(self) -> float: ...
 
     async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> object:
-        """Return once records are durable; without `sync` they survive only a process death."""
+        """Append records to the log; return once they are as durable as the log's settings require.
+
+        Without `sync`, return once the operating system has the records: they survive the death of
+        this process, but not a power cut.
+        """
         ...
 
     def append_nowait(self, records: Sequence[JournalRecord]) -> None:
-        """Append without waiting; for records whose loss costs work but no group."""
+        """Append records to the log without waiting for the disk.
+
+        For records that may get lost in a crash: work is then repeated, but no group is lost.
+        """
         ...
 
 
 class NullRecordLog:
+    """Log that discards all records, for a queue without durability."""
+
     num_bytes = 0
 
     def drain_fsync_s(self) -> float:
@@ -107,7 +120,7 @@ class NullRecordLog:
 
 
 class _JournalWriter:
-    """Writes the files of a journal. Not thread-safe."""
+    """Writes records into the segment files of a journal. Blocks on the disk; not thread-safe."""
 
     def __init__(
         self, folder: Path, config: JournalConfig, clock: _ClockFunction, first: int
@@ -131,10 +144,15 @@ class _JournalWriter:
     def commit_records(
         self, frames: Sequence[EncodedRecord], *, sync: bool, cut: bool
     ) -> list[RecordPosition]:
-        """Write, fsync and optionally rotate; return the records' positions and the next free one.
+        """Append encoded records to the current segment file; return their positions.
 
-        If the disk has no space for a new segment, the last position stays in the old segment.
-        After a JournalError the writer must not be used again.
+        The last position in the list is extra: where the next record will begin. A full segment is
+        closed first.
+        sync: fsync the records.
+        cut: fsync the records and start a new segment after them; if the disk has no space for the
+            new segment, the extra position stays in the old segment.
+
+        Raises JournalError; after that the writer must not be used again.
         """
         try:
             if segment_path(self._folder, self.segment + 1).exists():
@@ -154,6 +172,10 @@ class _JournalWriter:
         return positions
 
     def _write_records(self, frames: Sequence[EncodedRecord]) -> list[RecordPosition]:
+        """Write encoded records at the end of the segment file.
+
+        Returns the records' positions and, last, that of the next record.
+        """
         positions, buffers, offset = [], [], self._end_offset
         for frame in frames:
             meta, pieces = frame
@@ -168,6 +190,7 @@ class _JournalWriter:
         return [*positions, RecordPosition(self.segment, offset, 0)]
 
     def _sync_segment(self) -> None:
+        """Fsync the current segment file if it has unsynced records and syncing is enabled."""
         if not (self._can_sync and self.is_dirty):
             return
         started = self._clock()
@@ -179,7 +202,7 @@ class _JournalWriter:
         self.fsync_total_s += self._clock() - started
 
     def _try_begin_segment(self) -> bool:
-        """Start a new segment; without space keep the current segment and return False."""
+        """Start a new segment file; if the disk is full, keep the current file and return False."""
         try:
             self._begin_segment()
         except OSError as error:
@@ -189,6 +212,7 @@ class _JournalWriter:
         return True
 
     def _begin_segment(self) -> None:
+        """Create the next segment file and write to it from now on."""
         path = segment_path(self._folder, self.segment + 1)
         # O_EXCL fences two writers of the same folder: the later writer fails here.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -205,7 +229,7 @@ class _JournalWriter:
         self.descriptor, self._end_offset, self.is_dirty = descriptor, 0, False
 
     def _truncate_tail(self, error: OSError) -> str:
-        """Truncate records that were not accepted; return the error message."""
+        """Cut the records of a failed write off the segment file; return an error message."""
         with contextlib.suppress(OSError):
             os.ftruncate(self.descriptor, self._end_offset)
             self._sync_segment()
@@ -219,9 +243,11 @@ _PositionsFuture = asyncio.Future[list[RecordPosition]]
 
 @dataclass(frozen=True, eq=False)
 class _PendingAppend:
-    """Records of an append call; with `should_rotate` a new segment starts after these records.
+    """Records of one append call that wait for the next write of a journal.
 
-    `sync`: True fsyncs at once, None when `fsync_s` is due, False not at all.
+    sync: True fsyncs with the next write, None only if an fsync is due by `fsync_s`, False not at
+        all.
+    should_rotate: the journal starts a new segment after these records.
     """
 
     frames: list[EncodedRecord]
@@ -231,13 +257,13 @@ class _PendingAppend:
 
 
 class Journal:
-    """Log for a single owner on an event loop; a thread waits for the disk.
+    """Durable log of records in one folder, for a single owner on an event loop.
 
-    Group commit: records that arrive during a write go out together in the next write. A new
-    journal starts a segment above all existing segments and not below `first`, so that a torn end
-    left by a killed predecessor stays the end of its segment. Payloads must not change until they
-    are written. Once a write or fsync has failed, every method raises JournalError, because later
-    records would break the order.
+    A thread waits for the disk. Group commit: records that arrive during a write go out together in
+    the next write. A new journal starts a segment numbered above all existing segments and at least
+    `first`, so that an incomplete record of a killed predecessor stays at the end of its own
+    segment. The caller must not change payloads until they are written. Once a write or fsync has
+    failed, every method raises JournalError, because later records would break the order.
     """
 
     def __init__(
@@ -270,29 +296,31 @@ class Journal:
         return sum(self._segment_sizes.values())
 
     def drain_fsync_s(self) -> float:
+        """Return the time spent in fsync since the last call, s."""
         before, self._drained_s = self._drained_s, self._writer.fsync_total_s
         return self._drained_s - before
 
     async def append(
         self, records: Sequence[JournalRecord], *, sync: bool = True
     ) -> list[RecordPosition]:
-        """Return the records' positions once they are as durable as `fsync_s` requires.
+        """Append records; return their positions once they are as durable as `fsync_s` requires.
 
-        Without `sync`, return once they are written, which survives a process death. Records and
-        waiters keep the order of the calls. A cancelled call may still have been written.
+        Without `sync`, return once the operating system has the records: they survive the death of
+        this process, but not a power cut. Records are written, and callers resumed, in the order of
+        the calls. The records of a cancelled call may still be written.
         """
         return await self._submit_records(records, sync=None if sync else False)
 
     def append_nowait(self, records: Sequence[JournalRecord]) -> None:
-        """Append without waiting: written with the next records, after MAX_POST_DELAY_S at most.
+        """Append records without waiting; they are written within MAX_POST_DELAY_S.
 
-        The next call raises a failure.
+        If the write fails, the next call of any method raises JournalError.
         """
         # _finish_commit skips cancelled futures.
         self._submit_records(records, sync=False, delay_s=MAX_POST_DELAY_S).cancel()
 
     async def rotate(self) -> int:
-        """Start a new segment and return the number; earlier records lie in lower segments.
+        """Start a new segment file and return its number; all earlier records have lower numbers.
 
         Raises NoSpaceError if the disk is full; the journal then continues in the current segment.
         """
@@ -303,7 +331,10 @@ class Journal:
         return position.segment
 
     def discard_before(self, segment: int) -> None:
-        """Delete lower segments. Raises JournalError if a file cannot be deleted."""
+        """Delete the segment files with numbers below `segment`.
+
+        Raises JournalError if a file cannot be deleted.
+        """
         assert segment <= self.segment, (segment, self.segment)
         # Ascending, so that a crash leaves no gap.
         for number in sorted(n for n in self._segment_sizes if n < segment):
@@ -325,6 +356,11 @@ class Journal:
         cut: bool = False,
         delay_s: float = 0.0,
     ) -> _PositionsFuture:
+        """Queue records for the next write; return a future of their positions.
+
+        sync: as in `_PendingAppend`. cut: start a new segment after the records. delay_s: delay of
+        the write, unless a different call starts the write earlier.
+        """
         frames = [encode_record(record) for record in records]
         if self._failure:
             raise JournalError(self._failure)
@@ -337,7 +373,7 @@ class Journal:
         return job.future
 
     def _start_commit(self) -> None:
-        """Hand pending appends to the thread, up to the first that rotates."""
+        """Write pending appends in the thread, up to the first append that starts a new segment."""
         if self._is_busy or not self._pending_appends:
             return
         cuts = (index for index, job in enumerate(self._pending_appends, 1) if job.should_rotate)
@@ -354,6 +390,7 @@ class Journal:
         done.add_done_callback(partial(self._finish_commit, jobs))
 
     def _finish_commit(self, jobs: list[_PendingAppend], done: _PositionsFuture) -> None:
+        """Resume the callers that wait for a finished write; start the next write."""
         self._is_busy = False
         error = done.exception()
         if error is not None:
@@ -378,6 +415,7 @@ class Journal:
         loop.call_soon(self._start_commit)
 
     def _fail_pending(self, error: BaseException, jobs: list[_PendingAppend]) -> None:
+        """Raise a JournalError in all waiting appends and close the journal for good."""
         # Any exception but a JournalError is a bug, but waiters must not hang.
         self._failure = str(error) if isinstance(error, JournalError) else repr(error)
         for job in (*jobs, *self._pending_appends):
@@ -393,6 +431,7 @@ class Journal:
         return any(job.sync or (job.sync is None and is_due) for job in jobs)
 
     def _sync_due_in_s(self) -> float:
+        """Return the time until the next fsync is due, s; infinite if fsync is disabled."""
         if self._fsync_s is None:
             return float("inf")
         return self._writer.synced_at + self._fsync_s - self._clock()

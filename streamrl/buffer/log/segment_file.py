@@ -39,7 +39,7 @@ EncodedRecord = tuple[bytes, tuple[memoryview, ...]]
 
 @dataclass(frozen=True)
 class RecordPosition:
-    """Position of a record: segment number, byte offset in the file, size in bytes."""
+    """Position of a record in a journal: segment number, byte offset in the file, size in bytes."""
 
     segment: int
     offset: int
@@ -47,9 +47,10 @@ class RecordPosition:
 
 
 class JournalRecord(msgspec.Struct, frozen=True):
-    """JSON-serializable facts with a "kind", and a payload of bytes.
+    """Record of a journal: JSON-serializable fields (`meta`, with a "kind") and a payload of bytes.
 
-    After reading back, tuples are lists, structs are dicts, and the payload is one piece.
+    A record that was read back has lists for tuples, dicts for structs, and its payload in one
+    piece.
     """
 
     meta: Mapping[str, Any]
@@ -58,7 +59,11 @@ class JournalRecord(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class CorruptRecord:
-    """A record that fails its checksum although intact records follow; size as far as known."""
+    """A journal record that is damaged, not merely incomplete at the end of its file.
+
+    If the record's header is unreadable, `position.size` reaches to the next intact record, or to
+    the end of the file.
+    """
 
     position: RecordPosition
     file: Path
@@ -66,13 +71,17 @@ class CorruptRecord:
 
 
 def encode_record(record: JournalRecord) -> EncodedRecord:
-    """Encode meta and payload pieces as bytes. Raises TypeError for unsupported values."""
+    """Encode a journal record as (meta bytes, pieces of the payload).
+
+    Raises TypeError for values that JSON cannot represent.
+    """
     assert "kind" in record.meta, record.meta
     meta = _to_json(dict(record.meta)).encode()
     return meta, tuple(memoryview(piece).cast("B") for piece in split_pieces(record.payload))
 
 
 def encode_header(frame: EncodedRecord, offset: int) -> bytes:
+    """Return the header of an encoded record that is written at byte `offset` of a segment file."""
     meta, pieces = frame
     fields = _HEADER_STRUCT.pack(MAGIC, FORMAT_VERSION, len(meta), count_blob_bytes(pieces))
     head = fields + _compute_body_checksum(fields, meta, pieces, offset)
@@ -86,6 +95,7 @@ def _compute_header_checksum(head: Buffer, offset: int) -> bytes:
 def _compute_body_checksum(
     fields: Buffer, meta: Buffer, pieces: tuple[Buffer, ...], offset: int
 ) -> bytes:
+    """Return the checksum of header fields, meta and payload, seeded with the record's offset."""
     state = xxhash.xxh3_64(fields, seed=offset)
     for piece in (meta, *pieces):
         state.update(piece)
@@ -97,13 +107,16 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def list_segments(folder: Path) -> list[int]:
-    """Return the segment numbers in a folder, ascending; [] if the folder does not exist."""
+    """Return the segment numbers of a journal folder, ascending; [] for a missing folder."""
     paths = folder.glob("*.journal")
     return sorted(int(path.stem) for path in paths if path.stem.isdecimal())
 
 
 def check_first_segment(folder: Path, first: int) -> None:
-    """Raise JournalError if segments from `first` on existed once and are missing now."""
+    """Raise JournalError if the first segments of a journal, from number `first` on, are missing.
+
+    They are missing if the folder has segments and the lowest number is above `first`.
+    """
     present = list_segments(folder)
     if present and present[0] > max(first, 1):
         raise JournalError(f"{folder}: segments {max(first, 1)} to {present[0] - 1} are missing")
@@ -112,10 +125,11 @@ def check_first_segment(folder: Path, first: int) -> None:
 def replay_segments(
     folder: Path, *, first: int = 0, before: int | None = None
 ) -> Iterator[tuple[RecordPosition, JournalRecord] | CorruptRecord]:
-    """Yield every record of the segments with first <= number < before, in order.
+    """Yield all records of a journal in order, from segments with first <= number < before.
 
-    Raises JournalError if a segment in between is missing or a file is unreadable. See
-    `read_segment` for torn and damaged records.
+    Yields (position, record), or a CorruptRecord for a damaged record; skips an incomplete record
+    at the end of a file, as `read_segment` does. Raises JournalError if a segment in between is
+    missing or a file is unreadable.
     """
     present = list_segments(folder)
     if not present:
@@ -130,10 +144,11 @@ def replay_segments(
 
 
 def read_segment(path: Path) -> Iterator[tuple[RecordPosition, JournalRecord] | CorruptRecord]:
-    """Yield every record of one file in order. Raises JournalError if the file is unreadable.
+    """Yield all records of one segment file in order, as (position, record).
 
     Skips a torn end: an incomplete last record, with nothing intact after it, as a killed writer or
     a power cut leaves. Yields a CorruptRecord for any other damage. Does not change the file.
+    Raises JournalError if the file is unreadable.
     """
     number = int(path.stem) if path.stem.isdecimal() else 0
     with wrap_journal_errors(path), open_regular_file(path) as file:
@@ -164,7 +179,10 @@ def read_record(folder: Path, position: RecordPosition) -> JournalRecord:
 
 
 def _read_record_at(file: BinaryIO, offset: int, end: int) -> tuple[int, JournalRecord | str]:
-    """Return (size, record) at `offset`, or (size if known else 0, reason) for a damaged record."""
+    """Read the record at byte `offset` of a segment file of `end` bytes; return (size, record).
+
+    For a damaged record return (size, reason), with size 0 if the header does not tell it.
+    """
     file.seek(offset)
     header = file.read(_HEADER_BYTES)
     head, check = header[:_CHECKED_HEADER_BYTES], header[_CHECKED_HEADER_BYTES:]
@@ -192,21 +210,25 @@ def _read_record_at(file: BinaryIO, offset: int, end: int) -> tuple[int, Journal
 
 
 def _is_unwritten(file: BinaryIO, end: int) -> bool:
-    """Return True if the last sector before `end` is zero: space was allocated but not written."""
+    """Return True if the last disk sector before `end` is all zero: allocated but never written."""
     start = (end - 1) // _SECTOR_BYTES * _SECTOR_BYTES
     file.seek(start)
     return not any(file.read(end - start))
 
 
 def _is_partial_header(file: BinaryIO, offset: int) -> bool:
-    """Return True if `offset` has a prefix of the magic, possibly followed by unwritten zeros."""
+    """Return True if the bytes at `offset` are the beginning of an interrupted header.
+
+    Such bytes are a prefix of the magic, possibly followed by zeros that were allocated but not
+    written.
+    """
     file.seek(offset)
     head = file.read(len(MAGIC)).rstrip(b"\0")
     return MAGIC.startswith(head)
 
 
 def _find_next_record(file: BinaryIO, offset: int, end: int) -> int | None:
-    """Return the offset of the first intact record at or after `offset`."""
+    """Return the offset of the first intact record at or after `offset`, or None."""
     while offset < end:
         file.seek(offset)
         chunk = file.read(_SEARCH_BYTES)
@@ -225,9 +247,9 @@ def wrap_journal_errors(path: Path) -> AbstractContextManager[None]:
 
 
 class SegmentWriter:
-    """Writes one segment file, replacing an existing file; fsyncs on leaving the context.
+    """Context that writes records into one segment file and fsyncs the file on leaving.
 
-    Raises OSError.
+    Replaces an existing file. Raises OSError.
     """
 
     def __init__(self, path: Path) -> None:
