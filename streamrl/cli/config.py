@@ -23,7 +23,10 @@ from streamrl.files.typed_settings import suggest_nearest
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key as users write it, such as `trainer.lr`; keys of list entries have `[]` in them."""
+    """Key of the run's config as users write it, such as `trainer.lr`, with type and meaning.
+
+    Keys of list entries contain brackets, such as `rewards[].kind`.
+    """
 
     name: str
     type: str
@@ -74,9 +77,10 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
 
 
 def read_meanings(settings: type) -> dict[str, str]:
-    """Return what each field means, from `name: ...` in docstrings and from `#:` comments.
+    """Return the meaning of each field of a settings dataclass, by field name.
 
-    A class explains its own fields before its bases do.
+    Meanings stand in `name: ...` lines of docstrings and in `#:` comments. The text of a class wins
+    over the text of its base classes.
     """
     meanings: dict[str, str] = {}
     for owner in settings.__mro__:
@@ -87,7 +91,7 @@ def read_meanings(settings: type) -> dict[str, str]:
 
 
 def _parse_comments(settings: type) -> dict[str, str]:
-    """Return the `#:` comment above each field."""
+    """Return the `#:` comment above each field of a settings dataclass, by field name."""
     source = inspect.cleandoc(inspect.getsource(settings))
     comments = re.findall(r"((?:^ *#: .*\n)+) *(\w+):", source, flags=re.MULTILINE)
     return {
@@ -96,7 +100,7 @@ def _parse_comments(settings: type) -> dict[str, str]:
 
 
 def _format_type(hint: Any) -> str:
-    """Return a type as a reader of YAML calls it: `float or null`, `list of int`."""
+    """Format a type hint in the words of YAML: `float or null`, `list of int`, `text`."""
     args = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(_format_type(arg) for arg in args)
@@ -112,14 +116,14 @@ def _format_type(hint: Any) -> str:
 
 
 def format_text(keys: list[ConfigKey]) -> str:
-    """Return one paragraph per key: name, type and default, then the meaning."""
+    """Format config keys as one paragraph each: name, type and default, then the meaning."""
     return "\n\n".join(
         f"{key.name}: {key.type} [{key.default}]\n  {key.meaning}".rstrip() for key in keys
     )
 
 
 def format_markdown(keys: list[ConfigKey]) -> str:
-    """Return one table per section."""
+    """Format config keys as markdown, with a table for each config section."""
     lines: list[str] = []
     sections = dict.fromkeys(key.section for key in keys)
     for section in sections:
