@@ -21,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the specs. Raises ConfigError for an unknown name."""
+    """Print the spec of the named algorithm, or all specs.
+
+    Raises ConfigError for an unknown name.
+    """
     specs = {**ALGORITHMS, **(load_specs(arguments.path) if arguments.path else {})}
     if arguments.name is not None:
         if arguments.name not in specs:

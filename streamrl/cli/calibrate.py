@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def to_yaml(trace: RunTrace, calibration: CalibrationResult) -> str:
-    """Format all constants as YAML; constants without a measurement keep their defaults."""
+    """Format all cost constants as YAML; those that the run did not measure keep their defaults."""
     head = (
         f"# Fitted to {trace.run_dir}: {', '.join(calibration.fitted_constants)}.\n"
         "# All other constants are defaults.\n"

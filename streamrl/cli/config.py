@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the keys. Raises ConfigError if no key or section has the given name."""
+    """Print the config keys, all or those of one section.
+
+    Raises ConfigError for an unknown key or section.
+    """
     keys = list(list_config_keys())
     if arguments.key is not None:
         prefix = re.compile(rf"{re.escape(arguments.key)}(?:$|[.\[])")
@@ -61,7 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[ConfigKey]:
-    """Yield the keys of a dataclass of settings and of those nested in it, in their order."""
+    """Yield the config keys of a settings dataclass and of dataclasses nested in it, in order.
+
+    prefix: start of each key, such as "trainer.".
+    """
     hints = typing.get_type_hints(settings)
     meanings = read_meanings(settings)
     for field in dataclasses.fields(settings):

@@ -168,6 +168,7 @@ def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
 async def _evaluate_files(
     subject: EvaluationSubject, files: Sequence[DataFile], config: EvaluationConfig
 ) -> EvaluationResult:
+    """Sample completions for the prompts of all files, score the completions, return metrics."""
     from streamrl.engines.models.supported_models import check_weight_files
 
     rewards = build_rewards(subject.rewards, subject.reward_context)

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command. Returns 1 if the ledger of the run does not balance, else 0."""
+    """Run `streamrl report`. Returns exit code 1 if the run's ledger does not balance, else 0."""
     _check_options(arguments)
     if arguments.run_dir is not None:
         return _print_run_report(arguments)

@@ -23,7 +23,7 @@ from streamrl.rewards.user_code.plugins import list_installed_kinds, load_regist
 
 @dataclass(frozen=True)
 class RewardOption:
-    """Key of a reward entry: default in YAML, or REQUIRED, and meaning."""
+    """Key of a reward entry in the config: its default as YAML (or REQUIRED), and its meaning."""
 
     default: str
     meaning: str

@@ -133,6 +133,7 @@ def _load_score_config(
 
 
 def _make_reward_entry(reward: str) -> str:
+    """Convert a value of --reward (kind, file.py:function, mapping) to YAML of an entry."""
     if reward.lstrip().startswith("{"):
         return reward
     entry = {"kind": reward}
@@ -144,6 +145,8 @@ def _make_reward_entry(reward: str) -> str:
 
 @dataclass(frozen=True)
 class RunRewardSets:
+    """Rewards and costs of a run, ready to score; costs are None if the run has none."""
+
     rewards: RewardSet
     costs: RewardSet | None
 

@@ -178,7 +178,7 @@ def _parse_failures(arguments: argparse.Namespace) -> FailureModel | None:
 def _complete_failures(
     failures: FailureModel, config: RunConfig, problem: PlacementProblem
 ) -> FailureModel:
-    """Add the run's checkpoint interval and the size of the cluster's largest nodes."""
+    """Add the run's checkpoint interval and the device count of the cluster's largest nodes."""
     # A run without checkpoints restarts from step 0.
     every = config.checkpoint.every or MAX_STEPS
     devices = max(group.devices_per_node for group in problem.cluster.node_groups)
@@ -230,6 +230,7 @@ def describe_simulation(result: SimulationResult) -> list[str]:
 
 
 def _describe_cool_down(result: SimulationResult) -> str:
+    """Describe the last simulated steps, which admit no prompts; return "" without such steps."""
     if not result.cool_down_steps:
         return ""
     return f", the last {result.cool_down_steps} without new prompts"

@@ -211,7 +211,7 @@ def _close_sinks_at_exit(sinks: SinkGroup, summary: EventFields) -> Iterator[Non
 
 
 def _add_crashes(error: StreamError, crashes: Sequence["CrashRecord"]) -> StreamError:
-    """Add processes killed by a signal, with their stack files, to the error."""
+    """Return the error with a text about each process that a signal killed, and its stacks."""
     if not crashes:
         return error
     descriptions = [f"{c.actor} crashed: {c.reason}, stacks in {c.stacks}" for c in crashes]

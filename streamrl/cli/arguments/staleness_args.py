@@ -19,7 +19,10 @@ DEFAULT_BOUNDS = "0,1,2,4"
 
 
 def parse_bounds(text: str) -> Sequence[int]:
-    """Parse sorted staleness bounds such as "0,1,4". Raises ConfigError."""
+    """Return the staleness bounds in a text such as "0,1,4", sorted.
+
+    Raises ConfigError for malformed text.
+    """
     words = text.split(",")
     if not all(re.fullmatch(r"\s*\d{1,9}\s*", w) and int(w) <= MAX_STALENESS for w in words):
         raise ConfigError(

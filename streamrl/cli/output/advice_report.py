@@ -56,7 +56,7 @@ def advice_to_json(advice: SettingsAdvice) -> dict[str, Any]:
 
 
 def describe_run(trace: RunTrace) -> list[str]:
-    """Format the report on the run itself, which needs no simulation."""
+    """Format the measurements of a run: bottleneck, load of each stage, cost of its filter."""
     loads = measure_stage_loads(trace)
     excluded = ", ".join(f"{count} {why}" for why, count in trace.excluded_steps.items() if count)
     return [
@@ -116,6 +116,7 @@ def _describe_filter(trace: RunTrace) -> Iterable[str]:
 
 
 def _describe_loads(loads: Iterable[StageLoad]) -> Iterable[str]:
+    """Yield a line per stage with its busy fraction and the mean number of waiting groups."""
     for load in loads:
         waiting = "" if load.mean_depth is None else f"  waiting {load.mean_depth:>6.3g} groups"
         yield f"  {load.stage:<14}busy {load.busy_fraction:>4.0%}{waiting}"

@@ -28,7 +28,10 @@ def check_output_file(option: str, path: Path) -> Path:
 
 
 def check_output_dir(option: str, path: Path) -> None:
-    """Raise ConfigError, naming the option, unless `path` is or can become a folder."""
+    """Raise ConfigError unless `path` is a folder or can be created as a folder.
+
+    option: command-line option that the error names.
+    """
     target = Path(os.path.realpath(path))
     existing = next(path for path in (target, *target.parents) if os.path.lexists(path))
     if not existing.is_dir():

@@ -125,6 +125,7 @@ class PlanReport:
         return [*lines, "any one of these would let it fit:", *(f"  {fix}" for fix in self.fixes)]
 
     def _describe_best(self, point: ParetoPoint, result: SimulationResult) -> list[str]:
+        """Describe the best placement: devices of each stage, unused devices, hours of the run."""
         own_note = f" (pipeline.max_staleness={self.own_bound}, the config's own)"
         lines = [f"best: {point.candidate.label}{'' if self.own_bound is None else own_note}"]
         lines += [
@@ -149,6 +150,7 @@ class PlanReport:
         return self.config.run.steps * result.mean_step_s / HOUR_S
 
     def _describe_trade_offs(self) -> list[str]:
+        """Compare throughput and staleness of other staleness bounds with the config's bound."""
         if self.own_bound is None or self.best_row is None:
             return []
         _, best = self.best_row
@@ -178,6 +180,7 @@ class PlanReport:
         ]
 
     def _describe_others(self) -> list[str]:
+        """Describe the best placement of each kind, such as colocated, and why it lost."""
         lines = ["best placement of every kind, by step time:"]
         for candidate in self._list_best_kinds():
             label = candidate.label

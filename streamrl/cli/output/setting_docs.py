@@ -23,7 +23,7 @@ def parse_docstring_keys(settings: type) -> dict[str, str]:
 
 
 def format_default(field: "dataclasses.Field[Any]") -> str:
-    """Return a default as YAML, or REQUIRED."""
+    """Return the default of a dataclass field as YAML, or REQUIRED if the field has none."""
     factory = field.default_factory
     value = field.default if factory is dataclasses.MISSING else factory()
     if value in (MISSING, dataclasses.MISSING):
