@@ -1,4 +1,4 @@
-"""`streamrl doctor`: check this machine's hardware and packages, and say what can run."""
+"""`streamrl doctor`: check this machine's hardware and packages, and say which runs can start."""
 
 import argparse
 import importlib.util

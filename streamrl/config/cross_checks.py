@@ -186,7 +186,7 @@ def _check_reference(config: "RunConfig") -> None:
 
 
 def _list_critic_roles(config: "RunConfig") -> list[str]:
-    """Return the roles of the critics whose columns the algorithm requires."""
+    """Return the roles of the critics that produce columns the algorithm requires."""
     columns = config.algorithm.spec.columns
     return [role for column, role in CRITIC_BY_COLUMN.items() if column in columns]
 

@@ -67,7 +67,7 @@ def check_resume(
 ) -> None:
     """Raise a one-line ConfigError if the run cannot resume from `resume`. Changes no file.
 
-    layout: shard folders of the run. prompts: prompt stream at the checkpoint, whose position stays
+    layout: shard folders of the run. prompts: prompt stream at the checkpoint; its position stays
     unchanged.
     """
     from streamrl.telemetry.sink_group import check_resumable_sinks
@@ -122,7 +122,7 @@ def _check_queue(
 ) -> None:
     """Check the run log, and the snapshots and journals of all shards.
 
-    Raises JournalError if a group is lost whose training step must be repeated.
+    Raises JournalError if a training step must be repeated and a group of the step is lost.
     """
     state = resume.checkpoint.state if resume.checkpoint else None
     steps: Collection[TrainedStep] = ()

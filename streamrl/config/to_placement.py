@@ -339,7 +339,7 @@ def _check_supported(call: ModelCall, assignment: CallAssignment, placement: Pla
 def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:
     """Return a text on two roles that a placement sizes differently, or "".
 
-    Only roles count whose number of actors and split follow from the same setting.
+    Checks only roles that take their number of actors and split from the same setting.
     """
     calls = {call.role: placement.assignments.get(call.stage) for call in dataflow.calls}
     for roles in EQUALLY_SIZED_ROLES:

@@ -77,13 +77,14 @@ class PromptFile:
         self._classifier: RowClassifier | None = None
 
     def classify_indices(self, indices: Sequence[int]) -> list[ClassifiedRow]:
-        """Turn the rows with these uid indices into prompts; return each row with its status.
+        """Turn the rows with these uid indices into prompts; return rows with status.
 
         Raises DataError if the rows cannot be read.
         """
         return self.classify_rows(np.searchsorted(self.indices, indices).tolist())
 
     def classify_rows(self, rows: Sequence[int]) -> list[ClassifiedRow]:
+        """Turn the rows at these positions in the file into prompts; return rows with status."""
         keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
         records = self.table.read_rows(rows)
         parsed = [parse_record(record, place, index, **keys) for place, index, record in records]

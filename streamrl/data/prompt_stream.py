@@ -31,12 +31,12 @@ class StreamData(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the prompts and ground truths, or of whole files and settings if only sampled."""
+        """Hash that identifies the data: of all prompts, or of whole files if rows were sampled."""
         ...
 
     @property
     def is_fully_classified(self) -> bool:
-        """Whether every row was classified, so that `stream_files` contains only usable rows."""
+        """True if every row was checked, so that `stream_files` contains only usable rows."""
         ...
 
     def classify_all_rows(self) -> "StreamData":
@@ -100,7 +100,7 @@ class PromptStream(Iterator[Prompt]):
     async def prefetch_prompts(self, count: int) -> None:
         """Buffer the next `count` prompts in a thread, so that drawing does not block the loop.
 
-        Callers must not draw prompts until this returns.
+        Callers must not draw prompts until this coroutine has returned.
         """
         if len(self._prefetched) < count:
             await asyncio.to_thread(self._fill_buffer, count)
@@ -129,7 +129,7 @@ class PromptStream(Iterator[Prompt]):
         return self._node
 
     def take_skipped(self) -> "SkippedRows":
-        """Return and reset the rows skipped or truncated since the last call."""
+        """Return counts of the rows skipped or truncated since the last call, and reset them."""
         skipped, self._skipped = self._skipped, SkippedRows()
         return skipped
 
@@ -166,7 +166,10 @@ class PromptStream(Iterator[Prompt]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON-serializable values, with facts that identify the data."""
+        """Return the position of the stream as JSON-serializable values.
+
+        Includes facts that identify the data.
+        """
         return {
             "drawn": list(self._num_drawn),
             "given": list(self._num_prompts),
@@ -239,7 +242,7 @@ class SkippedRows:
 
     @property
     def metrics(self) -> dict[str, int]:
-        """Count per status other than kept, including zeros."""
+        """Number of rows per status as metrics data/<status>, zeros included, kept rows not."""
         return {f"data/{name}": self._counts[status] for status, name in _METRIC_NAMES.items()}
 
 

@@ -152,7 +152,7 @@ def classify_training_files(
     max_full_rows: float = MAX_FULLY_CLASSIFIED_ROWS,
     max_sampled_tokens: float | None = math.inf,
 ) -> TrainingFiles:
-    """Classify the rows of files: all rows up to `max_full_rows`, a sample of a larger file.
+    """Classify every row of small files, up to `max_full_rows` rows, and a sample of larger files.
 
     inspect: receives the classified prompts. max_sampled_tokens: limit of the prompts of a sampled
     file. Raises ConfigError for the first bad row.

@@ -31,7 +31,7 @@ class PromptLengths:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "PromptLengths":
-        """Summarize at least one length; median and p95 are lengths that occur in the data."""
+        """Summarize at least one prompt length; median and p95 are lengths found in the data."""
         low, median, p95, high = np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest").tolist()
         return cls(low, median, p95, high)
 

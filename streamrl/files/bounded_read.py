@@ -141,12 +141,15 @@ def read_small_text(path: Path, *, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
 
 
 def read_small_json(path: Path, *, most_bytes: int = MAX_SETTINGS_BYTES) -> Any:
-    """Read a JSON file with the limits of `read_small_text` and `parse_json`."""
+    """Read and parse a JSON file of at most `most_bytes`.
+
+    Raises OSError, or ValueError for a file too large, not regular, or invalid as JSON.
+    """
     return parse_json(read_small_text(path, most_bytes=most_bytes))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse untrusted JSON.
+    """Parse JSON text from an untrusted file.
 
     Raises ValueError, also for nesting beyond MAX_DEPTH, duplicate keys, and integers with too many
     digits (CPython's limit is 4300).

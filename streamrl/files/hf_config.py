@@ -189,7 +189,7 @@ def _get_original_positions(rope: Mapping[str, Any], tokens: int) -> int:
 def read_num_layers(path: Path) -> int:
     """Read the number of layers in a model's config.json; return 0 if absent.
 
-    The check for huge numbers needs it before transformers allocates memory per layer.
+    Callers check the number before transformers allocates memory for every layer.
     """
     try:
         config = json.loads(read_small_text(path / "config.json"))

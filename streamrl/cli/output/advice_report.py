@@ -123,7 +123,7 @@ def _describe_loads(loads: Iterable[StageLoad]) -> Iterable[str]:
 
 
 def _describe_options(options: Iterable[SettingsOption], min_change: float) -> Iterable[str]:
-    """Yield two lines per option: its simulated step time and staleness, then its settings.
+    """Yield two lines per changed setting: simulated step time and staleness, then the setting.
 
     min_change: relative change of the step time below which a line says "within noise".
     """
