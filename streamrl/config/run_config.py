@@ -212,7 +212,10 @@ class RunConfig:
 
     @property
     def trusted_models(self) -> list[str]:
-        """Model directories whose own Python code may run; empty unless model.trust_remote_code."""
+        """Model directories that may run their own Python code.
+
+        Empty unless model.trust_remote_code.
+        """
         return (
             [self.model.path, self.get_model_path(CRITIC)] if self.model.trust_remote_code else []
         )

@@ -16,8 +16,9 @@ def summarize_scores(
 ) -> list[str]:
     """Format mean scores, outcomes, times and failures of scored completions as lines of text.
 
-    lines: JSON lines of the completions. sources: data source of each completion. counts: event
-    counts of the reward processes, from `RewardSet.drain_counts`. seconds: duration of the command.
+    lines: JSON lines of the completions. sources: data source of each completion. counts:
+    completions by outcome and killed processes by cause, from `RewardSet.drain_counts`. seconds:
+    duration of the command.
     """
     scored = [line for line in lines if line["score"] is not None]
     rows = {
