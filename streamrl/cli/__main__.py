@@ -1,4 +1,4 @@
-"""`python -m streamrl.cli` is `streamrl`."""
+"""Entry point of `python -m streamrl.cli`, the same program as the command `streamrl`."""
 
 import sys
 

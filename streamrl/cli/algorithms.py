@@ -21,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the specs. Raises ConfigError for an unknown name."""
+    """Print the spec of the named algorithm, or all specs.
+
+    Raises ConfigError for an unknown name.
+    """
     specs = {**ALGORITHMS, **(load_specs(arguments.path) if arguments.path else {})}
     if arguments.name is not None:
         if arguments.name not in specs:
@@ -38,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def spec_to_dict(spec: Algorithm) -> dict[str, Any]:
-    """Return a spec as JSON-serializable values; functions by name."""
+    """Return an algorithm spec as JSON-serializable values, with the names of its functions."""
     defaults = {**DEFAULT_SETTINGS, **spec.defaults}
     needs_step = defaults["whiten_advantages"] or defaults["advantage_scale"] == "batch"
     return {
@@ -76,7 +79,10 @@ _SCOPE_TEXTS = {
 
 
 def format_markdown(specs: Iterable[Algorithm]) -> str:
-    """Format a markdown table. The defaults column shows only deviations from DEFAULT_SETTINGS."""
+    """Format algorithm specs as a markdown table.
+
+    The column "own defaults" shows only settings that deviate from DEFAULT_SETTINGS.
+    """
     lines = [
         "| name | columns | advantages, loss | scope | own defaults | paper |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -97,12 +103,17 @@ def format_markdown(specs: Iterable[Algorithm]) -> str:
 
 
 def _format_functions(facts: Mapping[str, Any]) -> str:
+    """Join the names of an algorithm's functions (advantages, token loss, ...) without repetition.
+
+    facts: result of `spec_to_dict`.
+    """
     names = [facts["advantages"], facts["token_loss"]]
     names += [*facts["derived"].values(), *facts["dials"].values()]
     return ", ".join(dict.fromkeys(names))
 
 
 def _format_settings(values: Mapping[str, Any]) -> str:
+    """Format settings as key=value words, with null, true and false as in YAML."""
     return " ".join(f"{key}={_YAML_WORDS.get(str(value), value)}" for key, value in values.items())
 
 

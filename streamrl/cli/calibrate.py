@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command. Raises ConfigError if the run has too few measurements."""
+    """Run `streamrl calibrate`. Raises ConfigError if the run has too few measurements."""
     if arguments.output is not None:
         check_output_file("-o", arguments.output)
     cluster = None if arguments.cluster is None else Cluster.from_text(arguments.cluster)
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def to_yaml(trace: RunTrace, calibration: CalibrationResult) -> str:
-    """Format all constants as YAML; constants without a measurement keep their defaults."""
+    """Format all cost constants as YAML; those that the run did not measure keep their defaults."""
     head = (
         f"# Fitted to {trace.run_dir}: {', '.join(calibration.fitted_constants)}.\n"
         "# All other constants are defaults.\n"
@@ -68,6 +68,7 @@ def to_yaml(trace: RunTrace, calibration: CalibrationResult) -> str:
 def to_json(
     trace: RunTrace, fitted: FittedTimings, calibration: CalibrationResult
 ) -> dict[str, Any]:
+    """Return cost constants, and the measurements behind them, as JSON-serializable values."""
     return {
         "steps": len(trace.steps),
         "left_out": dict(trace.excluded_steps),
@@ -91,6 +92,10 @@ def to_json(
 def describe_calibration(
     trace: RunTrace, calibration: CalibrationResult, errors: dict[str, dict[str, float]]
 ) -> list[str]:
+    """Format a table of the fitted cost constants, and the error of a simulation that uses them.
+
+    errors: prediction and relative error by metric of the simulated run.
+    """
     excluded = ", ".join(f"{count} {why}" for why, count in trace.excluded_steps.items() if count)
     lines = [
         f"{trace.run_dir}: {len(trace.steps)} steps of {trace.mean_step_s:.3g} s"
@@ -109,7 +114,10 @@ def describe_calibration(
 
 
 def _format_constant(name: str, constant: FittedConstant) -> str:
-    """Format a row. "+-" is the standard error, "off" the median residual of the fit."""
+    """Format a fitted cost constant as a row of the table.
+
+    Column "+-" contains the relative standard error, column "off" the median residual of the fit.
+    """
     error = (
         f"{constant.estimate.error / constant.estimate.value:.0%}"
         if constant.estimate.value

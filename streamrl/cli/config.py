@@ -23,7 +23,10 @@ from streamrl.files.typed_settings import suggest_nearest
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key as users write it, such as `trainer.lr`; keys of list entries have `[]` in them."""
+    """Key of the run's config as users write it, such as `trainer.lr`, with type and meaning.
+
+    Keys of list entries contain brackets, such as `rewards[].kind`.
+    """
 
     name: str
     type: str
@@ -42,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the keys. Raises ConfigError if no key or section has the given name."""
+    """Print the config keys, all or those of one section.
+
+    Raises ConfigError for an unknown key or section.
+    """
     keys = list(list_config_keys())
     if arguments.key is not None:
         prefix = re.compile(rf"{re.escape(arguments.key)}(?:$|[.\[])")
@@ -58,7 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[ConfigKey]:
-    """Yield the keys of a dataclass of settings and of those nested in it, in their order."""
+    """Yield the config keys of a settings dataclass and of dataclasses nested in it, in order.
+
+    prefix: start of each key, such as "trainer.".
+    """
     hints = typing.get_type_hints(settings)
     meanings = read_meanings(settings)
     for field in dataclasses.fields(settings):
@@ -74,9 +83,10 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
 
 
 def read_meanings(settings: type) -> dict[str, str]:
-    """Return what each field means, from `name: ...` in docstrings and from `#:` comments.
+    """Return the meaning of each field of a settings dataclass, by field name.
 
-    A class explains its own fields before its bases do.
+    Meanings stand in `name: ...` lines of docstrings and in `#:` comments. The text of a class wins
+    over the text of its base classes.
     """
     meanings: dict[str, str] = {}
     for owner in settings.__mro__:
@@ -87,7 +97,7 @@ def read_meanings(settings: type) -> dict[str, str]:
 
 
 def _parse_comments(settings: type) -> dict[str, str]:
-    """Return the `#:` comment above each field."""
+    """Return the `#:` comment above each field of a settings dataclass, by field name."""
     source = inspect.cleandoc(inspect.getsource(settings))
     comments = re.findall(r"((?:^ *#: .*\n)+) *(\w+):", source, flags=re.MULTILINE)
     return {
@@ -96,7 +106,7 @@ def _parse_comments(settings: type) -> dict[str, str]:
 
 
 def _format_type(hint: Any) -> str:
-    """Return a type as a reader of YAML calls it: `float or null`, `list of int`."""
+    """Format a type hint in the words of YAML: `float or null`, `list of int`, `text`."""
     args = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(_format_type(arg) for arg in args)
@@ -112,14 +122,14 @@ def _format_type(hint: Any) -> str:
 
 
 def format_text(keys: list[ConfigKey]) -> str:
-    """Return one paragraph per key: name, type and default, then the meaning."""
+    """Format config keys as one paragraph each: name, type and default, then the meaning."""
     return "\n\n".join(
         f"{key.name}: {key.type} [{key.default}]\n  {key.meaning}".rstrip() for key in keys
     )
 
 
 def format_markdown(keys: list[ConfigKey]) -> str:
-    """Return one table per section."""
+    """Format config keys as markdown, with a table for each config section."""
     lines: list[str] = []
     sections = dict.fromkeys(key.section for key in keys)
     for section in sections:

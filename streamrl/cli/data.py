@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the reading options of prompt files: --prompt-key, --template, --split, ..."""
     parser.add_argument("--prompt-key", help="prompt column (default: the recipe's, or prompt)")
     parser.add_argument("--label-key", help="ground truth column")
     parser.add_argument(
@@ -70,7 +71,10 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_named_files(
     arguments: argparse.Namespace, paths: Sequence[str], data: DataConfig
 ) -> tuple[DataFile, ...]:
-    """Return the files of the command line, read with its options, else with those of `data`."""
+    """Return the prompt files at `paths`, with the reading options of the command line.
+
+    data: config section with default options. Raises ConfigError for an option without a file.
+    """
     names = ("prompt_key", "label_key", "template", "filter", "split")
     options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
     if options and not paths:
@@ -84,7 +88,7 @@ def parse_named_files(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command. Returns 0 if a run could use every row, else 2."""
+    """Run `streamrl data check`. Returns exit code 0 if no row would stop a run, else 2."""
     recipe = load_config(arguments.config) if arguments.config else None
     data = recipe.data if recipe else DataConfig()
     files = parse_named_files(arguments, arguments.files, data) or (
@@ -110,6 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _validate_file(
     file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: PromptLimits
 ) -> FileReport:
+    """Validate a prompt file, with a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
@@ -130,7 +135,10 @@ def _validate_file(
 def _make_limits(
     arguments: argparse.Namespace, recipe: RunConfig | None, model: str
 ) -> PromptLimits:
-    """Build limits from the command line, else the recipe, else the model's length minus one."""
+    """Return the limits of a prompt from the command line, else from the recipe.
+
+    Without either, a prompt may be one token shorter than the model's context.
+    """
     names = ("on_long_prompt", "max_prompt_tokens")
     options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
     data = replace(recipe.data if recipe else DataConfig(), **options)
@@ -142,6 +150,7 @@ def _make_limits(
 
 
 def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:
+    """Format the report on a prompt file: rows by status, prompt lengths, messages on bad rows."""
     used = report.status_counts[RowStatus.KEPT] + report.status_counts[RowStatus.TRUNCATED]
     lines = [f"{report.path}: {report.num_rows} rows, {used} of them usable"]
     facts: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""`streamrl doctor`: check this machine's hardware and packages, and say what can run."""
+"""`streamrl doctor`: check this machine's hardware and packages, and say which runs can start."""
 
 import argparse
 import importlib.util
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command. Returns 0 if a run could start here, else 1."""
+    """Run `streamrl doctor`. Returns exit code 0 if a run could start on this machine, else 1."""
     machine = inspect_machine()
     problems = find_problems(machine)
     if arguments.json:
@@ -85,6 +85,7 @@ def has_gpu_files(devices: Path) -> bool:
 
 
 def _find_sandbox_problem() -> str:
+    """Return why the sandbox for generated code is unavailable on this machine, or ""."""
     try:
         from streamrl.rewards.sandbox import explain_unavailability
     except ImportError as error:
@@ -93,6 +94,7 @@ def _find_sandbox_problem() -> str:
 
 
 def _get_version(package: str) -> str:
+    """Return the version of an installed Python package, or "" if missing."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -100,7 +102,7 @@ def _get_version(package: str) -> str:
 
 
 def find_problems(machine: MachineInfo) -> list[str]:
-    """Return one line per problem that keeps a run from starting here."""
+    """Return one line per problem that keeps a run from starting on this machine."""
     problems = [f"{name} is not installed" for name, v in machine.packages.items() if not v]
     if not machine.vllm or importlib.util.find_spec("vllm") is None:
         problems.append("vLLM is not installed: make install")
@@ -132,6 +134,7 @@ def describe_machine(machine: MachineInfo, problems: list[str]) -> list[str]:
 
 
 def _describe_runnable(machine: MachineInfo, problems: list[str]) -> str:
+    """Describe the kinds of runs that this machine can start."""
     if problems:
         return "nothing; solve the problems above first"
     if not machine.gpus:

@@ -54,7 +54,7 @@ SAMPLING_OPTIONS: Mapping[str, tuple[type, str]] = {
 
 @dataclass(frozen=True)
 class EvaluationSubject:
-    """Model to evaluate, with the settings of its run or recipe."""
+    """Model to evaluate, with the rewards and settings of its run or of a recipe."""
 
     model_dir: Path
     rewards: Sequence[RewardConfig]
@@ -110,12 +110,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> EvaluationConfig:
+    """Override the config section `evaluation` with the sampling options of the command line."""
     options = {name: vars(arguments)[name] for name in SAMPLING_OPTIONS}
     return replace(config, **{name: value for name, value in options.items() if value is not None})
 
 
 def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
-    """Resolve a model directory, a checkpoint, or the newest checkpoint of a run."""
+    """Find the model to evaluate and its settings.
+
+    The command line names a model directory, a checkpoint, or a run directory with checkpoints, of
+    which the newest counts. Settings come from the recipe (--config), else from the run, else from
+    defaults.
+    """
     path: Path = arguments.model
     recipe: Path | None = arguments.config
     if not (path / "config.json").is_file():
@@ -162,6 +168,7 @@ def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
 async def _evaluate_files(
     subject: EvaluationSubject, files: Sequence[DataFile], config: EvaluationConfig
 ) -> EvaluationResult:
+    """Sample completions for the prompts of all files, score the completions, return metrics."""
     from streamrl.engines.models.supported_models import check_weight_files
 
     rewards = build_rewards(subject.rewards, subject.reward_context)
@@ -200,6 +207,10 @@ async def _evaluate_files(
 async def _start_engine(
     subject: EvaluationSubject, seed: int, max_length: int
 ) -> "GenerationEngine":
+    """Start vLLM in this process with the model to evaluate.
+
+    max_length: maximum tokens of prompt plus completion.
+    """
     import torch
 
     from streamrl.engines.generation.generator import GenerationEngine
@@ -255,6 +266,7 @@ def _print_result(
 
 
 def _result_to_dict(result: EvaluationResult) -> dict[str, Any]:
+    """Return number of prompts, scores and confidence intervals as JSON-serializable values."""
     intervals = {
         f"{name}_interval": interval for name, interval in _collect_intervals(result).items()
     }
@@ -262,6 +274,7 @@ def _result_to_dict(result: EvaluationResult) -> dict[str, Any]:
 
 
 def _collect_scores(result: EvaluationResult) -> dict[str, float]:
+    """Return the values of pass@k, mean@k and maj@k by metric name."""
     scores = {f"pass@{k}": chance for k, chance in result.pass_at.items()}
     scores[f"mean@{result.samples}"] = result.mean_at_k
     if result.maj_at_k is not None:
@@ -270,6 +283,6 @@ def _collect_scores(result: EvaluationResult) -> dict[str, float]:
 
 
 def _collect_intervals(result: EvaluationResult) -> dict[str, ConfidenceInterval | None]:
-    """Return 95 % confidence intervals by metric name."""
+    """Return the 95 % confidence intervals of pass@1 and mean@k by metric name."""
     intervals = (result.pass_at_1_interval, result.mean_at_k_interval)
     return dict(zip(("pass@1", f"mean@{result.samples}"), intervals, strict=True))

@@ -1,7 +1,7 @@
 """`streamrl plan`: find the best placement of a run on a cluster, and explain why others lost.
 
-The search ranks candidates by an analytic schedule. The simulator then replays the best candidates
-under each staleness bound and decides.
+The search ranks candidate placements by the steady-state estimate of their step time. The simulator
+then runs the best placements of each staleness bound and decides.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command. Returns 0 if a placement fits, else 1."""
+    """Run `streamrl plan`. Returns exit code 0 if a placement fits the cluster, else 1."""
     _check_options(arguments)
     config, own_bound, bounds, refused = read_staleness_request(arguments)
     inputs = read_planner_inputs(arguments, config)
@@ -165,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for options that are invalid regardless of the config."""
+    """Raise ConfigError for command-line options that are invalid whatever the config contains."""
     if arguments.max_staleness is not None:
         parse_bounds(arguments.max_staleness)
     if not 0 <= arguments.proposals <= MAX_PROPOSALS:
@@ -181,7 +181,10 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def list_shown_points(planned: PlanResult) -> list[ParetoPoint]:
-    """Return the Pareto front plus the run's own bound, even if another bound dominates it."""
+    """Return the points of the Pareto front, sorted by staleness bound.
+
+    The point of the run's own bound is included even if another bound dominates it.
+    """
     if not isinstance(planned.run_bound, ParetoPoint):
         return list(planned.front)
     own_point = planned.run_bound
@@ -192,7 +195,11 @@ def list_shown_points(planned: PlanResult) -> list[ParetoPoint]:
 def _simulate_front(
     problem: PlacementProblem, front: Sequence[ParetoPoint], costs: CostModel, seed: int
 ) -> list[SimulatedPoint]:
-    """Simulate every point of the front; replace a point by a runner-up that simulates faster."""
+    """Simulate the placement of every point of the Pareto front.
+
+    A runner-up that simulates faster than the point's placement replaces it. Simulations of
+    runners-up end when they have used up MAX_REPLAYED_GROUPS.
+    """
     dataflow, workload, manner = problem.dataflow, problem.workload, problem.run_options
 
     def simulate(candidate: PlacementCandidate) -> SimulationResult:
@@ -229,10 +236,10 @@ def _simulate_front(
 def select_gaining_points(
     simulated: Sequence[SimulatedPoint], own_bound: int | None = None
 ) -> tuple[list[SimulatedPoint], list[ExcludedBound]]:
-    """Split points into useful ones and the rest, with the reason.
+    """Split simulated points into points worth showing, and excluded bounds with their reasons.
 
-    A point is useful if its simulated throughput exceeds that of all lower bounds, or if the bound
-    is the run's own.
+    A point is worth showing if its simulated throughput exceeds that of all lower staleness bounds,
+    or if its bound is `own_bound`, the bound of the run's config.
     """
     kept: list[SimulatedPoint] = []
     lost: list[ExcludedBound] = []
@@ -253,7 +260,10 @@ def select_gaining_points(
 def _write_files(
     arguments: argparse.Namespace, report: PlanReport, costs: CostModel
 ) -> dict[str, Any]:
-    """Write the requested files; return settings in which a written config differs."""
+    """Write the best placement to the files of -o and --svg.
+
+    Returns the settings, by dotted key, in which a written config differs from the run's config.
+    """
     candidate = report.best_point.candidate
     placement, changed = candidate.placement, {}
     if arguments.output is not None:
@@ -275,7 +285,11 @@ def _write_files(
 
 
 def _read_requested_run(arguments: argparse.Namespace, report: PlanReport) -> RunConfig:
-    """Load the run's config, or its planned form if its own max_staleness is invalid."""
+    """Load the config that the user named, to compare the written config with it.
+
+    If that config is invalid, because --max-staleness replaces an invalid bound, returns the
+    planned config instead.
+    """
     try:
         return read_config(arguments.config, arguments.overrides)
     except ConfigError:
@@ -283,6 +297,7 @@ def _read_requested_run(arguments: argparse.Namespace, report: PlanReport) -> Ru
 
 
 def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
+    """Return the run's config with the best placement, ready to start on the cluster."""
     placement, problem = report.best_point.candidate.placement, report.problem
     is_bounded = problem.cluster.is_cpu or has_shared_generator_devices(placement)
     kv_cache_bytes = costs.kv_cache_bytes(placement) if is_bounded else None
@@ -295,7 +310,10 @@ def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
 def _diff_settings(
     before: Mapping[str, Any], after: Mapping[str, Any], place: str = ""
 ) -> dict[str, Any]:
-    """Return changed settings by dotted key, with their new values."""
+    """Return the settings in `after` that differ from `before`, by dotted key.
+
+    place: prefix of the keys.
+    """
     changed: dict[str, Any] = {}
     for key, value in after.items():
         old = before.get(key)

@@ -23,7 +23,7 @@ from streamrl.rewards.user_code.plugins import list_installed_kinds, load_regist
 
 @dataclass(frozen=True)
 class RewardOption:
-    """Key of a reward entry: default in YAML, or REQUIRED, and meaning."""
+    """Key of a reward entry in the config: its default as YAML (or REQUIRED), and its meaning."""
 
     default: str
     meaning: str
@@ -31,7 +31,10 @@ class RewardOption:
 
 @dataclass(frozen=True)
 class RewardKindEntry:
-    """Reward kind with a one-line summary, its source, and its options by name."""
+    """Kind of reward in the printed list: one-line summary, source, and options by name.
+
+    The source is streamrl, an installed package, or a Python file.
+    """
 
     summary: str
     source: str
@@ -47,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the kinds. Raises ConfigError for an unknown name."""
+    """Print all reward kinds, or the named kind. Raises ConfigError for an unknown kind."""
     kinds = list_builtin_kinds()
     for name, entry in list_plugin_kinds(arguments.path).items():
         if name in kinds:
@@ -76,9 +79,9 @@ def list_builtin_kinds() -> dict[str, RewardKindEntry]:
 
 
 def list_plugin_kinds(path: str) -> dict[str, RewardKindEntry]:
-    """Return kinds of installed packages, and kinds that a Python file registers.
+    """Return reward kinds of installed packages, and kinds that a user's Python file registers.
 
-    Raises ConfigError if the file cannot be imported.
+    path: the Python file, may be empty. Raises ConfigError if the file cannot be imported.
     """
     options = read_options(FunctionOptions)
     del options["function"]
@@ -94,9 +97,10 @@ def list_plugin_kinds(path: str) -> dict[str, RewardKindEntry]:
 
 
 def read_options(settings: type) -> dict[str, RewardOption]:
-    """Return the options of a dataclass, explained by its docstring or a base class's.
+    """Return the options in a dataclass of reward settings, with their defaults and meanings.
 
-    The options of the class itself precede inherited options.
+    Meanings come from docstrings of the class and its bases. Options of the class itself precede
+    inherited options.
     """
     meanings: dict[str, str] = {}
     for cls in settings.__mro__:
@@ -121,7 +125,10 @@ def describe_kind(name: str, entry: RewardKindEntry) -> str:
 
 
 def format_markdown(kinds: Mapping[str, RewardKindEntry]) -> str:
-    """Format a table of kinds and a table of options; options common to all kinds come first."""
+    """Format reward kinds as markdown: a table of kinds and a table of options.
+
+    Options common to all kinds come first.
+    """
     lines = ["| kind | what it is | options |", "| --- | --- | --- |"]
     users: dict[tuple[str, RewardOption], list[str]] = {
         (key, option): ["all"]

@@ -60,7 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _choose_timeout_s(run_dir: Path, counts: Mapping[str, int], timeout_s: float | None) -> float:
-    """Return the timeout in seconds. Raises ConfigError if the run or a role does not exist."""
+    """Return the seconds to wait until the run has answered a request to scale.
+
+    counts: replicas by option name. timeout_s: value of --timeout; by default the longest time in
+    which replicas may start and leave. Raises ConfigError if the run or a role does not exist.
+    """
     if not (run_dir / "config.yaml").is_file():
         rule = "holds no config.yaml" if run_dir.is_dir() else "no such directory"
         raise ConfigError(f"scale {run_dir}: not a run: {rule}")

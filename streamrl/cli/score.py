@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command. Returns 1 if a completion could not be scored, else 0."""
+    """Run `streamrl score`. Returns exit code 1 if a completion could not be scored, else 0."""
     config = _load_score_config(arguments.config, arguments.reward, arguments.overrides)
     # A user's reward file may print while imported; keep that out of the JSON lines.
     with contextlib.redirect_stdout(sys.stderr):
@@ -101,7 +101,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _choose_data_file(arguments: argparse.Namespace, config: RunConfig) -> DataFile:
-    """Return the recipe's settings for this file, overridden by the command line."""
+    """Return the prompt file that the command line names, with its reading options.
+
+    Options come from the command line, else from the recipe's entry for the same file.
+    """
     files = {file.path: file for file in (*config.data.train_files, *config.data.eval_files)}
     default = DataFile(arguments.rows, prompt_key=config.data.prompt_key)
     names = ("prompt_key", "label_key", "split")
@@ -112,7 +115,10 @@ def _choose_data_file(arguments: argparse.Namespace, config: RunConfig) -> DataF
 def _load_score_config(
     recipe: Path | None, rewards: Sequence[str], overrides: Sequence[str]
 ) -> RunConfig:
-    """Load the recipe or the defaults, with the rewards replaced if any are named."""
+    """Load the config of a recipe, or default settings without a recipe.
+
+    rewards: values of --reward, which replace the recipe's rewards. overrides: key=value settings.
+    """
     entries = ", ".join(_make_reward_entry(reward) for reward in rewards)
     # A recipe's scorer.combine refers to its own components.
     named = [f"rewards=[{entries}]", "scorer.combine=''"] if rewards else []
@@ -127,6 +133,7 @@ def _load_score_config(
 
 
 def _make_reward_entry(reward: str) -> str:
+    """Convert a value of --reward (kind, file.py:function, mapping) to YAML of an entry."""
     if reward.lstrip().startswith("{"):
         return reward
     entry = {"kind": reward}
@@ -138,6 +145,8 @@ def _make_reward_entry(reward: str) -> str:
 
 @dataclass(frozen=True)
 class RunRewardSets:
+    """Rewards and costs of a run, ready to score; costs are None if the run has none."""
+
     rewards: RewardSet
     costs: RewardSet | None
 
@@ -155,7 +164,11 @@ def _build_reward_sets(config: RunConfig) -> RunRewardSets:
 async def _score_groups(
     reward_sets: RunRewardSets, groups: Sequence[CompletionGroup], config: RunConfig
 ) -> list[ScoreLine]:
-    """Score all groups; print each line as soon as all lines before it are complete."""
+    """Score the completions of all groups; print and return a JSON line for each completion.
+
+    Lines are printed in the order of the completion file, each as soon as all earlier lines are
+    known.
+    """
     unprinted: dict[int, ScoreLine] = {}
     lines: list[ScoreLine] = []
 
@@ -190,7 +203,11 @@ async def score_concurrently(
     max_concurrent: int,
     on_scored: Callable[..., None],
 ) -> None:
-    """Score at most `max_concurrent` groups at a time. Rewards enforce their own timeouts."""
+    """Score at most `max_concurrent` groups at a time.
+
+    judge: coroutine function that scores a group. on_scored: receives the unpacked result of
+    `judge`. Rewards enforce their own timeouts.
+    """
     remaining, pending = iter(groups), set[asyncio.Task[Any]]()
     try:
         while True:
@@ -209,7 +226,11 @@ async def score_concurrently(
 async def score_group(
     reward_sets: RunRewardSets, group: CompletionGroup, configs: Sequence[RewardConfig]
 ) -> Sequence[ScoreLine]:
-    """Return one line per completion. `seconds` covers the whole group, queueing included."""
+    """Score the completions of one prompt row; return a JSON line for each completion.
+
+    configs: reward entries of the config. Field `seconds` is the time of the whole group, queueing
+    included. If a reward fails, the lines have no score and name the error.
+    """
     index, started = parse_uid(group.prompt.uid)[1], time.perf_counter()
     try:
         result = await reward_sets.rewards.judge_group(group.prompt, group.completions)
@@ -246,15 +267,16 @@ async def score_group(
 
 
 def _measure_elapsed(started: float) -> float:
+    """Return the seconds since the time `started` of time.perf_counter(), in whole microseconds."""
     return round(time.perf_counter() - started, 6)
 
 
 def combine_verdicts(verdicts: Mapping[str, str], configs: Sequence[RewardConfig]) -> str:
-    """Return the outcome of a completion over all components.
+    """Combine the outcomes of a completion's reward components into one outcome.
 
-    An outcome other than pass and wrong (a timeout, a crash) wins. Otherwise the completion passes
-    if every component with a weight or a gate passes, or, without such components, if all pass.
-    Components that did not judge the completion are ignored.
+    verdicts: outcome by component. An outcome other than pass and wrong (a timeout, a crash) wins.
+    Otherwise the completion passes if every component with a weight or a gate passes, or, without
+    such components, if all pass. Components that did not judge the completion are ignored.
     """
     judged = {name: outcome for name, outcome in verdicts.items() if outcome != NOT_JUDGED}
     unusual = [outcome for outcome in judged.values() if outcome not in (PASS, WRONG)]

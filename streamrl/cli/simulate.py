@@ -130,6 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_placement(path: Path) -> Placement:
+    """Read a placement from a JSON file that `streamrl plan -o` wrote."""
     try:
         content = read_small_json(path)
     except (OSError, ValueError) as error:
@@ -143,7 +144,10 @@ def _choose_placement(
     problem: PlacementProblem,
     chosen: Placement | None,
 ) -> Placement:
-    """Return the chosen placement or the config's own, checked against the cluster."""
+    """Return the placement to simulate, checked against the cluster.
+
+    chosen: placement of the option --placement; None takes the config's placement.
+    """
     placement = chosen or build_run_placement(config, problem.models)
     place = f"placement of {arguments.config}" if chosen is None else f"{arguments.placement}"
     try:
@@ -154,7 +158,10 @@ def _choose_placement(
 
 
 def _parse_failures(arguments: argparse.Namespace) -> FailureModel | None:
-    """Build the failure model, None without --mttf-h; `_complete_failures` adds the rest."""
+    """Build the model of node failures from --mttf-h and --restart-s; None without --mttf-h.
+
+    `_complete_failures` adds the checkpoint interval and the node size, which need the config.
+    """
     mttf_h, restart_s = arguments.mttf_h, arguments.restart_s
     options = f"--restart-s {restart_s:g}"
     # Without --mttf-h, still validate --restart-s, with any valid mttf_s.
@@ -171,7 +178,7 @@ def _parse_failures(arguments: argparse.Namespace) -> FailureModel | None:
 def _complete_failures(
     failures: FailureModel, config: RunConfig, problem: PlacementProblem
 ) -> FailureModel:
-    """Add the run's checkpoint interval and the size of the cluster's largest nodes."""
+    """Add the run's checkpoint interval and the device count of the cluster's largest nodes."""
     # A run without checkpoints restarts from step 0.
     every = config.checkpoint.every or MAX_STEPS
     devices = max(group.devices_per_node for group in problem.cluster.node_groups)
@@ -181,6 +188,7 @@ def _complete_failures(
 def _check_progress(
     failures: FailureModel, placement: Placement, costs: CostModel, steps: int
 ) -> None:
+    """Raise ConfigError if nodes fail so often that the simulated run would not progress."""
     calls = costs.problem.dataflow.select_calls(CallKind.TRAIN)
     trained = {call.stage: placement.assignments[call.stage] for call in calls}
     step_s = max(costs.call_duration_s(stage, assignment) for stage, assignment in trained.items())
@@ -193,6 +201,7 @@ def _check_progress(
 
 
 def describe_simulation(result: SimulationResult) -> list[str]:
+    """Format step time, throughput, staleness, ledger and crashes, and a table of the stages."""
     rows = [["stage", "idle", "groups waiting"]]
     for stage, idle in result.idle_fractions.items():
         depth = _compute_mean_depth(result, stage)
@@ -221,13 +230,14 @@ def describe_simulation(result: SimulationResult) -> list[str]:
 
 
 def _describe_cool_down(result: SimulationResult) -> str:
+    """Describe the last simulated steps, which admit no prompts; return "" without such steps."""
     if not result.cool_down_steps:
         return ""
     return f", the last {result.cool_down_steps} without new prompts"
 
 
 def _compute_mean_depth(result: SimulationResult, stage: str) -> float:
-    """Return the time-weighted mean number of groups waiting for a stage."""
+    """Return the mean number of groups that waited for a stage, weighted by simulated time."""
     changes = result.queue_depths.get(stage, ())
     if not changes:
         return 0.0
@@ -238,6 +248,7 @@ def _compute_mean_depth(result: SimulationResult, stage: str) -> float:
 
 
 def to_json(result: SimulationResult) -> dict[str, Any]:
+    """Return the results of a simulation as JSON-serializable values."""
     return {
         "step_s": result.mean_step_s,
         "step_s_median": result.median_step_s,

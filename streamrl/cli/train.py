@@ -92,8 +92,9 @@ def train(
 ) -> "RunResult":
     """Train a new, resumed or forked run, and write its run directory.
 
-    claim: lock on an existing run directory. Raises ConfigError before any file is written, and
-    the StreamError that ended the run.
+    engines: factory of the engines in the actors. claim: locks on run directories that the caller
+    holds already. Raises ConfigError before any file is written, and later the StreamError that
+    ended the run.
     """
     # Importing Ray and torch takes seconds; `--help` needs neither.
     from streamrl.actors.launch.driver import RunSession
@@ -175,10 +176,10 @@ def train(
 def _prepare_training(
     config: RunConfig, resume: ResumePoint | None
 ) -> tuple["PreparedRun", QueueLayout]:
-    """Load and check everything the run reads, and the queue folders of a resumed run.
+    """Load and check everything the run reads; return it with the layout of the queue's folders.
 
-    Raises ConfigError on a damaged checkpoint or on other data than the checkpoint's, before any
-    file is written.
+    Raises ConfigError if the checkpoint is damaged or was written with other data, before any file
+    is written.
     """
     from streamrl.config.preflight import prepare_run
     from streamrl.config.resume_checks import check_resume
@@ -195,7 +196,11 @@ def _prepare_training(
 
 @contextlib.contextmanager
 def _close_sinks_at_exit(sinks: SinkGroup, summary: EventFields) -> Iterator[None]:
-    """Close the sinks at the end; a disk error on close must not hide the run's own error."""
+    """Close the sinks of metrics and events at the end of the block.
+
+    If the block raises an error, a disk error of closing is suppressed and cannot hide it. summary:
+    outcome of the run, which the sinks report.
+    """
     try:
         yield
     except BaseException:
@@ -206,7 +211,7 @@ def _close_sinks_at_exit(sinks: SinkGroup, summary: EventFields) -> Iterator[Non
 
 
 def _add_crashes(error: StreamError, crashes: Sequence["CrashRecord"]) -> StreamError:
-    """Add processes killed by a signal, with their stack files, to the error."""
+    """Return the error with a text about each process that a signal killed, and its stacks."""
     if not crashes:
         return error
     descriptions = [f"{c.actor} crashed: {c.reason}, stacks in {c.stacks}" for c in crashes]
@@ -214,7 +219,10 @@ def _add_crashes(error: StreamError, crashes: Sequence["CrashRecord"]) -> Stream
 
 
 def _add_kept_checkpoint(error: StreamError, config: RunConfig) -> StreamError:
-    """Add the newest checkpoint and the resume command to the error of a full disk."""
+    """Return the error of a full disk with the newest checkpoint and the resume command added.
+
+    Other errors are returned unchanged.
+    """
     is_disk_error = isinstance(error, DiskError | JournalError | NoSpaceError)
     is_full = any(os.strerror(number) in str(error) for number in NO_SPACE)
     if not (is_disk_error and is_full) or "; kept: " in str(error):
@@ -230,6 +238,10 @@ def _add_kept_checkpoint(error: StreamError, config: RunConfig) -> StreamError:
 def _forward_reports(
     session: "RunSession", sinks: SinkGroup, log: RolloutLog, claim: RunDirClaim
 ) -> "RunResult":
+    """Pass the driver's reports on to sinks and rollout log until the run ends; return its result.
+
+    The first Ctrl-C or SIGTERM stops the run in order.
+    """
 
     def handle(report: DriverReport) -> None:
         if claim.run_lock is not None:
@@ -249,12 +261,16 @@ def _forward_reports(
 
 
 def _load_queue_layout(resume: ResumePoint) -> QueueLayout:
+    """Return the layout of the shard folders in the run directory of a resume point."""
     stored = load_config(resume.run_dir / "config.yaml", is_rehearsed=True)
     return resume.read_layout(shards=stored.queue.shards)
 
 
 def _load_position(checkpoint: Checkpoint, config: RunConfig, prompts: "PromptStream") -> None:
-    """Set prompts to a checkpoint's position; raises ConfigError if they do not belong to it."""
+    """Set the prompt stream to the position of a checkpoint.
+
+    Raises ConfigError if the state of the checkpoint is malformed or belongs to other prompts.
+    """
     try:
         Ledger.from_state(checkpoint.state["ledger"])
         prompts.load_state_dict(checkpoint.state["prompts"])
@@ -281,6 +297,7 @@ def _make_run_facts(config: RunConfig, resume: ResumePoint | None) -> RunInfo:
 
 
 def _make_summary(finish: "RunResult", run_dir: Path) -> dict[str, str]:
+    """Return outcome, last checkpoint and run directory for the final report of a run."""
     summary = {"outcome": "interrupted" if finish.is_interrupted else "finished"}
     if finish.checkpoint:
         summary["checkpoint"] = finish.checkpoint

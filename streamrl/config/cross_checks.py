@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_consistency(config: "RunConfig") -> None:
+    """Run all checks across config sections. Raises ConfigError at the first contradiction."""
     _check_group_sizes(config)
     _check_critic_trainer(config)
     _check_publishing(config)
@@ -37,6 +38,7 @@ def check_consistency(config: "RunConfig") -> None:
 
 
 def _check_group_sizes(config: "RunConfig") -> None:
+    """Check settings against the sizes of groups, steps and completions."""
     longest, buffer = config.generator.max_new_tokens, config.algorithm.overlong_buffer
     if buffer > longest:
         raise ConfigError(
@@ -66,7 +68,7 @@ def _check_group_sizes(config: "RunConfig") -> None:
 
 
 def _check_publishing(config: "RunConfig") -> None:
-    """Check that publishing every n-th version respects the staleness bounds.
+    """Check that publishing only every n-th version respects the staleness bounds of the pipeline.
 
     The last step before a publication trains on tokens n - 1 versions old.
     """
@@ -84,6 +86,7 @@ def _check_publishing(config: "RunConfig") -> None:
 
 
 def _check_pools(config: "RunConfig") -> None:
+    """Check the roles in placement.pools, and the split of a generator that shares devices."""
     roles, tp_size = config.dataflow.calls_by_role, config.generator.tensor_parallel
     is_shared = any("generator" in pool for pool in config.placement.shared_pools)
     if tp_size > 1 and is_shared and not config.placement.is_hybrid:
@@ -101,7 +104,7 @@ def _check_pools(config: "RunConfig") -> None:
 
 
 def find_colocation_conflict(config: "RunConfig") -> str:
-    """Return why trainer and generators cannot share processes (setting, value, reason), or ""."""
+    """Return why generators cannot run inside the trainer's ranks, naming the setting, or ""."""
     generator, ranks = config.generator, config.trainer.world_size
     tp_size = generator.tensor_parallel
     sizes = (
@@ -123,7 +126,10 @@ def find_colocation_conflict(config: "RunConfig") -> str:
 
 
 def find_conflict_at_any_size(config: "RunConfig", max_staleness: int) -> str:
-    """Return the conflict that exists for any number of ranks and replicas, or ""."""
+    """Return a setting that forbids a colocated run of any number of ranks, with the reason, or "".
+
+    max_staleness: staleness bound to assume in place of the config's.
+    """
     weights = config.weights
     drains = weights.on_update == "drain" and max_staleness > 0
     reasons = (
@@ -145,6 +151,10 @@ def find_conflict_at_any_size(config: "RunConfig", max_staleness: int) -> str:
 
 
 def _format_first_conflict(config: "RunConfig", reasons: Iterable[tuple[bool, str, str]]) -> str:
+    """Format the first conflict that applies, or return "".
+
+    reasons: (applies, setting, reason) of each possible conflict.
+    """
     for applies, setting, reason in reasons:
         if applies:
             section, key = setting.split(".")
@@ -154,10 +164,12 @@ def _format_first_conflict(config: "RunConfig", reasons: Iterable[tuple[bool, st
 
 
 def _describe_generator_hosts(tp_size: int) -> str:
+    """Name the trainer ranks that host a generator: each rank, or each group of `tp_size`."""
     return "each" if tp_size == 1 else f"every group of generator.tensor_parallel={tp_size}"
 
 
 def _check_reference(config: "RunConfig") -> None:
+    """Check that the algorithm uses the EMA reference, and that no LoRA factors are averaged."""
     every, decay = config.reference.every, config.reference.decay
     if every and "ref_logprobs" not in list_required_columns(
         config.algorithm.spec, config.algorithm_settings
@@ -174,18 +186,23 @@ def _check_reference(config: "RunConfig") -> None:
 
 
 def _list_critic_roles(config: "RunConfig") -> list[str]:
+    """Return the roles of the critics that produce columns the algorithm requires."""
     columns = config.algorithm.spec.columns
     return [role for column, role in CRITIC_BY_COLUMN.items() if column in columns]
 
 
 def _check_critic_trainer(config: "RunConfig") -> None:
-    """Check critic.trainer if the user set it, or if a separate critic inherits the trainer."""
+    """Check critic.trainer if the user set it, or if the run trains a separate critic.
+
+    A separate critic inherits the settings of the trainer.
+    """
     is_set = config.critic.trainer != CriticConfig().trainer
     if is_set or (_list_critic_roles(config) and config.critic.shared_coef is None):
         config.get_trainer_config(CRITIC)
 
 
 def _check_critic(config: "RunConfig") -> None:
+    """Check that critic settings take effect, and suit a critic that shares the policy's model."""
     critics = _list_critic_roles(config)
     for key, default in vars(CriticConfig()).items():
         if not critics and vars(config.critic)[key] != default:
@@ -211,6 +228,7 @@ def _check_critic(config: "RunConfig") -> None:
 
 
 def _check_columns(config: "RunConfig") -> None:
+    """Raise ConfigError if the algorithm requires a column that no stage produces."""
     try:
         # Raises for a column that no stage produces.
         build_dataflow(list_required_columns(config.algorithm.spec, config.algorithm_settings))
@@ -234,6 +252,7 @@ def check_algorithm(config: "RunConfig") -> None:
 
 
 def _check_costs(config: "RunConfig") -> None:
+    """Check that the config has costs exactly if the algorithm requires the column `costs`."""
     needs_costs = "costs" in config.algorithm.spec.columns
     if needs_costs and not config.costs:
         raise ConfigError(
@@ -247,7 +266,10 @@ def _check_costs(config: "RunConfig") -> None:
 
 
 def count_trained_steps(config: "RunConfig", role: str) -> int:
-    """Count the steps that train a role's model; the policy is frozen during critic warm-up."""
+    """Return the number of training steps that change a role's model.
+
+    Steps of the critic warm-up leave the policy frozen and do not count for the policy.
+    """
     frozen_steps = (
         config.critic.warmup_alone
         if role == POLICY and len(config.dataflow.trained_roles) > 1

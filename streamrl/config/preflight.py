@@ -1,6 +1,6 @@
-"""Preflight: every check that needs no process and writes no file.
+"""Preflight: every check of a run that starts no process and writes no file.
 
-`prepare_run` returns the loaded prompts and the dataflow for the start that follows.
+`prepare_run` returns the loaded prompts and the dataflow, with which the run then starts.
 """
 
 import asyncio
@@ -61,11 +61,12 @@ PROCESS_GIB = 0.4
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """Run that passed all checks and may start.
+    """Loaded inputs of a run that passed all checks and may start.
 
-    eval_prompts: prompts by name of their file. component_columns: reward and cost components.
-    max_length: maximum tokens of prompt plus completion. model_bytes: size of the stored weights.
-    reward_model_bytes: size of model-based rewards and costs, by role.
+    eval_prompts: evaluation prompts by file name. component_columns: columns of the reward and cost
+    components. max_length: maximum tokens of prompt plus completion. model_bytes: size of the
+    policy's weight files. notes: messages to log at the start. reward_model_bytes: size of the
+    models that compute rewards and costs, by role.
     """
 
     dataflow: Dataflow
@@ -168,7 +169,10 @@ def prepare_run(config: RunConfig) -> PreparedRun:
 
 
 def _check_lr_schedule(config: RunConfig, role: str, section: str) -> None:
-    """Raise ConfigError if the role's learning-rate schedule is invalid for its number of steps."""
+    """Raise ConfigError if a role's learning-rate schedule does not suit its number of steps.
+
+    section: config section of the role's trainer, for the error.
+    """
     try:
         config.get_trainer_config(role).compute_lr(0, count_trained_steps(config, role))
     except ConfigError as error:
@@ -180,7 +184,10 @@ def _check_lr_schedule(config: RunConfig, role: str, section: str) -> None:
 def list_placement_options(
     config: RunConfig, prepared: PreparedRun, on_gpu: bool
 ) -> dict[str, PlacementOption]:
-    """Return the resource demands of each allowed mode, best first, or why the mode is excluded."""
+    """Return the resources that each allowed placement mode demands, best mode first.
+
+    A mode that cannot run has the reason in place of its demands. on_gpu: the cluster has GPUs.
+    """
     modes = [config.placement.mode]
     # Ray reports its GPUs only after it has started.
     has_gpu = on_gpu or torch.cuda.is_available()
@@ -203,6 +210,7 @@ def list_placement_options(
 
 
 def _find_budget_problem(config: RunConfig, on_gpu: bool) -> str:
+    """Return why a process of a colocated run exceeds placement.memory_mb, or ""."""
     if config.placement.memory_mb is None:
         return ""
     try:
@@ -213,7 +221,7 @@ def _find_budget_problem(config: RunConfig, on_gpu: bool) -> str:
 
 
 def _find_serving_problem(config: RunConfig, on_gpu: bool) -> str:
-    """Return why vLLM cannot load new weights under this placement, or ""."""
+    """Return why vLLM cannot load new weights under the config's placement, or ""."""
     path, ranks, placement = config.model.path, config.generator.tensor_parallel, config.placement
     if placement.is_hybrid:
         architectures = read_model_config(path).architectures or ()
@@ -223,7 +231,7 @@ def _find_serving_problem(config: RunConfig, on_gpu: bool) -> str:
 
 
 def _find_cache_problem(config: RunConfig, demands: Sequence[ResourceDemand]) -> str:
-    """Return the error if a generator would claim all memory of a shared GPU, or ""."""
+    """Return the error if a generator's KV cache would take all memory of a shared GPU, or ""."""
     if config.generator.kv_cache_mb is not None or not config.placement.shared_pools:
         return ""
     placement = assign_slots(config)
@@ -245,11 +253,10 @@ def _find_cache_problem(config: RunConfig, demands: Sequence[ResourceDemand]) ->
 def list_resource_demands(
     config: RunConfig, prepared: PreparedRun, on_gpu: bool
 ) -> list[ResourceDemand]:
-    """Return the resource demands of a run's actors in flow order.
+    """Return the CPUs, GPUs and memory that a run's actors demand from Ray, in dataflow order.
 
-    Shards and the coordinator take no slot.
-
-    With shared pools the slots are demanded separately, and each actor uses part of a slot.
+    Queue shards and the coordinator take no slot and are left out. With shared pools the slots are
+    demanded separately, and each actor uses part of a slot.
     """
     is_shared = bool(config.placement.shared_pools)
     demands = []
@@ -281,7 +288,10 @@ def list_resource_demands(
 def _iter_slot_demands(
     config: RunConfig, demands: Sequence[ResourceDemand]
 ) -> Iterator[ResourceDemand]:
-    """Yield the demand for shared slots; a slot with a model on a GPU demands a GPU."""
+    """Yield the resources of the placement slots that roles share.
+
+    A slot demands a GPU if a role in it has a model on a GPU.
+    """
     placement, key = assign_slots(config), f"placement.mode={config.placement.mode}"
     on_gpus = len(placement.find_slots({d.calls[0].role for d in demands if d.gpus}))
     for count, gpus in ((on_gpus, 1), (placement.num_slots - on_gpus, 0)):
@@ -290,9 +300,10 @@ def _iter_slot_demands(
 
 
 def check_worker_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | None:
-    """Return the memory of a worker of a colocated run.
+    """Return the memory of a process that trains and generates in a colocated run.
 
-    Raises ConfigError with the arithmetic if the worker exceeds placement.memory_mb.
+    None for other placement modes. Raises ConfigError with the arithmetic if the memory exceeds
+    placement.memory_mb.
     """
     budget_mb, generator = config.placement.memory_mb, config.generator
     if not config.placement.is_hybrid:
@@ -315,6 +326,7 @@ def check_worker_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | No
 
 
 def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
+    """Return the bytes of the largest group that the run can store in the queue."""
     return max_group_bytes(
         prepared.dataflow,
         prepared.component_columns,
@@ -326,9 +338,10 @@ def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
 def compute_shard_bytes(
     config: RunConfig, prepared: PreparedRun, *, node_stores: Sequence[float]
 ) -> int:
-    """Return the object-store bytes that one shard may use on any node.
+    """Return the object-store bytes that a queue shard may use, whichever node it runs on.
 
-    node_stores: object store size of each node, bytes. Raises ConfigError if a step may need more.
+    node_stores: object store size of each node, bytes. Raises ConfigError if a training step may
+    need more.
     """
     per_node, smallest = -(-config.queue.shards // len(node_stores)), min(node_stores)
     shard_bytes = int(config.queue.store_share * smallest / per_node)
@@ -343,7 +356,11 @@ def compute_shard_bytes(
 
 
 def _note_frozen_experts(path: str, trainer: TrainerConfig, section: str) -> list[str]:
-    """Note that routed experts stay frozen under LoRA: their weights are not Linear modules."""
+    """Return a list with a note if LoRA leaves routed experts frozen, else an empty list.
+
+    LoRA adapts Linear modules; the weights of routed experts belong to none. path: model directory.
+    section: config section of the trainer.
+    """
     if not trainer.lora_rank:
         return []
     shapes = read_stored_shapes(Path(path), "model.path")
@@ -363,6 +380,7 @@ def _note_frozen_experts(path: str, trainer: TrainerConfig, section: str) -> lis
 
 
 def _check_stop_tokens(config: RunConfig) -> None:
+    """Raise ConfigError if generator.stop_token_ids exceeds the vocabulary of the model."""
     vocab_size = load_vocab_size(config.model.path)
     for token_id in config.generator.stop_token_ids:
         if token_id >= vocab_size:
@@ -372,6 +390,7 @@ def _check_stop_tokens(config: RunConfig) -> None:
 
 
 def _check_micro_batch(config: RunConfig, max_length: int) -> None:
+    """Raise ConfigError if a rollout of `max_length` tokens exceeds a micro-batch."""
     budget, max_new_tokens = config.pipeline.micro_batch_tokens, config.generator.max_new_tokens
     if budget < max_length:
         raise ConfigError(
@@ -384,6 +403,7 @@ def _check_micro_batch(config: RunConfig, max_length: int) -> None:
 def _collect_notes(
     config: RunConfig, train: TrainingFiles, evaluation: LoadedPrompts
 ) -> tuple[str, ...]:
+    """Return notes for the log: unused rows, a frozen policy, and epochs per file of the run."""
     notes = [note for opened in train.files for note in opened.notes]
     notes += [note for loaded in evaluation.files for note in loaded.notes]
     if config.critic.warmup_alone >= config.run.steps:

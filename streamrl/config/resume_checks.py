@@ -37,10 +37,11 @@ from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
 def load_run_log(
     run_dir: Path, state: Mapping[str, Any] | None, *, debug: bool = False
 ) -> RecoveredRunLog:
-    """Recover the run log from a checkpoint's state on, or from its beginning.
+    """Recover the state of a run from its run log, from a checkpoint or the log's beginning on.
 
-    Raises JournalError for an unreadable log, and LedgerError if the log contradicts itself or
-    the checkpoint.
+    state: state of the checkpoint, None without a checkpoint. debug: check the ledger uid by uid.
+    Raises JournalError for an unreadable log, and LedgerError if the log contradicts itself or the
+    checkpoint.
     """
     first = state["cuts"][RUN_LOG_FOLDER] if state is not None else 0
     ledger = state["ledger"] if state is not None else None
@@ -49,9 +50,10 @@ def load_run_log(
 
 
 def redraw_prompts(prompts: PromptStream, drawn: Sequence[str], run_dir: Path) -> None:
-    """Advance `prompts` past the uids drawn since the checkpoint.
+    """Advance the prompt stream past the prompts drawn since the checkpoint.
 
-    Raises JournalError if the data now yields different prompts.
+    drawn: uids of those prompts in the run log, in order. Raises JournalError if the data now
+    yields different prompts.
     """
     redrawn = [prompt.uid for prompt in prompts.draw_prompts(len(drawn))]
     if redrawn != list(drawn):
@@ -63,9 +65,10 @@ def redraw_prompts(prompts: PromptStream, drawn: Sequence[str], run_dir: Path) -
 def check_resume(
     resume: ResumePoint, layout: QueueLayout, config: RunConfig, prompts: PromptStream
 ) -> None:
-    """Raise a one-line ConfigError if the run cannot resume from here. Changes no file.
+    """Raise a one-line ConfigError if the run cannot resume from `resume`. Changes no file.
 
-    layout: shard folders of the run. prompts: left at their position.
+    layout: shard folders of the run. prompts: prompt stream at the checkpoint; its position stays
+    unchanged.
     """
     from streamrl.telemetry.sink_group import check_resumable_sinks
 
@@ -95,6 +98,7 @@ def check_resume(
 
 
 def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
+    """Raise CheckpointError if a model or trainer state in the checkpoint is lost or damaged."""
     from streamrl.engines.checkpoint.sharded_state import PROGRESS_FILE, check_saved_state
     from streamrl.engines.checkpoint.trainer_checkpoint import load_legacy_progress
     from streamrl.engines.models.supported_models import check_weight_files
@@ -116,6 +120,10 @@ def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
 def _check_queue(
     resume: ResumePoint, layout: QueueLayout, config: RunConfig, prompts: PromptStream
 ) -> None:
+    """Check the run log, and the snapshots and journals of all shards.
+
+    Raises JournalError if a training step must be repeated and a group of the step is lost.
+    """
     state = resume.checkpoint.state if resume.checkpoint else None
     steps: Collection[TrainedStep] = ()
     if resume.should_keep_journal:
@@ -141,7 +149,10 @@ def _check_queue(
 
 
 def _read_shard(resume: ResumePoint, name: str, schemas: Mapping[str, StageSchema]) -> ShardState:
-    """Recover a shard as its actor would, skipping damaged records, and decode its prompts."""
+    """Recover the state of the queue shard `name` from its files, and decode the prompts in it.
+
+    Skips damaged records, as the shard's actor would. Raises JournalError for a damaged prompt.
+    """
     journal = get_journal_dir(resume.run_dir, name) if resume.should_keep_journal else None
     state, _ = recover_state(schemas, journal, resume.find_snapshot(name))
     for group in state.groups.values():
@@ -153,7 +164,10 @@ def _read_shard(resume: ResumePoint, name: str, schemas: Mapping[str, StageSchem
 
 
 def _check_metric_rows(run_dir: Path) -> None:
-    """Check that all metric rows and events parse; a resume reads and truncates both files."""
+    """Raise ConfigError if a line of metrics.jsonl or events.jsonl cannot be parsed.
+
+    A resume reads both files and truncates them to the checkpoint.
+    """
     for name in (METRICS_FILE, EVENTS_FILE):
         path = run_dir / name
         if path.exists() and not path.is_file():
@@ -168,7 +182,10 @@ def _check_metric_rows(run_dir: Path) -> None:
 
 
 def _find_line_problem(line: object, name: str) -> str:
-    """Return the problem of a line in metrics.jsonl or events.jsonl, or ""."""
+    """Return why a parsed line of metrics.jsonl or events.jsonl is invalid, or "".
+
+    name: name of the file.
+    """
     if not isinstance(line, dict):
         return "not a JSON object"
     if name == EVENTS_FILE:
@@ -183,10 +200,10 @@ def _find_line_problem(line: object, name: str) -> str:
 
 
 def repartition_queue(resume: ResumePoint, layout: QueueLayout, shards: int) -> None:
-    """Redistribute the groups of a run over another number of shards.
+    """Redistribute the groups in a run's journals over another number of queue shards.
 
-    The old folders stay valid until one rename makes the new layout current. Raises OSError and
-    JournalError.
+    layout: present shard folders, which stay valid until one rename makes the new layout current.
+    Raises OSError and JournalError.
     """
     new = QueueLayout(shards, find_next_generation(resume.run_dir))
     folders = [get_journal_dir(resume.run_dir, name) for name in new.shard_names]

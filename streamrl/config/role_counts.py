@@ -8,7 +8,11 @@ from streamrl.placement import SlotMap, lay_out_slots
 
 
 def with_placement_mode(config: RunConfig, mode: str) -> RunConfig:
-    """Set the placement mode of an "auto" run; a disaggregated run has no worker memory budget."""
+    """Return the config with placement mode `mode` in place of "auto".
+
+    In place of "auto", disaggregated also drops placement.memory_mb, a limit of colocated
+    processes.
+    """
     placement = config.placement
     has_workers = not (placement.mode == "auto" and mode == "disaggregated")
     budget_mb = placement.memory_mb if has_workers else None
@@ -16,7 +20,10 @@ def with_placement_mode(config: RunConfig, mode: str) -> RunConfig:
 
 
 def count_actors(config: RunConfig) -> dict[str, tuple[str, int]]:
-    """Return (setting, number of actors) by role, in flow order."""
+    """Return the number of actors of each role, with the setting that determines the number.
+
+    Roles come in the order of the dataflow.
+    """
     scorers = ("scorer.replicas", config.scorer.replicas)
     value_models = ("critic.replicas", config.critic.replicas)
     policy = ("trainer.world_size", config.trainer.world_size)
@@ -37,10 +44,11 @@ def count_actors(config: RunConfig) -> dict[str, tuple[str, int]]:
 
 
 def assign_slots(config: RunConfig) -> SlotMap:
+    """Assign each role its placement slots; roles of a shared pool have slots in common."""
     counts = {role: count for role, (_, count) in count_actors(config).items()}
     return lay_out_slots(config.placement.shared_pools, counts)
 
 
 def describe_shared_slots(config: RunConfig) -> str:
-    """Describe in one line which roles share slots; empty without shared pools."""
+    """Describe in one line which roles share placement slots; return "" without shared pools."""
     return assign_slots(config).describe() if config.placement.shared_pools else ""

@@ -1,4 +1,4 @@
-"""RunConfig: the config sections of all rooms, read from YAML and key=value overrides."""
+"""RunConfig: all config sections of a run, read from YAML and key=value overrides."""
 
 import dataclasses
 import difflib
@@ -120,7 +120,7 @@ class ModelConfig:
 
 @dataclass
 class RunConfig:
-    """All settings of a run, one section per room."""
+    """Settings of a run, one field per config section."""
 
     run: RunSettings = field(default_factory=RunSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -162,13 +162,14 @@ class RunConfig:
 
     @property
     def colocation_conflict(self) -> str:
+        """Reason why generators cannot run inside the trainer's ranks, or ""."""
         return find_colocation_conflict(self)
 
     @property
     def needs_resharding(self) -> bool:
-        """Whether all ranks convert each version together to the layout of their generators.
+        """True if the trainer's ranks reshard each version for the generators inside them.
 
-        Needed if a rank trains another part of the policy than its generator serves.
+        In a colocated run a rank may train another part of the policy than its generator serves.
         """
         is_split = self.generator.tensor_parallel > 1
         return self.placement.is_hybrid and (self.trainer.has_sharded_params or is_split)
@@ -179,7 +180,7 @@ class RunConfig:
 
     @property
     def algorithm_settings(self) -> AlgorithmSettings:
-        """Algorithm settings, with open defaults resolved from other sections."""
+        """Algorithm settings, with defaults that depend on other config sections filled in."""
         return self.algorithm.to_settings(
             max_length=self.generator.max_new_tokens,
             reward_weights={reward.component_name: reward.weight for reward in self.rewards},
@@ -197,24 +198,34 @@ class RunConfig:
         )
 
     def get_trainer_config(self, role: str) -> TrainerConfig:
-        """Return the training settings of a role. Raises ConfigError for a bad critic.trainer."""
+        """Return the training settings of a role: `trainer`, for critics changed by critic.trainer.
+
+        Raises ConfigError for an invalid critic.trainer.
+        """
         if role == POLICY:
             return self.trainer
         return _overlay_settings(self.trainer, self.critic.trainer, section="critic.trainer")
 
     def get_model_path(self, role: str) -> str:
+        """Return the model directory from which a trained role, policy or critic, starts."""
         return self.model.path if role == POLICY else self.critic.path or self.model.path
 
     @property
     def trusted_models(self) -> list[str]:
-        """Model directories that may run their own code."""
+        """Model directories that may run their own Python code.
+
+        Empty unless model.trust_remote_code.
+        """
         return (
             [self.model.path, self.get_model_path(CRITIC)] if self.model.trust_remote_code else []
         )
 
     @property
     def capacity_groups(self) -> int:
-        """Groups that the queue may hold; by default as many as the pipeline keeps in flight."""
+        """Number of groups that the queue may hold.
+
+        By default as many as the pipeline keeps in flight.
+        """
         in_flight = (self.pipeline.max_steps_ahead + 1) * self.pipeline.groups_per_step
         needed = math.ceil(in_flight * (self.filter.oversample_factor or MOST_OVERSAMPLED))
         return needed if self.queue.capacity_groups is None else self.queue.capacity_groups
@@ -225,9 +236,8 @@ def load_config(
 ) -> RunConfig:
     """Read a YAML file and key=value overrides into a checked RunConfig.
 
-    is_rehearsed: skip the algorithm's dry run, because it passed when the run started.
-
-    Raises ConfigError in one line: key, value and rule, or the nearest valid key.
+    is_rehearsed: skip the algorithm's dry run, because it passed when the run started. Raises a
+    one-line ConfigError with key, value and rule, or with the nearest valid key.
     """
     return build_config(
         _read_config_file(path), overrides, place=str(path), is_rehearsed=is_rehearsed
@@ -241,7 +251,10 @@ def build_config(
     place: str,
     is_rehearsed: bool = False,
 ) -> RunConfig:
-    """Apply overrides to parsed settings and check them; `place` names their source in errors."""
+    """Build a checked RunConfig from settings in YAML's structure and key=value overrides.
+
+    place: source of the settings, for errors. is_rehearsed: skip the algorithm's dry run.
+    """
     for override in overrides:
         _apply_override(settings, override)
     config = parse_settings(settings, place=place)
@@ -252,9 +265,10 @@ def build_config(
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Change settings, given by dotted key, in a config of the same algorithm.
+    """Return the config with changed settings, given by dotted key.
 
-    Raises ConfigError if the result is inconsistent.
+    The algorithm must stay the same, because its dry run is not repeated. Raises ConfigError if the
+    result is inconsistent.
     """
     changed = _replace_settings(config, settings)
     assert isinstance(changed, RunConfig)
@@ -262,9 +276,10 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def _replace_settings(section: Any, settings: Mapping[str, Any]) -> Any:
-    """Replace values in a dataclass, or in a mapping of overrides, all at once.
+    """Return a section, or a mapping of overrides, with all changed settings replaced at once.
 
-    One replacement avoids checking half-changed sections.
+    settings: new values by dotted key within the section. A single replacement avoids checking
+    half-changed sections.
     """
     values: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
@@ -281,7 +296,10 @@ def _replace_settings(section: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def parse_settings(settings: DictConfig, *, place: str) -> RunConfig:
-    """Check raw settings against the structure of RunConfig; `place` names their source."""
+    """Convert settings in YAML's structure to a RunConfig; check keys, types and values.
+
+    place: source of the settings, for errors. Raises a one-line ConfigError.
+    """
     raw = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), RunConfig)
     for key, value, section in _iter_settings(raw, RunConfig, ""):
         _check_key(key, value, section, place)
@@ -300,10 +318,10 @@ def parse_settings(settings: DictConfig, *, place: str) -> RunConfig:
 
 
 def _find_refused_key(error: OmegaConfBaseException, raw: Mapping[str, Any]) -> str:
-    """Return the full key of the refused value.
+    """Return the full key of the setting that OmegaConf refused with `error`.
 
     For values inside lists OmegaConf reports only the key within the entry, or the entry's index.
-    Merging each entry alone finds the bad one.
+    Merging each entry alone finds the refused value.
     """
     key = str(error.full_key or "")
     if error.object_type is not RewardConfig and key and not key.isdigit():
@@ -324,7 +342,10 @@ def _find_refused_key(error: OmegaConfBaseException, raw: Mapping[str, Any]) -> 
 def _iter_list_entries(
     settings: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], int, Any]]:
-    """Yield (path, index, entry) for lists that are not inside other lists."""
+    """Yield (keys of the list, index, entry) for lists in nested settings.
+
+    Leaves out lists that are inside other lists.
+    """
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from _iter_list_entries(value, (*path, name))
@@ -333,7 +354,10 @@ def _iter_list_entries(
 
 
 def _fold_kind_options(raw: Any) -> Any:
-    """Move options of rewards, costs and filter that depend on their kind under `options`."""
+    """Move options that depend on the kind of a reward, cost or filter under the key `options`.
+
+    Users write such options beside `kind`.
+    """
     fields = {key: set(get_type_hints(kind)) for key, kind in _OPTION_SECTIONS.items()}
     folded = dict(raw)
     for key in folded.keys() & fields.keys():
@@ -355,7 +379,10 @@ _OPTION_SECTIONS = {"rewards": RewardConfig, "costs": RewardConfig, "filter": Fi
 def _overlay_settings(
     config: TrainerConfig, changes: Mapping[str, Any], *, section: str
 ) -> TrainerConfig:
-    """Change some training settings; errors name `section`."""
+    """Return the trainer's settings with the changes that another section makes, checked.
+
+    section: name of that section for errors, such as critic.trainer.
+    """
     if not changes:
         return config
     for name, value in changes.items():
@@ -377,7 +404,10 @@ def _overlay_settings(
 
 
 def _check_values(settings: Any, place: str) -> None:
-    """Raise ConfigError for a non-finite number, or text with a zero byte."""
+    """Raise ConfigError if nested settings contain a non-finite number, or text with a zero byte.
+
+    place: key of the settings, for the error.
+    """
     for key, value in _iter_leaves(settings, place):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}={value}: must be a finite number")
@@ -386,7 +416,7 @@ def _check_values(settings: Any, place: str) -> None:
 
 
 def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield all scalar settings with their full keys."""
+    """Yield (full key, value) for all scalars in nested settings."""
     if isinstance(value, dict):
         for name, inner in value.items():
             # The options of a reward or a filter are written beside its fixed keys.
@@ -400,7 +430,10 @@ def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _make_paths_absolute(config: RunConfig) -> None:
-    """Resolve paths: actors and later resumes may run in another working directory."""
+    """Make all paths in the config absolute, in place.
+
+    Actors and later resumes may run in another working directory.
+    """
     config.model.path = str(Path(config.model.path).absolute())
     if config.critic.path:
         config.critic.path = str(Path(config.critic.path).absolute())
@@ -425,7 +458,10 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def _read_config_file(path: Path) -> DictConfig:
-    """Read a YAML file into an OmegaConf mapping, which supports ${...} interpolation."""
+    """Read a YAML file as an OmegaConf mapping, which supports ${...} interpolation.
+
+    Raises ConfigError for an unreadable or malformed file.
+    """
     try:
         loaded = read_small_yaml(path)
     except OSError as error:
@@ -448,7 +484,7 @@ YAML_VALUE_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
 
 
 def _apply_override(settings: DictConfig, override: str) -> None:
-    """Set one key=value; index list entries as in rewards[0].weight=2."""
+    """Apply a key=value override to settings in place; rewards[0].weight=2 sets a list entry."""
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"{override!r}: write an override as key=value")
@@ -462,7 +498,10 @@ def _apply_override(settings: DictConfig, override: str) -> None:
 
 
 def _iter_settings(raw: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (full key, value, dataclass that should have the key) for every given setting."""
+    """Yield (full key, value, dataclass that should have the key) for every setting the user wrote.
+
+    raw: settings as read. kind: type of those settings. prefix: start of the keys.
+    """
     if get_origin(kind) is list and isinstance(raw, list):
         for i, item in enumerate(raw):
             yield from _iter_settings(item, get_args(kind)[0], f"{prefix.removesuffix('.')}[{i}].")
@@ -482,6 +521,10 @@ UNSUPPORTED_SETTINGS = dict.fromkeys(
 
 
 def _check_key(key: str, value: Any, section: Any, place: str) -> None:
+    """Raise ConfigError for an unknown or unsupported key, or a value of the wrong structure.
+
+    section: dataclass that should have the key. place: source of the setting, for the error.
+    """
     hints = get_type_hints(section)
     parent, _, name = key.rpartition(".")
     if section is DataConfig and name in FILE_KEYS and name not in hints:
@@ -508,6 +551,7 @@ def _check_key(key: str, value: Any, section: Any, place: str) -> None:
 
 
 def _iter_keys(kind: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a settings dataclass and of dataclasses nested in it."""
     for name, hint in get_type_hints(kind).items():
         item = get_args(hint)[0] if get_origin(hint) is list else hint
         yield f"{prefix}{name}"

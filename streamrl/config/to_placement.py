@@ -63,9 +63,10 @@ NO_MATCHING_POOLS = "no placement mode or pools of roles give these devices"
 
 
 def build_run_placement(config: RunConfig, roles: Collection[str]) -> Placement:
-    """Build the placement of a run's calls, limited to calls with a model of `roles`.
+    """Build the placement that a run's config describes: devices and rank grid of each model call.
 
-    Devices count from 0; placement.mode=auto is read as disaggregated.
+    roles: roles with a model; calls of other roles are left out. Devices count from 0;
+    placement.mode=auto is read as disaggregated.
     """
     counts = {role: count for role, (_, count) in count_actors(config).items()}
     tp_size = config.generator.tensor_parallel
@@ -89,7 +90,7 @@ def build_run_placement(config: RunConfig, roles: Collection[str]) -> Placement:
 
 
 def renumber_devices(placement: Placement) -> Placement:
-    """Renumber the devices without gaps, skipping unused devices."""
+    """Renumber the devices of a placement from 0 without gaps, skipping unused devices."""
     used = sorted({d for a in placement.assignments.values() for d in a.mesh.devices})
     number = {device: i for i, device in enumerate(used)}
     return replace(
@@ -106,11 +107,11 @@ def renumber_devices(placement: Placement) -> Placement:
 def apply_placement(
     config: RunConfig, placement: Placement, *, kv_cache_bytes: float | None = None
 ) -> RunConfig:
-    """Return the same run with this placement; inverse of `build_run_placement` up to numbering.
+    """Return the config with its settings changed so that the run uses this placement.
 
-    kv_cache_bytes: KV cache per generator device, unless the config sets a size; by default the
-    engine decides. Raises ConfigError, naming the call or devices, if streamrl cannot run the
-    placement.
+    Inverse of `build_run_placement`, except for the numbers of the devices. kv_cache_bytes: KV
+    cache per generator device, unless the config sets a size; by default vLLM decides. Raises
+    ConfigError, naming the call or devices, if streamrl cannot run the placement.
     """
     stages = {
         call.stage: call for call in config.dataflow.calls if call.stage in placement.assignments
@@ -134,10 +135,11 @@ def apply_placement(
 
 
 def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens: int) -> RunConfig:
-    """Set what the run needs to start on a cluster, unless it names a Ray address.
+    """Return the config with the Ray settings that a start on a cluster needs.
 
-    On several nodes the run joins the running Ray cluster. On one node the run starts Ray itself,
-    with as many CPU slots as its actors need and an object store in which any shard fits a step.
+    A config that names a Ray address stays unchanged. On several nodes the run joins the running
+    Ray cluster. On a single node the run starts Ray itself, with as many CPU slots as its actors
+    need and an object store in which any shard fits a step.
 
     longest_tokens: tokens of the longest rollout.
     """
@@ -172,11 +174,12 @@ def has_shared_generator_devices(placement: Placement) -> bool:
 
 
 def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules:
-    """Return split rules for a run's dtypes and models; they restrict `list_zero_stages`.
+    """Return a function that lists the ZeRO stages a run can use for a model call on a rank grid.
 
-    The torch backend, which trains tensor-parallel layers, keeps no fp32 master weights for
-    bfloat16 parameters and no adapters under tensor parallelism. Without tensor parallelism it
-    shards the whole model (ZeRO 3) or replicates it (0).
+    The function restricts `list_zero_stages` by the run's dtypes and models. The torch backend,
+    which trains tensor-parallel layers, keeps no fp32 master weights for bfloat16 parameters and no
+    adapters under tensor parallelism. Without tensor parallelism it shards the whole model (ZeRO 3)
+    or replicates it (0).
     """
     trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
     unsplittable_roles = {
@@ -204,10 +207,11 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
 
 
 def list_zero_stages(call: ModelCall, grid: RankGrid) -> Sequence[int]:
-    """Return the ZeRO stages under which streamrl can run a call on this grid, possibly empty.
+    """Return the ZeRO stages under which streamrl can run a model call on a rank grid.
 
-    streamrl supports no pipeline parallelism, and scoring models must fit one device. The torch
-    backend trains tensor-parallel layers, and shards over replicas fully (3) or not at all (0).
+    Empty if streamrl cannot run the call there: pipeline parallelism is unsupported, and scoring
+    models must fit one device. The torch backend trains tensor-parallel layers, and shards over
+    replicas fully (3) or not at all (0).
     """
     if grid.pp_size > 1 or (call.kind is CallKind.SCORE and grid.tp_size > 1):
         return ()
@@ -221,7 +225,10 @@ def list_zero_stages(call: ModelCall, grid: RankGrid) -> Sequence[int]:
 def make_run_costs(
     config: RunConfig, problem: PlacementProblem, costs: PlacementCosts
 ) -> "RunnablePlacementCosts":
-    """Restrict costs to placements that `streamrl train` accepts."""
+    """Return costs that declare placements infeasible unless `streamrl train` accepts them.
+
+    Acceptance depends on the config and the cluster of the problem.
+    """
     # Without a model directory (a size by name) assume an architecture that vLLM supports.
     architectures = problem.models[POLICY].architectures
     on_gpu = not problem.cluster.is_cpu
@@ -242,7 +249,7 @@ def make_run_costs(
 
 
 class RunnablePlacementCosts:
-    """Costs that declare placements infeasible unless streamrl can run them."""
+    """Predicted costs of placements, infeasible for placements that streamrl cannot run."""
 
     def __init__(
         self,
@@ -251,7 +258,10 @@ class RunnablePlacementCosts:
         *,
         find_refusal: Callable[[PlacementConfig, int], str] = lambda _placement, _bound: "",
     ) -> None:
-        """`find_refusal` returns why a run refuses a placement config under a bound, or ""."""
+        """Wrap the costs of placements of a dataflow.
+
+        find_refusal: returns why a run refuses a placement config under a staleness bound, or "".
+        """
         self._costs, self._dataflow, self._find_refusal = costs, dataflow, find_refusal
         self._pool_cache: dict[
             tuple[bool, tuple[tuple[str, Mesh], ...]], PlacementConfig | None
@@ -281,6 +291,7 @@ class RunnablePlacementCosts:
         return self._costs.explain_infeasible(placement) or self._find_run_problem(placement)
 
     def _find_run_problem(self, placement: Placement) -> str:
+        """Return why streamrl cannot run a placement, or ""."""
         for stage, assignment in placement.assignments.items():
             if assignment.ep_size > 1:
                 return f"{stage} on {assignment.mesh}: {NO_EXPERT_PARALLELISM}"
@@ -305,6 +316,7 @@ class RunnablePlacementCosts:
 
 
 def _check_supported(call: ModelCall, assignment: CallAssignment, placement: Placement) -> None:
+    """Raise ConfigError if streamrl cannot run a model call on its assigned devices and grid."""
     place, grid = f"placement.{call.stage}: {assignment}", assignment.grid
     if assignment.ep_size > 1:
         raise ConfigError(f"{place}: {NO_EXPERT_PARALLELISM}")
@@ -325,7 +337,10 @@ def _check_supported(call: ModelCall, assignment: CallAssignment, placement: Pla
 
 
 def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:
-    """Name two roles whose sizes differ although one setting controls both, or return ""."""
+    """Return a text on two roles that a placement sizes differently, or "".
+
+    Checks only roles that take their number of actors and split from the same setting.
+    """
     calls = {call.role: placement.assignments.get(call.stage) for call in dataflow.calls}
     for roles in EQUALLY_SIZED_ROLES:
         present = [(role, call) for role in roles if (call := calls.get(role)) is not None]
@@ -336,10 +351,10 @@ def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:
 
 
 def find_pools(dataflow: Dataflow, placement: Placement) -> PlacementConfig | None:
-    """Find the placement mode, with pools if mixed, that yields exactly these devices.
+    """Return the placement mode, with pools if mixed, that gives exactly a placement's devices.
 
-    A generator on shared devices either runs inside the trainer's ranks, split like them, or
-    unsplit in a process of its own.
+    None if no mode does. A generator on shared devices either runs inside the trainer's ranks,
+    split like these ranks, or unsplit in a process of its own.
     """
     calls = {call.role: placement.assignments.get(call.stage) for call in dataflow.ordered_calls}
     meshes = {role: assignment.mesh for role, assignment in calls.items() if assignment is not None}
@@ -348,6 +363,10 @@ def find_pools(dataflow: Dataflow, placement: Placement) -> PlacementConfig | No
 
 
 def _find_mesh_pools(meshes: Mapping[str, Mesh], *, is_split: bool) -> PlacementConfig | None:
+    """Return the placement config that gives each role its mesh in `meshes`, or None.
+
+    is_split: the generator is tensor-parallel.
+    """
     counts = {role: mesh.size for role, mesh in meshes.items()}
     offsets = _compute_mesh_offsets(meshes)
     for option in _iter_pool_options(meshes):
@@ -367,7 +386,10 @@ def _find_mesh_pools(meshes: Mapping[str, Mesh], *, is_split: bool) -> Placement
 
 
 def _has_all_overlaps(pools: Sequence[RolePool], overlaps: Iterable[tuple[str, str]]) -> bool:
-    """Return whether every two roles with common devices are in the same pool."""
+    """Return whether every two roles with common devices are in the same pool.
+
+    overlaps: the pairs of roles with common devices.
+    """
     pool_of = {role: i for i, pool in enumerate(pools) for role in pool}
     return all(
         first == second or (first in pool_of and pool_of[first] == pool_of.get(second))
@@ -376,7 +398,7 @@ def _has_all_overlaps(pools: Sequence[RolePool], overlaps: Iterable[tuple[str, s
 
 
 def _iter_pool_options(meshes: Mapping[str, Mesh]) -> Iterator[PlacementConfig]:
-    """Yield candidate configs: the named modes, then mixed pools of overlapping roles."""
+    """Yield placement configs to try: the named modes, then mixed pools of overlapping roles."""
     for mode in ("disaggregated", *POOL_STRATEGIES):
         yield PlacementConfig(mode=mode)
     graph = nx.Graph([(a, b) for a in meshes for b in meshes if meshes[a].overlaps(meshes[b])])
@@ -392,7 +414,10 @@ def _iter_pool_options(meshes: Mapping[str, Mesh]) -> Iterator[PlacementConfig]:
 
 
 def _compute_mesh_offsets(meshes: Mapping[str, Mesh]) -> dict[tuple[str, str], int]:
-    """Return first-device offsets between overlapping roles; a role overlaps itself."""
+    """Return the distance between the first devices of every two roles with common devices.
+
+    Each role is also paired with itself.
+    """
     return {
         (a, b): meshes[b].first - meshes[a].first
         for a in meshes
@@ -404,7 +429,10 @@ def _compute_mesh_offsets(meshes: Mapping[str, Mesh]) -> dict[tuple[str, str], i
 def _apply_sizes(
     config: RunConfig, roles: Mapping[str, CallAssignment], max_staleness: int
 ) -> RunConfig:
-    """Set the numbers of actors and devices per actor from the placement."""
+    """Return the config with the numbers of actors, and of devices per actor, of a placement.
+
+    roles: assignment of devices by role.
+    """
 
     def make_trainer_sizes(role: str, assignment: CallAssignment) -> dict[str, Any]:
         tp_size = assignment.grid.tp_size

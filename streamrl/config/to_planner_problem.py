@@ -29,11 +29,11 @@ REWARD_ROLES = ("reward", "cost")
 
 @dataclass(frozen=True)
 class PlannerRequest:
-    """Planner inputs that a config lacks.
+    """Inputs of the planner that a run's config lacks.
 
     prompt_tokens: mean prompt length. models: model names by role, overriding the config's.
-    lengths: completion lengths; default generator.max_new_tokens for all. filtered_fraction:
-    share of sampled groups that dynamic sampling rejects. max_prompt_tokens: default the mean.
+    lengths: completion lengths; None: generator.max_new_tokens for all. filtered_fraction: share of
+    sampled groups that dynamic sampling rejects. max_prompt_tokens: longest prompt; None: the mean.
     """
 
     prompt_tokens: float
@@ -73,9 +73,9 @@ def build_planner_problem(
 
 
 def _compute_score_tokens(config: RunConfig) -> dict[str, int]:
-    """Return the maximum tokens per forward pass of each scoring role.
+    """Return the maximum tokens in a forward pass of each scoring role.
 
-    Reward models have their own setting, batch_tokens.
+    Reward models have a setting of their own, batch_tokens; others use pipeline.micro_batch_tokens.
     """
     tokens_by_role = {}
     for call in config.dataflow.select_calls(CallKind.SCORE):
@@ -88,9 +88,11 @@ def _compute_score_tokens(config: RunConfig) -> dict[str, int]:
 
 
 def build_model_shapes(config: RunConfig, named: Mapping[str, str]) -> dict[str, ModelShape]:
-    """Return the shape of each role's model: `named`, else read from the config's directory.
+    """Return the shape (layers, widths, ...) of each role's model.
 
-    Rewards and costs have a shape only if named or computed with a model.
+    named: model names or directories by role; other roles use the directories in the config.
+    Rewards and costs have a shape only if named or computed with a model. Raises ConfigError for an
+    unknown role or model.
     """
     roles = {call.followed_role or call.role for call in config.dataflow.calls}
     for role in named:
@@ -119,7 +121,7 @@ def build_model_shapes(config: RunConfig, named: Mapping[str, str]) -> dict[str,
 
 
 def _with_trained_adapters(config: RunConfig, role: str, shape: ModelShape) -> ModelShape:
-    """Add the LoRA adapters that are trained instead of the full weights, if any."""
+    """Add LoRA adapters to a model's shape if the run trains adapters for this role."""
     if role not in config.dataflow.trained_roles:
         return shape
     trainer = config.get_trainer_config(role)
@@ -137,7 +139,7 @@ def _load_model_shape(model: str, role: str) -> ModelShape:
 
 
 def _find_model_reward(config: RunConfig, role: str) -> RewardConfig | None:
-    """Return the first reward, or cost, of kind "model"."""
+    """Return the first reward of kind "model", or None; for role "cost" the first such cost."""
     entries = config.rewards if role == "reward" else config.costs
     return next((entry for entry in entries if entry.kind == "model"), None)
 
@@ -145,8 +147,8 @@ def _find_model_reward(config: RunConfig, role: str) -> RewardConfig | None:
 def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
     """Return the mean prompt length of data.train, and the maximum of data.train and data.eval.
 
-    Counted with the run's tokenizer and prompt limit. Raises ConfigError if the model or a file
-    cannot be read.
+    Lengths in tokens, counted with the run's tokenizer and prompt limit. Raises ConfigError if the
+    model or a file cannot be read.
     """
     try:
         limit = config.data.compute_prompt_limit(
@@ -175,11 +177,11 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
 def build_run_constants(
     config: RunConfig, constants: CostConstants, *, on_gpu: bool
 ) -> CostConstants:
-    """Update constants with the run's settings and streamrl's own behavior.
+    """Return cost constants adapted to a run's settings and to streamrl's own use of memory.
 
-    In a colocated run the generator's weights and KV cache stay on the device while others
-    compute; on a GPU the served weights are a separate copy. Raises ConfigError if
-    max_concurrent_rollouts exceeds the planner's range.
+    In a colocated run the generator's weights and KV cache stay on the device while others compute;
+    on a GPU the served weights are a separate copy. Raises ConfigError if max_concurrent_rollouts
+    exceeds the planner's range.
     """
     max_running, limit = config.generator.max_concurrent_rollouts, UPPER_BOUNDS["max_running"]
     if max_running > limit:

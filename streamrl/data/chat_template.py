@@ -70,6 +70,7 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
 
 
 def _has_complete_tokenizer_json(path: Path) -> bool:
+    """Return whether tokenizer.json of a model directory defines the whole tokenizer."""
     file, settings = path / "tokenizer.json", path / "tokenizer_config.json"
     if not file.is_file():
         return False
@@ -89,12 +90,16 @@ def _read_json(path: Path) -> Any:
 
 
 def _is_byte_level(content: Mapping[str, Any]) -> bool:
-    """Return whether the tokenizer maps bytes to characters before splitting, like GPT-2's."""
+    """Return whether a tokenizer maps bytes to characters before splitting, like GPT-2's.
+
+    content: parsed tokenizer.json.
+    """
     steps = content.get("decoder") or {}
     return any(step.get("type") == "ByteLevel" for step in (steps, *steps.get("decoders", ())))
 
 
 def load_vocab_size(model_path: str) -> int:
+    """Return the vocabulary size in a model directory's config.json. Raises ConfigError."""
     _check_model_directory(model_path)
     try:
         return int(read_model_config(model_path).get_text_config().vocab_size)
@@ -104,10 +109,11 @@ def load_vocab_size(model_path: str) -> int:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Jinja template for chat messages; `source` None joins message contents with newlines.
+    """Jinja template that turns chat messages into a prompt's text.
 
-    name: used in errors. arguments: passed besides messages and tools. tools_source: template for
-    rows with tools, if the model has a separate one.
+    source: text of the template; None joins the contents of the messages with newlines. name: used
+    in errors. arguments: passed besides messages and tools. tools_source: template for rows with
+    tools, if the model has a separate template for these rows.
     """
 
     source: str | None
@@ -116,6 +122,7 @@ class ChatTemplate:
     tools_source: str | None = None
 
     def select_source(self, row: DataRow) -> str | None:
+        """Return the template's text for a row, which depends on whether the row has tools."""
         return self.tools_source if self.tools_source and row.tools else self.source
 
 
@@ -126,10 +133,12 @@ def load_chat_template(
     setting: str = "template",
     arguments: Mapping[str, Any] | None = None,
 ) -> ChatTemplate:
-    """Load the template that `setting` names: "model", "plain", or a jinja file.
+    """Load the chat template `name`: "model", "plain", or the path of a jinja file.
 
-    "model" is the model's own chat template, or plain if the model has none. Raises ConfigError for
-    an unreadable file, a syntax error, or an argument that the template does not use.
+    "model" is the model's own chat template, or plain if the model has none. setting: config key of
+    the template, for errors. arguments: passed to the template besides messages and tools. Raises
+    ConfigError for an unreadable file, a syntax error, or an argument that the template does not
+    use.
     """
     if name == PLAIN_TEMPLATE:
         return ChatTemplate(None, name)
@@ -167,6 +176,7 @@ def load_chat_template(
 
 
 def _check_template_syntax(source: str, label: str) -> None:
+    """Raise ConfigError for a syntax error in a jinja template. label: its name in the error."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -181,7 +191,7 @@ def _check_template_syntax(source: str, label: str) -> None:
 def _check_template_arguments(
     place: str, arguments: Iterable[str], sources: Iterable[str], label: str
 ) -> None:
-    """Raise ConfigError for an argument that none of the templates uses, such as a typo.
+    """Raise ConfigError for a reserved argument, or an argument that no template in `sources` uses.
 
     place: where the arguments come from. label: name of the templates in errors.
     """
@@ -196,7 +206,7 @@ def _check_template_arguments(
 
 
 def _check_row_arguments(row: DataRow, template: ChatTemplate) -> None:
-    """Raise ConfigError for arguments or tools of a row that its template does not use."""
+    """Raise ConfigError for arguments or tools of a row that its chat template does not use."""
     source = template.select_source(row)
     sources = [] if source is None else [source]
     place = f"{row.place}: chat_template_kwargs"
@@ -214,7 +224,7 @@ def _check_row_arguments(row: DataRow, template: ChatTemplate) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _list_template_variables(*sources: str) -> frozenset[str]:
-    """Return the undeclared variables of templates, i.e. the arguments they use."""
+    """Return the arguments that jinja templates use: variables that they read and do not set."""
     from jinja2 import meta
     from transformers.utils import chat_template_utils
 
@@ -230,7 +240,7 @@ def render_prompts(
     rows: Sequence[DataRow],
     template: ChatTemplate | None = None,
 ) -> list[list[int]]:
-    """Render each row's prompt to token ids, ending where the policy starts to write.
+    """Render the prompts of data rows to token ids, ending where the policy starts to write.
 
     Without a template source, message contents are joined by newlines and preceded by the
     tokenizer's BOS tokens. A last assistant message is left open for the policy to continue. Raises
@@ -253,6 +263,7 @@ def render_prompts(
 
 
 def _encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """Encode all texts in one call of the tokenizer, without adding special tokens."""
     encoded: Mapping[str, Any] = tokenizer(
         list(texts), add_special_tokens=False, return_attention_mask=False
     )
@@ -260,7 +271,7 @@ def _encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) ->
 
 
 def _get_opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the special tokens before a text, such as BOS.
+    """Return the special tokens that a tokenizer adds before a text, such as BOS.
 
     Special tokens after the text, such as EOS, would end the sequence that the policy continues.
     """
@@ -276,8 +287,9 @@ def _check_round_trip(
 ) -> None:
     """Raise ConfigError for the first row whose text changes when encoded and decoded.
 
-    Compares the text between special tokens, up to Unicode normalization and a leading space.
-    Whitespace-only pieces are skipped: special tokens may absorb whitespace around them.
+    texts: rendered prompts of the rows. Compares the text between special tokens, up to Unicode
+    normalization and a leading space. Whitespace-only pieces are skipped: special tokens may absorb
+    whitespace around them.
     """
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     special = sorted(filter(None, added.union(tokenizer.all_special_tokens)), key=len, reverse=True)
@@ -304,7 +316,7 @@ def _check_round_trip(
 
 
 def _cut_to_difference(expected: str, actual: str, *, width: int = 12) -> tuple[str, str]:
-    """Cut both texts to the surroundings of the first difference."""
+    """Cut two texts to `width` characters on either side of their first difference."""
     pairs = zip(expected, actual, strict=False)
     shorter = min(len(expected), len(actual))
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
@@ -313,6 +325,7 @@ def _cut_to_difference(expected: str, actual: str, *, width: int = 12) -> tuple[
 
 
 def _render_text(tokenizer: "PreTrainedTokenizerBase", row: DataRow, template: ChatTemplate) -> str:
+    """Render the messages of a row to text with a chat template. Raises ConfigError."""
     _check_row_arguments(row, template)
     source = template.select_source(row)
     if source is None:
@@ -337,6 +350,7 @@ def _render_text(tokenizer: "PreTrainedTokenizerBase", row: DataRow, template: C
 
 
 def _check_model_directory(model_path: str) -> None:
+    """Raise ConfigError unless the path is a directory that contains config.json."""
     path = Path(model_path)
     if not path.is_dir():
         fact = "is not a directory" if path.exists() else "does not exist"

@@ -24,7 +24,10 @@ RENDER_BATCH_ROWS = 512
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Limits of a prompt: length, token ids below `vocab_size`, and the action on a long prompt."""
+    """Limits of a prompt: length in tokens, size of the vocabulary, action on a longer prompt.
+
+    on_long: "error", "skip" or "truncate".
+    """
 
     max_tokens: int
     vocab_size: int
@@ -32,6 +35,8 @@ class PromptLimits:
 
 
 class RowStatus(Enum):
+    """Use that a run makes of a data row: kept, truncated, skipped, or refused as bad."""
+
     KEPT = "kept"
     TRUNCATED = "truncated"
     TOO_LONG = "too long"
@@ -41,7 +46,7 @@ class RowStatus(Enum):
 
 @dataclass(frozen=True)
 class ClassifiedRow:
-    """Outcome of one row of a file.
+    """Row of a data file with its status, and its prompt or problem.
 
     index: row number in the file, from 0. num_tokens: prompt length before truncation, 0 without a
     rendered prompt. prompt: set if the row is used. problem: set if the row is bad.
@@ -55,10 +60,10 @@ class ClassifiedRow:
 
 
 class RowClassifier:
-    """Turns rows of a file into prompts in batches; reports bad rows instead of raising.
+    """Converter of data rows to prompts, in batches; returns bad rows instead of raising.
 
-    A prompt gets uid `make_uid(0, first + index)`. The constructor raises ConfigError for an
-    unusable template or filter.
+    first: added to a row's index to make its uid, `make_uid(0, first + index)`. The constructor
+    raises ConfigError for an unusable template or filter.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class RowClassifier:
         self._first_index = first
 
     def classify_rows(self, rows: Sequence[DataRow | BadRow]) -> Iterator[ClassifiedRow]:
+        """Yield each row with its status, and its prompt or problem."""
         valid = [row for row in rows if isinstance(row, DataRow)]
         rendered = iter(_render_token_ids(self._tokenizer, valid, self._template))
         for row in rows:
@@ -96,7 +102,10 @@ class RowClassifier:
 def _render_token_ids(
     tokenizer: "PreTrainedTokenizerBase", rows: Sequence[DataRow], template: ChatTemplate
 ) -> Sequence[list[int] | ConfigError]:
-    """Render all rows at once; after an error render each row alone to find the bad ones."""
+    """Render data rows to token ids, or to the ConfigError of a bad row.
+
+    After an error in a batch each row is rendered alone, to find the bad rows.
+    """
     try:
         return render_prompts(tokenizer, rows, template) if rows else []
     except ConfigError as error:
@@ -121,6 +130,7 @@ def _make_prompt(row: DataRow, token_ids: Sequence[int], first: int) -> Prompt:
 def _classify_prompt(
     row: DataRow, prompt: Prompt, keep: PromptFilter, limits: PromptLimits
 ) -> ClassifiedRow:
+    """Return the status of a row whose prompt is rendered: kept, truncated, skipped or bad."""
     length = len(prompt.token_ids)
     try:
         _check_token_ids(row, prompt, limits.vocab_size)
@@ -142,6 +152,7 @@ def _classify_prompt(
 
 
 def _check_token_ids(row: DataRow, prompt: Prompt, vocab_size: int) -> None:
+    """Raise ConfigError for an empty prompt, or a token id outside the model's vocabulary."""
     if not prompt.token_ids.size:
         raise ConfigError(f"{row.place}: the prompt has no tokens")
     largest = int(prompt.token_ids.max())

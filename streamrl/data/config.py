@@ -1,4 +1,4 @@
-"""Config section `data`."""
+"""Config section `data`: prompt files and limits of prompts."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,14 +61,19 @@ class DataConfig:
         return self.parse_files(self.eval, key="data.eval")
 
     def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
-        """Parse the value of setting `key` into files with the defaults of this section."""
+        """Parse prompt files from the value of a setting, with the defaults of this section.
+
+        key: config key of the setting, such as data.train, for errors.
+        """
         files = parse_data_files(value, key=key, prompt_key=self.prompt_key)
         return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
 
     def compute_prompt_limit(self, *, model_tokens: int, max_new_tokens: int) -> int:
-        """Return the maximum prompt length for a model with `model_tokens` of context.
+        """Return the maximum tokens of a prompt.
 
-        Raises ConfigError if the completion leaves no tokens, or fewer than max_prompt_tokens.
+        model_tokens: context length of the model. max_new_tokens: longest completion. Raises
+        ConfigError if the completion leaves no tokens for a prompt, or fewer than
+        max_prompt_tokens.
         """
         available = model_tokens - max_new_tokens
         arithmetic = (

@@ -54,9 +54,11 @@ FILE_KEYS = tuple(
 
 
 def parse_data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile, ...]:
-    """Parse the value of setting `key`: a path, a mapping of DataFile's keys, or a list of these.
+    """Parse the value of data.train or data.eval to data files.
 
-    Raises a one-line ConfigError with key, value and rule, or the nearest valid key.
+    value: a path, a mapping of DataFile's keys, or a list of these. key: config key of the value.
+    prompt_key: default column of the prompt. Raises a one-line ConfigError with key, value and
+    rule, or with the nearest valid key.
     """
     if not value:
         return ()
@@ -68,6 +70,7 @@ def parse_data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile
 
 
 def check_stream_weights(files: Sequence[DataFile], *, key: str) -> None:
+    """Raise ConfigError if only some of the training files have a weight."""
     has_weight = [file.weight is not None for file in files]
     if any(has_weight) and not all(has_weight):
         i = has_weight.index(False)
@@ -75,7 +78,7 @@ def check_stream_weights(files: Sequence[DataFile], *, key: str) -> None:
 
 
 def check_eval_files(files: Sequence[DataFile], *, key: str) -> None:
-    """Raise ConfigError unless the files have distinct names and no weights."""
+    """Raise ConfigError unless evaluation files have distinct names and no weights."""
     names: list[str] = []
     for i, file in enumerate(files):
         if file.weight is not None:
@@ -91,6 +94,7 @@ def check_eval_files(files: Sequence[DataFile], *, key: str) -> None:
 
 
 def make_paths_absolute(value: Any) -> Any:
+    """Return the value of data.train or data.eval with absolute paths."""
     if isinstance(value, str) and value:
         return str(Path(value).absolute())
     if isinstance(value, dict):
@@ -105,10 +109,12 @@ def _keep_value(value: Any) -> Any:
 
 
 def _make_template_absolute(value: str) -> str:
+    """Make the path of a jinja file absolute; return the template names unchanged."""
     return value if value in (MODEL_TEMPLATE, PLAIN_TEMPLATE, "") else make_paths_absolute(value)
 
 
 def _make_filter_absolute(value: str) -> str:
+    """Make the path in a reference file.py:function absolute."""
     if not value:
         return ""
     path, colon, function = value.rpartition(":")
@@ -124,6 +130,7 @@ _PATH_RESOLVERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
+    """Parse a path, or a mapping of DataFile's keys, to a data file. Raises ConfigError."""
     if isinstance(entry, str):
         entry = {"path": entry}
     if not isinstance(entry, dict):
@@ -143,7 +150,10 @@ def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
 
 
 def _check_entry(key: str, name: str, value: Any) -> None:
-    """Raise ConfigError unless `value` is valid for DataFile's field `name`."""
+    """Raise ConfigError unless DataFile has a key `name` and `value` is valid for that key.
+
+    key: full config key, for the error.
+    """
     if name not in FILE_KEYS:
         near = difflib.get_close_matches(name, FILE_KEYS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"{key}={value!r}: unknown; the nearest key is {near}")

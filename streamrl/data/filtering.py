@@ -14,10 +14,11 @@ PromptFilter = Callable[[Prompt, str], bool]
 
 
 def load_prompt_filter(reference: str, *, setting: str) -> PromptFilter:
-    """Load the filter that `setting` names as file.py:function; an empty reference keeps all.
+    """Load the user's prompt filter, a function that returns whether to keep a prompt.
 
-    Raises ConfigError for a missing function. The filter raises ConfigError, with the prompt's
-    location and the user's line, if the function fails or returns anything but a bool.
+    reference: value of `setting`, file.py:function; an empty reference keeps all prompts. Raises
+    ConfigError for a missing function. The filter raises ConfigError, with the prompt's location
+    and the user's line, if the function fails or returns anything but a bool.
     """
     if not reference:
         return _keep_all

@@ -17,9 +17,10 @@ ClassifyIndices = Callable[[Sequence[int]], Sequence[ClassifiedRow]]
 
 @dataclass(frozen=True)
 class StreamFile:
-    """One file in a stream: uid indices of its rows, and its share of the stream.
+    """Data file in the prompt stream, with its share of the stream.
 
-    name: used in errors.
+    indices: uid indices of its rows, unique in the stream. fraction: share of the stream's prompts.
+    classify_indices: turns rows into prompts. name: used in errors.
     """
 
     indices: NDArray[np.int64]
@@ -29,7 +30,7 @@ class StreamFile:
 
 
 class FileOrder:
-    """Endless row order of one file, epoch after epoch.
+    """Endless order of the rows of one data file, epoch after epoch.
 
     indices: uid indices of the rows in file order. part: number of the file; seeds its shuffle.
     """
@@ -44,12 +45,16 @@ class FileOrder:
         return len(self._indices)
 
     def get_epoch_order(self, number: int) -> NDArray[np.int64]:
+        """Return the uid indices of the rows in the order of epoch `number`."""
         if not self._shuffle:
             return self._indices
         return self._indices[_make_permutation(len(self), [self._seed, number, self._file_number])]
 
     def iter_batches(self, start: int, size: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield batches of up to `size` (epoch, index) from position `start`, each of one epoch."""
+        """Yield batches of up to `size` rows, each row as (epoch, uid index).
+
+        start: rows to skip, counted from epoch 0. A batch never spans two epochs.
+        """
         epoch, position = divmod(start, len(self))
         while True:
             order = self.get_epoch_order(epoch)
@@ -59,10 +64,11 @@ class FileOrder:
 
 
 def choose_next_file(shares: Sequence[float], num_prompts: Sequence[int]) -> int:
-    """Return the file that is furthest behind its share, given the prompts drawn from each so far.
+    """Return the number of the file that is furthest behind its share of the prompt stream.
 
-    No file is ever a whole prompt ahead of its share, so runs of one file stay short. Example:
-    shares (0.5, 0.25, 0.25) draw files 0 1 2 0, then repeat.
+    num_prompts: prompts drawn from each file so far. No file is ever a whole prompt ahead of its
+    share, so runs of a file stay short. Example: shares (0.5, 0.25, 0.25) draw files 0 1 2 0, then
+    repeat.
     """
     total = sum(num_prompts) + 1
     deficits = [share * total - n for share, n in zip(shares, num_prompts, strict=True)]
@@ -70,7 +76,7 @@ def choose_next_file(shares: Sequence[float], num_prompts: Sequence[int]) -> int
 
 
 def _make_permutation(size: int, seed: Sequence[int]) -> NDArray[np.int64]:
-    """Permute range(size) by the seed, identically under every numpy version.
+    """Return a permutation of range(size) that is the same for a seed under every numpy version.
 
     numpy guarantees a stable raw stream of a bit generator across versions, but not the result of
     `Generator.permutation`. A stable sort of the raw numbers keeps the guarantee.

@@ -27,7 +27,7 @@ MIN_ROWS_FOR_BAD_SHARE = 1000
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Position in the stream: rows drawn from each file, and prompts obtained from them."""
+    """Position in the prompt stream: per file, rows drawn and prompts obtained from these rows."""
 
     num_drawn: tuple[int, ...]
     num_prompts: tuple[int, ...]
@@ -35,7 +35,7 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """Prompt, stream position after it, and rows skipped before it."""
+    """Prompt of the stream, position of the stream after it, and rows skipped before it."""
 
     prompt: Prompt
     position: StreamPosition
@@ -43,7 +43,7 @@ class DrawnPrompt:
 
 
 class InterleaveNode(BaseNode[DrawnPrompt]):
-    """Endless stream of the prompts of all files, interleaved by their shares."""
+    """torchdata node: endless stream of the prompts of all files, interleaved by their shares."""
 
     def __init__(
         self,
@@ -81,7 +81,10 @@ class InterleaveNode(BaseNode[DrawnPrompt]):
         ]
 
     def next(self) -> DrawnPrompt:
-        """Return the next prompt. Raises DataError if its file yields no more prompts."""
+        """Return the next prompt of the stream.
+
+        Raises DataError if the file whose turn it is yields no prompts, or too many bad rows.
+        """
         i = choose_next_file([file.fraction for file in self._stream_files], self._num_prompts)
         skipped = []
         while True:
@@ -107,7 +110,10 @@ class InterleaveNode(BaseNode[DrawnPrompt]):
         return {"drawn": list(self._num_drawn), "given": list(self._num_prompts)}
 
     def _check_bad_rows(self, i: int, last: ClassifiedRow) -> None:
-        """Raise DataError if file `i` yields no prompts, or too large a share of bad rows."""
+        """Raise DataError if file number `i` yields no prompts, or too large a share of bad rows.
+
+        last: row drawn last, whose problem the error shows.
+        """
         name, seen, bad = self._stream_files[i].name, self._num_seen[i], self._num_bad[i]
         # Allow two epochs: a file's single good row may come first in one and last in the next.
         rows = len(self._orders[i])
@@ -126,7 +132,11 @@ SourceItem = tuple[int, ClassifiedRow | DataError]
 def _make_file_node(
     order: FileOrder, start: int, classify: ClassifyIndices, prefetch_batches: int
 ) -> BaseNode[SourceItem]:
-    """Build the node of one file's rows from a position on; 0 batches disable the thread."""
+    """Build the node that reads a file's rows in order and turns them into prompts.
+
+    start: rows of the file drawn already. classify: turns rows into prompts. prefetch_batches:
+    batches that a thread keeps ready; 0 reads without a thread.
+    """
 
     def classify_batch(batch: Sequence[tuple[int, int]]) -> list[SourceItem]:
         try:

@@ -1,4 +1,4 @@
-"""Pretraining texts for the PTX loss: loaded from a file, streamed in endless epochs."""
+"""Texts for the pretraining loss (PPO-ptx, arXiv 2203.02155), streamed in endless epochs."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ TEXT_COLUMN = "text"
 
 
 def load_texts(path: str) -> list[str]:
-    """Load column `text` of a data file, in file order.
+    """Load the column `text` of a data file for the pretraining loss, in file order.
 
     Raises ConfigError with file, row and rule for an unusable file or row.
     """
@@ -27,7 +27,7 @@ def load_texts(path: str) -> list[str]:
 
 
 class TextStream:
-    """Endless stream of texts, shuffled anew each epoch by the seed.
+    """Endless stream of pretraining texts, shuffled anew each epoch by the seed.
 
     A batch depends only on its number, so the stream needs no checkpoint.
     """
@@ -37,6 +37,7 @@ class TextStream:
         self._seed = seed
 
     def get_batch(self, number: int, size: int) -> list[str]:
+        """Return batch `number` of the stream, in batches of `size` texts."""
         positions = range(number * size, (number + 1) * size)
         epochs = {position // len(self._texts) for position in positions}
         orders = {epoch: self._shuffle_epoch(epoch) for epoch in epochs}

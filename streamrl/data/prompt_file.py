@@ -29,7 +29,7 @@ _render_lock = threading.Lock()
 
 
 def _hash_file(path: str) -> str:
-    """Hash the first MAX_LINE_BYTES of a file named in the settings."""
+    """Hash the first MAX_LINE_BYTES of a template or filter file."""
     with open_regular_file(path) as file:
         return hashlib.blake2b(file.read(MAX_LINE_BYTES), digest_size=8).hexdigest()
 
@@ -43,7 +43,7 @@ class LazyTokenizer:
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def __call__(self) -> "PreTrainedTokenizerBase":
-        """Return the tokenizer. Raises ConfigError with the path on failure."""
+        """Return the tokenizer. Raises ConfigError with the model's path if loading fails."""
         if self._tokenizer is None:
             os.environ.update({} if is_trusted(self._model) else self._trusted_env)
             self._tokenizer = load_tokenizer(self._model)
@@ -54,9 +54,9 @@ class LazyTokenizer:
 
 
 class PromptFile:
-    """Data file that classifies its rows on demand, in any order.
+    """Data file whose rows are turned into prompts on demand, in any order.
 
-    first: uid index of the first row.
+    first: uid index of the first row. table: rows of the file, opened from `file` by default.
     """
 
     def __init__(
@@ -77,10 +77,14 @@ class PromptFile:
         self._classifier: RowClassifier | None = None
 
     def classify_indices(self, indices: Sequence[int]) -> list[ClassifiedRow]:
-        """Classify the rows with these uid indices. Raises DataError if they cannot be read."""
+        """Turn the rows with these uid indices into prompts; return rows with status.
+
+        Raises DataError if the rows cannot be read.
+        """
         return self.classify_rows(np.searchsorted(self.indices, indices).tolist())
 
     def classify_rows(self, rows: Sequence[int]) -> list[ClassifiedRow]:
+        """Turn the rows at these positions in the file into prompts; return rows with status."""
         keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
         records = self.table.read_rows(rows)
         parsed = [parse_record(record, place, index, **keys) for place, index, record in records]
@@ -105,7 +109,10 @@ class PromptFile:
 
     @property
     def settings_text(self) -> str:
-        """Everything besides the rows that prompts depend on: settings and referenced files."""
+        """Text that identifies all settings on which the prompts of the file depend.
+
+        Contains hashes of the template and the filter file.
+        """
         file, limits = self.file, self.limits
         facts: list[object] = [file.prompt_key, file.label_key, file.split, file.template]
         facts += [sorted(file.template_arguments.items()), limits.on_long]

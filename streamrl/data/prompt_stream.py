@@ -24,28 +24,31 @@ MAX_REPORTED_ROWS = 10
 
 
 class StreamData(Protocol):
-    """Data of a stream: files, and a fingerprint to recognize them after a resume."""
+    """Data of a prompt stream: its files, and a fingerprint to recognize them after a resume."""
 
     @property
     def stream_files(self) -> "Sequence[StreamFile]": ...
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything a run learns from."""
+        """Hash that identifies the data: of all prompts, or of whole files if rows were sampled."""
         ...
 
     @property
     def is_fully_classified(self) -> bool:
-        """Whether every row was classified, so that `stream_files` contains only usable rows."""
+        """True if every row was checked, so that `stream_files` contains only usable rows."""
         ...
 
     def classify_all_rows(self) -> "StreamData":
-        """Classify every row. Raises ConfigError for an unusable row."""
+        """Read and check every row; return data of the usable rows.
+
+        Raises ConfigError for a bad row.
+        """
         ...
 
 
 class PromptStream(Iterator[Prompt]):
-    """Endless iterator over prompts: every row of a file once per epoch of that file.
+    """Endless iterator over the prompts of all files: every row once per epoch of its file.
 
     Each file has its own epochs, shuffled by (seed, file, epoch). A prompt has uid (epoch, index,
     0). Rows without a prompt are skipped and reported by `take_skipped`; if a file's share of
@@ -80,7 +83,10 @@ class PromptStream(Iterator[Prompt]):
         return sum(len(file.indices) for file in self._data.stream_files)
 
     def __next__(self) -> Prompt:
-        """Return the next prompt; the stream never ends. Raises DataError if the data fails."""
+        """Return the next prompt of the endless stream.
+
+        Raises DataError if rows cannot be read, or if too many rows are bad.
+        """
         if not self._prefetched:
             self._fill_buffer(1)
         drawn = self._prefetched.popleft()
@@ -94,7 +100,7 @@ class PromptStream(Iterator[Prompt]):
     async def prefetch_prompts(self, count: int) -> None:
         """Buffer the next `count` prompts in a thread, so that drawing does not block the loop.
 
-        Callers must not draw prompts until this returns.
+        Callers must not draw prompts until this coroutine has returned.
         """
         if len(self._prefetched) < count:
             await asyncio.to_thread(self._fill_buffer, count)
@@ -104,7 +110,11 @@ class PromptStream(Iterator[Prompt]):
             self._prefetched.append(next(self._get_node()))
 
     def _get_node(self) -> "InterleaveNode":
-        """Create the node graph on first use, in the drawing process; torchdata imports torch."""
+        """Return the torchdata node that yields the prompts; create the node on first use.
+
+        A pickled stream has no node, so the process that draws creates its own. torchdata imports
+        torch.
+        """
         if self._node is None:
             from streamrl.data.prefetch import PREFETCH_BATCHES, InterleaveNode
 
@@ -119,12 +129,12 @@ class PromptStream(Iterator[Prompt]):
         return self._node
 
     def take_skipped(self) -> "SkippedRows":
-        """Return and reset the rows skipped or truncated since the last call."""
+        """Return counts of the rows skipped or truncated since the last call, and reset them."""
         skipped, self._skipped = self._skipped, SkippedRows()
         return skipped
 
     def get_prompt(self, uid: str) -> Prompt:
-        """Return the prompt of a uid from this stream, of any attempt, without moving the stream.
+        """Return the prompt of a uid, of any attempt, without advancing the stream.
 
         Raises ValueError for an index outside the data, and DataError if the row no longer yields a
         prompt.
@@ -146,6 +156,7 @@ class PromptStream(Iterator[Prompt]):
 
     @property
     def _stream_identity(self) -> dict[str, Any]:
+        """Facts about data and order that must not change when the stream resumes."""
         return {
             "num_prompts": len(self),
             "fingerprint": self._data.fingerprint,
@@ -155,7 +166,10 @@ class PromptStream(Iterator[Prompt]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON-serializable values, with facts that identify the data."""
+        """Return the position of the stream as JSON-serializable values.
+
+        Includes facts that identify the data.
+        """
         return {
             "drawn": list(self._num_drawn),
             "given": list(self._num_prompts),
@@ -207,12 +221,12 @@ PARTIAL_PREFIX = "rows-"
 
 
 def is_full_fingerprint(fingerprint: str) -> bool:
-    """Return whether a fingerprint covers the prompt of every row."""
+    """Return whether a fingerprint of the data covers every prompt, not only a sample."""
     return not fingerprint.startswith(PARTIAL_PREFIX)
 
 
 class SkippedRows:
-    """Counts of skipped and truncated rows by status.
+    """Counts of data rows that the prompt stream skipped or truncated, by status.
 
     problems: messages of the first bad rows, with locations.
     """
@@ -228,7 +242,7 @@ class SkippedRows:
 
     @property
     def metrics(self) -> dict[str, int]:
-        """Count per status other than kept, including zeros."""
+        """Number of rows per status as metrics data/<status>, zeros included, kept rows not."""
         return {f"data/{name}": self._counts[status] for status, name in _METRIC_NAMES.items()}
 
 

@@ -37,6 +37,8 @@ class LoadedFile:
 
 @dataclass(frozen=True)
 class LoadedPrompts:
+    """Prompts of several files, loaded as a whole for evaluation."""
+
     files: tuple[LoadedFile, ...]
 
     @cached_property
@@ -51,7 +53,10 @@ class LoadedPrompts:
 def describe_unused_rows(
     file: DataFile, counts: Mapping[RowStatus, int], suffix: str = ""
 ) -> list[str]:
-    """Describe skipped and truncated rows of a file, with `suffix` after each count."""
+    """Return a line for each reason why rows of a file were skipped or truncated, with the count.
+
+    suffix: text after each count.
+    """
     texts = {
         RowStatus.TOO_LONG: "skipped, too long",
         RowStatus.TRUNCATED: "truncated",
@@ -72,9 +77,10 @@ def load_prompt_files(
     on_long: str,
     max_prompts: int | None = None,
 ) -> LoadedPrompts:
-    """Load prompts with the tokenizer of a model directory, of at most `limit` tokens each.
+    """Load the prompts of small files, with the tokenizer of a model directory.
 
-    Raises ConfigError like `load_prompts`.
+    limit: maximum tokens of a prompt. on_long: action on a longer prompt: error, skip or truncate.
+    max_prompts: prompts per file. Raises a one-line ConfigError for a bad row or an unusable file.
     """
     limits = PromptLimits(limit, load_vocab_size(model), on_long)
     return load_prompts(files, load_tokenizer(model), limits, max_prompts=max_prompts)
@@ -114,6 +120,7 @@ def load_prompts(
 def make_no_prompt_error(
     file: DataFile, counts: Mapping[RowStatus, int], limits: PromptLimits
 ) -> ConfigError:
+    """Return the error for a file without a usable prompt, with counts of the causes."""
     if counts[RowStatus.FILTERED]:
         reason = f"{counts[RowStatus.FILTERED]} filtered, {counts[RowStatus.TOO_LONG]} too long"
     else:

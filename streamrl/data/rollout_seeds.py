@@ -1,10 +1,10 @@
-"""Sampling seeds: a rollout is a function of the weights, the prompt and its seed."""
+"""Sampling seeds of rollouts: weights, prompt and seed determine a rollout."""
 
 import hashlib
 
 
 def make_rollout_seeds(run_seed: int, uid: str, count: int) -> list[int]:
-    """Return one sampling seed in [0, 2^31) per rollout of the prompt `uid`."""
+    """Return `count` sampling seeds in [0, 2^31), one per rollout of the prompt `uid`."""
     digests = (
         hashlib.blake2b(f"{run_seed}/{uid}/{i}".encode(), digest_size=4) for i in range(count)
     )

@@ -41,9 +41,9 @@ class _DatasetSplits(msgspec.Struct):
 
 
 def open_saved_dataset(path: str, split: str) -> "Dataset":
-    """Open a dataset written by `save_to_disk`; its columns are memory-mapped.
+    """Open a Hugging Face dataset written by `save_to_disk`; its columns are memory-mapped.
 
-    Raises ConfigError with the path.
+    Raises ConfigError with the path for an invalid dataset or split.
     """
     from datasets import Dataset
 
@@ -66,6 +66,7 @@ def open_saved_dataset(path: str, split: str) -> "Dataset":
 
 @contextmanager
 def _wrap_dataset_errors(path: str) -> Iterator[None]:
+    """Convert errors of reading a saved dataset to ConfigError with the path."""
     try:
         yield
     except (ConfigError, OSError):
@@ -75,7 +76,10 @@ def _wrap_dataset_errors(path: str) -> Iterator[None]:
 
 
 def _read_dataset_file(file: Path, kind: Any) -> Any:
-    """Parse a metadata file of a saved dataset. Raises ValueError with the file's name."""
+    """Parse a JSON metadata file of a saved dataset to type `kind`.
+
+    Raises ValueError with the file's name.
+    """
     try:
         return msgspec.convert(read_small_json(file, most_bytes=MAX_LINE_BYTES), kind)
     except (OSError, ValueError, msgspec.ValidationError) as error:
@@ -83,7 +87,10 @@ def _read_dataset_file(file: Path, kind: Any) -> Any:
 
 
 def _resolve_sibling(file: Path, name: str) -> Path:
-    """Resolve a file name next to `file`. Raises ValueError for a path into another folder."""
+    """Return the path of the file that a dataset's metadata file names.
+
+    Raises ValueError unless both files are in the same folder.
+    """
     if name in ("", "..") or Path(name).name != name:
         place = f"{file.parent.name}/{file.name}"
         raise ValueError(f"{place}: {name!r:.80} must be a file in the same folder")

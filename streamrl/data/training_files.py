@@ -1,7 +1,8 @@
-"""Training files of a stream, classified in part before a run and on demand afterwards.
+"""Training files of the prompt stream, checked in part before a run and on demand afterwards.
 
-Before a run every row of a small file is classified. Of a larger file only a sample is: the first
-rows, rows spread evenly, and the longest rows, which bound the length of all prompts.
+Before a run every row of a small file is read, rendered and checked (classified). Of a larger file
+only a sample is: the first rows, rows spread evenly, and the longest rows, which bound the length
+of all prompts.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ PromptInspector = Callable[[Sequence[Prompt]], None]
 
 @dataclass(frozen=True)
 class TrainingFile:
-    """Training file with statistics of its classified rows.
+    """Training file with statistics of the rows classified before the run.
 
     row_indices: uid indices of the rows to draw: usable rows if the file is fully classified, else
     all rows. max_prompt_tokens, mean_prompt_tokens: over the classified rows.
@@ -65,14 +66,14 @@ class TrainingFile:
 
 @dataclass(frozen=True)
 class TrainingFiles:
-    """Files of a stream, with unique indices in their prompts' uids."""
+    """Training files of a prompt stream; the index in a prompt's uid is unique among all files."""
 
     files: tuple[TrainingFile, ...]
     fingerprint: str
 
     @property
     def stream_files(self) -> list[StreamFile]:
-        """Files with their shares, by weight or else proportional to their row counts."""
+        """Files with their shares of the stream, by weight or else proportional to row counts."""
         weights = [
             float(len(file.row_indices))
             if file.prompt_file.file.weight is None
@@ -95,7 +96,7 @@ class TrainingFiles:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Longest prompt, or the length limit of files that are not fully classified."""
+        """Tokens of the longest prompt, or the length limit of files classified only in part."""
         return max(
             file.max_prompt_tokens
             if file.is_fully_classified
@@ -105,13 +106,14 @@ class TrainingFiles:
 
     @property
     def mean_prompt_tokens(self) -> float:
+        """Mean prompt length in tokens, weighted by the files' shares of the stream."""
         return sum(
             part.fraction * file.mean_prompt_tokens
             for part, file in zip(self.stream_files, self.files, strict=True)
         )
 
     def classify_all_rows(self) -> "TrainingFiles":
-        """Classify every row of all files. Raises ConfigError for an unusable row."""
+        """Read and check every row of all files. Raises ConfigError for a bad row."""
         return classify_training_files(
             [file.prompt_file for file in self.files], max_full_rows=math.inf
         )
@@ -126,12 +128,13 @@ def open_training_files(
     max_sampled_tokens: float | None = math.inf,
     inspect: PromptInspector = lambda prompts: None,
 ) -> TrainingFiles:
-    """Open training files with the tokenizer of a model, with prompts of at most `limit` tokens.
+    """Open training files with the tokenizer of a model directory, and classify their rows.
 
-    In a sampled file prompts may exceed the longest sampled prompt by LENGTH_MARGIN, up to
-    max_sampled_tokens; None allows `limit`. `inspect` receives the classified prompts. Raises a
-    one-line ConfigError with file, row and rule for the first bad row among those classified, an
-    unusable file, template or filter, or a file without any usable row.
+    limit: maximum tokens of a prompt. on_long: action on a longer prompt. In a sampled file prompts
+    may exceed the longest sampled prompt by LENGTH_MARGIN, up to max_sampled_tokens; None allows
+    `limit`. inspect: receives the classified prompts. Raises a one-line ConfigError with file, row
+    and rule for the first bad row among those classified, an unusable file, template or filter, or
+    a file without any usable row.
     """
     tokenizer, limits = LazyTokenizer(model), PromptLimits(limit, load_vocab_size(model), on_long)
     opened, first = [], 0
@@ -149,9 +152,10 @@ def classify_training_files(
     max_full_rows: float = MAX_FULLY_CLASSIFIED_ROWS,
     max_sampled_tokens: float | None = math.inf,
 ) -> TrainingFiles:
-    """Classify files of up to `max_full_rows` rows completely, and a sample of larger files.
+    """Classify every row of small files, up to `max_full_rows` rows, and a sample of larger files.
 
-    See `open_training_files`.
+    inspect: receives the classified prompts. max_sampled_tokens: limit of the prompts of a sampled
+    file. Raises ConfigError for the first bad row.
     """
     digest = hashlib.blake2b(digest_size=8)
     classified = [
@@ -183,6 +187,10 @@ def _classify_file(
     max_full_rows: float,
     max_sampled_tokens: float | None,
 ) -> TrainingFile:
+    """Classify all rows or a sample of a file; add the prompts to the hash `digest`.
+
+    If no row of the sample is usable, all rows are classified.
+    """
     rows, is_typical = choose_rows(file, max_full_rows)
     is_complete = len(rows) == len(file.table)
     counts, kept, lengths, typical = Counter[RowStatus](), array("q"), array("i"), array("i")
@@ -228,9 +236,9 @@ def _raise_first_problem(rows: Sequence[ClassifiedRow]) -> None:
 def choose_rows(
     file: PromptFile, max_full_rows: float
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Choose the sorted rows of a file to classify before a run.
+    """Return the rows of a file to classify before a run, sorted, and a mask of the typical rows.
 
-    The second array marks typical rows; rows chosen for their length are not typical.
+    Rows chosen for their length are not typical; they would bias the mean length.
     """
     size = len(file.table)
     if size <= max_full_rows:
@@ -248,7 +256,7 @@ def choose_rows(
 
 
 def hash_prompt(digest: "hashlib.blake2b", prompt: Prompt) -> None:
-    """Add everything a run learns from a prompt to a hash: index, tokens, source, ground truth."""
+    """Update a hash with the index, tokens, data source and ground truth of a prompt."""
     facts = (parse_uid(prompt.uid)[1], prompt.data_source, prompt.ground_truth)
     digest.update(repr((facts, len(prompt.token_ids))).encode("utf-8", "backslashreplace"))
     digest.update(prompt.token_ids.astype(np.int32).tobytes())

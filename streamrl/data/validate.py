@@ -22,6 +22,8 @@ MAX_KEPT_PROBLEMS = 1000
 
 @dataclass(frozen=True)
 class PromptLengths:
+    """Distribution of the prompt lengths in a file, in tokens."""
+
     min: int
     median: int
     p95: int
@@ -29,7 +31,7 @@ class PromptLengths:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "PromptLengths":
-        """Summarize at least one length; median and p95 are lengths that occur in the data."""
+        """Summarize at least one prompt length; median and p95 are lengths found in the data."""
         low, median, p95, high = np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest").tolist()
         return cls(low, median, p95, high)
 
@@ -42,7 +44,7 @@ class PromptLengths:
 
 @dataclass(frozen=True)
 class RowProblem:
-    """Message about a bad row; `row` counts from 1."""
+    """Error message about a bad row; `row` counts from 1."""
 
     row: int
     text: str
@@ -50,10 +52,10 @@ class RowProblem:
 
 @dataclass
 class FileReport:
-    """Summary of all rows of a file.
+    """Result of validating a data file: counts over its rows, and problems of bad rows.
 
-    status_counts: rows by the outcome in a run. lengths: prompts before truncation, without bad
-    rows. Other counts cover usable prompts; a duplicate has the tokens of an earlier prompt.
+    status_counts: rows by status in a run. lengths: prompts before truncation, without bad rows.
+    Other counts cover usable prompts; a duplicate has the tokens of an earlier prompt.
     """
 
     path: str
@@ -70,7 +72,7 @@ class FileReport:
 
     @property
     def num_bad(self) -> int:
-        """Number of rows that prevent a run from starting."""
+        """Number of bad rows, which keep a run from starting."""
         return self.status_counts[RowStatus.BAD]
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def validate_file(
         rows
     ),
 ) -> FileReport:
-    """Classify every row like a run, collecting the problems of bad rows.
+    """Read and check every row of a data file as a run would; collect problems of bad rows.
 
     `track` wraps the iterator over rows, for a progress bar; its second argument is the number of
     rows. Raises ConfigError for an unusable file, template or filter.
@@ -106,6 +108,7 @@ def validate_file(
 
 
 def _add_row(report: FileReport, row: ClassifiedRow, seen: set[bytes]) -> None:
+    """Count a row in the report. seen: hashes of the tokens of earlier prompts."""
     report.status_counts[row.status] += 1
     if row.problem is not None and len(report.problems) < MAX_KEPT_PROBLEMS:
         report.problems.append(RowProblem(row.index + 1, str(row.problem)))

@@ -16,7 +16,10 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def find_system_error(error: BaseException) -> OSError | None:
-    """Return the OSError behind an exception; Rust libraries only put its number in their text."""
+    """Return the OSError behind an exception, or None.
+
+    Errors of Rust libraries only contain the number of the OSError in their text.
+    """
     if isinstance(error, OSError):
         return error
     match = None if isinstance(error, StreamError) else _RUST_ERROR.search(str(error))
@@ -25,7 +28,7 @@ def find_system_error(error: BaseException) -> OSError | None:
 
 @contextlib.contextmanager
 def wrap_os_errors(subject: str, kind: type[StreamError]) -> Iterator[None]:
-    """Convert an OSError to error class `kind`, with `subject` at the start of its message."""
+    """Convert an OSError in the block to error class `kind`; its message begins with `subject`."""
     try:
         yield
     except OSError as error:
@@ -34,7 +37,7 @@ def wrap_os_errors(subject: str, kind: type[StreamError]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wrap_checkpoint_errors(path: Path) -> Iterator[None]:
-    """Convert OSErrors of a checkpoint write, including those inside library errors.
+    """Convert an OSError while a checkpoint is written, even inside the error of a library.
 
     Raises NoSpaceError on a full disk, CheckpointError otherwise; both name the path.
     """
@@ -49,12 +52,12 @@ def wrap_checkpoint_errors(path: Path) -> Iterator[None]:
 
 
 def wrap_disk_errors(path: Path) -> AbstractContextManager[None]:
-    """Convert OSErrors of a file in the run directory to DiskError."""
+    """Convert an OSError while a file of the run directory is written to DiskError."""
     return wrap_os_errors(f"{path} cannot be written", DiskError)
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write `text` atomically: readers and crashes see the old file or the new one."""
+    """Write a text file atomically: readers see the old or the new content, even after a crash."""
     partial = get_partial_path(path)
     try:
         with open(open_new_file(partial), "w", encoding="utf-8") as file:
@@ -68,7 +71,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def open_new_file(path: Path) -> int:
-    """Create a new file for writing, replacing an existing one; return its descriptor.
+    """Create a new file for writing, replacing an existing file; return the descriptor.
 
     Never follows a symlink at `path`, which another user may have placed there. Raises OSError.
     """
@@ -78,12 +81,12 @@ def open_new_file(path: Path) -> int:
 
 
 def get_partial_path(path: Path) -> Path:
-    """Return the temporary name of an unfinished file."""
+    """Return the temporary path at which a file is written before it is renamed."""
     return path.with_name(f".{path.name}.partial")
 
 
 def sync_and_rename(partial: Path, final: Path) -> None:
-    """Fsync a finished file or directory and everything in it, then rename."""
+    """Fsync a finished file, or a directory with its contents, then rename `partial` to `final`."""
     contents = partial.rglob("*") if partial.is_dir() else ()
     for path in (*contents, partial):
         _fsync_path(path)

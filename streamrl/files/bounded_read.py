@@ -40,7 +40,10 @@ class StrictYamlLoader(FAST_LOADER):  # type: ignore[misc]
     }
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Construct a value. Raises ConstructorError if it contradicts its tag (`!!int x`)."""
+        """Construct the value of a YAML node.
+
+        Raises ConstructorError if the text contradicts its tag (`!!int x`).
+        """
         try:
             return super().construct_object(node, deep=deep)
         except (ValueError, TypeError, LookupError, AttributeError):
@@ -55,7 +58,7 @@ class StrictYamlLoader(FAST_LOADER):  # type: ignore[misc]
 
 
 def _check_unique_keys(node: yaml.Node) -> None:
-    """Raise ConstructorError for a duplicate key, also in merged mappings (`<<`)."""
+    """Raise ConstructorError for a duplicate key in a YAML mapping, even if merged (`<<`)."""
     seen: set[tuple[str, str]] = set()
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if isinstance(key, yaml.ScalarNode):
@@ -75,7 +78,7 @@ StrictYamlLoader.add_implicit_resolver(
 
 
 class NotRegularError(OSError):
-    """Path that names a directory, FIFO, socket or device instead of a regular file."""
+    """Error: a path names a directory, FIFO, socket or device instead of a regular file."""
 
 
 def open_regular_file(path: str | Path) -> BinaryIO:
@@ -100,7 +103,7 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def wrap_file_errors(path: str | Path) -> Iterator[None]:
-    """Convert OSError and ValueError to ConfigError that names the file."""
+    """Convert an OSError or ValueError in the block to a ConfigError that names the file."""
     try:
         yield
     except ConfigError:
@@ -110,7 +113,10 @@ def wrap_file_errors(path: str | Path) -> Iterator[None]:
 
 
 def read_lines(file: BinaryIO, *, most_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield lines with their line ends. Raises ValueError for a line above `most_bytes`."""
+    """Yield the lines of a file with their line ends.
+
+    Raises ValueError for a line longer than `most_bytes`.
+    """
     number = 0
     while line := file.readline(most_bytes + 1):
         number += 1
@@ -120,7 +126,7 @@ def read_lines(file: BinaryIO, *, most_bytes: int = MAX_LINE_BYTES) -> Iterator[
 
 
 def read_small_text(path: Path, *, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
-    """Read a whole text file.
+    """Read a text file as a whole.
 
     Raises OSError, or ValueError unless the file is regular, at most `most_bytes`, and UTF-8.
     """
@@ -135,12 +141,15 @@ def read_small_text(path: Path, *, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
 
 
 def read_small_json(path: Path, *, most_bytes: int = MAX_SETTINGS_BYTES) -> Any:
-    """Read a JSON file with the limits of `read_small_text` and `parse_json`."""
+    """Read and parse a JSON file of at most `most_bytes`.
+
+    Raises OSError, or ValueError for a file too large, not regular, or invalid as JSON.
+    """
     return parse_json(read_small_text(path, most_bytes=most_bytes))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse untrusted JSON.
+    """Parse JSON text from an untrusted file.
 
     Raises ValueError, also for nesting beyond MAX_DEPTH, duplicate keys, and integers with too many
     digits (CPython's limit is 4300).
@@ -158,10 +167,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 class RepeatedKeyError(ValueError):
-    """JSON object with a duplicate key."""
+    """Error: a JSON object has a duplicate key."""
 
 
 def _make_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dict from the pairs of a JSON object. Raises RepeatedKeyError for a duplicate key."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -182,7 +192,11 @@ def check_depth(value: Any) -> None:
 
 
 def read_small_yaml(path: Path) -> Any:
-    """Read a YAML file without aliases: nested aliases expand exponentially ("billion laughs")."""
+    """Read a YAML file of at most MAX_SETTINGS_BYTES that contains no aliases.
+
+    Nested aliases expand exponentially ("billion laughs"). Raises OSError, or ValueError with line
+    and column.
+    """
     text = read_small_text(path)
     try:
         for event in yaml.parse(text, Loader=StrictYamlLoader):
@@ -203,7 +217,7 @@ def read_small_yaml(path: Path) -> Any:
 
 
 def _format_yaml_error(error: yaml.YAMLError) -> str:
-    """Format problem and position, and the start of the enclosing construct."""
+    """Format a YAML error: position, problem, and the start of the construct that contains it."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return str(error)
     text = f"{_format_mark(error.problem_mark)}: {error.problem}"

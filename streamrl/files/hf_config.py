@@ -31,6 +31,7 @@ scale dynamically by the current length (transformers) or the maximum length (vL
 
 
 def _get_config_error_types() -> tuple[type[Exception], ...]:
+    """Return the exceptions that transformers raises for a malformed config."""
     from huggingface_hub.errors import StrictDataclassError
 
     errors = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
@@ -38,19 +39,19 @@ def _get_config_error_types() -> tuple[type[Exception], ...]:
 
 
 def make_trusted_env(*paths: str) -> dict[str, str]:
-    """Return environment variables that let a process run code from these model directories."""
+    """Return environment variables that let a process run code from model directories."""
     trusted = os.pathsep.join(str(Path(path).absolute()) for path in paths)
     return {TRUSTED_MODELS_ENV: trusted} if trusted else {}
 
 
 def is_trusted(path: str) -> bool:
-    """Return whether code of a model directory (`auto_map`) may run in this process."""
+    """Return whether Python code in a model directory (`auto_map`) may run in this process."""
     trusted = os.environ.get(TRUSTED_MODELS_ENV, "").split(os.pathsep)
     return str(Path(path).absolute()) in trusted
 
 
 def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
-    """Read a model's config and override some of its settings.
+    """Read config.json of a model directory, with `changes` to some of its settings.
 
     Raises ConfigError for a malformed config, or one that requires untrusted code.
     """
@@ -77,7 +78,10 @@ def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
 
 
 def check_regular_files(path: Path) -> None:
-    """Raise ConfigError for FIFOs, devices and huge files, which libraries would read forever."""
+    """Raise ConfigError if a model directory contains a FIFO, a device or a huge file.
+
+    Libraries would read such files forever.
+    """
     with wrap_file_errors(path):
         files = sorted(path.iterdir())
     for file in files:
@@ -93,7 +97,10 @@ def check_regular_files(path: Path) -> None:
 
 
 def make_untrusted_error(path: str, error: Exception) -> ConfigError | None:
-    """Return a ConfigError about untrusted code if `error` is transformers' error about it."""
+    """Return a ConfigError on untrusted code in a model directory, or None for other errors.
+
+    error: exception of transformers, whose message about untrusted code names trust_remote_code.
+    """
     if "trust_remote_code" not in str(error):
         return None
     return ConfigError(
@@ -103,7 +110,10 @@ def make_untrusted_error(path: str, error: Exception) -> ConfigError | None:
 
 
 def read_model_length(path: str, *, limit: int | None) -> int:
-    """Return the model's context length, capped by `limit`. Raises ConfigError."""
+    """Return the context length of a model in tokens, or the smaller length `limit`.
+
+    Raises ConfigError for a malformed config, or a `limit` above the context length.
+    """
     try:
         config = read_model_config(path)
     except ConfigError as error:
@@ -120,9 +130,9 @@ def read_model_length(path: str, *, limit: int | None) -> int:
 
 
 def _check_generation_config(path: Path, vocab_size: int) -> None:
-    """Raise ConfigError for generation defaults that vLLM refuses or silently ignores.
+    """Raise ConfigError for defaults in generation_config.json that vLLM refuses or ignores.
 
-    transformers' warnings, as about a temperature under greedy decoding, do not matter here.
+    Warnings of transformers, as about a temperature under greedy decoding, do not matter here.
     """
     if not (path / GENERATION_CONFIG).is_file():
         return
@@ -148,7 +158,7 @@ def _check_generation_config(path: Path, vocab_size: int) -> None:
 
 
 def compute_max_positions(config: "PreTrainedConfig") -> int:
-    """Return the context length in tokens, including RoPE scaling."""
+    """Return the context length of a model in tokens, including RoPE scaling."""
     settings = config.get_text_config()
     tokens = int(settings.max_position_embeddings)
     scaled = [
@@ -161,7 +171,7 @@ def compute_max_positions(config: "PreTrainedConfig") -> int:
 
 
 def _list_rope_parameters(settings: Any) -> list[Mapping[str, Any]]:
-    """Return RoPE parameters; models with several layer types nest them by type."""
+    """Return the RoPE parameters in a model's config, one mapping per layer type."""
     parameters = settings.to_dict().get("rope_parameters") or {}
     if "rope_type" in parameters:
         return [parameters]
@@ -169,12 +179,18 @@ def _list_rope_parameters(settings: Any) -> list[Mapping[str, Any]]:
 
 
 def _get_original_positions(rope: Mapping[str, Any], tokens: int) -> int:
-    """Return the positions before scaling. YaRN states them; other types scale all positions."""
+    """Return the context length in tokens before RoPE scaling.
+
+    YaRN states that length; other types scale `tokens`, the max_position_embeddings of the config.
+    """
     return int(rope.get("original_max_position_embeddings") or tokens)
 
 
 def read_num_layers(path: Path) -> int:
-    """Read the number of layers in config.json, 0 if absent; transformers would allocate each."""
+    """Read the number of layers in a model's config.json; return 0 if absent.
+
+    Callers check the number before transformers allocates memory for every layer.
+    """
     try:
         config = json.loads(read_small_text(path / "config.json"))
         settings = {**config, **config.get("text_config", {})}
@@ -233,7 +249,8 @@ class StoredTensor(NamedTuple):
 def read_stored_tensors(path: Path, key: str) -> dict[str, StoredTensor]:
     """Read shape and dtype of all tensors from the headers of a directory's safetensors files.
 
-    Raises ConfigError, prefixed with `key`, for missing files or malformed headers.
+    key: setting that names the directory, for errors. Raises ConfigError for missing files or
+    malformed headers.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -261,6 +278,7 @@ def read_stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
+    """Suppress log messages and progress bars of transformers in the block."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -47,15 +47,18 @@ class FileFunction:
 
     @property
     def has_var_keyword(self) -> bool:
+        """True if the function takes any keyword argument (`**kwargs`)."""
         return any(p.kind is Parameter.VAR_KEYWORD for p in self.parameters.values())
 
     @property
     def keyword_names(self) -> set[str]:
+        """Names of the parameters that callers may pass by keyword."""
         unnamed = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD, Parameter.POSITIONAL_ONLY)
         return {name for name, p in self.parameters.items() if p.kind not in unnamed}
 
     @property
     def required_names(self) -> set[str]:
+        """Names of the parameters without a default."""
         variadic = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
         return {
             name
@@ -65,12 +68,14 @@ class FileFunction:
 
     @property
     def signature_text(self) -> str:
+        """Parameters of the function as in its source, without parentheses."""
         return str(inspect.Signature([*self.parameters.values()]))[1:-1]
 
     def select_arguments(self, offered: Sequence[str]) -> tuple[str, ...]:
-        """Select the offered arguments that the function takes by keyword.
+        """Return the offered arguments that the function takes by keyword.
 
-        Raises ConfigError for a required parameter that is not offered, or an async function.
+        offered: names of the arguments that the caller can pass. Raises ConfigError for a required
+        parameter that is not offered, or an async function.
         """
         self.check_not_async()
         positional_only = {
@@ -90,15 +95,15 @@ class FileFunction:
             raise ConfigError(f"{self.label}: in {self.file} must not be async")
 
     def describe_error(self, error: BaseException) -> str:
-        """Format an exception of the function with the innermost line of the user's file."""
+        """Format an exception from the function, with the innermost line of the user's file."""
         return f"{self.name} at {format_failure(self.file, error)}"
 
 
 def load_function(path: str, name: str, *, setting: str, said: str) -> FileFunction:
-    """Load function `name` of the Python file `path`; `setting` is the config key of the path.
+    """Load function `name` of a user's Python file.
 
-    `said` is setting=value as the user named the function. Raises ConfigError like `import_file`,
-    or if the file has no such function.
+    setting: config key of the path. said: setting=value with which the user named the function, for
+    errors. Raises ConfigError if the file cannot be imported or has no such function.
     """
     module = import_file(path, setting=setting)
     if name not in vars(module):
@@ -111,6 +116,7 @@ def load_function(path: str, name: str, *, setting: str, said: str) -> FileFunct
 
 
 def load_referenced_function(reference: str, *, setting: str) -> FileFunction:
+    """Load the function to which the value of a setting refers as file.py:function."""
     path, name = split_reference(reference, setting=setting)
     return load_function(path, name, setting=setting, said=f"{setting}={reference}")
 
@@ -118,7 +124,10 @@ def load_referenced_function(reference: str, *, setting: str) -> FileFunction:
 def make_file_function(
     file: str, name: str, function: Callable[..., Any], *, said: str
 ) -> FileFunction:
-    """Wrap a loaded function. Raises ConfigError if the function has no signature."""
+    """Wrap a function loaded from a user's file. Raises ConfigError if it has no signature.
+
+    said: setting=value with which the user named the function, for errors.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except ValueError as error:  # some C functions have no signature
@@ -127,10 +136,11 @@ def make_file_function(
 
 
 def import_file(path: str, *, setting: str) -> ModuleType:
-    """Import a Python file as a new module.
+    """Import a user's Python file as a new module.
 
-    Raises ConfigError with setting and line for a missing, huge or non-.py file, an exception
-    during the import, or (in the main thread) an import longer than IMPORT_TIMEOUT_S.
+    setting: config key of the path. Raises ConfigError with setting and line for a missing, huge or
+    non-.py file, an exception during the import, or (in the main thread) an import longer than
+    IMPORT_TIMEOUT_S.
     """
     file = Path(path).resolve()
     if not file.is_file():
@@ -163,7 +173,11 @@ def import_file(path: str, *, setting: str) -> ModuleType:
 
 @contextmanager
 def limit_import_time() -> Iterator[None]:
-    """Raise TimeoutError in the block after IMPORT_TIMEOUT_S; SIGALRM needs the main thread."""
+    """Raise TimeoutError in the block after IMPORT_TIMEOUT_S seconds.
+
+    The timer needs the main thread and SIGALRM without a handler; otherwise the time is not
+    limited.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
         yield
@@ -182,6 +196,7 @@ def limit_import_time() -> Iterator[None]:
 
 
 def split_reference(reference: str, *, setting: str) -> tuple[str, str]:
+    """Split a reference file.py:function into path and name. Raises ConfigError if malformed."""
     path, colon, name = reference.rpartition(":")
     if not colon or not name.isidentifier():
         raise ConfigError(f"{setting}={reference}: write it as file.py:function")
@@ -189,7 +204,7 @@ def split_reference(reference: str, *, setting: str) -> tuple[str, str]:
 
 
 def format_failure(path: str, error: BaseException) -> str:
-    """Format an error as `path:line: type: message` with the innermost line in `path`.
+    """Format an exception as `path:line: type: message` with the innermost line in the file `path`.
 
     Truncates long messages; an empty message is omitted.
     """

@@ -16,10 +16,11 @@ T = TypeVar("T")
 
 
 def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> T:
-    """Convert `values` to the dataclass `kind`; fields without a default are required.
+    """Convert a mapping of raw values to the settings dataclass `kind`.
 
-    Raises ConfigError that names `section`: an unknown key (with the nearest valid key), a wrong
-    type, a missing field, or the dataclass's own error, which starts with the field.
+    Fields without a default are required. Raises ConfigError that names the config section: for an
+    unknown key (with the nearest valid key), a wrong type, a missing field, or an error of the
+    dataclass itself.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section}: must be a mapping")
@@ -44,9 +45,9 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
 
 
 def fill_empty_text(raw: Any, kind: Any) -> Any:
-    """Replace null by "" for text settings, as from `key=` or `key:` in YAML.
+    """Replace null by "" for settings of type str, as YAML reads `key=` and `key:` as null.
 
-    Settings that may be null keep null.
+    raw: settings as read. kind: type of those settings. Settings that may be null keep null.
     """
     if get_origin(kind) is list and isinstance(raw, list):
         return [fill_empty_text(entry, get_args(kind)[0]) for entry in raw]
@@ -59,6 +60,7 @@ def fill_empty_text(raw: Any, kind: Any) -> Any:
 
 
 def describe_read_error(error: Exception) -> str:
+    """Describe why a file cannot be read, without its path."""
     if isinstance(error, FileNotFoundError):
         return "no such file"
     if isinstance(error, OSError) and error.strerror:
@@ -67,12 +69,13 @@ def describe_read_error(error: Exception) -> str:
 
 
 def suggest_nearest(name: str, names: Iterable[str]) -> str:
+    """Return a hint for errors that names the valid key nearest to `name`."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
     return f"the nearest key is {close[0]}" if close else "no keys are allowed"
 
 
 def format_as_list(key: str, value: Any) -> str:
-    """Format a scalar as the command-line list that the setting expects."""
+    """Format key=[value] as a shell word, the form in which a list is set on the command line."""
     entries = [] if value is None else [value]
     return shlex.quote(f"{key}={json.dumps(entries, ensure_ascii=False, default=str)}")
 
@@ -80,7 +83,10 @@ def format_as_list(key: str, value: Any) -> str:
 def rename_error_section(
     error: ConfigError, changes: Mapping[str, Any], *, section: str
 ) -> ConfigError:
-    """Rename an error of `trainer` after a section that inherits the trainer's settings."""
+    """Return an error about `trainer` in the words of a section that inherits from `trainer`.
+
+    changes: settings that this section sets itself; other settings are called inherited.
+    """
     name = str(error).removeprefix("trainer.").partition("=")[0]
     message = str(error).replace("trainer.", f"{section}.")
     if name not in changes:

@@ -1,4 +1,4 @@
-"""Argparse types that reject empty words, as from an unset shell variable."""
+"""Argparse types that reject an empty argument, such as an unset shell variable leaves."""
 
 import argparse
 from pathlib import Path
@@ -11,5 +11,8 @@ def parse_nonempty(word: str) -> str:
 
 
 def parse_path(word: str) -> Path:
-    """Return the path. `Path("")` would silently name the working directory."""
+    """Convert a command-line argument to a path. Raises ArgumentTypeError for an empty argument.
+
+    `Path("")` would silently name the working directory.
+    """
     return Path(parse_nonempty(word))

@@ -1,4 +1,4 @@
-"""Reader of completion files: joins existing completions with their prompt rows."""
+"""Reader of completion files for `streamrl score`: joins completions with rows of a prompt file."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from streamrl.messages import Prompt, make_uid
 
 @dataclass(frozen=True)
 class CompletionGroup:
-    """Completions of one row, with the line index of each in the completion file."""
+    """Completions of one prompt row, with the line index of each in the completion file."""
 
     prompt: Prompt
     line_indices: Sequence[int]
@@ -24,9 +24,10 @@ class CompletionGroup:
 
 
 def read_completion_groups(file: DataFile, completions: str) -> list[CompletionGroup]:
-    """Group the completions of a file by row, in order of first appearance.
+    """Read a completion file and group its completions by prompt row, in order of first appearance.
 
-    Raises ConfigError with file and line for a malformed record or an unknown row.
+    file: prompt file with the rows. completions: path of the JSONL completion file. Raises
+    ConfigError, with file and line, for a malformed record or an index without a row.
     """
     records = list(_read_completions(completions))
     rows = load_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
@@ -45,7 +46,10 @@ def read_completion_groups(file: DataFile, completions: str) -> list[CompletionG
 
 
 def _make_prompts(rows: Iterator[DataRow], wanted: set[int]) -> Mapping[int, Prompt]:
-    """Index prompts of the wanted rows. Token ids are dummies: rewards only read the messages."""
+    """Convert the rows with a wanted index to prompts, by row index.
+
+    The token ids are dummies, because rewards read only the messages.
+    """
     no_tokens = np.zeros(1, np.int32)
     return {
         row.index: Prompt(
@@ -64,7 +68,7 @@ def _make_prompts(rows: Iterator[DataRow], wanted: set[int]) -> Mapping[int, Pro
 
 
 def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (location for messages, row index, completion) for each line."""
+    """Yield (location for errors, row index, completion text) of each line of a completion file."""
     is_empty = True
     try:
         with open_regular_file(path) as file:
@@ -90,6 +94,7 @@ def _describe_type(value: Any) -> str:
 
 
 def _parse_completion(record: Any, where: str) -> tuple[int, str]:
+    """Return row index and completion text of a JSON record. Raises ConfigError if malformed."""
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: expected a JSON object, got {_describe_type(record)}")
     for key, kind, rule in (

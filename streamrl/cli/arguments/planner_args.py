@@ -42,6 +42,7 @@ LENGTHS_HELP = (
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that define the planner problem: run, cluster, models, lengths."""
     parser.add_argument(
         "config", type=parse_path, metavar="CONFIG", help="YAML file or run directory"
     )
@@ -94,7 +95,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class PlannerInputs:
-    """Planner options that a run's config does not contain."""
+    """Inputs of the planner from the command line, which a run's config does not contain."""
 
     cluster: Cluster
     request: PlannerRequest
@@ -103,7 +104,11 @@ class PlannerInputs:
     def build_problem(
         self, config: RunConfig, cluster: Cluster | None = None
     ) -> tuple[PlacementProblem, CostConstants]:
-        """Build the problem for a config, by default on `self.cluster`. Raises ConfigError."""
+        """Build the planner problem of a run, and the cost constants adapted to the run.
+
+        cluster: replaces `self.cluster`. Raises ConfigError, for example if the longest rollout
+        exceeds pipeline.micro_batch_tokens.
+        """
         cluster = cluster or self.cluster
         problem = build_planner_problem(config, cluster, self.request)
         try:
@@ -117,10 +122,15 @@ class PlannerInputs:
 def read_problem(
     arguments: argparse.Namespace, config: RunConfig
 ) -> tuple[PlacementProblem, CostConstants]:
+    """Build the planner problem and the cost constants from the command line and a config."""
     return read_planner_inputs(arguments, config).build_problem(config)
 
 
 def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> PlannerInputs:
+    """Read the planner options of the command line. Raises ConfigError for an invalid option.
+
+    Without --prompt-tokens the prompt lengths are measured on the run's data files.
+    """
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
     cluster = read_cluster(arguments.cluster)
@@ -148,6 +158,10 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
 
 
 def check_simulation_time(seconds: float, workload: Workload, *, place: str) -> None:
+    """Raise ConfigError if a simulation would take longer than an hour.
+
+    seconds: estimated duration. place: start of the error message, such as "--steps 50, ".
+    """
     if seconds > HOUR_S:
         raise ConfigError(
             f"{place}pipeline.groups_per_step={workload.groups_per_step},"
@@ -157,6 +171,7 @@ def check_simulation_time(seconds: float, workload: Workload, *, place: str) -> 
 
 
 def read_config(path: Path, overrides: list[str]) -> RunConfig:
+    """Load a run's config from a YAML file or a run directory, and apply key=value overrides."""
     source = path / "config.yaml" if os.path.isdir(path) else path
     return load_config(source, overrides)
 
@@ -174,9 +189,10 @@ def read_cluster(text: str) -> Cluster:
 
 
 def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
-    """Return model names by role from [ROLE=]NAME words.
+    """Return model names by role from the values of --model, each [ROLE=]NAME.
 
-    A word without a role applies to all models except reward models.
+    A NAME without a role applies to all models except those of rewards and costs. Raises
+    ConfigError if two values name the same role.
     """
     roles = {call.followed_role or call.role for call in config.dataflow.calls} - {"reward", "cost"}
     models: dict[str, str] = {}
@@ -194,7 +210,11 @@ def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
 
 
 def read_lengths(text: str, limit: int) -> LengthDistribution:
-    """Parse SPEC. Raises ConfigError for a malformed one or for lengths above `limit`."""
+    """Parse the value of --lengths, the distribution of completion lengths in tokens.
+
+    limit: longest completion, generator.max_new_tokens. Raises ConfigError for a malformed value or
+    a length above `limit`.
+    """
     lengths = _parse_lengths(text, limit)
     if lengths.max_tokens > limit:
         raise ConfigError(
@@ -205,6 +225,7 @@ def read_lengths(text: str, limit: int) -> LengthDistribution:
 
 
 def _parse_lengths(text: str, limit: int) -> LengthDistribution:
+    """Parse fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of lengths or a run directory."""
     kind, *numbers = text.split(":")
     if kind in ("fixed", "lognormal") and not os.path.exists(text):
         try:
@@ -235,7 +256,11 @@ def _parse_lengths(text: str, limit: int) -> LengthDistribution:
 
 
 def _parse_tokens(word: Any, text: str) -> int:
-    """Parse a length from text or JSON. Raises ConfigError unless it is a positive integer."""
+    """Parse a completion length in tokens from text or JSON.
+
+    text: value of --lengths, for the error. Raises ConfigError unless the length is a positive
+    integer.
+    """
     try:
         number = float(word)
     except (TypeError, ValueError, OverflowError):
@@ -246,7 +271,7 @@ def _parse_tokens(word: Any, text: str) -> int:
 
 
 def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
-    """Return two lines of text: the run and the cluster, and the work of one step."""
+    """Describe a planner problem in two lines: algorithm, cluster and models; work of a step."""
     workload = problem.workload
     models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
     return (

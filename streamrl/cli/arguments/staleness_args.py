@@ -1,6 +1,6 @@
 """Staleness bounds for `streamrl plan`: parses --max-staleness and drops bounds the run forbids.
 
-The planner ignores the placement in the config and plans for each bound.
+The planner searches a placement for each bound and ignores the placement in the config.
 """
 
 import argparse
@@ -19,7 +19,10 @@ DEFAULT_BOUNDS = "0,1,2,4"
 
 
 def parse_bounds(text: str) -> Sequence[int]:
-    """Parse sorted staleness bounds such as "0,1,4". Raises ConfigError."""
+    """Return the staleness bounds in a text such as "0,1,4", sorted.
+
+    Raises ConfigError for malformed text.
+    """
     words = text.split(",")
     if not all(re.fullmatch(r"\s*\d{1,9}\s*", w) and int(w) <= MAX_STALENESS for w in words):
         raise ConfigError(
@@ -31,10 +34,11 @@ def parse_bounds(text: str) -> Sequence[int]:
 def read_staleness_request(
     arguments: argparse.Namespace,
 ) -> tuple[RunConfig, int | None, list[int], list[ExcludedBound]]:
-    """Return the config to plan, its own bound, the allowed bounds and the excluded bounds.
+    """Return the config to plan, and the staleness bounds for which to plan placements.
 
-    The run's own bound is None if --max-staleness is given. Raises ConfigError for an invalid
-    bound.
+    The tuple contains the config, the config's own max_staleness (None if --max-staleness is
+    given), the bounds that the other settings allow, and the excluded bounds with their reasons.
+    Raises ConfigError for an invalid bound.
     """
     path, overrides = arguments.config, arguments.overrides
     if arguments.max_staleness is not None:
@@ -54,7 +58,7 @@ def read_staleness_request(
 
 
 def read_bounded_config(path: Path, overrides: Sequence[str], bounds: Sequence[int]) -> RunConfig:
-    """Load the config under the first bound that its other settings allow.
+    """Load the config under the first of the staleness bounds that its other settings allow.
 
     Resets pipeline.depth, so that the run generates as far ahead as the bound allows. Raises
     ConfigError if the config allows none of the bounds.
@@ -72,7 +76,10 @@ def read_bounded_config(path: Path, overrides: Sequence[str], bounds: Sequence[i
 def split_allowed_bounds(
     config: RunConfig, bounds: Sequence[int]
 ) -> tuple[list[int], list[ExcludedBound]]:
-    """Split bounds into those that the settings allow under any placement, and the rest."""
+    """Split staleness bounds into allowed bounds and excluded bounds with their reasons.
+
+    A bound is allowed if a disaggregated run with the config's other settings accepts the bound.
+    """
     anywhere = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)
     allowed, refused = [], []
     for bound in bounds:

@@ -22,6 +22,7 @@ SUFFICIENT_OVERSAMPLING = 0.7
 
 
 def run_to_json(trace: RunTrace) -> dict[str, Any]:
+    """Return a run's stage loads, filter cost and step metrics as JSON-serializable values."""
     loads = measure_stage_loads(trace)
     return {
         "steps": len(trace.steps),
@@ -37,6 +38,7 @@ def run_to_json(trace: RunTrace) -> dict[str, Any]:
 
 
 def advice_to_json(advice: SettingsAdvice) -> dict[str, Any]:
+    """Return the simulated effect of other settings as JSON-serializable values."""
     return {
         "simulated": vars(advice.simulated_metrics),
         "error": advice.simulation_error,
@@ -54,7 +56,7 @@ def advice_to_json(advice: SettingsAdvice) -> dict[str, Any]:
 
 
 def describe_run(trace: RunTrace) -> list[str]:
-    """Format the report on the run itself, which needs no simulation."""
+    """Format the measurements of a run: bottleneck, load of each stage, cost of its filter."""
     loads = measure_stage_loads(trace)
     excluded = ", ".join(f"{count} {why}" for why, count in trace.excluded_steps.items() if count)
     return [
@@ -67,6 +69,7 @@ def describe_run(trace: RunTrace) -> list[str]:
 
 
 def describe_advice(trace: RunTrace, advice: SettingsAdvice) -> list[str]:
+    """Format a table of other settings, with the simulated step time and staleness of each."""
     simulated = advice.simulated_metrics
     lines = [
         f"simulated   a step of {simulated.step_s:.3g} s,"
@@ -82,19 +85,21 @@ def describe_advice(trace: RunTrace, advice: SettingsAdvice) -> list[str]:
 
 
 def _describe_cores_left(machine: MachineCores) -> str:
-    """Describe the cores left by other programs, if those took a noticeable part."""
+    """Describe the CPU cores that other programs left to the run; return "" if nearly all."""
     if machine.taken < NEGLIGIBLE_CORES:
         return ""
     return f", {machine.available_cores:.2g} of them free of other programs"
 
 
 def _describe_bottleneck(load: StageLoad) -> str:
+    """Describe the busiest stage: busy fraction, waiting groups, and whether it is saturated."""
     depth = "" if load.mean_depth is None else f"; {load.mean_depth:.2g} groups wait for it"
     note = "" if load.busy_fraction > SATURATED_BUSY else "; no stage is saturated"
     return f"{load.stage}, busy {load.busy_fraction:.0%} of the time{depth}{note}"
 
 
 def _describe_filter(trace: RunTrace) -> Iterable[str]:
+    """Describe the generation and scoring time spent on groups that the group filter rejects."""
     cost = measure_filter_cost(trace)
     if not cost.share:
         return
@@ -111,12 +116,17 @@ def _describe_filter(trace: RunTrace) -> Iterable[str]:
 
 
 def _describe_loads(loads: Iterable[StageLoad]) -> Iterable[str]:
+    """Yield a line per stage with its busy fraction and the mean number of waiting groups."""
     for load in loads:
         waiting = "" if load.mean_depth is None else f"  waiting {load.mean_depth:>6.3g} groups"
         yield f"  {load.stage:<14}busy {load.busy_fraction:>4.0%}{waiting}"
 
 
 def _describe_options(options: Iterable[SettingsOption], min_change: float) -> Iterable[str]:
+    """Yield two lines per changed setting: simulated step time and staleness, then the setting.
+
+    min_change: relative change of the step time below which a line says "within noise".
+    """
     for option in options:
         note = "" if abs(option.step_s_change) > min_change else "  (within noise)"
         yield (

@@ -1,4 +1,4 @@
-"""Suggestions for a run that fits nowhere: single settings, or more devices."""
+"""Suggestions for a run whose memory fits no placement: other settings, or more devices."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,9 +28,10 @@ def suggest_fixes(
     cluster: Cluster,
     make_inputs: Callable[[RunConfig, Cluster], PlanningInputs],
 ) -> list[str]:
-    """Return changes, each of which lets some placement fit by itself, as command-line words.
+    """Return changes as command-line words, each of which alone lets some placement fit the memory.
 
-    make_inputs: builds the problem of a config on a cluster, its costs and its split rules.
+    make_inputs: returns the planner problem of a config on a cluster, its costs and its split
+    rules.
     """
 
     def fits(settings: SettingValues, on: Cluster = cluster) -> bool:
@@ -66,7 +67,7 @@ def suggest_fixes(
 
 
 def _iter_lossless_settings(config: RunConfig) -> Iterator[SettingValues]:
-    """Yield settings that cost time and leave the learned model unchanged."""
+    """Yield changed settings that save memory, cost time and leave the learned model unchanged."""
     if not config.trainer.gradient_checkpointing:
         yield {"trainer.gradient_checkpointing": True}
     if config.generator.kv_cache_mb is not None:
@@ -74,7 +75,7 @@ def _iter_lossless_settings(config: RunConfig) -> Iterator[SettingValues]:
 
 
 def _list_micro_batch_sizes(config: RunConfig) -> list[int]:
-    """Return micro-batch sizes below the configured one, ascending."""
+    """Return micro-batch sizes in tokens below the configured size, ascending."""
     full = config.pipeline.micro_batch_tokens
     return [full * k // MICRO_BATCH_FRACTIONS for k in range(1, MICRO_BATCH_FRACTIONS)]
 
@@ -82,9 +83,11 @@ def _list_micro_batch_sizes(config: RunConfig) -> list[int]:
 def _find_largest_fit(
     base: SettingValues, sizes: Sequence[int], fits: Callable[[SettingValues], bool]
 ) -> list[SettingValues]:
-    """Return the settings with the largest micro-batches that fit; empty if none fit.
+    """Return a list with the settings of the largest micro-batch that fits; empty if none fits.
 
-    sizes: ascending. Memory grows with the size, so a binary search finds the limit.
+    base: settings to combine with the micro-batch size. sizes: in tokens, ascending. fits: returns
+    whether some placement fits under changed settings. Memory grows with the size, so a binary
+    search finds the limit.
     """
     key = "pipeline.micro_batch_tokens"
     candidates: list[SettingValues] = [{**base, key: tokens} for tokens in sizes]
@@ -93,7 +96,10 @@ def _find_largest_fit(
 
 
 def _scale_cluster(cluster: Cluster, times: int) -> Cluster:
-    """Multiply the devices: within a partly used node first, else the number of nodes."""
+    """Return a cluster with `times` as many devices.
+
+    A single, partly used node gets more devices if the node has room; otherwise nodes are added.
+    """
     groups = []
     for group in cluster.node_groups:
         per_node = group.device.devices_per_node

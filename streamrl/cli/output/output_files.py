@@ -12,9 +12,10 @@ from streamrl.files.atomic_write import get_partial_path, write_atomic
 
 
 def check_output_file(option: str, path: Path) -> Path:
-    """Return the file to write. Raises ConfigError, naming the option, if the path is unwritable.
+    """Return the path to write for a command-line option, with symlinks resolved.
 
-    A symlink resolves to its target, which is replaced; devices are refused.
+    Writing replaces the target of a symlink. Raises ConfigError, naming the option, if the path is
+    unwritable or names a folder or a device.
     """
     target = Path(os.path.realpath(path))
     if os.path.exists(target) and not target.is_file():
@@ -27,7 +28,10 @@ def check_output_file(option: str, path: Path) -> Path:
 
 
 def check_output_dir(option: str, path: Path) -> None:
-    """Raise ConfigError, naming the option, unless `path` is or can become a folder."""
+    """Raise ConfigError unless `path` is a folder or can be created as a folder.
+
+    option: command-line option that the error names.
+    """
     target = Path(os.path.realpath(path))
     existing = next(path for path in (target, *target.parents) if os.path.lexists(path))
     if not existing.is_dir():
@@ -37,7 +41,10 @@ def check_output_dir(option: str, path: Path) -> None:
 
 
 def _check_creatable(option: str, path: Path, folder: Path, names: Sequence[Path]) -> None:
-    """Raise ConfigError unless the folder is writable and accepts names of this length."""
+    """Raise ConfigError unless `folder` is writable and its file system accepts the paths `names`.
+
+    option, path: command-line option and its value, for the error.
+    """
     try:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -49,7 +56,10 @@ def _check_creatable(option: str, path: Path, folder: Path, names: Sequence[Path
 
 
 def write_output_file(option: str, path: Path, content: str) -> None:
-    """Write a file atomically. Raises ConfigError, naming the option, on failure."""
+    """Write the file of a command-line option atomically.
+
+    Raises ConfigError, naming the option, on failure.
+    """
     target = check_output_file(option, path)
     try:
         write_atomic(target, content)

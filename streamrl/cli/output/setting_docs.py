@@ -1,4 +1,4 @@
-"""Settings as documentation: meanings and defaults read from dataclasses, and cells of markdown."""
+"""Documentation of settings: meanings and defaults from dataclasses, cells of markdown tables."""
 
 import dataclasses
 import inspect
@@ -13,14 +13,17 @@ REQUIRED = "required"
 
 
 def parse_docstring_keys(settings: type) -> dict[str, str]:
-    """Parse `key: meaning` lines of a docstring, including their indented continuation lines."""
+    """Return meanings by key from the `key: meaning` lines in the docstring of a class.
+
+    Indented lines continue the meaning above them.
+    """
     text = inspect.cleandoc(vars(settings).get("__doc__") or "")
     matches = re.findall(r"^(\w+): (.+(?:\n[ ]+\S.*)*)", text, flags=re.MULTILINE)
     return {key: " ".join(meaning.split()).removesuffix(".") for key, meaning in matches}
 
 
 def format_default(field: "dataclasses.Field[Any]") -> str:
-    """Return a default as YAML, or REQUIRED."""
+    """Return the default of a dataclass field as YAML, or REQUIRED if the field has none."""
     factory = field.default_factory
     value = field.default if factory is dataclasses.MISSING else factory()
     if value in (MISSING, dataclasses.MISSING):
@@ -30,11 +33,15 @@ def format_default(field: "dataclasses.Field[Any]") -> str:
 
 
 def format_code(text: str) -> str:
-    """Quote as code with one more backtick than the text's longest run of backticks."""
+    """Quote text as markdown code in a table cell.
+
+    The fence is one backtick longer than the longest run of backticks in the text.
+    """
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence, space = "`" * (longest + 1), " " if longest else ""
     return fence + space + text.replace("|", "\\|") + space + fence
 
 
 def escape_cell(text: str) -> str:
+    """Escape characters that would end a cell of a markdown table or begin an HTML tag."""
     return text.replace("|", "\\|").replace("<", "\\<")

@@ -6,7 +6,10 @@ MAX_DIGITS = 16  # significant decimal digits of a float
 
 
 def format_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Align columns: the first `left` columns to the left, the rest to the right."""
+    """Format rows of cells as lines of text with aligned columns.
+
+    left: number of leading columns that are aligned to the left; all others go to the right.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
@@ -26,7 +29,7 @@ def format_count(number: float) -> str:
 
 
 def format_seconds(number: float) -> str:
-    """Format with three significant digits, or as an integer from 1000 on."""
+    """Format a number of seconds without unit: three digits, or an integer from 1000 on."""
     return f"{number:.3g}" if number < 1000 else f"{number:.0f}"  # noqa: PLR2004
 
 

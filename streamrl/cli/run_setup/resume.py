@@ -22,7 +22,7 @@ TRAINER_LAYOUT_SETTINGS = ("backend", "world_size", "tensor_parallel", "zero_sta
 
 @dataclass
 class RunDirClaim:
-    """Locks that a command holds: on its own run directory, and on the source of a fork."""
+    """Locks on run directories that a command holds: on its own, and on the source of a fork."""
 
     run_lock: RunLock | None = None
     source_locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -34,7 +34,10 @@ class RunDirClaim:
 
 
 def begin_run(words: Sequence[str], claim: RunDirClaim) -> RunConfig:
-    """Load the config of a new run from command-line words, and claim its directory."""
+    """Load the config of a new run, and lock the run directory that the run replaces, if any.
+
+    words: config file and key=value overrides of the command line. claim: receives the lock.
+    """
     if not words or "=" in words[0]:
         raise ConfigError("train: name a config file first, or --resume a run")
     config = load_config(Path(words[0]), words[1:])
@@ -43,9 +46,10 @@ def begin_run(words: Sequence[str], claim: RunDirClaim) -> RunConfig:
 
 
 def claim_new_run(config: RunConfig, claim: RunDirClaim) -> None:
-    """Lock an existing run directory that the new run replaces.
+    """Lock the existing run directory that a new run replaces, if any.
 
-    Raises ConfigError if the directory exists and must not be replaced.
+    claim: receives the lock. Raises ConfigError if the directory exists and run.overwrite=false, or
+    if another process uses the directory.
     """
     folder = config.run_dir
     if not folder.exists():
@@ -66,7 +70,10 @@ def claim_new_run(config: RunConfig, claim: RunDirClaim) -> None:
 
 
 def claim_run(config: RunConfig, resume: ResumePoint | None, claim: RunDirClaim) -> RunDirClaim:
-    """Claim the directory of a new run or a fork, unless `claim` already holds it."""
+    """Lock the directory that a new run or a fork replaces, unless `claim` already holds a lock.
+
+    Returns `claim`.
+    """
     if claim.run_lock is None and (resume is None or is_fork(config, resume)):
         claim_new_run(config, claim)
     return claim
@@ -77,7 +84,11 @@ def _print_status(text: str) -> None:
 
 
 def _check_replaceable(config: RunConfig) -> None:
-    """Raise ConfigError unless the folder is a run that the new run does not read from."""
+    """Raise ConfigError unless run.overwrite=true may replace the existing folder of the run.
+
+    The folder must be a run directory, and must not contain an input of the new run (model, data,
+    code).
+    """
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
@@ -100,14 +111,18 @@ def _check_replaceable(config: RunConfig) -> None:
 
 
 def is_fork(config: RunConfig, resume: ResumePoint) -> bool:
-    """Return whether the run continues in another directory than its checkpoint's."""
+    """Return whether a run continues a checkpoint of another run directory in its own directory."""
     return config.run_dir.resolve() != resume.run_dir.resolve()
 
 
 def resume_run(
     path: Path, words: Sequence[str], claim: RunDirClaim
 ) -> tuple[RunConfig, ResumePoint]:
-    """Load the config and the resume point of a run to resume or fork; lock its directories."""
+    """Load the config and the resume point of a run to resume or fork; lock its directories.
+
+    path: run directory or checkpoint. words: key=value overrides. claim: receives the locks. Raises
+    ConfigError if the overrides contradict the checkpoint, or if the run has no steps left.
+    """
     if words and "=" not in words[0]:
         raise ConfigError(
             f"--resume uses the run's own config; remove {words[0]} (only key=value may follow)"
@@ -149,9 +164,11 @@ def resume_run(
 
 
 def _relocate_run(config: RunConfig, folder: Path, words: Sequence[str]) -> RunSettings:
-    """Return run settings with the directory the run is in now, or is forked into.
+    """Return the section `run` with the folder in which the run continues.
 
-    A fork does not inherit run.overwrite=true.
+    folder: present run directory, which may have moved since its config was written. words:
+    overrides; run.name or run.dir among them may fork the run. A fork does not inherit
+    run.overwrite=true.
     """
     overridden = {word.partition("=")[0] for word in words}
     run = config.run
@@ -163,6 +180,7 @@ def _relocate_run(config: RunConfig, folder: Path, words: Sequence[str]) -> RunS
 
 
 def _check_not_nested(config: RunConfig, folder: Path) -> None:
+    """Raise ConfigError if the directory of a fork and its source `folder` contain each other."""
     target = config.run_dir.resolve()
     if folder in target.parents or target in folder.parents:
         raise ConfigError(
@@ -171,6 +189,7 @@ def _check_not_nested(config: RunConfig, folder: Path) -> None:
 
 
 def _check_role_files(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
+    """Raise ConfigError if the checkpoint lacks the model or the trainer state of a role."""
     for folder in (folder for role in roles for folder in checkpoint.get_role_dirs(role)):
         if not folder.is_dir() or not any(folder.iterdir()):
             place = folder.relative_to(checkpoint.path)
@@ -180,7 +199,11 @@ def _check_role_files(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
 def _check_legacy_layout(
     checkpoint: Checkpoint, stored: RunConfig, config: RunConfig, roles: Sequence[str]
 ) -> None:
-    """Raise ConfigError if the layout of a role with an old per-rank checkpoint changes."""
+    """Raise ConfigError if the trainer layout of a role with an old per-rank checkpoint changes.
+
+    Files in the old format (rank_*.pt) load only with the backend, ranks, tensor parallelism and
+    ZeRO stage that wrote them. stored: config saved with the run. config: the same with overrides.
+    """
     for role in roles:
         if not list(checkpoint.get_role_dirs(role)[1].glob("rank_*.pt")):
             continue
@@ -195,7 +218,10 @@ def _check_legacy_layout(
 
 
 def _check_ema_reference(checkpoint: Checkpoint, every: int) -> None:
-    """Raise ConfigError unless reference.every > 0 exactly if an EMA reference was saved."""
+    """Raise ConfigError unless the resumed run has an EMA reference exactly if the checkpoint has.
+
+    every: reference.every of the resumed run; above 0 with an EMA reference.
+    """
     state = checkpoint.get_role_dirs(POLICY)[1]
     was_saved = any((state / name).is_file() for name in (REFERENCE_FILE, LEGACY_REFERENCE_FILE))
     if was_saved and not every:
@@ -211,7 +237,10 @@ def _check_ema_reference(checkpoint: Checkpoint, every: int) -> None:
 
 
 def _check_fixed_settings(stored: RunConfig, config: RunConfig) -> None:
-    """Raise ConfigError for overrides that contradict the state in the checkpoint."""
+    """Raise ConfigError if an override changes a setting on which the checkpoint's state depends.
+
+    stored: config saved with the run. config: the same with overrides.
+    """
     trained = stored.dataflow.trained_roles
     for section, role in (("trainer", POLICY), ("critic.trainer", CRITIC)):
         if role not in trained or role not in config.dataflow.trained_roles:

@@ -23,8 +23,9 @@ def open_run_directory(
 ) -> Iterator[tuple[RolloutLog, ResumePoint | None]]:
     """Create the directory of a new run or a fork, or cut a resumed run back to its checkpoint.
 
-    A new run that is refused or interrupted before its first step removes its directory. If the
-    run was to replace another, that one is restored.
+    Yields the rollout log in the directory, and the resume point (None for a new run). If the run
+    is refused or interrupted before its first step, a new directory is removed, and the run
+    directory that it replaced is restored.
     """
     log, folder = RolloutLog(config.run_dir), config.run_dir
     replaced = folder.with_name(f".{folder.name}.replaced")
@@ -63,10 +64,11 @@ def _make_run_dir(
     claim: RunDirClaim,
     replaced: Path,
 ) -> ResumePoint | None:
-    """Create a locked run directory; return the fork's resume point, None for a new run.
+    """Create and lock the directory of a new run or a fork.
 
-    The directory is filled under a temporary name and then renamed, so other processes see it
-    complete or not at all. A replaced run is moved aside to `replaced`.
+    Returns the resume point of a fork, None for a new run. The directory is filled under a
+    temporary name and then renamed, so other processes never see an incomplete directory. A
+    replaced run is moved aside to the path `replaced`.
     """
     folder = config.run_dir
     partial_dir = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -104,7 +106,10 @@ def _make_run_dir(
 
 
 def _repartition_queue(config: RunConfig, resume: ResumePoint, layout: QueueLayout) -> None:
-    """Redistribute the groups in flight over the configured number of shards."""
+    """Redistribute the groups in a run's journals over the configured number of queue shards.
+
+    Does nothing if `layout` has that number already, or if the queue keeps no journal.
+    """
     from streamrl.config.resume_checks import repartition_queue
 
     if config.queue.journal.enabled and layout.shards != config.queue.shards:

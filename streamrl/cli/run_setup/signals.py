@@ -8,9 +8,10 @@ from types import FrameType
 
 @contextlib.contextmanager
 def catch_first_interrupt() -> Iterator[Callable[[], bool]]:
-    """Record the first signal; yield a function that returns whether a signal arrived.
+    """Record the first Ctrl-C or SIGTERM in the block instead of interrupting.
 
-    A second signal raises KeyboardInterrupt. The previous handlers are restored at the end.
+    Yields a function that returns whether a signal has arrived. A second signal raises
+    KeyboardInterrupt. The previous handlers are restored at the end of the block.
     """
     received = 0
 
@@ -31,10 +32,11 @@ def catch_first_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 def interrupt_on_signals() -> Callable[[], None]:
-    """Raise KeyboardInterrupt on Ctrl-C and SIGTERM from now on; Ray's handlers would abort.
+    """Install handlers that raise KeyboardInterrupt on Ctrl-C and SIGTERM.
 
-    Python swallows exceptions raised inside finalizers and C callbacks. The returned function
-    raises KeyboardInterrupt again if a signal arrived.
+    Ray's own handlers would abort the process. Python swallows an exception raised inside a
+    finalizer or a C callback, so the returned function raises KeyboardInterrupt again if a signal
+    has arrived.
     """
     received = False
 
@@ -54,9 +56,9 @@ def interrupt_on_signals() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def uninterrupted_exit_stack() -> Iterator[contextlib.ExitStack]:
-    """Yield a stack whose callbacks run with signals ignored, so that shutdown completes.
+    """Yield an ExitStack whose callbacks run with Ctrl-C and SIGTERM ignored.
 
-    The previous handlers are restored afterwards.
+    The shutdown of a run can therefore complete. The previous handlers are restored afterwards.
     """
     with contextlib.ExitStack() as handlers, contextlib.ExitStack() as stack:
         try:

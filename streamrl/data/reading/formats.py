@@ -48,6 +48,7 @@ _WHITESPACE = re.compile(r"[ \t\r\n]*")
 
 @contextmanager
 def wrap_read_errors(path: str) -> Iterator[None]:
+    """Convert errors of opening or unpacking a data file to ConfigError with the path."""
     try:
         yield
     except ConfigError:
@@ -63,6 +64,7 @@ def wrap_read_errors(path: str) -> Iterator[None]:
 
 
 def format_error(error: BaseException) -> str:
+    """Format the message of an exception on one line, or its type without a message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -71,10 +73,15 @@ def format_error(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class JsonLines:
+    """Layout of a JSONL file: each line that is not blank contains a row."""
+
     unit: ClassVar[str] = "line"
 
     def iter_rows(self, file: BinaryIO) -> TextRows:
-        """Yield the rows. Raises ValueError for a line above the size limit."""
+        """Yield (line index, byte offset, bytes) of each row of a JSONL file.
+
+        Raises ValueError for a line above the size limit.
+        """
         offset = 0
         for index, line in enumerate(read_lines(file)):
             has_bom = index == 0 and line.startswith(codecs.BOM_UTF8)
@@ -89,16 +96,19 @@ class JsonLines:
 
 @dataclass(frozen=True)
 class JsonArray:
-    """One JSON array of objects.
+    """Layout of a JSON file that contains an array of objects, the rows.
 
-    `iter_rows` scans the array incrementally: it decodes one element at a time and reads more of
-    the file whenever the text at hand ends inside an element.
+    `iter_rows` scans the array incrementally: it decodes an element at a time and reads more of the
+    file whenever the text read so far ends inside an element.
     """
 
     unit: ClassVar[str] = "row"
 
     def iter_rows(self, file: BinaryIO) -> TextRows:
-        """Yield the rows. Raises ValueError for a truncated array or other text around it."""
+        """Yield (index, byte offset, bytes) of each element of the array.
+
+        Raises ValueError for a truncated array, or for other text around the array.
+        """
         # Decoded as Latin-1, each byte is one character, so text positions equal byte offsets; the
         # JSON syntax is ASCII and unaffected.
         decoder, text, base, at, index = json.JSONDecoder(), "", 0, 0, 0
@@ -141,11 +151,14 @@ _BOM = codecs.BOM_UTF8.decode("latin-1")
 
 
 class _IncompleteInputError(Exception):
-    """End of the text at hand, where more of the file is needed to decide."""
+    """End of the text read so far, where the parser needs more of the file to decide."""
 
 
 def _expect_character(text: str, at: int, expected: str) -> int:
-    """Return the position after `expected`, which must stand at `at`. Raises ValueError."""
+    """Return the position after the character `expected`, which must stand at position `at`.
+
+    Raises ValueError for another character.
+    """
     if at == len(text):
         raise _IncompleteInputError
     if text[at] != expected:
@@ -156,9 +169,10 @@ def _expect_character(text: str, at: int, expected: str) -> int:
 
 
 def _check_array_end(file: BinaryIO, text: str, at: int, missing: int | None) -> None:
-    """Raise ValueError unless only whitespace follows position `at` up to the end of the file.
+    """Raise ValueError unless only whitespace follows the end of a JSON array in the file.
 
-    missing: index of the row that a trailing comma announced, if any.
+    text: text read so far, in which the array ends before position `at`. missing: index of the row
+    that a trailing comma announced, None without a trailing comma.
     """
     if missing is not None:
         raise ValueError(f"row {missing + 1}: a comma precedes the end of the array")
@@ -173,6 +187,7 @@ def _check_array_end(file: BinaryIO, text: str, at: int, missing: int | None) ->
 
 
 def _describe_row_error(error: Exception) -> str:
+    """Describe why an element of a JSON array cannot be decoded."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg}"
     return "the array is truncated"
@@ -189,7 +204,10 @@ def _parse_json_row(row: bytes) -> Any:
 
 @dataclass(frozen=True)
 class CsvTable:
-    """Rows under a header. All values are text; an empty value is missing."""
+    """Layout of a CSV or TSV file: rows under a header.
+
+    All values are text; an empty value counts as missing.
+    """
 
     header: tuple[str, ...]
     delimiter: str
@@ -197,7 +215,10 @@ class CsvTable:
 
     @classmethod
     def from_file(cls, file: BinaryIO, delimiter: str) -> "CsvTable":
-        """Read the header. Raises ValueError for a duplicate column or a missing header."""
+        """Read the header of a CSV file.
+
+        Raises ValueError for a duplicate column or a missing header.
+        """
         header = next(cls((), delimiter)._iter_all_rows(file), (0, b"", []))[2]
         duplicates = sorted({name for name in header if header.count(name) > 1})
         if duplicates:
@@ -205,7 +226,10 @@ class CsvTable:
         return cls(tuple(header), delimiter)
 
     def iter_rows(self, file: BinaryIO) -> TextRows:
-        """Yield the rows below the header. Raises ValueError for malformed CSV."""
+        """Yield (index, byte offset, bytes) of each row below the header.
+
+        Raises ValueError for malformed CSV.
+        """
         rows = self._iter_all_rows(file)
         next(rows, None)
         for index, (offset, row, _) in enumerate(rows):
@@ -219,7 +243,7 @@ class CsvTable:
         return {name: value or None for name, value in pairs}
 
     def _iter_all_rows(self, file: BinaryIO) -> Iterator[tuple[int, bytes, list[str]]]:
-        """Yield (byte offset, bytes, fields) of the header and every row.
+        """Yield (byte offset, bytes, fields) of the header and of every row of a CSV file.
 
         A quoted field may span lines, so the bytes of a row are the lines that csv consumed for it.
         """
@@ -261,7 +285,7 @@ EXTENSIONS = (".parquet", *TEXT_EXTENSIONS, *(name + GZIP_SUFFIX for name in TEX
 
 
 def parse_extension(path: str) -> str:
-    """Return the extension of a file, in lower case, with .gz if compressed.
+    """Return the lower-case extension of a data file, such as .jsonl or .jsonl.gz.
 
     Raises ConfigError for an unknown extension.
     """
@@ -275,7 +299,7 @@ def parse_extension(path: str) -> str:
 
 
 def open_gzip(path: str) -> BinaryIO:
-    """Open a gzip file for decompression while reading. Raises OSError."""
+    """Open a gzip file so that reading decompresses it. Raises OSError."""
     file = open_regular_file(path)
     packed = gzip.GzipFile(fileobj=file)
     packed.myfileobj = cast(Any, file)  # GzipFile closes myfileobj with itself
@@ -283,7 +307,10 @@ def open_gzip(path: str) -> BinaryIO:
 
 
 def detect_layout(file: BinaryIO, extension: str) -> TextLayout:
-    """Choose the layout of a text file by its extension and first byte. Raises ValueError."""
+    """Choose the layout (JSONL, JSON array, CSV) of a text file by extension and first byte.
+
+    Raises ValueError for an invalid CSV header.
+    """
     extension = extension.removesuffix(GZIP_SUFFIX)
     if extension in (".csv", ".tsv"):
         layout: TextLayout = CsvTable.from_file(file, "," if extension == ".csv" else "\t")
@@ -298,7 +325,7 @@ def detect_layout(file: BinaryIO, extension: str) -> TextLayout:
 
 @contextmanager
 def wrap_text_errors(path: str) -> Iterator[None]:
-    """Convert ValueErrors on a text file to ConfigError with the path."""
+    """Convert a ValueError about a text file's content to ConfigError with the path."""
     try:
         yield
     except ConfigError:
@@ -308,7 +335,10 @@ def wrap_text_errors(path: str) -> Iterator[None]:
 
 
 def parse_text_row(layout: TextLayout, row: bytes, place: str) -> Any:
-    """Parse a row of a text file; return the ConfigError of an unreadable row as a value."""
+    """Parse a row of a text file; return, not raise, the ConfigError of an unreadable row.
+
+    place: location of the row, for the error.
+    """
     try:
         return layout.parse_row(row)
     except (ValueError, csv.Error) as error:
@@ -325,7 +355,10 @@ def check_no_split(path: str, split: str) -> None:
 
 
 def is_parquet(path: str) -> bool:
-    """Return whether a path is a parquet file, or a folder of them rather than a dataset."""
+    """Return whether a path is a parquet file, or a folder of parquet files.
+
+    A saved Hugging Face dataset does not count as such a folder.
+    """
     if not Path(path).is_dir():
         return _has_parquet_name(Path(path))
     return not any((Path(path) / name).is_file() for name in DATASET_FILES)
@@ -336,9 +369,10 @@ def _has_parquet_name(path: Path) -> bool:
 
 
 def list_parquet_files(path: str, split: str) -> list[str]:
-    """List the files of a parquet file or a folder of shards, sorted.
+    """Return the sorted parquet files at a path, which names a file or a folder of shards.
 
-    Raises ConfigError for an empty folder, or a missing or unknown split.
+    split: restrict the shards to this split. Raises ConfigError for an empty folder, or a missing
+    or unknown split.
     """
     if not Path(path).is_dir():
         check_no_split(path, split)
@@ -357,12 +391,16 @@ def list_parquet_files(path: str, split: str) -> list[str]:
 
 
 def _parse_split(name: str) -> str:
+    """Return the split in the name of a parquet shard, or ""."""
     match = _SPLIT_PATTERN.fullmatch(name)
     return (match[1] or match[2].lower()) if match else ""
 
 
 def read_parquet_batches(path: str) -> "Iterator[pa.RecordBatch]":
-    """Yield batches of a parquet file. Raises ConfigError with the path, and OSError."""
+    """Yield the rows of a parquet file in batches.
+
+    Raises ConfigError with the path for an invalid file, and OSError.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -385,14 +423,17 @@ def read_parquet_batches(path: str) -> "Iterator[pa.RecordBatch]":
 
 
 def _choose_batch_size(file: "pq.ParquetFile") -> int:
-    """Estimate from the first rows how many rows take a few MiB."""
+    """Estimate from the first rows of a parquet file how many rows take a few MiB."""
     for head in file.iter_batches(batch_size=16):
         return max(1, min(_BATCH_ROWS, _CHUNK_BYTES * head.num_rows // max(1, head.nbytes)))
     return _BATCH_ROWS
 
 
 def read_parquet_schema(path: str) -> "pa.Schema":
-    """Read the columns of a parquet file. Raises ConfigError with the path, and OSError."""
+    """Read the names and types of a parquet file's columns.
+
+    Raises ConfigError with the path for an invalid file, and OSError.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -404,13 +445,14 @@ def read_parquet_schema(path: str) -> "pa.Schema":
 
 
 def _make_plain_schema(file: "pq.ParquetFile") -> "pa.Schema":
-    """Return the columns of a file, with encodings (dictionary, run-end, views) resolved."""
+    """Return a parquet file's columns without encodings (dictionary, run-end, views)."""
     import pyarrow as pa
 
     return pa.schema([(field.name, _to_plain_type(field.type)) for field in file.schema_arrow])
 
 
 def _to_plain_type(type_: "pa.DataType") -> "pa.DataType":
+    """Return an Arrow type without encodings, also inside structs and lists."""
     import pyarrow as pa
     from pyarrow import types as t
 
@@ -426,7 +468,10 @@ def _to_plain_type(type_: "pa.DataType") -> "pa.DataType":
 
 
 def to_plain_records(rows: "pa.Table", places: Sequence[str]) -> list[Any]:
-    """Convert rows to Python values; a row with an unconvertible value becomes its ConfigError."""
+    """Convert Arrow rows to Python values; an unconvertible row becomes its ConfigError.
+
+    places: location of each row, for errors.
+    """
     try:
         return _to_python(rows)
     except MemoryError:
@@ -451,7 +496,7 @@ def _to_python(rows: "pa.Table") -> list[Any]:
 
 
 def check_split(path: str, split: str, splits: Any) -> None:
-    """Raise ConfigError for a missing split, or a split that is not in `splits`."""
+    """Raise ConfigError if the user named no split, or a split that is not in `splits`."""
     if split not in splits:
         names = ", ".join(sorted(splits)) or "none"
         problem = f"split={split}: no such split" if split else "split: missing"

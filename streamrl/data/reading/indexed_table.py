@@ -57,8 +57,8 @@ class TextTable:
     """Text file with an index of its rows.
 
     path: file that the user named. unpacked_path: the same file, uncompressed. row_offsets,
-    row_sizes: first byte and length of each row. row_indices: index of each row, None if there
-    are no gaps.
+    row_sizes: first byte and length of each row. row_indices: number of each row in the file, None
+    if numbers equal positions. digest: hash of the content. file_stamp: size and modification time.
     """
 
     path: str
@@ -77,11 +77,14 @@ class TextTable:
         return len(self.row_offsets)
 
     def get_indices(self) -> NDArray[np.int64]:
-        """Return the index of each row; JSONL counts blank lines."""
+        """Return the number of each row in the file; blank lines of JSONL count."""
         return np.arange(len(self)) if self.row_indices is None else self.row_indices
 
     def read_rows(self, rows: Sequence[int]) -> IndexedRecords:
-        """Read rows by position. Raises DataError if the file has changed since it was opened."""
+        """Read the rows at these positions and parse them to records.
+
+        Raises DataError if the file has changed since it was opened.
+        """
         file = self._open_file()
         records = []
         for row in rows:
@@ -93,11 +96,14 @@ class TextTable:
         return records
 
     def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int32]:
-        """Return the bytes of each whole row, an upper bound of its prompt."""
+        """Return the bytes of each whole row, an upper bound of the bytes of its prompt."""
         return self.row_sizes
 
     def _open_file(self) -> BinaryIO:
-        """Open the file once per process, so that a later file of the same name does not matter."""
+        """Open the file once per process, so that a later file of the same name is not read.
+
+        Raises DataError if the content has changed.
+        """
         with wrap_data_errors(self.path):
             if self._file is None:
                 self._file = open_regular_file(self.unpacked_path)
@@ -110,13 +116,16 @@ class TextTable:
 
 
 def _get_file_stamp(file: BinaryIO) -> tuple[int, int]:
-    """Return size and modification time, which change with the content."""
+    """Return size and modification time of a file, which change with its content."""
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns
 
 
 class ColumnTable:
-    """Rows of parquet files or a dataset; `load` opens the columns in any process."""
+    """Rows of parquet files or of a Hugging Face dataset, with random access.
+
+    load: opens the columns in any process. digest: hash of the content.
+    """
 
     def __init__(self, path: str, load: Callable[[], Any], digest: str) -> None:
         self.path = path
@@ -131,7 +140,7 @@ class ColumnTable:
         return np.arange(len(self))
 
     def read_rows(self, rows: Sequence[int]) -> IndexedRecords:
-        """Read rows by position. Raises DataError if they cannot be read."""
+        """Read the rows at these positions as records. Raises DataError on failure."""
         import pyarrow as pa
 
         runs: Sequence[Sequence[int]] = [rows]
@@ -152,7 +161,7 @@ class ColumnTable:
         return records
 
     def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int64] | None:
-        """Return the bytes of each row's prompt, None if the column layout does not tell."""
+        """Return the bytes of each row's prompt, or None if the columns do not show them."""
         import pyarrow as pa
 
         columns = self._load_columns()
@@ -179,6 +188,7 @@ IndexedTable = TextTable | ColumnTable
 
 @contextlib.contextmanager
 def wrap_data_errors(path: str) -> Iterator[None]:
+    """Convert any error of reading rows during a run to DataError with the path."""
     try:
         yield
     except DataError:
@@ -188,6 +198,10 @@ def wrap_data_errors(path: str) -> Iterator[None]:
 
 
 def open_table(path: str, split: str = "") -> IndexedTable:
+    """Open a data file, parquet folder or saved dataset for random access to its rows.
+
+    Raises ConfigError for unreadable or empty data, or an invalid split.
+    """
     with wrap_read_errors(path):
         if is_parquet(path):
             table: IndexedTable = _open_parquet_table(path, split)
@@ -204,9 +218,10 @@ def open_table(path: str, split: str = "") -> IndexedTable:
 
 
 def read_records(path: str, split: str = "") -> Iterator[tuple[str, int, Any]]:
-    """Yield (location, index, record) of a data file in order; see IndexedRecords.
+    """Yield (location, index, record) of each row of a data file in order.
 
-    Raises ConfigError like `open_table`.
+    The record of an unreadable row is its ConfigError. Raises ConfigError for unreadable or empty
+    data.
     """
     table = open_table(path, split)
     for start in range(0, len(table), READ_BATCH_ROWS):
@@ -214,6 +229,7 @@ def read_records(path: str, split: str = "") -> Iterator[tuple[str, int, Any]]:
 
 
 def _open_text_table(path: str, split: str) -> TextTable:
+    """Index the rows of a text file; unpack a .gz file into the cache first."""
     extension = parse_extension(path)
     check_no_split(path, split)
     unpacked = path
@@ -244,6 +260,7 @@ def _open_text_table(path: str, split: str) -> TextTable:
 
 
 def _open_parquet_table(path: str, split: str) -> ColumnTable:
+    """Open parquet files in memory if small, else as an unpacked file in the cache."""
     files = list_parquet_files(path, split)
     digest = _hash_files(files)
     in_memory = _read_into_memory(path, files)
@@ -257,7 +274,7 @@ def _open_parquet_table(path: str, split: str) -> ColumnTable:
 
 @dataclass(frozen=True)
 class _MemoryColumns:
-    """Columns in memory; pickling the table copies them."""
+    """Loader that returns Arrow columns kept in memory; pickling it copies the columns."""
 
     columns: "pa.Table"
 
@@ -266,7 +283,7 @@ class _MemoryColumns:
 
 
 class _MappedColumns:
-    """Columns in a memory-mapped Arrow file; the OS reads only accessed pages."""
+    """Loader of Arrow columns in a memory-mapped file; the OS reads only accessed pages."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -280,7 +297,10 @@ class _MappedColumns:
         return pa.ipc.open_file(pa.py_buffer(self._pages)).read_all()
 
     def release_pages(self) -> None:
-        """Release the pages read so far; readahead keeps far more than the rows in memory."""
+        """Release the pages of the memory-mapped file that were read so far.
+
+        Readahead keeps far more than the rows in memory.
+        """
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
 
@@ -290,6 +310,8 @@ class _MappedColumns:
 
 @dataclass(frozen=True)
 class _DatasetColumns:
+    """Loader of the columns of a saved Hugging Face dataset."""
+
     path: str
     split: str
 
@@ -298,7 +320,10 @@ class _DatasetColumns:
 
 
 def _read_unified_batches(path: str, files: Sequence[str]) -> "Iterator[pa.RecordBatch]":
-    """Yield the rows of all files with the union of their columns, null where a file lacks one."""
+    """Yield the rows of all parquet files with the union of their columns.
+
+    A column that a file lacks is null in its rows.
+    """
     import pyarrow as pa
 
     empty = pa.Table.from_batches([], _unify_schemas(path, files))
@@ -313,7 +338,10 @@ def _read_unified_batches(path: str, files: Sequence[str]) -> "Iterator[pa.Recor
 
 
 def _unify_schemas(path: str, files: Sequence[str]) -> "pa.Schema":
-    """Return the union of the files' columns. Raises ConfigError for incompatible types."""
+    """Return the union of the columns of parquet files.
+
+    Raises ConfigError if the files' types of a column are incompatible.
+    """
     import pyarrow as pa
 
     types: dict[str, dict[pa.DataType, str]] = {}
@@ -327,7 +355,10 @@ def _unify_schemas(path: str, files: Sequence[str]) -> "pa.Schema":
 
 
 def _unify_types(path: str, name: str, types: "dict[pa.DataType, str]") -> "pa.DataType":
-    """Return a type that holds the column of all files; `types` maps types to their first file."""
+    """Return an Arrow type that holds the values of column `name` in all files.
+
+    types: type in each file, with the first file of that type. Raises ConfigError if no type does.
+    """
     import pyarrow as pa
 
     try:
@@ -345,7 +376,10 @@ def _unify_types(path: str, name: str, types: "dict[pa.DataType, str]") -> "pa.D
 
 
 def _is_lossless_cast(source: "pa.DataType", target: "pa.DataType") -> bool:
-    """Return whether values survive the cast: same kind (integer, text, ...) of any width."""
+    """Return whether all values of an Arrow type survive the cast to another type.
+
+    Casts are lossless within a kind (integer, text, ...), whatever the width.
+    """
     from pyarrow import types as t
 
     if source == target or t.is_null(source):
@@ -365,7 +399,7 @@ def _is_lossless_cast(source: "pa.DataType", target: "pa.DataType") -> bool:
 
 
 def _read_into_memory(path: str, files: Sequence[str]) -> "pa.Table | None":
-    """Read the rows of all files, or return None if they exceed MAX_IN_MEMORY_BYTES.
+    """Read the rows of all parquet files, or return None above MAX_IN_MEMORY_BYTES.
 
     The file size is no guide: dictionary encoding may store a value once for all rows.
     """
@@ -383,6 +417,7 @@ def _read_into_memory(path: str, files: Sequence[str]) -> "pa.Table | None":
 
 
 def _unpack_parquet(path: str, files: Sequence[str], out: BinaryIO) -> None:
+    """Write the rows of all parquet files to `out` as an Arrow file."""
     import pyarrow as pa
 
     batches = _read_unified_batches(path, files)
@@ -396,19 +431,24 @@ def _unpack_parquet(path: str, files: Sequence[str], out: BinaryIO) -> None:
 
 
 def _unpack_text(path: str, out: BinaryIO) -> None:
+    """Write the decompressed text of a gzip file to `out`."""
     with open_gzip(path) as file:
         for line in read_lines(file):
             out.write(line)
 
 
 def get_cache_dir() -> Path:
+    """Return the folder of unpacked data files, beside the caches of Hugging Face datasets."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     datasets = os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")
     return Path(datasets).expanduser() / "streamrl"
 
 
 def _unpack_into_cache(path: str, name: str, unpack: Callable[[str, BinaryIO], None]) -> Path:
-    """Return the unpacked file in the cache, unpacking `path` unless it exists."""
+    """Return the path of the file `name` in the cache; write the file first if missing.
+
+    unpack: writes the unpacked content of the data file `path` to an open file.
+    """
     final = get_cache_dir() / name
     if final.is_file():
         return final
@@ -440,6 +480,7 @@ def _describe_cache_error(path: str, error: OSError) -> str:
 
 
 def _hash_files(files: Sequence[str | Path]) -> str:
+    """Return a hash of the contents of all files, in this order."""
     digest = xxhash.xxh3_128()
     for path in files:
         with open_regular_file(path) as file:
@@ -450,10 +491,11 @@ def _hash_files(files: Sequence[str | Path]) -> str:
 
 
 def _compute_text_sizes(table: "pa.Table", prompt_key: str) -> NDArray[np.int64] | None:
-    """Return the bytes of a text column, or of the contents of chat messages, by row.
+    """Return the bytes of each row's prompt: of its text, or of the contents of its chat messages.
 
-    Chat messages are a list of structs per row. Their contents are flattened, so the size of row i
-    is the difference of cumulative sizes at the row's last and first message.
+    None if the table has no such column. Chat messages are a list of structs per row. Their
+    contents are flattened, so the size of row i is the difference of cumulative sizes at the row's
+    last and first message.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -27,7 +27,7 @@ _CHAT_PATTERN = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 
 @dataclass(frozen=True)
 class DataRow:
-    """Normalized row.
+    """Row of a data file in the schema common to all formats.
 
     place: location for errors. index: line or record number in the file, from 0. tools: JSON
     schemas of functions. template_arguments: extra arguments of the chat template.
@@ -46,6 +46,8 @@ class DataRow:
 
 @dataclass(frozen=True)
 class BadRow:
+    """Row of a data file that cannot be used, with its index and the error."""
+
     index: int
     problem: ConfigError
 
@@ -68,7 +70,10 @@ def load_rows(
 def parse_record(
     record: Any, place: str, index: int, *, prompt_key: str, label_key: str
 ) -> DataRow | BadRow:
-    """Parse a record of a data file; `record` may be the ConfigError of an unreadable row."""
+    """Convert a record of a data file to a row, or to a bad row with the error.
+
+    record: parsed record, or the ConfigError of an unreadable row. place: location, for errors.
+    """
     try:
         if isinstance(record, ConfigError):
             raise record
@@ -81,6 +86,7 @@ def parse_record(
 
 
 def _parse_row(record: Any, place: str, index: int, *, prompt_key: str, label_key: str) -> DataRow:
+    """Convert a record in the schema of verl, TRL or OpenRLHF to a row. Raises ConfigError."""
     if not isinstance(record, dict):
         raise ConfigError(f"{place}: must be a JSON object, got {_describe_type(record)}")
     for setting, key in (("data.prompt_key", prompt_key), ("label_key", label_key)):
@@ -110,6 +116,7 @@ def _parse_row(record: Any, place: str, index: int, *, prompt_key: str, label_ke
 def _parse_json_texts(
     record: Mapping[str, Any], place: str, prompt_key: str, label_key: str
 ) -> dict[str, Any]:
+    """Parse the columns of a record that contain objects or chat messages as JSON text."""
     parsed = dict(record)
     for name in JSON_COLUMNS:
         if isinstance(text := parsed.get(name), str) and name not in (prompt_key, label_key):
@@ -123,7 +130,7 @@ def _parse_json_texts(
 
 
 def _parse_messages(text: str, name: str, place: str) -> Any:
-    """Parse messages from JSON text; return any other text unchanged."""
+    """Parse a prompt that contains chat messages as JSON text; return other text unchanged."""
     try:
         messages = parse_json(text) if text.lstrip().startswith("[") else None
     except ValueError as error:
@@ -145,6 +152,7 @@ def _check_tools(tools: Any, place: str) -> list[Mapping[str, Any]]:
 
 
 def _take_ground_truth(fields: dict[str, Any], place: str) -> Any:
+    """Remove the ground truth from the fields of a row and return it; None if absent."""
     rule = _check_type(fields.pop("reward_model", {}), dict, name="reward_model", place=place)
     if "ground_truth" in rule and "ground_truth" in fields:
         raise ConfigError(
@@ -154,6 +162,7 @@ def _take_ground_truth(fields: dict[str, Any], place: str) -> Any:
 
 
 def _normalize_messages(prompt: Any, *, name: str, place: str) -> tuple[Mapping[str, Any], ...]:
+    """Return a prompt as checked chat messages; text becomes a user message."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -183,7 +192,10 @@ def _normalize_message(message: Any, *, where: str, place: str) -> Mapping[str, 
 
 
 def _get_part_text(part: Any, *, where: str, place: str) -> str:
-    """Return the text of a content part. Raises ConfigError for images and other types."""
+    """Return the text of a part of a chat message's content.
+
+    Raises ConfigError for images and other types.
+    """
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else _describe_type(part)
@@ -195,6 +207,7 @@ def _get_part_text(part: Any, *, where: str, place: str) -> str:
 
 
 def _check_type(value: Any, expected: type, *, name: str, place: str) -> Any:
+    """Return a value that has the expected type, text or object; raise ConfigError otherwise."""
     if not isinstance(value, expected):
         word = "text" if expected is str else "an object"
         raise ConfigError(f"{place}: {name} must be {word}, got {_describe_type(value)}")
@@ -202,6 +215,7 @@ def _check_type(value: Any, expected: type, *, name: str, place: str) -> Any:
 
 
 def _remove_nulls(value: Any) -> Any:
+    """Remove keys with null values from nested objects."""
     if isinstance(value, dict):
         return {key: _remove_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
