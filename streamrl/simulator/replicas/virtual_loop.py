@@ -42,7 +42,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
 
     @property
     def _clock_resolution(self) -> float:
-        """Resolution in seconds: timers this close are due.
+        """Seconds within which timers count as due together.
 
         After about half a year of virtual time (1e7 s), one nanosecond is below the rounding error.
         """
