@@ -46,8 +46,7 @@ class SettingsOption:
 
 @dataclass(frozen=True)
 class SettingsAdvice:
-    """Metrics of a run, measured and simulated, and alternative settings, shortest step time
-    first."""
+    """Metrics of a run, measured and simulated, and alternatives, shortest step time first."""
 
     measured_metrics: SteadyMetrics
     simulated_metrics: SteadyMetrics
@@ -206,8 +205,7 @@ def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, A
 def _simulate_settings(
     trace: RunTrace, settings: Mapping[str, Any], timings: StageTimings, cluster: Cluster | None
 ) -> SteadyMetrics | None:
-    """Return the metrics of a run simulated with other settings; None if they are invalid or do not
-    fit."""
+    """Return the simulated metrics of a run with other settings; None if these are impossible."""
     try:
         config = with_settings(trace.config, settings)
         planned_run = PlannedRun.from_trace(trace, config, cluster)

@@ -97,8 +97,7 @@ class PausableClock:
         self._paused_s = np.concatenate([[0.0], np.cumsum(lengths)])
 
     def read_at(self, times: Array) -> Array:
-        """Return the clock's readings, in work seconds without pauses, at these times in
-        seconds."""
+        """Return the clock's readings at these times, in work seconds without pauses."""
         work_s = self._clock.read_at(times)
         if not len(self._edges):
             return work_s

@@ -19,8 +19,7 @@ from streamrl.placement.costs.constants import UPPER_BOUNDS
 
 MIN_FRACTION = 1e-6
 SOLVER_ROUNDS = 3
-"""Number of rounds over all constants: some coefficients depend on two constants, so solving
-repeats until stable."""
+"""Rounds of solving for all constants: some coefficients depend on two constants."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +158,7 @@ def _list_links(problem: PlacementProblem, placement: Placement) -> Iterator[Con
 
 
 def _list_score_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """Yield links for the first rule-based score stage and for the first score stage with a
-    model."""
+    """Yield links for the first rule-based score stage and the first score stage with a model."""
     stages = [call.stage for call in problem.dataflow.select_calls(CallKind.SCORE)]
     rule = next((stage for stage in stages if stage not in placement.assignments), "")
     if rule:
@@ -201,8 +199,7 @@ def _list_weights_links(problem: PlacementProblem, placement: Placement) -> Iter
 
 
 def _normalize_rule_batches(timings: StageTimings, problem: PlacementProblem) -> StageTimings:
-    """Return timings in which rule-based score stages have batches of one group, as in the cost
-    model."""
+    """Convert rule-based score stages to batches of one group, as the cost model has them."""
     size = problem.workload.group_size
     score = {}
     for stage, timing in timings.score.items():

@@ -23,8 +23,10 @@ from streamrl.simulator.replicas.engine import SimulatedEngine
 WINDOW_GROUPS = 800
 """Number of consecutive groups of a replica that are replayed together."""
 MAX_GROUPS = 3200
-"""Maximum number of groups per replica to replay: more do not improve the fit. Windows are spread
-over the run."""
+"""Maximum number of groups per replica to replay, spread over the run.
+
+More groups do not improve the fit.
+"""
 MIN_COHORT_GROUPS = 16
 """Minimum number of groups in a cohort, for which a common pace is estimated."""
 DECODE_COEFFICIENTS = ("step_s", "rollout_s", "prefill_token_s", "group_s")
@@ -35,8 +37,7 @@ START_FRACTIONS = (
     (0.15, 0.15, 0.55, 0.15),
     (0.15, 0.15, 0.15, 0.55),
 )
-"""Start points of the fit: by coefficient, the fraction of a group's time due to the
-coefficient."""
+"""Start points of the fit: the fraction of a group's time due to each coefficient."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +208,7 @@ def fit_decode(
     )
 
     def predict(parts: Array) -> Array:
-        """Return the predicted sampling time of each group that counts, scaled to its cohort's
-        pace."""
+        """Return the predicted time of each group that counts, scaled to its cohort's pace."""
         timing = replace_coefficients(start, (lower_bounds + parts / sizes).tolist())
         ends = [replay.replay_groups(timing, pause_s=pause_s) for replay in replays]
         durations = [

@@ -43,8 +43,7 @@ Measured on two cores: 4 %, 7 % and 13 % with one, two and three concurrent proc
 SHARED_UNDELAYED_FRACTION = 0.1
 """Fraction of measurements, the shortest, taken to contain no waiting, where devices are shared."""
 UNDELAYED_FRACTION = 0.5
-"""Fraction of measurements, the shortest, taken to contain no waiting, where generation runs ahead
-on separate devices.
+"""The same fraction where generation runs ahead on separate devices.
 
 Pulls use SHARED_UNDELAYED_FRACTION: a generator notices a version only at the end of a decode step,
 and that wait is no part of the pull.
@@ -69,8 +68,7 @@ class CoefficientEstimate:
 
     @property
     def is_known(self) -> bool:
-        """Whether the measurements determine the coefficient alone, not only its sum with
-        others."""
+        """Whether the measurements determine this coefficient, not only its sum with others."""
         return self.count > 0 and self.error <= MAX_RELATIVE_ERROR * self.value
 
 
@@ -144,8 +142,7 @@ class _TimingFitter:
         return self._work_clock.measure_work(span.start_s, span.end_s)
 
     def _select_spans(self, role: str, *names: str) -> list[Span]:
-        """Return the spans of these names in a role's processes, from the first measured step
-        on."""
+        """Return the spans of these names in a role's processes, from the first steady step on."""
         prefix = "trainer" if role == POLICY else role
         return [
             span
@@ -212,8 +209,7 @@ class _TimingFitter:
         )
 
     def _list_release_times(self) -> list[float]:
-        """Return the times at which trained models released shared devices; empty without shared
-        devices."""
+        """Return when trained models released shared devices; empty without shared devices."""
         if not self._config.placement.shared_pools:
             return []
         trained = self._config.dataflow.trained_roles
@@ -296,8 +292,7 @@ class _TimingFitter:
         return self._config.algorithm_settings.scope == "step"
 
     def _collect_round_gaps(self, role: str) -> list[float]:
-        """Return the seconds between training rounds: the time to dispatch a round and read its
-        groups.
+        """Return the seconds between training rounds: time to dispatch a round and read its groups.
 
         If rounds start as groups arrive, only the gap before an update contains no waiting for
         groups.
@@ -325,7 +320,7 @@ class _TimingFitter:
     # Weights, and gaps between stages.
 
     def _fit_weights(self, call: ModelCall) -> WeightsTiming:
-        """Fit the times of publishing and pulling a version for a stage that follows a trained
+        """Fit the seconds to publish and pull a version, for a stage that follows a trained
         model."""
         followed = (
             call.followed_role

@@ -1,5 +1,4 @@
-"""Completion lengths of a run, resampled by group: completions of one prompt have similar
-lengths."""
+"""Completion lengths of a run, resampled by group: lengths within a group are similar."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -62,6 +61,5 @@ class GroupedLengths:
         return self._sampled_lengths.quantiles(parts)
 
     def expected_longest(self, count: int) -> float:
-        """Return the expected longest of `count` completions, as if independent: slightly too
-        long."""
+        """Return the expected longest of `count` independent completions: slightly too long."""
         return self._sampled_lengths.expected_longest(count)

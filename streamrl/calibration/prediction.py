@@ -145,8 +145,7 @@ class PlannedRun:
         return self.problem.cluster.is_cpu
 
     def _set_kv_tokens(self, generator: GeneratorTiming) -> GeneratorTiming:
-        """Return the generator's timing with the KV-cache size of the run's config, if
-        configured."""
+        """Return the generator's timing with the KV-cache size of the run's config, if set."""
         kv_cache_mb = self.config.generator.kv_cache_mb
         if kv_cache_mb is None and self.is_on_cpu:
             kv_cache_mb = KV_CACHE_MB_ON_CPU

@@ -53,8 +53,7 @@ class MachineCores:
         return max(self.cores - self.taken, MIN_CORES) if self.cores else 0.0
 
     def with_metrics(self, rows: Sequence[Mapping[str, Any]]) -> "MachineCores":
-        """Return the cores with load figures averaged over metrics rows, where rows have
-        CORE_METRICS."""
+        """Return the cores with load figures averaged over metrics rows that have CORE_METRICS."""
         means = {name: _average_present([row.get(name) for row in rows]) for name in CORE_METRICS}
         if not self.cores or None in means.values():
             return self
@@ -70,8 +69,7 @@ class MachineCores:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A training step of a run: start and end in seconds since the epoch, groups, and metrics
-    row."""
+    """A training step of a run: start and end (seconds since the epoch), groups, metrics row."""
 
     version: int
     start_s: float
@@ -177,8 +175,7 @@ class RunTrace:
 
     @property
     def idle_fractions(self) -> dict[str, float]:
-        """Fraction of the steady steps' time in which a stage's processes did not compute, by
-        stage."""
+        """Fraction of the steady steps' time in which a stage's processes were idle, by stage."""
         seconds = [step.step_s for step in self.steps]
         return {
             call.stage: sum(
@@ -207,8 +204,7 @@ class RunTrace:
     def _average_metric(
         self, name: str, weight: Callable[[Sequence[TrainedGroup]], float]
     ) -> float:
-        """Return the mean of a metric over the steps, weighted by a function of each step's
-        groups."""
+        """Return the mean of a metric over the steps, weighted by `weight` of a step's groups."""
         weights = [weight(step.groups) for step in self.steps]
         values = [float(step.row[name]) for step in self.steps]
         return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
@@ -309,8 +305,7 @@ def _check_rows(config: RunConfig, steps: Sequence[MeasuredStep], path: Path) ->
 
 
 def _check_number(row: Any, name: str, location: str) -> None:
-    """Raise ConfigError, naming the `location`, unless a metrics row has a finite number of this
-    name."""
+    """Raise ConfigError, naming the `location`, unless a row has a number of this name."""
     value = row.get(name) if isinstance(row, Mapping) else None
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{location}: has no {name}, a number")
@@ -331,15 +326,13 @@ def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
 
 
 def _read_machine_event(run_dir: Path) -> Mapping[str, Any]:
-    """Return the last "machine" event of the run, which states cores and placement; {} without
-    any."""
+    """Return the run's last "machine" event, which states cores and placement; {} without any."""
     events = [e for e in _read_lines(run_dir / EVENTS_FILE) if e.get("event") == "machine"]
     return events[-1] if events else {}
 
 
 def _make_machine_cores(event: Mapping[str, Any]) -> MachineCores:
-    """Return the cores of a run's machine; for runs of older versions, the cores of this
-    machine."""
+    """Return the cores of a run's machine; for runs of older versions, of this machine."""
     return MachineCores.from_event(event) if event else MachineCores(len(os.sched_getaffinity(0)))
 
 
@@ -358,8 +351,7 @@ class _RunLogIndex:
     def iter_steps(
         self, rows: Mapping[int, Mapping[str, Any]]
     ) -> Iterator[tuple[MeasuredStep, int]]:
-        """Yield each trained step that has a metrics row, with the number of steps since the last
-        start.
+        """Yield each trained step that has a metrics row, and its number since the last start.
 
         rows: metrics rows by step.
         """

@@ -26,8 +26,10 @@ from streamrl.telemetry.spans import Span
 TRACE_FILE = "trace.json"
 EARLIER_TRACE_FILE = "trace.earlier.json"
 MAX_TRACE_BYTES = 512_000_000
-"""Maximum size of trace.json and trace.earlier.json together. Perfetto still opens this size, about
-2 million groups."""
+"""Maximum size of trace.json and trace.earlier.json together.
+
+Perfetto still opens this size, about 2 million groups.
+"""
 COUNTER_METRICS = (
     "queue/depth/",
     "staleness/mean",
@@ -98,8 +100,7 @@ class TraceSink:
         self._open_file()
 
     def write_spans(self, spans: Iterable[Span]) -> None:
-        """Append the closed spans to the trace. A later drain returns open spans again,
-        complete."""
+        """Append the closed spans of a drain; a later drain returns the open spans again."""
         if self._end_offset > self._max_part_bytes:
             self._rotate_file()
         events: list[dict[str, Any]] = []
@@ -157,7 +158,7 @@ class TraceSink:
         return {"ph": "X", "name": span.name, **ids, **times, "args": to_json_fields(span.args)}
 
     def _make_instant_event(self, name: str, scope: str, args: EventFields) -> dict[str, Any]:
-        """Return an instant event ("i") for a mark in the trace; scope "g" is global, "p" a
+        """Return an instant event ("i"), a mark in the trace; scope "g" is global, "p" a
         process."""
         return self._make_run_event("i", name, {"s": scope, "args": to_json_fields(args)})
 

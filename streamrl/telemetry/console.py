@@ -82,14 +82,12 @@ class RunConsole:
         self.started_at = self.clock()
 
     def restore_rows(self, rows: Iterable[tuple[int, MetricsRow]]) -> None:
-        """Add the rows of a resumed run's earlier steps, so that first values stay those of its
-        start."""
+        """Add the rows of a resumed run's earlier steps: first values stay those of its start."""
         for step, row in rows:
             self.progress.add_row(step, row)
 
     def show_status(self, text: str) -> None:
-        """Show what the run waits for, such as the start of its actors; an empty text removes the
-        status."""
+        """Show the state of a run that waits, such as "starting"; empty text removes the state."""
 
     def log_step(self, step: int, row: MetricsRow) -> None:
         self._print_omitted_events()
@@ -216,8 +214,7 @@ def _build_columns(progress: RunProgress) -> list[tuple[str, str, int]]:
 
 
 def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
-    """Return the fraction of groups filtered in the last step and their cost, as "88%" and
-    "12.1s"."""
+    """Return the fraction of groups filtered in the last step and their cost: "88%", "12.1s"."""
     filtered_fraction = progress.get("filter/share")
     seconds = sum(progress.get(name) for name in FILTER_COST_METRICS)
     return f"{filtered_fraction:.0%}" if math.isfinite(
@@ -253,8 +250,7 @@ def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFiel
 
 
 class ConsoleLogHandler(logging.Handler):
-    """Logging handler that prints records through the run's console, so that the live view
-    survives."""
+    """Logging handler that prints records through the console, so that a live view survives."""
 
     def __init__(self, console: RunConsole, level: int = logging.WARNING) -> None:
         super().__init__(level)

@@ -88,8 +88,7 @@ class MetricSpec:
         return self.name == STALENESS_HISTOGRAM
 
     def matches_name(self, name: str) -> bool:
-        """Return whether a logged name is this metric, with any segment in place of the
-        placeholder."""
+        """Return whether a logged name is this metric; a placeholder stands for any segment."""
         return re.fullmatch(re.sub("<[a-z]+>", "[^/]+", self.name), name) is not None
 
 

@@ -60,8 +60,7 @@ class RunProgress:
         self.step = self.run_info.resume_step or 0
 
     def add_row(self, step: int, row: MetricsRow) -> dict[str, float]:
-        """Add the metrics row of a step; return the evaluations in the row by name, without
-        `eval/`.
+        """Add the metrics row of a step; return the row's evaluations by name, without `eval/`.
 
         Confidence intervals and evaluations of a subset of the prompts go to the other sinks only.
         """
@@ -108,8 +107,7 @@ class RunProgress:
         return self.latest_values.get(name, math.nan)
 
     def estimate_remaining_s(self, since_step_s: float = 0.0) -> float:
-        """Estimate the seconds until the last step: remaining steps times the median recent step
-        time.
+        """Estimate the seconds until the last step ends, from the median of recent step times.
 
         `since_step_s` is the time since the latest step ended. NaN before the first step.
         """
@@ -120,8 +118,7 @@ class RunProgress:
         return max(total_s - since_step_s, 0.0)
 
     def format_filter_line(self) -> str:
-        """Return a line with the number of filtered groups and their cost; empty if none were
-        filtered."""
+        """Return a line with number and cost of filtered groups; empty without filtered groups."""
         filtered, trained = (self.get(LEDGER_PREFIX + name) for name in ("filtered", "trained"))
         if not filtered > 0:
             return ""
@@ -133,7 +130,7 @@ class RunProgress:
         )
 
     def format_ledger_line(self) -> str:
-        """Return the ledger's equation with numbers, "admitted = trained + ..."; "!=" if the sum is
+        """Return the ledger's equation, "9 admitted = 7 trained + ..."; "!=" if the sum is
         wrong."""
         names = ("admitted", "trained", "filtered", "dropped", "in_flight")
         values = [self.get(LEDGER_PREFIX + name) for name in names]

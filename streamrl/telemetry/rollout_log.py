@@ -9,8 +9,7 @@ from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
 
 
 class RolloutLog:
-    """Writer of `rollouts/step_000012.jsonl`: a prompt, its completions and their scores per
-    line."""
+    """Writer of `rollouts/step_000012.jsonl`: per line a prompt, its completions and scores."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "rollouts"
@@ -23,7 +22,7 @@ class RolloutLog:
                 path.unlink()
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the sampled groups of a training step; without samples, write no file. Raises
+        """Write the sampled groups of a training step; no file without samples. Raises
         DiskError."""
         if not samples:
             return

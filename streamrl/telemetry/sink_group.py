@@ -27,8 +27,7 @@ from streamrl.telemetry.wandb_sink import WandbSink, load_run_id
 
 
 class SinkGroup:
-    """Sink that forwards metrics, events and spans to all sinks of a run, and validates metrics
-    rows."""
+    """All sinks of a run: forwards metrics, events and spans, and validates metrics rows."""
 
     def __init__(
         self,
@@ -51,8 +50,7 @@ class SinkGroup:
         self._summary: EventFields = {}
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Start all sinks in order; `config` is the run's. If a sink fails, close those already
-        started."""
+        """Start all sinks in order. If a sink fails, close the sinks already started."""
         with ExitStack() as started:
             for sink in self.sinks:
                 sink.start(config)
@@ -81,7 +79,7 @@ class SinkGroup:
             self._trace_sink.write_spans(spans)
 
     def show_status(self, text: str) -> None:
-        """Show on the console what the run waits for; an empty text removes the status."""
+        """Show the state of a waiting run on the console; empty text removes the state."""
         if self.console is not None:
             self.console.show_status(text)
 
@@ -97,8 +95,7 @@ class SinkGroup:
 def make_sink_group(
     config: TelemetryConfig, run_info: RunInfo, *, console: Console | None = None
 ) -> SinkGroup:
-    """Create the sinks that the telemetry config asks for; `console` defaults to standard
-    output."""
+    """Create the sinks of a telemetry config; `console` defaults to standard output."""
     resumed = run_info.resume_step is not None
     sinks: list[MetricsSink] = [JsonlSink(run_info.run_dir, resume_step=run_info.resume_step)]
     if config.wandb.mode != "disabled":

@@ -67,8 +67,8 @@ class JsonlSink:
         self._files: tuple[TextIO, ...] = ()
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open metrics.jsonl and events.jsonl. Raises ConfigError if they exist and no run is
-        resumed."""
+        """Open metrics.jsonl and events.jsonl. Raises ConfigError if they exist without a
+        resume."""
         metrics, events = self._paths
         with wrap_disk_errors(metrics.parent):
             metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -121,8 +121,7 @@ class JsonlSink:
 
 
 def to_json_fields(fields: EventFields) -> dict[str, Any]:
-    """Return an event's fields as JSON: numbers converted by `to_json_value`, other values
-    unchanged."""
+    """Return event fields as JSON: numbers by `to_json_value`, other values unchanged."""
     return {
         name: to_json_value(value)
         if isinstance(value, Real) and not isinstance(value, bool)

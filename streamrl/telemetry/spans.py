@@ -63,8 +63,7 @@ class SpanRecorder:
                     self._closed_spans.append(self._close_span(span, self._clock()))
 
     def pause_spans(self, names: Collection[str]) -> None:
-        """End the open spans of these names now; `resume_spans` reopens them, to continue until
-        their end."""
+        """End the open spans of these names now, until `resume_spans` reopens them."""
         with self._lock:
             now, self._paused_names = self._clock(), frozenset(names)
             self._closed_spans += [

@@ -217,7 +217,7 @@ class AnnealingSearch:
         return names[self._rng.integers(len(names))]
 
     def _draw_option(self, role: str, mesh: Mesh) -> CallAssignment | None:
-        """Draw a parallelism of a role on a mesh, with probability 1/2 the fastest; None without
+        """Draw a parallelism of a role on a mesh, half of the time the fastest; None without
         any."""
         options = self._choices.list_options(role, mesh)
         if not options:

@@ -108,8 +108,8 @@ class MappingSearch:
     def find_best(
         self, ahead: int = 0, *, streamed: bool = True, limit: int | None = None
     ) -> tuple[Placement | None, int]:
-        """Return the placement with the shortest step, if any, and how many allocations were
-        scheduled.
+        """Return the placement with the shortest step, or None, and the number of allocations
+        tried.
 
         An allocation is scheduled only while its lower bound is below the best step time so far.
         `limit` restricts the search to this many allocations, those with the lowest bounds.
@@ -159,8 +159,7 @@ class MappingSearch:
     def _iter_placements(
         self, allocation: MeshAllocation, ahead: int, *, streamed: bool
     ) -> Iterator[Placement]:
-        """Yield a placement per parallelism of the generator, with all other roles at their
-        fastest.
+        """Yield a placement per parallelism of the generator, other roles at their fastest.
 
         The other roles decide how much memory is left for the KV cache, and the KV cache decides
         which grid of the generator is best.
