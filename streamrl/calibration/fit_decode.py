@@ -118,6 +118,7 @@ class DecodeReplay:
     def from_window(
         cls, window: "GroupWindow", loads: Sequence[float], clock: PausableClock
     ) -> "DecodeReplay":
+        """Build the replay of a window; `loads` are times at which the replica loaded versions."""
         groups = window.groups
         end_s = max(group.end_s for group in groups)
         window_loads = [load for load in loads if groups[0].start_s < load < end_s]

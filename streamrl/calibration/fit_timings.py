@@ -110,6 +110,7 @@ class _TimingFitter:
         }
 
     def fit_all(self) -> FittedTimings:
+        """Fit the coefficients of all stages."""
         dataflow = self._config.dataflow
         train = {role: self._fit_train(role) for role in dataflow.trained_roles}
         timings = StageTimings(
@@ -154,6 +155,7 @@ class _TimingFitter:
     # Generators.
 
     def _fit_generator(self) -> GeneratorTiming:
+        """Fit the timing coefficients of the generators, by replaying their groups."""
         by_process = defaultdict(list)
         for group in self._trace.generated_groups:
             by_process[group.process].append(group)
@@ -360,7 +362,7 @@ class _TimingFitter:
 
     def _fit_hop(self) -> float:
         """Fit the seconds between dependent stages: the mean over score and train stages."""
-        # Stages that need the filter's verdict wait for more than the generated group.
+        # A stage that needs the filter's verdict waits for the filter besides the generated group.
         calls = [
             c
             for c in self._config.dataflow.select_calls(CallKind.SCORE)

@@ -1,4 +1,4 @@
-"""Robust linear fits of measured seconds, insensitive to a few outliers."""
+"""Robust linear fits of measured durations, on which a few outliers have little effect."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

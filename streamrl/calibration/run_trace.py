@@ -188,7 +188,7 @@ class RunTrace:
 
     @property
     def filtered_fraction(self) -> float:
-        """Filtered groups over filtered and trained groups."""
+        """Groups rejected by the group filter over rejected and trained groups."""
         first, last = (step.row for step in (self.steps[0], self.steps[-1]))
         filtered, trained = (
             float(last[f"ledger/{name}"]) - float(first[f"ledger/{name}"])
@@ -296,7 +296,7 @@ def _read_rows(path: Path, location: str) -> dict[int, Mapping[str, Any]]:
 
 
 def _check_rows(config: RunConfig, steps: Sequence[MeasuredStep], path: Path) -> None:
-    """Raise ConfigError if a step lacks a metric that calibration needs."""
+    """Raise ConfigError if a step's metrics row lacks a metric that calibration needs."""
     names = ["staleness/mean", "ledger/filtered", "ledger/trained"]
     names += [f"idle/{call.stage}" for call in config.dataflow.ordered_calls]
     for step in steps:
@@ -312,6 +312,10 @@ def _check_number(row: Any, name: str, location: str) -> None:
 
 
 def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
+    """Return the spans in the run's trace, ordered by start.
+
+    Raises ConfigError, naming the `location`, without spans or for a file that is not a trace.
+    """
     try:
         spans = read_spans(run_dir / TRACE_FILE)
     except (KeyError, TypeError, UnicodeDecodeError) as error:
@@ -364,6 +368,10 @@ class _RunLogIndex:
 
 
 def _read_run_log(run_dir: Path, location: str) -> _RunLogIndex:
+    """Read trained steps and admissions from the run log.
+
+    Raises ConfigError, naming the `location`, if the log is missing or damaged.
+    """
     trained: dict[int, tuple[TrainedStep, float, int]] = {}
     admitted: dict[str, tuple[float, int]] = {}
     since_start = 0

@@ -130,7 +130,7 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Node groups in device order, written as 16x8xA100@200Gb,8xV100 by `str` and `from_text`."""
+    """Cluster as node groups in device order; `str` and `from_text` use 16x8xA100@200Gb,8xV100."""
 
     node_groups: tuple[NodeGroup, ...]
 
@@ -181,7 +181,7 @@ class Cluster:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all nodes have the same devices and network."""
+        """Whether all nodes of the cluster have the same devices and network."""
         return len(set(self._node_kinds)) == 1
 
     @property
@@ -196,7 +196,7 @@ class Cluster:
         return self.node_groups[bisect_right(self.group_starts, device) - 1]
 
     def find_node(self, device: int) -> int:
-        """Return the node number of a device, counted over all groups."""
+        """Return the number of the node that holds a device; nodes are numbered over all groups."""
         at = bisect_right(self.group_starts, device) - 1
         before = sum(group.num_nodes for group in self.node_groups[:at])
         return before + (device - self.group_starts[at]) // self.node_groups[at].devices_per_node
@@ -305,6 +305,7 @@ class _DeviceEntry:
     host_gbps: float = PCIE_4 / GB
 
     def to_device(self, place: str) -> DeviceSpec:
+        """Convert the entry to a DeviceSpec. Raise ConfigError for a value out of bounds."""
         for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"):
             _check_quantity(f"{place}.{key}", vars(self)[key])
         return _make_device(

@@ -1,4 +1,7 @@
-"""Memory of a colocated worker per phase, and the offloads that keep the worker within a budget."""
+"""Memory of a colocated worker per phase, and the offloads that keep the worker within a budget.
+
+A colocated worker is a process that both trains and generates.
+"""
 
 from dataclasses import dataclass, replace
 

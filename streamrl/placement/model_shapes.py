@@ -96,7 +96,7 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
-        """Number of layers with experts."""
+        """Number of layers with experts instead of a single MLP."""
         return self.layers - self.dense_layers if self.experts else 0
 
     @property
@@ -110,7 +110,7 @@ class ModelShape:
         return self.moe_layers * self.experts * self.expert_params
 
     def _mlp_params(self, experts: int) -> int:
-        """Return MLP parameters of all layers, counting `experts` routed experts per layer."""
+        """Return MLP parameters of all layers, if each layer had `experts` routed experts."""
         plain = self.layers - self.moe_layers
         width = self.dense_intermediate or self.intermediate
         moe_params = self.expert_params * (experts + self.shared_experts)
@@ -136,7 +136,7 @@ class ModelShape:
 
     @property
     def trained_fraction(self) -> float:
-        """Trained parameters as a fraction of all parameters."""
+        """Number of trained parameters over the number of all parameters of the model."""
         return self.adapter_params / self.num_params if self.adapter_params else 1.0
 
     @property
@@ -225,6 +225,7 @@ class ModelShape:
         return tensors + self._mlp_specs(layer, itemsize)
 
     def _mlp_specs(self, layer: int, itemsize: int) -> list[TensorSpec]:
+        """Return the MLP tensors of one layer: a dense MLP, or router and experts."""
         positions, name = (layer + 1,), f"layer.{layer}"
         has_experts = bool(self.experts) and layer >= self.dense_layers
         width = self.intermediate if has_experts else self.dense_intermediate or self.intermediate

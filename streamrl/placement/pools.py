@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 
-#: Fraction of a pool by role.
+#: Roles that share a pool, and the fraction of the pool that each role gets.
 RolePool = Mapping[str, float]
 
 FOLLOWED_ROLES = {"generator": "policy", "value": "critic", "cost_value": "cost_critic"}
@@ -37,7 +37,7 @@ def make_pool(*roles: str, of: float = 1.0) -> dict[str, float]:
 POOL_STRATEGIES: dict[str, tuple[RolePool, ...]] = {
     # All roles on all devices, in turn.
     "colocated": (make_pool(*POOL_ROLES),),
-    # As colocated, but reference and reward side by side.
+    # As colocated, but reference and reward side by side on half of the devices each.
     "interleaving": (
         make_pool(*ACTOR_ROLES, *CRITIC_ROLES, *COST_CRITIC_ROLES)
         | make_pool(*SCORER_ROLES, of=0.5),
@@ -134,7 +134,7 @@ def _place_in_pool(pool: RolePool, counts: Mapping[str, int]) -> dict[str, range
     ranges = {}
     for role, ratio in pool.items():
         fraction = _to_fraction(ratio)
-        # A follower occupies the same part as its leader.
+        # A follower occupies the same slots as the trained role.
         unit = (FOLLOWED_ROLES.get(role, role), fraction)
         if unit not in begins:
             begins[unit] = end if end + fraction <= 1 else Fraction(0)

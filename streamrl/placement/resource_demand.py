@@ -48,7 +48,7 @@ PlacementOption = Sequence[ResourceDemand] | str
 
 @dataclass(frozen=True)
 class ClusterCapacity:
-    """Resources of a cluster; memory is bounded only for a local instance."""
+    """CPU slots, GPUs and main memory of a cluster; inf memory unless the Ray instance is local."""
 
     cpus: float
     gpus: float
@@ -98,7 +98,7 @@ def check_fits(demands: Sequence[ResourceDemand], capacity: ClusterCapacity) -> 
 
 
 def describe_shortage(demands: Sequence[ResourceDemand], capacity: ClusterCapacity) -> str:
-    """Return the first exceeded resource with the sum of demands, or an empty string."""
+    """Return the first resource that the demands exceed, with their sum; empty if all fit."""
     parts: dict[str, tuple[Sequence[float], float]] = {
         "CPU slots": ([d.requested_cpus for d in demands], capacity.cpus),
         "GPUs": ([d.requested_gpus for d in demands], capacity.gpus),

@@ -55,7 +55,11 @@ class GeneratorTiming:
         return max(memory, compute) + self.step_s + self.rollout_s * running
 
     def decode_steps_s(self, running: Array, kv_tokens: Array) -> Array:
-        """Vectorize `decode_step_s` over decode steps: arrays of running rollouts, of tokens."""
+        """Return seconds of each of several decode steps, float64 with the shape of the arguments.
+
+        running: rollouts in each decode step.
+        kv_tokens: tokens of these rollouts in the KV cache.
+        """
         memory = self.weights_s + self.kv_token_s * kv_tokens
         compute = self.compute_rollout_s * running
         return np.maximum(memory, compute) + self.step_s + self.rollout_s * running
@@ -178,12 +182,12 @@ class StageTimings:
     """Timings of all stages of a placement: `score` and `weights` by stage, `train` by role.
 
     Stages of one role share its replicas.
-    hop_s: latency from a stage's commit to the start of the next stage.
+    hop_s: latency from a stage's commit to the start of the next stage on the group.
     step_s: coordinator time between the last update of a step and the start of the next step.
-    cores: cores of the machine that all processes share, less the load of other processes; 0 if
-      processes do not slow one another down.
+    cores: cores of the machine that all processes share, less the load of processes outside the
+      run; 0 if processes do not slow one another down.
     bookkeeping_s: core time per group of queue and run log.
-    crowding: see `process_speed`.
+    crowding: slowdown of a busy process by each further busy process, as in `process_speed`.
     """
 
     generator: GeneratorTiming

@@ -17,7 +17,7 @@ MAX_FILTERED_FRACTION = 0.995
 
 
 class LengthDistribution(Protocol):
-    """Distribution of completion lengths, in tokens."""
+    """Protocol of a distribution of completion lengths, in tokens."""
 
     @property
     def mean(self) -> float: ...
@@ -225,7 +225,7 @@ class Workload:
 
     @property
     def rounded_prompt_tokens(self) -> int:
-        """Mean prompt length as a whole number, at least 1."""
+        """Mean prompt length of the workload in tokens, as a whole number of at least 1."""
         return max(1, round(self.prompt_tokens))
 
     @property
@@ -262,10 +262,10 @@ class Workload:
 
     @property
     def rollout_tokens(self) -> float:
-        """Mean tokens of a rollout, prompt included."""
+        """Mean number of tokens of a rollout, prompt included."""
         return self.prompt_tokens + self.lengths.mean
 
     @property
     def num_tokens(self) -> float:
-        """Mean tokens of all rollouts of a step, prompts included."""
+        """Mean number of tokens of all rollouts of a step together, prompts included."""
         return self.num_rollouts * self.rollout_tokens

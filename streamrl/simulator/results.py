@@ -103,7 +103,7 @@ class SimulationResult:
 
     @cached_property
     def tokens_by_staleness(self) -> Counter[int]:
-        """Number of trained tokens by staleness in versions."""
+        """Number of trained tokens by staleness, in versions."""
         counts: Counter[int] = Counter()
         for outcome in self.outcomes[self._steady_slice]:
             for group in outcome.groups:
@@ -136,7 +136,7 @@ class SimulationResult:
 
     @property
     def ledger(self) -> LedgerCounts:
-        """Ledger counts at the end of the run."""
+        """Ledger counts (admitted, trained, filtered, ...) at the end of the run."""
         return self.outcomes[-1].ledger_counts
 
     @property
@@ -150,7 +150,7 @@ class SimulationResult:
 
     @property
     def repeated_steps(self) -> int:
-        """Number of steps trained again after crashes."""
+        """Number of training steps repeated after crashes."""
         return sum(crash.repeated_steps for crash in self.crashes)
 
     @cached_property

@@ -66,7 +66,7 @@ class SimulationScenario:
 
     @property
     def replica_counts(self) -> dict[str, int]:
-        """Number of replicas of each role that is not trained."""
+        """Number of replicas by role, for roles that are not trained."""
         timings = self.timings
         counts = {}
         for role, calls in self.dataflow.calls_by_role.items():

@@ -133,7 +133,7 @@ class SimulatedRun:
         self._training_task.add_done_callback(self._on_training_done)
 
     def _on_training_done(self, training: "asyncio.Task[None]") -> None:
-        """Finish the run, unless training was cancelled by a crash of the trainer."""
+        """Finish the run when training ends, unless a crash of the trainer cancelled training."""
         if not training.cancelled() and not self._finished_future.done():
             error = training.exception()
             if error is None:
@@ -221,6 +221,7 @@ class SimulatedRun:
         return f"{name}/{next(self._incarnations)}"
 
     def _start_replica(self, role: str, index: int) -> None:
+        """Start replica number `index` of a role: a generator or a scorer."""
         calls, name = self.scenario.dataflow.calls_by_role[role], self.process_names[role][index]
         replica: StageReplica
         if calls[0].kind is CallKind.GENERATE:
@@ -235,6 +236,7 @@ class SimulatedRun:
     async def _run_training(
         self, trainers: Mapping[str, SimulatedTrainer], lease: DeviceLease
     ) -> None:
+        """Run the stream's admission and training loops until the last step or a crash."""
         control, queue = self._control, cast(ExperienceQueue, self.queue)
         stage = next(
             c.stage for c in self.scenario.dataflow.queue_calls if c.kind is CallKind.TRAIN

@@ -204,6 +204,7 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def _load_spans(path: Path) -> list[Span]:
+    """Return the complete events of a trace file as spans."""
     events = _load_events(path)
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     return [

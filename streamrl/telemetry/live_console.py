@@ -105,6 +105,8 @@ class LiveConsole(RunConsole):
             return Group(*parts)
 
     def _build_header(self) -> RenderableType:
+        """Build the top line of the view: name of the run, step, progress bar and remaining
+        time."""
         progress = self.progress
         run_info = progress.run_info
         grid = Table.grid(padding=(0, 2, 0, 0), expand=True)

@@ -37,8 +37,8 @@ class SinkGroup:
         trace: TraceSink | None = None,
     ) -> None:
         # Sinks start in this order and close in reverse. The console starts first, so its summary
-        # is printed last. The trace starts last: it replaces a file of an earlier run, and another
-        # sink may refuse to start over that run.
+        # is printed last. The trace starts last, because it replaces the trace of an earlier run:
+        # until then another sink may have refused to start over that run.
         sinks_by_position = [[console] if console else [], sinks, [trace] if trace else []]
         self.sinks: list[MetricsSink] = [
             sink for position_sinks in sinks_by_position for sink in position_sinks

@@ -35,12 +35,11 @@ class MetricsSink(Protocol):
         """Log an event between steps, such as a start, a crash, a drop or a stall."""
 
     def close(self, summary: EventFields) -> None:
-        """Write pending output; `summary` holds facts about the whole run."""
+        """Write pending output and end the sink; `summary` holds facts about the whole run."""
 
 
 def check_no_run(run_dir: Path) -> None:
-    """Raise ConfigError if the directory holds a run, because new rows would mix with the
-    old ones."""
+    """Raise ConfigError if the directory holds a run: new rows would mix with the old rows."""
     if any((run_dir / name).exists() for name in (METRICS_FILE, EVENTS_FILE)):
         raise ConfigError(f"{run_dir} already holds a run: resume it or name another")
 

@@ -103,7 +103,7 @@ class SpanRecorder:
 
 
 def compute_busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:
-    """Return the length of the union of the spans within [start, end], in seconds."""
+    """Return the seconds of [start, end] in which at least one of the spans was open."""
     total, covered_until = 0.0, start
     for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
         left, right = max(span.start_s, covered_until), min(span.end_s, end)

@@ -43,7 +43,7 @@ ALERT_EVENTS = ("stall", "silent", "died")
 def load_run_id(run_dir: Path) -> str | None:
     """Return the wandb id of the run in this directory; None without any.
 
-    Raises ConfigError if the file with the id cannot be read.
+    Raises ConfigError if the file with the id is unreadable or invalid.
     """
     path = run_dir / "wandb" / RUN_ID_FILE
     if not path.exists():
@@ -119,6 +119,7 @@ class WandbSink:
             write_atomic(path, self._run_id + "\n")
 
     def _init_run(self, config: Mapping[str, Any]) -> "wandb.Run":
+        """Start the wandb run. Raises ConfigError if mode is online and no account is set up."""
         import wandb
 
         # Otherwise wandb imports pandas (1 s) to check that a histogram is not a data frame.
@@ -222,7 +223,7 @@ class WandbSink:
 
 
 def _finish_run(run: "wandb.Run", summary: EventFields) -> None:
-    """Finish the run and wandb's service, so that no process of wandb remains at exit."""
+    """Write the summary, and finish the run and wandb's service, so that no process remains."""
     import wandb
     from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
 

@@ -210,7 +210,7 @@ class AnnealingSearch:
                     state, cost = other, other_cost
         return state, cost
 
-    # A move returns a new state, or None if it is impossible.
+    # Moves: each returns a new state, or None if the drawn move is impossible.
 
     def _draw_role(self, state: SearchState) -> str:
         names = list(state.assignments)

@@ -2,10 +2,10 @@
 
 The search assigns every mesh and parallelism role by role (branch and bound). It prunes a branch
 
-- if memory is already short;
+- if the roles assigned so far already exceed the memory of a device;
 - if the busiest device, or all devices together, have too much work to beat the best placement;
 - on policy, if the work after the first rollouts takes too long;
-- if the mesh differs from an earlier one only by a renumbering of unused devices;
+- if the mesh differs from an earlier mesh only by a renumbering of unused devices;
 - for a forward-only model with fixed weights, if another option on the same devices is no slower
   and needs no more memory.
 """

@@ -1,9 +1,9 @@
 """FlexRLHF's guideline (arXiv:2312.11819) as a placement to compare with.
 
-- Up to two nodes are shared by all roles; reference and reward get half of the devices each if one
-  of them fits into a node.
-- More nodes are divided: generation gets 30 to 50 % of the devices, so that both parts take the
-  same time; trained models get the other part.
+- A cluster of up to two nodes is shared by all roles; reference and reward get half of the devices
+  each if one of the two fits into a node.
+- A larger cluster is divided: generation gets 30 to 50 % of the devices, trained models the rest,
+  so that generation and training take the same time.
 - Generators are replicated instead of spread over nodes.
 - Trained models are sharded by ZeRO-3.
 """

@@ -131,7 +131,7 @@ class MappingSearch:
         if limit is not None:
             yield from self.find_lowest(ahead, limit)
             return
-        # The search seldom consumes more than a few, so batches grow geometrically.
+        # The search seldom needs more than a few allocations, so batches grow geometrically.
         count, num_yielded = FIRST_ALLOCATIONS, 0
         while True:
             allocations = self.find_lowest(ahead, count)

@@ -147,6 +147,8 @@ class ParallelismChoices:
         return [options[i] for seconds, i in sorted(timed) if math.isfinite(seconds)]
 
     def _list_all_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
+        """Return every parallelism of a role on a mesh that the rules allow, whether or not it
+        fits."""
         shape = self.problem.find_model(self.stages_by_role[role][0])
         assert shape is not None
         call = self.problem.dataflow.calls_by_role[role][0]
@@ -160,6 +162,7 @@ class ParallelismChoices:
     def make_placement(
         self, roles: RoleAssignments, ahead: int = 0, *, streamed: bool = True
     ) -> Placement:
+        """Build a placement from an assignment per role, with generation `ahead` steps ahead."""
         calls = {
             stage: assignment
             for role, assignment in roles.items()
@@ -213,7 +216,7 @@ class ParallelismChoices:
         return None
 
     def _find_crowded(self, roles: RoleAssignments) -> RoleAssignments:
-        """Return the roles on the device with the least free memory."""
+        """Return the roles on the device with the least free memory, with their parallelism."""
         placement, cluster = self.make_placement(roles), self.problem.cluster
         device, _, _ = find_fullest_device(
             self.estimator.costs.predict_memory(placement), placement, cluster

@@ -1,4 +1,4 @@
-"""Partitions of roles into sets that share devices, and of devices among sets."""
+"""Partitions of roles into sets that share devices, and divisions of the devices among the sets."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence

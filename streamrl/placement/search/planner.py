@@ -207,7 +207,8 @@ class PlacementPlanner:
             starts += [self._to_state(separate)] if separate is not None else []
         for start in starts:
             annealing.state_step_s(start)
-        # Search from several kinds: between kinds lie many changes for the worse.
+        # Start from several kinds: annealing rarely gets from kind to kind, because most placements
+        # on the way are slower.
         placements = sorted(self._list_best_of_kinds(aheads), key=self.estimator.step_s)
         kinds = [item for item in placements if item.is_streamed] or placements
         ranked = [self._to_state(placement) for placement in kinds[:NUM_SEARCHES]]
@@ -227,7 +228,7 @@ class PlacementPlanner:
             state.assignments, state.steps_ahead, streamed=state.is_streamed
         )
 
-    # Result.
+    # Build the result from all evaluated placements.
 
     def _build_result(self, bounds: Sequence[int], run_bound: int | None) -> PlanResult:
         """Confirm the best placement of each bound by exact costs, and explain why others lost."""
@@ -239,7 +240,7 @@ class PlacementPlanner:
             key=lambda outcome: outcome.step_s,
             default=None,
         )
-        # Losers do not need exact transfer plans.
+        # Approximate costs suffice for the best of all other kinds, which lose.
         kinds = [
             self._make_candidate(self.estimator, outcome) for outcome in self._list_best_of_kinds()
         ]

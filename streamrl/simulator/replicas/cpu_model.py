@@ -1,5 +1,4 @@
-"""CPU time of simulated processes: equal to virtual time, or slower where processes share few
-cores."""
+"""CPU time of simulated processes, which is longer where processes share few cores."""
 
 import asyncio
 import heapq
@@ -63,7 +62,7 @@ class CpuModel:
         return timer
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
-        """Call back after this many seconds of work."""
+        """Call back after this many seconds of the work clock `now`."""
         if self._cores:
             self.call_at(self.now + seconds, callback)
         else:

@@ -205,7 +205,7 @@ class SimulatedEngine(Generic[K]):
         )
 
     def _finish_current_step(self, now: float) -> None:
-        """Simulate to the end of the decode step in progress at `now`."""
+        """Simulate until the end of the decode step that is in progress at time `now`."""
         if self._is_paused:
             return
         if not self._running:

@@ -1,4 +1,4 @@
-"""Node failures and their cost."""
+"""Failures of nodes in a simulated run: rate, restart time, and lost work."""
 
 import math
 import random

@@ -30,7 +30,7 @@ class SimulatedPrompts:
         return Prompt(uid, self._tokens)
 
     def retry_prompt(self, uid: str) -> Prompt:
-        """Return the prompt with the uid of its next attempt."""
+        """Return the prompt of this uid again, with the uid of the next attempt."""
         epoch, index, attempt = parse_uid(uid)
         return self.get_prompt(make_uid(epoch, index, attempt + 1))
 

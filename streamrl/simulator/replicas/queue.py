@@ -179,7 +179,7 @@ class SimulatedQueue:
             call.stage for call in dataflow.select_calls(CallKind.SCORE) if not streamed
         }
         self._verdict_stage = producers.get(FILTER_COLUMN, "")
-        # Entries per group: admission, lease and commit of each stage that is not trained, removal.
+        # Operations per group: admission, lease and commit of each stage that is not trained, removal.
         entries = 2 * (len(dataflow.calls) - len(dataflow.trained_roles)) + 2
         self._entry_cost_s = books_s / entries
         self._queue_process = SerialProcess(cpu)
@@ -313,6 +313,7 @@ class SimulatedQueue:
         wait_s: float = math.inf,
         on_entered: Callable[[Collection[str]], None] = lambda uids: None,
     ) -> None:
+        """Add a group per prompt, ready for the stages that need no earlier stage; never waits."""
         now, stage_queues = (
             self._loop.time(),
             [
@@ -406,6 +407,7 @@ class SimulatedQueue:
         return stats
 
     async def get_stats(self) -> ShardStats:
+        """Return depths, uids and counts of the queue since the last step."""
         now = self._loop.time()
         oldest_s = next((group.admitted_s for group in self.groups.values()), now)
         return ShardStats(

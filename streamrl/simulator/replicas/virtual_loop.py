@@ -62,6 +62,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
         *args: Any,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
+        """Schedule a callback at a virtual time; a timer at infinity is never scheduled."""
         if when == math.inf:
             return asyncio.TimerHandle(when, callback, args, self, context)
         return super().call_at(when, callback, *args, context=context)
