@@ -179,7 +179,7 @@ class SimulatedQueue:
             call.stage for call in dataflow.select_calls(CallKind.SCORE) if not streamed
         }
         self._verdict_stage = producers.get(FILTER_COLUMN, "")
-        # Operations per group: admission, lease and commit of each stage that is not trained, removal.
+        # Operations per group: admission; lease and commit per stage that is not trained; removal.
         entries = 2 * (len(dataflow.calls) - len(dataflow.trained_roles)) + 2
         self._entry_cost_s = books_s / entries
         self._queue_process = SerialProcess(cpu)
