@@ -1,2 +1,1 @@
-"""Calibration: fit the planner's timings and cost constants to a run, and measure the simulator's
-error."""
+"""Calibration: fit timings and cost constants to a run, and measure the simulator's error."""

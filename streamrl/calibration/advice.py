@@ -15,13 +15,15 @@ from streamrl.placement import Cluster, StageTimings
 from streamrl.rewards.group_filter import AUTO_OVERSAMPLE
 
 MIN_ERROR = 0.02
-"""Lower bound of the simulator's assumed relative error."""
+"""Minimum relative error of the step time that advice assumes for the simulator."""
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """Utilization of a stage: busy fraction of its processes' time, and mean number of waiting
-    groups."""
+    """Load of a stage: busy fraction of its processes' time, and mean number of waiting groups.
+
+    mean_depth: None if the run logs no queue depth for the stage.
+    """
 
     stage: str
     busy_fraction: float
@@ -30,8 +32,9 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class SettingsOption:
-    """Alternative settings with their simulated metrics.
+    """Alternative settings for a run, with simulated metrics.
 
+    settings: overrides of the config, as key=value.
     step_s_change: relative to the simulated step time of the run as it is.
     """
 
@@ -43,7 +46,7 @@ class SettingsOption:
 
 @dataclass(frozen=True)
 class SettingsAdvice:
-    """Metrics of the run, measured and simulated, and alternatives by step time, shortest first."""
+    """Metrics of a run, measured and simulated, and alternatives, shortest step time first."""
 
     measured_metrics: SteadyMetrics
     simulated_metrics: SteadyMetrics
@@ -51,17 +54,17 @@ class SettingsAdvice:
 
     @property
     def simulation_error(self) -> float:
-        """Relative error of the simulated step time of the run itself."""
+        """Relative error of the simulated step time, for the run's own settings."""
         return self.simulated_metrics.step_s / self.measured_metrics.step_s - 1
 
     @property
     def min_change(self) -> float:
-        """Smallest relative change of step time that exceeds the simulator's error."""
+        """Smallest relative change of the step time that exceeds the simulator's error."""
         return max(abs(self.simulation_error), MIN_ERROR)
 
 
 def recommend_settings(trace: RunTrace, cluster: Cluster | None = None) -> SettingsAdvice:
-    """Simulate the run and each alternative, on the run's devices or on `cluster`.
+    """Simulate a run with its own and with alternative settings, on its devices or on `cluster`.
 
     Raises ConfigError if the run is too short or incomplete.
     """
@@ -81,6 +84,7 @@ def recommend_settings(trace: RunTrace, cluster: Cluster | None = None) -> Setti
 
 
 def measure_stage_loads(trace: RunTrace) -> list[StageLoad]:
+    """Return the load of each stage of a run, busiest first."""
     loads = []
     for stage, idle in trace.idle_fractions.items():
         depths = [step.row.get(f"queue/depth/{stage}") for step in trace.steps]
@@ -93,10 +97,12 @@ def measure_stage_loads(trace: RunTrace) -> list[StageLoad]:
 
 @dataclass(frozen=True)
 class FilterCost:
-    """Groups rejected by the filter, and the time spent on them per step.
+    """Cost of the group filter: rejected groups, and the time spent on them per step.
 
     Runs of older versions log only the fraction.
 
+    share: rejected groups as a fraction of rejected and trained groups.
+    generate_s, score_s: seconds per step spent on sampling and scoring rejected groups.
     oversample: prompts admitted per group of a step.
     """
 
@@ -116,8 +122,10 @@ def measure_filter_cost(trace: RunTrace) -> FilterCost:
 
 
 def list_alternatives(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield descriptions and settings: one more replica, other device splits, other staleness
-    bounds."""
+    """Yield alternatives to a config, each as a description and the settings to change.
+
+    They are a further replica, other device splits, oversampling and other staleness bounds.
+    """
     keys = _list_replica_settings(config)
     for description, (key, count, unit) in keys.items():
         yield f"one more {description}", {key: count + unit}
@@ -132,7 +140,7 @@ def list_alternatives(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any
 
 
 def _list_replica_settings(config: RunConfig) -> Mapping[str, tuple[str, int, int]]:
-    """Return by name of a replica: the setting, its value, and the devices per replica."""
+    """Return, by kind of replica: config key, value, and the increase of the value per replica."""
     roles = config.dataflow.calls_by_role
     settings = {}
     if not config.placement.is_hybrid:
@@ -160,6 +168,7 @@ def _list_replica_settings(config: RunConfig) -> Mapping[str, tuple[str, int, in
 
 
 def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield other divisions of the devices between generators and policy, with their settings."""
     generator, trainer = config.generator, config.trainer
     if config.placement.shared_pools:
         if config.placement.is_hybrid and trainer.world_size > 1:
@@ -196,7 +205,7 @@ def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, A
 def _simulate_settings(
     trace: RunTrace, settings: Mapping[str, Any], timings: StageTimings, cluster: Cluster | None
 ) -> SteadyMetrics | None:
-    """Simulate the settings; None if they are invalid or do not fit."""
+    """Return the simulated metrics of a run with other settings; None if these are impossible."""
     try:
         config = with_settings(trace.config, settings)
         planned_run = PlannedRun.from_trace(trace, config, cluster)
@@ -206,4 +215,5 @@ def _simulate_settings(
 
 
 def _format_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Format settings as key=value, as on the command line."""
     return tuple(f"{key}={'null' if value is None else value}" for key, value in settings.items())

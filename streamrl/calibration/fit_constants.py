@@ -19,13 +19,14 @@ from streamrl.placement.costs.constants import UPPER_BOUNDS
 
 MIN_FRACTION = 1e-6
 SOLVER_ROUNDS = 3
-"""Rounds over all constants: some coefficients depend on two, so solving repeats until stable."""
+"""Rounds of solving for all constants: some coefficients depend on two constants."""
 
 
 @dataclass(frozen=True)
 class ConstantLink:
-    """A constant and the coefficient of `FittedTimings` that determines it.
+    """A cost constant and the coefficient of `FittedTimings` that determines the constant.
 
+    coefficient: dotted name, such as train.policy.token_s.
     is_fraction: whether the constant is a fraction of a device's peak (a + b / c).
     """
 
@@ -37,7 +38,7 @@ class ConstantLink:
 
 @dataclass(frozen=True)
 class FittedConstant:
-    """A constant determined by a run: value, default, and the coefficient behind it.
+    """A cost constant determined by a run: value, default, and the coefficient behind it.
 
     is_clamped: whether the solution was out of bounds and `value` is the nearest bound.
     """
@@ -51,7 +52,7 @@ class FittedConstant:
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """All constants, and those that the run determined; the rest keep their values."""
+    """All cost constants, and those that the run determined; the rest keep their values."""
 
     constants: CostConstants
     fitted_constants: Mapping[str, FittedConstant]
@@ -60,7 +61,10 @@ class CalibrationResult:
 def fit_constants(
     fitted: FittedTimings, problem: PlacementProblem, placement: Placement, start: CostConstants
 ) -> CalibrationResult:
-    """Find constants for which the cost model predicts these timings for this placement."""
+    """Find cost constants with which the cost model predicts fitted timings for a placement.
+
+    start: constants from which the fit starts, and values of those that the run does not determine.
+    """
     links = [
         link for link in _list_links(problem, placement) if link.coefficient in fitted.estimates
     ]
@@ -95,10 +99,14 @@ def _solve_constant(
     problem: PlacementProblem,
     placement: Placement,
 ) -> tuple[float, bool]:
-    """Return the value of a constant that gives the coefficient, and whether it was clamped."""
+    """Return the value of a constant with which the cost model gives the coefficient `target`.
+
+    Also return whether the value was clamped to its bounds, or does not affect the coefficient.
+    """
     low, high = (0.5, 1.0) if link.is_fraction else (0.25, 0.5)
 
     def coefficient(value: float) -> float:
+        """Return the cost model's coefficient at a value of the constant."""
         model = CostModel(problem, _replace_constant(constants, link.constant, value))
         return link.read_coefficient(model.predict_timings(placement))
 
@@ -120,7 +128,7 @@ def _replace_constant(constants: CostConstants, name: str, value: float) -> Cost
 
 
 def _list_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """Yield the constants that a run of this dataflow determines.
+    """Yield the links of all cost constants that a run of this dataflow determines.
 
     If several stages depend on one constant, the first stage with a model determines it.
     """
@@ -150,7 +158,7 @@ def _list_links(problem: PlacementProblem, placement: Placement) -> Iterator[Con
 
 
 def _list_score_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """Yield the links of the first rule-based score stage and of the first with a model."""
+    """Yield links for the first rule-based score stage and the first score stage with a model."""
     stages = [call.stage for call in problem.dataflow.select_calls(CallKind.SCORE)]
     rule = next((stage for stage in stages if stage not in placement.assignments), "")
     if rule:
@@ -170,8 +178,10 @@ def _list_score_links(problem: PlacementProblem, placement: Placement) -> Iterat
 
 
 def _list_weights_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """Yield the links of the generators, which either pull weights or share the trainer's
-    devices."""
+    """Yield links for the weights of the generators.
+
+    Generators either pull weights, or share the trainer's devices and switch between phases.
+    """
     stage, source = GENERATE_CALL.stage, problem.dataflow.select_calls(CallKind.TRAIN)[0].stage
     prefix = f"weights.{stage}"
     if placement.overlaps(source, stage):
@@ -181,6 +191,7 @@ def _list_weights_links(problem: PlacementProblem, placement: Placement) -> Iter
     yield ConstantLink("pull_s", f"{prefix}.pull_s", lambda t: t.weights[stage].pull_s)
 
     def paused(timings: StageTimings) -> float:
+        """Return the fraction of a pull in which the generator pauses."""
         weights = timings.weights[stage]
         return weights.pause_s / weights.pull_s if weights.pull_s else 0.0
 
@@ -188,7 +199,7 @@ def _list_weights_links(problem: PlacementProblem, placement: Placement) -> Iter
 
 
 def _normalize_rule_batches(timings: StageTimings, problem: PlacementProblem) -> StageTimings:
-    """Convert rule-based score stages to batches of one group, as in the cost model."""
+    """Convert rule-based score stages to batches of one group, as the cost model has them."""
     size = problem.workload.group_size
     score = {}
     for stage, timing in timings.score.items():

@@ -1,4 +1,4 @@
-"""Fit the time of decode steps to when groups began and finished.
+"""Fit the times of a generator's decode steps to the times at which groups began and finished.
 
 Spans show when a group was sampled, but not its single decode steps. So the fit replays the groups
 through the simulator's engine model and searches the coefficients for which each group finishes
@@ -21,11 +21,14 @@ from streamrl.placement import GeneratorTiming
 from streamrl.simulator.replicas.engine import SimulatedEngine
 
 WINDOW_GROUPS = 800
-"""Consecutive groups of one replica that are replayed together."""
+"""Number of consecutive groups of a replica that are replayed together."""
 MAX_GROUPS = 3200
-"""Limit per replica: more groups do not improve the fit. Windows are spread over the run."""
+"""Maximum number of groups per replica to replay, spread over the run.
+
+More groups do not improve the fit.
+"""
 MIN_COHORT_GROUPS = 16
-"""Minimum number of groups whose common pace is estimated."""
+"""Minimum number of groups in a cohort, for which a common pace is estimated."""
 DECODE_COEFFICIENTS = ("step_s", "rollout_s", "prefill_token_s", "group_s")
 START_FRACTIONS = (
     (0.25, 0.25, 0.25, 0.25),
@@ -34,14 +37,15 @@ START_FRACTIONS = (
     (0.15, 0.15, 0.55, 0.15),
     (0.15, 0.15, 0.15, 0.55),
 )
-"""Start points of the fit: fraction of a group's time per coefficient."""
+"""Start points of the fit: the fraction of a group's time due to each coefficient."""
 
 
 @dataclass(frozen=True)
 class GroupWindow:
-    """Consecutive groups, preceded by the groups that run when the first begins.
+    """Consecutive groups of a replica that are replayed together.
 
-    Only groups whose concurrent groups are all in the window count in the fit.
+    The groups still running when the window starts come first. Only a group whose concurrent groups
+    are all in the window counts in the fit.
     """
 
     groups: Sequence[GeneratedGroup]
@@ -49,12 +53,15 @@ class GroupWindow:
     end_s: float
 
     def contains_group(self, group: GeneratedGroup) -> bool:
-        """Return whether the window has all groups that ran concurrently with `group`."""
+        """Return whether all groups that ran concurrently with `group` are in the window."""
         return self.start_s <= group.start_s and group.end_s <= self.end_s
 
     @classmethod
     def split_episode(cls, episode: Sequence[GeneratedGroup]) -> "Iterator[GroupWindow]":
-        """Yield windows of similar size; windows without a complete group are left out."""
+        """Yield windows of similar size over an episode of groups.
+
+        Windows in which no group counts in the fit are left out.
+        """
         edges = np.linspace(
             0, len(episode), max(1, round(len(episode) / WINDOW_GROUPS)) + 1
         ).astype(int)
@@ -69,9 +76,9 @@ class GroupWindow:
 
 @dataclass(frozen=True)
 class DecodeReplay:
-    """Groups of a replica, ordered by begin; times on the replica's own work clock.
+    """Measured times of a window of groups, ordered by begin, on the replica's work clock.
 
-    complete_mask: groups whose concurrent groups are all here.
+    complete_mask: whether all concurrent groups of a group are in the window, so that it counts.
     load_times: when the replica loaded versions.
     cohort_ids: groups with equal numbers were admitted together and share a pace.
     """
@@ -88,7 +95,11 @@ class DecodeReplay:
     def from_process(
         cls, groups: Sequence[GeneratedGroup], loads: Sequence[float], clock: WorkClock
     ) -> "list[DecodeReplay]":
-        """Return replays of a process: windows without idle time in between."""
+        """Return the replays of a generator process, one per window.
+
+        groups: groups of the process, ordered by begin.
+        loads: times at which the process loaded versions.
+        """
         windows = [
             window
             for episode in _split_episodes(groups)
@@ -107,6 +118,7 @@ class DecodeReplay:
     def from_window(
         cls, window: "GroupWindow", loads: Sequence[float], clock: PausableClock
     ) -> "DecodeReplay":
+        """Build the replay of a window; `loads` are times at which the replica loaded versions."""
         groups = window.groups
         end_s = max(group.end_s for group in groups)
         window_loads = [load for load in loads if groups[0].start_s < load < end_s]
@@ -121,12 +133,15 @@ class DecodeReplay:
         )
 
     def replay_groups(self, timing: GeneratorTiming, *, pause_s: float) -> Array:
-        """Return the time at which each group finishes with these timings; each load takes
-        `pause_s`."""
+        """Return the time at which each group finishes in the engine model with these timings.
+
+        pause_s: time to load a version.
+        """
         engine: SimulatedEngine[int] = SimulatedEngine(timing)
         end_times = np.zeros(len(self.begin_times))
 
         def advance(until: float) -> None:
+            """Simulate the engine until this time, and note when groups finish."""
             while engine.has_event_by(until) and not engine.is_empty:
                 event_s = engine.next_event_s
                 for group in engine.advance_to(event_s):
@@ -146,9 +161,9 @@ class DecodeReplay:
         return end_times
 
     def compute_typical_work(self) -> Array:
-        """Return the median work during a group, [4]: decode steps, rollout-steps, prompt tokens,
-        groups.
+        """Return the median work of the engine while a group is sampled, float64 [4].
 
+        The entries are decode steps, decode steps times running rollouts, prompt tokens and groups.
         The last three include concurrent groups.
         """
         steps = [max(lengths) for lengths in self.lengths]
@@ -170,10 +185,13 @@ class DecodeReplay:
 def fit_decode(
     replays: Sequence[DecodeReplay], start: GeneratorTiming, *, pause_s: float
 ) -> RobustFit:
-    """Fit DECODE_COEFFICIENTS, in this order; `start` supplies the remaining terms of a step.
+    """Fit the generator coefficients DECODE_COEFFICIENTS, in this order, to replays of a run.
+
+    start: timing that supplies all other terms of a decode step.
+    pause_s: time in which a generator pauses to load a version.
 
     prefill_token_s has a lower bound: the compute time of a prompt token in `start`. Without the
-        bound, for groups that come and go all the time, a fit can shift the prefill time into the
+        bound, where groups come and go all the time, a fit can shift the prefill time into the
         other coefficients.
 
     A machine has slow moments that slow down all groups. So predictions are scaled to the pace of
@@ -191,6 +209,7 @@ def fit_decode(
     )
 
     def predict(parts: Array) -> Array:
+        """Return the predicted time of each group that counts, scaled to its cohort's pace."""
         timing = replace_coefficients(start, (lower_bounds + parts / sizes).tolist())
         ends = [replay.replay_groups(timing, pause_s=pause_s) for replay in replays]
         durations = [
@@ -204,6 +223,7 @@ def fit_decode(
 
 
 def replace_coefficients(start: GeneratorTiming, values: Sequence[float]) -> GeneratorTiming:
+    """Return a generator timing with these values of DECODE_COEFFICIENTS."""
     step_s, rollout_s, prefill_token_s, group_s = values
     return replace(
         start,
@@ -216,8 +236,11 @@ def replace_coefficients(start: GeneratorTiming, values: Sequence[float]) -> Gen
 
 
 def _number_cohorts(versions: Sequence[int]) -> Array:
-    """Return the cohort of each group: a new one at a new admitted version, if the last is large
-    enough."""
+    """Return the cohort number of each group.
+
+    versions: version at which each group was admitted. A new version begins a new cohort, if the
+        last cohort has MIN_COHORT_GROUPS groups.
+    """
     cohorts, cohort, count = [0] * len(versions), 0, 0
     for i, version in enumerate(versions):
         if i and version != versions[i - 1] and count >= MIN_COHORT_GROUPS:
@@ -227,7 +250,7 @@ def _number_cohorts(versions: Sequence[int]) -> Array:
 
 
 def _renumber_cohorts(parts: Sequence[Array]) -> Array:
-    """Concatenate cohort numbers of several replays without collisions."""
+    """Concatenate the cohort numbers of several replays, renumbered so that none repeats."""
     firsts = np.cumsum([0, *(int(part.max(initial=-1)) + 1 for part in parts)])
     numbers: Array = np.concatenate(
         [part + first for part, first in zip(parts, firsts, strict=False)]
@@ -236,9 +259,9 @@ def _renumber_cohorts(parts: Sequence[Array]) -> Array:
 
 
 def _scale_to_cohort_pace(predicted: Array, measured: Array, cohorts: Array) -> Array:
-    """Scale predictions by each cohort's pace, the median of measured over predicted.
+    """Scale predicted times by each cohort's pace, the median of measured over predicted time.
 
-    Paces are relative to their median, so that the predictions keep their overall level.
+    Paces are relative to the median pace, so that the predictions keep their overall level.
     """
     ratios = measured / np.maximum(predicted, 1e-12)
     paces = np.ones(int(cohorts.max(initial=0)) + 1)
@@ -249,7 +272,7 @@ def _scale_to_cohort_pace(predicted: Array, measured: Array, cohorts: Array) -> 
 
 
 def _split_episodes(groups: Sequence[GeneratedGroup]) -> Iterator[list[GeneratedGroup]]:
-    """Yield the groups between two moments at which the process had none."""
+    """Yield episodes: lists of groups between two moments at which the process sampled no group."""
     episode: list[GeneratedGroup] = []
     end_s = float("-inf")
     for group in groups:

@@ -1,4 +1,4 @@
-"""Fit `StageTimings`, the time of every operation in a run's placement, to the run's spans.
+"""Fit `StageTimings`, the time of every operation in a run's placement, to the spans of a run.
 
 On CPU, busy processes that share few cores slow each other down. Times here are work seconds of a
 `WorkClock`: the time of each operation alone. `StageTimings.cores` holds the number of cores. The
@@ -33,27 +33,33 @@ from streamrl.placement import (
 from streamrl.telemetry.spans import Span
 
 WAITING_SPANS = ("pull", "publish", "publish_reference", "save")
-"""Spans in which a process mostly waits for other processes or for a disk."""
+"""Names of spans in which a process mostly waits for other processes or for a disk."""
 PLANNING_SPANS = ("plan", "look")
 CROWDING = 0.04
-"""Measured slowdown of a process that trains a small model, per concurrent process: 4 %, 7 % and 13
-% with one, two and three, on two cores."""
+"""Slowdown of a process that trains a small model, per concurrent process.
+
+Measured on two cores: 4 %, 7 % and 13 % with one, two and three concurrent processes.
+"""
 SHARED_UNDELAYED_FRACTION = 0.1
-"""Fraction of the measurements that is assumed to be undelayed where devices are shared."""
+"""Fraction of measurements, the shortest, taken to contain no waiting, where devices are shared."""
 UNDELAYED_FRACTION = 0.5
-"""The same fraction where devices are not shared but generation runs ahead.
+"""The same fraction where generation runs ahead on separate devices.
 
 Pulls use SHARED_UNDELAYED_FRACTION: a generator notices a version only at the end of a decode step,
 and that wait is no part of the pull.
 """
 MAX_RELATIVE_ERROR = 0.3
-"""A coefficient is known if its standard error is at most this fraction of its value."""
+"""A coefficient counts as known if its standard error is at most this fraction of its value."""
 
 
 @dataclass(frozen=True)
 class CoefficientEstimate:
-    """A fitted coefficient with standard error, number of measurements and median relative
-    residual."""
+    """A fitted coefficient of `StageTimings` with its uncertainty.
+
+    error: standard error.
+    count: number of measurements.
+    residual: median absolute residual over the median measurement.
+    """
 
     value: float
     error: float
@@ -62,21 +68,20 @@ class CoefficientEstimate:
 
     @property
     def is_known(self) -> bool:
-        """Whether the measurements determine the coefficient; if not, only its sum with others is
-        known."""
+        """Whether the measurements determine this coefficient, not only its sum with others."""
         return self.count > 0 and self.error <= MAX_RELATIVE_ERROR * self.value
 
 
 @dataclass(frozen=True)
 class FittedTimings:
-    """Timings of a run, and the estimate of each coefficient by its dotted name."""
+    """Timings fitted to a run, and the estimate of each coefficient by dotted name."""
 
     timings: StageTimings
     estimates: Mapping[str, CoefficientEstimate]
 
 
 def fit_timings(trace: RunTrace, base: StageTimings) -> FittedTimings:
-    """Fit timings to a run's spans.
+    """Fit timings to the spans of a run.
 
     base: timings of the run by a cost model. The fit keeps the generator's memory and compute terms
         of a decode step, fits the overhead on top, and fits all other coefficients from scratch.
@@ -85,7 +90,7 @@ def fit_timings(trace: RunTrace, base: StageTimings) -> FittedTimings:
 
 
 class _TimingFitter:
-    """State of a fit; `_estimates` collects the coefficients."""
+    """State of a fit of timings to a run; `_estimates` collects the coefficients."""
 
     def __init__(self, trace: RunTrace, base: StageTimings) -> None:
         self._trace = trace
@@ -105,6 +110,7 @@ class _TimingFitter:
         }
 
     def fit_all(self) -> FittedTimings:
+        """Fit the coefficients of all stages."""
         dataflow = self._config.dataflow
         train = {role: self._fit_train(role) for role in dataflow.trained_roles}
         timings = StageTimings(
@@ -125,6 +131,7 @@ class _TimingFitter:
         return FittedTimings(timings, self._estimates)
 
     def _add_estimate(self, name: str, fit: RobustFit, index: int = 0) -> float:
+        """Record coefficient number `index` of a fit under a dotted name; return its value."""
         value = fit.coefficients[index]
         self._estimates[name] = CoefficientEstimate(
             value, fit.standard_errors[index], fit.num_measurements, fit.residual
@@ -132,10 +139,11 @@ class _TimingFitter:
         return value
 
     def _measure_work_s(self, span: Span) -> float:
+        """Return the work seconds of a span."""
         return self._work_clock.measure_work(span.start_s, span.end_s)
 
     def _select_spans(self, role: str, *names: str) -> list[Span]:
-        """Return spans of a role's processes that end after the start of the first step."""
+        """Return the spans of these names in a role's processes, from the first steady step on."""
         prefix = "trainer" if role == POLICY else role
         return [
             span
@@ -147,6 +155,7 @@ class _TimingFitter:
     # Generators.
 
     def _fit_generator(self) -> GeneratorTiming:
+        """Fit the timing coefficients of the generators, by replaying their groups."""
         by_process = defaultdict(list)
         for group in self._trace.generated_groups:
             by_process[group.process].append(group)
@@ -168,12 +177,14 @@ class _TimingFitter:
         return replace(replace_coefficients(base, values), begin_s=begin_s)
 
     def _measure_pause_s(self) -> float:
+        """Return the median time in which a pull pauses a generator, in seconds."""
         return self._trace.compute_median("weights/pause_s") or 0.0
 
     def _collect_begin_delays(self) -> list[float]:
-        """Return delays from a prompt's admission to its sampling.
+        """Return delays, in seconds, from a prompt's admission to the start of sampling.
 
-        Counts only generators that already had the version, or else the shortest delays.
+        Counts only prompts whose generator already had the required version, or, if these are too
+        few, the shortest delays.
         """
         pulls = sorted(self._select_spans(GENERATE_CALL.role, "pull"), key=lambda span: span.end_s)
         release_times = self._list_release_times()
@@ -200,7 +211,7 @@ class _TimingFitter:
         )
 
     def _list_release_times(self) -> list[float]:
-        """Return when trained models stopped computing and released shared devices."""
+        """Return when trained models released shared devices; empty without shared devices."""
         if not self._config.placement.shared_pools:
             return []
         trained = self._config.dataflow.trained_roles
@@ -214,8 +225,10 @@ class _TimingFitter:
     def _select_shortest(
         self, seconds: Sequence[float], *, ahead: float = UNDELAYED_FRACTION
     ) -> list[float]:
-        """Return the measurements assumed to be undelayed: the shortest fraction, `ahead` if
-        generation runs ahead on devices of its own."""
+        """Return the shortest measurements, which are assumed to contain no waiting.
+
+        ahead: fraction to return if generation runs ahead on devices of its own.
+        """
         if self._config.placement.shared_pools:
             fraction = SHARED_UNDELAYED_FRACTION
         elif self._config.pipeline.max_steps_ahead:
@@ -227,6 +240,7 @@ class _TimingFitter:
     # Scorers.
 
     def _fit_score(self, call: ModelCall) -> ScoreTiming:
+        """Fit the times per batch, rollout and token of a score stage."""
         base = self._base_timings.score[call.stage]
         episodes = list(_group_overlapping(self._select_spans(call.role, call.stage)))
         rows, seconds = [], []
@@ -251,6 +265,7 @@ class _TimingFitter:
     # Trainers.
 
     def _fit_train(self, role: str) -> TrainTiming:
+        """Fit the timing coefficients of a trained role."""
         trainer = self._config.get_trainer_config(role)
         spans = self._select_spans(role, "train")
         spans = [span for span in spans if span.args.get("tokens")]
@@ -275,13 +290,14 @@ class _TimingFitter:
 
     @property
     def _trains_whole_steps(self) -> bool:
-        """Whether training of a step starts only when all its groups are ready."""
+        """Whether training of a step starts only when all groups of the step are ready."""
         return self._config.algorithm_settings.scope == "step"
 
     def _collect_round_gaps(self, role: str) -> list[float]:
-        """Return the gaps after training rounds: the time to dispatch a round and read its groups.
+        """Return the seconds between training rounds: time to dispatch a round and read its groups.
 
-        If rounds start as groups arrive, only the gap before an update has no further wait.
+        If rounds start as groups arrive, only the gap before an update contains no waiting for
+        groups.
         """
         work = [s for s in self._select_spans(role, "train", "update") if s.process.endswith("-0")]
         waiting_names = () if self._trains_whole_steps else ("train",)
@@ -292,7 +308,7 @@ class _TimingFitter:
         ]
 
     def _collect_planning_times(self, role: str) -> list[float]:
-        """Return the planning time of each step on the first rank."""
+        """Return the seconds that the first rank spends on planning each training step."""
         spans = [s for s in self._select_spans(role, *PLANNING_SPANS) if s.process.endswith("-0")]
         return [
             sum(
@@ -306,6 +322,8 @@ class _TimingFitter:
     # Weights, and gaps between stages.
 
     def _fit_weights(self, call: ModelCall) -> WeightsTiming:
+        """Fit the seconds to publish and pull a version, for a stage that follows a trained
+        model."""
         followed = (
             call.followed_role
             if call.followed_role in self._config.dataflow.trained_roles
@@ -343,8 +361,8 @@ class _TimingFitter:
         return WeightsTiming(publish_s, pull_s, pause_s)
 
     def _fit_hop(self) -> float:
-        """Fit the delay between dependent stages: the mean over score and train stages."""
-        # Stages that need the filter's verdict wait for more than the generated group.
+        """Fit the seconds between dependent stages: the mean over score and train stages."""
+        # A stage that needs the filter's verdict waits for the filter besides the generated group.
         calls = [
             c
             for c in self._config.dataflow.select_calls(CallKind.SCORE)
@@ -366,7 +384,7 @@ class _TimingFitter:
         return value
 
     def _collect_score_hops(self, call: ModelCall) -> list[float]:
-        """Return the delays from a group's last token to its scoring, by idle scorers only.
+        """Return the seconds from a group's last token to its scoring, where the scorer was idle.
 
         Assumes that groups are scored in the order in which they finish, as many at once as the
         span says.
@@ -382,7 +400,7 @@ class _TimingFitter:
         return hops
 
     def _collect_train_hops(self) -> list[float]:
-        """Return the delays from a step's last score to its last round, on policy."""
+        """Return the seconds from a step's last score to its last training round, on policy."""
         calls = self._config.dataflow.select_calls(CallKind.SCORE)
         scored = sorted(s.end_s for c in calls for s in self._select_spans(c.role, c.stage))
         work = [
@@ -403,7 +421,7 @@ class _TimingFitter:
         return hops
 
     def _collect_step_gaps(self) -> list[float]:
-        """Return the times from a step's last update to the next admission of prompts."""
+        """Return the seconds from a step's last update to the next admission of prompts."""
         admitted = sorted({group.admitted_s for group in self._trace.generated_groups})
         updates = [span.end_s for span in self._select_spans(POLICY, "update")]
         gaps = []
@@ -422,11 +440,12 @@ class _TimingFitter:
 
 
 def _parse_version(span: Span) -> int:
+    """Return the policy version in the args of a pull or publish span."""
     return int(span.args["version"])
 
 
 def _group_overlapping(spans: Iterable[Span]) -> Iterable[list[Span]]:
-    """Yield overlapping spans of a process together: batches that it held at the same time."""
+    """Yield lists of overlapping spans of a process: batches that it held at the same time."""
     by_process = defaultdict(list)
     for span in spans:
         by_process[span.process].append(span)

@@ -1,5 +1,4 @@
-"""Completion lengths of a run, resampled by group: completions of one prompt have similar
-lengths."""
+"""Completion lengths of a run, resampled by group: lengths within a group are similar."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,17 +13,19 @@ from streamrl.placement import EmpiricalLengths
 
 @dataclass(frozen=True)
 class GroupedLengths:
-    """Lengths drawn with replacement from whole groups of a run.
+    """Length distribution that draws whole groups of a run, with replacement.
 
-    rows: int64 [groups, group_size + 1]; the last column is the greedy completion.
+    rows: int64 [groups, group_size + 1], in tokens; the last column is the greedy completion.
     """
 
     rows: Array = field(compare=False)
 
     @classmethod
     def from_groups(cls, sampled: "Iterable[tuple[str, str, tuple[int, ...]]]") -> "GroupedLengths":
-        """Build from (uid, stage, lengths); without a greedy completion, use the first
-        sampled one."""
+        """Build the distribution from (uid, stage, completion lengths) of each sampling.
+
+        For a group without a greedy completion, the first sampled completion replaces it.
+        """
         groups: dict[str, tuple[int, ...]] = {}
         greedy: dict[str, int] = {}
         for uid, stage, lengths in sampled:
@@ -41,7 +42,7 @@ class GroupedLengths:
 
     @property
     def mean(self) -> float:
-        """Mean length of the sampled completions."""
+        """Mean length of the sampled completions, in tokens."""
         return self._sampled_lengths.mean
 
     @property
@@ -49,16 +50,16 @@ class GroupedLengths:
         return int(self.rows.max())
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """Draw `count` lengths; those of a group are adjacent."""
+        """Return `count` random completion lengths; those of a group are adjacent."""
         size = self.rows.shape[1]
         drawn = rng.integers(0, len(self.rows), -(-count // size))
         lengths: Array = self.rows[drawn].ravel()[:count]
         return lengths
 
     def quantiles(self, parts: Array) -> Array:
-        """Return interpolated quantiles of the sampled completions."""
+        """Return sampled completions' lengths at quantiles `parts` (0 to 1), interpolated."""
         return self._sampled_lengths.quantiles(parts)
 
     def expected_longest(self, count: int) -> float:
-        """Return the expected longest of `count`, as if independent: slightly too long."""
+        """Return the expected longest of `count` independent completions: slightly too long."""
         return self._sampled_lengths.expected_longest(count)

@@ -20,7 +20,7 @@ from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.simulator.simulation import run_simulation
 
 SIMULATED_STEPS = 60
-"""More steps change the means by less than runs differ among themselves."""
+"""Number of steps to simulate: more change the means by less than runs differ among themselves."""
 DEFAULT_SEED = 0
 
 
@@ -43,7 +43,7 @@ class SteadyMetrics:
         )
 
     def compare_with(self, measured: "SteadyMetrics") -> dict[str, dict[str, float]]:
-        """Compare this prediction with a measurement: {metric: {predicted, measured, error}}.
+        """Compare predicted with measured metrics: {metric: {predicted, measured, error}}.
 
         error: relative to the measured value, 0 if both are 0; for idle fractions the difference.
         """
@@ -64,6 +64,7 @@ class SteadyMetrics:
 
 
 def _compute_error(name: str, predicted: float, measured: float) -> float:
+    """Return the error of a predicted metric: relative, but for idle fractions the difference."""
     if name.startswith("idle/"):
         return predicted - measured
     if not measured:
@@ -73,7 +74,7 @@ def _compute_error(name: str, predicted: float, measured: float) -> float:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run as a planner problem and its placement."""
+    """A run as a problem of the planner, and the placement that the run's config states."""
 
     config: RunConfig
     problem: PlacementProblem
@@ -83,10 +84,10 @@ class PlannedRun:
     def from_trace(
         cls, trace: RunTrace, config: RunConfig, cluster: Cluster | None = None
     ) -> "PlannedRun":
-        """Build from a config and the prompts and completions of a run; without `cluster`, on CPU
-        cores.
+        """Build the problem and placement of a config, with the workload of a measured run.
 
-        Raises ConfigError if the cluster is too small or a model cannot be sized.
+        Without `cluster`, the devices are CPU cores. Raises ConfigError if the cluster is too small
+        or a model cannot be sized.
         """
         lengths = trace.grouped_lengths
         request = PlannerRequest(
@@ -112,12 +113,12 @@ class PlannedRun:
 
     @property
     def default_constants(self) -> CostConstants:
-        """Cost constants of the devices before calibration."""
+        """Cost constants of the run's devices before calibration."""
         return CostConstants.from_cluster(self.problem.cluster)
 
     @property
     def initial_constants(self) -> CostConstants:
-        """Starting constants of a calibration.
+        """Cost constants from which a calibration starts.
 
         On CPU, memory and compute terms of a decode step run at full speed; the fit attributes any
         slowness to the overhead of a step.
@@ -131,6 +132,7 @@ class PlannedRun:
 
     @property
     def base_timings(self) -> StageTimings:
+        """Timings of the run by the cost model before calibration."""
         timings = CostModel(self.problem, self.initial_constants).predict_timings(self.placement)
         generator = self._set_kv_tokens(timings.generator)
         weights = self.config.weights
@@ -143,7 +145,7 @@ class PlannedRun:
         return self.problem.cluster.is_cpu
 
     def _set_kv_tokens(self, generator: GeneratorTiming) -> GeneratorTiming:
-        """Set the KV cache's size from the run's config, if configured."""
+        """Return the generator's timing with the KV-cache size of the run's config, if set."""
         kv_cache_mb = self.config.generator.kv_cache_mb
         if kv_cache_mb is None and self.is_on_cpu:
             kv_cache_mb = KV_CACHE_MB_ON_CPU
@@ -156,7 +158,7 @@ class PlannedRun:
 
 
 def apply_replica_counts(timings: StageTimings, config: RunConfig) -> StageTimings:
-    """Return the timings with the replicas and batch sizes of a config."""
+    """Return timings with the numbers of replicas and the batch sizes of a config."""
     counts = {role: count for role, (_, count) in count_actors(config).items()}
     generator = config.generator
     replicas = generator.replicas
@@ -188,6 +190,7 @@ def predict_metrics(
     steps: int = SIMULATED_STEPS,
     seed: int = DEFAULT_SEED,
 ) -> SteadyMetrics:
+    """Simulate a run and return the metrics of its steady part."""
     config = planned_run.config
     lead = config.pipeline.max_steps_ahead
     result = run_simulation(

@@ -1,4 +1,4 @@
-"""Robust linear fits of measured seconds, insensitive to a few outliers."""
+"""Robust linear fits of measured durations, on which a few outliers have little effect."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from streamrl.messages import Array
 
 OUTLIER_SCALE = 0.1
-"""Residuals above this fraction of the median count less (soft L1 loss)."""
+"""Residuals above this fraction of the median measurement count less (soft L1 loss)."""
 INITIAL_NOISE = 0.1
 """Assumed relative error of a measurement before the first fit."""
 MIN_NOISE = 1e-3
@@ -17,7 +17,7 @@ MIN_NOISE = 1e-3
 
 @dataclass(frozen=True)
 class RobustFit:
-    """Nonnegative coefficients with standard errors.
+    """Nonnegative coefficients of a robust fit, with standard errors.
 
     residual: median absolute residual over the median measurement.
     """
@@ -29,7 +29,10 @@ class RobustFit:
 
 
 def fit_line(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> RobustFit:
-    """Fit seconds as a sum of features times coefficients; `features` has a row per measurement."""
+    """Fit measured seconds as a sum of features times coefficients.
+
+    features: a row per measurement.
+    """
     rows, measured = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
     sizes = np.maximum(rows.mean(axis=0), 1e-300)
     return fit_parts(lambda parts: rows / sizes @ parts, measured, sizes)
@@ -42,7 +45,9 @@ def fit_parts(
     *,
     starts: Sequence[Sequence[float]] = (),
 ) -> RobustFit:
-    """Fit the parts, in seconds each, of any prediction; a coefficient is a part over its size.
+    """Fit how measured times divide into parts, where `predict(parts)` gives the times.
+
+    Each part is in seconds; dividing a part by its entry of `sizes` gives a coefficient.
 
     Example: measured group times of 10 s with a typical size of 1000 decode steps; a part of 8 s
     gives a coefficient of 8 ms per step.
@@ -51,12 +56,14 @@ def fit_parts(
     1.4826, which is the standard deviation for normal errors. Standard errors come from the inverse
     of J^T J at the solution.
 
-    starts: start points as fractions of the median; the fit uses the best. Default: equal parts.
+    starts: start points as fractions of the median measurement, of which the best fit counts.
+        Default: equal parts.
     """
     scale = max(float(np.median(measured)), 1e-12)
     equal_parts = np.full(len(sizes), 1 / len(sizes))
 
     def compute_residuals(x: Array) -> Array:
+        """Return the residuals, relative to the median measurement."""
         residuals: Array = (predict(x * scale) - measured) / scale
         return residuals
 
@@ -91,7 +98,8 @@ def _solve_parts(
 ) -> Any:
     """Minimize the residuals plus a ridge term toward equal parts, weighted by the noise.
 
-    If all measurements have the same size, only the ridge term separates the parts.
+    If all measurements have the same size, only the ridge term separates the parts. Return scipy's
+    result of least_squares.
     """
     # Imported late: scipy.optimize takes 0.4 s, and most commands fit nothing.
     from scipy.optimize import least_squares
@@ -112,6 +120,7 @@ def _solve_parts(
 
 
 def fit_median(seconds: Sequence[float]) -> RobustFit:
+    """Fit a single coefficient: the median of measured seconds, with its standard error."""
     if not len(seconds):
         return RobustFit((0.0,), (0.0,), 0, 0.0)
     median = float(np.median(seconds))

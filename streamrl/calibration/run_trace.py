@@ -27,12 +27,12 @@ from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
 from streamrl.telemetry.spans import Span
 
 ENGINE_WARM_UP_STEPS = 2
-"""Steps in which engines still warm up after the stream has filled."""
+"""Number of steps in which engines still warm up, after the stream has filled."""
 MIN_CORES = 0.1
-"""Lower bound of the cores that other processes leave to a run."""
+"""Minimum number of cores assumed to be left to a run by processes outside the run."""
 CORE_METRICS = ("cpu/machine", "cpu/stages", "cpu/queue")
 MIN_STEPS = 6
-"""Fewer steps give no reliable fit."""
+"""Minimum number of steady steps of a run for a reliable fit."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ class MachineCores:
 
     @property
     def available_cores(self) -> float:
+        """Cores left to the run's processes on average."""
         return max(self.cores - self.taken, MIN_CORES) if self.cores else 0.0
 
     def with_metrics(self, rows: Sequence[Mapping[str, Any]]) -> "MachineCores":
-        """Return the cores with the means of CORE_METRICS, if the rows have them."""
+        """Return the cores with load figures averaged over metrics rows that have CORE_METRICS."""
         means = {name: _average_present([row.get(name) for row in rows]) for name in CORE_METRICS}
         if not self.cores or None in means.values():
             return self
@@ -62,12 +63,13 @@ class MachineCores:
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> "MachineCores":
+        """Return the cores that the run's "machine" event states."""
         return cls(0 if event["on_gpu"] or event["nodes"] > 1 else int(event["cores"]))
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A training step: [start_s, end_s] since the epoch, its groups, and its metrics row."""
+    """A training step of a run: start and end (seconds since the epoch), groups, metrics row."""
 
     version: int
     start_s: float
@@ -82,10 +84,9 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class GeneratedGroup:
-    """A generated group: intervals of sampling, and completion lengths in tokens.
+    """A group of a finished run: when it was sampled, and the completion lengths in tokens.
 
-    Paused groups have several intervals.
-
+    intervals: start and end of sampling; several if sampling was paused.
     admitted_s, admitted_version: time of admission, and the oldest version that may sample the
         group.
     """
@@ -110,11 +111,11 @@ class GeneratedGroup:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """The steady part of a run.
+    """Steps, spans and groups of a finished run.
 
-    steps: without warm-up and disturbed steps; `excluded_steps` counts those by reason.
+    steps: steady steps only; `excluded_steps` counts all others by reason.
     spans: of the whole run, by time.
-    generated_groups: from the first of `steps` on.
+    generated_groups: groups that begin after the start of the first of `steps`.
     """
 
     run_dir: Path
@@ -127,7 +128,7 @@ class RunTrace:
 
     @cached_property
     def spans_by_process(self) -> Mapping[str, Sequence[Span]]:
-        """Spans that end after the start of the first step, by process."""
+        """Spans by process name, of those that end after the start of the first steady step."""
         spans_by_process = defaultdict(list)
         for span in self.spans:
             if span.end_s >= self.steps[0].start_s:
@@ -136,14 +137,14 @@ class RunTrace:
 
     @cached_property
     def lengths(self) -> EmpiricalLengths:
-        """Lengths of the steps' completions, as independent samples."""
+        """Distribution of the run's completion lengths, as independent samples."""
         return EmpiricalLengths.from_samples(
             [tokens for group in self._trained_groups for tokens in group.lengths]
         )
 
     @cached_property
     def grouped_lengths(self) -> GroupedLengths:
-        """Lengths of the steps' completions, by group."""
+        """Distribution of the run's completion lengths, resampled by group."""
         return GroupedLengths.from_groups(
             (group.uid, group.stage, group.lengths) for group in self.generated_groups
         )
@@ -154,6 +155,7 @@ class RunTrace:
 
     @property
     def _trained_groups(self) -> Sequence[GeneratedGroup]:
+        """Groups sampled for training, without greedy completions."""
         return [group for group in self.generated_groups if group.stage == GENERATE_CALL.stage]
 
     @property
@@ -173,7 +175,7 @@ class RunTrace:
 
     @property
     def idle_fractions(self) -> dict[str, float]:
-        """By stage, the fraction of the steps' time in which its processes did not compute."""
+        """Fraction of the steady steps' time in which a stage's processes were idle, by stage."""
         seconds = [step.step_s for step in self.steps]
         return {
             call.stage: sum(
@@ -186,7 +188,7 @@ class RunTrace:
 
     @property
     def filtered_fraction(self) -> float:
-        """Filtered groups over filtered and trained groups."""
+        """Groups rejected by the group filter over rejected and trained groups."""
         first, last = (step.row for step in (self.steps[0], self.steps[-1]))
         filtered, trained = (
             float(last[f"ledger/{name}"]) - float(first[f"ledger/{name}"])
@@ -196,24 +198,28 @@ class RunTrace:
 
     @property
     def mean_group_s(self) -> float:
+        """Mean step time over the number of groups trained per step, in seconds."""
         return self.mean_step_s / statistics.fmean(len(step.groups) for step in self.steps)
 
     def _average_metric(
         self, name: str, weight: Callable[[Sequence[TrainedGroup]], float]
     ) -> float:
+        """Return the mean of a metric over the steps, weighted by `weight` of a step's groups."""
         weights = [weight(step.groups) for step in self.steps]
         values = [float(step.row[name]) for step in self.steps]
         return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
 
     def compute_median(self, name: str) -> float | None:
-        """Return the median of a metric over the steps that log it; None without any."""
+        """Return the median of a metric over the steps that log it; None if no step does."""
         values = [step.row[name] for step in self.steps if step.row.get(name) is not None]
         return statistics.median(values) if values else None
 
 
 def load_run_trace(run_dir: Path) -> RunTrace:
-    """Load a run directory. Raises ConfigError, in one line, if the run is too short or
-    incomplete."""
+    """Load the trace of the run in a directory.
+
+    Raises ConfigError, in one line, if the run is too short or incomplete.
+    """
     location = str(run_dir)
     config = _load_run_config(run_dir, location)
     if not config.queue.journal.enabled:
@@ -248,6 +254,7 @@ def load_run_lengths(run_dir: Path) -> EmpiricalLengths:
 
 
 def describe_missing_run(run_dir: Path) -> str:
+    """Return why a directory is not a run directory, for an error message."""
     if os.path.isdir(run_dir):
         return "holds no config.yaml"
     return "not a directory" if os.path.exists(run_dir) else "no such directory"
@@ -273,7 +280,11 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_rows(path: Path, location: str) -> dict[int, Mapping[str, Any]]:
-    """Return the metrics rows by step. Raises ConfigError for a row without step or step time."""
+    """Return the rows of metrics.jsonl by step.
+
+    Raises ConfigError, naming the `location`, without the file, or for a row without step or step
+    time.
+    """
     if not os.path.isfile(path):
         raise ConfigError(f"{location}: has no {path.name}")
     rows: dict[int, Mapping[str, Any]] = {}
@@ -285,7 +296,7 @@ def _read_rows(path: Path, location: str) -> dict[int, Mapping[str, Any]]:
 
 
 def _check_rows(config: RunConfig, steps: Sequence[MeasuredStep], path: Path) -> None:
-    """Raise ConfigError if a step lacks a metric that calibration needs."""
+    """Raise ConfigError if a step's metrics row lacks a metric that calibration needs."""
     names = ["staleness/mean", "ledger/filtered", "ledger/trained"]
     names += [f"idle/{call.stage}" for call in config.dataflow.ordered_calls]
     for step in steps:
@@ -294,12 +305,17 @@ def _check_rows(config: RunConfig, steps: Sequence[MeasuredStep], path: Path) ->
 
 
 def _check_number(row: Any, name: str, location: str) -> None:
+    """Raise ConfigError, naming the `location`, unless a row has a number of this name."""
     value = row.get(name) if isinstance(row, Mapping) else None
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{location}: has no {name}, a number")
 
 
 def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
+    """Return the spans in the run's trace, ordered by start.
+
+    Raises ConfigError, naming the `location`, without spans or for a file that is not a trace.
+    """
     try:
         spans = read_spans(run_dir / TRACE_FILE)
     except (KeyError, TypeError, UnicodeDecodeError) as error:
@@ -314,20 +330,22 @@ def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
 
 
 def _read_machine_event(run_dir: Path) -> Mapping[str, Any]:
+    """Return the run's last "machine" event, which states cores and placement; {} without any."""
     events = [e for e in _read_lines(run_dir / EVENTS_FILE) if e.get("event") == "machine"]
     return events[-1] if events else {}
 
 
 def _make_machine_cores(event: Mapping[str, Any]) -> MachineCores:
-    """Return the run's cores; for runs of older versions, the cores of this machine."""
+    """Return the cores of a run's machine; for runs of older versions, of this machine."""
     return MachineCores.from_event(event) if event else MachineCores(len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
 class _RunLogIndex:
-    """Steps and admissions of the run log.
+    """Trained steps and admissions in a run log.
 
-    trained_steps: by version, the step, the time of its record, and the steps since the last start.
+    trained_steps: by version, the step, the time of its record, and the number of steps since the
+        last start of the run.
     admissions: by uid, time and version.
     """
 
@@ -337,7 +355,10 @@ class _RunLogIndex:
     def iter_steps(
         self, rows: Mapping[int, Mapping[str, Any]]
     ) -> Iterator[tuple[MeasuredStep, int]]:
-        """Yield each step that has a metrics row, with the number of steps since the last start."""
+        """Yield each trained step that has a metrics row, and its number since the last start.
+
+        rows: metrics rows by step.
+        """
         for version, (step, end_s, since_start) in sorted(self.trained_steps.items()):
             row = rows.get(version + 1)
             if row is None:
@@ -347,6 +368,10 @@ class _RunLogIndex:
 
 
 def _read_run_log(run_dir: Path, location: str) -> _RunLogIndex:
+    """Read trained steps and admissions from the run log.
+
+    Raises ConfigError, naming the `location`, if the log is missing or damaged.
+    """
     trained: dict[int, tuple[TrainedStep, float, int]] = {}
     admitted: dict[str, tuple[float, int]] = {}
     since_start = 0
@@ -376,7 +401,10 @@ def _read_run_log(run_dir: Path, location: str) -> _RunLogIndex:
 def _select_steady_steps(
     config: RunConfig, steps: Sequence[tuple[MeasuredStep, int]], spans: Sequence[Span]
 ) -> tuple[list[MeasuredStep], dict[str, int]]:
-    """Return the steady steps, and the number of excluded steps by reason."""
+    """Return the steady steps of a run, and the number of excluded steps by reason.
+
+    steps: all steps, each with the number of steps since the last start.
+    """
     lead, steady = config.pipeline.max_steps_ahead, []
     warm_up = max(lead + ENGINE_WARM_UP_STEPS, config.critic.warmup_alone)
     saves = [span for span in spans if span.name == "save"]
@@ -409,7 +437,10 @@ def _select_steady_steps(
 def _collect_groups(
     spans: Sequence[Span], admitted: Mapping[str, tuple[float, int]], *, since: float
 ) -> list[GeneratedGroup]:
-    """Return the groups whose last span has lengths, by start."""
+    """Return the completely sampled groups that begin at `since` or later, ordered by begin.
+
+    admitted: time and version of admission by uid.
+    """
     intervals_by_group: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
     groups = []
     for span in sorted(spans, key=lambda span: span.end_s):

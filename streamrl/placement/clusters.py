@@ -20,9 +20,9 @@ GB = 1e9
 MAX_DEVICES = 1 << 14
 CPU_DEVICE = "CPU"
 PCIE_3, PCIE_4, PCIE_5 = 16 * GB, 32 * GB, 64 * GB
-"""16 lanes, each direction."""
+"""Bytes per second of a PCIe link with 16 lanes, in each direction."""
 MIN_QUANTITY, MAX_QUANTITY = 1e-3, 1e6
-"""Bounds of a figure in a cluster file, in the file's unit; they catch a wrong unit."""
+"""Bounds of every number in a cluster file, in the unit of its key; they catch a wrong unit."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _make_device(
     network: float,
     host: float = PCIE_4,
 ) -> DeviceSpec:
-    """Convert units: `teraflops` in 1e12 FLOP/s; `memory` as (GB, GB/s); links in GB/s."""
+    """Make a device: `teraflops` in 1e12 FLOP/s, `memory` as (GB, GB/s), links in GB/s."""
     capacity_gb, bandwidth_gb = memory
     sizes = (teraflops * 1e12, capacity_gb * GB, bandwidth_gb * GB, link * GB, network * GB)
     return DeviceSpec(name, *sizes, host_bytes_per_s=host)
@@ -86,7 +86,7 @@ DEVICES = {
         ),
     )
 }
-"""Makers' figures for the SXM form of each device."""
+"""Devices by name, with the makers' figures for the SXM form."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class NodeGroup:
 
     @property
     def node_bytes_per_s(self) -> float:
-        """Network bandwidth of a node, each direction."""
+        """Network bandwidth of each node of the group, each direction."""
         return self.network_bytes_per_s or self.device.network_bytes_per_s
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Node groups in device order, written as 16x8xA100@200Gb,8xV100 by `str` and `from_text`."""
+    """Cluster as node groups in device order; `str` and `from_text` use 16x8xA100@200Gb,8xV100."""
 
     node_groups: tuple[NodeGroup, ...]
 
@@ -142,7 +142,7 @@ class Cluster:
 
     @classmethod
     def from_text(cls, text: str) -> "Cluster":
-        """Parse a comma-separated list of NxDEVICE or NODESxNxDEVICE.
+        """Parse a cluster: a comma-separated list of NxDEVICE or NODESxNxDEVICE, such as 2x8xA100.
 
         A suffix @GIGABITSGb sets the network of a node. Without NODES, N devices fill nodes of the
         device's usual size. Raise ConfigError for any other text.
@@ -153,11 +153,11 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Cluster":
-        """Read {nodes: [{device: NAME or a mapping, devices: N, count: N, network_gbps: X}]}.
+        """Read a cluster: {nodes: [{device: NAME, devices: N, count: N, network_gbps: X}]}.
 
-        A device outside `DEVICES` is a mapping of name, tflops, memory_gb, memory_gbps, link_gbps
-        and host_gbps; the last three in GB/s. `place` names the source in errors. Raise ConfigError
-        for an invalid entry.
+        A device outside `DEVICES` is, instead of a NAME, a mapping of name, tflops, memory_gb,
+        memory_gbps, link_gbps and host_gbps; the last three in GB/s. `place` names the source in
+        errors. Raise ConfigError for an invalid entry.
         """
         nodes = loose.get("nodes") if isinstance(loose, Mapping) else None
         if not isinstance(nodes, Sequence) or isinstance(nodes, str) or set(loose) != {"nodes"}:
@@ -176,16 +176,17 @@ class Cluster:
 
     @property
     def is_cpu(self) -> bool:
+        """Whether the cluster's devices are CPUs."""
         return any(group.device.name == CPU_DEVICE for group in self.node_groups)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all nodes have the same devices and network."""
+        """Whether all nodes of the cluster have the same devices and network."""
         return len(set(self._node_kinds)) == 1
 
     @property
     def group_starts(self) -> list[int]:
-        """First device of each node group."""
+        """Number of the first device of each node group."""
         return [0, *accumulate(group.num_devices for group in self.node_groups)][:-1]
 
     def find_node_group(self, device: int) -> NodeGroup:
@@ -195,13 +196,13 @@ class Cluster:
         return self.node_groups[bisect_right(self.group_starts, device) - 1]
 
     def find_node(self, device: int) -> int:
-        """Return the node number of a device, counted over all groups."""
+        """Return the number of the node that holds a device; nodes are numbered over all groups."""
         at = bisect_right(self.group_starts, device) - 1
         before = sum(group.num_nodes for group in self.node_groups[:at])
         return before + (device - self.group_starts[at]) // self.node_groups[at].devices_per_node
 
     def take_first(self, size: int) -> "Cluster":
-        """Return a cluster of the first `size` devices: whole nodes, or a part of one node.
+        """Return a cluster of the first `size` devices: whole nodes, or a part of the first node.
 
         Raise ConfigError if the cluster is smaller, or if the devices end within a later node.
         """
@@ -236,7 +237,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def _prefix_errors(place: str) -> Iterator[None]:
-    """Prepend `place` to a ConfigError."""
+    """Prepend `place`, the source of the input, to a ConfigError raised in the block."""
     try:
         yield
     except ConfigError as error:
@@ -247,9 +248,10 @@ _GROUP_PATTERN = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d
 
 
 def find_device(name: str, place: str) -> DeviceSpec:
-    """Return a device of `DEVICES`, ignoring case.
+    """Return a device of `DEVICES` by name, ignoring case.
 
-    Raise ConfigError that suggests the nearest name.
+    Raise ConfigError, which starts with `place` and suggests the nearest name, for an unknown
+    device.
     """
     by_lowercase = {key.lower(): device for key, device in DEVICES.items()}
     if name.lower() in by_lowercase:
@@ -258,6 +260,7 @@ def find_device(name: str, place: str) -> DeviceSpec:
 
 
 def _parse_group(group_text: str, text: str) -> NodeGroup:
+    """Parse a node group such as 2x8xA100@200Gb; error messages quote `text`, the whole cluster."""
     place = f"cluster {text}"
     match = _GROUP_PATTERN.fullmatch(group_text)
     if match is None:
@@ -292,7 +295,7 @@ def _parse_group(group_text: str, text: str) -> NodeGroup:
 
 @dataclass
 class _DeviceEntry:
-    """Device as a cluster file writes it."""
+    """Device in a cluster file, in the units of the file: TFLOP/s, GB, GB/s."""
 
     name: str
     tflops: float
@@ -302,6 +305,7 @@ class _DeviceEntry:
     host_gbps: float = PCIE_4 / GB
 
     def to_device(self, place: str) -> DeviceSpec:
+        """Convert the entry to a DeviceSpec. Raise ConfigError for a value out of bounds."""
         for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"):
             _check_quantity(f"{place}.{key}", vars(self)[key])
         return _make_device(
@@ -316,7 +320,7 @@ class _DeviceEntry:
 
 @dataclass
 class _GroupEntry:
-    """Node group as a cluster file writes it; `network_gbps` in gigabits per second."""
+    """Node group in a cluster file; `network_gbps` in gigabits per second."""
 
     devices: int
     count: int = 1
@@ -324,6 +328,7 @@ class _GroupEntry:
 
 
 def _check_quantity(name: str, value: float) -> None:
+    """Raise ConfigError unless a cluster file's number is within MIN_QUANTITY and MAX_QUANTITY."""
     if not MIN_QUANTITY <= value <= MAX_QUANTITY:
         raise ConfigError(
             f"{name}={value:g}: must be at least {MIN_QUANTITY:g} and at most {MAX_QUANTITY:g}"
@@ -331,6 +336,7 @@ def _check_quantity(name: str, value: float) -> None:
 
 
 def _read_group(entry: Any, place: str) -> NodeGroup:
+    """Read an entry of `nodes` in a cluster file. Raise ConfigError that names `place`."""
     if not isinstance(entry, Mapping) or "device" not in entry:
         raise ConfigError(f"{place}: must be a mapping with device and devices")
     device_entry = entry["device"]

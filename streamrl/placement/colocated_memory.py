@@ -1,4 +1,7 @@
-"""Memory of a colocated worker per phase, and the offloads that keep the worker within a budget."""
+"""Memory of a colocated worker per phase, and the offloads that keep the worker within a budget.
+
+A colocated worker is a process that both trains and generates.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -32,7 +35,7 @@ class WorkerMemory:
 
     @property
     def generate_bytes(self) -> int:
-        """Bytes while the worker samples or scores."""
+        """Bytes that a colocated worker holds while it samples or scores."""
         return (
             self._resident_bytes
             + self.kv_cache
@@ -41,7 +44,7 @@ class WorkerMemory:
 
     @property
     def train_bytes(self) -> int:
-        """Peak bytes of training: a micro-batch or an optimizer step, whichever takes more."""
+        """Peak bytes of a colocated worker in training: in a micro-batch or an optimizer step."""
         kv = 0 if self.releases_kv else self.kv_cache
         return (
             self._resident_bytes + self.optimizer + max(self.activations, self.update_buffers) + kv
@@ -51,7 +54,8 @@ class WorkerMemory:
         """Return the memory with the offloads that a budget in MiB requires; None means no budget.
 
         The KV cache is released during training, and the optimizer state is offloaded during
-        generation. Raise ConfigError with the sum if both together do not suffice.
+        generation. Raise ConfigError with the sum of bytes if both measures together do not
+        suffice.
         """
         if budget_mb is None:
             return self
@@ -69,7 +73,7 @@ class WorkerMemory:
         return reduced
 
     def format_sum(self, phase: str) -> str:
-        """Format the bytes of the phase "train" or "generate" as a sum in MB."""
+        """Format the worker's bytes in a phase, "train" or "generate", as a sum of parts in MB."""
         parts = {
             "weights": self.weights,
             "the generator's weights": self.serving_weights,
@@ -88,7 +92,7 @@ class WorkerMemory:
 
     @property
     def summary_line(self) -> str:
-        """Sums of both phases and the offloads, for the console."""
+        """Console line: memory of the worker in generation and in training, and the offloads."""
         offloads = ["", "; the KV cache is released while it trains"][self.releases_kv]
         if self.offloads_optimizer:
             offloads += "; the optimizer's state is offloaded while it generates"
@@ -105,5 +109,5 @@ class WorkerMemory:
 
 
 def _format_mb(num_bytes: int) -> str:
-    """Round up to whole MB, so that a sum never looks smaller than it is."""
+    """Format bytes as whole MB, rounded up so that the sum of a worker never looks too small."""
     return str(-(-num_bytes // MIB))

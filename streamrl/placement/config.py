@@ -13,7 +13,7 @@ DEFAULT_SLICE_S = 1.0
 SEQUENTIAL = "sequential"
 MIXED = "mixed"
 MIN_POOL_FRACTION = 1 / 1024
-"""Smallest part of a pool that a role may have."""
+"""Smallest fraction of a pool's devices that a role may have."""
 MODES = ("auto", "disaggregated", *POOL_STRATEGIES, MIXED, SEQUENTIAL)
 
 
@@ -94,15 +94,15 @@ class PlacementConfig:
 
     @property
     def shared_pools(self) -> Sequence[RolePool]:
-        """Pools of roles that share devices; empty if every role has its own."""
+        """Pools of roles that share devices; empty if every role has devices of its own."""
         return POOL_STRATEGIES.get(self.mode, self.pools)
 
     @property
     def is_sequential(self) -> bool:
-        """Whether one actor computes at a time, on whichever devices."""
+        """Whether only one actor of the run computes at a time, even on different devices."""
         return self.mode == SEQUENTIAL
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether trainer and generator of a rank share a process and its weights."""
+        """Whether a trainer rank and a generator share one process and one copy of the weights."""
         return has_colocated_actor(self.shared_pools)

@@ -21,7 +21,10 @@ StageGrids = Mapping[str, RankGrid]
 
 
 def find_model_role(call: ModelCall) -> str:
-    """Return the role that owns a call's model: its own role, or the trained role it follows."""
+    """Return the role that owns the model a call computes with.
+
+    A role that follows a trained role, such as the generator, uses the model of the trained role.
+    """
     return call.followed_role or call.role
 
 
@@ -33,10 +36,11 @@ def placement_from_sets(
     grids: StageGrids | None = None,
     max_staleness: int = 0,
 ) -> Placement:
-    """Place sets of models, named by role, on consecutive devices, `sizes[i]` for `sets[i]`.
+    """Build a placement from sets of models that share devices (HybridFlow's notation).
 
-    The policy's set both generates and trains. A model outside all sets has no devices. Raise
-    ConfigError for a model in two sets, or one that the dataflow lacks.
+    `sets[i]`, given as role names, takes the next `sizes[i]` devices. The policy's set both
+    generates and trains. A model outside all sets has no devices. `grids` sets the parallelism by
+    stage. Raise ConfigError for a model in two sets, or a model that the dataflow lacks.
     """
     dataflow_roles = {find_model_role(call) for call in dataflow.calls}
     set_roles = [role for roles in sets for role in roles]
@@ -66,10 +70,12 @@ def placement_from_ratios(
     grids: StageGrids | None = None,
     max_staleness: int = 0,
 ) -> Placement:
-    """Place roles on consecutive pools, each role on its part (above 0, at most 1) of its pool.
+    """Build a placement from pools and each role's fraction of its pool (FlexRLHF's notation).
 
-    Parts below 1 lie side by side and start again at the first device when the pool is full. A role
-    outside all pools has no devices. Raise ConfigError if a part is not a whole number of devices.
+    `pools[i]` takes the next `sizes[i]` devices and maps each role to its fraction, above 0 and at
+    most 1. Fractions below 1 lie side by side and start again at the first device when the pool is
+    full. A role outside all pools has no devices. Raise ConfigError if a fraction of a pool is not
+    a whole number of devices.
     """
     calls: dict[str, CallAssignment] = {}
     for pool, pool_mesh in zip(pools, _make_consecutive_meshes(sizes), strict=True):
@@ -85,7 +91,10 @@ def placement_from_ratios(
 def placement_from_meshes(
     meshes: Mapping[str, tuple[str, str]], *, max_staleness: int = 0
 ) -> Placement:
-    """Build a placement of devices and grid by stage, as {"generate": ("0-7", "1-2-4")}."""
+    """Build a placement from devices and grid by stage, such as {"generate": ("0-7", "1-2-4")}.
+
+    The grid gives pipeline-, tensor- and data-parallel size.
+    """
     calls = {
         stage: _assign_mesh(Mesh.from_text(devices), _parse_grid(stage, grid))
         for stage, (devices, grid) in meshes.items()
@@ -101,10 +110,12 @@ def _parse_grid(stage: str, text: str) -> RankGrid:
 
 
 def _make_consecutive_meshes(sizes: Sequence[int]) -> list[Mesh]:
+    """Return meshes of these sizes, side by side from device 0."""
     return [Mesh(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def _count_devices(role: str, ratio: float, size: int) -> int:
+    """Return `ratio * size` devices. Raise ConfigError unless that is a whole number."""
     count = round(ratio * size)
     if not 0 < ratio <= 1 or count < 1 or abs(count - ratio * size) > 1 / 1024:
         raise ConfigError(
@@ -114,4 +125,5 @@ def _count_devices(role: str, ratio: float, size: int) -> int:
 
 
 def _assign_mesh(mesh: Mesh, grid: RankGrid | None) -> CallAssignment:
+    """Assign a mesh with a rank grid; without a grid, with one data-parallel rank per device."""
     return CallAssignment(mesh, grid or RankGrid(1, 1, mesh.size))

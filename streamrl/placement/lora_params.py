@@ -14,10 +14,11 @@ from streamrl.placement.model_shapes import ModelShape
 def add_lora_adapters(
     shape: ModelShape, rank: int, targets: Sequence[str] = (), *, setting: str = "lora_targets"
 ) -> ModelShape:
-    """Return the shape with trained adapters of this rank and, if any, a trained scalar head.
+    """Return a model shape with LoRA adapters of this rank and, if present, a trained scalar head.
 
-    Rank 0 trains the whole model. `targets` are suffixes of layer names; empty means all but the
-    head. Raise ConfigError, naming `setting`, for a target that matches no layer.
+    Rank 0 adds no adapters: the whole model is trained. `targets` are suffixes of layer names;
+    empty means all layers but the head. Raise ConfigError, naming `setting`, for a target that
+    matches no layer.
     """
     if not rank:
         return replace(shape, adapter_params=0)
@@ -51,6 +52,7 @@ def iter_linear_layers(shape: ModelShape) -> Iterator[tuple[str, int]]:
 
 
 def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]:
+    """Yield name and in_features + out_features of the linear layers of one layer's MLPs."""
     has_experts = bool(shape.experts) and layer >= shape.dense_layers
     width = shape.intermediate if has_experts else shape.dense_intermediate or shape.intermediate
     widths = {"": width}
@@ -65,5 +67,5 @@ def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]
 
 
 def is_lora_target(name: str, target: str) -> bool:
-    """Return whether a target of trainer.lora_targets, a suffix, matches this layer name."""
+    """Return whether a layer name ends with a target of trainer.lora_targets."""
     return name == target or name.endswith(f".{target}")

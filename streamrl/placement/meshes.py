@@ -1,4 +1,4 @@
-"""Meshes that a call may run on: consecutive devices, a part of a node or whole nodes.
+"""Meshes that a call may run on: consecutive devices, either a part of a node or whole nodes.
 
 The rules are those of ReaL's device meshes (arXiv:2406.14088). A mesh smaller than a node divides
 the node and starts at a multiple of its own size; a larger mesh consists of whole nodes.
@@ -13,7 +13,7 @@ from streamrl.placement.clusters import Cluster, DeviceSpec, NodeGroup
 
 @dataclass(frozen=True, order=True)
 class Mesh:
-    """Devices `first` to `first + size - 1` of a cluster, written 0-7 or 3."""
+    """Consecutive devices of a cluster: `first` to `first + size - 1`, written as "0-7" or "3"."""
 
     first: int
     size: int
@@ -26,7 +26,7 @@ class Mesh:
 
     @classmethod
     def from_text(cls, text: str) -> "Mesh":
-        """Parse "0-7" or "3". Raise ConfigError for any other text."""
+        """Parse a mesh from device numbers, "0-7" or "3". Raise ConfigError for any other text."""
         first, _, last = text.partition("-")
         numbers = (first, last or first)
         if not all(number.isdecimal() for number in numbers) or int(first) > int(last or first):
@@ -41,7 +41,7 @@ class Mesh:
         return self.first < other.first + other.size and other.first < self.first + self.size
 
     def check_on_cluster(self, cluster: Cluster, place: str) -> None:
-        """Raise ConfigError, naming `place`, unless the cluster has such a mesh."""
+        """Raise ConfigError, naming `place`, unless the cluster allows a mesh of these devices."""
         if self.first + self.size > cluster.num_devices:
             raise ConfigError(f"{place}: devices {self}; the cluster has {cluster.num_devices}")
         # Walk over the node groups that the mesh touches.
@@ -73,7 +73,7 @@ class Mesh:
         return cluster.find_node(self.first + self.size - 1) - cluster.find_node(self.first) + 1
 
     def find_node_groups(self, cluster: Cluster) -> list[NodeGroup]:
-        """Return the node groups that the mesh touches, in order."""
+        """Return the node groups of the cluster with a device in the mesh, in device order."""
         bounds = (self.first, self.first + self.size)
         return [
             group
@@ -82,13 +82,13 @@ class Mesh:
         ]
 
     def count_devices_per_node(self, cluster: Cluster) -> int:
-        """Return the mesh's devices per node, of the smallest node if nodes differ."""
+        """Return how many devices the mesh uses of each node; of unlike nodes, the fewest."""
         return min(
             self.size, min(group.devices_per_node for group in self.find_node_groups(cluster))
         )
 
     def find_slowest_device(self, cluster: Cluster) -> DeviceSpec:
-        """Return the device with the fewest FLOP/s; ranks in lockstep run at its speed."""
+        """Return the mesh's device with the fewest FLOP/s; ranks in lockstep run at its speed."""
         return min(
             (group.device for group in self.find_node_groups(cluster)),
             key=lambda kind: kind.flops_per_s,
@@ -100,11 +100,15 @@ class Mesh:
 
 
 def _find_group_start(cluster: Cluster, device: int) -> int:
+    """Return the number of the first device of a device's node group."""
     return max(start for start in cluster.group_starts if start <= device)
 
 
 def iter_meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:
-    """Yield every mesh of a cluster, small ones first; `uniform` leaves out mixed device types."""
+    """Yield every mesh that a cluster allows, small ones first.
+
+    uniform: leave out meshes that span different types of nodes.
+    """
     for group, start in zip(cluster.node_groups, cluster.group_starts, strict=True):
         for size in range(1, group.devices_per_node):
             if group.devices_per_node % size == 0:
@@ -116,7 +120,7 @@ def iter_meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:
 
 
 def list_node_runs(cluster: Cluster) -> list[Mesh]:
-    """Return every run of whole nodes."""
+    """Return the mesh of every run of consecutive whole nodes of a cluster."""
     edges = [0]
     for group in cluster.node_groups:
         edges += [edges[-1] + group.devices_per_node * (i + 1) for i in range(group.num_nodes)]

@@ -14,9 +14,9 @@ from streamrl.resharding import FusedComponent, ModelSpec, TensorSpec
 BF16_BYTES = 2
 MAX_LAYERS, MAX_SIZE = 10_000, 10_000_000
 NON_TEXT_CONFIGS = ("vision_config", "audio_config")
-"""Sections of a Hugging Face config that describe towers beside the language model."""
+"""Sections of a Hugging Face config for the vision and audio encoders of a multimodal model."""
 TIED_EMBEDDING_FAMILIES = ("gemma", "gpt2")
-"""Families that tie embedding and head unless the Hugging Face config denies it."""
+"""Model families that tie embedding and head unless the Hugging Face config says otherwise."""
 TEXT_ONLY_NOTE = "its language model alone: weights of other towers are not counted"
 
 
@@ -84,7 +84,7 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """Parameters of a layer's attention."""
+        """Number of parameters of one layer's attention."""
         wide = self.heads * self.head_dim
         if self.kv_latent_width:
             # MLA projects down to the latent width, then up for keys and for values.
@@ -96,21 +96,21 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
-        """Number of layers with experts."""
+        """Number of layers with experts instead of a single MLP."""
         return self.layers - self.dense_layers if self.experts else 0
 
     @property
     def expert_params(self) -> int:
-        """Parameters of an expert."""
+        """Number of parameters of one expert."""
         return 3 * self.hidden * self.intermediate
 
     @property
     def routed_params(self) -> int:
-        """Parameters of all routed experts of all layers."""
+        """Number of parameters of all routed experts of all layers."""
         return self.moe_layers * self.experts * self.expert_params
 
     def _mlp_params(self, experts: int) -> int:
-        """Return MLP parameters of all layers, counting `experts` routed experts per layer."""
+        """Return MLP parameters of all layers, if each layer had `experts` routed experts."""
         plain = self.layers - self.moe_layers
         width = self.dense_intermediate or self.intermediate
         moe_params = self.expert_params * (experts + self.shared_experts)
@@ -119,7 +119,7 @@ class ModelShape:
 
     @property
     def embedding_params(self) -> int:
-        """Parameters of embedding and head; tied weights count once."""
+        """Number of parameters of embedding and head together; tied weights count once."""
         head = self.hidden if self.has_scalar_head else self.vocab * self.hidden
         tied = self.has_tied_embeddings and not self.has_scalar_head
         return self.vocab * self.hidden + (0 if tied else head)
@@ -136,27 +136,29 @@ class ModelShape:
 
     @property
     def trained_fraction(self) -> float:
-        """Trained parameters as a fraction of all parameters."""
+        """Number of trained parameters over the number of all parameters of the model."""
         return self.adapter_params / self.num_params if self.adapter_params else 1.0
 
     @property
     def active_matmul_params(self) -> int:
-        """Parameters in the matrix products of a token: active experts, no embedding."""
+        """Number of parameters that one token is multiplied with: active experts, no embedding."""
         head = self.hidden if self.has_scalar_head else self.vocab * self.hidden
         return self.layers * self.attention_params + self._mlp_params(self.experts_per_token) + head
 
     def kv_bytes_per_token(self, itemsize: int = BF16_BYTES) -> int:
-        """Return bytes of a token's keys and values over all layers."""
+        """Return the KV-cache bytes of one token over all layers; `itemsize` is bytes per value."""
         if self.kv_latent_width:
             return self.layers * self.kv_latent_width * itemsize
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def to_critic(self) -> "ModelShape":
-        """Return the same shape with a scalar head."""
+        """Return the same model shape with a scalar head."""
         return replace(self, has_scalar_head=True, has_tied_embeddings=False)
 
     def to_model_spec(self, itemsize: int = BF16_BYTES) -> ModelSpec:
-        """Return every tensor and the dimension that tensor parallelism splits.
+        """Return every tensor of the model and the dimension that tensor parallelism splits.
+
+        itemsize: bytes per value.
 
         Query, key and value are one tensor; so are gate and up, and the experts of a layer.
         """
@@ -180,6 +182,10 @@ class ModelShape:
         return TensorSpec("embedding", (self.vocab, self.hidden), positions, 0, itemsize=itemsize)
 
     def _layer_specs(self, layer: int, wide: int, narrow: int, itemsize: int) -> list[TensorSpec]:
+        """Return the tensors of one layer.
+
+        wide, narrow: output features of the query projection, and of key and value together.
+        """
         positions, name = (layer + 1,), f"layer.{layer}"
         row = (self.hidden,)
         tensors = [TensorSpec(f"{name}.norms", (2, *row), positions, itemsize=itemsize)]
@@ -219,6 +225,7 @@ class ModelShape:
         return tensors + self._mlp_specs(layer, itemsize)
 
     def _mlp_specs(self, layer: int, itemsize: int) -> list[TensorSpec]:
+        """Return the MLP tensors of one layer: a dense MLP, or router and experts."""
         positions, name = (layer + 1,), f"layer.{layer}"
         has_experts = bool(self.experts) and layer >= self.dense_layers
         width = self.intermediate if has_experts else self.dense_intermediate or self.intermediate
@@ -308,13 +315,14 @@ MODEL_SHAPES = {
         ),
     )
 }
-"""Published sizes."""
+"""Published sizes of well-known models, by name."""
 
 
 def load_model_shape(model: str) -> ModelShape:
-    """Return a shape of `MODEL_SHAPES`, or of a Hugging Face model directory or its config.json.
+    """Return a model's shape by name in `MODEL_SHAPES`, or by path of a Hugging Face model.
 
-    Raise ConfigError that suggests the nearest name.
+    A path is that of a model directory or its config.json. Raise ConfigError that suggests the
+    nearest name.
     """
     if model.lower() in MODEL_SHAPES:
         return MODEL_SHAPES[model.lower()]
@@ -336,7 +344,10 @@ def load_model_shape(model: str) -> ModelShape:
 
 
 def _from_huggingface(config: Mapping[str, Any], place: str) -> ModelShape:
-    """Read the language model alone; multimodal configs keep its sizes under text_config."""
+    """Convert a Hugging Face config to a shape; of a multimodal config, only the language model.
+
+    place: path of the config, for the message of a ConfigError.
+    """
     name, hint = Path(place).parent.name, "; a config.json with a language model's sizes would do"
     text, architectures = config.get("text_config"), config.get("architectures")
     if isinstance(text, Mapping):
@@ -345,6 +356,7 @@ def _from_huggingface(config: Mapping[str, Any], place: str) -> ModelShape:
         name = f"{name} ({TEXT_ONLY_NOTE})"
 
     def number(*names: str, default: int | None = None) -> int:
+        """Return the first of these keys that the config has, as an integer. Raise ConfigError."""
         for key in names:
             value = config.get(key)
             if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE:

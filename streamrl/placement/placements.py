@@ -22,7 +22,7 @@ MAX_STALENESS = 64
 
 
 class PlacementMode(Enum):
-    """Class of a placement: which calls share devices, and whether generation runs ahead."""
+    """Class of a placement by the sharing of devices and by generation ahead of training."""
 
     COLOCATED = "colocated"
     """All calls on the same devices, in turn."""
@@ -36,7 +36,7 @@ class PlacementMode(Enum):
 
 @dataclass(frozen=True)
 class CallAssignment:
-    """Devices of a call and its rank grid pipeline-tensor-data.
+    """Mesh of a call and its rank grid: pipeline-, tensor- and data-parallel size.
 
     zero_stage: ZeRO stage of a trained model, as in trainer.zero_stage.
     ep_size: expert-parallel ranks among the tensor- and data-parallel ranks of a pipeline stage;
@@ -49,7 +49,10 @@ class CallAssignment:
     ep_size: int = 1
 
     def check_on_cluster(self, cluster: Cluster, place: str) -> None:
-        """Raise ConfigError, naming `place`, unless mesh and grid fit the cluster and the rules."""
+        """Raise ConfigError unless the cluster has the mesh and the parallelism fits the mesh.
+
+        place: name of the call, for the message.
+        """
         self.mesh.check_on_cluster(cluster, place)
         if self.grid.num_ranks != self.mesh.size:
             raise ConfigError(
@@ -76,7 +79,7 @@ class CallAssignment:
 
 @dataclass(frozen=True)
 class Placement:
-    """Assignment by stage for each call with devices.
+    """Devices and parallelism of each stage, by stage name, and the staleness bound.
 
     A missing stage computes without devices, such as a rule-based reward.
     max_staleness: as in a run.
@@ -89,7 +92,7 @@ class Placement:
     is_streamed: bool = True
 
     def check_valid(self, dataflow: Dataflow, cluster: Cluster) -> None:
-        """Raise ConfigError that names an unknown, missing or impossible call."""
+        """Raise ConfigError unless exactly the stages that need devices have valid assignments."""
         call_by_stage = {call.stage: call for call in dataflow.calls}
         for stage, assignment in self.assignments.items():
             if stage not in call_by_stage:
@@ -106,6 +109,7 @@ class Placement:
             )
 
     def overlaps(self, stage: str, other: str) -> bool:
+        """Return whether two stages of the placement share a device."""
         if stage not in self.assignments or other not in self.assignments:
             return False
         return self.assignments[stage].mesh.overlaps(self.assignments[other].mesh)
@@ -125,7 +129,7 @@ class Placement:
         return "; ".join(f"{stage} {assignment}" for stage, assignment in self.assignments.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON or YAML; `from_dict` is the inverse."""
+        """Convert the placement to plain values for JSON or YAML; `from_dict` is the inverse."""
         calls = {
             stage: {
                 "devices": str(assignment.mesh),
@@ -144,7 +148,7 @@ class Placement:
 
     @classmethod
     def from_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Placement":
-        """Invert `to_dict`. Raise ConfigError that names `place` and the wrong key."""
+        """Invert `Placement.to_dict`. Raise ConfigError that names `place` and the wrong key."""
         entry = read_settings(_PlacementEntry, loose, section=place)
         calls = {}
         for stage, values in entry.calls.items():
@@ -155,7 +159,7 @@ class Placement:
 
 @dataclass
 class _PlacementEntry:
-    """Placement as a file writes it."""
+    """A placement in a placement file."""
 
     calls: dict[str, Any]
     max_staleness: int = 0
@@ -164,7 +168,7 @@ class _PlacementEntry:
 
 @dataclass
 class _CallEntry:
-    """Call as a placement file writes it."""
+    """Devices and parallelism of one stage in a placement file."""
 
     devices: str
     grid: str
@@ -173,7 +177,7 @@ class _CallEntry:
     expert: int = 1
 
     def to_assignment(self, place: str) -> CallAssignment:
-        """Raise ConfigError, naming `place`, for an invalid grid."""
+        """Convert the entry of a stage. Raise ConfigError, naming `place`, for an invalid grid."""
         try:
             grid = RankGrid.from_text(self.grid, self.order)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Slots of each role: pools shared by several roles, as a whole or in parts.
+"""Slots of each role, where several roles share a pool of devices as a whole or in fractions.
 
 A slot is one device, or one CPU slot on a cluster without GPUs. Roles determine the size of their
 pool. Roles with a ratio below 1 lie side by side and compute at the same time; all other roles of
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 
-#: Fraction of a pool by role.
+#: Roles that share a pool, and the fraction of the pool that each role gets.
 RolePool = Mapping[str, float]
 
 FOLLOWED_ROLES = {"generator": "policy", "value": "critic", "cost_value": "cost_critic"}
-"""Roles that hold the weights of another role and share its part of the pool."""
+"""Roles that hold the weights of another role and use the slots of that role within a pool."""
 ACTOR_ROLES = ("policy", "generator")
 CRITIC_ROLES = ("critic", "value")
 COST_CRITIC_ROLES = ("cost_critic", "cost_value")
@@ -30,13 +30,14 @@ POOL_ROLES = (*ACTOR_ROLES, *CRITIC_ROLES, *COST_CRITIC_ROLES, *SCORER_ROLES)
 
 
 def make_pool(*roles: str, of: float = 1.0) -> dict[str, float]:
+    """Return a pool in which each of these roles has the fraction `of` of the slots."""
     return dict.fromkeys(roles, of)
 
 
 POOL_STRATEGIES: dict[str, tuple[RolePool, ...]] = {
     # All roles on all devices, in turn.
     "colocated": (make_pool(*POOL_ROLES),),
-    # As colocated, but reference and reward side by side.
+    # As colocated, but reference and reward side by side on half of the devices each.
     "interleaving": (
         make_pool(*ACTOR_ROLES, *CRITIC_ROLES, *COST_CRITIC_ROLES)
         | make_pool(*SCORER_ROLES, of=0.5),
@@ -52,12 +53,12 @@ POOL_STRATEGIES: dict[str, tuple[RolePool, ...]] = {
         make_pool("policy", "critic", "cost_critic"),
     ),
 }
-"""Pools by strategy name; roles that a run lacks are ignored."""
+"""Pools of roles by name of a placement strategy; roles that a run lacks are ignored."""
 
 
 @dataclass(frozen=True)
 class SlotMap:
-    """Slots of each role, one per actor, in order."""
+    """Slot numbers of each role's actors, in the order of the actors."""
 
     slots: Mapping[str, tuple[int, ...]]
 
@@ -68,14 +69,15 @@ class SlotMap:
         )
 
     def list_roles(self, slot: int) -> list[str]:
-        """Return the roles with an actor on a slot."""
+        """Return the roles with an actor on the slot of this number."""
         return [role for role, role_slots in self.slots.items() if slot in role_slots]
 
     def find_slots(self, roles: Collection[str]) -> set[int]:
+        """Return the slots on which any of these roles has an actor."""
         return {slot for role in roles for slot in self.slots.get(role, ())}
 
     def describe(self) -> str:
-        """Format as `slots: 0 to 3 for policy, generator; 4 for reward`."""
+        """Format the map as `slots: 0 to 3 for policy, generator; 4 for reward`."""
         parts = [
             (", ".join(roles), list(run))
             for roles, run in groupby(range(self.num_slots), key=self.list_roles)
@@ -88,12 +90,15 @@ class SlotMap:
 
 
 def has_colocated_actor(pools: Sequence[RolePool]) -> bool:
-    """Return whether policy and generator have the same part of the same pool."""
+    """Return whether policy and generator share the same slots of one pool."""
     return any("policy" in pool and pool["policy"] == pool.get("generator") for pool in pools)
 
 
 def lay_out_slots(pools: Sequence[RolePool], counts: Mapping[str, int]) -> SlotMap:
-    """Assign a slot to each actor; a role outside all pools gets its own slots."""
+    """Assign a slot to each actor; a role outside all pools gets slots of its own.
+
+    counts: number of actors by role.
+    """
     pooled = {role for pool in pools for role in pool}
     own_pools = [{role: 1.0} for role in counts if role not in pooled]
     slots: dict[str, tuple[int, ...]] = {}
@@ -112,7 +117,7 @@ def lay_out_slots(pools: Sequence[RolePool], counts: Mapping[str, int]) -> SlotM
 
 
 def _count_slots(pool: RolePool, counts: Mapping[str, int]) -> int:
-    """Return the smallest pool in which each role's part holds all its actors."""
+    """Return the smallest size of a pool in which each role's fraction holds its actors."""
     return max(
         (math.ceil(counts[role] / _to_fraction(fraction)) for role, fraction in pool.items()),
         default=0,
@@ -120,13 +125,16 @@ def _count_slots(pool: RolePool, counts: Mapping[str, int]) -> int:
 
 
 def _place_in_pool(pool: RolePool, counts: Mapping[str, int]) -> dict[str, range]:
-    """Lay parts side by side; start again at slot 0 when the pool is full."""
+    """Return the slots of each role in a pool, with fractions side by side.
+
+    When the pool is full, the next role starts again at slot 0.
+    """
     size, end = _count_slots(pool, counts), Fraction(0)
     begins: dict[tuple[str, Fraction], Fraction] = {}
     ranges = {}
     for role, ratio in pool.items():
         fraction = _to_fraction(ratio)
-        # A follower occupies the same part as its leader.
+        # A follower occupies the same slots as the trained role.
         unit = (FOLLOWED_ROLES.get(role, role), fraction)
         if unit not in begins:
             begins[unit] = end if end + fraction <= 1 else Fraction(0)
@@ -137,4 +145,5 @@ def _place_in_pool(pool: RolePool, counts: Mapping[str, int]) -> dict[str, range
 
 
 def _to_fraction(ratio: float) -> Fraction:
+    """Convert a ratio to the nearest simple fraction, so that three thirds add up to 1."""
     return Fraction(ratio).limit_denominator(1024)

@@ -1,4 +1,4 @@
-"""Input and output of the planner: the placement problem, the cost protocol, the estimate."""
+"""Input and output of the planner: the placement problem, the cost protocol and the estimate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from streamrl.placement.workload import Workload
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """Run to place: calls, models, workload of a step, cluster and options.
+    """Run for which to find a placement: calls, models, workload of a step, cluster and options.
 
     models: by role; a rule-based reward has no model and takes no devices.
-    score_tokens: by role, maximum tokens of a scoring batch where the run sets it.
-    kv_cache_bytes: KV cache per generating device; 0 takes the memory left over.
+    score_tokens: by role, maximum tokens of a scoring batch where the run's config sets a maximum.
+    kv_cache_bytes: size of the KV cache per generating device; 0 takes the memory left over.
     """
 
     dataflow: Dataflow
@@ -39,19 +39,19 @@ class PlacementProblem:
                 raise ConfigError(f"model of {needed}: missing; {call.stage} computes with it")
 
     def find_model(self, stage: str) -> ModelShape | None:
-        """Return the model a call computes with; None for a call without a model."""
+        """Return the shape of the model that a stage computes with; None without a model."""
         call = next(call for call in self.dataflow.calls if call.stage == stage)
         return self.models.get(call.role) or self.models.get(call.followed_role)
 
     @property
     def placed_stages(self) -> list[str]:
-        """Stages that need devices, in flow order."""
+        """Stages that need devices, in the order of the dataflow."""
         return [call.stage for call in self.dataflow.ordered_calls if self.find_model(call.stage)]
 
 
 @dataclass(frozen=True)
 class CallMemory:
-    """Bytes per device that a call holds: permanently, and additionally while it computes."""
+    """Bytes that a call holds on each of its devices: always, and additionally while computing."""
 
     resident_bytes: float
     active_bytes: float
@@ -63,7 +63,7 @@ class CallMemory:
 
 @dataclass(frozen=True)
 class DeviceInterval:
-    """Time in which a call of a step had its devices, s."""
+    """Interval in which a stage had its devices for one training step, in seconds."""
 
     stage: str
     step: int
@@ -73,14 +73,14 @@ class DeviceInterval:
 
 @dataclass(frozen=True)
 class PlacementEstimate:
-    """Steady state of a placement.
+    """Steady-state estimate of a placement.
 
     step_s: time between two updates.
     tokens_per_s: sampled tokens that are trained, over the whole cluster.
     idle: by stage, the fraction of a step in which the stage does not compute.
     device_idle: idle fraction of all devices of the cluster, used or not.
-    memory_bytes, free_bytes: use and rest of the fullest device.
-    staleness_mean: of a trained token, in versions.
+    memory_bytes, free_bytes: used and free memory of the device with the least free memory.
+    staleness_mean: mean staleness of a trained token, in versions.
     infeasible_reason: empty for a feasible placement; otherwise step_s is infinite and all other
       figures are NaN.
     """
@@ -101,33 +101,37 @@ class PlacementEstimate:
 
 
 class PlacementCosts(Protocol):
-    """Predicted costs of the calls of a problem; implementations cache results.
+    """Predicted costs of the calls of a placement problem; implementations cache results.
 
     `predict_memory` and `explain_infeasible` also accept a placement of some of the calls.
     """
 
     @property
     def approximate_costs(self) -> "PlacementCosts":
-        """Costs for a search: fast for thousands of placements, with an error of a few percent."""
+        """Cost model for a search: fast for thousands of placements, with a few percent error."""
         ...
 
     def predict_timings(self, placement: Placement) -> StageTimings: ...
 
     def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
-        """Return bytes per device that each call holds, by stage."""
+        """Return, by stage, the bytes per device that a placement's calls hold."""
         ...
 
     def explain_infeasible(self, placement: Placement) -> str:
-        """Return why the placement is infeasible, such as lack of memory; empty if feasible."""
+        """Return why a placement is infeasible, such as lack of memory; empty if feasible."""
         ...
 
     def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
-        """Return seconds of a call's whole step, alone on its devices; inf if memory is short."""
+        """Return seconds of a stage's work for one training step, alone on its devices.
+
+        Return inf if the devices lack memory.
+        """
         ...
 
     def first_rollouts_s(self, assignment: CallAssignment) -> float:
-        """Return seconds until the first rollouts of a step are complete and can be passed on.
+        """Return seconds of generation until the first rollouts of a step are complete.
 
-        Generation is alone on its devices. Return inf if memory is short.
+        `assignment` places the generator, which has the devices for itself. Return inf if they lack
+        memory.
         """
         ...

@@ -13,12 +13,13 @@ SHARED_SLOTS = "slots"
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """`count` actors of a role, each with the same resources.
+    """Resources that `count` equal actors of a role request.
 
     role: name of the actors; `SHARED_SLOTS`, with no calls, for devices that several roles share.
     setting: config key that determines the count.
-    memory_gib: lower bound of the main memory of an actor.
-    is_in_shared_slot: the actor takes a part of a shared slot and requests no resources itself.
+    cpus, gpus, memory_gib: per actor; memory is a lower bound of main memory.
+    is_in_shared_slot: the actor computes in a slot that `SHARED_SLOTS` requests, and requests no
+      resources itself.
     """
 
     calls: Sequence[ModelCall]
@@ -32,12 +33,12 @@ class ResourceDemand:
 
     @property
     def requested_cpus(self) -> int:
-        """CPU slots that all actors request together."""
+        """CPU slots that all actors of the demand request together."""
         return 0 if self.is_in_shared_slot else self.count * self.cpus
 
     @property
     def requested_gpus(self) -> int:
-        """GPUs that all actors request together."""
+        """GPUs that all actors of the demand request together."""
         return 0 if self.is_in_shared_slot else self.count * self.gpus
 
 
@@ -47,7 +48,7 @@ PlacementOption = Sequence[ResourceDemand] | str
 
 @dataclass(frozen=True)
 class ClusterCapacity:
-    """Resources of a cluster; memory is bounded only for a local instance."""
+    """CPU slots, GPUs and main memory of a cluster; inf memory unless the Ray instance is local."""
 
     cpus: float
     gpus: float
@@ -60,7 +61,7 @@ def sum_cpus(demands: Sequence[ResourceDemand]) -> int:
 
 @dataclass(frozen=True)
 class PlacementDecision:
-    """Mode of a run; `note` explains a mode other than the first choice."""
+    """Placement mode chosen for a run; `note` explains a mode other than the first choice."""
 
     mode: str
     note: str = ""
@@ -69,9 +70,11 @@ class PlacementDecision:
 def choose_mode(
     options: Mapping[str, PlacementOption], capacity: ClusterCapacity
 ) -> PlacementDecision:
-    """Return the first mode whose demands fit; `options` are ordered by preference.
+    """Return the first placement mode whose demands fit the cluster.
 
-    Raise ConfigError with the obstacle of each mode if none fits.
+    options: demands by mode, in order of preference.
+
+    Raise ConfigError with the obstacle of each mode if no mode fits.
     """
     obstacles = {mode: _explain_obstacle(option, capacity) for mode, option in options.items()}
     first = next(iter(obstacles))
@@ -84,17 +87,18 @@ def choose_mode(
 
 
 def _explain_obstacle(option: PlacementOption, capacity: ClusterCapacity) -> str:
+    """Return why a placement mode is impossible on a cluster, or an empty string."""
     return option if isinstance(option, str) else describe_shortage(option, capacity)
 
 
 def check_fits(demands: Sequence[ResourceDemand], capacity: ClusterCapacity) -> None:
-    """Raise ConfigError with the sum of demands if they exceed the cluster."""
+    """Raise ConfigError that lists the demands if their sum exceeds the cluster's capacity."""
     if shortage := describe_shortage(demands, capacity):
         raise ConfigError(shortage)
 
 
 def describe_shortage(demands: Sequence[ResourceDemand], capacity: ClusterCapacity) -> str:
-    """Return the first exceeded resource with the sum of demands, or an empty string."""
+    """Return the first resource that the demands exceed, with their sum; empty if all fit."""
     parts: dict[str, tuple[Sequence[float], float]] = {
         "CPU slots": ([d.requested_cpus for d in demands], capacity.cpus),
         "GPUs": ([d.requested_gpus for d in demands], capacity.gpus),

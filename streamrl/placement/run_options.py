@@ -7,12 +7,12 @@ from streamrl.placement.config import DEFAULT_SLICE_S
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Settings of several sections of a run's config.
+    """Settings of a run's config that affect its speed.
 
     They are pipeline.depth, pipeline.on_stale, placement.slice_s, weights.publish_every,
     reference.every (of an EMA reference) and filter.oversample (None for auto).
 
-    A plan replaces `depth` by its staleness bound.
+    The planner replaces `depth` by the staleness bound of the placement that it evaluates.
     """
 
     depth: int | None = None
@@ -23,11 +23,13 @@ class RunOptions:
     oversample: float | None = 1.0
 
     def max_steps_ahead(self, max_staleness: int) -> int:
+        """Return how many steps generation may run ahead of training under this staleness bound."""
         return max_staleness if self.depth is None else self.depth
 
     def round_to_publish_every(self, steps: int) -> int:
-        """Round down to a multiple of publish_every.
+        """Round a number of training steps down to a multiple of weights.publish_every.
 
-        Every age of a version is then equally frequent among the steps.
+        Over such a number of steps, generators use each published version equally long, so means
+        over the steps are not biased.
         """
         return steps - steps % self.publish_every

@@ -48,23 +48,28 @@ class GeneratorTiming:
     group_s: float = 0.0
 
     def decode_step_s(self, running: float, kv_tokens: float) -> float:
-        """Return the time of a decode step; `kv_tokens` counts all resident tokens."""
+        """Return seconds of a decode step; `kv_tokens` counts the tokens of all `running`
+        rollouts."""
         memory = self.weights_s + self.kv_token_s * kv_tokens
         compute = self.compute_rollout_s * running
         return max(memory, compute) + self.step_s + self.rollout_s * running
 
     def decode_steps_s(self, running: Array, kv_tokens: Array) -> Array:
-        """Vectorize `decode_step_s` over steps."""
+        """Return seconds of each of several decode steps, float64 with the shape of the arguments.
+
+        running: rollouts in each decode step.
+        kv_tokens: tokens of these rollouts in the KV cache.
+        """
         memory = self.weights_s + self.kv_token_s * kv_tokens
         compute = self.compute_rollout_s * running
         return np.maximum(memory, compute) + self.step_s + self.rollout_s * running
 
     def decode_run_s(self, running: int, kv_tokens: float, steps: int) -> float:
-        """Return the time of `steps` decode steps of the same rollouts, in closed form.
+        """Return seconds of `steps` consecutive decode steps of the same rollouts, in closed form.
 
-        `kv_tokens` counts the resident tokens at the start. Each rollout gains a token per step, so
-        the cost of memory reads grows: steps are compute-bound first, if at all, and memory-bound
-        afterwards.
+        `kv_tokens` counts the tokens in the KV cache at the start. Each rollout gains a token per
+        step, so memory reads take longer from step to step: the first steps may be compute-bound,
+        and all steps afterwards are memory-bound.
         """
         first = self.weights_s + self.kv_token_s * kv_tokens
         growth = self.kv_token_s * running
@@ -85,14 +90,22 @@ class GeneratorTiming:
         )
 
     def memory_bound_s(self, steps: Array, tokens: Array, kv_tokens: Array) -> Array:
-        """Return the time of memory-bound steps with these totals of sampled and read tokens."""
+        """Return seconds of memory-bound decode steps from totals over these steps.
+
+        steps: number of decode steps.
+        tokens: sampled tokens.
+        kv_tokens: tokens read from the KV cache.
+        """
         per_step = self.weights_s + self.step_s
         return steps * per_step + tokens * self.rollout_s + kv_tokens * self.kv_token_s
 
 
 @dataclass(frozen=True)
 class ScoreTiming:
-    """Timing of a scoring replica; a batch has at most `batch` groups."""
+    """Timing of a scoring replica, which scores at most `batch` groups at a time.
+
+    batch_s, rollout_s, token_s: seconds per batch, and added per rollout and per token.
+    """
 
     replicas: int
     batch: int
@@ -101,6 +114,7 @@ class ScoreTiming:
     token_s: float
 
     def scale_duration(self, times: float) -> "ScoreTiming":
+        """Return the timing of a scorer that takes `times` as long for every batch."""
         return replace(
             self,
             batch_s=self.batch_s * times,
@@ -109,18 +123,19 @@ class ScoreTiming:
         )
 
     def batch_duration_s(self, rollouts: float, tokens: float) -> float:
-        """Return seconds of a batch; `tokens` include prompts."""
+        """Return seconds to score a batch; `tokens` counts its prompts and completions."""
         return self.batch_s + self.rollout_s * rollouts + self.token_s * tokens
 
 
 @dataclass(frozen=True)
 class TrainTiming:
-    """Timing of a trained model whose `dp_size` replicas each process a micro-batch at a time.
+    """Timing of a trained model, of which `dp_size` ranks each process a micro-batch at a time.
 
     micro_batch_s, token_s: forward and backward pass, per micro-batch and per token.
     update_s: gradient reduction and optimizer step.
-    step_s: once per training step, such as planning the step.
-    round_s: idle time before each round of micro-batches and each update, for the request.
+    step_s: fixed time per training step, such as planning the step.
+    round_s: idle time before each round of micro-batches and each update, until the request
+      arrives.
     """
 
     dp_size: int
@@ -131,13 +146,16 @@ class TrainTiming:
     round_s: float = 0.0
 
     def passes_s(self, micro_batches: float, tokens: float) -> float:
-        """Return seconds of forward and backward passes, spread over all replicas."""
+        """Return seconds of forward and backward passes, spread over all data-parallel ranks.
+
+        micro_batches, tokens: totals of the step over all ranks.
+        """
         return (self.micro_batch_s * micro_batches + self.token_s * tokens) / self.dp_size
 
 
 @dataclass(frozen=True)
 class WeightsTiming:
-    """Timing of a version on its way from a trained model to a follower.
+    """Timing of a new version of the weights on its way from a trained model to a follower.
 
     publish_s: publication; overlaps the next step's passes and ends before its update.
     pull_s: from publication until the follower has the version.
@@ -150,10 +168,11 @@ class WeightsTiming:
 
 
 def process_speed(cores: float, busy: float, *, crowding: float) -> float:
-    """Return the speed of each of `busy` processes, relative to a process alone.
+    """Return the speed of each of `busy` processes on shared cores, relative to a process alone.
 
-    Processes share the cores evenly. crowding: slowdown that each further process causes, even with
-    free cores, because caches and memory are shared.
+    cores: number of cores, divided evenly among the processes.
+    crowding: slowdown that each further process causes, even with free cores, because caches and
+      memory are shared.
     """
     return min(1.0, cores / max(1.0, busy)) / (1.0 + crowding * max(0.0, busy - 1.0))
 
@@ -163,12 +182,12 @@ class StageTimings:
     """Timings of all stages of a placement: `score` and `weights` by stage, `train` by role.
 
     Stages of one role share its replicas.
-    hop_s: latency from a stage's commit to the start of the next stage.
+    hop_s: latency from a stage's commit to the start of the next stage on the group.
     step_s: coordinator time between the last update of a step and the start of the next step.
-    cores: cores of the machine that all processes share, less the load of other processes; 0 if
-      processes do not slow one another down.
+    cores: cores of the machine that all processes share, less the load of processes outside the
+      run; 0 if processes do not slow one another down.
     bookkeeping_s: core time per group of queue and run log.
-    crowding: see `process_speed`.
+    crowding: slowdown of a busy process by each further busy process, as in `process_speed`.
     """
 
     generator: GeneratorTiming

@@ -13,41 +13,41 @@ from streamrl.errors import ConfigError
 from streamrl.messages import Array
 
 MAX_FILTERED_FRACTION = 0.995
-"""At the limit, a run samples 200 groups for each group that is trained."""
+"""Largest accepted fraction of filtered groups: a run then samples 200 groups per trained group."""
 
 
 class LengthDistribution(Protocol):
-    """Distribution of completion lengths, in tokens."""
+    """Protocol of a distribution of completion lengths, in tokens."""
 
     @property
     def mean(self) -> float: ...
 
     @property
     def max_tokens(self) -> int:
-        """Maximum length of a completion."""
+        """Maximum length of a completion, in tokens."""
         ...
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """Return `count` lengths, int64 [count], each at least 1."""
+        """Return `count` random completion lengths, int64 [count], each at least 1."""
         ...
 
     def quantiles(self, parts: Array) -> Array:
-        """Return the lengths at these quantiles (0 to 1), float64 with the shape of `parts`."""
+        """Return the lengths at quantiles `parts` (0 to 1), float64 with the shape of `parts`."""
         ...
 
     def expected_longest(self, count: int) -> float:
-        """Estimate the expected longest of `count` completions."""
+        """Estimate the expected length of the longest of `count` completions, in tokens."""
         ...
 
 
 _STANDARD_NORMAL = NormalDist()
 _NUM_QUANTILES = 64
 MAX_SIGMA = 5
-"""For log lengths; beyond it nearly all completions have one token or the limit."""
+"""Largest sigma of lognormal lengths; above, nearly all lengths are one token or the limit."""
 
 
 def _longest_quantile_ranks(count: int) -> list[float]:
-    """Return equally likely quantiles of the longest of `count` samples.
+    """Return quantiles, all equally likely, at which the longest of `count` samples lies.
 
     With F the distribution function, F(longest) is distributed as u ** (1 / count) for uniform u.
     """
@@ -56,7 +56,7 @@ def _longest_quantile_ranks(count: int) -> list[float]:
 
 @dataclass(frozen=True)
 class FixedLength:
-    """Equal length for all completions."""
+    """Length distribution in which all completions have the same length."""
 
     tokens: int
 
@@ -84,7 +84,7 @@ class FixedLength:
 
 @dataclass(frozen=True)
 class LognormalLengths:
-    """Lognormal lengths, cut off at `limit`; `sigma` is that of the logarithm."""
+    """Lognormal completion lengths, cut off at `limit`; `sigma` belongs to the logarithm."""
 
     median: float
     sigma: float
@@ -100,7 +100,7 @@ class LognormalLengths:
 
     @property
     def mean(self) -> float:
-        """Mean of min(length, limit), in closed form."""
+        """Mean completion length after the cut at `limit`, in closed form."""
         # E[min(X, limit)] = E[X; X < limit] + limit * P(X >= limit).
         edge = (math.log(self.limit) - math.log(self.median)) / self.sigma
         below = math.exp(math.log(self.median) + self.sigma**2 / 2) * _STANDARD_NORMAL.cdf(
@@ -133,7 +133,7 @@ class LognormalLengths:
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Lengths drawn with replacement from measured lengths, in ascending order."""
+    """Completion lengths drawn with replacement from measured `samples`, in ascending order."""
 
     samples: tuple[int, ...]
 
@@ -158,7 +158,7 @@ class EmpiricalLengths:
         return rng.choice(np.asarray(self.samples, np.int64), count)
 
     def quantiles(self, parts: Array) -> Array:
-        """Interpolate between the measured lengths."""
+        """Interpolate between the measured lengths at quantiles `parts` (0 to 1)."""
         return np.asarray(np.quantile(self.samples, parts), np.float64)
 
     def expected_longest(self, count: int) -> float:
@@ -209,9 +209,9 @@ class Workload:
             )
 
     def check_micro_batch_tokens(self, setting: str = "workload.micro_batch_tokens") -> None:
-        """Raise ConfigError unless a micro-batch holds the longest rollout.
+        """Raise ConfigError unless a micro-batch of `micro_batch_tokens` holds the longest rollout.
 
-        setting: the reader's name for micro_batch_tokens.
+        setting: key of micro_batch_tokens in the config or file of the reader, for the message.
         """
         prompt, longest = self.longest_rollout or (
             self.rounded_prompt_tokens,
@@ -225,7 +225,7 @@ class Workload:
 
     @property
     def rounded_prompt_tokens(self) -> int:
-        """Mean prompt length as a whole number, at least 1."""
+        """Mean prompt length of the workload in tokens, as a whole number of at least 1."""
         return max(1, round(self.prompt_tokens))
 
     @property
@@ -239,17 +239,17 @@ class Workload:
 
     @cached_property
     def packing_cache(self) -> dict[int, tuple[int, float]]:
-        """Cache of `micro_batch_rounds.pack_mini_batch`."""
+        """Cache of `micro_batch_rounds.pack_mini_batch`, by data-parallel size."""
         return {}
 
     @property
     def has_varied_lengths(self) -> bool:
-        """Whether completions differ in length."""
+        """Whether completions of the workload differ in length."""
         return self.lengths.mean < self.lengths.max_tokens
 
     @property
     def sampled_workload(self) -> "Workload":
-        """Workload of all sampled groups of a step, including filtered groups."""
+        """Workload of all groups that a step samples, including groups that the filter rejects."""
         if not self.filtered_fraction:
             return self
         groups = math.ceil(self.groups_per_step / (1 - self.filtered_fraction))
@@ -262,10 +262,10 @@ class Workload:
 
     @property
     def rollout_tokens(self) -> float:
-        """Mean tokens of a rollout, prompt included."""
+        """Mean number of tokens of a rollout, prompt included."""
         return self.prompt_tokens + self.lengths.mean
 
     @property
     def num_tokens(self) -> float:
-        """Mean tokens of all rollouts of a step, prompts included."""
+        """Mean number of tokens of all rollouts of a step together, prompts included."""
         return self.num_rollouts * self.rollout_tokens

@@ -1,5 +1,7 @@
-"""Simulator: run the stream's own loops, ledger and admission on a virtual clock to predict a
-placement."""
+"""Simulator: predict the metrics of a run under a placement.
+
+The simulator runs the stream's own loops, ledger and admission control on a virtual clock.
+"""
 
 from streamrl.simulator.quick_run import (
     choose_num_steps,

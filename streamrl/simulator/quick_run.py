@@ -17,26 +17,29 @@ from streamrl.simulator.results import SimulationResult
 from streamrl.simulator.simulation import run_simulation
 
 MEASURED_STEPS = 10
-"""Steps counted for a placement that generates few steps ahead."""
+"""Number of steps to average over, where a placement generates few steps ahead."""
 MIN_ROUNDS = 3
-"""A long rollout delays every step in flight, and the steps after that are short; so average over
-whole cycles of `lead + 1` steps. A partial cycle can shift the mean by half a step."""
+"""Minimum number of cycles of `lead + 1` steps to average over; `lead` is the steps in flight.
+
+A long rollout delays every step in flight, and the steps after that are short; so average over
+whole cycles. A partial cycle can shift the mean by half a step.
+"""
 WARM_UP_STEPS = 2
-"""Steps excluded from the means in addition to the `lead` steps that fill the stream."""
+"""Steps excluded from the means, besides the `lead` steps that fill the stream."""
 MIN_STEPS = 4
-"""Minimum number of counted steps, whatever the step's size; at least one whole cycle."""
+"""Minimum number of steps to average over, whatever their size; at least one whole cycle."""
 MIN_GROUPS = 10240
-"""Minimum number of counted groups, unless MEASURED_STEPS is reached first."""
+"""Minimum number of groups to average over, unless MEASURED_STEPS is reached first."""
 MIN_PART_GROUPS = 256
 """Smallest number of groups per step for which a part represents the whole run."""
 ROLLOUT_COST_S = 40e-6
 """Measured on a server core: time to simulate one rollout through all stages."""
 SLOWDOWN_GROUPS = 5000
-"""Above this many groups per step, the cost per rollout grows with the square root of groups."""
+"""With more groups per step, simulating a rollout costs more: by the square root of groups."""
 PREEMPTION_SLOWDOWN = 8.0
-"""Slowdown where the KV cache preempts rollouts: two measured runs took 4 and 12 times as long."""
+"""Slowdown of the simulator where rollouts are preempted: measured as 4 and 12 in two runs."""
 MIN_LONGEST_FRACTION = 0.99
-"""Lower bound for the expected longest rollout of a part over that of the full step."""
+"""Minimum ratio of a part's expected longest rollout to that of the whole run."""
 
 
 def run_quick_simulation(
@@ -48,7 +51,7 @@ def run_quick_simulation(
     seed: int,
     run_options: RunOptions,
 ) -> SimulationResult:
-    """Simulate a few steps of a run, on part of its devices where possible.
+    """Simulate a few steps of a run, on a representative part of its devices where possible.
 
     Raises ConfigError as `run_simulation` does.
     """
@@ -72,13 +75,19 @@ def run_quick_simulation(
 
 
 def estimate_quick_run_groups(timings: StageTimings, workload: Workload, lead: int) -> int:
-    """Estimate the number of groups that `run_quick_simulation` samples."""
+    """Estimate how many groups `run_quick_simulation` samples.
+
+    lead: steps that generation runs ahead.
+    """
     groups = split_workload(workload, choose_num_parts(timings, workload, lead)).groups_per_step
     return round(groups * choose_num_steps(groups, lead) / (1 - workload.filtered_fraction))
 
 
 def estimate_quick_run_s(timings: StageTimings, workload: Workload, lead: int) -> float:
-    """Estimate the wall time of `run_quick_simulation`, in seconds."""
+    """Estimate how many seconds of wall time `run_quick_simulation` takes.
+
+    lead: steps that generation runs ahead.
+    """
     parts = choose_num_parts(timings, workload, lead)
     generator = split_timings(timings, parts).generator
     return estimate_simulation_s(split_workload(workload, parts), lead=lead, generator=generator)
@@ -91,9 +100,10 @@ def estimate_simulation_s(
     steps: int | None = None,
     generator: GeneratorTiming | None = None,
 ) -> float:
-    """Estimate the wall time of simulating `steps` steps, by default those of a quick simulation.
+    """Estimate the seconds of wall time to simulate `steps` steps, by default a quick simulation.
 
-    Without `generator` the estimate ignores preemption and is a lower bound.
+    lead: steps that generation runs ahead. Without `generator` the estimate ignores preemption and
+        is a lower bound.
     """
     steps = choose_num_steps(workload.groups_per_step, lead) if steps is None else steps
     slowdown = math.sqrt(max(1.0, workload.groups_per_step / SLOWDOWN_GROUPS))
@@ -105,16 +115,16 @@ def estimate_simulation_s(
 
 
 def _exceeds_kv_capacity(workload: Workload, generator: GeneratorTiming) -> bool:
-    """Return whether the running rollouts of a replica outgrow its KV cache on average."""
+    """Return whether the running rollouts of a generator outgrow the KV cache on average."""
     running = min(generator.max_running, workload.num_rollouts / generator.replicas)
     tokens = workload.rounded_prompt_tokens + workload.lengths.mean
     return running * tokens > generator.kv_tokens
 
 
 def choose_num_steps(groups_per_step: int, lead: int) -> int:
-    """Return how many steps to simulate, including the uncounted first and last ones.
+    """Return how many steps a quick simulation runs, including steps excluded from the means.
 
-    Fewer steps suffice where steps have many groups.
+    Fewer steps suffice where steps have many groups. lead: steps that generation runs ahead.
     """
     steps_in_flight = lead + 1
     max_counted = max(MEASURED_STEPS, MIN_ROUNDS * steps_in_flight)
@@ -123,7 +133,7 @@ def choose_num_steps(groups_per_step: int, lead: int) -> int:
 
 
 def choose_num_parts(timings: StageTimings, workload: Workload, lead: int) -> int:
-    """Return into how many equal, representative parts the run can be split; 1 if it cannot.
+    """Return into how many equal, representative parts a run can be split; 1 if it cannot.
 
     On policy with a group filter, each filtered group is replaced in turn, and the step waits for
     the longest chain of replacements. The longest of all chains exceeds the longest of a part, so
@@ -144,12 +154,12 @@ def choose_num_parts(timings: StageTimings, workload: Workload, lead: int) -> in
 
 
 def split_workload(workload: Workload, parts: int) -> Workload:
-    """Return the workload of one of `parts` parts."""
+    """Return the workload of one of `parts` equal parts of a run."""
     return replace(workload, groups_per_step=-(-workload.groups_per_step // parts))
 
 
 def split_timings(timings: StageTimings, parts: int) -> StageTimings:
-    """Return the timings with the replicas and ranks of one of `parts` parts."""
+    """Return the timings of one of `parts` equal parts of a run, with its replicas and ranks."""
     generator = timings.generator
     return replace(
         timings,
@@ -165,6 +175,10 @@ def split_timings(timings: StageTimings, parts: int) -> StageTimings:
 
 
 def _split_score_timing(timing: ScoreTiming, parts: int) -> ScoreTiming:
-    """Divide the replicas; if fewer remain than `parts` needs, make each proportionally slower."""
+    """Return the timing of a score stage in one of `parts` equal parts of a run.
+
+    If the replicas cannot be divided evenly, make each of the part's replicas proportionally
+    slower.
+    """
     replicas = max(1, timing.replicas // parts)
     return replace(timing.scale_duration(replicas * parts / timing.replicas), replicas=replicas)

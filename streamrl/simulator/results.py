@@ -1,5 +1,4 @@
-"""Results of a simulation: step times, rates, idle time, staleness, and metrics rows as a run logs
-them."""
+"""Results of a simulation: step times, rates, idle time, staleness and rows of metrics."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -24,14 +23,14 @@ from streamrl.telemetry.spans import Span, compute_idle_fraction
 MetricsRow = Mapping[str, float | Histogram]
 NAN = math.nan
 _UNSIMULATED_METRICS = ("queue/bytes", "journal/bytes", "journal/fsync_s")
-"""Metrics of the real queue: NaN in simulated rows."""
+"""Metrics that only the real queue can measure: NaN in the rows of a simulation."""
 
 
 # repr=False: asyncio's debug logging formats the result of a coroutine, and this repr would format
 # every span.
 @dataclass(frozen=True, repr=False)
 class SimulationResult:
-    """Outcome of a simulated run. Times are seconds since its start.
+    """Outcome of a simulated run. Times are seconds since the start of the run.
 
     Means leave out the first `warm_up_steps` steps and the last `cool_down_steps`, in which the
     generators have no prompts left.
@@ -41,8 +40,8 @@ class SimulationResult:
     first_step_ends: when each step was first trained.
     queue_depths: by stage, (time, waiting groups) at each change.
     process_names: by role.
-    num_parts: number of equal parts of the run, of which one was simulated; `tokens_per_s` covers
-        all.
+    num_parts: number of equal parts of the run, of which only one was simulated; `tokens_per_s`
+        covers all.
     """
 
     dataflow: Dataflow
@@ -60,7 +59,10 @@ class SimulationResult:
     num_parts: int = 1
 
     def exclude_steps(self, warm_up: int, cool_down: int = 0) -> "SimulationResult":
-        """Return the result with these steps left out of all means; at least one step remains."""
+        """Return the result with the first `warm_up` and last `cool_down` steps left out of means.
+
+        At least one step remains in the means.
+        """
         max_excluded = len(self.step_ends) - 1
         first = min(warm_up, max_excluded)
         return replace(
@@ -69,6 +71,7 @@ class SimulationResult:
 
     @property
     def _steady_slice(self) -> slice:
+        """Steps over which means are taken."""
         return slice(self.warm_up_steps, len(self.step_ends) - self.cool_down_steps)
 
     @property
@@ -78,7 +81,7 @@ class SimulationResult:
 
     @property
     def mean_step_s(self) -> float:
-        """Mean duration of the steady steps, including the time of steps repeated after a crash."""
+        """Mean duration of a step, in seconds, including the time to repeat steps after a crash."""
         start, end = self._steady_interval
         return (end - start) / len(self.step_ends[self._steady_slice])
 
@@ -88,18 +91,19 @@ class SimulationResult:
 
     @property
     def _steady_interval(self) -> tuple[float, float]:
+        """Start and end of the steps over which means are taken, in seconds."""
         start = self.first_step_ends[self.warm_up_steps - 1] if self.warm_up_steps else 0.0
         return start, self.step_ends[self._steady_slice][-1]
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained sampled tokens per second of the whole cluster."""
+        """Sampled tokens that the whole cluster trains per second."""
         start, end = self._steady_interval
         return self.num_parts * sum(self.tokens_by_staleness.values()) / (end - start)
 
     @cached_property
     def tokens_by_staleness(self) -> Counter[int]:
-        """Number of trained tokens by staleness in versions."""
+        """Number of trained tokens by staleness, in versions."""
         counts: Counter[int] = Counter()
         for outcome in self.outcomes[self._steady_slice]:
             for group in outcome.groups:
@@ -121,8 +125,7 @@ class SimulationResult:
 
     @cached_property
     def idle_fractions(self) -> Mapping[str, float]:
-        """By stage, the fraction of time in which its processes did not compute, as in
-        idle/<stage>."""
+        """Fraction of time in which a stage's processes do not compute, by stage; idle/<stage>."""
         start, end = self._steady_interval
         return {
             stage: compute_idle_fraction(
@@ -133,7 +136,7 @@ class SimulationResult:
 
     @property
     def ledger(self) -> LedgerCounts:
-        """Ledger counts at the end of the run."""
+        """Ledger counts (admitted, trained, filtered, ...) at the end of the run."""
         return self.outcomes[-1].ledger_counts
 
     @property
@@ -142,17 +145,17 @@ class SimulationResult:
 
     @property
     def lost_tokens(self) -> int:
-        """Sampled tokens lost in crashes."""
+        """Number of sampled tokens lost in crashes."""
         return sum(crash.lost_tokens for crash in self.crashes)
 
     @property
     def repeated_steps(self) -> int:
-        """Number of steps trained again after crashes."""
+        """Number of training steps repeated after crashes."""
         return sum(crash.repeated_steps for crash in self.crashes)
 
     @cached_property
     def metrics_rows(self) -> Sequence[MetricsRow]:
-        """Rows of the steps in the format of metrics.jsonl; NaN for metrics not simulated."""
+        """Rows of all steps in the format of metrics.jsonl; NaN for metrics not simulated."""
         starts = [0.0, *self.step_ends[:-1]]
         spans_by_step: list[list[Span]] = [[] for _ in starts]
         for span in self.spans:
@@ -167,7 +170,7 @@ class SimulationResult:
         ]
 
     def write_run_files(self, run_dir: Path) -> None:
-        """Write trace.json and metrics.jsonl with virtual times into a directory.
+        """Write the simulation's trace.json and metrics.jsonl, with virtual times, to a directory.
 
         Raises ConfigError if the directory holds a run, DiskError if writing fails.
         """
@@ -188,7 +191,7 @@ class SimulationResult:
             sink.close({})
 
     def _collect_activity(self, spans: Sequence[Span]) -> dict[str, StageActivity]:
-        """Return the activity by stage.
+        """Return, by stage, the spans and processes from which idle time is computed.
 
         Spans that belong to no stage, such as pulls, count for the first stage of their role.
         """
@@ -219,6 +222,7 @@ class SimulationResult:
         start_s: float,
         end_s: float,
     ) -> MetricsRow:
+        """Return the metrics row of a step that took from `start_s` to `end_s`."""
         prompt_tokens = self.workload.rounded_prompt_tokens
         lengths = [n - prompt_tokens for group in outcome.groups for n in group.info.lengths]
         max_tokens = self.workload.lengths.max_tokens
@@ -252,8 +256,10 @@ class SimulationResult:
 
 
 def name_processes(dataflow: Dataflow, counts: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return process names by role: one per replica, and a single one for all ranks of a trained
-    model."""
+    """Return process names by role: a name per replica, and a single name for a trained model.
+
+    counts: number of replicas by role.
+    """
     names = {}
     for role, calls in dataflow.calls_by_role.items():
         if calls[0].kind is CallKind.TRAIN:

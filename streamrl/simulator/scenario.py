@@ -18,6 +18,8 @@ from streamrl.stream.weight_publisher import is_publish_due
 
 @dataclass(frozen=True)
 class SimulationScenario:
+    """Inputs of a simulation: run, placement, timings, number of steps, seed and failures."""
+
     dataflow: Dataflow
     placement: Placement
     timings: StageTimings
@@ -29,7 +31,7 @@ class SimulationScenario:
 
     @property
     def pace(self) -> UpdatePlan:
-        """Schedule of a step's micro-batches.
+        """When a step's micro-batches may start, and how many updates and epochs the step has.
 
         A step waits for all its groups if a call needs the whole step, if it has several updates,
         or if the placement is not streamed.
@@ -45,8 +47,10 @@ class SimulationScenario:
 
     @property
     def pipeline_config(self) -> PipelineConfig:
-        """Pipeline settings of the simulated run; `stall_s` is infinite because virtual time can
-        jump."""
+        """Section `pipeline` of the simulated run's config.
+
+        `stall_s` is infinite because virtual time can jump.
+        """
         return PipelineConfig(
             max_staleness=self.placement.max_staleness,
             depth=self.run_options.depth,
@@ -62,7 +66,7 @@ class SimulationScenario:
 
     @property
     def replica_counts(self) -> dict[str, int]:
-        """Number of replicas of each role that is not trained."""
+        """Number of replicas by role, for roles that are not trained."""
         timings = self.timings
         counts = {}
         for role, calls in self.dataflow.calls_by_role.items():
@@ -73,13 +77,13 @@ class SimulationScenario:
         return counts
 
     def estimate_publish_s(self, role: str) -> float:
-        """Return the longest publish time over all followers of a role, in seconds."""
+        """Return seconds to publish a version of a role's model, for the slowest follower."""
         followers = [call.stage for call in self.dataflow.calls if call.followed_role == role]
         weights = self.timings.weights
         return max((weights[s].publish_s for s in followers if s in weights), default=0.0)
 
     def is_publish_due(self, role: str, version: int) -> bool:
-        """Return whether a version is published; the last one always is."""
+        """Return whether a role's version is published; the version of the last step always is."""
         return is_publish_due(
             role,
             version,
@@ -102,7 +106,10 @@ class SimulationScenario:
 def assign_devices(
     scenario: SimulationScenario, processes: Mapping[str, Sequence[str]]
 ) -> dict[str, range]:
-    """Return the devices of each process: a replica has its part of the mesh of its role."""
+    """Return the devices of each process: an equal part of the mesh of its role.
+
+    processes: process names by role.
+    """
     devices_by_process = {}
     for role, calls in scenario.dataflow.calls_by_role.items():
         assignments = [

@@ -25,7 +25,7 @@ def run_simulation(  # noqa: PLR0913
     failures: FailureModel | None = None,
     run_options: RunOptions | None = None,
 ) -> SimulationResult:
-    """Simulate a run of `steps` steps. Equal seeds give equal results.
+    """Simulate a run of `steps` training steps under a placement. Equal seeds give equal results.
 
     Raises ConfigError if a stage has no timings, or if the longest completion fits neither a
     micro-batch nor the KV cache of a generator.
@@ -64,7 +64,7 @@ def check_timings(dataflow: Dataflow, timings: StageTimings) -> None:
 
 
 def check_workload(workload: Workload, timings: StageTimings, steps: int) -> None:
-    """Raise ConfigError if the workload is invalid, or its longest rollout exceeds the KV cache."""
+    """Raise ConfigError if the workload is invalid, or the longest rollout exceeds the KV cache."""
     if steps < 1:
         raise ConfigError(f"steps={steps}: must be at least 1")
     workload.check_micro_batch_tokens()
@@ -77,6 +77,7 @@ def check_workload(workload: Workload, timings: StageTimings, steps: int) -> Non
 
 
 async def _simulate_scenario(scenario: SimulationScenario) -> SimulationResult:
+    """Run a scenario on this event loop; exclude the first and last steps from the means."""
     run = SimulatedRun(scenario)
     await run.run()
     lead = scenario.pipeline_config.max_steps_ahead

@@ -42,7 +42,7 @@ StageReplica = SimulatedGenerator | SimulatedScorer
 
 
 class SimulatedRun:
-    """A simulated run, including node crashes and restarts."""
+    """A simulated run of a scenario, including node crashes and restarts."""
 
     def __init__(self, scenario: SimulationScenario) -> None:
         """Build all simulated processes of the scenario; requires a running event loop."""
@@ -88,7 +88,7 @@ class SimulatedRun:
         self._finished_future: asyncio.Future[None] = self._clock.create_future()
 
     async def run(self) -> None:
-        """Run until the last step ends."""
+        """Run the simulated processes until the last training step ends."""
         self._start_from_checkpoint()
         nodes = [
             asyncio.create_task(self._run_node_failures(node))
@@ -104,6 +104,7 @@ class SimulatedRun:
     # Start and restart.
 
     def _start_from_checkpoint(self) -> None:
+        """Start trainers, replicas and control loops at the version of the last checkpoint."""
         version, scenario = self._checkpoint_version, self.scenario
         lease = self._make_lease(POLICY, TRAINER_PHASE)
         trainers = self._make_trainers()
@@ -132,7 +133,7 @@ class SimulatedRun:
         self._training_task.add_done_callback(self._on_training_done)
 
     def _on_training_done(self, training: "asyncio.Task[None]") -> None:
-        """Finish the run, unless training was cancelled by a crash of the trainer."""
+        """Finish the run when training ends, unless a crash of the trainer cancelled training."""
         if not training.cancelled() and not self._finished_future.done():
             error = training.exception()
             if error is None:
@@ -141,6 +142,7 @@ class SimulatedRun:
                 self._finished_future.set_exception(error)
 
     def _make_control(self, publisher: WeightPublisher, version: int) -> RunState:
+        """Build the coordinator's state for a run that starts at `version`."""
         scenario = self.scenario
         config, per_step = scenario.pipeline_config, scenario.workload.groups_per_step
         factor = scenario.run_options.oversample
@@ -187,10 +189,10 @@ class SimulatedRun:
         }
 
     def _make_device_locks(self) -> Mapping[str, asyncio.Lock]:
-        """Return one shared lock for all trained models whose devices overlap.
+        """Return a lock by trained role; trained models whose devices overlap share a lock.
 
-        Without locks on CPU (`timings.cores`): the CPU model slows overlapping processes down
-        instead.
+        On CPU no locks are needed (`timings.cores`): the CPU model slows overlapping processes
+        down.
         """
         calls, placement = (
             self.scenario.dataflow.select_calls(CallKind.TRAIN),
@@ -219,6 +221,7 @@ class SimulatedRun:
         return f"{name}/{next(self._incarnations)}"
 
     def _start_replica(self, role: str, index: int) -> None:
+        """Start replica number `index` of a role: a generator or a scorer."""
         calls, name = self.scenario.dataflow.calls_by_role[role], self.process_names[role][index]
         replica: StageReplica
         if calls[0].kind is CallKind.GENERATE:
@@ -233,6 +236,7 @@ class SimulatedRun:
     async def _run_training(
         self, trainers: Mapping[str, SimulatedTrainer], lease: DeviceLease
     ) -> None:
+        """Run the stream's admission and training loops until the last step or a crash."""
         control, queue = self._control, cast(ExperienceQueue, self.queue)
         stage = next(
             c.stage for c in self.scenario.dataflow.queue_calls if c.kind is CallKind.TRAIN
@@ -252,6 +256,7 @@ class SimulatedRun:
             admission_task.cancel()
 
     async def _record_outcome(self, outcome: StepResult) -> None:
+        """Record a trained step, and take a checkpoint in memory if due."""
         self.outcomes.append(outcome)
         self.step_ends.append(self._clock.time())
         if len(self.step_ends) > len(self.first_step_ends):
@@ -265,6 +270,7 @@ class SimulatedRun:
     # Crashes.
 
     def _list_failing_nodes(self) -> range:
+        """Return the numbers of the nodes that may fail; empty without a failure model."""
         failures, calls = self.scenario.failures, self.scenario.placement.assignments
         if failures is None:
             return range(0)
@@ -272,7 +278,10 @@ class SimulatedRun:
         return range(-(-size // failures.node_devices))
 
     async def _run_node_failures(self, node: int) -> None:
-        """Crash the node at random times until cancelled."""
+        """Crash a node at random times until cancelled.
+
+        A crash of a trainer restarts the run; otherwise only the replicas of the node restart.
+        """
         failures = self.scenario.failures
         assert failures is not None
         for seconds in sample_failure_times(node, failures, self.scenario.seed):
@@ -294,6 +303,7 @@ class SimulatedRun:
                 )
 
     def _kill_replica(self, name: str) -> int:
+        """Crash a replica and return the number of sampled tokens lost."""
         return self._replicas.pop(name).kill()
 
     def _restart_replicas(self, names: Sequence[str], restart_count: int) -> None:
@@ -304,7 +314,8 @@ class SimulatedRun:
                 self._start_replica(role, int(index))
 
     async def _restart_run(self, failures: FailureModel) -> None:
-        """Stop everything after a trainer crash and restart from the last checkpoint."""
+        """Kill all processes after a trainer crash, and restart the run from the last
+        checkpoint."""
         if self._training_task is None or self._training_task.done():
             return
         self._restart_count += 1

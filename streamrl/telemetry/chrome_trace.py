@@ -26,7 +26,10 @@ from streamrl.telemetry.spans import Span
 TRACE_FILE = "trace.json"
 EARLIER_TRACE_FILE = "trace.earlier.json"
 MAX_TRACE_BYTES = 512_000_000
-"""Limit of both files together. Perfetto still opens this size, about 2 million groups."""
+"""Maximum size of trace.json and trace.earlier.json together.
+
+Perfetto still opens this size, about 2 million groups.
+"""
 COUNTER_METRICS = (
     "queue/depth/",
     "staleness/mean",
@@ -40,12 +43,12 @@ _OPENING, _CLOSING = b"[\n", b"\n]\n"
 
 
 class TraceSink:
-    """Writes spans by process and lane, an instant event per step and event, and counters of a few
-    metrics.
+    """Sink that writes spans, steps, events and a few metrics to trace.json.
 
-    Times are microseconds since the epoch. With `resume`, new events are appended to the existing
-    file; otherwise a new file replaces it. Both files together take at most `most_bytes`, plus one
-    write. Raises DiskError with the file's name if writing fails.
+    Spans are grouped by process and lane; steps and events are instant events; metrics are
+    counters. Times are microseconds since the epoch. With `resume`, new events are appended to the
+    existing file; otherwise a new file replaces it. Both files together take at most `most_bytes`,
+    plus one write. Raises DiskError with the file's name if writing fails.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class TraceSink:
         self._tids: set[int] = set()
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open the file; on resume, read the process names of the existing events."""
+        """Open trace.json; on resume, read the process names in its events."""
         kept = _load_events(self._path) if self._is_resumed else []
         for event in kept:
             if event["name"] == "process_name":
@@ -80,7 +83,7 @@ class TraceSink:
         self._open_file(kept)
 
     def _open_file(self, kept: Sequence[dict[str, Any]] = ()) -> None:
-        """Create a file with the events `kept` from the file that it replaces."""
+        """Create trace.json, beginning with the events `kept` from the file that it replaces."""
         partial = self._path.with_suffix(".partial")
         with wrap_disk_errors(self._path):
             self._file, self._end_offset = FileIO(open_new_file(partial), "w"), 0
@@ -88,7 +91,7 @@ class TraceSink:
             partial.replace(self._path)
 
     def _rotate_file(self) -> None:
-        """Move the file to trace.earlier.json and start a new file."""
+        """Move trace.json to trace.earlier.json and start a new trace.json."""
         self.close({})
         with wrap_disk_errors(self._path):
             self._path.replace(self._path.with_name(EARLIER_TRACE_FILE))
@@ -97,7 +100,7 @@ class TraceSink:
         self._open_file()
 
     def write_spans(self, spans: Iterable[Span]) -> None:
-        """Append closed spans. A later drain returns the open spans again, complete."""
+        """Append the closed spans of a drain; a later drain returns the open spans again."""
         if self._end_offset > self._max_part_bytes:
             self._rotate_file()
         events: list[dict[str, Any]] = []
@@ -108,7 +111,7 @@ class TraceSink:
         self._append_events(events)
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Write an instant event across all processes, and the step's counters."""
+        """Write the end of a step as an instant event across all processes, and COUNTER_METRICS."""
         events = [self._make_instant_event(f"step {step}", "g", {})]
         for name, value in row.items():
             if name.startswith(COUNTER_METRICS) and not isinstance(value, Histogram):
@@ -127,13 +130,14 @@ class TraceSink:
                 os.fsync(file.fileno())
 
     def _get_thread_ids(self, process: str, lane: int) -> dict[str, int]:
+        """Return the pid and tid under which Perfetto shows a lane of a process."""
         # Perfetto reserves pid and tid 0 for the kernel and expects a tid to be unique across
         # processes.
         pid = self._pids[process]
         return {"pid": pid, "tid": pid * _LANES_PER_PROCESS + lane}
 
     def _make_name_events(self, process: str, lane: int) -> list[dict[str, Any]]:
-        """Return metadata events for a process and a lane that have no name yet."""
+        """Return the metadata events that name a process and a lane, at their first use."""
         names: list[tuple[str, dict[str, Any]]] = []
         if process not in self._pids:
             self._pids[process] = len(self._pids) + 1
@@ -146,6 +150,7 @@ class TraceSink:
         return [{"ph": "M", "name": name, **ids, "args": args} for name, args in names]
 
     def _make_span_event(self, span: Span) -> dict[str, Any]:
+        """Convert a span to a complete event ("X") of the Trace Event Format."""
         start_us = _to_microseconds(span.start_s)
         duration_us = _to_microseconds(span.end_s) - start_us
         ids = self._get_thread_ids(span.process, span.lane)
@@ -153,9 +158,15 @@ class TraceSink:
         return {"ph": "X", "name": span.name, **ids, **times, "args": to_json_fields(span.args)}
 
     def _make_instant_event(self, name: str, scope: str, args: EventFields) -> dict[str, Any]:
+        """Return an instant event ("i"), a mark in the trace; scope "g" is global, "p" a
+        process."""
         return self._make_run_event("i", name, {"s": scope, "args": to_json_fields(args)})
 
     def _make_run_event(self, phase: str, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an event at the present time in the row of the run itself.
+
+        phase: type of event in the Trace Event Format.
+        """
         ts = _to_microseconds(self._clock())
         return {
             "ph": phase,
@@ -166,6 +177,7 @@ class TraceSink:
         }
 
     def _append_events(self, events: list[dict[str, Any]]) -> None:
+        """Write events over the closing bracket of the file, and a new closing bracket."""
         assert self._file is not None, "the trace is not open"
         if not events:
             return
@@ -184,14 +196,15 @@ def _to_microseconds(seconds: float) -> int:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Return the spans of trace.earlier.json and of the trace, in this order; [] without files.
+    """Return the spans of the older file, trace.earlier.json, and of the trace, in this order.
 
-    An event torn by a crash is left out.
+    Return [] without files. An event torn by a crash is left out.
     """
     return [*_load_spans(path.with_name(EARLIER_TRACE_FILE)), *_load_spans(path)]
 
 
 def _load_spans(path: Path) -> list[Span]:
+    """Return the complete events of a trace file as spans."""
     events = _load_events(path)
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     return [
@@ -209,7 +222,7 @@ def _load_spans(path: Path) -> list[Span]:
 
 
 def check_trace(run_dir: Path) -> None:
-    """Raise ConfigError if the existing trace cannot be continued."""
+    """Raise ConfigError if a resumed run cannot continue the trace in its run directory."""
     for _ in _read_events(run_dir / TRACE_FILE):
         pass
 
@@ -219,7 +232,7 @@ def _load_events(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace, without a last line torn by a crash.
+    """Yield the events of a trace file, without a last line torn by a crash.
 
     Raises ConfigError for a path that is not a regular file or cannot be parsed.
     """
@@ -238,7 +251,7 @@ def _read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_trace_event(event: Mapping[str, Any]) -> bool:
-    """Return whether the event has the fields that its kind needs here."""
+    """Return whether a JSON object is an event as `TraceSink` writes it."""
     kinds: dict[str, type | tuple[type, ...]] = {"ph": str, "name": str, "pid": int, "tid": int}
     if event.get("ph") in ("X", "M"):
         kinds["args"] = dict

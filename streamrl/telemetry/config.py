@@ -34,7 +34,7 @@ class WandbConfig:
 class TelemetryConfig:
     """Outputs of a run besides metrics.jsonl and events.jsonl.
 
-    wandb: Weights & Biases, see WandbConfig.
+    wandb: settings for Weights & Biases.
     console: live (a view that redraws), plain (a line per step), none, or auto, which is live on a
         terminal and plain elsewhere.
     trace: whether to write trace.json, the spans of every process, for Perfetto. A long run keeps

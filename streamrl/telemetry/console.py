@@ -37,14 +37,14 @@ _GAP = "  "
 
 @dataclass
 class _EventCounter:
-    """Events of one name since the last step, and the number of lines printed for them."""
+    """Number of events of one name since the last step, and of lines printed for these events."""
 
     count: int = 0
     num_printed: int = 0
     last_printed_s: float = 0.0
 
     def count_event(self, now: float) -> bool:
-        """Count an event; return whether to print it, and if so mark it as printed."""
+        """Count an event; return whether to print it, and if so count a printed line."""
         self.count += 1
         is_power_of_ten = self.count == 10 ** (len(str(self.count)) - 1)
         is_due = (
@@ -58,7 +58,7 @@ class _EventCounter:
 
 
 class RunConsole:
-    """Console sink. This class prints lines; a subclass displays the steps.
+    """Console sink that prints evaluations, events and the summary; a subclass displays the steps.
 
     Events of one name can be too many to print. A line is printed for the first EVENTS_PER_STEP
     events of a step, then for the 10th, 100th and so on with the count so far, then for an event
@@ -82,12 +82,12 @@ class RunConsole:
         self.started_at = self.clock()
 
     def restore_rows(self, rows: Iterable[tuple[int, MetricsRow]]) -> None:
-        """Restore the rows of a resumed run, so that first values remain those of its start."""
+        """Add the rows of a resumed run's earlier steps: first values stay those of its start."""
         for step, row in rows:
             self.progress.add_row(step, row)
 
     def show_status(self, text: str) -> None:
-        """Show a status while the run waits; an empty text removes it."""
+        """Show the state of a run that waits, such as "starting"; empty text removes the state."""
 
     def log_step(self, step: int, row: MetricsRow) -> None:
         self._print_omitted_events()
@@ -97,14 +97,15 @@ class RunConsole:
         self.show_progress()
 
     def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
-        """Add the row to the progress; return its evaluations."""
+        """Add the metrics row of a step to the progress; return the evaluations in the row."""
         return self.progress.add_row(step, row)
 
     def show_progress(self) -> None:
+        """Display the latest step; does nothing in this class."""
         pass
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        """Print an event, unless enough events of its name were printed in this step."""
+        """Print an event, unless enough events of this name were printed since the last step."""
         events = self._event_counters.setdefault(name, _EventCounter())
         if events.count_event(self.clock()):
             so_far = f"{events.count:,} so far, the last: "
@@ -113,6 +114,7 @@ class RunConsole:
             self.print_line(name, text, style="yellow")
 
     def _print_omitted_events(self) -> None:
+        """Print the number of events of each name that were left out since the last step."""
         for name, events in self._event_counters.items():
             if events.count > events.num_printed:
                 more = f"{events.count - events.num_printed:,} more, see {EVENTS_FILE}"
@@ -120,9 +122,9 @@ class RunConsole:
         self._event_counters.clear()
 
     def close(self, summary: EventFields) -> None:
-        """End the display and print the summary.
+        """End the display and print the summary of the run.
 
-        A run without a step prints its checkpoint instead.
+        If no step was added, print the outcome and the checkpoint instead.
         """
         self._print_omitted_events()
         if self.progress.latest_values:
@@ -142,9 +144,9 @@ class RunConsole:
 
 
 class PlainConsole(RunConsole):
-    """Prints an aligned line per step, and the header every _HEADER_EVERY steps. ASCII only.
+    """Console that prints an aligned line per step, and the header every _HEADER_EVERY steps.
 
-    Columns beyond the console's width are left out.
+    The output is ASCII. Columns beyond the console's width are left out.
     """
 
     _steps_shown = 0
@@ -164,7 +166,7 @@ class PlainConsole(RunConsole):
         self._last_status = text
 
     def show_progress(self) -> None:
-        """Print the line of the step, after the first step."""
+        """Print the line of the latest step, if a step was trained."""
         progress = self.progress
         if progress.step == 0:
             return
@@ -186,6 +188,7 @@ class PlainConsole(RunConsole):
 
 
 def _build_columns(progress: RunProgress) -> list[tuple[str, str, int]]:
+    """Return the header, text and width of each column for the latest step."""
     get_value, run_info, stages = progress.get, progress.run_info, progress.stages
     num_steps = str(run_info.num_steps)
     depths = " ".join(f"{format_number(get_value(DEPTH_PREFIX + stage), 0):>3}" for stage in stages)
@@ -211,7 +214,7 @@ def _build_columns(progress: RunProgress) -> list[tuple[str, str, int]]:
 
 
 def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
-    """Return the fraction filtered in the last step and its cost, such as "88%" and "12.1s"."""
+    """Return the fraction of groups filtered in the last step and their cost: "88%", "12.1s"."""
     filtered_fraction = progress.get("filter/share")
     seconds = sum(progress.get(name) for name in FILTER_COST_METRICS)
     return f"{filtered_fraction:.0%}" if math.isfinite(
@@ -220,8 +223,10 @@ def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
 
 
 def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFields) -> Table:
-    """Build the final table: first and last reward and evaluations, totals, ledger, and
-    `summary`."""
+    """Build the final table: first and last reward and evaluations, totals and ledger.
+
+    The fields of `summary` follow.
+    """
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
     table.add_column(overflow="fold")
@@ -245,7 +250,7 @@ def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFiel
 
 
 class ConsoleLogHandler(logging.Handler):
-    """Prints log records through the run's console, so that they do not break a live display."""
+    """Logging handler that prints records through the console, so that a live view survives."""
 
     def __init__(self, console: RunConsole, level: int = logging.WARNING) -> None:
         super().__init__(level)

@@ -9,16 +9,19 @@ from collections.abc import Mapping
 import psutil
 
 IDLE_TIME_FIELDS = frozenset({"idle", "iowait", "guest", "guest_nice"})
-"""Fields of psutil.cpu_times without work; guest times are already part of user and nice."""
+"""Fields of psutil.cpu_times that are no work; guest times are already part of user and nice."""
 
 
 def read_process_time() -> dict[str, float]:
-    """Return the CPU seconds of this process, under a name unique among hosts and processes."""
+    """Return this process's CPU seconds, by a name unique among hosts and processes."""
     return {f"{platform.node()}:{os.getpid()}": time.process_time()}
 
 
 def read_machine_time() -> dict[str, float]:
-    """Return the busy seconds of all cores in this process's affinity mask, by any process."""
+    """Return the busy seconds of the cores that this process may use, spent by any process.
+
+    The key is the name of the host.
+    """
     cores = psutil.cpu_times(percpu=True)
     affinity = os.sched_getaffinity(0)
     busy = [
@@ -32,15 +35,20 @@ def read_machine_time() -> dict[str, float]:
 
 
 class CoreMeter:
+    """Meter of the mean number of busy cores, from successive readings of CPU seconds."""
+
     def __init__(self) -> None:
         self._previous_times: Mapping[str, float] = {}
         self._measured_at = math.nan
 
     def measure_cores(self, times: Mapping[str, float], now: float) -> float:
-        """Return the mean number of busy cores since the last call, from CPU seconds by process.
+        """Return the mean number of busy cores since the last call.
 
-        NaN at the first call, or if no time has passed. A process counts from the second
-        measurement on.
+        times: CPU seconds so far, by process or host.
+        now: time of the reading, in seconds.
+
+        NaN at the first call, or if no time has passed. A process counts from its second reading
+        on.
         """
         cpu_seconds = [
             max(0.0, s - self._previous_times[name])

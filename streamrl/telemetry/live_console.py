@@ -36,10 +36,10 @@ _BAR_WIDTH = 20
 
 
 class LiveConsole(RunConsole):
-    """Keeps a view of the run at the bottom of the terminal and prints lines above.
+    """Console that keeps a view of the run at the bottom of the terminal and prints lines above.
 
-    `close` removes the view, restores the terminal and prints the summary. At exit, atexit restores
-    the terminal without `close`.
+    `close` removes the view, restores the terminal and prints the summary. If the program exits
+    without `close`, atexit restores the terminal.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LiveConsole(RunConsole):
                 self._status_text, self._status_since = text, self.clock()
 
     def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
-        """Add the row to the progress; a step ends the start-up status."""
+        """Add the metrics row of a step to the progress, and end the status shown at the start."""
         with self._lock:
             self._last_step_at = self.clock()
             if step > 0:
@@ -88,7 +88,7 @@ class LiveConsole(RunConsole):
         super().close(summary)
 
     def render(self) -> RenderableType:
-        """Build the view; rich calls this at every refresh."""
+        """Build the view of the run; rich calls this at every refresh."""
         with self._lock:
             parts: list[RenderableType] = [Text(), self._build_header()]
             if self.progress.has_steps:
@@ -105,6 +105,8 @@ class LiveConsole(RunConsole):
             return Group(*parts)
 
     def _build_header(self) -> RenderableType:
+        """Build the top line of the view: name of the run, step, progress bar and remaining
+        time."""
         progress = self.progress
         run_info = progress.run_info
         grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
@@ -126,7 +128,7 @@ class LiveConsole(RunConsole):
 
 
 class _SparklineText:
-    """A series of numbers as block characters, as wide as the cell."""
+    """A series of numbers for rich, drawn as block characters over the width of the table cell."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = values
@@ -139,6 +141,7 @@ class _SparklineText:
 
 
 def _build_metrics_grid(progress: RunProgress) -> RenderableType:
+    """Build the part of the view that shows progress, reward, evaluations and staleness."""
     get_value, rewards = progress.get, progress.rewards
     bound = progress.run_info.max_staleness
     exceeds_bound = get_value("staleness/max") > bound
@@ -175,6 +178,7 @@ def _build_metrics_grid(progress: RunProgress) -> RenderableType:
 
 
 def _build_stages_grid(progress: RunProgress) -> RenderableType:
+    """Build the part of the view that shows each stage's queue depth and idle time."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True, min_width=11)
     grid.add_column(no_wrap=True, min_width=6, justify="right")

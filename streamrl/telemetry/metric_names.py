@@ -39,10 +39,11 @@ class Histogram:
 
     @classmethod
     def from_integer_counts(cls, counts: Mapping[int, int], *, maximum: int = 0) -> "Histogram":
-        """Build one bin of width 1 for each integer from 0 to the largest key, or to `maximum`.
+        """Build a histogram with a bin of width 1 for each integer from 0 to the largest key.
 
-        Keys are non-negative integers (staleness), values their counts (tokens). Larger keys than
-        MAX_BINS - 1 count in the last bin.
+        counts: counts (tokens) by non-negative integer (staleness). Larger keys than MAX_BINS - 1
+            count in the last bin.
+        maximum: continue with empty bins up to this integer.
         """
         if min(counts, default=0) < 0:
             raise ValueError(f"histogram: {min(counts)} is negative")
@@ -67,7 +68,11 @@ NON_METRIC_KEYS = ("step", "time")
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """Row of the contract: `name` may hold a `<placeholder>`; `unit` is "" for plain numbers."""
+    """A metric that runs log.
+
+    name: may hold a `<placeholder>` for one path segment.
+    unit: empty for plain numbers.
+    """
 
     name: str
     unit: str
@@ -75,6 +80,7 @@ class MetricSpec:
 
     @property
     def is_pattern(self) -> bool:
+        """Whether the name holds a placeholder."""
         return "<" in self.name
 
     @property
@@ -82,7 +88,7 @@ class MetricSpec:
         return self.name == STALENESS_HISTOGRAM
 
     def matches_name(self, name: str) -> bool:
-        """Return whether `name` is this metric, or fills in its placeholder with one segment."""
+        """Return whether a logged name is this metric; a placeholder stands for any segment."""
         return re.fullmatch(re.sub("<[a-z]+>", "[^/]+", self.name), name) is not None
 
 
@@ -242,7 +248,10 @@ _METRIC_PATTERNS = tuple(metric for metric in METRICS if metric.is_pattern)
 
 
 def find_metric(name: str) -> MetricSpec:
-    """Return the contract's row for a logged name. Raises ValueError, with a hint."""
+    """Return the metric's spec for a logged name.
+
+    Raises ValueError, with the nearest names, for a name that no spec matches.
+    """
     if name in _METRICS_BY_NAME:
         return _METRICS_BY_NAME[name]
     for metric in _METRIC_PATTERNS:
@@ -254,10 +263,10 @@ def find_metric(name: str) -> MetricSpec:
 
 
 def validate_row(row: MetricsRow) -> None:
-    """Raise ValueError if a name is outside the contract or its value has the wrong type.
+    """Raise ValueError if a metrics row has an unknown name or a value of the wrong type.
 
-    Values are numbers (including numpy scalars, excluding bool), or a Histogram where the contract
-    requires it.
+    Values are numbers (including numpy scalars, excluding bool), or a Histogram where the metric's
+    spec requires it.
     """
     for name, value in row.items():
         expected_type = Histogram if find_metric(name).is_histogram else Real
@@ -266,7 +275,10 @@ def validate_row(row: MetricsRow) -> None:
 
 
 def find_missing_metrics(row: MetricsRow) -> list[str]:
-    """Return the names without a placeholder that the row lacks; every run logs all of them."""
+    """Return the names that every run must log but that this metrics row lacks.
+
+    They are the names without a placeholder.
+    """
     return [name for name in _METRICS_BY_NAME if name not in row]
 
 
@@ -280,7 +292,7 @@ def to_json_value(value: float | Histogram) -> int | float | dict[str, list[floa
 
 
 def parse_metrics_row(line: Mapping[str, Any]) -> MetricsRow:
-    """Convert the metrics of a metrics.jsonl line back to a row, without null values.
+    """Convert a line of metrics.jsonl back to a metrics row, without null values.
 
     Raises ValueError for a value that is neither a number nor a histogram.
     """
@@ -296,6 +308,7 @@ def parse_metrics_row(line: Mapping[str, Any]) -> MetricsRow:
 
 
 def render_metrics_table() -> str:
+    """Return the table of all metrics, in Markdown, for the docs."""
     lines = ["| name | unit | meaning |", "| --- | --- | --- |"]
     lines += [f"| `{m.name}` | {m.unit or '-'} | {m.meaning} |" for m in METRICS]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Progress of a run for the console, computed from its rows, and number formats.
+"""Progress of a run for the console, computed from metrics rows, and formats of numbers.
 
 Functions return plain values and strings, ASCII except for `render_sparkline`.
 """
@@ -21,7 +21,7 @@ _RECENT_STEPS = 10
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Facts about a run known before its first step.
+    """Facts about a run that are known before its first step.
 
     num_steps: steps of the whole run.
     max_staleness: in versions.
@@ -39,7 +39,11 @@ class RunInfo:
 
 @dataclass
 class RunProgress:
-    """Latest metrics of a run, its rewards so far, and its first and last evaluations."""
+    """Latest metrics of a run, its rewards so far, and its first and last evaluations.
+
+    filter_costs_s: seconds spent on filtered groups so far, by metric.
+    recent_step_s: latest step times, in seconds.
+    """
 
     run_info: RunInfo
     step: int = 0
@@ -56,7 +60,7 @@ class RunProgress:
         self.step = self.run_info.resume_step or 0
 
     def add_row(self, step: int, row: MetricsRow) -> dict[str, float]:
-        """Add a step's row; return its evaluations by name, without `eval/`.
+        """Add the metrics row of a step; return the row's evaluations by name, without `eval/`.
 
         Confidence intervals and evaluations of a subset of the prompts go to the other sinks only.
         """
@@ -86,6 +90,7 @@ class RunProgress:
         return evals
 
     def _collect_stages(self, numbers: Mapping[str, float]) -> None:
+        """Add the stages that a metrics row names, in order of appearance."""
         # idle/ before queue/depth/, so that generate, which has no queue, comes first.
         for prefix in (IDLE_PREFIX, DEPTH_PREFIX):
             for stage in select_prefix(numbers, prefix):
@@ -94,15 +99,15 @@ class RunProgress:
 
     @property
     def has_steps(self) -> bool:
-        """True after the first timed step; evaluations of the base model come before."""
+        """Whether a trained step has been added; evaluations of the base model come before."""
         return bool(self.recent_step_s)
 
     def get(self, name: str) -> float:
+        """Return the latest value of a metric; NaN without a value."""
         return self.latest_values.get(name, math.nan)
 
     def estimate_remaining_s(self, since_step_s: float = 0.0) -> float:
-        """Estimate the time to the last step: remaining steps times the median of recent step
-        times.
+        """Estimate the seconds until the last step ends, from the median of recent step times.
 
         `since_step_s` is the time since the latest step ended. NaN before the first step.
         """
@@ -113,7 +118,7 @@ class RunProgress:
         return max(total_s - since_step_s, 0.0)
 
     def format_filter_line(self) -> str:
-        """Return the number of filtered groups and their cost; empty without any."""
+        """Return a line with number and cost of filtered groups; empty without filtered groups."""
         filtered, trained = (self.get(LEDGER_PREFIX + name) for name in ("filtered", "trained"))
         if not filtered > 0:
             return ""
@@ -125,7 +130,8 @@ class RunProgress:
         )
 
     def format_ledger_line(self) -> str:
-        """Return the ledger's equation with its numbers; "!=" if the sum is wrong."""
+        """Return the ledger's equation, "9 admitted = 7 trained + ..."; "!=" if the sum is
+        wrong."""
         names = ("admitted", "trained", "filtered", "dropped", "in_flight")
         values = [self.get(LEDGER_PREFIX + name) for name in names]
         if not all(map(math.isfinite, values)):
@@ -136,13 +142,15 @@ class RunProgress:
 
 
 def select_prefix(numbers: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the values whose names start with a prefix, by the rest of the name."""
     return {n.removeprefix(prefix): v for n, v in numbers.items() if n.startswith(prefix)}
 
 
 def render_sparkline(values: Sequence[float], width: int) -> str:
-    """Render at most `width` block characters; longer series show means of equal pieces.
+    """Render a series as a line of at most `width` block characters.
 
-    The lowest value is the lowest block; a constant series is drawn at the bottom.
+    A longer series is cut into equal pieces, of which the means are shown. The lowest value is the
+    lowest block; a constant series is drawn at the bottom.
     """
     count = min(len(values), max(width, 0))
     cuts = [i * len(values) // count for i in range(count + 1)] if count else [0]

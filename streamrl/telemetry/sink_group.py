@@ -1,4 +1,4 @@
-"""All sinks of a run as a single object, created from the telemetry config."""
+"""All sinks of a run as a single object, created from the telemetry section of the config."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from streamrl.telemetry.wandb_sink import WandbSink, load_run_id
 
 
 class SinkGroup:
-    """Forwards metrics, events and spans to all sinks, and validates rows against the contract."""
+    """All sinks of a run: forwards metrics, events and spans, and validates metrics rows."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class SinkGroup:
         trace: TraceSink | None = None,
     ) -> None:
         # Sinks start in this order and close in reverse. The console starts first, so its summary
-        # is printed last. The trace starts last: it replaces a file of an earlier run, and another
-        # sink may refuse to start over that run.
+        # is printed last. The trace starts last, because it replaces the trace of an earlier run:
+        # until then another sink may have refused to start over that run.
         sinks_by_position = [[console] if console else [], sinks, [trace] if trace else []]
         self.sinks: list[MetricsSink] = [
             sink for position_sinks in sinks_by_position for sink in position_sinks
@@ -50,7 +50,7 @@ class SinkGroup:
         self._summary: EventFields = {}
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Start all sinks in order. If one fails, close those already started."""
+        """Start all sinks in order. If a sink fails, close the sinks already started."""
         with ExitStack() as started:
             for sink in self.sinks:
                 sink.start(config)
@@ -58,10 +58,10 @@ class SinkGroup:
             self._open_sinks = started.pop_all()
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Forward the row of a step.
+        """Forward the metrics row of a training step to all sinks.
 
-        Raises ValueError for a name outside the contract, or if `step` does not increase. So
-        evaluations of a step are part of its row (those of the base model: row of step 0).
+        Raises ValueError for an unknown metric name, or if `step` does not increase. So evaluations
+        of a step are part of its row (those of the base model: row of step 0).
         """
         validate_row(row)
         if step <= self._last_step:
@@ -79,6 +79,7 @@ class SinkGroup:
             self._trace_sink.write_spans(spans)
 
     def show_status(self, text: str) -> None:
+        """Show the state of a waiting run on the console; empty text removes the state."""
         if self.console is not None:
             self.console.show_status(text)
 
@@ -94,7 +95,7 @@ class SinkGroup:
 def make_sink_group(
     config: TelemetryConfig, run_info: RunInfo, *, console: Console | None = None
 ) -> SinkGroup:
-    """Create the configured sinks; `console` defaults to standard output."""
+    """Create the sinks of a telemetry config; `console` defaults to standard output."""
     resumed = run_info.resume_step is not None
     sinks: list[MetricsSink] = [JsonlSink(run_info.run_dir, resume_step=run_info.resume_step)]
     if config.wandb.mode != "disabled":
@@ -109,7 +110,7 @@ def make_sink_group(
 
 
 def check_resumable_sinks(config: TelemetryConfig, run_dir: Path) -> None:
-    """Raise ConfigError if the files of the sinks cannot be continued."""
+    """Raise ConfigError if a resumed run cannot continue its trace or its wandb run."""
     if config.wandb.mode != "disabled":
         load_run_id(run_dir)
     if config.trace:
@@ -117,9 +118,9 @@ def check_resumable_sinks(config: TelemetryConfig, run_dir: Path) -> None:
 
 
 def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -> RunConsole | None:
-    """Create the console for a `telemetry.console` setting; None for `none`.
+    """Create the console for a value of telemetry.console; None for "none".
 
-    auto: live on a terminal that can redraw and shows Unicode, plain elsewhere.
+    kind: "auto" is live on a terminal that can redraw and shows Unicode, plain elsewhere.
     """
     if kind == "none":
         return None
@@ -137,6 +138,7 @@ def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -
 
 
 def _read_past_rows(run_info: RunInfo) -> Iterable[tuple[int, MetricsRow]]:
+    """Yield the steps and metrics rows of a resumed run up to its checkpoint."""
     for line in read_jsonl(run_info.run_dir / EVENTS_FILE):
         if line.get("event") == BASE_EVALUATION:
             yield 0, {name: value for name, value in line.items() if name.startswith("eval/")}

@@ -22,30 +22,30 @@ EventFields = Mapping[str, EventFieldValue]
 
 
 class MetricsSink(Protocol):
-    """Receives a run's telemetry: a `start`, then steps and events, then a `close`."""
+    """Protocol of a receiver of telemetry: `start`, then steps and events, then `close`."""
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open the sink's outputs; `config` is the resolved configuration."""
+        """Open the sink's outputs; `config` is the run's complete configuration."""
 
     def log_step(self, step: int, row: MetricsRow) -> None:
+        """Log the metrics row of a training step."""
         pass
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        """Log an event between steps: a start, a crash, a drop, a stall."""
+        """Log an event between steps, such as a start, a crash, a drop or a stall."""
 
     def close(self, summary: EventFields) -> None:
-        """Write pending output; `summary` holds facts about the whole run."""
+        """Write pending output and end the sink; `summary` holds facts about the whole run."""
 
 
 def check_no_run(run_dir: Path) -> None:
-    """Raise ConfigError if the directory holds a run, because new rows would mix with the
-    old ones."""
+    """Raise ConfigError if the directory holds a run: new rows would mix with the old rows."""
     if any((run_dir / name).exists() for name in (METRICS_FILE, EVENTS_FILE)):
         raise ConfigError(f"{run_dir} already holds a run: resume it or name another")
 
 
 class JsonlSink:
-    """Writes `metrics.jsonl` and `events.jsonl`; flushes each line.
+    """Sink that writes `metrics.jsonl` and `events.jsonl`, and flushes each line.
 
     A row is {"step": int, "time": epoch seconds, <name>: value, ...}; NaN and infinities are null.
     An event is {"time": ..., "event": name, <field>: value, ...}. With `resume_step`, rows of later
@@ -66,7 +66,8 @@ class JsonlSink:
         self._files: tuple[TextIO, ...] = ()
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open both files. Raises ConfigError if they exist and the run is not resumed."""
+        """Open metrics.jsonl and events.jsonl. Raises ConfigError if they exist without a
+        resume."""
         metrics, events = self._paths
         with wrap_disk_errors(metrics.parent):
             metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -84,9 +85,10 @@ class JsonlSink:
             )
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Append the row to metrics.jsonl; step 0, the base model's evaluation, becomes an event.
+        """Append the row of a training step to metrics.jsonl.
 
-        So every row of metrics.jsonl is a trained step.
+        Step 0, the evaluation of the base model, becomes an event, so that every row is a trained
+        step.
         """
         values = {name: to_json_value(value) for name, value in row.items()}
         if step == 0:
@@ -112,12 +114,13 @@ class JsonlSink:
                 self._files = ()
 
     def _write_line(self, index: int, line: Mapping[str, Any]) -> None:
+        """Write and flush a line to the file of this index: 0 for metrics, 1 for events."""
         with wrap_disk_errors(self._paths[index]):
             self._files[index].write(_format_line(line))
 
 
 def to_json_fields(fields: EventFields) -> dict[str, Any]:
-    """Return fields as JSON: numbers converted by `to_json_value`, other values unchanged."""
+    """Return event fields as JSON: numbers by `to_json_value`, other values unchanged."""
     return {
         name: to_json_value(value)
         if isinstance(value, Real) and not isinstance(value, bool)

@@ -16,10 +16,12 @@ SpanArgValue = str | int | float | bool
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work: [start_s, end_s] in seconds of the recorder's clock (epoch by default).
+    """A piece of work in a process: [start_s, end_s] in seconds of the recorder's clock.
 
-    Spans of one process in one lane never overlap. is_open: the work was still running at the
-    drain; `end_s` is then the time of the drain, and a later drain returns the whole span.
+    The clock is that of the epoch by default. Spans of a process in one lane never overlap.
+    args: facts about the work, such as a uid or a number of tokens.
+    is_open: the work was still running at the drain; `end_s` is then the time of the drain, and a
+        later drain returns the whole span.
     """
 
     process: str
@@ -44,9 +46,9 @@ class SpanRecorder:
 
     @contextmanager
     def record_span(self, name: str, **args: SpanArgValue) -> Iterator[dict[str, SpanArgValue]]:
-        """Record the block as a span, even if it raises.
+        """Record the block as a span of this name, even if the block raises.
 
-        Yields `args`; the block can add further facts.
+        Yields `args`, to which the block can add further facts.
         """
         with self._lock:
             lane = next(lane for lane in itertools.count() if lane not in self._open_spans)
@@ -61,7 +63,7 @@ class SpanRecorder:
                     self._closed_spans.append(self._close_span(span, self._clock()))
 
     def pause_spans(self, names: Collection[str]) -> None:
-        """End the open spans of these names now; `resume_spans` reopens them."""
+        """End the open spans of these names now, until `resume_spans` reopens them."""
         with self._lock:
             now, self._paused_names = self._clock(), frozenset(names)
             self._closed_spans += [
@@ -69,6 +71,7 @@ class SpanRecorder:
             ]
 
     def resume_spans(self) -> None:
+        """Reopen the spans that `pause_spans` ended."""
         with self._lock:
             now = self._clock()
             for lane, span in self._open_spans.items():
@@ -80,9 +83,9 @@ class SpanRecorder:
         return span.name in self._paused_names
 
     def drain_spans(self, now: float | None = None) -> list[Span]:
-        """Return the spans closed since the last drain, then the open spans, which end at `now`.
+        """Return the spans closed since the last drain, then the spans still open, cut at `now`.
 
-        `now` is in the recorder's clock and defaults to its time.
+        `now` is a time of the recorder's clock, by default the present.
         """
         with self._lock:
             end_s = self._clock() if now is None else now
@@ -93,13 +96,14 @@ class SpanRecorder:
 
     @staticmethod
     def _close_span(span: Span, end_s: float) -> Span:
+        """Return a span that ends at `end_s`."""
         # A wall clock can be set back while a span is open: the length must not become negative.
         # Copy args: the block can still add facts to an open span.
         return replace(span, end_s=max(end_s, span.start_s), args=dict(span.args))
 
 
 def compute_busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:
-    """Return the length of the union of the spans within [start, end], in seconds."""
+    """Return the seconds of [start, end] in which at least one of the spans was open."""
     total, covered_until = 0.0, start
     for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
         left, right = max(span.start_s, covered_until), min(span.end_s, end)
@@ -112,11 +116,10 @@ def compute_busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:
 def compute_idle_fraction(
     spans: Iterable[Span], *, start: float, end: float, num_processes: int = 1
 ) -> float:
-    """Return the fraction of [start, end] in which a stage's processes did not work, averaged over
-    them.
+    """Return the fraction of [start, end] in which a stage's processes did not work.
 
-    A process without spans counts as idle: `num_processes` is the number of the stage's processes.
-    Raises ValueError if the window is empty.
+    The fraction is averaged over `num_processes`, the number of the stage's processes: a process
+    without spans counts as idle. Raises ValueError if the window is empty.
     """
     if end <= start:
         raise ValueError(f"idle_fraction: the window [{start}, {end}] is empty")

@@ -37,11 +37,14 @@ _RUN_ID_PATTERN = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _log = logging.getLogger(__name__)
 
 ALERT_EVENTS = ("stall", "silent", "died")
-"""Events sent as wandb alerts at once; rows arrive only at the end of a step."""
+"""Names of events sent as wandb alerts at once; metrics rows arrive only at the end of a step."""
 
 
 def load_run_id(run_dir: Path) -> str | None:
-    """Return the wandb id of the run in this directory, if any. Raises ConfigError."""
+    """Return the wandb id of the run in this directory; None without any.
+
+    Raises ConfigError if the file with the id is unreadable or invalid.
+    """
     path = run_dir / "wandb" / RUN_ID_FILE
     if not path.exists():
         return None
@@ -53,7 +56,7 @@ def load_run_id(run_dir: Path) -> str | None:
 
 
 def preload_wandb(config: WandbConfig) -> None:
-    """Import wandb in a background thread, if the config needs it."""
+    """Start to import wandb in a background thread, if the config uses wandb."""
 
     def load() -> None:
         with contextlib.suppress(ImportError):  # `WandbSink.start` reports it
@@ -64,7 +67,7 @@ def preload_wandb(config: WandbConfig) -> None:
 
 
 class WandbSink:
-    """Logs every row to a wandb run. Of the events, only ALERT_EVENTS reach wandb.
+    """Sink that logs every metrics row to a wandb run, and ALERT_EVENTS as alerts.
 
     With `resume_id` (see `load_run_id`) the rows continue that run. Online, wandb ignores a step
     that it already has, so steps repeated after a crash keep their first values; offline, each
@@ -89,10 +92,10 @@ class WandbSink:
         self._has_failed = False
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Start the wandb run with the run's configuration.
+        """Start the wandb run and store the run's configuration in it.
 
         Raises ConfigError if wandb is missing, fails to start, or is online without an account.
-        Raises DiskError.
+        Raises DiskError if its files cannot be written.
         """
         mode = self._config.mode
         directory = self._run_dir / "wandb"
@@ -116,6 +119,7 @@ class WandbSink:
             write_atomic(path, self._run_id + "\n")
 
     def _init_run(self, config: Mapping[str, Any]) -> "wandb.Run":
+        """Start the wandb run. Raises ConfigError if mode is online and no account is set up."""
         import wandb
 
         # Otherwise wandb imports pandas (1 s) to check that a histogram is not a data frame.
@@ -158,7 +162,7 @@ class WandbSink:
         )
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Log the row under wandb's own step.
+        """Log the metrics row under the number of the training step.
 
         If wandb's service dies, log a warning once and continue without wandb; metrics.jsonl holds
         every row.
@@ -180,10 +184,12 @@ class WandbSink:
             self._disable_sink(error)
 
     def _disable_sink(self, error: OSError) -> None:
+        """Log a warning and send nothing more to wandb."""
         _log.warning("wandb died (%s); metrics now go to metrics.jsonl only", error)
         self._has_failed = True
 
     def log_event(self, name: str, fields: EventFields) -> None:
+        """Send an event of ALERT_EVENTS as an alert; ignore all other events."""
         if name not in ALERT_EVENTS or self._run is None or self._has_failed:
             return
         text = ", ".join(f"{key}={value}" for key, value in fields.items())
@@ -193,7 +199,7 @@ class WandbSink:
             self._disable_sink(error)
 
     def close(self, summary: EventFields) -> None:
-        """Write the summary and finish the run, within `finish_s` plus a few seconds.
+        """Write the summary and finish the wandb run, within `finish_s` plus a few seconds.
 
         Longer uploads are abandoned; `wandb sync` can repeat them. If wandb's service does not
         answer, kill it: otherwise the program would hang at exit.
@@ -217,7 +223,7 @@ class WandbSink:
 
 
 def _finish_run(run: "wandb.Run", summary: EventFields) -> None:
-    """Finish the run and wandb's service, so that no process of wandb remains at exit."""
+    """Write the summary, and finish the run and wandb's service, so that no process remains."""
     import wandb
     from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
 

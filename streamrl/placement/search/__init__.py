@@ -1,4 +1,5 @@
-"""Search for the best placement: set partitions, annealing, rules, and exhaustive search."""
+"""Searches for the best placement: set partitions, annealing, published rules, exhaustive
+search."""
 
 from streamrl.placement.search.feasibility import can_fit
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices

@@ -20,22 +20,28 @@ from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, Ro
 from streamrl.placement.search.moves import iter_rearrangements
 
 INITIAL_TEMPERATURE, FINAL_TEMPERATURE = 0.05, 0.002
-"""Relative to the step time: a slowdown of this size is accepted with probability 1 / e."""
+"""Temperatures of annealing, as fractions of the step time.
+
+A proposal slower by the current temperature is accepted with probability 1 / e.
+"""
 REJECT_TEMPERATURES = 8.0
 """A lower bound this many temperatures above the current step time rejects a proposal."""
 SMALL_CLUSTER_MESHES = 16
-"""On clusters with at most so many meshes the descent tries all meshes, and pairs of roles."""
+"""On a cluster with at most this many meshes, a descent tries every mesh, and pairs of roles."""
 DESCENT_ROUNDS = 3
 FASTEST_OPTIONS = 4
-"""A moved role takes one of its so many fastest parallelisms."""
+"""A moved role draws from this many fastest parallelisms of its mesh."""
 REARRANGE_TOLERANCE = 0.1
-"""Relative to the step time: slower rearrangements are not worth a descent."""
+"""Rearrangements slower than the current step time by more than this fraction get no descent."""
 MAX_REARRANGE_DESCENTS = 3
 
 
 @dataclass(frozen=True)
 class SearchState:
-    """State of the search: assignment per role, steps that generation runs ahead, streaming."""
+    """Placement under search: assignment per role, steps that generation runs ahead, streaming.
+
+    is_streamed: see `Placement.is_streamed`.
+    """
 
     assignments: Mapping[str, CallAssignment]
     steps_ahead: int = 0
@@ -43,7 +49,11 @@ class SearchState:
 
 
 class AnnealingSearch:
-    """Search within one staleness bound; `aheads` lists the allowed steps ahead."""
+    """Search for the best placement within a staleness bound.
+
+    `aheads` lists how many steps generation may run ahead. `streamed` lists the allowed values of
+    `SearchState.is_streamed`.
+    """
 
     def __init__(
         self,
@@ -63,11 +73,11 @@ class AnnealingSearch:
 
     @property
     def is_small_cluster(self) -> bool:
-        """Whether a descent tries all options of a role, and pairs of roles."""
+        """Whether a descent tries every option of a role, and pairs of roles."""
         return len(self._meshes) <= SMALL_CLUSTER_MESHES
 
     def state_step_s(self, state: SearchState, limit_s: float = math.inf) -> float:
-        """Return the step time; inf if infeasible or certainly above the limit."""
+        """Return the step time of a state; inf if infeasible or certainly above `limit_s`."""
         if self.lower_bound_s(state) >= limit_s:
             return math.inf
         self.num_scheduled += 1
@@ -79,7 +89,7 @@ class AnnealingSearch:
         return self._choices.estimator.step_s(placement, limit_s)
 
     def lower_bound_s(self, state: SearchState) -> float:
-        """Return the load of the busiest device."""
+        """Return a lower bound of the step time: seconds of work of the busiest device."""
         busy_by_mesh = [
             (assignment.mesh, self._choices.min_busy_s(role, assignment, state.steps_ahead))
             for role, assignment in state.assignments.items()
@@ -94,7 +104,8 @@ class AnnealingSearch:
         )
 
     def run(self, start: SearchState, proposals: int) -> tuple[SearchState, float]:
-        """Return the best state of so many proposals, and its step time."""
+        """Anneal a start state with this many proposals; return the best state and its step
+        time."""
         moves: list[Callable[[SearchState], SearchState | None]] = [
             self._change_grid,
             self._change_grid,
@@ -134,7 +145,10 @@ class AnnealingSearch:
         return bool(self._rng.random() < math.exp((cost - proposed_cost) / (temperature * cost)))
 
     def descend_by_role(self, state: SearchState, cost: float) -> tuple[SearchState, float]:
-        """Move roles, then pairs of roles, while the step time falls."""
+        """Move roles, then pairs of roles, while the step time falls; return state and step time.
+
+        cost: step time of `state`.
+        """
         groups: list[tuple[str, ...]] = [(role,) for role in state.assignments]
         if self.is_small_cluster:
             groups += itertools.combinations(state.assignments, 2)
@@ -153,7 +167,11 @@ class AnnealingSearch:
         return state, cost
 
     def _list_descent_options(self, state: SearchState, role: str) -> list[CallAssignment]:
-        """Return all options on a small cluster, else those on used and neighboring meshes."""
+        """Return the options of a role that a descent tries.
+
+        They are all options on a small cluster, else those on meshes in use and on neighboring
+        meshes.
+        """
         if self.is_small_cluster:
             return [
                 option for mesh in self._meshes for option in self._choices.list_options(role, mesh)
@@ -171,7 +189,10 @@ class AnnealingSearch:
         return options
 
     def rearrange_roles(self, state: SearchState, cost: float) -> tuple[SearchState, float]:
-        """Redistribute roles over the used meshes, and descend from the best redistributions."""
+        """Redistribute roles over the meshes in use, then descend from the best redistributions.
+
+        cost: step time of `state`. Return the best state, which may be `state`, and its step time.
+        """
         rearranged = [
             replace(state, assignments=roles)
             for roles in iter_rearrangements(
@@ -189,14 +210,15 @@ class AnnealingSearch:
                     state, cost = other, other_cost
         return state, cost
 
-    # A move returns a new state, or None if it is impossible.
+    # Moves: each returns a new state, or None if the drawn move is impossible.
 
     def _draw_role(self, state: SearchState) -> str:
         names = list(state.assignments)
         return names[self._rng.integers(len(names))]
 
     def _draw_option(self, role: str, mesh: Mesh) -> CallAssignment | None:
-        """Return the fastest option with probability 1/2, else one of the fastest few."""
+        """Draw a parallelism of a role on a mesh, half of the time the fastest; None without
+        any."""
         options = self._choices.list_options(role, mesh)
         if not options:
             return None
@@ -205,12 +227,14 @@ class AnnealingSearch:
         return options[self._rng.integers(min(FASTEST_OPTIONS, len(options)))]
 
     def _change_grid(self, state: SearchState) -> SearchState | None:
+        """Draw a role and give it another parallelism on the same mesh."""
         role = self._draw_role(state)
         options = self._choices.list_options(role, state.assignments[role].mesh)
         option = options[self._rng.integers(len(options))]
         return replace(state, assignments={**state.assignments, role: option})
 
     def _place_roles(self, state: SearchState, moved: Mapping[str, Mesh]) -> SearchState | None:
+        """Move each role to the mesh in `moved` with a drawn parallelism."""
         roles: dict[str, CallAssignment] = dict(state.assignments)
         for role, mesh in moved.items():
             option = self._draw_option(role, mesh)
@@ -220,27 +244,31 @@ class AnnealingSearch:
         return replace(state, assignments=roles)
 
     def _change_mesh(self, state: SearchState) -> SearchState | None:
+        """Move a random role to a random mesh."""
         mesh = self._meshes[self._rng.integers(len(self._meshes))]
         return self._place_roles(state, {self._draw_role(state): mesh})
 
     def _join_role(self, state: SearchState) -> SearchState | None:
+        """Move a random role to the mesh of another role."""
         role, other = self._draw_role(state), self._draw_role(state)
         return self._place_roles(state, {role: state.assignments[other].mesh})
 
     def _move_set(self, state: SearchState) -> SearchState | None:
+        """Move all roles of a mesh to a neighboring mesh."""
         current_mesh = state.assignments[self._draw_role(state)].mesh
         neighbors = self._mesh_neighbors.find_neighbors(current_mesh)
         mesh = neighbors[self._rng.integers(len(neighbors))]
         return self._refit_sets(state, {current_mesh: mesh})
 
     def _swap_roles(self, state: SearchState) -> SearchState | None:
+        """Swap the meshes of two random roles."""
         role, other = self._draw_role(state), self._draw_role(state)
         return self._place_roles(
             state, {role: state.assignments[other].mesh, other: state.assignments[role].mesh}
         )
 
     def _shift_border(self, state: SearchState) -> SearchState | None:
-        """Move the border between two adjacent meshes."""
+        """Move the border between two adjacent meshes in use, with all their roles."""
         used = sorted({assignment.mesh for assignment in state.assignments.values()})
         pairs = [(a, b) for a in used for b in used if a.first + a.size == b.first]
         if not pairs:
@@ -257,7 +285,10 @@ class AnnealingSearch:
         return self._refit_sets(state, new)
 
     def _refit_sets(self, state: SearchState, moved: Mapping[Mesh, Mesh]) -> SearchState | None:
-        """Move all roles of some meshes to others, with options drawn singly or fitted jointly."""
+        """Move all roles of each mesh in `moved` to its new mesh.
+
+        The parallelism of each role is drawn, or all roles of a mesh are fitted together.
+        """
         sets = {
             mesh: [
                 role for role, assignment in state.assignments.items() if assignment.mesh == mesh
@@ -277,13 +308,14 @@ class AnnealingSearch:
         return replace(state, assignments=assignments)
 
     def _change_pace(self, state: SearchState) -> SearchState | None:
+        """Draw how many steps generation runs ahead, and whether calls stream a step."""
         ahead = self._allowed_steps_ahead[self._rng.integers(len(self._allowed_steps_ahead))]
         streamed = self._allowed_streaming[self._rng.integers(len(self._allowed_streaming))]
         return replace(state, steps_ahead=ahead, is_streamed=streamed)
 
 
 class _MeshNeighbors:
-    """Meshes that differ slightly from each other."""
+    """Neighbors of each mesh: meshes that differ slightly from it."""
 
     def __init__(self, cluster: Cluster, meshes: Sequence[Mesh]) -> None:
         self._meshes = list(meshes)
@@ -292,7 +324,7 @@ class _MeshNeighbors:
         self._neighbors: dict[Mesh, list[Mesh]] = {}
 
     def find_neighbors(self, mesh: Mesh) -> list[Mesh]:
-        """Return meshes with a common start or end, and adjacent meshes of equal size."""
+        """Return the meshes with the same start or end, and the adjacent meshes of equal size."""
         if mesh not in self._neighbors:
             self._neighbors[mesh] = [
                 other
@@ -309,7 +341,7 @@ class _MeshNeighbors:
         return mesh.size == other.size and abs(mesh.first - other.first) == mesh.size
 
     def list_borders(self, left: Mesh, right: Mesh) -> list[int]:
-        """Return the other possible borders between two adjacent meshes."""
+        """Return the devices at which the border of two adjacent meshes may lie instead."""
         end = right.first + right.size
         return [
             at
@@ -321,4 +353,5 @@ class _MeshNeighbors:
 
 
 def make_start(roles: RoleAssignments, ahead: int, *, streamed: bool = True) -> SearchState:
+    """Return a start state of the search in which generation runs `ahead` steps ahead."""
     return SearchState(dict(roles), ahead, streamed)

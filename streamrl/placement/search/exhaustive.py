@@ -2,10 +2,10 @@
 
 The search assigns every mesh and parallelism role by role (branch and bound). It prunes a branch
 
-- if memory is already short;
+- if the roles assigned so far already exceed the memory of a device;
 - if the busiest device, or all devices together, have too much work to beat the best placement;
 - on policy, if the work after the first rollouts takes too long;
-- if the mesh differs from an earlier one only by a renumbering of unused devices;
+- if the mesh differs from an earlier mesh only by a renumbering of unused devices;
 - for a forward-only model with fixed weights, if another option on the same devices is no slower
   and needs no more memory.
 """
@@ -25,7 +25,13 @@ MAX_DEVICES = 8
 
 
 class ExhaustiveSearch:
-    """Evaluation of every placement. Raise ConfigError for a cluster that is too large."""
+    """Search that evaluates every placement it cannot prune, for small clusters.
+
+    aheads: how many steps generation may run ahead.
+    streamed: allowed values of `Placement.is_streamed`.
+
+    Raise ConfigError if the cluster is too large.
+    """
 
     def __init__(
         self, choices: ParallelismChoices, aheads: Sequence[int], streamed: Sequence[bool]
@@ -51,7 +57,10 @@ class ExhaustiveSearch:
         self.num_scheduled = 0
 
     def find_best(self, known: Placement | None = None) -> tuple[Placement | None, float]:
-        """Return the best placement and its step time; a `known` placement helps pruning."""
+        """Return the best placement and its step time; None and inf if no placement fits.
+
+        known: a good placement, so that more branches are pruned.
+        """
         if known is not None:
             self._best = (self._choices.estimator.step_s(known), known)
         for ahead in self._allowed_steps_ahead:
@@ -59,7 +68,11 @@ class ExhaustiveSearch:
         return self._best[1], self._best[0]
 
     def _list_undominated(self, role: str, mesh: Mesh) -> list[CallAssignment]:
-        """Return the options of a role; for fixed weights, without dominated options."""
+        """Return the parallelism options of a role on a mesh.
+
+        For a role with fixed weights, leave out an option if another option is no slower and needs
+        no more memory.
+        """
         options = self._choices.list_options(role, mesh)
         if role in self._leader_by_role:
             return options
@@ -74,7 +87,7 @@ class ExhaustiveSearch:
         return [option for option, _ in undominated]
 
     def _option_costs(self, role: str, option: CallAssignment) -> Sequence[float]:
-        """Return seconds of each call, and resident and active bytes."""
+        """Return costs of a role's option: seconds of each stage, resident and active bytes."""
         choices = self._choices
         memory = choices.estimator.costs.predict_memory(choices.make_placement({role: option}))
         seconds = [
@@ -90,7 +103,11 @@ class ExhaustiveSearch:
         ]
 
     def _search_steps_ahead(self, ahead: int) -> None:
-        """Search one bound: generator first because others wait for it, then by decreasing work."""
+        """Search all placements in which generation runs `ahead` steps ahead.
+
+        The generator is assigned first because other roles wait for it, then roles by decreasing
+        work.
+        """
         choices, size = self._choices, self._choices.problem.cluster.num_devices
         self._steps_ahead = ahead
         self._busy_s = {
@@ -120,10 +137,11 @@ class ExhaustiveSearch:
     def _place_next_role(
         self, roles: dict[str, CallAssignment], busy_s: list[float], after_s: list[float]
     ) -> None:
-        """Assign the next role.
+        """Try every option of the next role, and recurse to the role after it.
 
-        busy_s, after_s: seconds of work per device: all work, and work that follows the first
-          rollouts.
+        roles: assignments so far.
+        busy_s: seconds of work per device.
+        after_s: the part of busy_s that can start only after the first rollouts.
         """
         depth = len(roles)
         if depth == len(self._role_order):
@@ -150,7 +168,10 @@ class ExhaustiveSearch:
                 self._place_next_role(extended, extended_busy_s, extended_after_s)
 
     def _can_still_fit(self, roles: dict[str, CallAssignment]) -> bool:
-        """Check memory of the roles whose leader is placed; followers may alias its weights."""
+        """Return whether memory suffices for a partial assignment.
+
+        A follower counts only together with its trained role, because it may alias those weights.
+        """
         decided = {
             role: assignment
             for role, assignment in roles.items()
@@ -159,10 +180,11 @@ class ExhaustiveSearch:
         return self._choices.can_fit(decided)
 
     def _is_canonical_mesh(self, mesh: Mesh, used: set[Mesh]) -> bool:
-        """Return whether no mesh further left is equivalent under renumbering of unused devices.
+        """Return whether a mesh is the leftmost of the meshes equivalent to it.
 
-        The check halves the cluster until the halves have the mesh's size. A mesh in a right half
-        is equivalent to one in the left half unless the used meshes distinguish the halves.
+        Meshes are equivalent if renumbering unused devices maps them to each other. The check
+        halves the cluster until the halves have the mesh's size. A mesh in a right half has an
+        equivalent in the left half unless the used meshes distinguish the halves.
         """
         first, size = 0, self._choices.problem.cluster.num_devices
         while size > mesh.size:
@@ -176,6 +198,7 @@ class ExhaustiveSearch:
         return True
 
     def _evaluate_roles(self, roles: dict[str, CallAssignment]) -> None:
+        """Schedule a complete assignment, streamed and not, and keep the best placement."""
         is_disaggregated = len({assignment.mesh for assignment in roles.values()}) > 1
         for streamed in (
             self._allowed_streaming if is_disaggregated else self._allowed_streaming[:1]
@@ -188,7 +211,10 @@ class ExhaustiveSearch:
 
 
 def _find_leaders(choices: ParallelismChoices) -> dict[str, str]:
-    """Map each trained or following role to the role that trains its model."""
+    """Map each role with changing weights to the role that trains its model.
+
+    Trained roles map to themselves, followers to the trained role; other roles are absent.
+    """
     flow = CallGraph.from_dataflow(choices.problem.dataflow)
     leader_by_role = {
         call.role: call.role if call.kind is CallKind.TRAIN else flow.find_leader(call)
@@ -199,6 +225,7 @@ def _find_leaders(choices: ParallelismChoices) -> dict[str, str]:
 
 
 def _add_seconds(seconds: list[float], mesh: Mesh, seconds_more: float) -> list[float]:
+    """Return the seconds per device with `seconds_more` added on each device of a mesh."""
     total = list(seconds)
     for device in mesh.devices:
         total[device] += seconds_more

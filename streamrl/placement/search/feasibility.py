@@ -1,4 +1,4 @@
-"""Feasibility by memory alone: try a few plain ways to divide roles among devices."""
+"""Feasibility of a problem by memory alone: try a few plain ways to divide roles among devices."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,11 +7,14 @@ from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
 from streamrl.placement.search.partitions import group_roles_by_model, iter_allocations
 
 MAX_NODES_FOR_THREE_SETS = 8
-"""Clusters of at most so many nodes are also divided in three."""
+"""On clusters of at most this many nodes, roles are also divided into three sets."""
 
 
 def can_fit(choices: ParallelismChoices) -> bool:
-    """Return whether a plain placement fits; False does not exclude that another one fits."""
+    """Return whether a plain placement fits into memory.
+
+    False does not exclude that a more elaborate placement fits.
+    """
     cluster = choices.problem.cluster
     all_devices = Mesh(0, cluster.num_devices)
     if choices.fit_on_meshes(dict.fromkeys(choices.roles, all_devices)) is not None:
@@ -29,7 +32,11 @@ def can_fit(choices: ParallelismChoices) -> bool:
 
 
 def _iter_divisions(choices: ParallelismChoices) -> Iterator[Sequence[Sequence[str]]]:
-    """Yield divisions into two sets: a model or the trained roles, and the rest; and into three."""
+    """Yield divisions of the roles into sets with devices of their own.
+
+    Two sets: the roles of a model, all trained roles, or the generator; and the rest. Three sets:
+    generator, trained roles, and scorers.
+    """
     roles, generator, trained = choices.roles, choices.generator_role, choices.trained_roles
     separated = [
         *group_roles_by_model(choices.problem),

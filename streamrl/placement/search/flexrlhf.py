@@ -1,9 +1,9 @@
 """FlexRLHF's guideline (arXiv:2312.11819) as a placement to compare with.
 
-- Up to two nodes are shared by all roles; reference and reward get half of the devices each if one
-  of them fits into a node.
-- More nodes are divided: generation gets 30 to 50 % of the devices, so that both parts take the
-  same time; trained models get the other part.
+- A cluster of up to two nodes is shared by all roles; reference and reward get half of the devices
+  each if one of the two fits into a node.
+- A larger cluster is divided: generation gets 30 to 50 % of the devices, trained models the rest,
+  so that generation and training take the same time.
 - Generators are replicated instead of spread over nodes.
 - Trained models are sharded by ZeRO-3.
 """
@@ -21,7 +21,7 @@ GENERATION_FRACTIONS = (0.3, 0.5)
 
 
 def apply_guideline(choices: ParallelismChoices) -> RoleAssignments | None:
-    """Return the guideline's placement; None if its rules find none that fits."""
+    """Return devices and parallelism by role as the guideline chooses them; None if none fit."""
     cluster = choices.problem.cluster
     strategies = [_place_interleaved, _place_colocated]
     if cluster.num_nodes > MAX_SHARED_NODES:
@@ -34,7 +34,10 @@ def apply_guideline(choices: ParallelismChoices) -> RoleAssignments | None:
 
 
 def _choose_by_rule(choices: ParallelismChoices, role: str, mesh: Mesh) -> CallAssignment | None:
-    """Choose ZeRO-3 for a trained role, and the fewest tensor-parallel ranks for others."""
+    """Return a role's parallelism on a mesh by the guideline's rules; None if none fits.
+
+    The rules are ZeRO-3 for a trained role, and the fewest tensor-parallel ranks for other roles.
+    """
     options = [option for option in choices.list_options(role, mesh) if option.grid.pp_size == 1]
     if role in choices.trained_roles:
         options = [e for e in options if e.zero_stage == max(x.zero_stage for x in options)]
@@ -42,7 +45,10 @@ def _choose_by_rule(choices: ParallelismChoices, role: str, mesh: Mesh) -> CallA
 
 
 def _place_roles(choices: ParallelismChoices, meshes: dict[str, Mesh]) -> RoleAssignments | None:
-    """Assign each role its mesh; generators get more ranks if memory requires it."""
+    """Choose the parallelism of each role on its mesh by rule; None if they do not fit.
+
+    Generators get more tensor-parallel ranks than the rules say if memory requires it.
+    """
     assignments: dict[str, CallAssignment] = {}
     for role, mesh in meshes.items():
         option = _choose_by_rule(choices, role, mesh)
@@ -66,7 +72,10 @@ def _place_colocated(choices: ParallelismChoices) -> RoleAssignments | None:
 
 
 def _place_interleaved(choices: ParallelismChoices) -> RoleAssignments | None:
-    """Place reference and reward on halves, if both exist and one of them fits into a node."""
+    """Place reference and reward on half of the devices each, and all other roles on all devices.
+
+    Return None unless both exist and one of the two fits into a node.
+    """
     cluster = choices.problem.cluster
     scorers = [role for role in ("reference", "reward") if role in choices.roles]
     halves = _split_halves(choices)
@@ -82,6 +91,7 @@ def _place_interleaved(choices: ParallelismChoices) -> RoleAssignments | None:
 
 
 def _split_halves(choices: ParallelismChoices) -> Sequence[Mesh]:
+    """Return the two halves of the cluster as meshes; empty if a node would be split."""
     cluster = choices.problem.cluster
     half = cluster.num_devices // 2
     edges = list_node_edges(cluster)
@@ -90,9 +100,10 @@ def _split_halves(choices: ParallelismChoices) -> Sequence[Mesh]:
 
 
 def _place_disaggregated(choices: ParallelismChoices) -> RoleAssignments | None:
-    """Choose the generation part whose time is closest to the training part's.
+    """Place generator, scorers and trained roles on three separate parts of the cluster.
 
-    Scorers have their own devices in between, as many as they need.
+    The sizes minimize the load of the busiest part, so that generation and training take about the
+    same time.
     """
     cluster = choices.problem.cluster
     edges = list_node_edges(cluster)
@@ -120,6 +131,10 @@ def _place_disaggregated(choices: ParallelismChoices) -> RoleAssignments | None:
 def _make_three_parts(
     choices: ParallelismChoices, scorers: Sequence[str], edges: tuple[int, int, int]
 ) -> dict[str, Mesh]:
+    """Return the mesh of each role, in the order generator, scorers, trained roles.
+
+    edges: first devices of scorers and of trained roles, and the number of devices.
+    """
     at, end, size = edges
     return (
         {choices.generator_role: Mesh(0, at)}
@@ -129,7 +144,7 @@ def _make_three_parts(
 
 
 def _max_busy_s(choices: ParallelismChoices, roles: RoleAssignments) -> float:
-    """Return the load of the busiest mesh."""
+    """Return the seconds of work per step of the busiest mesh."""
     busy_by_mesh: dict[Mesh, float] = {}
     for role, assignment in roles.items():
         busy_by_mesh[assignment.mesh] = busy_by_mesh.get(

@@ -21,14 +21,14 @@ from streamrl.placement.steady_state.estimator import compute_d_cost
 
 RoleSet = tuple[str, ...]
 BOUND_SLACK = 0.95
-"""Margin of bounds: calls alone and calls in a schedule are timed by different formulas."""
+"""Factor on lower bounds: the formulas for calls alone and calls in a schedule differ."""
 FIRST_ALLOCATIONS = 64
-"""Size of the first batch of allocations."""
+"""Number of allocations in the first batch of a search by increasing lower bound."""
 
 
 @dataclass(frozen=True)
 class MeshAllocation:
-    """Sets of roles, the mesh of each, and a lower bound of the step time."""
+    """Sets of roles, the mesh of each set, and a lower bound of the step time in seconds."""
 
     role_sets: tuple[RoleSet, ...]
     meshes: tuple[Mesh, ...]
@@ -36,8 +36,9 @@ class MeshAllocation:
 
 
 class MappingSearch:
-    """Algorithm 1 over units: roles that stay together, such as a trained model and its followers.
+    """Search over sets of roles and the devices of each set: HybridFlow's Algorithm 1.
 
+    units: roles that stay together, such as a trained model and its followers.
     everywhere: place the generator on all devices instead of in a set, as ReaL does.
     """
 
@@ -53,13 +54,16 @@ class MappingSearch:
         self._role_sets = [unit for unit in remaining_units if unit]
 
     def iter_allocations(self, ahead: int) -> Iterator[MeshAllocation]:
-        """Yield all allocations except those where a role does not fit alone on its mesh."""
+        """Yield all allocations of meshes to sets of roles in which each role fits alone.
+
+        ahead: steps that generation runs ahead.
+        """
         return self._iter_below(ahead, lambda: math.inf)
 
     def find_lowest(self, ahead: int, count: int) -> list[MeshAllocation]:
-        """Return the `count` allocations with the lowest bounds, in order.
+        """Return the `count` allocations with the lowest bounds of the step time, lowest first.
 
-        Branches above the current limit are not enumerated.
+        Branches above the highest of the `count` lowest bounds so far are not enumerated.
         """
         heap: list[tuple[float, int, MeshAllocation]] = []
         allocations = self._iter_below(
@@ -77,7 +81,10 @@ class MappingSearch:
         ]
 
     def _iter_below(self, ahead: int, limit_s: Callable[[], float]) -> Iterator[MeshAllocation]:
-        """Yield allocations whose bound is below the current limit."""
+        """Yield allocations with a lower bound of the step time below the limit.
+
+        limit_s: returns the limit, which may fall while the search runs.
+        """
         lower_bounds, cluster = _LowerBounds(self._choices, ahead), self._choices.problem.cluster
         shared = 0.0
         if self._generator_mesh is not None:
@@ -86,6 +93,7 @@ class MappingSearch:
             sets = tuple(tuple(itertools.chain(*units)) for units in parts)
 
             def is_below_limit(i: int, mesh: Mesh, sets: Sequence[RoleSet] = sets) -> bool:
+                """Return whether the bound of set number i on a mesh is below the limit."""
                 return shared + lower_bounds.find_bound(sets[i], mesh) < limit_s()
 
             for meshes in iter_allocations(cluster, len(sets), is_below_limit):
@@ -100,10 +108,11 @@ class MappingSearch:
     def find_best(
         self, ahead: int = 0, *, streamed: bool = True, limit: int | None = None
     ) -> tuple[Placement | None, int]:
-        """Return the placement with the shortest step, and how many allocations were scheduled.
+        """Return the placement with the shortest step, or None, and the number of allocations
+        tried.
 
-        Allocations whose bound is above the best step time are skipped. `limit` restricts the
-        search to that many allocations, those with the lowest bounds.
+        An allocation is scheduled only while its lower bound is below the best step time so far.
+        `limit` restricts the search to this many allocations, those with the lowest bounds.
         """
         best: tuple[float, Placement | None] = (math.inf, None)
         num_scheduled = 0
@@ -118,11 +127,11 @@ class MappingSearch:
         return best[1], num_scheduled
 
     def _iter_by_bound(self, ahead: int, limit: int | None) -> Iterator[MeshAllocation]:
-        """Yield allocations by increasing bound, at most `limit`."""
+        """Yield allocations by increasing lower bound of the step time, at most `limit`."""
         if limit is not None:
             yield from self.find_lowest(ahead, limit)
             return
-        # The search seldom consumes more than a few, so batches grow geometrically.
+        # The search seldom needs more than a few allocations, so batches grow geometrically.
         count, num_yielded = FIRST_ALLOCATIONS, 0
         while True:
             allocations = self.find_lowest(ahead, count)
@@ -132,7 +141,8 @@ class MappingSearch:
             count, num_yielded = 4 * count, count
 
     def find_best_by_stages(self) -> Placement | None:
-        """Return the placement with the least `compute_d_cost`, on policy."""
+        """Return the on-policy placement that minimizes HybridFlow's objective,
+        `compute_d_cost`."""
         problem, costs = self._choices.problem, self._choices.estimator.costs
         placements = (
             placement
@@ -149,7 +159,7 @@ class MappingSearch:
     def _iter_placements(
         self, allocation: MeshAllocation, ahead: int, *, streamed: bool
     ) -> Iterator[Placement]:
-        """Yield the fastest parallelism of an allocation with every grid of the generator.
+        """Yield a placement per parallelism of the generator, other roles at their fastest.
 
         The other roles decide how much memory is left for the KV cache, and the KV cache decides
         which grid of the generator is best.
@@ -171,7 +181,7 @@ class MappingSearch:
 
 
 class _LowerBounds:
-    """Cached lower bounds of the work of a set of roles on a mesh, per step."""
+    """Lower bounds, cached, of the seconds per step that a set of roles keeps a mesh busy."""
 
     def __init__(self, choices: ParallelismChoices, ahead: int) -> None:
         self._choices = choices
@@ -179,7 +189,8 @@ class _LowerBounds:
         self._bounds_s: dict[RoleSet, dict[Mesh, float]] = {}
 
     def find_bound(self, roles: RoleSet, mesh: Mesh) -> float:
-        """Return the bound; inf if a role does not fit alone."""
+        """Return the seconds of a set's work on a mesh, at least; inf if a role does not fit
+        alone."""
         bounds = self._bounds_s.setdefault(roles, {})
         if mesh not in bounds:
             canonical = self._choices.canonical_mesh(mesh)
@@ -198,4 +209,5 @@ class _LowerBounds:
 def _compute_d_cost(
     problem: PlacementProblem, placement: Placement, costs: PlacementCosts
 ) -> float:
+    """Return HybridFlow's step time: the sum over its stages of the slowest set, in seconds."""
     return compute_d_cost(problem, placement, costs)

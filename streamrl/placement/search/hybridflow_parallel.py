@@ -21,16 +21,16 @@ from streamrl.placement.steady_state.estimator import PlacementEstimator, find_f
 from streamrl.resharding import RankGrid
 
 MAX_FIXES = 64
-"""Attempts to fit models that share devices."""
+"""Maximum changes of parallelism to make models that share devices fit into memory."""
 EP_SIZES = (8, 16, 32, 64)
-"""Sizes of expert-parallel groups."""
+"""Sizes of expert-parallel groups that the search tries."""
 
 RoleAssignments = Mapping[str, CallAssignment]
 """Devices and parallelism by role; all calls of a role share them."""
 
 
 def list_grids(mesh: Mesh, cluster: Cluster, shape: ModelShape) -> list[RankGrid]:
-    """Return every pipeline-tensor-data grid of a model on a mesh."""
+    """Return every pipeline-tensor-data grid that a model allows on a mesh."""
     max_tp_size = min(MAX_TP_SIZE, mesh.count_devices_per_node(cluster))
     stages = max(1, mesh.size // mesh.count_devices_per_node(cluster))
     return [
@@ -43,14 +43,17 @@ def list_grids(mesh: Mesh, cluster: Cluster, shape: ModelShape) -> list[RankGrid
 
 
 def list_ep_sizes(shape: ModelShape, grid: RankGrid) -> list[int]:
-    """Return the possible expert-parallel sizes: 1 (none), or a node's worth and more."""
+    """Return the possible expert-parallel sizes of a model: 1 (none), and sizes from EP_SIZES."""
     ranks = grid.tp_size * grid.dp_size
     sizes = (size for size in EP_SIZES if size <= shape.experts)
     return [1, *(size for size in sizes if ranks % size == 0 and shape.experts % size == 0)]
 
 
 class ParallelismChoices:
-    """Options of every role on every mesh, fastest first; caches results."""
+    """Parallelism options of every role on every mesh, fastest first; caches results.
+
+    rules: ZeRO stages that a call may use on a grid.
+    """
 
     def __init__(self, estimator: PlacementEstimator, *, rules: SplitRules) -> None:
         self.problem: PlacementProblem = estimator.problem
@@ -81,13 +84,13 @@ class ParallelismChoices:
 
     @cached_property
     def straggler_factor(self) -> float:
-        """Expected longest rollout of a step over the mean."""
+        """Expected longest rollout of a step over the mean rollout."""
         workload = self.problem.workload
         longest = workload.lengths.expected_longest(workload.num_rollouts)
         return max(1.0, longest / workload.lengths.mean)
 
     def alone_duration_s(self, role: str, assignment: CallAssignment) -> float:
-        """Return a step's work of a role, alone on its devices; inf if infeasible."""
+        """Return seconds of a role's work per step, alone on its devices; inf if infeasible."""
         canonical = self.canonical_mesh(assignment.mesh)
         if canonical != assignment.mesh:
             assignment = replace(assignment, mesh=canonical)
@@ -100,12 +103,12 @@ class ParallelismChoices:
         return self._alone_durations[key]
 
     def _list_timed_stages(self, role: str) -> list[str]:
-        """Return the timed calls of a role; all generating calls run as one."""
+        """Return the stages of a role whose times add up; all generating calls run as the first."""
         stages = self.stages_by_role[role]
         return stages[:1] if role == self.generator_role else stages
 
     def min_busy_s(self, role: str, assignment: CallAssignment, ahead: int) -> float:
-        """Return a lower bound of the role's busy time per step.
+        """Return a lower bound of the seconds per step in which a role keeps its devices busy.
 
         With generation ahead, no step waits for its longest rollout, and rollouts of `ahead + 1`
         steps share each decode step.
@@ -116,19 +119,23 @@ class ParallelismChoices:
         return seconds
 
     def likely_busy_s(self, role: str, assignment: CallAssignment, ahead: int) -> float:
-        """Estimate the busy time where memory limits the concurrent rollouts."""
+        """Estimate the seconds per step in which a role keeps its devices busy.
+
+        Unlike `min_busy_s`, the estimate assumes that memory limits the concurrent rollouts, so
+        that steps ahead do not share decode steps.
+        """
         seconds = self.min_busy_s(role, assignment, ahead)
         return seconds * (ahead + 1) if role == self.generator_role else seconds
 
     def list_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
-        """Return the options that fit alone, fastest first."""
+        """Return the parallelisms of a role that fit alone on a mesh, fastest first."""
         key = (role, mesh)
         if key not in self._options:
             self._options[key] = self._sort_options(role, mesh)
         return self._options[key]
 
     def find_smallest(self, role: str, mesh: Mesh) -> CallAssignment:
-        """Return the option with the least memory, whether or not it fits."""
+        """Return a role's parallelism on a mesh with the least memory, whether or not it fits."""
         return min(
             self._list_all_options(role, mesh),
             key=lambda option: self._find_role_bytes(role, option),
@@ -140,6 +147,8 @@ class ParallelismChoices:
         return [options[i] for seconds, i in sorted(timed) if math.isfinite(seconds)]
 
     def _list_all_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
+        """Return every parallelism of a role on a mesh that the rules allow, whether or not it
+        fits."""
         shape = self.problem.find_model(self.stages_by_role[role][0])
         assert shape is not None
         call = self.problem.dataflow.calls_by_role[role][0]
@@ -153,6 +162,7 @@ class ParallelismChoices:
     def make_placement(
         self, roles: RoleAssignments, ahead: int = 0, *, streamed: bool = True
     ) -> Placement:
+        """Build a placement from an assignment per role, with generation `ahead` steps ahead."""
         calls = {
             stage: assignment
             for role, assignment in roles.items()
@@ -161,14 +171,19 @@ class ParallelismChoices:
         return Placement(calls, ahead, streamed)
 
     def can_fit(self, roles: RoleAssignments) -> bool:
+        """Return whether these roles fit together, by memory and rules."""
         return not self.estimator.costs.explain_infeasible(self.make_placement(roles))
 
     def canonical_mesh(self, mesh: Mesh) -> Mesh:
-        """Return the first mesh of the same size; on a uniform cluster both are equivalent."""
+        """Return the mesh of the same size that starts at device 0, if the cluster is uniform.
+
+        Both meshes are then equivalent, so results are cached for the first only.
+        """
         return Mesh(0, mesh.size) if self._is_uniform and mesh.first else mesh
 
     def fit_on_mesh(self, roles: Sequence[str], mesh: Mesh) -> RoleAssignments | None:
-        """Return the fastest options that fit together on one mesh; None if none are found."""
+        """Return the fastest parallelisms of roles that fit together on a mesh; None if not
+        found."""
         canonical = self.canonical_mesh(mesh)
         key = (tuple(roles), canonical)
         if key not in self._mesh_options:
@@ -179,11 +194,11 @@ class ParallelismChoices:
         return {role: replace(option, mesh=mesh) for role, option in options.items()}
 
     def fit_on_meshes(self, meshes: Mapping[str, Mesh]) -> RoleAssignments | None:
-        """Return the fastest options that fit together; None if none are found.
+        """Return fast parallelisms of roles on their meshes that fit together; None if not found.
 
-        Each role starts with its fastest option. While memory is short, the fullest device gets
-        relief: of the roles on it, one changes to the option that frees the most memory per second
-        of slowdown.
+        Each role starts with its fastest option. While memory is short, a role on the fullest
+        device changes to another option: the change that frees the most memory per second of
+        slowdown.
         """
         choice_by_role = dict.fromkeys(meshes, 0)
         options = {role: self.list_options(role, mesh) for role, mesh in meshes.items()}
@@ -201,7 +216,7 @@ class ParallelismChoices:
         return None
 
     def _find_crowded(self, roles: RoleAssignments) -> RoleAssignments:
-        """Return the roles on the device with the least free memory."""
+        """Return the roles on the device with the least free memory, with their parallelism."""
         placement, cluster = self.make_placement(roles), self.problem.cluster
         device, _, _ = find_fullest_device(
             self.estimator.costs.predict_memory(placement), placement, cluster
@@ -215,7 +230,10 @@ class ParallelismChoices:
     def _find_relief(
         self, roles: RoleAssignments, options: Mapping[str, list[CallAssignment]]
     ) -> tuple[str, int] | None:
-        """Return the change that frees the most bytes per second of slowdown."""
+        """Return the role and number of the option that free the most bytes per second of slowdown.
+
+        Return None if no other option of these roles takes less memory.
+        """
         best: tuple[float, str, int] | None = None
         for role, assignment in roles.items():
             num_bytes = self._find_role_bytes(role, assignment)
@@ -237,6 +255,7 @@ class ParallelismChoices:
         return self._role_bytes[key]
 
     def _compute_role_bytes(self, role: str, assignment: CallAssignment) -> float:
+        """Return the peak bytes per device of a role's calls, which compute in turn."""
         memory = self.estimator.costs.predict_memory(self.make_placement({role: assignment}))
         return sum(call_memory.resident_bytes for call_memory in memory.values()) + max(
             call_memory.active_bytes for call_memory in memory.values()
@@ -244,6 +263,6 @@ class ParallelismChoices:
 
 
 def auto_parallel(choices: ParallelismChoices, role: str, mesh: Mesh) -> CallAssignment | None:
-    """Return the fastest option of a role; None if its model does not fit."""
+    """Return the fastest parallelism of a role on a mesh; None if the role's model does not fit."""
     options = choices.list_options(role, mesh)
     return options[0] if options else None

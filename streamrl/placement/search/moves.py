@@ -1,4 +1,4 @@
-"""Rearrangements of roles over the meshes of a placement and the mesh of all devices.
+"""Rearrangements of roles: new assignments of all roles to the meshes in use and to all devices.
 
 If memory is short, a single role cannot move unless others are split further. Each rearrangement is
 therefore fitted anew as a whole.
@@ -13,15 +13,18 @@ from streamrl.placement.meshes import Mesh
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, RoleAssignments
 
 MAX_MESHES = 4
-"""Meshes that roles are distributed over."""
+"""Maximum number of meshes among which roles are redistributed."""
 MAX_REARRANGEMENTS = 192
-"""Rearrangements that are fitted: those with the least load of the busiest device."""
+"""Rearrangements that are fitted: those with the least work of the busiest device."""
 
 
 def iter_rearrangements(
     choices: ParallelismChoices, roles: RoleAssignments, ahead: int, limit_s: float
 ) -> Iterator[RoleAssignments]:
-    """Yield fitted rearrangements whose lower bound is below the limit."""
+    """Yield other assignments of roles to meshes that fit and have a lower bound below `limit_s`.
+
+    ahead: steps that generation runs ahead.
+    """
     names, current = list(roles), tuple(role_mesh.mesh for role_mesh in roles.values())
     candidates = _list_meshes(choices, current)
     busy_s = {
@@ -48,18 +51,21 @@ def iter_rearrangements(
 
 
 def _list_meshes(choices: ParallelismChoices, used: tuple[Mesh, ...]) -> list[Mesh]:
-    """Return the mesh of all devices, and the meshes with the most roles."""
+    """Return the mesh of all devices, and those meshes of `used` that hold the most roles."""
     all_devices = Mesh(0, choices.problem.cluster.num_devices)
     by_usage = sorted(set(used) - {all_devices}, key=lambda mesh: (-used.count(mesh), mesh))
     return [all_devices, *by_usage[: MAX_MESHES - 1]]
 
 
 def _min_busy_s(choices: ParallelismChoices, role: str, mesh: Mesh, ahead: int) -> float:
+    """Return a lower bound of the seconds of a role's work on a mesh; inf if the role does not
+    fit."""
     options = choices.list_options(role, mesh)
     return choices.min_busy_s(role, options[0], ahead) if options else math.inf
 
 
 def _max_busy_s(meshes: tuple[Mesh, ...], seconds: list[float]) -> float:
+    """Return the busiest device's work, where role i works `seconds[i]` on `meshes[i]`."""
     return max(
         sum(s for mesh, s in zip(meshes, seconds, strict=True) if first in mesh.devices)
         for first in {mesh.first for mesh in meshes}

@@ -7,12 +7,12 @@ from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementEstimate
 
 SIGNIFICANT_FRACTION = 0.02
-"""Smallest difference that is mentioned, as a fraction of the winner's step."""
+"""Smallest difference between placements worth mentioning, as a fraction of the best step time."""
 
 
 @dataclass(frozen=True)
 class PlacementCandidate:
-    """Best placement of its kind.
+    """Best placement of a kind, such as colocated, next to the winner of the search.
 
     slower_s: step time beyond the winner's.
     reason: cause of the loss, or why the placement is infeasible; empty for the winner.
@@ -26,13 +26,13 @@ class PlacementCandidate:
 
     @property
     def step_s(self) -> float:
-        """Step time; inf if infeasible."""
+        """Step time of the placement in seconds; inf if infeasible."""
         return self.estimate.step_s
 
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """Best placement within a staleness bound, and close runners-up."""
+    """Best placement within a staleness bound, and runners-up that are almost as fast."""
 
     max_staleness: int
     candidate: PlacementCandidate
@@ -41,7 +41,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True)
 class ExcludedBound:
-    """Staleness bound that is not on the front, and why."""
+    """Staleness bound that is not on the Pareto front, and why."""
 
     max_staleness: int
     why: str
@@ -49,11 +49,11 @@ class ExcludedBound:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Result of a search.
+    """Result of the planner's search.
 
-    best: shortest step; None if no placement fits.
-    candidates: best of every kind, shortest step first; if none fits, they say why.
-    front: staleness bounds that beat all lower bounds.
+    best: placement with the shortest step; None if no placement fits.
+    candidates: best placement of every kind, shortest step first; if none fits, they say why.
+    front: best placement of each staleness bound that allows a shorter step than all lower bounds.
     excluded_bounds: all other bounds.
     run_bound: for the bound of `plan_placement(run_bound=...)`, the best placement that generates
       exactly so many steps ahead, or why none exists.
@@ -69,7 +69,7 @@ class PlanResult:
 def find_dominated(
     points: Iterable[ParetoPoint], front: Sequence[ParetoPoint]
 ) -> Iterator[ExcludedBound]:
-    """Yield the points outside the front, with the bound that each fails to beat."""
+    """Yield the staleness bounds with no shorter step than a lower bound on the front."""
     front_bounds = {point.max_staleness for point in front}
     for point in points:
         if point.max_staleness not in front_bounds:
@@ -79,7 +79,7 @@ def find_dominated(
 
 
 def find_pareto_front(points: Iterable[ParetoPoint]) -> list[ParetoPoint]:
-    """Return the points with more throughput than every lower bound, ordered by bound."""
+    """Return the points faster than every point of a lower staleness bound, ordered by bound."""
     front_points: list[ParetoPoint] = []
     for point in sorted(points, key=lambda point: point.max_staleness):
         if not point.candidate.estimate.infeasible_reason and (
@@ -90,7 +90,7 @@ def find_pareto_front(points: Iterable[ParetoPoint]) -> list[ParetoPoint]:
 
 
 def compare_to_winner(winner: PlacementCandidate, other: PlacementCandidate) -> PlacementCandidate:
-    """Return the other candidate with the reason for its loss."""
+    """Return the other candidate with its slowdown and the reason why it loses to the winner."""
     if other.estimate.infeasible_reason:
         slower, why = other.step_s, other.estimate.infeasible_reason
     else:
@@ -100,7 +100,10 @@ def compare_to_winner(winner: PlacementCandidate, other: PlacementCandidate) -> 
 
 
 def _explain_loss(best: PlacementCandidate, candidate: PlacementCandidate) -> str:
-    """Name the call with the largest extra time, else shared devices, else idle devices."""
+    """Explain why a candidate is slower than the best.
+
+    The reason is the stage with the largest extra time, else shared devices, else idle devices.
+    """
     winner, other = best.estimate, candidate.estimate
     extra_s = {
         stage: stage_busy_s(other, stage) - stage_busy_s(winner, stage)
@@ -130,7 +133,7 @@ def _explain_loss(best: PlacementCandidate, candidate: PlacementCandidate) -> st
 
 
 def max_shared_s(candidate: PlacementCandidate) -> float:
-    """Return the largest total time of calls that share devices, per step."""
+    """Return the largest sum, in seconds per step, over stages that share devices."""
     estimate, placement = candidate.estimate, candidate.placement
     stages = [stage for stage in placement.assignments if stage in estimate.idle]
     return max(
@@ -140,5 +143,5 @@ def max_shared_s(candidate: PlacementCandidate) -> float:
 
 
 def stage_busy_s(estimate: PlacementEstimate, stage: str) -> float:
-    """Return the seconds per step in which a call has its devices."""
+    """Return the seconds per training step in which a stage computes."""
     return (1 - estimate.idle[stage]) * estimate.step_s

@@ -1,4 +1,4 @@
-"""Partitions of roles into sets that share devices, and of devices among sets."""
+"""Partitions of roles into sets that share devices, and divisions of the devices among the sets."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def group_roles_by_model(problem: PlacementProblem) -> list[tuple[str, ...]]:
-    """Group the placed roles by model: a trained role together with its followers."""
+    """Group the roles with devices by model: a trained role together with its followers."""
     roles = list_placed_roles(problem)
     leaders = {role: _find_leader(problem.dataflow, role) for role in roles}
     return [
@@ -24,7 +24,7 @@ def group_roles_by_model(problem: PlacementProblem) -> list[tuple[str, ...]]:
 
 
 def list_placed_roles(problem: PlacementProblem) -> list[str]:
-    """Return the roles with devices, in flow order."""
+    """Return the roles that need devices, in the order of the dataflow."""
     placed = set(problem.placed_stages)
     return [
         role
@@ -34,12 +34,13 @@ def list_placed_roles(problem: PlacementProblem) -> list[str]:
 
 
 def _find_leader(dataflow: Dataflow, role: str) -> str:
+    """Return the trained role whose model a role follows, or the role itself."""
     follows = {call.followed_role for call in dataflow.calls_by_role[role]} - {"", EMA_REFERENCE}
     return min(follows, default=role)
 
 
 def iter_set_partitions(items: Sequence[T]) -> Iterator[list[list[T]]]:
-    """Yield every set partition; sets are ordered by their first item.
+    """Yield every way to split items into nonempty sets; sets are ordered by their first item.
 
     Example: [1, 2, 3] gives 5 partitions, from [[1, 2, 3]] to [[1], [2], [3]] (Bell numbers).
     """
@@ -62,7 +63,10 @@ def iter_compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def count_allocations(items: int, units: int) -> int:
-    """Return the number of allocations of `units` to the sets of all partitions of `items`."""
+    """Count the ways to split `items` roles into sets and divide `units` nodes among the sets.
+
+    Each set gets at least a unit, which is a device on a cluster of a single node.
+    """
     return sum(comb(units - 1, len(parts) - 1) for parts in iter_set_partitions(range(items)))
 
 
@@ -73,10 +77,10 @@ def accept_any_mesh(number: int, mesh: Mesh) -> bool:
 def iter_allocations(
     cluster: Cluster, sets: int, accepts: Callable[[int, Mesh], bool] = accept_any_mesh
 ) -> Iterator[tuple[Mesh, ...]]:
-    """Yield allocations of the whole cluster to disjoint meshes, one per set.
+    """Yield every way to divide the whole cluster into disjoint meshes, one per set of roles.
 
-    Several nodes are allocated as consecutive whole nodes; a single node in parts that a mesh may
-    have. `accepts` filters meshes by the number of the set.
+    Of several nodes, each set gets consecutive whole nodes; of a single node, a part that a mesh
+    may have. `accepts(i, mesh)` says whether set number i may have the mesh.
     """
     if cluster.num_nodes > 1:
         yield from _iter_runs(list_node_edges(cluster), sets, accepts, ())
@@ -98,7 +102,10 @@ def _iter_runs(
     accepts: Callable[[int, Mesh], bool],
     before: tuple[Mesh, ...],
 ) -> Iterator[tuple[Mesh, ...]]:
-    """Yield runs of nodes between `edges` for `sets` further sets, after the meshes `before`."""
+    """Yield the meshes `before`, followed by runs of whole nodes for `sets` further sets.
+
+    edges: first devices of the nodes that are left, and the end of the last node.
+    """
     first, number = edges[0], len(before)
     if sets == 1:
         rest = Mesh(first, edges[-1] - first)
@@ -112,9 +119,10 @@ def _iter_runs(
 
 
 def _pack_meshes(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
-    """Place large meshes first, each at the first free multiple of its size.
+    """Return disjoint meshes of these sizes in a node, large meshes at the first free place first.
 
-    Return None if a mesh has no room. Sizes that divide each other always fit.
+    A mesh starts at a multiple of its size. Return None if a mesh has no room. Sizes that divide
+    each other always fit.
     """
     mesh_by_set: dict[int, Mesh] = {}
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -132,7 +140,7 @@ def _pack_meshes(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
 
 
 def list_node_edges(cluster: Cluster) -> list[int]:
-    """Return the first device of every node, and the end of the last node."""
+    """Return the number of the first device of every node, and the number of devices."""
     edges = [0]
     for group in cluster.node_groups:
         edges += [edges[-1] + group.devices_per_node * (i + 1) for i in range(group.num_nodes)]

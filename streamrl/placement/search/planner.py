@@ -1,4 +1,4 @@
-"""The planner: search starts, searches per staleness bound, and the result."""
+"""The planner: collects start placements, searches each staleness bound, and ranks the results."""
 
 import heapq
 import math
@@ -27,22 +27,22 @@ from streamrl.placement.search.sub_clusters import iter_sub_problems, shift_devi
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 
 WHOLE_STEPS_SUFFIX = ", by whole steps"
-"""Suffix of a kind whose calls wait for whole steps although they have other devices."""
+"""Suffix of a kind whose calls wait for whole steps although they have separate devices."""
 DEFAULT_PROPOSALS = 1500
 MAX_START_ALLOCATIONS = 24
-"""Allocations with separate roles that are scheduled as starts: those with the lowest bounds."""
+"""Maximum number of allocations with separate roles to schedule as starts, lowest bounds first."""
 MAX_CONFIRMATIONS = 5
-"""Best placements that exact costs may reject before the bound counts as infeasible."""
+"""A staleness bound counts as infeasible if exact costs reject this many of its best placements."""
 DEFAULT_RUNNERS_UP = 2
-"""Runners-up per bound, if requested."""
+"""Runners-up per staleness bound, for callers that request runners-up."""
 RUNNER_UP_TOLERANCE = 0.05
-"""Runners-up may be slower than the best by this fraction."""
+"""Runners-up may be slower than the best placement by this fraction."""
 MAX_RUNNER_UP_CANDIDATES = 24
-"""Placements inspected for runners-up; some are equal except for device numbers."""
+"""Maximum number of placements to inspect for runners-up; some differ only in device numbers."""
 MAX_AHEAD_ALLOCATIONS = 12
-"""As MAX_START_ALLOCATIONS, with generation ahead."""
+"""Same limit as MAX_START_ALLOCATIONS where generation runs ahead."""
 NUM_SEARCHES = 3
-"""Searches per bound, each from the best placement of another kind."""
+"""Annealing searches per staleness bound, each from the best placement of another kind."""
 
 
 def plan_placement(  # noqa: PLR0913
@@ -59,15 +59,15 @@ def plan_placement(  # noqa: PLR0913
 ) -> PlanResult:
     """Return the best placement for each staleness bound, the alternatives, and why they lost.
 
-    costs_of: cost model of a problem; also called for parts of the cluster, which may be faster
-      alone.
+    costs_of: returns the cost model of a problem; also called for parts of the cluster, which may
+      be faster alone.
     rules: allowed ZeRO stages per call and grid.
     streamed: whether calls on separate devices may process a step as it arrives, or wait for the
       whole step.
-    proposals: proposals of the random search per bound.
+    proposals: proposals of the random search per staleness bound.
     runners_up: extra placements per bound, for a caller with a better judge such as the simulator.
-    run_bound: bound of the run; the result also holds the best placement that generates exactly so
-      many steps ahead.
+    run_bound: staleness bound of the run; the result also holds the best placement that generates
+      exactly so many steps ahead.
 
     Equal seeds give equal plans.
     """
@@ -96,7 +96,10 @@ def plan_placement(  # noqa: PLR0913
 
 
 class PlacementPlanner:
-    """Planner of a problem; caches results."""
+    """Planner of a single placement problem; caches results.
+
+    runners_up: number of extra placements per staleness bound.
+    """
 
     def __init__(
         self,
@@ -131,9 +134,11 @@ class PlacementPlanner:
         known: Sequence[Placement] = (),
         run_bound: int | None = None,
     ) -> PlanResult:
-        """Find the best placement for each staleness bound, see `plan_placement`.
+        """Find the best placement within each staleness bound.
 
-        known: placements that are start points of the search, besides the usual ones.
+        proposals: proposals of the random search per bound.
+        known: placements at which the search also starts.
+        run_bound: bound for which generation runs exactly so many steps ahead.
         """
         self._known_placements = [] if not self._num_runners_up else list(known)
         states = [*self.list_starts(), *(self._to_state(placement) for placement in known)]
@@ -148,10 +153,10 @@ class PlacementPlanner:
         return self._build_result(bounds, run_bound)
 
     def list_starts(self) -> list[SearchState]:
-        """Return the starts on policy.
+        """Return the on-policy states at which the search starts.
 
-        They are Algorithm 1 with models together, with roles apart and with generation on all
-        devices; all roles on all devices; and FlexRLHF's guideline.
+        They are HybridFlow's Algorithm 1 three times (models stay together; roles are separate;
+        generation takes all devices), all roles on all devices, and FlexRLHF's guideline.
         """
         placements = [
             self.model_mapping.find_best()[0],
@@ -163,6 +168,7 @@ class PlacementPlanner:
         return states + [SearchState(dict(roles)) for roles in assignments if roles is not None]
 
     def _place_colocated(self) -> RoleAssignments | None:
+        """Place all roles on all devices; None if they do not fit."""
         all_devices = Mesh(0, self._problem.cluster.num_devices)
         return self.choices.fit_on_mesh(self.choices.roles, all_devices)
 
@@ -180,7 +186,12 @@ class PlacementPlanner:
         proposals: int,
         aheads: Sequence[int] | None = None,
     ) -> SearchState | None:
-        """Return the best state with generation at most `bound` steps ahead, or one of `aheads`."""
+        """Return the best state with generation at most `bound` steps ahead; None if none fits.
+
+        known: states to start from.
+        proposals: number of annealing proposals.
+        aheads: allowed steps ahead; by default 0, `bound` and those of `known`.
+        """
         if aheads is None:
             known_aheads = {0, bound} | {item.steps_ahead for item in known}
             aheads = sorted(
@@ -196,7 +207,8 @@ class PlacementPlanner:
             starts += [self._to_state(separate)] if separate is not None else []
         for start in starts:
             annealing.state_step_s(start)
-        # Search from several kinds: between kinds lie many changes for the worse.
+        # Start from several kinds: annealing rarely gets from kind to kind, because most placements
+        # on the way are slower.
         placements = sorted(self._list_best_of_kinds(aheads), key=self.estimator.step_s)
         kinds = [item for item in placements if item.is_streamed] or placements
         ranked = [self._to_state(placement) for placement in kinds[:NUM_SEARCHES]]
@@ -216,9 +228,10 @@ class PlacementPlanner:
             state.assignments, state.steps_ahead, streamed=state.is_streamed
         )
 
-    # Result.
+    # Build the result from all evaluated placements.
 
     def _build_result(self, bounds: Sequence[int], run_bound: int | None) -> PlanResult:
+        """Confirm the best placement of each bound by exact costs, and explain why others lost."""
         outcomes = [self._confirm_best(bound) for bound in bounds]
         points = [outcome for outcome in outcomes if isinstance(outcome, ParetoPoint)]
         excluded = [outcome for outcome in outcomes if isinstance(outcome, ExcludedBound)]
@@ -227,7 +240,7 @@ class PlacementPlanner:
             key=lambda outcome: outcome.step_s,
             default=None,
         )
-        # Losers do not need exact transfer plans.
+        # Approximate costs suffice for the best of all other kinds, which lose.
         kinds = [
             self._make_candidate(self.estimator, outcome) for outcome in self._list_best_of_kinds()
         ]
@@ -247,9 +260,11 @@ class PlacementPlanner:
         return PlanResult(best, candidates, front, excluded, run_point)
 
     def _confirm_best(self, bound: int, *, min_ahead: int = 0) -> ParetoPoint | ExcludedBound:
-        """Return the best evaluated placement within the bound that exact costs confirm.
+        """Return the best evaluated placement of a staleness bound that exact costs confirm.
 
-        least: minimum steps ahead.
+        If they confirm none, return the bound with the reason.
+
+        min_ahead: minimum steps that generation runs ahead.
         """
         min_ahead = max(min_ahead, self._min_staleness)
         if bound < self._min_staleness:
@@ -285,7 +300,12 @@ class PlacementPlanner:
     def _iter_near_known(
         self, aheads: range, best: PlacementCandidate
     ) -> Iterator[PlacementCandidate]:
-        """Yield known placements close to the best, such as the best of a part of the cluster."""
+        """Yield start placements of the caller that are almost as fast as the best placement.
+
+        Such a placement may be the best of a part of the cluster.
+
+        aheads: allowed steps that generation runs ahead.
+        """
         for i, placement in enumerate(self._known_placements):
             is_duplicate = placement == best.placement or placement in self._known_placements[:i]
             if is_duplicate or placement.max_staleness not in aheads:
@@ -297,7 +317,10 @@ class PlacementPlanner:
     def _find_runners_up(
         self, best: PlacementCandidate, ranked: Sequence[tuple[float, int, Placement]]
     ) -> list[PlacementCandidate]:
-        """Return the next best placements that are close, one for each step time."""
+        """Return the placements after the best that are almost as fast, at most one per step time.
+
+        ranked: (step time, number, placement), shortest step first.
+        """
         runners_up: list[PlacementCandidate] = []
         last = best.step_s
         for seconds, _, placement in ranked:
@@ -320,7 +343,10 @@ class PlacementPlanner:
         )
 
     def _list_best_of_kinds(self, aheads: Sequence[int] | None = None) -> list[Placement]:
-        """Return the best evaluated placement of every kind with allowed steps ahead."""
+        """Return the best evaluated placement of every kind (see `_format_kind`).
+
+        aheads: allowed steps that generation runs ahead; all if None.
+        """
         best: dict[str, tuple[float, Placement]] = {}
         for placement, seconds in self.estimator.iter_estimated():
             ahead = placement.max_staleness
@@ -332,13 +358,17 @@ class PlacementPlanner:
         return [placement for _, placement in best.values()]
 
     def _format_kind(self, placement: Placement) -> str:
+        """Return the kind of a placement: mode, steps ahead, streaming, as in "split, 2 ahead"."""
         mode = placement.classify_mode(self._problem.dataflow)
         steps = f", {placement.max_staleness} ahead" if placement.max_staleness else ""
         waits_for_steps = not placement.is_streamed and mode is not PlacementMode.COLOCATED
         return f"{mode.value}{steps}{WHOLE_STEPS_SUFFIX if waits_for_steps else ''}"
 
     def _iter_misfits(self, feasible_kinds: Set[str]) -> Iterator[PlacementCandidate]:
-        """Yield a plain placement for each kind without a feasible one; its reason says why."""
+        """Yield a plain placement, with the reason, of each kind without a feasible placement.
+
+        feasible_kinds: kinds with a feasible placement.
+        """
         cluster = self._problem.cluster
         all_devices = Mesh(0, cluster.num_devices)
         colocated = dict.fromkeys(self.choices.roles, all_devices)

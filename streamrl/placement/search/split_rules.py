@@ -1,4 +1,4 @@
-"""Rules for the parallelism that a search may choose."""
+"""Rules for the parallelism and ZeRO stage that a placement search may choose."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,13 +9,13 @@ SplitRules = Callable[[ModelCall, RankGrid], Sequence[int]]
 """ZeRO stages allowed for a call on a grid, plainest first; empty if the grid is not allowed."""
 
 UNSHARDED_ZERO_STAGES = (1,)
-"""For a call without replicas to shard over, or without training."""
+"""ZeRO stages for a call that is not trained, or has no data-parallel ranks to shard over."""
 SHARDED_ZERO_STAGES = (1, 3)
-"""For replicated training: shard the optimizer state, or everything."""
+"""ZeRO stages for data-parallel training: shard the optimizer state (1), or all state (3)."""
 
 
 def allow_any_split(call: ModelCall, grid: RankGrid) -> Sequence[int]:
-    """Allow any grid."""
+    """Allow any grid; return the ZeRO stages for a call on a grid."""
     return (
         SHARDED_ZERO_STAGES
         if call.kind is CallKind.TRAIN and grid.dp_size > 1

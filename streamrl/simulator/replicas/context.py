@@ -1,4 +1,4 @@
-"""Context that all simulated processes share."""
+"""Objects that all simulated processes of a run share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from streamrl.simulator.replicas.weight_followers import SimulatedWeightRegistry
 
 @dataclass
 class SimulationContext:
-    """Shared parts of a simulation.
+    """Objects that all simulated processes of a run share.
 
     registries: weight registries by followed role; replaced when the trainers restart.
     """

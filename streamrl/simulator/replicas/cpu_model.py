@@ -1,5 +1,4 @@
-"""CPU time of simulated processes: equal to virtual time, or slower where processes share few
-cores."""
+"""CPU time of simulated processes, which is longer where processes share few cores."""
 
 import asyncio
 import heapq
@@ -14,7 +13,7 @@ _TIME_TOLERANCE_S, _TIME_TOLERANCE = 1e-9, 1e-15
 
 
 class CpuTimer:
-    """A callback due at a time of the CPU model's clock."""
+    """A callback that the CPU model calls at a given time of its work clock."""
 
     __slots__ = ("callback",)
 
@@ -26,11 +25,11 @@ class CpuTimer:
 
 
 class CpuModel:
-    """Cores that all processes share; 0 cores: each process has a core of its own.
+    """Cores that all simulated processes share; with 0 cores, each process has a core of its own.
 
-    All busy processes progress at the same speed, that of `process_speed`. The clock of the model,
-    `now`, counts work: it advances at this speed, and a change of the number of busy processes
-    rescales the remaining waits.
+    All busy processes progress at the same speed, that of `process_speed`. The model's clock,
+    `now`, counts seconds of work: it advances at this speed, and a change of the number of busy
+    processes rescales the remaining waits.
 
     Example: with 1 core and 2 busy processes, `run_work(3)` takes 6 virtual seconds.
     """
@@ -47,15 +46,15 @@ class CpuModel:
 
     @property
     def now(self) -> float:
-        """Seconds of work that a continuously busy process has done."""
+        """Seconds of work that a process busy since the start of the simulation has done."""
         return self._work_s + (self._clock.time() - self._speed_since) * self._speed
 
     def has_passed(self, when: float) -> bool:
-        """Return whether `now` has reached this time, within rounding error."""
+        """Return whether the work clock `now` has reached `when`, within rounding error."""
         return when <= self.now * (1 + _TIME_TOLERANCE) + _TIME_TOLERANCE_S
 
     def call_at(self, when: float, callback: Callable[[], object]) -> CpuTimer:
-        """Call back when `now` reaches `when`."""
+        """Call back when the work clock `now` reaches `when`."""
         timer = CpuTimer(callback)
         heapq.heappush(self._timers, (when, next(self._timer_ids), timer))
         if self._timers[0][2] is timer:
@@ -63,14 +62,14 @@ class CpuModel:
         return timer
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
-        """Call back after this many seconds of work."""
+        """Call back after this many seconds of the work clock `now`."""
         if self._cores:
             self.call_at(self.now + seconds, callback)
         else:
             self._clock.call_later(seconds, callback)
 
     def adjust_busy(self, processes: int) -> None:
-        """Change the number of busy processes by `processes`, which may be negative."""
+        """Add `processes`, which may be negative, to the number of busy processes."""
         self._num_busy += processes
         cores = self._cores
         speed = process_speed(cores, self._num_busy, crowding=self._crowding) if cores else 1.0
@@ -80,6 +79,7 @@ class CpuModel:
             self._schedule_next()
 
     async def wait_until(self, when: float) -> None:
+        """Wait until the work clock `now` reaches `when`."""
         if when > self.now:
             future = self._clock.create_future()
             timer = self.call_at(when, partial(_resolve_future, future))
@@ -89,7 +89,7 @@ class CpuModel:
                 timer.cancel()
 
     async def run_work(self, seconds: float, *, processes: int = 1) -> None:
-        """Keep `processes` processes busy with `seconds` of work each."""
+        """Keep `processes` processes busy until each has done `seconds` of work."""
         self.adjust_busy(processes)
         try:
             await self.wait_until(self.now + seconds)
@@ -97,7 +97,7 @@ class CpuModel:
             self.adjust_busy(-processes)
 
     def _schedule_next(self) -> None:
-        """Arm the event loop's timer for the first pending timer, at the current speed."""
+        """Set the event loop's timer to the first pending callback, at the present speed."""
         if self._next_handle is not None:
             self._next_handle.cancel()
             self._next_handle = None
@@ -119,7 +119,7 @@ class CpuModel:
 
 
 class SerialProcess:
-    """A process that works through its queue of work; its callers do not wait."""
+    """A simulated process that does queued work in order, while its callers do not wait."""
 
     def __init__(self, cpu: CpuModel) -> None:
         self._cpu = cpu
@@ -127,7 +127,7 @@ class SerialProcess:
         self._is_busy = False
 
     def add_work(self, seconds: float) -> None:
-        """Append this many seconds of work."""
+        """Queue this many seconds of work for the process."""
         if not seconds:
             return
         self._busy_until = max(self._busy_until, self._cpu.now) + seconds
@@ -137,6 +137,7 @@ class SerialProcess:
             self._cpu.call_at(self._busy_until, self._stop_if_done)
 
     def _stop_if_done(self) -> None:
+        """Count the process as idle if all queued work is done."""
         if self._cpu.has_passed(self._busy_until):
             self._is_busy = False
             self._cpu.adjust_busy(-1)

@@ -1,4 +1,4 @@
-"""A replica's hold on shared devices, from its first piece of pending work to its last."""
+"""A replica's hold on shared devices, from its first piece of pending work to the last."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from streamrl.stream.protocols import DeviceLease
 
 
 class DeviceHold:
-    """Holds a device lease while any work of a replica is pending.
+    """Holds a device lease while a replica has pending work.
 
-    `on_granted` is called at each grant. Without a lease the devices belong to the replica, and the
-    grant is immediate.
+    `on_granted` is called whenever the devices are granted. Without a lease the devices belong to
+    the replica, and are granted at once.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class DeviceHold:
         self.is_held = lease is None
 
     def begin_work(self, count: int = 1) -> None:
-        """Add `count` pieces of pending work and acquire the lease if necessary."""
+        """Count `count` more pieces of pending work; acquire the device lease with the first."""
         self._num_pending += count
         if self._lease is None:
             self._on_granted()
@@ -35,7 +35,7 @@ class DeviceHold:
             self._on_granted()
 
     def end_work(self) -> None:
-        """Finish one piece of work and release the lease after the last."""
+        """Count a piece of pending work as done; release the device lease after the last."""
         self._num_pending -= 1
         if not self._num_pending and self._lease is not None:
             self.is_held = False
@@ -47,6 +47,7 @@ class DeviceHold:
         self.is_held = False
 
     async def _hold_lease(self, lease: DeviceLease) -> None:
+        """Acquire the lease, call `on_granted`, and release the lease when all work is done."""
         while self._num_pending:
             self._idle_event.clear()
             async with lease.hold(self._stage):

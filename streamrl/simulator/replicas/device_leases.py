@@ -11,7 +11,7 @@ TRAINER_PHASE = "trainer"
 
 
 class _UntimedArbiter:
-    """Arbiter in which waiting for a preemption never times out.
+    """Device arbiter in which waiting for a preemption never times out.
 
     The real arbiter answers such polls after a timeout; in virtual time each poll would cost an
     event.
@@ -24,11 +24,12 @@ class _UntimedArbiter:
         self.report_progress = arbiter.report_progress
 
     async def wait_for_preemption(self, holder: str) -> bool:
+        """Wait, without a timeout, until the arbiter preempts this holder of a lease."""
         return await self._arbiter.wait_for_preemption(holder, math.inf)
 
 
 class DeviceLeases:
-    """Makes the device leases of all replicas.
+    """Maker of the device leases of all simulated replicas.
 
     slice_s: placement.slice_s of a run. On policy a phase keeps its devices until its work ends.
     """
@@ -48,14 +49,17 @@ class DeviceLeases:
         self._arbiter = _UntimedArbiter(arbiter)
 
     def _find_phase(self, role: str) -> str:
+        """Return the phase in which a role holds devices; all trained roles have a common phase."""
         return TRAINER_PHASE if role in self._trained_roles else role
 
     def make_lease(
         self, role: str, holder: str, *, suspendable: SuspendableWork | None = None
     ) -> SharedDeviceLease | None:
-        """Return the lease of a replica, or of all trainers together.
+        """Return the device lease of a replica, or of all trainers together.
 
-        None if its phase shares no device with other phases, or has no devices.
+        Return None if its phase shares no device with other phases, or has no devices.
+
+        suspendable: work to suspend when the arbiter preempts the lease.
         """
         phase = self._find_phase(role)
         devices = self._devices_by_phase.get(phase, set())

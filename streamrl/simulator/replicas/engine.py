@@ -33,11 +33,11 @@ K = TypeVar("K")
 
 @dataclass(eq=False, slots=True)
 class RunningGroup(Generic[K]):
-    """A group being sampled, with its sampled tokens by version.
+    """A group being sampled, with the number of sampled tokens by version.
 
     slots: the pool to which finished rollouts return their slots.
     num_waiting: rollouts without a slot in the engine.
-    last_slot, end_step: the running rollout that ends last, and its last step.
+    last_slot, end_step: slot and last decode step of the running rollout that ends last.
     """
 
     key: K
@@ -49,15 +49,17 @@ class RunningGroup(Generic[K]):
 
 
 _RunningRollout = tuple[int, int, RunningGroup[K], int, float]
-"""A rollout with a slot: last step, slot number, group, first step, and tokens in the KV cache at
-that step. Slot numbers rise with every start, so the highest is the newest rollout. Plain tuples: a
-simulation creates millions of them, and they sort without a key."""
+"""A rollout with a slot: last step, slot number, group, first step, KV-cache tokens at that step.
+
+Slot numbers rise with every start, so the highest is the newest rollout. Plain tuples: a simulation
+creates millions of them, and they sort without a key.
+"""
 _WaitingRollout = tuple[RunningGroup[K], float, int]
 """A rollout without a slot: group, tokens to prefill, and tokens still to sample."""
 
 
 class SimulatedEngine(Generic[K]):
-    """Samples the rollouts of groups; the caller identifies each group by a key.
+    """Continuous batching of a generator's rollouts; the caller identifies each group by a key.
 
     A waiting rollout starts, in order of arrival, when fewer than `max_running` run and the KV
     cache has room for its tokens plus one more token of every running rollout. When the cache is
@@ -68,16 +70,20 @@ class SimulatedEngine(Generic[K]):
     def __init__(
         self, timing: GeneratorTiming, slot_pools: Sequence[ConcurrencyLimit] = ()
     ) -> None:
-        """Create an engine; `slot_pools` are the pools of which a newly free slot is an event."""
+        """Create an engine without groups.
+
+        slot_pools: when one of these full pools gets a free slot, the engine reports an event, so
+            that the caller can request another group.
+        """
         self._timing = timing
         self._slot_pools = slot_pools
         self.now = 0.0
-        """Time up to which the engine has been simulated."""
+        """Time up to which the engine has been simulated, in seconds on the caller's clock."""
         self.decode_steps = 0
         self.resident_tokens = 0.0
         """Tokens in the KV cache."""
         self.num_preempted = 0
-        """Number of preemptions so far."""
+        """Number of preempted rollouts so far."""
         self._running: list[_RunningRollout[K]] = []
         self._waiting: deque[_WaitingRollout[K]] = deque()
         self._finished_groups: deque[tuple[float, RunningGroup[K]]] = deque()
@@ -85,21 +91,22 @@ class SimulatedEngine(Generic[K]):
         self._version_marks = [(0, -1)]
         self._is_paused = False
         self._slots_freed_s = math.inf
-        """When a full slot pool got a free slot; inf if `advance_to` has already reported it."""
+        """Time at which a full slot pool got a free slot; inf once `advance_to` has reported it."""
         self._plan: _EventPlan | None = None
 
     @property
     def version(self) -> int:
-        """The version that the engine samples from."""
+        """Version of the weights with which the engine samples."""
         return self._version_marks[-1][1]
 
     @property
     def is_empty(self) -> bool:
-        """True if the engine has no running, waiting or undelivered group."""
+        """Whether the engine has no running, waiting, or finished and not yet returned group."""
         return not self._running and not self._waiting and not self._finished_groups
 
     @property
     def is_busy(self) -> bool:
+        """Whether the engine has groups and is not paused."""
         return not self._is_paused and not self.is_empty
 
     @property
@@ -108,7 +115,7 @@ class SimulatedEngine(Generic[K]):
 
     @property
     def next_event_s(self) -> float:
-        """Time of the next event for `advance_to`; infinite without one."""
+        """Time of the next event, to which a caller should advance the engine; inf without any."""
         if self._finished_groups:
             return self._finished_groups[0][0]
         if self._slots_freed_s < math.inf:
@@ -118,8 +125,10 @@ class SimulatedEngine(Generic[K]):
         )
 
     def has_event_by(self, until: float) -> bool:
-        """Return whether `next_event_s` is no later than `until`, without planning further
-        ahead."""
+        """Return whether the engine's next event is at `until` or earlier.
+
+        Faster than `next_event_s`, because events after `until` are not planned.
+        """
         if self._finished_groups or self._slots_freed_s < math.inf:
             return self.next_event_s <= until
         if not self._running or self._is_paused:
@@ -127,7 +136,7 @@ class SimulatedEngine(Generic[K]):
         return self._get_plan(until).event_times[-1] <= until
 
     def reserve_slots(self, slots: ConcurrencyLimit, count: int) -> None:
-        """Take `count` slots for a group that is added now or later."""
+        """Take `count` slots from a pool for a group that is added now or later."""
         slots.free_slots -= count
         if slots.free_slots <= 0:
             self._plan = None
@@ -140,9 +149,9 @@ class SimulatedEngine(Generic[K]):
         now: float,
         slots: ConcurrencyLimit | None = None,
     ) -> None:
-        """Sample completions of these lengths after a prompt.
+        """Add a group with a completion of each of these lengths after a prompt, all in tokens.
 
-        Each finished rollout returns one slot to `slots`.
+        Each finished rollout returns a slot to `slots`.
         """
         self._finish_current_step(now)
         group, self._plan = RunningGroup(key, slots or ConcurrencyLimit(0), len(lengths)), None
@@ -150,7 +159,7 @@ class SimulatedEngine(Generic[K]):
         self._start_waiting()
 
     def advance_to(self, now: float) -> list[RunningGroup[K]]:
-        """Simulate until `now` and return the groups that finished."""
+        """Simulate the engine until `now` and return the groups that finished."""
         done: list[RunningGroup[K]] = []
         while self.next_event_s <= now:
             if not self._finished_groups and self._slots_freed_s == math.inf:
@@ -163,7 +172,7 @@ class SimulatedEngine(Generic[K]):
         return done
 
     def load_version(self, version: int, pause_s: float, now: float) -> float:
-        """Switch to another version after `pause_s`; return when the switch is complete.
+        """Load other weights, which takes `pause_s`; return the time at which loading is complete.
 
         Generation continues at the returned time, or later where the engine has to recompute the KV
         cache: then it first prefills all tokens of its running rollouts.
@@ -176,7 +185,7 @@ class SimulatedEngine(Generic[K]):
         return until
 
     def pause(self, now: float) -> float:
-        """Stop decoding at the end of the current step; return that time."""
+        """Stop decoding at the end of the current decode step; return the time of that end."""
         self._finish_current_step(now)
         self._is_paused = True
         return self.now
@@ -187,8 +196,7 @@ class SimulatedEngine(Generic[K]):
         self._start_waiting()
 
     def count_sampled_tokens(self) -> int:
-        """Return the number of sampled tokens of unfinished groups: the loss if the engine
-        crashes."""
+        """Return the number of sampled tokens of unfinished groups, which a crash would lose."""
         groups = {id(group): group for _, _, group, _, _ in self._running}
         groups |= {id(group): group for group, _, _ in self._waiting}
         counted_tokens = sum(sum(group.tokens_by_version.values()) for group in groups.values())
@@ -197,7 +205,7 @@ class SimulatedEngine(Generic[K]):
         )
 
     def _finish_current_step(self, now: float) -> None:
-        """Simulate to the end of the decode step in progress at `now`."""
+        """Simulate until the end of the decode step that is in progress at time `now`."""
         if self._is_paused:
             return
         if not self._running:
@@ -220,17 +228,19 @@ class SimulatedEngine(Generic[K]):
             self._plan = None
 
     def _get_plan(self, until: float = math.inf) -> "_EventPlan":
+        """Return the planned events, planned further if `until` lies after the last of them."""
         plan = self._plan
         if plan is None or (plan.is_truncated and plan.event_times[-1] <= until):
             plan = self._plan = self._make_plan(until)
         return plan
 
     def _make_plan(self, until: float) -> "_EventPlan":
-        """Plan the ends of rollouts up to the first event, or up to `until`.
+        """Plan the next events: when running rollouts end, up to the first end that is an event.
 
-        Rollouts are sorted by last step. Between two ends the batch has a constant size, so one
-        call of `decode_run_s` covers all steps up to the next end. The plan stops early at the step
-        in which the KV cache would overflow (`preemption_step`).
+        The plan also ends with the first rollout that ends after `until`. Rollouts are sorted by
+        last step. Between two ends the batch has a constant size, so one call of `decode_run_s`
+        covers all steps up to the next end. The plan stops early at the step in which the KV cache
+        would overflow (`preemption_step`).
         """
         timing, waiting = self._timing, self._waiting
         now, step, resident, count = (
@@ -274,7 +284,7 @@ class SimulatedEngine(Generic[K]):
         return plan
 
     def _apply_events(self, count: int) -> None:
-        """Apply the first `count` planned events."""
+        """Advance the engine over the first `count` ends of rollouts in the plan."""
         if not count:
             return
         plan = self._plan
@@ -295,7 +305,7 @@ class SimulatedEngine(Generic[K]):
             del plan.resident_tokens[:count]
 
     def _finish_rollouts(self, count: int) -> None:
-        """Finish the first `count` running rollouts."""
+        """Remove the first `count` running rollouts, and collect the groups that they complete."""
         newest, version = self._version_marks[-1]
         num_finished_before = len(self._finished_groups)
         full_pools = [pool for pool in self._slot_pools if pool.free_slots <= 0]
@@ -318,7 +328,7 @@ class SimulatedEngine(Generic[K]):
             self._plan = None
 
     def _count_tokens(self, group: RunningGroup[K], start: int, end: int) -> None:
-        """Count the tokens of steps `start` to `end` by the version that sampled them."""
+        """Add a group's tokens of decode steps `start` to `end` to its counts by version."""
         versions = group.tokens_by_version
         for since, version in reversed(self._version_marks):
             first = max(since, start)
@@ -329,11 +339,15 @@ class SimulatedEngine(Generic[K]):
                 break
 
     def _has_capacity(self, count: int, resident: float) -> bool:
-        """Return whether the first waiting rollout can start beside `count` running ones."""
+        """Return whether the first waiting rollout can start.
+
+        count, resident: running rollouts, and tokens in the KV cache.
+        """
         timing, context = self._timing, self._waiting[0][1]
         return count < timing.max_running and resident + context + count + 1 <= timing.kv_tokens
 
     def _start_waiting(self) -> None:
+        """Start waiting rollouts, in order of arrival, while slots and KV cache suffice."""
         if self._is_paused:
             return
         waiting, running, step = self._waiting, self._running, self.decode_steps
@@ -366,7 +380,7 @@ class SimulatedEngine(Generic[K]):
             self._plan = None
 
     def _preempt_newest(self) -> None:
-        """Preempt the newest rollouts until the KV cache has room for one token of each rollout."""
+        """Preempt the newest rollouts until the KV cache has room for a token of each rollout."""
         running, kv_tokens = self._running, self._timing.kv_tokens
         while running and self.resident_tokens + len(running) > kv_tokens:
             newest = max(running, key=itemgetter(1))
@@ -383,10 +397,10 @@ class SimulatedEngine(Generic[K]):
 
 @dataclass(slots=True)
 class _EventPlan:
-    """Times of the next events, and the tokens in the KV cache after each.
+    """Times at which running rollouts end, and the tokens in the KV cache after each end.
 
-    preemption_step: if set, the last event is that the KV cache is full after this step.
-    is_truncated: more ends of rollouts follow before the next event, later than the requested time.
+    preemption_step: if set, the plan ends at this decode step because the KV cache is full.
+    is_truncated: further rollouts end before the next event, after the requested time.
     """
 
     event_times: list[float]
@@ -398,7 +412,10 @@ class _EventPlan:
 def _count_steps_until(
     timing: GeneratorTiming, count: int, resident: float, seconds: float, *, at_most: int
 ) -> int:
-    """Return the smallest number of steps that takes `seconds`, at most `at_most`."""
+    """Return the smallest number of decode steps that takes `seconds`, at most `at_most`.
+
+    count, resident: running rollouts, and tokens in the KV cache at the start.
+    """
     low, high = 0, at_most
     while low < high:
         middle = (low + high) // 2

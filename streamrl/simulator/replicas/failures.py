@@ -1,4 +1,4 @@
-"""Node failures and their cost."""
+"""Failures of nodes in a simulated run: rate, restart time, and lost work."""
 
 import math
 import random
@@ -18,7 +18,7 @@ A design limit that lets simulations end: with x expected failures one attempt i
 
 @dataclass(frozen=True)
 class FailureModel:
-    """Failure rate of nodes, and the consequences.
+    """Failure rate of nodes, and the time and work that a failure costs.
 
     mttf_s: mean time to failure of a node; times are exponentially distributed.
     restart_s: time until the processes of a failed node run again with their models.
@@ -72,8 +72,9 @@ class FailureModel:
 
 @dataclass(frozen=True)
 class NodeCrash:
-    """Losses of a node failure.
+    """A node failure at time_s, and the work that the run lost.
 
+    processes: names of the processes that crashed.
     lost_tokens: sampled tokens of unfinished groups.
     repeated_steps: trained steps that the run repeats.
     is_restart: whether the whole run restarted.
@@ -87,7 +88,7 @@ class NodeCrash:
 
 
 def sample_failure_times(node: int, failures: FailureModel, seed: int) -> Iterator[float]:
-    """Yield the seconds from the start, or a failure, to the node's next failure, without end."""
+    """Yield the seconds between a node's failures, the first from the start; never ends."""
     rng = random.Random(f"{seed}/{node}")
     while True:
         yield rng.expovariate(1 / failures.mttf_s)

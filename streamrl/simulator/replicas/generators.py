@@ -21,7 +21,7 @@ from streamrl.telemetry.spans import SpanArgValue
 
 @dataclass(eq=False, slots=True)
 class GroupWork:
-    """A group being sampled for a stage, and the lane of its span."""
+    """A group that a generator samples for a stage; `lane` is that of its span."""
 
     group: SimulatedGroup
     stage: str
@@ -29,10 +29,10 @@ class GroupWork:
 
 
 class SimulatedGenerator:
-    """Serves every generate stage that has free slots.
+    """Simulated generator, which samples groups for every generate stage with free slots.
 
-    Sampling of a group begins when the replica has loaded the version of its admission and holds
-    its devices.
+    Sampling of a group begins when the generator has loaded the version at which the group was
+    admitted, and holds its devices.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class SimulatedGenerator:
         self._is_busy = self._is_dead = False
 
     def start(self) -> None:
-        """Start pulling weights; the first loaded version starts requests for groups."""
+        """Start to pull weights; the first loaded version starts the requests for groups."""
         self._generator_pool.replicas.append(self)
         self._weight_puller.start()
 
     def kill(self) -> int:
-        """Crash: requeue all groups and return the number of lost tokens."""
+        """Crash the generator: requeue its groups and return the number of sampled tokens lost."""
         self._engine.pause(self._context.cpu.now)
         lost = self._engine.count_sampled_tokens()
         self._is_dead = True
@@ -102,6 +102,7 @@ class SimulatedGenerator:
             self._enqueue_works(works)
 
     def _enqueue_works(self, works: Sequence[GroupWork]) -> None:
+        """Queue groups to be sampled, or to wait for the version at which they were admitted."""
         loaded_version = self._weight_puller.loaded_version
         self._awaiting_version += [
             work for work in works if work.group.admitted_version > loaded_version
@@ -112,7 +113,7 @@ class SimulatedGenerator:
             self._device_hold.begin_work(len(ready))
 
     def _start_sampling(self) -> None:
-        """Add all ready groups to the engine; the replica holds its devices."""
+        """Add all queued groups to the engine; the caller has made sure that devices are held."""
         completions, now = self._context.completions, self._context.cpu.now
         ready_works, self._ready_works = self._ready_works, []
         for work in ready_works:
@@ -148,7 +149,7 @@ class SimulatedGenerator:
     # Called by the generator pool when the device arbiter preempts the generators.
 
     def pause(self) -> float:
-        """Stop decoding at the end of the current step; return that time."""
+        """Stop decoding at the end of the current decode step; return the time of that end."""
         until = self._engine.pause(self._context.cpu.now)
         self._update_timer()
         return until
@@ -164,7 +165,7 @@ class SimulatedGenerator:
     # Engine events.
 
     def _update_timer(self) -> None:
-        """Arm the timer for the engine's next event and report whether the engine is busy."""
+        """Set the timer to the engine's next event, and update the CPU model's busy processes."""
         cpu, engine = self._context.cpu, self._engine
         at = engine.next_event_s
         if at != self._timer_at:
@@ -185,6 +186,7 @@ class SimulatedGenerator:
         self._finish_groups(done)
 
     def _finish_groups(self, done: Sequence[RunningGroup[GroupWork]]) -> None:
+        """Commit sampled groups and request more."""
         finished: dict[str, list[SimulatedGroup]] = {}
         for sampling in done:
             work = sampling.key
@@ -197,12 +199,16 @@ class SimulatedGenerator:
         self._request_groups()
 
     def _request_groups(self) -> None:
-        """Request groups for every stage with free slots."""
+        """Request groups from the queue for every stage with free slots."""
         for stage, slots in self._slots.items():
             if slots.free_slots > 0:
                 self._context.queue.request_groups(stage, self)
 
     def _set_group_info(self, work: GroupWork, versions: Mapping[int, int]) -> None:
+        """Record lengths and sampling versions of a sampled group for later stages.
+
+        versions: number of sampled tokens by version.
+        """
         completions, group = self._context.completions, work.group
         prompt_tokens = completions.prompt_tokens
         if work.stage == GREEDY_CALL.stage:
@@ -215,16 +221,16 @@ class SimulatedGenerator:
 
 
 class GeneratorPool:
-    """All live generators; they hold and release shared devices together."""
+    """All live generators of a run, which acquire and release shared devices together."""
 
     def __init__(self, role: str, context: SimulationContext, *, holder: str) -> None:
-        """Create the pool; `holder` is a name that the device arbiter has not seen before."""
+        """Create a pool without generators; `holder` is a new name for the device arbiter."""
         self.replicas: list[SimulatedGenerator] = []
         self.lease = context.leases.make_lease(role, holder, suspendable=self)
         self._cpu = context.cpu
 
     async def suspend(self) -> None:
-        """Pause all engines and wait for the end of their current steps."""
+        """Pause the engines of all generators and wait for the end of their decode steps."""
         await self._cpu.wait_until(
             max((generator.pause() for generator in self.replicas), default=0.0)
         )

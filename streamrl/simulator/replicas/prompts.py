@@ -9,18 +9,18 @@ from streamrl.messages import Prompt, make_uid, parse_uid
 from streamrl.placement.workload import Workload
 
 _BLOCK_SIZE = 256
-"""Prompts whose lengths are drawn together."""
+"""Number of consecutive prompts for which completion lengths are drawn together."""
 
 
 class SimulatedPrompts:
-    """Endless PromptSource."""
+    """Endless source of prompts without tokens."""
 
     def __init__(self) -> None:
         self._num_drawn = 0
         self._tokens = np.zeros(1, np.int32)
 
     async def prefetch_prompts(self, count: int) -> None:
-        """Return at once: no prompt has to be read."""
+        """Return at once: simulated prompts are not read from anywhere."""
 
     def draw_prompts(self, count: int) -> list[Prompt]:
         first, self._num_drawn = self._num_drawn, self._num_drawn + count
@@ -30,7 +30,7 @@ class SimulatedPrompts:
         return Prompt(uid, self._tokens)
 
     def retry_prompt(self, uid: str) -> Prompt:
-        """Return the prompt with the uid of its next attempt."""
+        """Return the prompt of this uid again, with the uid of the next attempt."""
         epoch, index, attempt = parse_uid(uid)
         return self.get_prompt(make_uid(epoch, index, attempt + 1))
 
@@ -39,8 +39,10 @@ class SimulatedPrompts:
 
 
 class CompletionLengths:
-    """Completion lengths by prompt index: equal in all simulations with one seed, in any order of
-    requests."""
+    """Completion lengths of each prompt, in tokens.
+
+    Simulations with the same seed draw the same lengths, whatever the order of requests.
+    """
 
     def __init__(self, workload: Workload, seed: int) -> None:
         self.prompt_tokens = workload.rounded_prompt_tokens
@@ -53,14 +55,14 @@ class CompletionLengths:
         self._lengths_by_uid: dict[str, list[int]] = {}
 
     def get_lengths(self, uid: str) -> Sequence[int]:
-        """Return the tokens of each completion of a group."""
+        """Return the length of each completion of a group, in tokens."""
         lengths = self._lengths_by_uid.get(uid)
         if lengths is None:
             lengths = self._lengths_by_uid[uid] = self._draw_lengths(uid)[:-1]
         return lengths
 
     def is_filtered(self, uid: str) -> bool:
-        """Return whether the group filter rejects the group once it has scores."""
+        """Return whether the group filter will reject a group after scoring."""
         if not self._filtered_fraction:
             return False
         block, offset = divmod(parse_uid(uid)[1], _BLOCK_SIZE)
@@ -72,10 +74,11 @@ class CompletionLengths:
         return self._filtered_flags[block][offset]
 
     def get_greedy_length(self, uid: str) -> int:
-        """Return the tokens of the prompt's greedy completion."""
+        """Return the length of a prompt's greedy completion, in tokens."""
         return self._draw_lengths(uid)[-1]
 
     def _draw_lengths(self, uid: str) -> list[int]:
+        """Return the lengths of a prompt's completions, the greedy completion included."""
         block, offset = divmod(parse_uid(uid)[1], _BLOCK_SIZE)
         if block not in self._length_blocks:
             rng = np.random.default_rng((self._seed, block))

@@ -1,4 +1,4 @@
-"""Simulated experience queue: the state of each group, and the replicas' requests, without columns.
+"""Simulated experience queue: the state of each group, without columns, and replicas' requests.
 
 The order matches the real queue: a stage takes the groups that were admitted first. While several
 replicas wait, each gets at most its share of the ready groups.
@@ -22,12 +22,15 @@ from streamrl.simulator.replicas.cpu_model import CpuModel, SerialProcess
 
 @dataclass(eq=False, slots=True)
 class SimulatedGroup:
-    """State of a group.
+    """A group in the simulated queue.
 
     admission_index: position in the order of admission.
+    done_stages: stages that have committed the group.
     consumers: by stage, the replica that has leased the group.
     greedy_tokens: tokens of the greedy completion, including the prompt.
+    ready_version: version in training when the group became ready to train.
     is_filtered: whether the group filter rejects the group once it has scores.
+    end_reason: outcome of a group that is not trained.
     """
 
     uid: str
@@ -43,28 +46,28 @@ class SimulatedGroup:
     end_reason: GroupOutcome | None = None
 
     def is_done_with(self, stage: str) -> bool:
-        """Return whether a stage has no work left on the group."""
+        """Return whether a stage has no work left on this group."""
         return stage in self.done_stages or self.end_reason is not None
 
 
 class GroupConsumer(Protocol):
-    """A replica that leases groups."""
+    """Protocol of a replica that leases groups."""
 
     def count_free_slots(self, stage: str) -> int:
-        """Return how many more groups of a stage the replica can take."""
+        """Return how many more groups the replica can take for a stage."""
         ...
 
     def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
-        """Take over these groups."""
+        """Take over these groups for a stage: the queue has leased them to the replica."""
         ...
 
 
 REQUEST_CHECK_S = 2.0
-"""Interval of the check for requests to renew, in seconds."""
+"""Seconds between two scans for lease requests that have waited too long."""
 
 
 class StageQueue:
-    """Ready groups of a stage, and pending requests of its replicas.
+    """Groups ready for a stage, and pending lease requests of the stage's replicas.
 
     A request is for the slots that are free when it is made; slots that become free later need the
     next request. A request older than LEASE_REQUEST_WAIT_S is renewed, as the real client does
@@ -78,7 +81,7 @@ class StageQueue:
         self.requests: dict[GroupConsumer, int] = {}
         self._requested_s: dict[GroupConsumer, float] = {}
         self._oldest_request_s = math.inf
-        """Lower bound of `_requested_s`."""
+        """Lower bound of the times in `_requested_s`."""
         self.depths: list[tuple[float, int]] = []
         self.held_groups: dict[int, list[SimulatedGroup]] = {}
 
@@ -86,20 +89,20 @@ class StageQueue:
         heapq.heappush(self.ready_heap, (group.admission_index, group))
 
     def remove_groups(self, groups: Sequence[SimulatedGroup]) -> None:
-        """Remove groups that have ended."""
+        """Remove groups from the ready groups of the stage, because they have ended."""
         removed = {group.admission_index for group in groups}
         self.ready_heap = [entry for entry in self.ready_heap if entry[0] not in removed]
         heapq.heapify(self.ready_heap)
 
     def add_request(self, consumer: GroupConsumer, now: float) -> None:
-        """Add a request for the replica's free slots, unless it has a pending one."""
+        """Add a lease request for the replica's free slots, unless a request of it is pending."""
         if consumer not in self.requests and (free_slots := consumer.count_free_slots(self.stage)):
             self.requests[consumer] = free_slots
             self._requested_s[consumer] = now
             self._oldest_request_s = min(self._oldest_request_s, now)
 
     def serve_requests(self, now: float) -> None:
-        """Assign ready groups to the waiting replicas.
+        """Assign ready groups to the replicas with pending lease requests.
 
         First, each replica gets its share (ready groups over pending requests, rounded up), limited
         by its request. The rest goes to the same replicas up to their free slots, as if they had
@@ -122,7 +125,7 @@ class StageQueue:
                 self.add_request(consumer, now)
 
     def _renew_requests(self, now: float) -> None:
-        """Renew requests that have waited LEASE_REQUEST_WAIT_S, for the slots that are free now."""
+        """Renew lease requests that have waited LEASE_REQUEST_WAIT_S, with the slots now free."""
         for consumer in self.requests:
             if now - self._requested_s[consumer] >= LEASE_REQUEST_WAIT_S:
                 self.requests[consumer] = consumer.count_free_slots(self.stage)
@@ -135,6 +138,7 @@ class StageQueue:
         self._oldest_request_s = max(oldest_s, now - LEASE_REQUEST_WAIT_S + REQUEST_CHECK_S)
 
     def _assign_groups(self, consumer: GroupConsumer, free_slots: int, share: int) -> None:
+        """Lease the first ready groups to a replica, at most its free slots and its share."""
         count = min(free_slots, share)
         chosen = [heapq.heappop(self.ready_heap)[1] for _ in range(count)]
         for group in chosen:
@@ -144,11 +148,11 @@ class StageQueue:
 
 
 class SimulatedQueue:
-    """Queue interface of `RunState`, `train_step` and the simulated replicas.
+    """Experience queue of a simulated run, as the control loops and the replicas use it.
 
     hop_s: delay from a commit until dependent stages see the group, and of a trainer's lease
         request.
-    books_s: CPU work of the queue's process per group, over its whole life.
+    books_s: CPU work of the queue's process per group, over the group's whole life.
     streamed: if false, a score stage gets the groups of a step together, once all are ready for it.
     """
 
@@ -175,7 +179,7 @@ class SimulatedQueue:
             call.stage for call in dataflow.select_calls(CallKind.SCORE) if not streamed
         }
         self._verdict_stage = producers.get(FILTER_COLUMN, "")
-        # Entries per group: admission, lease and commit of each stage that is not trained, removal.
+        # Operations per group: admission; lease and commit per stage that is not trained; removal.
         entries = 2 * (len(dataflow.calls) - len(dataflow.trained_roles)) + 2
         self._entry_cost_s = books_s / entries
         self._queue_process = SerialProcess(cpu)
@@ -193,20 +197,20 @@ class SimulatedQueue:
 
     @property
     def queue_depths(self) -> Mapping[str, Sequence[tuple[float, int]]]:
-        """By stage, (time in s, waiting groups) at each change."""
+        """Number of waiting groups by stage, as (time in s, groups) at each change."""
         return {stage: stage_queue.depths for stage, stage_queue in self._stage_queues.items()}
 
     # Called by replicas.
 
     def request_groups(self, stage: str, consumer: GroupConsumer) -> None:
-        """Request groups for all free slots of the replica."""
+        """Request groups of a stage for all free slots of a replica."""
         stage_queue = self._stage_queues[stage]
         stage_queue.add_request(consumer, self._loop.time())
         if stage_queue.ready_heap:
             self._serve_stage(stage_queue)
 
     def commit_groups(self, stage: str, groups: Iterable[SimulatedGroup]) -> None:
-        """Commit groups; dependent stages see them after `hop_s`."""
+        """Commit a stage's work on groups; the stages after it see the groups after `hop_s`."""
         batch = list(groups)
         for group in batch:
             del group.consumers[stage]
@@ -218,7 +222,7 @@ class SimulatedQueue:
             self._apply_commit(stage, batch)
 
     def requeue_groups(self, consumer: GroupConsumer) -> int:
-        """Requeue all groups of a crashed replica and return their number."""
+        """Requeue all groups that a crashed replica held; return their number."""
         count = 0
         for stage_queue in self._stage_queues.values():
             stage_queue.requests.pop(consumer, None)
@@ -234,6 +238,7 @@ class SimulatedQueue:
         return count
 
     def _apply_commit(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
+        """Mark groups as done by a stage, and offer them to the stages that are then ready."""
         groups = [group for group in groups if group.uid in self.groups]
         for group in groups:
             group.done_stages.add(stage)
@@ -248,7 +253,7 @@ class SimulatedQueue:
                 self._serve_stage(stage_queue)
 
     def _finish_filtered(self, filtered: Sequence[SimulatedGroup]) -> None:
-        """End groups that the filter rejected; only the coordinator gets them."""
+        """End groups that the group filter rejects: only the coordinator sees them from now on."""
         if not filtered:
             return
         for group in filtered:
@@ -261,6 +266,7 @@ class SimulatedQueue:
         self._serve_stage(self._stage_queues[self._train_stage])
 
     def _mark_ready(self, stage_queue: StageQueue, group: SimulatedGroup) -> None:
+        """Add a group to a stage's ready groups, or hold it until its whole step is ready."""
         if stage_queue.stage == self._train_stage:
             group.ready_version = self.version
             self._trainable.append(group)
@@ -275,6 +281,7 @@ class SimulatedQueue:
             stage_queue.add_group(group)
 
     def _serve_stage(self, stage_queue: StageQueue) -> None:
+        """Assign ready groups of a stage to waiting replicas, or wake the waiting trainer."""
         if stage_queue.stage == self._train_stage:
             if (
                 self._trainable
@@ -290,6 +297,7 @@ class SimulatedQueue:
             self._observe_depth(stage_queue, len(stage_queue.ready_heap))
 
     def _observe_depth(self, stage_queue: StageQueue, depth: int) -> None:
+        """Record the number of groups that wait for a stage."""
         now = self._loop.time()
         if depth != (stage_queue.depths[-1][1] if stage_queue.depths else 0):
             stage_queue.depths.append((now, depth))
@@ -305,6 +313,7 @@ class SimulatedQueue:
         wait_s: float = math.inf,
         on_entered: Callable[[Collection[str]], None] = lambda uids: None,
     ) -> None:
+        """Add a group per prompt, ready for the stages that need no earlier stage; never waits."""
         now, stage_queues = (
             self._loop.time(),
             [
@@ -348,7 +357,7 @@ class SimulatedQueue:
         ]
 
     async def find_uids_with(self, column: str) -> list[str]:
-        """Return the groups that have the column of the filter's verdict."""
+        """Return the uids of groups with this column, which must be the group filter's verdict."""
         assert column == FILTER_COLUMN, column
         await self._cpu.wait_until(self._cpu.now + self._hop_s)
         return [
@@ -356,7 +365,7 @@ class SimulatedQueue:
         ]
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
-        """Return all filtered groups that are not yet taken; wait for at least one."""
+        """Return all filtered groups that are not yet removed; wait for at least one."""
         if not any(group.end_reason for group in self._trainable):
             self._finished_future = self._loop.create_future()
             await self._finished_future
@@ -367,7 +376,7 @@ class SimulatedQueue:
         ]
 
     def restore_trainable(self) -> None:
-        """Offer all ready groups again after a restart of the trainer."""
+        """Offer all groups that are ready to train once more, after a restart of the trainer."""
         required_stages = self._stage_queues[self._train_stage].required_stages
         self._trainable = [
             group
@@ -376,7 +385,7 @@ class SimulatedQueue:
         ]
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
-        """Remove groups that are trained or ended."""
+        """Remove trained, filtered or dropped groups; `version` is the version in training."""
         self.version = max(self.version, version)
         removed = [self.groups.pop(uid) for uid in uids if uid in self.groups]
         self._trainable = [group for group in self._trainable if group.uid in self.groups]
@@ -390,7 +399,7 @@ class SimulatedQueue:
             stage_queue.remove_groups(surplus)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
-        """Remove groups as `remove_groups` does; return the statistics of the finished step."""
+        """Remove the groups of a finished step; return the queue's statistics of that step."""
         await self.remove_groups(uids, version)
         stats = await self.get_stats()
         self._depth_meter.restart_window(self._loop.time())
@@ -398,6 +407,7 @@ class SimulatedQueue:
         return stats
 
     async def get_stats(self) -> ShardStats:
+        """Return depths, uids and counts of the queue since the last step."""
         now = self._loop.time()
         oldest_s = next((group.admitted_s for group in self.groups.values()), now)
         return ShardStats(
@@ -409,7 +419,7 @@ class SimulatedQueue:
         )
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
-        """Return the finished stages of each group, as text."""
+        """Return, by uid, which stages have finished a group, as text for a report."""
         return {
             uid: f"done: {sorted(self.groups[uid].done_stages)}"
             for uid in uids

@@ -12,7 +12,7 @@ NO_SPAN_ARGS: SpanArgs = {}
 
 
 class ProcessRecorder:
-    """Records the spans of one process; overlapping spans get different lanes."""
+    """Recorder of one process's spans; spans that overlap get different lanes."""
 
     def __init__(self, process: str) -> None:
         self.process = process
@@ -23,7 +23,7 @@ class ProcessRecorder:
         self._paused_names: Collection[str] = ()
 
     def begin_span(self, name: str, args: SpanArgs = NO_SPAN_ARGS) -> int:
-        """Begin a span and return its lane; `args` are those of a real span."""
+        """Begin a span and return the number of its lane; `args` are those of a real span."""
         lane = heapq.heappop(self._free_lanes) if self._free_lanes else len(self._open_spans)
         self._open_spans[lane] = name, self._clock.time(), args
         return lane
@@ -35,9 +35,9 @@ class ProcessRecorder:
             self.closed_spans.append((name, lane, since, self._clock.time(), args))
 
     def pause_spans(self, names: Collection[str]) -> None:
-        """Close the spans of these names until `resume_spans`.
+        """End all open spans of these names; `resume_spans` begins them again.
 
-        The closed part has no `lengths`: only the last part of a group's work carries them.
+        The ended part has no `lengths`: only the last part of a group's work carries lengths.
         """
         now, self._paused_names = self._clock.time(), names
         self.closed_spans += [
@@ -47,7 +47,7 @@ class ProcessRecorder:
         ]
 
     def resume_spans(self) -> None:
-        """Reopen the paused spans."""
+        """Begin again the spans that `pause_spans` ended."""
         now = self._clock.time()
         for lane, (name, _, args) in self._open_spans.items():
             if name in self._paused_names:
@@ -55,13 +55,13 @@ class ProcessRecorder:
         self._paused_names = ()
 
     def close_spans(self) -> None:
-        """Close all spans of a process that crashed."""
+        """End all open spans of the process, which has crashed."""
         for lane in list(self._open_spans):
             self.end_span(lane)
 
 
 class ProcessRecordings:
-    """Recorders by process; a restarted process continues with its recorder."""
+    """Recorders by process name; a restarted process continues with its recorder."""
 
     def __init__(self) -> None:
         self._recorders: dict[str, ProcessRecorder] = {}
@@ -71,7 +71,7 @@ class ProcessRecordings:
 
     @cached_property
     def spans_by_process(self) -> Mapping[str, Sequence[Span]]:
-        """Spans by process. Cached: read it only after the simulation."""
+        """Spans by process name. Cached: read the property only after the simulation."""
         return {
             process: [Span(process, *work) for work in recorder.closed_spans]
             for process, recorder in self._recorders.items()

@@ -1,4 +1,4 @@
-"""Run log of a simulation, in memory only."""
+"""Run log of a simulated run, in memory only."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from streamrl.buffer.log.segment_file import JournalRecord
 
 
 class _NullLog:
-    """A log that discards its records: no simulation is resumed from disk."""
+    """Journal that discards records: a simulation is never resumed from disk."""
 
     num_bytes = 0
 
@@ -24,9 +24,9 @@ class _NullLog:
 
 
 class SimulatedRunLog(RunLog):
-    """A real ledger without a journal; recording a step takes `step_s`.
+    """Run log with a real ledger and no journal; recording a step takes `step_s` virtual seconds.
 
-    steps_since_checkpoint: steps to replay after a restart, if `keeps` is set.
+    keeps: whether to collect `steps_since_checkpoint`, the steps that a restart replays.
     """
 
     def __init__(self, ledger: Ledger, *, step_s: float, keeps: bool) -> None:
@@ -36,6 +36,7 @@ class SimulatedRunLog(RunLog):
         self.steps_since_checkpoint: dict[int, TrainedStep] = {}
 
     async def record_step(self, step: TrainedStep) -> None:
+        """Count a trained step in the ledger, after `step_s`."""
         await asyncio.sleep(self._step_s)
         if self.steps_to_replay.pop(step.version, None) is None:
             for group in step.groups:

@@ -16,25 +16,27 @@ from streamrl.stream.device_lease import DedicatedDeviceLease
 
 @dataclass(frozen=True, eq=False)
 class ScoreBatch:
-    """Groups scored in one batch."""
+    """Groups that a scorer scores in one batch for a stage."""
 
     stage: str
     groups: Sequence[SimulatedGroup]
 
     @property
     def newest_version(self) -> int:
-        """The highest version at which one of the groups was admitted."""
+        """Highest version at which a group of the batch was admitted."""
         return max(group.admitted_version for group in self.groups)
 
 
 class SimulatedScorer:
-    """Serves all stages of a role, with at most two batches per stage: one running, one
-    prefetched."""
+    """Simulated scorer, which serves all stages of a role.
+
+    It leases at most two batches per stage: one in computation, one prefetched.
+    """
 
     def __init__(
         self, process: str, calls: Sequence[ModelCall], context: SimulationContext, *, holder: str
     ) -> None:
-        """Create a scorer; `holder` is a name that the device arbiter has not seen before."""
+        """Create a scorer; `holder` is a new name for the device arbiter."""
         self.process = process
         self._context = context
         self._calls = {call.stage: call for call in calls}
@@ -55,7 +57,7 @@ class SimulatedScorer:
         self._is_busy = self._is_dead = False
 
     def start(self) -> None:
-        """Request groups, after the first pull if the role follows a model."""
+        """Start to request groups; a scorer that follows a trained model pulls weights first."""
         if self._weight_puller is not None:
             self._weight_puller.start()
         else:
@@ -69,7 +71,7 @@ class SimulatedScorer:
         )
 
     def kill(self) -> int:
-        """Crash: requeue all groups. Returns 0, the number of lost tokens."""
+        """Crash the scorer and requeue its groups. Returns 0, the number of sampled tokens lost."""
         self._is_dead = True
         self._device_hold.close()
         if self._weight_puller is not None:
@@ -93,6 +95,7 @@ class SimulatedScorer:
         )
 
     def _enqueue_batches(self, batches: Sequence[ScoreBatch]) -> None:
+        """Queue batches to be scored, or to wait for the version of the model that they require."""
         for batch in batches:
             if (
                 self._weight_puller is not None
@@ -115,7 +118,7 @@ class SimulatedScorer:
                 self._context.queue.request_groups(stage, self)
 
     def _start_next_batch(self) -> None:
-        """Start the next batch if the scorer is free and holds its devices."""
+        """Start to score the next batch if the scorer is idle and holds its devices."""
         if self._is_busy or not self._ready_batches or not self._device_hold.is_held:
             return
         batch, cpu = self._ready_batches.popleft(), self._context.cpu
@@ -128,7 +131,7 @@ class SimulatedScorer:
         self._timer = cpu.call_at(at, lambda: self._finish_batch(batch, lane))
 
     def _count_batch_tokens(self, batch: ScoreBatch) -> tuple[int, int]:
-        """Return the number of rollouts and of their tokens."""
+        """Return the number of rollouts of a batch, and of their tokens, prompts included."""
         groups = batch.groups
         if "greedy_ids" in self._calls[batch.stage].needs:
             return len(groups), sum(group.greedy_tokens for group in groups)
@@ -136,6 +139,10 @@ class SimulatedScorer:
         return sum(len(info.lengths) for info in infos), sum(info.num_tokens for info in infos)
 
     def _finish_batch(self, batch: ScoreBatch, lane: int) -> None:
+        """Commit the scored groups of a batch, start the next batch, and request more groups.
+
+        lane: lane of the batch's span.
+        """
         self._is_busy = False
         self._context.cpu.adjust_busy(-1)
         self._recorder.end_span(lane)

@@ -14,7 +14,7 @@ from streamrl.weights import WeightManifest
 
 
 class SimulatedTrainer:
-    """Implements the Trainer protocol. A round takes as long as its largest micro-batch.
+    """Trainer of a simulated run: each round, update and publication is a wait.
 
     publish_s: time until a published version can be pulled.
     devices: lock shared with other trainers on the same devices, held during computation.
@@ -50,7 +50,7 @@ class SimulatedTrainer:
         await self._run_work("plan", self._timing.step_s)
 
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
-        """Wait for the time of the data-parallel rank with the largest micro-batch."""
+        """Wait as long as the data-parallel rank with the round's largest micro-batch computes."""
         num_ranks, rollouts, longest_s, span_args = 0, 0, 0.0, NO_SPAN_ARGS
         prompt_tokens, completions = self._completions.prompt_tokens, self._completions
         for micro_batch in work:
@@ -72,19 +72,23 @@ class SimulatedTrainer:
         return {}
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Wait `publish_s`, in parallel with training."""
+        """Wait `publish_s`, while training goes on, and return the manifest of a version."""
         lane = self._recorder.begin_span("publish", {"version": version})
         await asyncio.sleep(self._publish_s)
         self._recorder.end_span(lane)
         return WeightManifest(version, (), ())
 
     async def _wait_round_delay(self) -> None:
-        """Wait `round_s`, the dispatch time of a round, without occupying devices."""
+        """Wait `TrainTiming.round_s`, the time to dispatch a round, without occupying devices."""
         await self._cpu.wait_until(self._cpu.now + self._timing.round_s)
 
     async def _run_work(
         self, name: str, seconds: float, processes: int = 1, span_args: SpanArgs = NO_SPAN_ARGS
     ) -> None:
+        """Occupy the trainer's devices for `seconds`, recorded as a span of this name.
+
+        processes: number of ranks that are busy.
+        """
         devices: AbstractAsyncContextManager[object] = self._device_lock or nullcontext()
         async with devices:
             lane = self._recorder.begin_span(name, span_args)
@@ -95,7 +99,7 @@ class SimulatedTrainer:
 
 
 class SimulatedReference:
-    """Weight source of an EMA reference: publishes it for the policy's trainer."""
+    """Source of an EMA reference's weights, which the policy's trainer computes."""
 
     def __init__(self, publish_s: float) -> None:
         self._publish_s = publish_s

@@ -42,7 +42,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
 
     @property
     def _clock_resolution(self) -> float:
-        """Resolution in seconds: timers this close are due.
+        """Seconds within which timers count as due together.
 
         After about half a year of virtual time (1e7 s), one nanosecond is below the rounding error.
         """
@@ -62,6 +62,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
         *args: Any,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
+        """Schedule a callback at a virtual time; a timer at infinity is never scheduled."""
         if when == math.inf:
             return asyncio.TimerHandle(when, callback, args, self, context)
         return super().call_at(when, callback, *args, context=context)

@@ -11,7 +11,7 @@ from streamrl.weights.version_registry import WeightRegistry
 
 
 class SimulatedWeightRegistry(WeightRegistry):
-    """Weight registry that notifies its followers; real followers poll."""
+    """Weight registry that notifies followers of a new version; real followers poll."""
 
     def __init__(self) -> None:
         super().__init__(keep_versions=2)
@@ -24,21 +24,21 @@ class SimulatedWeightRegistry(WeightRegistry):
 
 
 class VersionFollower(Protocol):
-    """A replica with a copy of a trained model."""
+    """Protocol of a replica with a copy of a trained model."""
 
     async def load_version(self, version: int, pause_s: float) -> None:
-        """Switch to a version; the replica computes nothing for `pause_s`."""
+        """Load a version of the weights; the replica computes nothing for `pause_s`."""
         ...
 
     def on_version_loaded(self) -> None:
-        """Start work that waited for the version."""
+        """Start work that waited for the version that has just been loaded."""
         ...
 
 
 class WeightPuller:
-    """Pulls of one replica, one at a time, always of the newest version.
+    """Pulls of weights by a single replica: one pull at a time, always of the newest version.
 
-    loaded_version: -1 before the first pull.
+    loaded_version: version in the replica; -1 before the first pull.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class WeightPuller:
         self.pull_if_newer()
 
     def pull_if_newer(self) -> None:
-        """Start a pull if the registry has a newer version and no pull is running."""
+        """Start a pull if the registry has a newer version of the weights and no pull is
+        running."""
         if self._pull_task is None and self._registry.version > self.loaded_version:
             self._pull_task = asyncio.create_task(self._pull_newest())
 
@@ -72,6 +73,7 @@ class WeightPuller:
             self._pull_task.cancel()
 
     async def _pull_newest(self) -> None:
+        """Wait the time of a pull and load the version; then check for a newer version."""
         timing = self._timing
         while (version := self._registry.version) > self.loaded_version:
             lane = self._recorder.begin_span("pull", {"version": version})
