@@ -98,7 +98,7 @@ class SlotAllocator:
         self._end_offset = 0
 
     def place_tensor(self, spec: TensorMetadata) -> tuple[int, TensorSlot]:
-        """Return the index (from 0) of the bucket for the next tensor, and its slot in the bucket."""
+        """Return the index (from 0) of the next tensor's bucket, and its slot in the bucket."""
         offset = -(-self._end_offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if self._end_offset and offset + spec.num_bytes > self._max_bytes:
             self._bucket_index += 1
