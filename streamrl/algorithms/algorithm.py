@@ -23,8 +23,8 @@ RESERVED_COLUMNS = COLUMN_SPECS.keys() | {
     *("attention_mask", "advantages", "group_tokens", "proximal_logprobs", "near"),
     *("num_tokens", "token_rewards", "token_costs"),
 }
-"""Names that a row cannot use for derived columns: columns of a batch or inputs of its
-functions.
+"""Names that an algorithm cannot give to derived columns: columns of a batch, or inputs of the
+algorithm's functions.
 """
 
 

@@ -25,7 +25,7 @@ _SPEC_SETTINGS = (
     "single_rollout",
     "gamma",
 )
-"""Settings that only a row's functions read; a row may ignore them."""
+"""Settings that only an algorithm's functions read; an algorithm may ignore them."""
 
 
 @dataclass

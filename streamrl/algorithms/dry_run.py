@@ -19,7 +19,7 @@ MAX_GROUP_SIZE = 4096
 """Limit of the dry run's group size, to bound its time."""
 NUM_POSITIONS = 4
 REPORTED_MEANS: Mapping[str, float] = {"score": 0.5, "cost": 0.5}
-"""Step means for adaptive parameters, restricted to existing columns."""
+"""Means of a step that the dry run passes to adaptive parameters, if the column exists."""
 
 
 def dry_run_algorithm(row: Algorithm, settings: AlgorithmSettings) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 K3_LIMIT = 10.0
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 MAX_RELATIVE_ERROR = 0.2
-"""Relative deviation from the target beyond which the coefficient's update is clamped."""
+"""Relative deviation from kl_target beyond which the update of kl_coef is clamped."""
 
 
 def kl_estimate(logprobs: "Tensor", ref_logprobs: "Tensor", kind: str) -> "Tensor":

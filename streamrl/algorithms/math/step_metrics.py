@@ -17,7 +17,7 @@ MIN_LOG_RATIO = 1e-3
 LOG_BIN_WIDTH = math.log1p(LOG_RATIO_LIMIT / MIN_LOG_RATIO) / NUM_BINS_PER_SIDE
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 SHARED_CRITIC_PREFIX = "critic_"
-"""Prefix of a critic's sums if policy and critic share a model."""
+"""Prefix of the names of a critic's sums if policy and critic share a model."""
 CRITIC_LOSS_METRICS = {"critic": "loss/value", "cost_critic": "loss/cost_value"}
 
 
