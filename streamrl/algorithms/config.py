@@ -215,8 +215,8 @@ class AlgorithmConfig:
     def scope(self) -> str:
         """Groups that training waits for, "group" or "step".
 
-        "group" if groups train as they arrive; "step" if advantages or masks need all groups of the
-        step.
+        "group" if groups train as they arrive; "step" if training needs all groups of a step first,
+        for advantages, for masks or to divide the groups among several updates.
         """
         needs_step = (
             self._resolve_setting("whiten_advantages")

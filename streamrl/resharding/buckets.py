@@ -32,7 +32,7 @@ def split_box(box: TensorBox, max_numel: int) -> Iterator[TensorBox]:
 def plan_copy_rounds(
     copies: Iterable[BoxCopy], itemsizes: Mapping[str, int], bucket_bytes: int
 ) -> list[list[BoxCopy]]:
-    """Divide copies between ranks into rounds in which no rank sends or receives too many bytes.
+    """Divide copies between ranks into rounds of transfers, so that few bytes are in flight.
 
     bucket_bytes: limit of the bytes that a rank sends, and that it receives, in a round; at least
     the largest itemsize. itemsizes: bytes per element, by tensor name. First fit: each copy goes to
@@ -77,7 +77,7 @@ def plan_copy_rounds(
 
 @dataclass(frozen=True)
 class GatherRound:
-    """Boxes that each rank of a group sends to all others in a round, in the order of the group.
+    """Round of transfers in a group of ranks: the boxes that each rank sends to all others.
 
     contribution_bytes, buffer_offsets: size of each rank's boxes and their place in the receiver's
     buffer. If all sizes are equal (`is_even`) the round is an all-gather, otherwise a broadcast
@@ -91,19 +91,20 @@ class GatherRound:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of each rank's buffer: for the result, and in an all-gather for the rank's own boxes."""
+        """Bytes of a rank's buffer: for the result, and in an all-gather for its own boxes too."""
         return self.buffer_offsets[-1] + self.contribution_bytes[-1] * (1 + self.is_even)
 
 
 def plan_gather_rounds(
     contributions: Sequence[Sequence[NamedBox]], itemsizes: Mapping[str, int], bucket_bytes: int
 ) -> list[GatherRound]:
-    """Divide the exchange of boxes within a group of ranks into rounds of at most `bucket_bytes`.
+    """Divide the exchange of boxes within a group of ranks into rounds of transfers.
 
-    contributions: boxes that each rank sends. itemsizes: bytes per element, by tensor name. Rounds
-    are even while every rank has bytes left; there is no padding. Example for 2 ranks with 10 and 6
-    bytes in buckets of 8: rounds (4, 4), (2, 2) are all-gathers, (4, 0) is a broadcast.
-    bucket_bytes: at least the widest element per rank.
+    contributions: boxes that each rank sends, in the order of the group. itemsizes: bytes per
+    element, by tensor name. bucket_bytes: limit of a round's bytes, at least the widest element per
+    rank. Rounds are even while every rank has bytes left; there is no padding. Example for 2 ranks
+    with 10 and 6 bytes in buckets of 8: rounds (4, 4), (2, 2) are all-gathers, (4, 0) is a
+    broadcast.
     """
     widest = max(itemsizes.values())
     streams = [_BoxStream(boxes, itemsizes) for boxes in contributions]

@@ -73,7 +73,10 @@ class BytesReport:
         return Fraction(self.rank_bytes[rank].peak_bytes, self.model_bytes)
 
     def redundant_fraction(self, rank: int) -> Fraction:
-        """Return a rank's redundant bytes, see `RankBytes`, as a fraction of the model's bytes."""
+        """Return a rank's redundant bytes as a fraction of the model's bytes.
+
+        Training weights that a rank keeps beside its generation weights are redundant.
+        """
         return Fraction(self.rank_bytes[rank].redundant_bytes, self.model_bytes)
 
     def count_link_bytes(self, link: str) -> int:

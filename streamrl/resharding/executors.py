@@ -143,7 +143,8 @@ class ReshardingExecutor(ABC):
 class PointToPointExecutor(ReshardingExecutor):
     """Sends every box of a CopyPlan from the rank that holds the box to the rank that needs it.
 
-    bucket_bytes: limit of the bytes that a rank sends, and that it receives, in a round.
+    bucket_bytes: limit of the bytes that a rank sends, and that it receives, in a round of
+    transfers.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ def assign_vanilla(train: RankGrid, generate: GenerationSizes) -> RankAssignment
 
 
 def assign_zero_redundancy(train: RankGrid, generate: GenerationSizes) -> RankAssignment:
-    """Assign ranks to generation shards so that each rank's training shard lies inside.
+    """Assign each rank to a generation shard that contains the rank's training shard.
 
     A group of T/Tg tensor ranks and P/Pg stages serves the generation shard that its training
     shards form (arXiv:2409.19256, section 5.3).

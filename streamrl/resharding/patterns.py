@@ -96,7 +96,10 @@ class FragmentSet:
     def find_missing(
         self, boxes: Sequence[TensorBox], fragments: Sequence[BoxFragment]
     ) -> list[TensorBox]:
-        """Return the parts of `boxes` that no rank holds; `fragments` is `find_within(boxes)`."""
+        """Return the parts of `boxes` that no rank holds.
+
+        fragments: result of `find_within` for these boxes.
+        """
         if count_elements(fragment for fragment, _ in fragments) == count_elements(boxes):
             return []
         return subtract_boxes(boxes, [fragment for fragment, _ in fragments])

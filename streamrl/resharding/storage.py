@@ -56,7 +56,7 @@ class ShardStorage:
 
 
 def narrow_view(view: torch.Tensor, view_box: TensorBox, box: TensorBox) -> torch.Tensor:
-    """Return the part of `view`, which shows `view_box` of a tensor, that shows `box`."""
+    """Narrow a view of a tensor's `view_box` to the smaller `box`."""
     dims = zip(box.dim_ranges, view_box.start, strict=True)
     return view[
         tuple(slice(low - view_start, high - view_start) for (low, high), view_start in dims)

@@ -18,7 +18,7 @@ NOT_LOADED = "weights_not_loaded"
 
 @dataclass(frozen=True)
 class WeightFault:
-    """Version that a reader could not load (or not as intended), and the reason."""
+    """Version that a reader could not load as intended, and the reason."""
 
     version: int
     reason: str

@@ -231,10 +231,10 @@ def divergence_masked_loss(
     """Return -min(r, cap) A log pi, with 0 for tokens that have moved too far: [B, T].
 
     No gradient flows through the ratio. A token is masked if the update would move its probability
-    further from the sampling policy's, and the divergence of the two exceeds `high` under a
-    positive advantage, `low` otherwise. `kind` "tv" is the difference of the two probabilities,
-    "kl" the KL divergence of the binary choice "this token or another". Source: Qi et al. 2026
-    (DPPO). Raises ValueError on an unknown `kind`.
+    further from that under the policy to compare with, and the divergence of the two exceeds `high`
+    under a positive advantage, `low` otherwise. `kind` "tv" is the difference of the two
+    probabilities, "kl" the KL divergence of the binary choice "this token or another". Source: Qi
+    et al. 2026 (DPPO). Raises ValueError on an unknown `kind`.
     """
     is_trainable = _trainable_mask(
         log_ratio.detach(), advantages, logprobs.detach(), kind, (low, high)

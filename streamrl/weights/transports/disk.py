@@ -204,6 +204,7 @@ class DiskReader:
         pass
 
     def _read_bucket(self, manifest: WeightManifest, index: int) -> Array:
+        """Rebuild bucket `index` of the manifest from its file, read-only."""
         bucket, handle = manifest.buckets[index], manifest.handles[index]
         path = Path(handle.directory) / format_bucket_name(handle.bucket, len(manifest.buckets))
         data = np.empty(bucket.num_bytes, np.uint8)

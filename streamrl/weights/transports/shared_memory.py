@@ -77,7 +77,7 @@ class SharedMemoryWriter:
         self._fallback.set_readers(names)
 
     def begin_version(self, version: int) -> None:
-        """Start a version; segments of an uncommitted version become free for reuse."""
+        """Start a version; shared memory of an uncommitted version becomes free for reuse."""
         self._release_open_segment()
         self._free_segments += self._committed_segments.items()
         self._committed_segments, self._num_committed = {}, 0
@@ -85,9 +85,9 @@ class SharedMemoryWriter:
         self._fallback.begin_version(version)
 
     def allocate_buffer(self, num_bytes: int) -> Array:
-        """Return memory in a segment if the bucket's size is known from the last version.
+        """Return shared memory if the bucket's size is known from the last version.
 
-        Otherwise return staging memory, copied at commit: reserving a segment for the largest
+        Otherwise return staging memory, copied at commit: reserving shared memory for the largest
         possible bucket may fail although the actual bucket fits.
         """
         index = self._num_committed
@@ -124,7 +124,7 @@ class SharedMemoryWriter:
         return SegmentHandle(str(segment.path), self._version, index)
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Make the version readable, and free the segments of versions beyond `keep_versions`."""
+        """Make the version readable; free the shared memory of versions beyond `keep_versions`."""
         self._fallback.commit_version(_fallback_manifest(manifest))
         self._drop_unread_segments()
         self._last_bucket_bytes = tuple(bucket.num_bytes for bucket in manifest.buckets)
@@ -151,9 +151,9 @@ class SharedMemoryWriter:
         self._fallback.close()
 
     def _acquire_segment(self, index: int, num_bytes: int) -> SharedMemorySegment | None:
-        """Return a locked segment with `num_bytes` reserved for bucket `index`, reused or new.
+        """Return a shared memory segment with `num_bytes` reserved for bucket `index`.
 
-        The segment has no readers. None if memory is short.
+        The segment, reused or new, is locked and has no readers. None if memory is short.
         """
         segment = self._reuse_segment(index)
         try:
@@ -194,7 +194,7 @@ class SharedMemoryWriter:
             )
 
     def _reuse_segment(self, index: int) -> SharedMemorySegment | None:
-        """Lock and return a free segment of bucket `index` without readers, or None.
+        """Lock and return a free, unread shared memory segment of bucket `index`, or None.
 
         Unlinks free segments that are too small.
         """
@@ -208,13 +208,13 @@ class SharedMemoryWriter:
         return None
 
     def _release_open_segment(self) -> None:
-        """Free the segment of an allocated bucket that was not committed."""
+        """Free the shared memory of an allocated bucket that was not committed."""
         if self._open_segment is not None:
             self._free_segments.append((self._num_committed, self._open_segment))
             self._open_segment = None
 
     def _list_segments(self) -> list[SharedMemorySegment]:
-        """Return all segments: of kept versions, of the version being written, and free ones."""
+        """Return all shared memory segments: of kept versions, of the next version, and free."""
         free = [segment for _, segment in self._free_segments]
         versions = [segment for version in self._kept_versions for segment in version.values()]
         return [
@@ -225,7 +225,7 @@ class SharedMemoryWriter:
         ]
 
     def _drop_unread_segments(self) -> None:
-        """Unlink segments that the current version did not reuse, except those with readers."""
+        """Unlink free shared memory that the current version did not reuse and no reader maps."""
         for entry in list(self._free_segments):
             if entry[1].try_lock():
                 self._free_segments.remove(entry)
@@ -246,7 +246,7 @@ class SharedMemoryReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """Map the publisher's segments, which are not overwritten while the arrays live."""
+        """Map a version's buckets in shared memory, not overwritten while the arrays live."""
         self.fallback_reason = None
         pairs = zip(manifest.handles, manifest.buckets, strict=True)
         # Map first: the mappings lock the segments while the fallback fetches the rest.
