@@ -117,7 +117,10 @@ def greedy_baseline(
 def constrained_advantages(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Return Safe RLHF's advantages: those of the reward minus the cost's, weighted by a multiplier."""
+    """Return Safe RLHF's advantages: reward advantages minus cost advantages, weighted.
+
+    The weight is the Lagrange multiplier, an adaptive parameter.
+    """
     return lagrangian_advantages(
         _compute_reward_gae(columns, settings)[0],
         _compute_cost_gae(columns, settings)[0],
@@ -160,7 +163,7 @@ def _compute_cost_gae(
 def decoupled_rewards(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Return GDPO's advantages: rewards normalized separately in each group, then weighted and summed."""
+    """Return GDPO's advantages: each reward normalized in its group, then weighted and summed."""
     weights = settings.reward_weights
     rewards = torch.stack([columns[f"reward/{name}"] for name in weights], -1)
     return adv.decoupled_reward_advantages(
