@@ -1,4 +1,4 @@
-"""Adaptive parameters: coefficients that are updated after every step from the step's statistics.
+"""Adaptive parameters: coefficients that a run updates after every step from the step's statistics.
 
 An adaptive parameter overrides the field of AlgorithmSettings, or the entry of `params`, of the
 same name. Trainers receive the values before each step. Checkpoints contain the values; repeated
@@ -12,7 +12,10 @@ from streamrl.algorithms.math.kl import adapt_kl_coef
 
 
 class AdaptiveParams:
-    """Adaptive parameters of a run by name: the row's `dials`, and kl_coef if kl_target is set."""
+    """Adaptive parameters of a run: those in the algorithm's `dials`, and kl_coef with a kl_target.
+
+    values: current value by name.
+    """
 
     def __init__(self, row: Algorithm, settings: AlgorithmSettings) -> None:
         self._spec = row
@@ -22,9 +25,10 @@ class AdaptiveParams:
             self.values["kl_coef"] = settings.kl_coef
 
     def update_after_step(self, sums: Mapping[str, float], *, num_rollouts: int) -> None:
-        """Update all values from the policy's sums of a step; do nothing if it trained no token.
+        """Update all values from the policy's metric sums over a training step of `num_rollouts`.
 
-        Raises AlgorithmError if a function of the row returns no number.
+        Does nothing if the step trained no token. Raises AlgorithmError if an update function of
+        the algorithm returns no finite number.
         """
         if not sums.get("num_sampled"):
             return
@@ -45,9 +49,10 @@ class AdaptiveParams:
         return dict(self.values)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the values; ignore parameters that the run no longer has."""
+        """Restore the values from a checkpoint; ignore parameters that the run no longer has."""
         self.values.update({name: state[name] for name in self.values if name in state})
 
 
 def _list_reported(sums: Mapping[str, float]) -> list[str]:
+    """Return the rewards, score and cost, of which the step's sums contain a total."""
     return [name for name in ("score", "cost") if f"{name}_sum" in sums]

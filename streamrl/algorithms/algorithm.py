@@ -1,4 +1,4 @@
-"""Type of an algorithm: a row of the table.
+"""Type of an algorithm, which is a row of the algorithm table.
 
 A row consists of pure functions and defaults. The stages of a run, the groups that training waits
 for and the normalization of the loss follow from the row.
@@ -23,17 +23,18 @@ RESERVED_COLUMNS = COLUMN_SPECS.keys() | {
     *("attention_mask", "advantages", "group_tokens", "proximal_logprobs", "near"),
     *("num_tokens", "token_rewards", "token_costs"),
 }
-"""Names that a row cannot use for derived columns: columns of a batch or inputs of its
-functions.
+"""Names that an algorithm cannot give to derived columns: columns of a batch, or inputs of the
+algorithm's functions.
 """
 
 
 @dataclass(frozen=True)
 class AlgorithmSettings:
-    """User's settings with the row's defaults: `AlgorithmConfig` without nulls.
+    """Settings of a run's algorithm: the user's `AlgorithmConfig`, with nulls replaced by defaults.
 
     max_length: longest possible completion in tokens. scope: group or step, see `Algorithm`.
-    params: the row's own numbers by name. reward_weights: weight of each reward component by name.
+    params: the algorithm's own numbers by name. reward_weights: weight of each reward component by
+    name.
     """
 
     group_size: int
@@ -70,7 +71,7 @@ class AlgorithmSettings:
         return self.epochs * self.mini_batches
 
     def with_adaptive_params(self, values: Mapping[str, float]) -> "AlgorithmSettings":
-        """Return the settings with fields, or entries of `params`, replaced by adaptive values."""
+        """Return a copy in which adaptive values replace fields or entries of `params`, by name."""
         params = {name: value for name, value in values.items() if name in self.params}
         fields: dict[str, Any] = {name: values[name] for name in values if name not in params}
         return replace(self, **fields, params={**self.params, **params})
@@ -165,7 +166,10 @@ class Algorithm:
                 raise ValueError(f"algorithm {self.name}: {name}={value} is outside its {limits}")
 
     def call_function(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the row. Raise AlgorithmError with its name and the failing line."""
+        """Call one of this algorithm's functions and return its result.
+
+        If the function fails, raises AlgorithmError with the function's name and the failing line.
+        """
         try:
             return function(*arguments)
         # A user's function may raise anything, or call exit().
@@ -178,7 +182,11 @@ class Algorithm:
     def adapt_param(
         self, name: str, value: float, means: Mapping[str, float], settings: AlgorithmSettings
     ) -> float:
-        """Return the next value of an adaptive parameter; raise AlgorithmError unless finite."""
+        """Return the next value of an adaptive parameter from its value and a step's means.
+
+        `means`: mean score per rollout, and mean cost if the run has costs. Raises AlgorithmError
+        unless the result is finite.
+        """
         result = self.call_function(self.dials[name], value, means, settings)
         if not isinstance(result, int | float) or not math.isfinite(result):
             raise AlgorithmError(

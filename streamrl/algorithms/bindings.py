@@ -1,4 +1,4 @@
-"""Functions of the table's rows: bind columns and settings of a run to the math functions."""
+"""Functions of the algorithm table: pass a run's columns and settings to the math functions."""
 
 import hashlib
 from collections.abc import Mapping
@@ -29,6 +29,7 @@ else:
 def group_relative(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
+    """Return GRPO's advantages: score minus the group's mean score, scaled as configured."""
     return adv.group_relative_advantages(
         columns["scores"],
         group_ids,
@@ -42,6 +43,7 @@ def group_relative(
 def leave_one_out(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
+    """Return RLOO's advantages: score minus the mean score of the group's other rollouts."""
     return adv.leave_one_out_advantages(
         columns["scores"], group_ids, single=settings.single_rollout
     )
@@ -50,6 +52,7 @@ def leave_one_out(
 def length_weighted_baseline(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
+    """Return OPO's advantages: score minus the group's mean score weighted by length."""
     return adv.length_weighted_advantages(
         columns["scores"], group_ids, columns["num_tokens"], single=settings.single_rollout
     )
@@ -58,6 +61,7 @@ def length_weighted_baseline(
 def best_of_group(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
+    """Return advantages for pass@k: the lead of each group's best rollout over the second best."""
     return adv.best_of_group_advantages(
         columns["scores"],
         group_ids,
@@ -68,27 +72,31 @@ def best_of_group(
 
 
 def gpg(columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    """Return GPG's advantages: score minus group mean, divided by the share of nonzero scores."""
     return adv.gpg_advantages(columns["scores"], group_ids, single=settings.single_rollout)
 
 
 def reward_to_go(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
+    """Return REINFORCE++'s advantages: the discounted sum of rewards from each token on."""
     return adv.reward_to_go(columns["token_rewards"], columns["loss_mask"], gamma=settings.gamma)
 
 
 def generalized_advantages(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
+    """Return PPO's advantages: generalized advantage estimates (GAE)."""
     return _compute_gae(columns, settings)[0]
 
 
 def returns(columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
-    """Return the critic's targets: advantages before whitening, plus values."""
+    """Return the critic's targets: advantages before whitening, plus the critic's values."""
     return _compute_gae(columns, settings)[1]
 
 
 def _compute_gae(columns: ColumnTensors, settings: AlgorithmSettings) -> tuple["Tensor", "Tensor"]:
+    """Return advantages and returns of generalized advantage estimation, both [B, T]."""
     return adv.generalized_advantages(
         columns["token_rewards"],
         columns["values"],
@@ -101,7 +109,7 @@ def _compute_gae(columns: ColumnTensors, settings: AlgorithmSettings) -> tuple["
 def greedy_baseline(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Return rewards-to-go minus the score of the prompt's greedy completion."""
+    """Return ReMax's advantages: rewards-to-go minus the score of the greedy completion."""
     later = adv.reward_to_go(columns["token_rewards"], columns["loss_mask"], gamma=settings.gamma)
     return adv.greedy_baseline_advantages(later, columns["baseline_scores"][:, None])
 
@@ -109,6 +117,10 @@ def greedy_baseline(
 def constrained_advantages(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
+    """Return Safe RLHF's advantages: reward advantages minus cost advantages, weighted.
+
+    The weight is the Lagrange multiplier, an adaptive parameter.
+    """
     return lagrangian_advantages(
         _compute_reward_gae(columns, settings)[0],
         _compute_cost_gae(columns, settings)[0],
@@ -119,20 +131,21 @@ def constrained_advantages(
 def clipped_returns(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Return the targets of the reward critic, from clipped token rewards."""
+    """Return the targets of the reward critic, computed from clipped token rewards."""
     return _compute_reward_gae(columns, settings)[1]
 
 
 def cost_returns(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Return the targets of the cost critic, from clipped token costs."""
+    """Return the targets of the cost critic, computed from clipped token costs."""
     return _compute_cost_gae(columns, settings)[1]
 
 
 def _compute_reward_gae(
     columns: ColumnTensors, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
+    """Return advantages and returns of the reward, both [B, T]."""
     clip = settings.params["token_clip"]
     rewards = columns["token_rewards"].clamp(-clip, clip)
     return _compute_gae({**columns, "token_rewards": rewards}, settings)
@@ -141,6 +154,7 @@ def _compute_reward_gae(
 def _compute_cost_gae(
     columns: ColumnTensors, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
+    """Return advantages and returns of the cost, both [B, T]."""
     clip = settings.params["token_clip"]
     costs, values = columns["token_costs"].clamp(-clip, clip), columns["cost_values"]
     return _compute_gae({**columns, "token_rewards": costs, "values": values}, settings)
@@ -149,6 +163,7 @@ def _compute_cost_gae(
 def decoupled_rewards(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
+    """Return GDPO's advantages: each reward normalized in its group, then weighted and summed."""
     weights = settings.reward_weights
     rewards = torch.stack([columns[f"reward/{name}"] for name in weights], -1)
     return adv.decoupled_reward_advantages(
@@ -163,7 +178,10 @@ def decoupled_rewards(
 def covariance_band(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
-    """Choose random tokens of large covariance; the draws depend on the data only (see below)."""
+    """Return the tokens that Clip-Cov leaves out: random ones of large covariance, bool [B, T].
+
+    The random numbers depend only on the rollouts, so all ranks choose the same tokens.
+    """
     logprobs = columns["generator_logprobs"]
     return losses.covariance_band_mask(
         logprobs,
@@ -179,7 +197,7 @@ def covariance_band(
 def _draw_from_tokens(logprobs: "Tensor", mask: "Tensor") -> "Tensor":
     """Return random numbers in [0, 1) per token, seeded by the rollout's own logprobs: [B, T].
 
-    All ranks draw equal numbers for a rollout, in whatever batch it lies.
+    All ranks draw equal numbers for a rollout, whatever other rollouts the batch has.
     """
     draws = torch.zeros(mask.shape)
     for row, row_mask, row_draws in zip(logprobs, mask, draws, strict=True):
@@ -192,6 +210,7 @@ def _draw_from_tokens(logprobs: "Tensor", mask: "Tensor") -> "Tensor":
 def covariance_top(
     columns: ColumnTensors, group_ids: "Tensor", settings: AlgorithmSettings
 ) -> "Tensor":
+    """Return the tokens that KL-Cov penalizes: those of largest covariance, bool [B, T]."""
     return losses.covariance_top_mask(
         columns["generator_logprobs"],
         columns["advantages"],
@@ -204,7 +223,7 @@ def covariance_top(
 
 
 def cost_multiplier(value: float, means: Mapping[str, float], settings: AlgorithmSettings) -> float:
-    """Raise the multiplier while the mean cost exceeds its limit, lower it otherwise."""
+    """Return Safe RLHF's next cost multiplier: larger if the mean cost exceeds its limit."""
     return adapt_multiplier(
         value,
         means["cost"],
@@ -234,7 +253,7 @@ def clipped_surrogate(
 def sequence_clipped_surrogate(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """Return GSPO's loss, with a single ratio per rollout."""
+    """Return GSPO's loss: PPO's with a single ratio per rollout."""
     loss = losses.sequence_clipped_surrogate_loss(
         tokens.log_ratio,
         tokens.advantages,
@@ -249,7 +268,7 @@ def sequence_clipped_surrogate(
 def clipped_importance(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """Return CISPO's loss: the weight is clipped, the gradient never."""
+    """Return CISPO's loss: importance weights are clipped, but no token loses its gradient."""
     loss = losses.clipped_importance_loss(
         tokens.log_ratio,
         tokens.advantages,
@@ -277,7 +296,7 @@ def geometric_mean(
 
 
 def soft_adaptive(tokens: TokenLossInput, settings: AlgorithmSettings) -> tuple["Tensor", "Tensor"]:
-    """Return SAPO's loss: a soft gate."""
+    """Return SAPO's loss: a sigmoid gate on the ratio replaces PPO's clip."""
     loss = losses.soft_adaptive_loss(tokens.log_ratio, tokens.advantages, **settings.params)
     return loss, _empty_mask(tokens)
 
@@ -285,7 +304,7 @@ def soft_adaptive(tokens: TokenLossInput, settings: AlgorithmSettings) -> tuple[
 def covariance_clip(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """Return Clip-Cov's loss: PPO's without a few tokens of large covariance."""
+    """Return Clip-Cov's loss: PPO's without a few random tokens of large covariance."""
     chosen = tokens.derived["chosen"]
     loss = losses.covariance_clip_loss(
         tokens.log_ratio,
@@ -298,7 +317,7 @@ def covariance_clip(
 
 
 def covariance_kl(tokens: TokenLossInput, settings: AlgorithmSettings) -> tuple["Tensor", "Tensor"]:
-    """Return KL-Cov's loss: a KL penalty on tokens of large covariance."""
+    """Return KL-Cov's loss: the unclipped loss with a KL penalty on tokens of large covariance."""
     loss = losses.covariance_kl_loss(
         tokens.log_ratio,
         tokens.advantages,
@@ -311,14 +330,17 @@ def covariance_kl(tokens: TokenLossInput, settings: AlgorithmSettings) -> tuple[
 def variation_masked(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """Return DPPO-TV's loss: mask tokens by the difference of their probabilities."""
+    """Return DPPO-TV's loss: REINFORCE's without tokens whose probability changed too much."""
     return _divergence_masked(tokens, settings, "tv")
 
 
 def divergence_masked(
     tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple["Tensor", "Tensor"]:
-    """Return DPPO-KL's loss: mask tokens by the binary KL divergence of "this token or another"."""
+    """Return DPPO-KL's loss: REINFORCE's without tokens of too large a KL divergence.
+
+    The divergence is that of the binary choice "this token or another".
+    """
     return _divergence_masked(tokens, settings, "kl")
 
 
@@ -332,6 +354,7 @@ def score_function(
 def _divergence_masked(
     tokens: TokenLossInput, settings: AlgorithmSettings, kind: str
 ) -> tuple["Tensor", "Tensor"]:
+    """Return the loss of DPPO-TV (`kind` "tv") or DPPO-KL ("kl"), and the mask of masked tokens."""
     loss = losses.divergence_masked_loss(
         tokens.log_ratio,
         tokens.advantages,
@@ -347,6 +370,7 @@ def _divergence_masked(
 def _clip_mask(
     log_ratio: "Tensor", tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> "Tensor":
+    """Return the tokens whose gradient PPO's clip removes: bool [B, T]."""
     return losses.outside_clip_mask(
         log_ratio,
         tokens.advantages,
@@ -356,4 +380,5 @@ def _clip_mask(
 
 
 def _empty_mask(tokens: TokenLossInput) -> "Tensor":
+    """Return the mask of a loss that clips no gradient: all false."""
     return torch.zeros_like(tokens.loss_mask)

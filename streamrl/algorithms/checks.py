@@ -1,4 +1,4 @@
-"""Checks of the results of a row's functions, which a user may have written."""
+"""Validation of the tensors that an algorithm's functions, often a user's, return."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,10 @@ from streamrl.errors import AlgorithmError
 def compute_token_losses(
     row: Algorithm, tokens: TokenLossInput, settings: AlgorithmSettings
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and mask of clipped gradients, [B, T]. Raise AlgorithmError for other results."""
+    """Call an algorithm's token loss; return loss and mask of clipped gradients, both [B, T].
+
+    Raises AlgorithmError if the function returns anything else.
+    """
     result = row.call_function(row.token_loss, tokens, settings)
     name = f"algorithm {row.name}: {row.token_loss.__name__}"
     try:
@@ -35,7 +38,7 @@ def validate_tensor(
     result: object,
     shapes: Sequence[tuple[int, ...]],
 ) -> None:
-    """Raise AlgorithmError unless the result of a function is a tensor with one of the shapes."""
+    """Raise AlgorithmError unless the `result` of `function` is a tensor of an allowed shape."""
     if not isinstance(result, Tensor) or tuple(result.shape) not in shapes:
         short = " ".join(repr(result).split())[:80]
         actual = f"shape {list(result.shape)}" if isinstance(result, Tensor) else short

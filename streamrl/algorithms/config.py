@@ -25,7 +25,7 @@ _SPEC_SETTINGS = (
     "single_rollout",
     "gamma",
 )
-"""Settings that only a row's functions read; a row may ignore them."""
+"""Settings that only an algorithm's functions read; an algorithm may ignore them."""
 
 
 @dataclass
@@ -184,7 +184,10 @@ class AlgorithmConfig:
             )
 
     def check_unused_settings(self, read: Collection[str]) -> None:
-        """Raise ConfigError if a setting was changed that the row does not read."""
+        """Raise ConfigError if the user changed a setting that the algorithm does not read.
+
+        `read`: names of the settings that the algorithm's functions read.
+        """
         defaults = {setting.name: setting.default for setting in fields(self)}
         for key in _SPEC_SETTINGS:
             value = vars(self)[key]
@@ -196,7 +199,10 @@ class AlgorithmConfig:
 
     @property
     def spec(self) -> Algorithm:
-        """The selected row. Raises ConfigError if the name is unknown."""
+        """Selected algorithm, from the user's file or the table.
+
+        Raises ConfigError if the name is unknown.
+        """
         rows = {**ALGORITHMS, **(load_specs(self.path) if self.path else {})}
         if self.name not in rows:
             matches = difflib.get_close_matches(self.name.lower(), rows, n=1, cutoff=0.0)
@@ -207,7 +213,11 @@ class AlgorithmConfig:
 
     @property
     def scope(self) -> str:
-        """ "group" if groups train as they arrive, "step" if advantages need the whole step."""
+        """Groups that training waits for, "group" or "step".
+
+        "group" if groups train as they arrive; "step" if training needs all groups of a step first,
+        for advantages, for masks or to divide the groups among several updates.
+        """
         needs_step = (
             self._resolve_setting("whiten_advantages")
             or self._resolve_setting("advantage_scale") == "batch"
@@ -217,13 +227,14 @@ class AlgorithmConfig:
         return "step" if needs_step or several_updates or masks_by_rank else self.spec.scope
 
     def _resolve_setting(self, key: str) -> Any:
+        """Return the value of a setting; the algorithm's or the general default replaces null."""
         value = vars(self)[key]
         return {**DEFAULT_SETTINGS, **self.spec.defaults}[key] if value is None else value
 
     def to_settings(
         self, *, max_length: int, reward_weights: Mapping[str, float]
     ) -> AlgorithmSettings:
-        """Return the settings with the row's defaults filled in.
+        """Return the algorithm's settings with all defaults filled in.
 
         `max_length`: longest possible completion in tokens. `reward_weights`: weight by component.
         """
@@ -238,7 +249,10 @@ class AlgorithmConfig:
 
 @functools.cache
 def load_specs(path: str) -> dict[str, Algorithm]:
-    """Return the rows of a user's Python file by name. Raise ConfigError if there are none."""
+    """Return the algorithms that a user's Python file defines, by name.
+
+    Raises ConfigError if the file defines no Algorithm.
+    """
     module = import_file(path, setting="algorithm.path")
     rows = {row.name: row for row in vars(module).values() if isinstance(row, Algorithm)}
     if not rows:

@@ -1,4 +1,4 @@
-"""Dry run of a row on random data, before a run is started with it."""
+"""Dry run of an algorithm on random data, before a run starts with it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,14 +19,15 @@ MAX_GROUP_SIZE = 4096
 """Limit of the dry run's group size, to bound its time."""
 NUM_POSITIONS = 4
 REPORTED_MEANS: Mapping[str, float] = {"score": 0.5, "cost": 0.5}
-"""Step means for adaptive parameters, restricted to existing columns."""
+"""Means of a step that the dry run passes to adaptive parameters, if the column exists."""
 
 
 def dry_run_algorithm(row: Algorithm, settings: AlgorithmSettings) -> None:
-    """Derive columns and train on two groups of random tokens, then update adaptive parameters.
+    """Run an algorithm on two groups of random tokens, to find its errors before a run starts.
 
-    Raises AlgorithmError if the row fails, returns non-finite numbers, or derives no returns for a
-    critic.
+    Derives columns, computes loss and gradient, and updates adaptive parameters. Raises
+    AlgorithmError if a function fails or returns non-finite numbers, or if a critic gets no
+    returns.
     """
     try:
         _run_step(row, settings)
@@ -39,10 +40,10 @@ def dry_run_algorithm(row: Algorithm, settings: AlgorithmSettings) -> None:
 
 
 def find_read_settings(row: Algorithm, settings: AlgorithmSettings) -> frozenset[str]:
-    """Return the names of the settings that a row of the table reads.
+    """Return the names of the settings that an algorithm's functions read.
 
-    Runs the row on settings that record access. Valid for the table's rows, which read the same
-    settings whatever the data is; a user's functions may not.
+    Runs the algorithm on settings that record access. Valid for the table's algorithms, which read
+    the same settings whatever the data is; a user's functions may not.
     """
     read: set[str] = set()
 
@@ -56,7 +57,7 @@ def find_read_settings(row: Algorithm, settings: AlgorithmSettings) -> frozenset
 
 
 def _run_step(row: Algorithm, settings: AlgorithmSettings) -> None:
-    """Run a step: from columns to the gradient of the loss and the next adaptive parameters."""
+    """Run a training step on random data: from columns to gradient and next adaptive parameters."""
     size = min(settings.group_size, MAX_GROUP_SIZE)
     step = _make_columns(row, settings, size)
     derived = derive_group_columns(row, settings, step, torch.arange(NUM_GROUPS * size) // size)
@@ -85,7 +86,7 @@ def _run_step(row: Algorithm, settings: AlgorithmSettings) -> None:
 
 
 def _make_columns(row: Algorithm, settings: AlgorithmSettings, size: int) -> dict[str, Tensor]:
-    """Return random columns of two groups: values in [0, 1), negated for logprobs."""
+    """Return random columns of two groups of `size` rollouts: in [0, 1), negated for logprobs."""
     rows = NUM_GROUPS * size
     random = torch.Generator().manual_seed(0)
     mask = (torch.arange(NUM_POSITIONS) > 0).expand(rows, NUM_POSITIONS)

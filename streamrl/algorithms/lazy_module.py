@@ -5,7 +5,7 @@ from typing import Any
 
 
 class LazyModule:
-    """Proxy of a module that defers its import until a function is called."""
+    """Proxy of a module that defers its import until an attribute is read."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -32,12 +32,12 @@ from streamrl.messages import FinishReason
 def derive_group_columns(
     row: Algorithm, settings: AlgorithmSettings, columns: Mapping[str, Tensor], group_ids: Tensor
 ) -> dict[str, Tensor]:
-    """Derive the columns that need whole groups, per rollout [B] or per token [B, T].
+    """Compute advantages and the other columns that need whole groups, [B] or [B, T].
 
-    `columns` are those of `list_derivation_columns` for all groups of the row's scope; `group_ids`
-    [B] identifies the group of each rollout. Returns loss_mask bool [B, T] without tokens that must
-    not be trained, advantages, group_tokens [B] (trained tokens in the rollout's group) and the
-    row's derived columns.
+    `columns` are those of `list_derivation_columns` for all groups of the algorithm's scope;
+    `group_ids` [B] identifies the group of each rollout. Returns loss_mask bool [B, T] without
+    tokens that must not be trained, advantages, group_tokens [B] (trained tokens in the rollout's
+    group) and the algorithm's derived columns.
     """
     sampled = columns["loss_mask"]
     mask = sampled
@@ -63,7 +63,10 @@ def derive_group_columns(
 
 
 def _shape_rewards(settings: AlgorithmSettings, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns with shaped scores and token_rewards [B, T], plus token_costs if any."""
+    """Return `columns` with length and KL penalties in the scores, and with token_rewards [B, T].
+
+    Adds token_costs [B, T] if `columns` contain costs.
+    """
     sampled, scores = columns["loss_mask"], columns["scores"]
     if settings.overlong_buffer:
         scores = scores + soft_overlong_penalty(
@@ -88,7 +91,7 @@ def _shape_rewards(settings: AlgorithmSettings, columns: Mapping[str, Tensor]) -
 
 
 def _expand_to_tokens(derived: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Return all columns as [B, T], 0 where the mask is false."""
+    """Return columns of rollouts [B] and tokens [B, T] all as [B, T], 0 where `mask` is false."""
     expanded = {
         name: x if x.ndim > 1 else x[:, None].expand(mask.shape) for name, x in derived.items()
     }
@@ -109,14 +112,14 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the summed loss of a micro-batch (scalar) and the sums for `summarise_policy`.
 
-    The loss is token loss + KL - entropy. All parts are aggregated alike, so a single denominator
+    The loss is token loss + KL - entropy. All three are aggregated alike, so a single denominator
     normalizes the total.
 
     `batch` contains the results of `derive_group_columns` for these rollouts and generator_logprobs
     [B, T]. It also contains ref_logprobs [B, T] if kl_coef is not 0, proximal_logprobs [B, T] if
     the policy at the start of the step differs from the trained one, and near, bool [B, T], if only
     those tokens are to be trained. `logprobs` and `entropy` [B, T] are of the trained policy;
-    `version` is that of the step.
+    `version` is the version of the policy at the start of the step.
     """
     # Mask first: padding may hold NaN, which clamp() keeps and whose gradient spreads.
     mask = batch["loss_mask"]
@@ -173,10 +176,11 @@ def policy_loss(
 def shared_value_loss(
     settings: AlgorithmSettings, batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the summed value loss of a model that is policy and critic at once, and its sums.
+    """Return the value loss of a model that is policy and critic at once, and the critic's sums.
 
-    Unlike `critic_loss`, aggregates as the policy's loss does, so a single denominator normalizes
-    both. The sums have a prefix that separates them from the policy's.
+    `values` [B, T] are the trained ones. Unlike `critic_loss`, aggregates as the policy's loss
+    does, so a single denominator normalizes both. The names of the sums have a prefix that
+    separates them from the policy's.
     """
     losses, sums = critic_token_losses(batch, values, clip=clip)
     loss = aggregate_loss_sum(
@@ -191,7 +195,7 @@ def shared_value_loss(
 def _proximal_logprobs(
     settings: AlgorithmSettings, batch: Mapping[str, Tensor], current: Tensor, version: int
 ) -> Tensor:
-    """Return the logprobs of the proximal policy, [B, T]."""
+    """Return the logprobs of the proximal policy, against which the loss clips: [B, T]."""
     if settings.correction.proximal == "interpolated":
         return interpolated_proximal(
             current, batch["generator_logprobs"], batch["policy_version"], version=version
@@ -203,7 +207,10 @@ def _proximal_logprobs(
 def _correct_off_policy(
     settings: AlgorithmSettings, log_ratio: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return importance weights [B, T] and the mask of kept tokens, bool [B, T]."""
+    """Return importance weights [B, T] and the mask of tokens that are not rejected, bool [B, T].
+
+    `log_ratio`: proximal minus sampling policy.
+    """
     correction, weights, kept = settings.correction, torch.ones_like(log_ratio), mask
     if correction.weights != NO_CORRECTION:
         weights = importance_weights(

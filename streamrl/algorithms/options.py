@@ -1,4 +1,4 @@
-"""Names of the options that users may choose from."""
+"""Allowed values of the algorithm's settings that are chosen by name."""
 
 ADVANTAGE_SCALES = ("std", "batch", "mean", "none")
 SINGLE_ROLLOUT_MODES = ("zero", "keep")
@@ -16,7 +16,7 @@ REJECTION_LEVELS = ("token", "sum", "mean", "max")
 
 
 def validate_aggregation(mode: str) -> None:
-    """Raise ValueError if the aggregation of losses is unknown."""
+    """Raise ValueError unless `mode` is one of LOSS_AGGREGATIONS."""
     if mode not in LOSS_AGGREGATIONS:
         raise ValueError(
             f"loss aggregation {mode!r}: must be one of {', '.join(LOSS_AGGREGATIONS)}"

@@ -41,7 +41,7 @@ GRPO = Algorithm(
 
 
 def variant(name: str, paper: str, base: Algorithm = GRPO, **changes: Any) -> Algorithm:
-    """Return a copy of `base` with changes; `defaults` are merged into those of `base`."""
+    """Return a copy of algorithm `base` with changed fields; `defaults` extend those of `base`."""
     defaults = {**base.defaults, **changes.pop("defaults", {})}
     return dataclasses.replace(base, name=name, paper=paper, defaults=defaults, **changes)
 

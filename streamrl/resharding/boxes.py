@@ -9,9 +9,9 @@ from operator import add
 
 @dataclass(frozen=True, order=True)
 class TensorBox:
-    """Elements with start[i] <= index[i] < stop[i] in every dimension i; never empty.
+    """Box of a tensor: the elements with start[i] <= index[i] < stop[i] in every dimension i.
 
-    A scalar tensor has a single box, without dimensions.
+    Never empty. A scalar tensor has a single box, without dimensions.
     """
 
     start: tuple[int, ...]
@@ -25,7 +25,7 @@ class TensorBox:
 
     @classmethod
     def from_shape(cls, shape: tuple[int, ...]) -> "TensorBox":
-        """Return the box of a whole tensor, which must have at least one element."""
+        """Return the box of all elements of a tensor, which must have at least one."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -47,7 +47,7 @@ class TensorBox:
         return math.prod(self.shape)
 
     def intersect(self, other: "TensorBox") -> "TensorBox | None":
-        """Return the elements in both boxes, or None."""
+        """Return the box of all elements that are in both boxes, or None if they are disjoint."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(low >= high for low, high in zip(start, stop, strict=True)):
@@ -74,14 +74,17 @@ class TensorBox:
         return remainder
 
     def narrow(self, dim: int, start: int, stop: int) -> "TensorBox":
-        """Return the box with other limits, in tensor coordinates, in a single dimension."""
+        """Return a copy of the box that ranges from `start` to `stop` in dimension `dim`.
+
+        Coordinates are those of the tensor.
+        """
         return TensorBox(
             (*self.start[:dim], start, *self.start[dim + 1 :]),
             (*self.stop[:dim], stop, *self.stop[dim + 1 :]),
         )
 
     def iter_flat_range(self, start: int, stop: int) -> Iterator["TensorBox"]:
-        """Yield boxes that cover the box's elements `start` to `stop`, in row-major order."""
+        """Yield boxes that cover elements `start` to `stop` of this box, in row-major order."""
         if start == 0 and stop == self.numel:
             yield self
             return
@@ -121,7 +124,7 @@ def count_union_elements(boxes: Iterable[TensorBox]) -> int:
 
 
 def iter_flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorBox]:
-    """Yield boxes that cover a tensor's elements `start` to `stop`, in row-major order.
+    """Yield boxes that cover elements `start` to `stop` of a tensor, counted in row-major order.
 
     A matrix needs at most three: the rest of a row, whole rows, and the beginning of a row.
     Elements 3 to 14 of a 4 x 5 matrix are [0:1, 3:5], [1:2, 0:5] and [2:3, 0:4].

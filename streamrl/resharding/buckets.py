@@ -1,4 +1,8 @@
-"""Splits a plan into rounds, so that the bytes in flight stay bounded."""
+"""Division of a resharding plan into rounds, so that the bytes in flight stay bounded.
+
+A round is a set of transfers between ranks that run at the same time; each rank waits for its own
+transfers before it begins the next round.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,7 +12,7 @@ from itertools import accumulate
 from streamrl.resharding.boxes import TensorBox
 from streamrl.resharding.plans import BoxCopy, NamedBox
 
-#: Everything goes in a single round.
+#: Bucket size with which all transfers of a plan form a single round.
 UNBOUNDED_BYTES = 1 << 62
 
 
@@ -28,10 +32,12 @@ def split_box(box: TensorBox, max_numel: int) -> Iterator[TensorBox]:
 def plan_copy_rounds(
     copies: Iterable[BoxCopy], itemsizes: Mapping[str, int], bucket_bytes: int
 ) -> list[list[BoxCopy]]:
-    """Divide the copies between ranks into rounds of at most a bucket per rank and direction.
+    """Divide copies between ranks into rounds of transfers, so that few bytes are in flight.
 
-    First fit: each copy goes to the first round with space at both its ends. Larger copies are
-    split. bucket_bytes: at least the largest itemsize.
+    bucket_bytes: limit of the bytes that a rank sends, and that it receives, in a round; at least
+    the largest itemsize. itemsizes: bytes per element, by tensor name. First fit: each copy goes to
+    the first round with space at both its ends. Larger copies are split; copies within a rank are
+    left out.
     """
     rounds: list[list[BoxCopy]] = []
     sent: dict[tuple[int, int], int] = defaultdict(int)
@@ -71,10 +77,11 @@ def plan_copy_rounds(
 
 @dataclass(frozen=True)
 class GatherRound:
-    """Contributions of every rank of a group to a round, with their sizes and offsets in a buffer.
+    """Round of transfers in a group of ranks: the boxes that each rank sends to all others.
 
-    If all contributions have the same size (`is_even`) the round is an all-gather, otherwise a
-    broadcast from each contributing rank.
+    contribution_bytes, buffer_offsets: size of each rank's boxes and their place in the receiver's
+    buffer. If all sizes are equal (`is_even`) the round is an all-gather, otherwise a broadcast
+    from each rank that sends.
     """
 
     contributions: tuple[tuple[NamedBox, ...], ...]
@@ -84,18 +91,20 @@ class GatherRound:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of a rank's buffer: the result, and in an all-gather also its own contribution."""
+        """Bytes of a rank's buffer: for the result, and in an all-gather for its own boxes too."""
         return self.buffer_offsets[-1] + self.contribution_bytes[-1] * (1 + self.is_even)
 
 
 def plan_gather_rounds(
     contributions: Sequence[Sequence[NamedBox]], itemsizes: Mapping[str, int], bucket_bytes: int
 ) -> list[GatherRound]:
-    """Return rounds of at most a bucket in which the ranks of a group exchange their contributions.
+    """Divide the exchange of boxes within a group of ranks into rounds of transfers.
 
-    Rounds are even while every rank has bytes left; there is no padding. Example for 2 ranks with
-    10 and 6 bytes in buckets of 8: rounds (4, 4), (2, 2) are all-gathers, (4, 0) is a broadcast.
-    bucket_bytes: at least the widest element per rank.
+    contributions: boxes that each rank sends, in the order of the group. itemsizes: bytes per
+    element, by tensor name. bucket_bytes: limit of a round's bytes, at least the widest element per
+    rank. Rounds are even while every rank has bytes left; there is no padding. Example for 2 ranks
+    with 10 and 6 bytes in buckets of 8: rounds (4, 4), (2, 2) are all-gathers, (4, 0) is a
+    broadcast.
     """
     widest = max(itemsizes.values())
     streams = [_BoxStream(boxes, itemsizes) for boxes in contributions]
@@ -131,7 +140,7 @@ class _BoxStream:
         self.remaining_bytes = sum(box.numel * itemsizes[tensor] for tensor, box in boxes)
 
     def take_bytes(self, num_bytes: int) -> tuple[NamedBox, ...]:
-        """Remove and return the next boxes, splitting the last box if it is too large."""
+        """Remove and return the next boxes of `num_bytes` in total; split the last if necessary."""
         boxes: list[NamedBox] = []
         num_left = min(num_bytes, self.remaining_bytes)
         self.remaining_bytes -= num_left

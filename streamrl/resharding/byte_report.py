@@ -1,17 +1,17 @@
-"""Bytes that a plan moves and holds: per rank, by link, and at its peak."""
+"""Bytes that a resharding plan moves and holds: per rank, by link, and at the peak."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-#: Links between two ranks: the same rank's memory, the node, or the network.
+#: Kinds of links between two ranks: the same rank's memory, within a node, or the network.
 LINK_KINDS = ("local", "node", "network")
 
 
 @dataclass(frozen=True)
 class NodeTopology:
-    """Nodes of `ranks_per_node` consecutive ranks."""
+    """Division of ranks into nodes: `ranks_per_node` consecutive ranks share a node."""
 
     ranks_per_node: int = 8
 
@@ -23,7 +23,7 @@ class NodeTopology:
         return rank // self.ranks_per_node
 
     def get_link(self, rank: int, other_rank: int) -> str:
-        """Return the link between two ranks, one of LINK_KINDS."""
+        """Return the kind of link between two ranks, one of LINK_KINDS."""
         if rank == other_rank:
             return "local"
         return "node" if self.get_node(rank) == self.get_node(other_rank) else "network"
@@ -31,13 +31,13 @@ class NodeTopology:
 
 @dataclass
 class RankBytes:
-    """A rank's share of a plan, in bytes.
+    """Bytes that a resharding plan moves to and from a rank, and that the rank holds.
 
-    received_by_link, sent_by_link: `local` counts data that stays in place, in both. peak_bytes:
-    model bytes held at once, each element once, if everything moves in one piece (as in the paper).
-    redundant_bytes: training weights that do not lie inside the generation weights and are kept
-    beside them. memory_bytes: both layouts, sharing memory for tensors that are nested; an
-    executor's buffers are extra.
+    received_by_link, sent_by_link: by kind of link; `local` counts data that stays in place, in
+    both. peak_bytes: model bytes held at once, each element once, if everything moves in a single
+    round (as in the paper, arXiv:2409.19256). redundant_bytes: training weights that do not lie
+    inside the generation weights and are kept beside them. memory_bytes: both layouts, sharing
+    memory for tensors that are nested; an executor's buffers are extra.
     """
 
     received_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
@@ -59,25 +59,28 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class BytesReport:
-    """Bytes of a plan: of the whole model (M) and of every rank."""
+    """Bytes of a resharding plan for every rank, and of the whole model."""
 
     model_bytes: int
     rank_bytes: Mapping[int, RankBytes]
 
     def received_fraction(self, rank: int) -> Fraction:
-        """Return the bytes that a rank receives, as a fraction of M."""
+        """Return the bytes that a rank receives, as a fraction of the model's bytes."""
         return Fraction(self.rank_bytes[rank].received_bytes, self.model_bytes)
 
     def peak_fraction(self, rank: int) -> Fraction:
-        """Return a rank's peak bytes as a fraction of M."""
+        """Return the bytes that a rank holds at its peak, as a fraction of the model's bytes."""
         return Fraction(self.rank_bytes[rank].peak_bytes, self.model_bytes)
 
     def redundant_fraction(self, rank: int) -> Fraction:
-        """Return a rank's redundant bytes as a fraction of M."""
+        """Return a rank's redundant bytes as a fraction of the model's bytes.
+
+        Training weights that a rank keeps beside its generation weights are redundant.
+        """
         return Fraction(self.rank_bytes[rank].redundant_bytes, self.model_bytes)
 
     def count_link_bytes(self, link: str) -> int:
-        """Return the bytes that all ranks receive over a link."""
+        """Return the bytes that all ranks together receive over a kind of link."""
         return sum(rank.received_by_link[link] for rank in self.rank_bytes.values())
 
 
@@ -87,9 +90,10 @@ def count_transfers(
     amounts: Mapping[int, int],
     receivers: Collection[int],
 ) -> None:
-    """Add a transfer from every source to every receiver; `amounts` maps sources to bytes.
+    """Add to `ranks` the bytes of transfers from every source rank to every receiver.
 
-    A source may be a receiver too. Takes O(sources + receivers) steps, not their product.
+    amounts: bytes that each source sends to each receiver. A source may be a receiver too. Takes
+    O(sources + receivers) steps, not their product.
     """
     receivers_by_node = Counter(cluster.get_node(rank) for rank in receivers)
     bytes_by_node: Counter[int] = Counter()
@@ -116,13 +120,14 @@ def count_transfers(
 def _add_link_bytes(
     bytes_by_link: dict[str, int], num_bytes: int, counts_by_link: tuple[int, int, int]
 ) -> None:
+    """Add `num_bytes` times a count to each kind of link; counts are in the order of LINK_KINDS."""
     for link, count in zip(LINK_KINDS, counts_by_link, strict=True):
         bytes_by_link[link] += num_bytes * count
 
 
 @dataclass(frozen=True)
 class ExpectedFractions:
-    """A column of Table 2 of arXiv:2409.19256, per rank, as fractions of M."""
+    """Bytes per rank as fractions of the model's bytes: a column of Table 2 of arXiv:2409.19256."""
 
     received: Fraction
     peak: Fraction
@@ -132,10 +137,12 @@ class ExpectedFractions:
 def compute_table_2(
     stages: int, tensor: int, replicas: int, *, serving_stages: int, serving_tensor: int
 ) -> dict[str, ExpectedFractions]:
-    """Return the cost of each scheme for a model that divides evenly (Table 2 of arXiv:2409.19256).
+    """Return the bytes per rank of each resharding scheme by Table 2 of arXiv:2409.19256.
 
-    full_gather is DeepSpeed-Chat's, vanilla HybridFlow-V's. `redundant` of vanilla applies to a
-    rank whose training and generation shards are disjoint.
+    The model must divide evenly. stages, tensor, replicas: sizes of pipeline, tensor and data
+    parallelism in training; serving_stages, serving_tensor: those of a generation replica.
+    full_gather is DeepSpeed-Chat's scheme, vanilla HybridFlow-V's, zero HybridFlow's. `redundant`
+    of vanilla applies to a rank whose training and generation shards are disjoint.
     """
     model_ranks = stages * tensor
     world = model_ranks * replicas

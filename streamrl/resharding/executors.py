@@ -1,8 +1,8 @@
-"""Executors: carry out a plan over torch.distributed, point to point or by gathers within groups.
+"""Executors of resharding plans over torch.distributed: point to point, or gathers within groups.
 
 Every rank of the default process group creates the executor once per plan and runs it at every
-switch. Bytes travel unchanged, whatever their dtype, so the result is bit-exact. The target has no
-version from the first moved byte until the last.
+switch between training and generation. Bytes travel unchanged, whatever their dtype, so the result
+is bit-exact. The target has no version from the first moved byte until the last.
 """
 
 import time
@@ -28,16 +28,16 @@ from streamrl.resharding.packed_boxes import BoxPacker
 from streamrl.resharding.plans import CopyPlan, GatherPlan, NamedBox, plan_copies, plan_gather
 from streamrl.resharding.storage import ShardStorage, count_memory_bytes, narrow_view
 
-NO_VERSION = -1  # sent by ranks without a source version
+NO_VERSION = -1  # sent by ranks whose source storage has no version
 
 
 @dataclass(frozen=True)
 class ReshardingStats:
-    """Measured transfers of a rank in one run.
+    """Transfers of one rank, measured while an executor moved a version once.
 
     received_bytes, sent_bytes: from and to other ranks, counted per receiver. copied_bytes: within
-    this rank's memory. peak_bytes: source and target buffers plus staging. rounds: number of waits
-    for other ranks.
+    this rank's memory. peak_bytes: source and target buffers plus staging. rounds: rounds of
+    transfers, each of which waits for other ranks.
     """
 
     version: int
@@ -51,6 +51,8 @@ class ReshardingStats:
 
 @dataclass
 class _TransferCounts:
+    """Transfers of this rank, added up while an executor runs."""
+
     received_bytes: int = 0
     sent_bytes: int = 0
     copied_bytes: int = 0
@@ -65,7 +67,7 @@ class _TransferCounts:
 
 
 class ReshardingExecutor(ABC):
-    """Moves a version of the weights from the storage of one layout into that of another.
+    """Moves a version of the weights from the storage of one layout into that of another layout.
 
     buffer_bytes: staging memory of this rank, in addition to source and target.
     """
@@ -79,7 +81,7 @@ class ReshardingExecutor(ABC):
         self._packer = BoxPacker({spec.name: spec.itemsize for spec in plan.target.model.tensors})
 
     def run(self, source: ShardStorage, target: ShardStorage) -> ReshardingStats:
-        """Fill `target` from `source`; every rank of the process group must call it.
+        """Fill the storage `target` from `source`; every rank of the process group must call this.
 
         Raises WeightsError if ranks hold different versions or none, or a rank does not respond
         within timeout_s.
@@ -104,9 +106,10 @@ class ReshardingExecutor(ABC):
     def _move_weights(
         self, source: ShardStorage, target: ShardStorage, counts: _TransferCounts
     ) -> None:
-        """Move all weights and add up `counts`."""
+        """Move all weights from `source` to `target`, and add the transfers to `counts`."""
 
     def _agree_on_version(self, source: ShardStorage) -> int:
+        """Return the version that all source ranks hold. Raise WeightsError if they differ."""
         version = NO_VERSION if source.version is None else source.version
         own_version = torch.tensor([version], device=get_collective_device())
         all_versions = [torch.empty_like(own_version) for _ in range(dist.get_world_size())]
@@ -125,6 +128,7 @@ class ReshardingExecutor(ABC):
         return next(iter(versions.values()))
 
     def _wait_for_work(self, work: dist.Work, ranks: Sequence[int], payload: str) -> None:
+        """Wait for a collective. Raise WeightsError, naming ranks and payload, if it fails."""
         start_s = time.monotonic()
         try:
             work.wait(timedelta(seconds=self._timeout_s))
@@ -137,9 +141,10 @@ class ReshardingExecutor(ABC):
 
 
 class PointToPointExecutor(ReshardingExecutor):
-    """Sends every box of a CopyPlan from its sender to its receiver.
+    """Sends every box of a CopyPlan from the rank that holds the box to the rank that needs it.
 
-    bucket_bytes: limit of the bytes that a rank sends, and that it receives, in a round.
+    bucket_bytes: limit of the bytes that a rank sends, and that it receives, in a round of
+    transfers.
     """
 
     def __init__(
@@ -205,6 +210,7 @@ class PointToPointExecutor(ReshardingExecutor):
     def _group_by_peer(
         self, transfers: Iterable[tuple[int, NamedBox]]
     ) -> dict[int, list[NamedBox]]:
+        """Group boxes by the rank at the other end, each group in the order of its buffer."""
         boxes_by_peer: dict[int, list[NamedBox]] = {}
         for peer, box in transfers:
             boxes_by_peer.setdefault(peer, []).append(box)
@@ -212,15 +218,15 @@ class PointToPointExecutor(ReshardingExecutor):
 
 
 class GroupGatherExecutor(ReshardingExecutor):
-    """Gathers within the groups of a GatherPlan; each rank keeps the data it needs.
+    """Exchanges weights within the groups of a GatherPlan; each rank keeps the data it needs.
 
     Uses all-gathers while every rank of a group has data left, then broadcasts from the remaining
     ranks, so no padding is sent.
 
     With micro-DP groups this is HybridFlow's zero-redundancy transition, with the ranks of a model
     replica HybridFlow-V's, and with a single group of all ranks DeepSpeed-Chat's full gather.
-    Groups run concurrently. bucket_bytes: limit of a round's contributions from all ranks of a
-    group together.
+    Groups run concurrently. bucket_bytes: limit of the bytes that all ranks of a group together
+    send in a round.
     """
 
     def __init__(
@@ -300,10 +306,10 @@ def create_least_bytes_executor(
     bucket_bytes: int,
     timeout_s: float,
 ) -> ReshardingExecutor:
-    """Return the executor that moves the fewest bytes, preferring a gather over all ranks on a tie.
+    """Return the executor that reshards with the fewest bytes, on a tie a gather over all ranks.
 
     A gather is a single collective; copies are a message per pair of ranks. Every rank of the
-    process group must call this, and all make the same choice.
+    process group must call this, and all make the same choice. bucket_bytes: limit of a round.
     """
     copies = plan_copies(source, target, cluster)
     gather = plan_gather(source, target, cluster, [source.ranks])
@@ -313,7 +319,10 @@ def create_least_bytes_executor(
 
 
 def is_gather_least_bytes(copies: CopyPlan, gather: GatherPlan) -> bool:
-    """Return True if the gather moves no more bytes than the copies."""
+    """Return True if no rank receives more bytes under the gather than under the copies.
+
+    `copies` must be the plan that moves the fewest bytes.
+    """
     copy_report, gather_report = copies.report_bytes(), gather.report_bytes()
     return all(
         copy_report.rank_bytes[rank].received_bytes == counts.received_bytes
@@ -322,13 +331,13 @@ def is_gather_least_bytes(copies: CopyPlan, gather: GatherPlan) -> bool:
 
 
 def _find_device(*storages: ShardStorage) -> torch.device:
-    """Return the device of the first non-empty storage, or the process group's device."""
+    """Return the device of the first non-empty storage, else that of the default process group."""
     devices = (storage.device for storage in storages for _ in islice(storage, 1))
     return next(devices, get_collective_device())
 
 
 def get_collective_device() -> torch.device:
-    """Return the device of tensors in the default group's collectives.
+    """Return the device on which the default process group's collectives need their tensors.
 
     NCCL requires tensors on this process's GPU, even from a rank without weights.
     """
@@ -340,7 +349,10 @@ def get_collective_device() -> torch.device:
 def validate_bucket_bytes(
     bucket_bytes: int, itemsizes: Mapping[str, int], *, ranks: int = 1
 ) -> int:
-    """Return `bucket_bytes`; raise ValueError unless an element of each of `ranks` ranks fits."""
+    """Return `bucket_bytes`; raise ValueError if a bucket cannot hold an element from each rank.
+
+    ranks: ranks that share a bucket. itemsizes: bytes per element, by tensor name.
+    """
     min_bytes = ranks * max(itemsizes.values())
     if bucket_bytes < min_bytes:
         raise ValueError(f"buckets of {bucket_bytes} bytes: must be at least {min_bytes}")
@@ -348,7 +360,7 @@ def validate_bucket_bytes(
 
 
 def _copy_tensor(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Copy and return the number of bytes; 0 if both are the same memory."""
+    """Copy `source` to `target`; return the bytes copied, 0 if both are the same memory."""
     if target.data_ptr() == source.data_ptr() and target.stride() == source.stride():
         return 0
     target.copy_(source)

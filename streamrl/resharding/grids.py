@@ -17,7 +17,7 @@ RANK_ORDERS = ("hf", "mcore")
 
 @dataclass(frozen=True, order=True)
 class RankCoordinates:
-    """Pipeline stage, tensor rank and data-parallel replica of a rank."""
+    """Coordinates of a rank: pipeline stage, tensor-parallel rank and data-parallel replica."""
 
     pp_rank: int
     tp_rank: int
@@ -26,9 +26,10 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """Coordinates of every rank in a P-T-D grid: rank first_rank + i is at coordinates[i].
+    """Coordinates of every rank in a grid of P stages, T tensor ranks and D data-parallel replicas.
 
-    Raises ValueError unless every position of the grid occurs exactly once.
+    Rank first_rank + i is at coordinates[i]. Raises ValueError unless every position of the grid
+    occurs exactly once.
     """
 
     pp_size: int
@@ -59,23 +60,26 @@ class RankAssignment:
         return self.coordinates[rank - self.first_rank]
 
     def list_tp_groups(self) -> list[list[int]]:
-        """Return the tensor-parallel groups, each by tensor rank."""
+        """Return the ranks of each tensor-parallel group, in the order of their tensor ranks."""
         return self.group_ranks("dp_rank", "pp_rank")
 
     def list_pp_groups(self) -> list[list[int]]:
-        """Return the pipeline groups, each by stage."""
+        """Return the ranks of each pipeline, in the order of their stages."""
         return self.group_ranks("dp_rank", "tp_rank")
 
     def list_dp_groups(self) -> list[list[int]]:
-        """Return the groups of ranks that hold the same shard, each by replica."""
+        """Return the groups of ranks that hold the same shards, in the order of their replicas."""
         return self.group_ranks("pp_rank", "tp_rank")
 
     def list_replica_groups(self) -> list[list[int]]:
-        """Return the groups of ranks that hold a replica of the model, each by stage."""
+        """Return the ranks that hold each replica of the model, in the order of their stages."""
         return self.group_ranks("dp_rank")
 
     def group_ranks(self, *names: str) -> list[list[int]]:
-        """Return the ranks grouped by equal values of these coordinates, each group sorted."""
+        """Return the ranks grouped by equal coordinates, such as "dp_rank"; each group is sorted.
+
+        names: fields of RankCoordinates that must be equal.
+        """
         key = attrgetter(*names)
         groups: dict[Hashable, list[int]] = {}
         for rank in sorted(self.ranks, key=self.get_coordinates):
@@ -85,7 +89,10 @@ class RankAssignment:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """P x T x D ranks in one of RANK_ORDERS; `str` and `from_text` write the sizes as P-T-D."""
+    """Grid of P stages x T tensor ranks x D data-parallel replicas, numbered in one of RANK_ORDERS.
+
+    `str` and `from_text` write the sizes as P-T-D.
+    """
 
     pp_size: int
     tp_size: int
@@ -100,7 +107,7 @@ class RankGrid:
 
     @classmethod
     def from_text(cls, text: str, order: str = "hf") -> "RankGrid":
-        """Parse "P-T-D". Raise ValueError if it is malformed."""
+        """Parse a grid's sizes, "P-T-D" such as "1-4-2". Raise ValueError if malformed."""
         parts = text.split("-")
         if len(parts) != len("PTD") or not all(part.isdecimal() for part in parts):
             raise ValueError(f"{text}: must be pipeline-tensor-data, as in 1-4-2")
@@ -113,7 +120,7 @@ class RankGrid:
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that hold a replica of the model."""
+        """Number of ranks that together hold a replica of the model."""
         return self.pp_size * self.tp_size
 
     def get_rank(self, position: RankCoordinates) -> int:
@@ -136,7 +143,7 @@ class RankGrid:
         return RankCoordinates(stage, tensor, replica)
 
     def assign_ranks(self) -> "RankAssignment":
-        """Return the assignment of every rank to its own coordinates."""
+        """Return the assignment that gives every rank its coordinates in this grid."""
         return RankAssignment(
             self.pp_size,
             self.tp_size,

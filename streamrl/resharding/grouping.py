@@ -28,7 +28,10 @@ GROUPINGS = ("zero", "vanilla", "overlap")
 
 @dataclass(frozen=True)
 class GenerationSizes:
-    """Pg-Tg-Dg-D: stages, tensor ranks, micro-DP replicas, and training replicas."""
+    """Sizes in generation, Pg-Tg-Dg-D: stages, tensor ranks, micro-DP replicas, training replicas.
+
+    A training replica serves as `micro_dp_size` generation replicas.
+    """
 
     pp_size: int
     tp_size: int
@@ -41,7 +44,7 @@ class GenerationSizes:
 
     @classmethod
     def from_text(cls, text: str) -> "GenerationSizes":
-        """Parse "Pg-Tg-Dg-D". Raise ValueError if it is malformed."""
+        """Parse sizes written as "Pg-Tg-Dg-D", such as "1-2-2-2". Raise ValueError if malformed."""
         parts = text.split("-")
         if len(parts) != len("PTGD") or not all(part.isdecimal() for part in parts):
             raise ValueError(f"{text}: must be pipeline-tensor-microdata-data, as in 1-2-2-2")
@@ -53,7 +56,7 @@ class GenerationSizes:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas of the model in generation."""
+        """Number of replicas of the model in generation."""
         return self.micro_dp_size * self.dp_size
 
     def __str__(self) -> str:
@@ -62,13 +65,14 @@ class GenerationSizes:
 
 @dataclass(frozen=True)
 class _SplitRatio:
-    """Training tensor ranks and training stages per generation tensor rank and stage."""
+    """Number of training tensor ranks and training stages per generation tensor rank and stage."""
 
     tp_ratio: int
     pp_ratio: int
 
     @classmethod
     def from_sizes(cls, train: RankGrid, generate: GenerationSizes, grouping: str) -> "_SplitRatio":
+        """Return the ratios; raise ValueError if the sizes do not divide as `grouping` needs."""
         validate_sizes(train, generate)
         divides = not (train.tp_size % generate.tp_size or train.pp_size % generate.pp_size)
         if not divides or train.dp_size != generate.dp_size:
@@ -80,7 +84,7 @@ class _SplitRatio:
 
 
 def validate_sizes(train: RankGrid, generate: GenerationSizes) -> None:
-    """Raise ValueError unless both use the same number of ranks."""
+    """Raise ValueError unless training and generation use the same number of ranks."""
     if train.num_ranks != generate.num_ranks:
         raise ValueError(
             f"training {train} has {train.num_ranks} ranks, generation {generate} has"
@@ -89,7 +93,10 @@ def validate_sizes(train: RankGrid, generate: GenerationSizes) -> None:
 
 
 def assign_vanilla(train: RankGrid, generate: GenerationSizes) -> RankAssignment:
-    """Assign consecutive ranks of a replica to consecutive tensor shards, then to stages."""
+    """Assign ranks to generation shards as HybridFlow-V does, without regard to training shards.
+
+    Consecutive ranks of a replica get consecutive tensor shards, then the next stage.
+    """
     _SplitRatio.from_sizes(train, generate, "vanilla")
 
     def locate(train_coords: RankCoordinates) -> RankCoordinates:
@@ -104,7 +111,11 @@ def assign_vanilla(train: RankGrid, generate: GenerationSizes) -> RankAssignment
 
 
 def assign_zero_redundancy(train: RankGrid, generate: GenerationSizes) -> RankAssignment:
-    """Assign groups of T/Tg tensor ranks and P/Pg stages to the generation shard they form."""
+    """Assign each rank to a generation shard that contains the rank's training shard.
+
+    A group of T/Tg tensor ranks and P/Pg stages serves the generation shard that its training
+    shards form (arXiv:2409.19256, section 5.3).
+    """
     ratio = _SplitRatio.from_sizes(train, generate, "zero")
 
     def locate(train_coords: RankCoordinates) -> RankCoordinates:
@@ -124,15 +135,16 @@ def assign_zero_redundancy(train: RankGrid, generate: GenerationSizes) -> RankAs
 def _assign_ranks(
     train: RankGrid, generate: GenerationSizes, locate: Callable[[RankCoordinates], RankCoordinates]
 ) -> RankAssignment:
+    """Return the assignment in which `locate` maps training to generation coordinates."""
     coordinates = tuple(locate(train.get_coordinates(rank)) for rank in range(train.num_ranks))
     return RankAssignment(generate.pp_size, generate.tp_size, generate.num_replicas, coordinates)
 
 
 def assign_max_overlap(training_layout: ModelLayout, generate: GenerationSizes) -> RankAssignment:
-    """Return the assignment in which ranks keep the most bytes of their training shards.
+    """Assign ranks to generation shards so that ranks keep the most bytes of their training shards.
 
-    `training_layout` must have ranks 0, 1, ... Among equal assignments, prefer those with the ranks
-    of a replica near each other. Raises ValueError if the sizes do not fit.
+    `training_layout` must have ranks 0, 1, ... Among equal assignments, prefers those with the
+    ranks of a replica near each other. Raises ValueError if the sizes do not fit.
     """
     ranks = training_layout.ranks
     if ranks != list(range(generate.num_ranks)):
@@ -177,7 +189,7 @@ def assign_max_overlap(training_layout: ModelLayout, generate: GenerationSizes) 
 def _count_kept_bytes(
     training_layout: ModelLayout, generation_shards: Sequence[Mapping[str, TensorShard]]
 ) -> np.ndarray:
-    """Return int64 [ranks, shards]: bytes of every generation shard that a rank already has.
+    """Return the bytes of each generation shard that each rank already has: int64 [ranks, shards].
 
     Ranks that share their shards (replicas) are computed once.
     """
@@ -202,7 +214,10 @@ def _count_kept_bytes(
 def assign_generation_ranks(
     grouping: str, train: RankGrid, generate: GenerationSizes, training_layout: ModelLayout
 ) -> RankAssignment:
-    """Return the assignment of the grouping with this name in GROUPINGS. Raises ValueError."""
+    """Assign ranks to generation shards by the method `grouping`, one of GROUPINGS.
+
+    Raises ValueError for an unknown grouping, or if the sizes do not fit it.
+    """
     if grouping == "zero":
         return assign_zero_redundancy(train, generate)
     if grouping == "vanilla":
@@ -214,7 +229,7 @@ def assign_generation_ranks(
 
 
 def list_micro_dp_groups(train: RankGrid, generation: RankAssignment) -> list[list[int]]:
-    """Return the micro-DP groups: ranks of a training replica that serve the same shard."""
+    """Return the groups of ranks of a training replica that serve the same generation shard."""
     groups: dict[tuple[int, int, int], list[int]] = {}
     for rank in generation.ranks:
         coords = generation.get_coordinates(rank)

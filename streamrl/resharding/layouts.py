@@ -27,14 +27,14 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """A box of the whole tensor and its place in the storage: offset and strides in elements."""
+    """Box of the whole tensor and its place in a shard's memory: offset and strides in elements."""
 
     box: TensorBox
     offset: int
     strides: tuple[int, ...]
 
     def narrow_to(self, box: TensorBox) -> "ShardPiece":
-        """Return the sub-piece for `box`, which must lie inside this piece."""
+        """Return the piece of the smaller `box`, which must lie inside this piece."""
         dims = zip(box.start, self.box.start, self.strides, strict=True)
         return ShardPiece(
             box,
@@ -47,9 +47,9 @@ class ShardPiece:
 class TensorShard:
     """Data that a rank stores of a tensor.
 
-    shape: of the local tensor. box_origins: boxes of the whole tensor in the local tensor, each
-    with the index where it begins there. flat_range: elements of the local tensor that are stored,
-    in row-major order; None for all.
+    shape: of the rank's local tensor. box_origins: boxes of the whole tensor that the local tensor
+    contains, each with the index where it begins there. flat_range: elements of the local tensor
+    that are stored, counted in row-major order; None for all.
     """
 
     tensor: str
@@ -59,17 +59,18 @@ class TensorShard:
 
     @property
     def numel(self) -> int:
-        """Number of stored elements."""
+        """Number of elements that the rank stores."""
         start, stop = self._resolved_range
         return stop - start
 
     @property
     def boxes(self) -> list[TensorBox]:
-        """Stored boxes of the whole tensor; disjoint."""
+        """Boxes of the whole tensor that the rank stores; disjoint."""
         return [piece.box for piece in self.pieces]
 
     @cached_property
     def pieces(self) -> tuple[ShardPiece, ...]:
+        """Stored boxes with their offsets and strides in the shard's storage."""
         strides = row_major_strides(self.shape)
         start, stop = self._resolved_range
         pieces = []
@@ -105,9 +106,9 @@ class TensorShard:
         return TensorShard(self.tensor, window.shape, tuple(box_origins))
 
     def chunk_flat(self, index: int, count: int) -> "TensorShard | None":
-        """Return part `index` of `count` of the local tensor's elements, as ZeRO divides them.
+        """Return part `index` of `count` equal parts of the local tensor, as in ZeRO.
 
-        All parts have the same size, except that the last may be shorter or None.
+        A part is a range of elements in row-major order. The last part may be shorter or None.
         """
         size = -(-math.prod(self.shape) // count)
         start, stop = index * size, min((index + 1) * size, math.prod(self.shape))
@@ -117,13 +118,14 @@ class TensorShard:
 
     @property
     def _resolved_range(self) -> tuple[int, int]:
+        """`flat_range`, or the range of all elements."""
         return self.flat_range or (0, math.prod(self.shape))
 
 
 def _shift_box(
     box: TensorBox, origin: tuple[int, ...], to: tuple[int, ...] | None = None
 ) -> TensorBox:
-    """Return the box in coordinates relative to `to` (default: zeros) instead of `origin`."""
+    """Move the box so that index `origin` becomes index `to` (default: zeros)."""
     shift = [new - old for new, old in zip(to or (0,) * len(origin), origin, strict=True)]
     return TensorBox(
         tuple(low + offset for low, offset in zip(box.start, shift, strict=True)),
@@ -133,7 +135,7 @@ def _shift_box(
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Shards of every rank by tensor name. A rank may have no shards."""
+    """Shards that every rank stores, by rank and tensor name. A rank may have no shards."""
 
     model: ModelSpec
     shards: Mapping[int, Mapping[str, TensorShard]]
@@ -143,7 +145,7 @@ class ModelLayout:
         return sorted(self.shards)
 
     def get_boxes(self, rank: int, tensor: str) -> list[TensorBox]:
-        """Return a rank's boxes of a tensor; empty if the rank stores none of it."""
+        """Return the boxes of a tensor that a rank stores; empty if none."""
         shard = self.shards.get(rank, {}).get(tensor)
         return shard.boxes if shard else []
 
@@ -158,7 +160,7 @@ class ModelLayout:
 def create_layout(
     model: ModelSpec, assignment: RankAssignment, *, stages: Sequence[int] | None = None
 ) -> ModelLayout:
-    """Return tensor-parallel shards in pipeline stages, equal in every replica.
+    """Return the layout of a model with pipeline and tensor parallelism, equal in every replica.
 
     stages: pipeline positions per stage; None distributes them evenly. Raises ValueError if a
     tensor does not divide or the stages do not fit.
@@ -189,7 +191,7 @@ def create_layout(
 
 
 def create_tensor_shard(spec: TensorSpec, index: int, count: int) -> TensorShard:
-    """Return tensor rank `index`'s shard of `count`: its parts of all components, concatenated."""
+    """Return the shard of tensor rank `index` of `count`: its part of each fused component."""
     boxes = spec.split_tensor(index, count)
     if spec.split_dim is None:
         return create_whole_shard(spec.name, spec.shape)
@@ -204,13 +206,14 @@ def create_tensor_shard(spec: TensorSpec, index: int, count: int) -> TensorShard
 
 
 def create_whole_shard(tensor: str, shape: tuple[int, ...]) -> TensorShard:
+    """Return the shard of a rank that stores all elements of a tensor."""
     return TensorShard(tensor, shape, ((TensorBox.from_shape(shape), (0,) * len(shape)),))
 
 
 def partition_zero3(layout: ModelLayout, groups: Sequence[Sequence[int]]) -> ModelLayout:
     """Return the layout in which each rank of a group keeps a flat range of every shard (ZeRO-3).
 
-    The ranks of a group must hold the same shards.
+    The ranks of a group must hold the same shards in `layout`.
     """
     return _partition_shards(
         layout, groups, lambda shard, index, count: shard.chunk_flat(index, count)
@@ -220,11 +223,11 @@ def partition_zero3(layout: ModelLayout, groups: Sequence[Sequence[int]]) -> Mod
 def partition_fsdp2(
     layout: ModelLayout, groups: Sequence[Sequence[int]], *, dim: int = 0
 ) -> ModelLayout:
-    """Return the layout in which each rank of a group keeps a chunk along `dim` (FSDP2).
+    """Return the layout in which each rank of a group keeps a chunk of every shard (FSDP2).
 
-    The ranks of a group must hold the same shards. Over tensor parallelism this matches DTensor's
-    Shard(dim), or its strided shard if tensor parallelism splits the same dimension. Scalars stay
-    whole.
+    Chunks are along `dim`. The ranks of a group must hold the same shards in `layout`. Over tensor
+    parallelism this matches DTensor's Shard(dim), or its strided shard if tensor parallelism splits
+    the same dimension. Scalars stay whole.
     """
 
     def chunk(shard: TensorShard, index: int, count: int) -> TensorShard | None:
@@ -238,6 +241,12 @@ def _partition_shards(
     groups: Sequence[Sequence[int]],
     partition: Callable[[TensorShard, int, int], TensorShard | None],
 ) -> ModelLayout:
+    """Divide the shards of each group among its ranks.
+
+    partition: function of (shard, index of the rank in the group, size of the group) that returns
+    the rank's part. Raises ValueError unless each rank is in one group and groups hold equal
+    shards.
+    """
     shards: dict[int, dict[str, TensorShard]] = {}
     for group in groups:
         for index, rank in enumerate(group):

@@ -11,7 +11,10 @@ from streamrl.resharding.storage import ShardStorage, narrow_view
 
 @dataclass(frozen=True)
 class BoxPacker:
-    """Packs and unpacks boxes. itemsizes: bytes per element, by tensor name."""
+    """Packs boxes of tensors into a byte buffer and unpacks them.
+
+    itemsizes: bytes per element, by tensor name.
+    """
 
     itemsizes: Mapping[str, int]
 
@@ -23,6 +26,7 @@ class BoxPacker:
         return sum(box.numel * self.itemsizes[tensor] for tensor, box in boxes)
 
     def create_packed(self, source: ShardStorage, boxes: Sequence[NamedBox]) -> torch.Tensor:
+        """Return a new buffer that holds the boxes of `source`, one after another."""
         size = self.count_bytes(boxes)
         buffer = torch.empty(size, dtype=torch.uint8, device=source.device)
         self.pack_boxes(source, boxes, buffer)
@@ -31,7 +35,7 @@ class BoxPacker:
     def pack_boxes(
         self, source: ShardStorage, boxes: Sequence[NamedBox], buffer: torch.Tensor
     ) -> None:
-        """Copy the boxes to the front of a buffer, which may be longer."""
+        """Copy boxes of `source` to the front of `buffer`, one after another; it may be longer."""
         begin = 0
         for tensor, box in boxes:
             view = source.get_view(tensor, box)
@@ -42,7 +46,7 @@ class BoxPacker:
     def unpack_boxes(
         self, buffer: torch.Tensor, boxes: Sequence[NamedBox], target: ShardStorage
     ) -> None:
-        """Copy the packed data that `target` stores; skip the rest."""
+        """Copy the boxes in `buffer` to `target`, except elements that `target` does not store."""
         begin = 0
         for tensor, box in boxes:
             end = begin + box.numel * self.itemsizes[tensor]

@@ -1,4 +1,4 @@
-"""Patterns: tensors with the same boxes on all ranks in source and target, planned once.
+"""Shard patterns: tensors with the same boxes on all ranks in source and target, planned once.
 
 The layers of a model are alike, so hundreds of tensors form a few patterns. Within a pattern the
 source boxes are divided into fragments, such that every rank holds all or nothing of a fragment.
@@ -22,7 +22,7 @@ BoxFragment = tuple[TensorBox, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class ShardPattern:
-    """Tensors of the same shape and itemsize, sharded alike on every rank.
+    """Tensors of the same shape and itemsize, sharded alike on every rank in both layouts.
 
     source_boxes, target_boxes: boxes by rank, without ranks that have none.
     """
@@ -38,7 +38,7 @@ class ShardPattern:
         return self.itemsize * len(self.tensors)
 
     def group_receivers(self, ranks: Iterable[int]) -> dict[tuple[TensorBox, ...], list[int]]:
-        """Group those of `ranks` that need data by the boxes they need."""
+        """Group ranks by the target boxes that they need, leaving out ranks that need none."""
         return _group_by_value(
             {rank: self.target_boxes[rank] for rank in ranks if rank in self.target_boxes}
         )
@@ -47,7 +47,7 @@ class ShardPattern:
     def ranks_by_boxes(
         self,
     ) -> Mapping[tuple[tuple[TensorBox, ...], tuple[TensorBox, ...]], list[int]]:
-        """Ranks grouped by (source boxes, target boxes)."""
+        """Ranks grouped by the boxes they have: (source boxes, target boxes)."""
         ranks = sorted({*self.source_boxes, *self.target_boxes})
         return _group_by_value(
             {
@@ -57,7 +57,10 @@ class ShardPattern:
         )
 
     def find_fragments(self, ranks: Iterable[int] | None = None) -> "FragmentSet":
-        """Return the fragments that `ranks` hold; None means all ranks."""
+        """Divide the source boxes of `ranks` (None: all) into disjoint fragments and find holders.
+
+        All ranks that hold one element of a fragment hold the whole fragment.
+        """
         holders: dict[TensorBox, tuple[int, ...]] = {}
         for rank in self.source_boxes if ranks is None else ranks:
             for box in self.source_boxes.get(rank, ()):
@@ -74,7 +77,7 @@ class FragmentSet:
     fragments: tuple[BoxFragment, ...]
 
     def find_within(self, boxes: Sequence[TensorBox]) -> list[BoxFragment]:
-        """Return the intersections of the fragments with `boxes`, which are disjoint.
+        """Return the intersections of the fragments with disjoint `boxes`, each with its holders.
 
         Vectorized over fragments, because layouts of thousands of ranks have thousands of them.
         """
@@ -93,18 +96,22 @@ class FragmentSet:
     def find_missing(
         self, boxes: Sequence[TensorBox], fragments: Sequence[BoxFragment]
     ) -> list[TensorBox]:
-        """Return the parts of `boxes` that no rank holds; `fragments` is `find_within(boxes)`."""
+        """Return the parts of `boxes` that no rank holds.
+
+        fragments: result of `find_within` for these boxes.
+        """
         if count_elements(fragment for fragment, _ in fragments) == count_elements(boxes):
             return []
         return subtract_boxes(boxes, [fragment for fragment, _ in fragments])
 
     @cached_property
     def _corners(self) -> tuple[np.ndarray, np.ndarray]:
+        """Start and stop of every fragment's box, int64 [fragments, dimensions] each."""
         return _stack_corners([box for box, _ in self.fragments])
 
 
 def find_patterns(source: ModelLayout, target: ModelLayout) -> list[ShardPattern]:
-    """Return the patterns of the target's model, in the order of their first tensors."""
+    """Group the tensors of the target's model into patterns, ordered by their first tensors."""
     shard_forms = _ShardForms()
     tensors_by_key: dict[Hashable, list[str]] = {}
     sizes = {}
@@ -130,7 +137,7 @@ def find_patterns(source: ModelLayout, target: ModelLayout) -> list[ShardPattern
 
 
 class _ShardForms:
-    """Numbers shards by their form, regardless of the tensor's name."""
+    """Numbers the distinct forms of shards: local shape, boxes and flat range, without the name."""
 
     def __init__(self) -> None:
         self._form_ids: dict[Hashable, int] = {}
@@ -138,7 +145,7 @@ class _ShardForms:
         self._ids_by_shard: dict[int, int] = {}
 
     def list_forms(self, layout: ModelLayout, tensor: str) -> tuple[tuple[int, int], ...]:
-        """Return (rank, form) of every rank that stores part of a tensor."""
+        """Return (rank, form number) of every rank that stores part of a tensor."""
         return tuple(
             (rank, self._get_form_id(shard))
             for rank, shards in layout.shards.items()
@@ -166,12 +173,14 @@ def _group_by_value(values: Mapping[int, Key]) -> dict[Key, list[int]]:
 
 
 def _stack_corners(boxes: Sequence[TensorBox]) -> tuple[np.ndarray, np.ndarray]:
+    """Return start and stop of the boxes, int64 [boxes, dimensions] each."""
     start = np.array([box.start for box in boxes], dtype=np.int64)
     stop = np.array([box.stop for box in boxes], dtype=np.int64)
     return start, stop
 
 
 def _has_overlap(boxes: Sequence[TensorBox]) -> bool:
+    """Return True if any two of the boxes overlap."""
     if not boxes:
         return False
     start, stop = _stack_corners(boxes)
@@ -184,7 +193,7 @@ def _has_overlap(boxes: Sequence[TensorBox]) -> bool:
 def _split_overlaps(
     holders: Mapping[TensorBox, tuple[int, ...]],
 ) -> dict[TensorBox, tuple[int, ...]]:
-    """Split boxes where they overlap and merge their holders."""
+    """Split boxes where they overlap; each resulting box has the holders of all boxes around it."""
     disjoint: dict[TensorBox, tuple[int, ...]] = {}
     for box, ranks in holders.items():
         refined: dict[TensorBox, tuple[int, ...]] = {}

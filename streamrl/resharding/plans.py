@@ -21,30 +21,30 @@ from streamrl.resharding.patterns import BoxFragment, FragmentSet, ShardPattern,
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
-#: Tensor name and box.
+#: Box of a tensor: tensor name and box.
 NamedBox = tuple[str, TensorBox]
 
 
 @dataclass(frozen=True)
 class BoxCopy:
-    """Copy of a box from `source` to `destination`; the same rank if the data stays in place."""
+    """Copy of a box from rank `source` to rank `destination`; equal if the data stays in place."""
 
     named_box: NamedBox
     source: int
     destination: int
 
 
-#: Boxes of a tensor that a rank receives, each with its sender.
+#: Boxes of a tensor that a rank receives, each with the rank that sends it.
 BoxSources = tuple[tuple[TensorBox, int], ...]
-#: Received boxes by rank; ranks with equal entries share the object.
+#: Received boxes by receiving rank; ranks with equal entries share the object.
 MovesByRank = Mapping[int, BoxSources]
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """For every rank of `target`, the boxes it needs, each from a rank that holds it.
+    """Plan that brings every rank the boxes it needs in `target`, each from a rank that holds it.
 
-    moves: by tensor; tensors with equal moves may share the object.
+    moves: by tensor, the boxes each rank receives; tensors with equal moves may share the object.
     """
 
     source: ModelLayout
@@ -63,7 +63,7 @@ class CopyPlan:
                             yield BoxCopy((tensor, box), source, rank)
 
     def report_bytes(self) -> BytesReport:
-        """Count the bytes of exactly these copies."""
+        """Count the bytes that each rank sends, receives and holds if these copies are made."""
         ranks = _count_held_bytes(self.source, self.target)
         sizes = _get_itemsizes(self.target)
         for moves, tensors in _group_by_identity(self.moves):
@@ -78,7 +78,7 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Groups of ranks that exchange all they hold.
+    """Plan in which the ranks of each group exchange all the weights that they hold.
 
     contributions: boxes that each rank sends; data that several ranks of a group hold is sent by
     one of them. keeps_copy: ranks keep their contribution beside the result, instead of a view.
@@ -93,7 +93,7 @@ class GatherPlan:
 
     @property
     def copies(self) -> Iterator[BoxCopy]:
-        """All copies, including data that the receiver does not need."""
+        """All copies between ranks of a group, including data that the receiver does not need."""
         for group in self.groups:
             for source in group:
                 for tensor, box in self.contributions[source]:
@@ -101,7 +101,10 @@ class GatherPlan:
                         yield BoxCopy((tensor, box), source, destination)
 
     def report_bytes(self) -> BytesReport:
-        """Count the bytes: each rank receives the contributions of all others in its group."""
+        """Count the bytes that each rank sends, receives and holds.
+
+        Each rank receives the contributions of all others in its group.
+        """
         ranks = _count_held_bytes(self.source, self.target, keeps_copy=self.keeps_copy)
         sizes = _get_itemsizes(self.target)
         for group in self.groups:
@@ -117,11 +120,11 @@ class GatherPlan:
 
 
 def plan_copies(source: ModelLayout, target: ModelLayout, cluster: NodeTopology) -> CopyPlan:
-    """Return the plan that moves the fewest bytes; the layouts may have different ranks.
+    """Return the plan that moves the fewest bytes from layout `source` to layout `target`.
 
-    Data that a rank already holds stays in place. Other data comes from a rank on the same node if
-    possible, and among those from the rank that has sent least so far. Raises ValueError if no rank
-    holds needed data.
+    The layouts may have different ranks. Data that a rank already holds stays in place. Other data
+    comes from a rank on the same node if possible, and among those from the rank that has sent
+    least so far. Raises ValueError if no rank holds needed data.
     """
     sent: Counter[int] = Counter()
     patterns = find_patterns(source, target)
@@ -159,10 +162,11 @@ def plan_gather(
     *,
     keeps_copy: bool = False,
 ) -> GatherPlan:
-    """Return the plan in which the ranks of each group exchange all they hold.
+    """Return the plan in which the ranks of each group exchange all the weights that they hold.
 
-    Raises ValueError if a group does not hold all that its ranks need, or a rank is not in exactly
-    one group.
+    keeps_copy: ranks keep their source shards beside the result, instead of a view. Raises
+    ValueError if a group does not hold all that its ranks need, or a rank is not in exactly one
+    group.
     """
     sizes = _get_itemsizes(target)
     patterns = find_patterns(source, target)
@@ -199,7 +203,8 @@ def _find_wanted(
 ) -> dict[int, list[BoxFragment]]:
     """Return, by rank in the order of `ranks`, the fragments that cover the boxes it needs.
 
-    Ranks with equal needs share the list. Raises ValueError if fragments do not cover the needs.
+    Ranks with equal needs share the list. Raises ValueError if fragments do not cover the needs;
+    holder_text names the ranks that lack the data in the error.
     """
     fragments_by_boxes = {
         boxes: fragments.find_within(boxes) for boxes in pattern.group_receivers(ranks)
@@ -229,7 +234,10 @@ def _has_choice(needs: Mapping[int, list[BoxFragment]]) -> bool:
 def _assign_sources(
     needs: Mapping[int, list[BoxFragment]], itemsize: int, cluster: NodeTopology, sent: Counter[int]
 ) -> MovesByRank:
-    """Choose the sender of every fragment, and add the bytes to `sent`, the load of each rank."""
+    """Choose the sender of every fragment, and return the boxes each rank receives.
+
+    Adds the bytes to `sent`, the bytes that each rank sends.
+    """
     shared_sources: dict[tuple[int, tuple[int, ...]], BoxSources] = {}
     moves = {}
     for rank, fragments in needs.items():
@@ -250,6 +258,7 @@ def _assign_sources(
 def _choose_source(
     holders: Sequence[int], rank: int, cluster: NodeTopology, sent: Mapping[int, int]
 ) -> int:
+    """Return the rank to receive from: `rank` itself, else on its node, else least sent so far."""
     if rank in holders:
         return rank
     if len(holders) == 1:
@@ -287,7 +296,7 @@ def _get_itemsizes(layout: ModelLayout) -> dict[str, int]:
 
 
 def _group_by_identity(objects: Mapping[Key, Value]) -> list[tuple[Value, list[Key]]]:
-    """Return every distinct object with its keys."""
+    """Return every distinct object, compared by id(), with the keys that map to it."""
     groups: dict[int, tuple[Value, list[Key]]] = {}
     for key, value in objects.items():
         groups.setdefault(id(value), (value, []))[1].append(key)

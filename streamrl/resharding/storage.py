@@ -1,4 +1,4 @@
-"""Shards of a rank in memory: every piece a view of some buffer, with the version they hold."""
+"""Memory of a rank's shards: pieces as views of buffers, with the version that they hold."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,7 +9,7 @@ from streamrl.resharding.layouts import ModelLayout, TensorShard
 
 
 class ShardStorage:
-    """Pieces that a rank holds of every tensor, as views; their creator owns the memory.
+    """Pieces of tensors that a rank holds, as views; the creator of the views owns the memory.
 
     version: policy version of the contents; None before and while they are filled.
     """
@@ -29,7 +29,7 @@ class ShardStorage:
 
     @property
     def device(self) -> torch.device:
-        """Device of the pieces; the CPU if there are none."""
+        """Device of the stored pieces; the CPU if there are none."""
         views = (view for pieces in self._views.values() for _, view in pieces)
         return next((view.device for view in views), torch.device("cpu"))
 
@@ -40,15 +40,15 @@ class ShardStorage:
                 yield tensor, box, view
 
     def get_pieces(self, tensor: str) -> Sequence[tuple[TensorBox, torch.Tensor]]:
-        """Return the pieces of a tensor; empty if none is stored."""
+        """Return the stored pieces of a tensor, (box, view) each; empty if none is stored."""
         return self._views.get(tensor, ())
 
     def merge_with(self, other: "ShardStorage") -> "ShardStorage":
-        """Return a storage with the pieces of both, which must have different tensors."""
+        """Return a storage with the pieces of both storages, which must have different tensors."""
         return ShardStorage({**self._views, **other._views}, version=self.version)
 
     def get_view(self, tensor: str, box: TensorBox) -> torch.Tensor:
-        """Return a view of a box, which must lie within a single piece. Raises KeyError."""
+        """Return a view of a tensor's box; raise KeyError unless a single piece contains it."""
         for piece_box, view in self.get_pieces(tensor):
             if piece_box.intersect(box) == box:
                 return narrow_view(view, piece_box, box)
@@ -56,7 +56,7 @@ class ShardStorage:
 
 
 def narrow_view(view: torch.Tensor, view_box: TensorBox, box: TensorBox) -> torch.Tensor:
-    """Return the part of a view of `view_box` that shows `box`."""
+    """Narrow a view of a tensor's `view_box` to the smaller `box`."""
     dims = zip(box.dim_ranges, view_box.start, strict=True)
     return view[
         tuple(slice(low - view_start, high - view_start) for (low, high), view_start in dims)
@@ -66,7 +66,7 @@ def narrow_view(view: torch.Tensor, view_box: TensorBox, box: TensorBox) -> torc
 def allocate_storage(
     layout: ModelLayout, rank: int, dtypes: Mapping[str, torch.dtype], *, device: str = "cpu"
 ) -> ShardStorage:
-    """Allocate a buffer for each of a rank's shards, not filled.
+    """Allocate a buffer, uninitialized, for each shard of a rank.
 
     dtypes: by tensor name; their itemsizes must match the layout's specs.
     """
@@ -91,8 +91,8 @@ def allocate_overlapping(
 ) -> tuple[ShardStorage, ShardStorage]:
     """Allocate a rank's shards of two layouts, sharing memory where possible.
 
-    If a tensor's boxes in one layout lie inside its boxes in the other, its pieces are views of the
-    other layout's memory.
+    Returns the storages of source and target. If a tensor's boxes in one layout lie inside its
+    boxes in the other, its pieces are views of the other layout's memory.
     """
     in_target = {
         name
@@ -123,7 +123,7 @@ def allocate_overlapping(
 def _select_tensors(
     layout: ModelLayout, rank: int, names: set[str], *, without: bool = False
 ) -> ModelLayout:
-    """Return a layout with a rank's shards of these tensors, or of all others (`without`)."""
+    """Return a layout with only the shards of `names` on a rank, or of all others (`without`)."""
     shards = layout.shards.get(rank, {})
     return ModelLayout(
         layout.model, {rank: {n: shards[n] for n in shards if (n in names) is not without}}
@@ -136,9 +136,9 @@ def create_from_buffers(
     *,
     version: int | None = None,
 ) -> ShardStorage:
-    """View a rank's shards in contiguous tensors, each from the beginning of its tensor.
+    """Return a storage of a rank's shards as views of contiguous buffers, by tensor name.
 
-    A buffer may be longer than its shard, for example if it is padded.
+    A shard begins at the start of its buffer, which may be longer, for example if it is padded.
     """
     return ShardStorage(
         {
@@ -160,7 +160,7 @@ def create_from_buffers(
 
 
 def create_from_storage(layout: ModelLayout, rank: int, host: ShardStorage) -> ShardStorage:
-    """View a rank's shards of a layout in the memory of `host`, without own memory.
+    """Return a storage of a rank's shards as views of the memory of `host`, without allocating.
 
     Raises ValueError if a piece does not lie within a single piece of `host`.
     """
@@ -174,7 +174,7 @@ def create_from_storage(layout: ModelLayout, rank: int, host: ShardStorage) -> S
 
 
 def count_memory_bytes(*storages: ShardStorage) -> int:
-    """Return the bytes of the buffers behind the storages, each buffer once."""
+    """Return the bytes of all buffers behind the storages, each buffer once."""
     buffers = {}
     for storage in storages:
         for _, _, view in storage:

@@ -1,4 +1,4 @@
-"""Tensors of a model as the resharding engine sees them: shapes, allowed splits, and stages.
+"""Tensors of a model as resharding sees them: shapes, allowed splits, and pipeline positions.
 
 A transformer is a row of pipeline positions: 0 for the embedding, 1 to L for its L layers, and L +
 1 for the head. A pipeline stage holds a range of positions. A tensor lies in every stage that holds
@@ -17,7 +17,7 @@ ITEMSIZES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class FusedComponent:
-    """A matrix fused into a tensor, with others before or behind it along `split_dim`.
+    """A matrix that is fused with others into a tensor, along the tensor's `split_dim`.
 
     size: elements in that dimension. num_units: indivisible units, such as attention heads; with
     more ranks than units, several ranks hold the same unit. None allows a split anywhere.
@@ -34,7 +34,7 @@ class FusedComponent:
             )
 
     def get_split_range(self, index: int, count: int) -> tuple[int, int]:
-        """Return start and stop of rank `index` of `count`, within the component.
+        """Return start and stop, within this component, of the elements of rank `index` of `count`.
 
         With 8 units of 16 elements and 4 ranks, rank 1 gets (32, 64); with 2 units and 4 ranks,
         ranks 0 and 1 both get unit 0. Raises ValueError if neither number divides the other.
@@ -52,7 +52,7 @@ class FusedComponent:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An unsplit tensor of the model.
+    """A tensor of the model before it is split among ranks.
 
     pipeline_positions: positions that need the tensor. split_dim: dimension that tensor parallelism
     splits; None if every rank holds the whole tensor. components: matrices fused along that
@@ -91,7 +91,7 @@ class TensorSpec:
     def split_tensor(self, index: int, count: int) -> list[TensorBox]:
         """Return the boxes of tensor-parallel rank `index` of `count`: a box for each component.
 
-        Raises ValueError with the tensor's name if it does not divide.
+        Raises ValueError with the tensor's name if the tensor does not divide.
         """
         whole = TensorBox.from_shape(self.shape)
         if self.split_dim is None or count == 1:
@@ -130,7 +130,7 @@ class ModelSpec:
 
     @property
     def num_bytes(self) -> int:
-        """M, the bytes of the model, each tensor once."""
+        """Bytes of the whole model, each tensor once."""
         return sum(spec.num_bytes for spec in self.tensors)
 
     def specs_by_name(self) -> dict[str, TensorSpec]:
@@ -138,12 +138,11 @@ class ModelSpec:
 
 
 def split_stages_evenly(num_positions: int, stages: int) -> tuple[int, ...]:
-    """Return the number of pipeline positions (layers) of each pipeline stage.
+    """Return the number of pipeline positions (layers) of each of `stages` pipeline stages.
 
-    Stages differ by at most one position.
-
-    Larger stages are spread so that merging stages stays exact if the numbers of stages divide: 6
-    positions are 2, 1, 2, 1 in four stages and 3, 3 in two.
+    Stages differ by at most one position. Larger stages are spread so that merging stages stays
+    exact if the numbers of stages divide: 6 positions are 2, 1, 2, 1 in four stages and 3, 3 in
+    two.
     """
     if stages > num_positions:
         raise ValueError(f"{stages} pipeline stages for {num_positions} positions")
@@ -152,10 +151,11 @@ def split_stages_evenly(num_positions: int, stages: int) -> tuple[int, ...]:
 
 
 def merge_stages(counts: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Merge consecutive stages into `stages` stages and return their sizes.
+    """Merge consecutive pipeline stages into `stages` stages, and return their sizes.
 
-    Zero redundancy requires generation stages to consist of whole training stages; this computes
-    them if the training stages are listed explicitly. Raises ValueError if the numbers do not
+    counts: pipeline positions of each stage before. Zero-redundancy resharding requires generation
+    stages to consist of whole training stages; if the sizes of the training stages are configured,
+    this function gives those of generation. Raises ValueError if the numbers of stages do not
     divide.
     """
     if stages < 1 or len(counts) % stages:
@@ -165,6 +165,6 @@ def merge_stages(counts: Sequence[int], stages: int) -> tuple[int, ...]:
 
 
 def list_stage_positions(counts: Sequence[int]) -> list[range]:
-    """Return the positions of every stage, given the number in each."""
+    """Return the pipeline positions of every stage, given the number of positions in each."""
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

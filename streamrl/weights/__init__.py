@@ -1,4 +1,4 @@
-"""Weight sync: versions travel from the trainer to its followers in buckets with checksums."""
+"""Weight sync: versions of a model travel in buckets from the trainer to its followers."""
 
 from streamrl.weights.config import WeightsConfig
 from streamrl.weights.held_version import LoadVerification, ServedVersion, WeightLoadStats

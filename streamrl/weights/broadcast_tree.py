@@ -1,16 +1,17 @@
-"""Order in which nodes pull a version: a tree, so that no single node serves all others.
+"""Order in which nodes pull a version of the weights: a tree, so that no node serves all others.
 
 The publisher's node has a new version first. A node that has the version serves at most `fanout`
-pulls at a time, so (1 + fanout)**k nodes have it after k rounds. Pure arithmetic: the caller
-supplies the times.
+pulls at a time, so (1 + fanout)**k nodes have the version after k rounds of pulls. Pure arithmetic:
+the caller supplies the times.
 """
 
 
 class BroadcastTree:
-    """Admission of pulls of the newest version. Node names are arbitrary; times are in seconds.
+    """Decides which nodes may pull the newest version of the weights now, and which have to wait.
 
-    `origin` is the publisher's node. A pull older than `deadline_s` stops counting against the
-    limit.
+    `origin` is the publisher's node; node names are arbitrary. A node that has the version serves
+    at most `fanout` pulls at a time. A pull that takes longer than `deadline_s` seconds no longer
+    counts against this limit.
     """
 
     def __init__(self, origin: str, *, fanout: int = 2, deadline_s: float = 60.0) -> None:
@@ -27,7 +28,8 @@ class BroadcastTree:
         """Return True if a reader on `node` may pull `version` now, and record the pull.
 
         Readers share one copy per node: once a node has the version or pulls it, every reader on
-        the node may go. Pulls of an older version are always admitted.
+        the node may go. Pulls of an older version are always admitted. `now_s`: current time in
+        seconds, on any clock.
         """
         if version > self._newest_version:
             self._newest_version, self._ready_nodes, self._pull_starts_s = (
@@ -49,13 +51,13 @@ class BroadcastTree:
         return True
 
     def mark_pulled(self, node: str, version: int) -> None:
-        """Record that `node` has `version`; the node now serves other nodes."""
+        """Record that `node` has pulled `version`, so that other nodes may pull from it."""
         if version == self._newest_version:
             self._pull_starts_s.pop(node, None)
             self._ready_nodes.add(node)
 
     def remove_node(self, node: str) -> None:
-        """Stop counting a node that left or failed to pull, and stop pulling from it."""
+        """Forget a node that left or failed to pull; other nodes no longer pull from it."""
         self._pull_starts_s.pop(node, None)
         if node != self._origin:
             self._ready_nodes.discard(node)

@@ -1,4 +1,4 @@
-"""Checksums computed in parallel with copying: a thread hashes one piece while the next is written.
+"""Checksums of buckets: a thread hashes written bytes while the caller copies the next ones.
 
 XXH3 releases the GIL, so hashing on a second core is nearly free.
 """
@@ -18,14 +18,14 @@ HASH_CHUNK_BYTES = 4 << 20
 """Bytes hashed per task of the thread pool; submitting a task costs as much as hashing 0.5 MB."""
 
 MAX_HASH_THREADS = 4
-"""More threads do not help: memory bandwidth is the limit."""
+"""Memory bandwidth is the limit beyond this number."""
 
 
 class RunningChecksum(AbstractContextManager["RunningChecksum"]):
     """Checksum of a bucket that is being filled front to back; use in a `with` block.
 
-    The block's end stops the hashing thread. Bytes reported to `hash_written` must not change until
-    `finish_bucket` returns.
+    The end of the block stops the hashing thread. Bytes reported to `hash_written` must not change
+    until `finish_bucket` returns.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,11 @@ class RunningChecksum(AbstractContextManager["RunningChecksum"]):
         self._executor.shutdown()
 
     def hash_written(self, data: Array, end: int) -> None:
-        """Report that the first `end` bytes of the bucket (uint8) are final."""
+        """Hash new bytes in another thread; the first `end` bytes of the bucket are final now.
+
+        `data`: memory of the bucket, uint8. Less than HASH_CHUNK_BYTES of new bytes wait for the
+        next call.
+        """
         # If the previous piece is still being hashed, this one is hashed with the next call.
         if end - self._num_hashed >= HASH_CHUNK_BYTES and (
             self._pending_hash is None or self._pending_hash.done()
@@ -54,7 +58,7 @@ class RunningChecksum(AbstractContextManager["RunningChecksum"]):
             self._num_hashed = end
 
     def finish_bucket(self, data: Array) -> str:
-        """Return the checksum of the whole bucket and reset for the next bucket."""
+        """Return the hex checksum of the complete bucket `data`, and reset for the next bucket."""
         if self._pending_hash is not None:
             self._pending_hash.result()
         self._update_digest(data[self._num_hashed :])
@@ -69,7 +73,7 @@ class RunningChecksum(AbstractContextManager["RunningChecksum"]):
 
 
 def compute_checksums(arrays: Sequence[Array]) -> list[str]:
-    """Return the checksum of each array, hashed by several threads if the arrays are large."""
+    """Return the hex checksum of each array, hashed by several threads if the arrays are large."""
     num_threads = min(len(arrays), os.cpu_count() or 1, MAX_HASH_THREADS)
     if num_threads <= 1 or sum(array.nbytes for array in arrays) < HASH_CHUNK_BYTES:
         return [compute_checksum(array) for array in arrays]

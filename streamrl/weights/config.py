@@ -20,7 +20,7 @@ MAX_BUCKET_MB = 4096
 
 @dataclass
 class WeightsConfig:
-    """How and when versions of the weights travel."""
+    """Transport of the weights, interval of publishing, and effect on running rollouts."""
 
     #: Transport of the weights: store (Ray's object store), shared_memory (single node), collective
     #: (broadcast to all followers), disk (a directory per version, readable by other engines),
@@ -79,7 +79,11 @@ class WeightsConfig:
             )
 
     def resolve_probe_limit(self, *, exact: bool) -> float:
-        """Return the limit of the logprob check; `exact`: both sides compute in float32."""
+        """Return the largest logprob difference, in nats, that passes the logprob check.
+
+        `exact`: trainer and generator both compute in float32; this decides the default of
+        `probe_limit`.
+        """
         if self.probe_limit is not None:
             return self.probe_limit
         return EXACT_LOGPROB_LIMIT if exact else ROUNDED_LOGPROB_LIMIT

@@ -1,4 +1,4 @@
-"""The version of the weights that a follower serves."""
+"""Version of the weights that a follower serves, and the outcome of loading it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,10 +11,11 @@ MAX_NAMED_PARAMETERS = 3  # in an error message
 
 @dataclass(frozen=True)
 class LoadVerification:
-    """Comparison of a model's parameters with the published ones, by checkpoint name.
+    """Comparison of a model's parameters with the published ones after a version was loaded.
 
-    num_compared: parameters that could be compared; 0 if none. differing_names: parameters whose
-    values differ. warnings: the engine's own warnings about weights that it did not load.
+    num_compared: parameters that could be compared; 0 if none. differing_names: checkpoint names of
+    parameters whose values differ. warnings: the engine's own warnings about weights that it did
+    not load.
     """
 
     num_compared: int = 0
@@ -22,7 +23,10 @@ class LoadVerification:
     warnings: Sequence[str] = ()
 
     def raise_on_difference(self, holder: str) -> None:
-        """Raise LogprobCheckError if any parameter of `holder` differs from the published value."""
+        """Raise LogprobCheckError if a loaded parameter differs from its published value.
+
+        `holder` names the generator or scorer in the error.
+        """
         if self.differing_names:
             num_more = max(0, len(self.differing_names) - MAX_NAMED_PARAMETERS)
             names = ", ".join(
@@ -37,11 +41,12 @@ class LoadVerification:
 
 @dataclass(frozen=True)
 class WeightLoadStats:
-    """Cost and outcome of loading a version into a model.
+    """Cost and outcome of loading a version of the weights into a model.
 
-    pause_s: time without computation. num_interrupted: running rollouts that continue under the new
-    version. copied_bytes: bytes of weights copied, including cast or merged ones; the rest is used
-    in place. verification: comparison with the published parameters.
+    pause_s: seconds in which the model did not compute. num_interrupted: running rollouts that
+    continue under the new version. copied_bytes: bytes of weights copied, including cast or merged
+    ones; all other weights are used in place. verification: comparison with the published
+    parameters.
     """
 
     pause_s: float = 0.0
@@ -51,7 +56,7 @@ class WeightLoadStats:
 
 
 class ServedVersion:
-    """Version that one holder (a generator or scorer) serves, with a wait for newer versions.
+    """Version of the weights that one generator or scorer (`holder`) serves.
 
     Use from a single event loop. Version -1 means no weights yet. A followed model may skip
     versions of the policy (publish_every): `resolve_due_version` maps a policy version to the
@@ -75,7 +80,10 @@ class ServedVersion:
         return self._version
 
     def advance_to(self, version: int) -> None:
-        """Switch to `version` and wake all waiters. Raise WeightsError unless it is newer."""
+        """Switch to `version` and wake all tasks that wait for it.
+
+        Raises WeightsError unless `version` is newer than the served version.
+        """
         if version <= self._version:
             raise WeightsError(
                 f"{self.holder} holds version {self._version}: cannot switch to version {version}"
@@ -85,7 +93,7 @@ class ServedVersion:
         changed.set()
 
     async def wait_for_version(self, version: int) -> int:
-        """Wait until the version due at policy version `version`, or a newer one, is served.
+        """Wait until the holder serves the weights due at policy version `version`, or newer ones.
 
         Returns the served version. Deliberately without a timeout: a resumed run may repeat any
         number of steps before that version exists. Two other timeouts bound the wait: the trainer's

@@ -13,8 +13,8 @@ from streamrl.errors import LogprobCheckError
 from streamrl.messages import Array
 
 SEQUENCE_LENGTHS = (64, 64, 64, 512)
-"""Tokens per sequence, capped by the rollout length. One is longer than the attention windows that
-are common in small models.
+"""Tokens per sequence, capped by the rollout length. The last is longer than the attention windows
+that are common in small models.
 """
 NUM_SEQUENCES = len(SEQUENCE_LENGTHS)
 SAME_PARAMETERS_HINT = (
@@ -22,13 +22,16 @@ SAME_PARAMETERS_HINT = (
     " attention (trainer.attention), positions, experts and dtype (generator.dtype)"
 )
 NUM_INITIAL_CHECKS = 3
-"""Versions checked at the start: the model as loaded, and the first updates, which change every
-trained parameter.
+"""Publishes checked at the start of a run: the model as loaded, and the first updates, which change
+every trained parameter.
 """
 
 
 def is_logprob_check_due(count: int, *, every: int) -> bool:
-    """Return True if published version number `count` (from 0) is checked; `every` 0 is never."""
+    """Return True if the logprob check follows publish number `count`, counted from 0.
+
+    The first three publishes are checked, then every `every`-th; `every` 0 disables the check.
+    """
     return bool(every) and (count < NUM_INITIAL_CHECKS or count % every == 0)
 
 
@@ -36,7 +39,8 @@ def is_logprob_check_due(count: int, *, every: int) -> bool:
 class LogprobCheck:
     """Sequences of token ids, int32 [T] each, and the trainer's logprob per token, float32 [T].
 
-    The first token of a sequence has no logprob, so a one-token sequence compares nothing.
+    max_difference: limit in nats. The first token of a sequence has no logprob, so a one-token
+    sequence compares nothing.
     """
 
     sequences: Sequence[Array]
@@ -46,10 +50,11 @@ class LogprobCheck:
     def compare_logprobs(
         self, logprobs: Sequence[Array], follower: str, *, same_parameters: bool = False
     ) -> float:
-        """Return the largest absolute difference in nats; raise LogprobCheckError above the limit.
+        """Return the largest difference, in nats, between a follower's logprobs and the trainer's.
 
-        `follower` names the model in the error; `same_parameters`: its parameters are known to
-        equal the trainer's. NaN never passes.
+        `logprobs`: the follower's, an array for each sequence. `follower` names the model in the
+        error; `same_parameters`: its parameters are known to equal the trainer's. Raises
+        LogprobCheckError if the difference exceeds `max_difference` or is NaN.
         """
         pairs = zip(self.logprobs, logprobs, strict=True)
         differences = [np.abs(ours[1:] - theirs[1:]).max(initial=0.0) for ours, theirs in pairs]
@@ -66,7 +71,10 @@ class LogprobCheck:
 
 
 def make_check_sequences(*, vocab_size: int, max_length: int) -> list[Array]:
-    """Return the check's random token ids, identical for every version of a model."""
+    """Return the token sequences of the logprob check: random, the same for every version.
+
+    `max_length`: longest rollout in tokens.
+    """
     rng = np.random.default_rng(0)
     lengths = [min(length, max_length - 1) for length in SEQUENCE_LENGTHS]
     return [rng.integers(0, vocab_size, length, np.int32) for length in lengths]

@@ -27,24 +27,28 @@ LORA_SCALE = "lora_scale"
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """Update of a layer's weight: scale * B A, with A [rank, in] and B [out, rank]."""
+    """LoRA update of a layer's weight: scale * B A, with A [rank, in] and B [out, rank]."""
 
     lora_a: Tensor
     lora_b: Tensor
     scale: float
 
     def fits_weight(self, weight: Tensor) -> bool:
+        """Return True if B A has the shape of `weight`."""
         (rank, num_in), (num_out, inner) = self.lora_a.shape, self.lora_b.shape
         return rank == inner and tuple(weight.shape) == (num_out, num_in)
 
     def compute_merged(self, weight: Tensor) -> Tensor:
-        """Return W0 + scale B A in float32, whatever the input dtypes; `weight` is not modified."""
+        """Return weight + scale * B A in float32, whatever the inputs' dtypes.
+
+        Does not modify `weight`.
+        """
         a, b = (matrix.to(weight.device, torch.float32) for matrix in (self.lora_a, self.lora_b))
         return torch.addmm(weight.float(), b, a, alpha=self.scale)
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """Mapping of all parameters that merges adapted ones on access.
+    """All parameters by name; adds LoRA adapters to their base weights on access.
 
     Merged parameters are float32 on `device`; all others keep their stored dtype and device.
     Iterating without keeping the values never holds a second model in memory.
@@ -84,9 +88,9 @@ def build_full_weights(
     model_path: str,
     device: torch.device,
 ) -> Mapping[str, Tensor]:
-    """Return all parameters of a model from published tensors: a full set, or adapters to merge.
+    """Return all parameters of a model by name, from published tensors: all of them, or adapters.
 
-    Adapters are merged on `device` into the weights in `model_path`. Raises WeightsError if
+    Adapters are merged on `device` into the base weights in `model_path`. Raises WeightsError if
     parameters are missing or unknown, or a shape does not match the model.
     """
     if LORA_SCALE not in published:
@@ -133,7 +137,10 @@ def _load_parameters(model_path: str) -> Mapping[str, Tensor]:
 def split_adapters(
     published: Mapping[str, Tensor | Array],
 ) -> tuple[dict[str, LoraAdapter], dict[str, Tensor]]:
-    """Return the adapters by name of the weight they update, and the fully trained tensors."""
+    """Split published tensors into LoRA adapters and fully trained tensors, both by name.
+
+    An adapter's name is that of the weight it updates.
+    """
     trained = {name: as_tensor(value) for name, value in published.items()}
     scale = trained.pop(LORA_SCALE).item()
     layers = [name.removesuffix(LORA_A_SUFFIX) for name in trained if name.endswith(LORA_A_SUFFIX)]
@@ -148,7 +155,7 @@ def split_adapters(
 
 
 def load_stored_weights(model_path: str) -> dict[str, Tensor]:
-    """Return the tensors of a Hugging Face directory, memory-mapped.
+    """Return the tensors of a Hugging Face model directory by name, memory-mapped.
 
     Reading is lazy. Pages that were read stay in the page cache, which the kernel evicts under
     memory pressure.

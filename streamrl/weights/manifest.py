@@ -41,7 +41,7 @@ class TensorMetadata:
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Tensor metadata and its place: `num_bytes` bytes, `offset` bytes into the bucket."""
+    """Place of a tensor in a bucket: `num_bytes` bytes from byte `offset` on; and its metadata."""
 
     name: str
     dtype: str
@@ -57,7 +57,10 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Slots of a bucket, its size, and the checksum of all bytes; gaps between slots are zeros."""
+    """Contents of a bucket: its tensors' slots, its size, and the checksum of all its bytes.
+
+    Gaps between slots are zeros.
+    """
 
     slots: tuple[TensorSlot, ...]
     num_bytes: int
@@ -66,7 +69,7 @@ class WeightBucket:
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """Buckets of a version and, for each bucket, the transport's handle to fetch it by.
+    """Buckets of a version and, for each bucket, the transport's handle by which readers fetch it.
 
     If `logprob_check` is set, followers compare their log-probabilities with the trainer's.
     """
@@ -87,7 +90,7 @@ class WeightManifest:
 
 
 class SlotAllocator:
-    """Assigns places to tensors in order of arrival, in a single pass."""
+    """Assigns each tensor, in order of arrival, a place in a bucket of at most `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -95,7 +98,7 @@ class SlotAllocator:
         self._end_offset = 0
 
     def place_tensor(self, spec: TensorMetadata) -> tuple[int, TensorSlot]:
-        """Return the bucket index (from 0) and the slot of the next tensor."""
+        """Return the index (from 0) of the next tensor's bucket, and its slot in the bucket."""
         offset = -(-self._end_offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if self._end_offset and offset + spec.num_bytes > self._max_bytes:
             self._bucket_index += 1
@@ -108,7 +111,7 @@ class SlotAllocator:
 def plan_buckets(
     specs: Iterable[TensorMetadata], *, max_bytes: int
 ) -> tuple[tuple[TensorSlot, ...], ...]:
-    """Return the slots of every bucket for tensors in this order; a bucket has at most `max_bytes`.
+    """Divide tensors in order into buckets of at most `max_bytes`; return each bucket's slots.
 
     A larger tensor gets a bucket of its own.
     """

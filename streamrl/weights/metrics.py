@@ -1,4 +1,4 @@
-"""Metrics of publishing and loading versions (weights/*)."""
+"""Metrics of publishing and loading versions of the weights (weights/*)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PullStats:
-    """Cost of one pull by a reader.
+    """Cost of one pull: a reader fetches a version of the weights and loads it.
 
-    - pull_s: from learning of the version until serving it.
-    - pause_s: time without sampling.
+    - pull_s: seconds from learning of the version until serving it.
+    - pause_s: seconds without sampling.
     - num_bytes: bytes received.
-    - num_interrupted: rollouts running at that moment.
+    - num_interrupted: rollouts that ran while the version was loaded.
     - logprob_diff: largest difference of a log-probability from the trainer's; NaN if not checked.
-    - fallback_reason: why the fallback transport was used; empty if it was not.
+    - fallback_reason: why the fallback transport was used; empty if not used.
     - copied_bytes: bytes copied within processes, from the trainer's to the served tensors; NaN if
       unknown.
     - warnings: the engine's warnings about weights that it did not load.
@@ -32,10 +32,10 @@ class PullStats:
 
 @dataclass(frozen=True)
 class SyncStats:
-    """Weight sync of one model during an interval.
+    """Publishes and pulls of one model's weights during an interval.
 
-    publish_s: longest publish, NaN without any. max_version_lag: versions that the slowest reader
-    is behind. num_faults: failed publishes and pulls since the run began.
+    publish_s: longest publish in seconds, NaN without any. max_version_lag: versions that the
+    slowest reader is behind. num_faults: failed publishes and pulls since the run began.
     """
 
     pulls: Sequence[PullStats]
@@ -45,10 +45,11 @@ class SyncStats:
 
 
 def weight_metrics(policy: SyncStats, shadows: Sequence[SyncStats] = ()) -> Mapping[str, float]:
-    """Return the weights/* metrics of a run, NaN for unmeasured ones.
+    """Return the weights/* metrics of an interval, NaN for unmeasured ones.
 
-    Pauses, interruptions, copies and logprob checks count for the policy only; the other metrics
-    include critics and references.
+    `shadows`: statistics of the other published models, critics and references. Pauses,
+    interruptions, copies and logprob checks count for the policy only; the other metrics include
+    the shadows.
     """
     models = (policy, *shadows)
     pulls = [pull for model in models for pull in model.pulls]

@@ -1,7 +1,7 @@
 """Trainer's side of weight sync: pack named tensors into buckets and build the manifest.
 
-Everything streams. The caller may gather tensors one by one and free each before the next; this
-module holds the copy of a single bucket.
+Everything streams: this module holds the copy of a single bucket, and the caller may gather
+parameters one by one and free each before the next.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -40,8 +40,9 @@ def pack_buckets(
 ) -> Iterator[tuple[WeightBucket, Array]]:
     """Yield each bucket of a version with its bytes, uint8 [num_bytes].
 
-    `allocate` returns memory for at least the given number of bytes, with any contents: the gaps
-    between tensors, which the checksum covers, are zeroed here.
+    `bucket_bytes`: largest size of a bucket. `allocate` returns memory for at least the given
+    number of bytes, with any contents: the gaps between tensors, which the checksum covers, are
+    zeroed here.
 
     A tensor may live on any device and need not be contiguous; it is read before the next tensor is
     requested. Raises WeightsError on a duplicate name, a tensor without elements (a parameter that
@@ -93,7 +94,8 @@ def publish_version(
 ) -> WeightManifest:
     """Pack the tensors, send every bucket through `writer`, and return the manifest for readers.
 
-    Raises the errors of `pack_buckets`; the version does not exist then.
+    `bucket_bytes`: largest size of a bucket. Raises the errors of `pack_buckets`; readers then
+    never see the version.
     """
     writer.begin_version(version)
     buckets: list[WeightBucket] = []
@@ -110,6 +112,7 @@ def publish_version(
 
 
 def _describe_tensor(name: str, tensor: torch.Tensor, version: int) -> TensorMetadata:
+    """Return a tensor's metadata; raise WeightsError if the tensor cannot be published."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in TORCH_DTYPES:
         raise WeightsError(f"weights version {version}: {name} has unsupported dtype {dtype}")
@@ -124,5 +127,6 @@ def _describe_tensor(name: str, tensor: torch.Tensor, version: int) -> TensorMet
 def _finish_bucket(
     slots: list[TensorSlot], data: Array, checksum: RunningChecksum
 ) -> tuple[WeightBucket, Array]:
+    """Return the description of a filled bucket, with its checksum, and its bytes."""
     data = data[: slots[-1].end]
     return WeightBucket(tuple(slots), data.nbytes, checksum.finish_bucket(data)), data

@@ -1,4 +1,4 @@
-"""Names, shapes and tied names of a model's full set of parameters."""
+"""Parameters of a model: names, shapes, and names that share a tensor."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,10 @@ class ParameterSet:
 
     @property
     def unique_names(self) -> list[str]:
-        """First name of each parameter, in the order of `order_for_fusion`."""
+        """A name for each parameter, ordered so that engines can fuse layers without a copy.
+
+        Of several tied names, the first.
+        """
         aliases = {
             name
             for names in self.tied_groups
@@ -40,12 +43,12 @@ class ParameterSet:
         return order_for_fusion(name for name in self.shapes if name not in aliases)
 
     def get_first_name(self, name: str) -> str:
-        """Return the first of the names tied to `name`."""
+        """Return the first name, in the order of the model, that shares a tensor with `name`."""
         tied = next((names for names in self.tied_groups if name in names), frozenset([name]))
         return next(name for name in self.shapes if name in tied)
 
     def expand_tied(self, tensors: Mapping[str, torch.Tensor | Array]) -> dict[str, torch.Tensor]:
-        """Return the tensors under every name of the set, given any one of each tied group.
+        """Return a tensor for every parameter name, given at least one name of each tied group.
 
         Tied names share the tensor; nothing is copied. Raises WeightsError if names are missing or
         unknown, or a shape does not match the model.
@@ -71,10 +74,11 @@ class ParameterSet:
 
 
 def order_for_fusion(names: Iterable[str]) -> list[str]:
-    """Order names for publishing: for sibling layers first all weights, then all biases.
+    """Order parameter names for publishing: for sibling layers first all weights, then all biases.
 
-    Engines fuse q, k and v into a single parameter, and gate and up likewise. If the parts lie next
-    to each other in a bucket, the fused parameter is a view of the bucket and needs no copy.
+    Engines fuse q, k and v into a single parameter, and gate and up likewise. If the weights of q,
+    k and v lie next to each other in a bucket, the fused parameter is a view of the bucket and
+    needs no copy.
     """
     order = list(names)
     first_index_by_parent: dict[str, int] = {}
@@ -89,7 +93,10 @@ def order_for_fusion(names: Iterable[str]) -> list[str]:
 
 
 def group_for_fusion(names: Iterable[str]) -> list[list[str]]:
-    """Return the names in the order of `order_for_fusion`, grouped by parent module."""
+    """Group parameter names by the module that contains their layers; weights before biases.
+
+    Engines fuse parameters only within such a group.
+    """
     groups: dict[str, list[str]] = {}
     for name in order_for_fusion(names):
         groups.setdefault(_parent_name(name), []).append(name)
@@ -97,10 +104,11 @@ def group_for_fusion(names: Iterable[str]) -> list[list[str]]:
 
 
 def _parent_name(name: str) -> str:
+    """Return the module that contains a parameter's layer: `attn` for `attn.q_proj.weight`."""
     return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def as_tensor(value: torch.Tensor | Array) -> torch.Tensor:
-    """Return the value as a tensor, without a copy."""
+    """Return a numpy array or tensor as a tensor, without a copy."""
     # Unlike torch.from_numpy, DLPack accepts read-only arrays without a warning.
     return torch.from_dlpack(value) if isinstance(value, np.ndarray) else value

@@ -1,4 +1,4 @@
-"""Choice of the transport, with a reason for the user. Pure arithmetic on given facts."""
+"""Choice of the weights' transport, with a reason for the user. Pure arithmetic on given facts."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class ClusterFacts:
 
     num_nodes: nodes that may hold publishers or readers. max_staleness: largest staleness of a
     trained token, in versions. shm_free_bytes: free bytes in /dev/shm on the publishers' node.
-    object_store_bytes: bytes of those that Ray's object store may still claim.
+    object_store_bytes: bytes of `shm_free_bytes` that Ray's object store may still claim.
     """
 
     num_nodes: int
@@ -38,7 +38,7 @@ class ClusterFacts:
         return max(0, self.shm_free_bytes - self.object_store_bytes)
 
     def count_lagging_versions(self, model: PublishedModel) -> int:
-        """Return the number of versions that readers still hold after the publisher dropped them.
+        """Return how many dropped versions of `model` its readers may still hold in shared memory.
 
         Each reader holds a version. Versions in use span at most max_staleness + 1: a reader
         further behind samples tokens that are too stale to train.
@@ -55,7 +55,7 @@ class TransportDecision:
 
 
 def choose_transport(config: WeightsConfig, facts: ClusterFacts) -> TransportDecision:
-    """Return the configured transport, or for auto the fastest possible one.
+    """Return the configured transport, or for auto the fastest that is possible.
 
     Raises ConfigError, with the arithmetic, if the configured transport is impossible.
     """
@@ -80,14 +80,17 @@ def choose_transport(config: WeightsConfig, facts: ClusterFacts) -> TransportDec
 
 
 def divide_shared_memory(config: WeightsConfig, facts: ClusterFacts) -> dict[str, int]:
-    """Divide the available shared memory among the published models by their needs."""
+    """Return the bytes of shared memory that each published model may use, by role.
+
+    The available bytes are divided in proportion to the models' peak needs.
+    """
     needs = _count_needed_bytes(config, facts)
     total = sum(needs.values())
     return {role: facts.capacity_bytes * need // total for role, need in needs.items()}
 
 
 def _find_obstacle(config: WeightsConfig, facts: ClusterFacts) -> str | None:
-    """Return why shared memory is impossible, or None."""
+    """Return the reason why the shared memory transport is impossible, or None."""
     if obstacle := describe_node_obstacle(facts.num_nodes):
         return obstacle
     if sum(_count_needed_bytes(config, facts).values()) > facts.capacity_bytes:
@@ -96,14 +99,18 @@ def _find_obstacle(config: WeightsConfig, facts: ClusterFacts) -> str | None:
 
 
 def describe_node_obstacle(num_nodes: int) -> str:
-    """Return why shared memory is impossible on so many nodes; empty for a single node."""
+    """Return why shared memory cannot serve `num_nodes` nodes; empty for a single node."""
     if num_nodes == 1:
         return ""
     return f"publisher and readers are on {num_nodes} nodes, and must be on one"
 
 
 def _count_needed_bytes(config: WeightsConfig, facts: ClusterFacts) -> dict[str, int]:
-    """Return the peak bytes of each model: versions kept, being written, and still read."""
+    """Return the peak shared memory of each model, in bytes by role.
+
+    The peak consists of the versions kept, the version being written, and those that readers still
+    hold.
+    """
     return {
         model.role: (config.keep_versions + 1 + facts.count_lagging_versions(model))
         * model.num_bytes

@@ -17,11 +17,11 @@ class TransportWriter(Protocol):
     """Publisher's end of a transport. Handles one version at a time, from one thread."""
 
     def set_readers(self, names: Sequence[str]) -> None:
-        """Set the readers from the next version on; others may join at any time."""
+        """Set the names of the readers of the next versions; others may join at any time."""
         ...
 
     def begin_version(self, version: int) -> None:
-        """Start a version; the next buckets belong to it."""
+        """Start writing `version`, to which the buckets committed next belong."""
         ...
 
     def allocate_buffer(self, num_bytes: int) -> Array:
@@ -29,26 +29,26 @@ class TransportWriter(Protocol):
         ...
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
-        """Commit a bucket and return its handle for readers, which must be picklable.
+        """Hand a filled bucket to the transport; return its picklable handle for readers.
 
         `data`, uint8 [bucket.num_bytes], is the beginning of the last allocated buffer.
         """
         ...
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Make the version readable. Versions beyond the kept ones may be dropped."""
+        """Make the version readable; versions older than those to keep may be dropped."""
         ...
 
     def close(self) -> None:
-        """Stop publishing and free all resources, except versions that readers still follow."""
+        """Stop publishing and free all resources, except versions that readers still use."""
         ...
 
 
 class TransportReader(Protocol):
     """Reader's end of a transport. Handles one version at a time, called from a thread.
 
-    bytes_fetched: total so far. fallback_reason: why the last version used the fallback transport;
-    None if it did not.
+    bytes_fetched: total since creation. fallback_reason: why the last version used the fallback
+    transport; None without fallback.
     """
 
     bytes_fetched: int

@@ -13,11 +13,12 @@ from streamrl.weights.tensor_views import view_tensor
 
 
 def unpack_tensors(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a version as views of its buckets, uint8 [num_bytes] each.
+    """Verify the buckets of a version, and return its tensors by name as views of the buckets.
 
-    The views are read-only if the arrays are, which torch cannot enforce: copy before writing.
-    Raises WeightsError with version, bucket and reason if the number of buckets, a size or a
-    checksum is wrong, or a bucket does not contain its tensors.
+    `arrays`: bytes of each bucket, uint8 [num_bytes]. The views are read-only if the arrays are,
+    which torch cannot enforce: copy before writing. Raises WeightsError with version, bucket and
+    reason if the number of buckets, a size or a checksum is wrong, or a bucket does not contain its
+    tensors.
     """
     num_buckets = len(manifest.buckets)
     if len(arrays) != num_buckets:
@@ -44,6 +45,7 @@ def unpack_tensors(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[st
 
 
 def _find_size_fault(bucket: WeightBucket, data: Array) -> str | None:
+    """Return why a bucket's dtype, size or slots are wrong, or None."""
     if data.dtype != np.uint8 or data.shape != (bucket.num_bytes,):
         return f"is {data.dtype}{list(data.shape)}, expected uint8[{bucket.num_bytes}]"
     for slot in bucket.slots:
@@ -53,6 +55,7 @@ def _find_size_fault(bucket: WeightBucket, data: Array) -> str | None:
 
 
 def _find_checksum_fault(bucket: WeightBucket, checksum: str) -> str | None:
+    """Return why a bucket's checksum is wrong, or None."""
     if checksum == bucket.checksum:
         return None
     return f"checksum is {checksum}, expected {bucket.checksum}"

@@ -18,7 +18,7 @@ NOT_LOADED = "weights_not_loaded"
 
 @dataclass(frozen=True)
 class WeightFault:
-    """Reason why a reader could not load a version."""
+    """Version that a reader could not load as intended, and the reason."""
 
     version: int
     reason: str
@@ -28,7 +28,7 @@ class WeightFault:
 class ReaderState:
     """State that a reader reports: the version it serves and its node.
 
-    The statistics of the last pull and the last failed pull are each reported once.
+    pull, fault: statistics of the last pull and reason of the last failed pull, each reported once.
     """
 
     version: int
@@ -38,7 +38,7 @@ class ReaderState:
 
 
 class WeightRegistry:
-    """Rendezvous of publisher and readers; holds manifests, never weights.
+    """Rendezvous of a model's publisher and readers; holds manifests, never weights.
 
     The last `keep_versions` manifests stay, so that a reader in the middle of a pull keeps its
     buckets when the next version arrives.
@@ -53,9 +53,9 @@ class WeightRegistry:
     ) -> None:
         """Create a registry.
 
-        `on_fault(kind, reader, fault)` is called for every failed pull (LOAD_REFUSED), every pull
-        through the fallback (FALLBACK_USED), and weights that an engine did not load (NOT_LOADED).
-        `broadcast_tree` limits which nodes pull at a time.
+        `on_fault(kind, reader, fault)` is called for every failed pull (kind LOAD_REFUSED), every
+        pull through the fallback transport (FALLBACK_USED), and weights that an engine did not load
+        (NOT_LOADED). `broadcast_tree` limits which nodes pull at a time.
         """
         self._keep_versions = keep_versions
         self._on_fault = on_fault
@@ -69,12 +69,12 @@ class WeightRegistry:
 
     @property
     def version(self) -> int:
-        """Newest version; -1 before the first."""
+        """Newest published version; -1 before the first."""
         return self._manifests[-1].version if self._manifests else -1
 
     @property
     def readers(self) -> list[str]:
-        """Names of the readers that have requested a version, sorted."""
+        """Names of all current readers, sorted."""
         return sorted(self._reader_versions)
 
     def add_manifest(self, manifest: WeightManifest, *, publish_s: float = 0.0) -> None:
@@ -90,7 +90,7 @@ class WeightRegistry:
         self._version_published.set()
 
     def count_fault(self) -> None:
-        """Count a failed publish that will be retried."""
+        """Count a failed publish that will be retried, for the metrics."""
         self._num_faults += 1
 
     async def wait_for_newer(
@@ -98,7 +98,8 @@ class WeightRegistry:
     ) -> WeightManifest | None:
         """Wait up to `wait_s` for a version newer than the reader's; return its manifest or None.
 
-        Records `state` for the statistics first. The broadcast tree may delay the pull.
+        Records `state`, the reader's report, for the statistics first. The broadcast tree may delay
+        the pull.
         """
         self._record_state(reader, state)
         try:
@@ -119,10 +120,11 @@ class WeightRegistry:
         )
 
     def remove_reader(self, reader: str) -> None:
-        """Forget a reader that left; it no longer counts as lagging."""
+        """Forget a reader that left, so that the version lag no longer includes it."""
         self._reader_versions.pop(reader, None)
 
     def _record_state(self, reader: str, state: ReaderState) -> None:
+        """Record a reader's version and pull, report its faults, and update the broadcast tree."""
         self._reader_versions[reader] = state.version
         if state.pull is not None:
             self._pulls.append(state.pull)
@@ -141,7 +143,7 @@ class WeightRegistry:
             self._broadcast_tree.mark_pulled(state.node, state.version)
 
     def drain_stats(self) -> SyncStats:
-        """Return the statistics since the last call."""
+        """Return the statistics of publishes and pulls since the last call."""
         pulls, self._pulls = self._pulls, []
         publish_s = max(self._publish_durations_s, default=math.nan)
         self._publish_durations_s = []

@@ -92,10 +92,10 @@ def best_of_group_advantages(
     eps: float = 1e-6,
     unbiased: bool = True,
 ) -> Tensor:
-    """Return the lead over the second best for the best of each group, 0 for all others: [B].
+    """Return the lead of each group's best rollout over the second best; 0 for all others: [B].
 
-    The value is the decrease of the group's best score without this rollout; for scores 0 and 1,
-    its contribution to pass@G. Scores 0.2, 0.9, 0.6 give 0, 0.3, 0. `scale` "std" divides by the
+    The lead is the decrease of the group's best score without this rollout; for scores 0 and 1, its
+    contribution to pass@G. Scores 0.2, 0.9, 0.6 give 0, 0.3, 0. `scale` "std" divides by the
     standard deviation of the group's scores. Source: Tang et al. 2025 (inference-time objectives).
     Raises ValueError for a group with a single rollout, or a different scale.
     """
@@ -116,11 +116,11 @@ def best_of_group_advantages(
 
 
 def gpg_advantages(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -> Tensor:
-    """Return score minus the group's mean score, scaled by the share of nonzero scores: [B].
+    """Return score minus the group's mean score, divided by the share of nonzero scores: [B].
 
-    The factor, rollouts of the batch over rollouts whose score is not 0, compensates for rollouts
-    without a gradient. For a group with a single rollout, `single` is "zero", or "keep" for a
-    baseline of 0. Source: Chu et al. 2025 (GPG). Raises ValueError on an unknown `single`.
+    The division compensates for rollouts without a gradient; the share is that of the batch. For a
+    group with a single rollout, `single` is "zero", or "keep" for a baseline of 0. Source: Chu et
+    al. 2025 (GPG). Raises ValueError on an unknown `single`.
     """
     values, groups = scores.double(), _GroupStatistics(group_ids)
     factor = len(values) / (values != 0).double().sum().clamp(min=1)
@@ -231,7 +231,7 @@ def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, unbiased: bool 
 
 
 class _GroupStatistics:
-    """Group statistics in float64, broadcast to the rows: [B]."""
+    """Sum, mean, maximum and deviation of values in each group, repeated per rollout: [B]."""
 
     def __init__(self, group_ids: Tensor) -> None:
         _, self._index = torch.unique(group_ids, return_inverse=True)
@@ -260,6 +260,7 @@ class _GroupStatistics:
         return torch.where(equal, 0.0, values - self.group_mean(values))
 
     def group_std(self, centered: Tensor, *, unbiased: bool) -> Tensor:
+        """Return the standard deviation in each group, given `center_values` of the values: [B]."""
         degrees_of_freedom = (self.group_sizes - 1).clamp(min=1) if unbiased else self.group_sizes
         return (self.group_sum(centered.square()) / degrees_of_freedom).sqrt()
 
@@ -267,6 +268,10 @@ class _GroupStatistics:
 def _fill_single_rollouts(
     advantages: Tensor, single_values: Tensor, groups: _GroupStatistics, single: str
 ) -> Tensor:
+    """Replace the advantages of groups with a single rollout: by `single_values` or by 0.
+
+    `single`: "keep" takes `single_values`, "zero" takes 0. Raises ValueError for other modes.
+    """
     if single not in SINGLE_ROLLOUT_MODES:
         raise ValueError(f"single={single!r}: must be one of {', '.join(SINGLE_ROLLOUT_MODES)}")
     is_single = groups.group_sizes == 1

@@ -97,20 +97,20 @@ def rejection_mask(
 def off_policy_sequence_mask(
     log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, threshold: float
 ) -> Tensor:
-    """Mask tokens of negative advantage in rollouts that became unlikely: bool [B, T].
+    """Return `loss_mask` without tokens of negative advantage in unlikely rollouts: bool [B, T].
 
-    A token is dropped if its advantage is negative and the mean log-ratio of its rollout is below
-    -threshold. Source: DeepSeek-AI 2025 (DeepSeek-V3.2).
+    A rollout is unlikely if its mean log-ratio is below -threshold. Source: DeepSeek-AI 2025
+    (DeepSeek-V3.2).
     """
     is_unlikely = -masked_row_mean(log_ratio.detach(), loss_mask) > threshold
     return loss_mask & ~(is_unlikely & (advantages < 0))
 
 
 def second_moment_mask(log_ratio: Tensor, loss_mask: Tensor, *, threshold: float) -> Tensor:
-    """Return the largest mask with a mean squared log-ratio below `threshold`: bool [B, T].
+    """Return the largest subset of `loss_mask` with a mean squared log-ratio below `threshold`.
 
-    Drops the tokens of largest log-ratio first. Requires all tokens of the step: the mean of a
-    micro-batch differs. Source: Zheng et al. 2025 (M2PO).
+    bool [B, T]. Drops the tokens of largest log-ratio first. Requires all tokens of the step: the
+    mean of a micro-batch differs. Source: Zheng et al. 2025 (M2PO).
     """
     squares = apply_mask(log_ratio.detach().double(), loss_mask).square()
     limit = second_moment_limit(squares[loss_mask], threshold=threshold)
@@ -138,9 +138,9 @@ def interpolated_proximal(
     """Interpolate the proximal policy's logprobs instead of computing a forward pass: [B, T].
 
     A token sampled by version v_b and trained at `version` v gets the weight (v - v_b) / (v + 1 -
-    v_b) of the current logprobs; v_b are `policy_version` [B, T]. A token sampled by `version`
-    itself keeps the generator's logprob. Example: v = 5, v_b = 3 give generator + 2/3 (current -
-    generator). Source: Fu et al. 2025 (AReaL), log-linear.
+    v_b) of the current logprobs and the rest of the generator's; v_b are `policy_version` [B, T]. A
+    token sampled by `version` itself keeps the generator's logprob. Example: v = 5, v_b = 3 give
+    generator + 2/3 (current - generator). Source: Fu et al. 2025 (AReaL), log-linear.
     """
     staleness = (version - policy_version).clamp(min=0).to(logprobs.dtype)
     weight = staleness / (staleness + 1)
@@ -148,6 +148,7 @@ def interpolated_proximal(
 
 
 def _estimate_divergence(log_ratio: Tensor, kind: str) -> Tensor:
+    """Return the estimate `kind` (k1, k2 or k3) of each token; k1 is the log-ratio itself."""
     x = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if kind == "k2":
         return x.square() / 2
@@ -155,6 +156,7 @@ def _estimate_divergence(log_ratio: Tensor, kind: str) -> Tensor:
 
 
 def _log_bound(bound: float | None) -> float | None:
+    """Return the logarithm of a bound on a ratio; None for no bound."""
     if bound is None:
         return None
     return float(torch.tensor(bound, dtype=torch.float64).log())

@@ -28,7 +28,11 @@ def critic_loss(
 def critic_token_losses(
     batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the value losses per token, [B, T], and the sums for `summarise_critic`."""
+    """Return the critic's value losses per token [B, T] and the sums for `summarise_critic`.
+
+    `batch` contains loss_mask bool, returns, and values (at scoring time), all [B, T]; `values` [B,
+    T] are the trained ones. Losses outside the mask are 0.
+    """
     mask = batch["loss_mask"]
     returns, old_values = apply_mask(batch["returns"], mask), apply_mask(batch["values"], mask)
     new_values = apply_mask(values, mask)

@@ -14,7 +14,7 @@ from streamrl.algorithms.math.step_metrics import LOG_BIN_WIDTH, MIN_LOG_RATIO, 
 
 
 def divergence_sums(log_ratio: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
-    """Return sums over the tokens and rollouts of a micro-batch, for `summarise_divergence`.
+    """Return sums over a micro-batch from which `summarise_divergence` computes a step's metrics.
 
     `log_ratio` [B, T] is trained minus sampling policy, without gradient.
     """
@@ -32,6 +32,7 @@ def divergence_sums(log_ratio: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
 
 
 def _bin_index(log_ratio: Tensor) -> Tensor:
+    """Return the index of each log-ratio's bin; log-ratio 0 is in the middle bin."""
     bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     bin_position = (bounded.abs() / MIN_LOG_RATIO).log1p() / LOG_BIN_WIDTH
     return (bounded.sign() * bin_position).round().long() + NUM_BINS_PER_SIDE

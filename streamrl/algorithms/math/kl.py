@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 K3_LIMIT = 10.0
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 MAX_RELATIVE_ERROR = 0.2
-"""Relative deviation from the target beyond which the coefficient's update is clamped."""
+"""Relative deviation from kl_target beyond which the update of kl_coef is clamped."""
 
 
 def kl_estimate(logprobs: "Tensor", ref_logprobs: "Tensor", kind: str) -> "Tensor":
@@ -33,6 +33,7 @@ def kl_estimate(logprobs: "Tensor", ref_logprobs: "Tensor", kind: str) -> "Tenso
 
 
 def _estimate_kl(x: "Tensor", kind: str) -> "Tensor":
+    """Return the estimate k1, k2, k3 or abs of log-ratios `x`."""
     if kind == "k2":
         return x.square() / 2
     if kind == "k3":
@@ -44,7 +45,7 @@ def _estimate_kl(x: "Tensor", kind: str) -> "Tensor":
 def adapt_kl_coef(
     coef: float, kl: float, *, target: float, horizon: float, num_rollouts: int
 ) -> float:
-    """Return the coefficient of the next step, given this step's divergence `kl`.
+    """Return the KL coefficient of the next step, given this step's mean KL divergence per token.
 
     The coefficient grows if `kl` is above `target` and shrinks if below, by at most 20 % over
     `horizon` rollouts. Source: Ziegler et al. 2019, section 2.2.

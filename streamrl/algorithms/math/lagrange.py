@@ -1,4 +1,4 @@
-"""Lagrangian for rewards under a cost limit: combined advantage and multiplier update."""
+"""Lagrangian of a reward under a cost limit: combined advantage and update of the multiplier."""
 
 import math
 from typing import TYPE_CHECKING
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 def lagrangian_advantages(
     reward_advantages: "Tensor", cost_advantages: "Tensor", *, multiplier: float
 ) -> "Tensor":
-    """Return (A_R - lambda A_C) / (1 + lambda), of the arguments' shape.
+    """Return advantages of reward and cost combined: (A_R - lambda A_C) / (1 + lambda).
 
-    The division keeps the scale, and so the effective learning rate, independent of lambda. Source:
-    Dai et al. 2024 (Safe RLHF).
+    lambda is `multiplier`; all shapes are equal. The division keeps the scale, and so the effective
+    learning rate, independent of lambda. Source: Dai et al. 2024 (Safe RLHF).
     """
     return (reward_advantages - multiplier * cost_advantages) / (1 + multiplier)
 
@@ -21,7 +21,7 @@ def lagrangian_advantages(
 def adapt_multiplier(
     multiplier: float, cost: float, *, limit: float, lr: float, largest: float
 ) -> float:
-    """Return the multiplier after a step with mean cost `cost`; larger if that exceeds `limit`.
+    """Return the Lagrange multiplier after a step with mean cost `cost`: larger above `limit`.
 
     Gradient ascent on lambda (cost - limit) in log lambda, so lambda stays positive: lambda' =
     lambda exp(lr lambda (cost - limit)), at most `largest`. Source: Dai et al. 2024 (Safe RLHF).

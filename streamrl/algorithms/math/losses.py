@@ -31,7 +31,7 @@ def probability_ratio(log_ratio: Tensor) -> Tensor:
 def outside_clip_mask(
     log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """Return where clipping removes the gradient: bool [B, T].
+    """Return the tokens whose gradient PPO's clip removes: bool [B, T].
 
     True if the ratio is beyond the clip in the direction that the advantage favors.
     """
@@ -159,9 +159,10 @@ def covariance_kl_loss(
 
 
 def token_covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return (A - mean A) (log pi - mean log pi), means over the mask: [B, T], 0 elsewhere.
+    """Return each token's covariance term, (A - mean A) (log pi - mean log pi): [B, T].
 
-    Requires all tokens of the step: the covariance of a micro-batch differs.
+    Means are over `loss_mask`; 0 outside. Requires all tokens of the step: the covariance of a
+    micro-batch differs.
     """
     count = loss_mask.sum().clamp(min=1)
     centered = []
@@ -183,8 +184,9 @@ def covariance_band_mask(
 ) -> Tensor:
     """Choose a random `fraction` of all tokens, among those with covariance in (low, high): [B, T].
 
-    Chooses at least one if there is one: those with the smallest `draws` [B, T], by default drawn
-    here. Source: Cui et al. 2025 (Clip-Cov). Raises ValueError on an empty band.
+    Chooses at least one token if any covariance lies in the band. `draws` [B, T] are random
+    numbers; tokens with the smallest are chosen. None draws them here. Source: Cui et al. 2025
+    (Clip-Cov). Raises ValueError on an empty band.
     """
     if low >= high:
         raise ValueError(f"covariance band ({low}, {high}): low must be below high")
@@ -226,12 +228,13 @@ def divergence_masked_loss(
     high: float,
     cap: float,
 ) -> Tensor:
-    """Return -min(r, cap) A log pi for tokens whose probability may still move, else 0: [B, T].
+    """Return -min(r, cap) A log pi, with 0 for tokens that have moved too far: [B, T].
 
-    No gradient flows through the ratio. A token is masked if its update would move it further away
-    and its divergence exceeds `high` under a positive advantage, `low` otherwise. `kind` "tv" is
-    the difference of the two probabilities, "kl" the KL divergence of the binary choice "this token
-    or another". Source: Qi et al. 2026 (DPPO). Raises ValueError on an unknown `kind`.
+    No gradient flows through the ratio. A token is masked if the update would move its probability
+    further from that under the policy to compare with, and the divergence of the two exceeds `high`
+    under a positive advantage, `low` otherwise. `kind` "tv" is the difference of the two
+    probabilities, "kl" the KL divergence of the binary choice "this token or another". Source: Qi
+    et al. 2026 (DPPO). Raises ValueError on an unknown `kind`.
     """
     is_trainable = _trainable_mask(
         log_ratio.detach(), advantages, logprobs.detach(), kind, (low, high)
@@ -243,6 +246,7 @@ def divergence_masked_loss(
 def _trainable_mask(
     log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, kind: str, bounds: tuple[float, float]
 ) -> Tensor:
+    """Return the tokens that `divergence_masked_loss` does not mask; `bounds` are (low, high)."""
     if kind not in DIVERGENCE_KINDS:
         raise ValueError(f"kind={kind!r}: must be one of {', '.join(DIVERGENCE_KINDS)}")
     p, q = logprobs.exp(), (logprobs - log_ratio).exp()
@@ -264,7 +268,7 @@ def score_function_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
 def value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor, *, clip: float | None = None
 ) -> Tensor:
-    """Return half the squared error of the critic, [B, T].
+    """Return half the squared error of the critic's `values` against `returns`: [B, T].
 
     With `clip`, return the larger of this and the error of `values` clamped within `clip` of
     `old_values`. Source: Schulman et al. 2017 (PPO), equation 9; clipping as in the published code.
@@ -293,11 +297,11 @@ def aggregate_loss(
     max_length: int | None = None,
     group_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return the aggregated loss: `aggregate_loss_sum` divided by `loss_denominator`.
+    """Return a single loss from token losses: `aggregate_loss_sum` divided by `loss_denominator`.
 
-    Counts are of the whole update; by default, of this batch (rows without counted tokens are not
-    sequences). prompt-mean needs `group_ids` [B] and whole groups in the batch. Returns 0 if no
-    token counts. Raises the errors of both functions.
+    `num_tokens` and `num_sequences` are of the whole update; by default, of this batch (rows
+    without counted tokens are not sequences). prompt-mean needs `group_ids` [B] and whole groups in
+    the batch. Returns 0 if no token counts. Raises the errors of both functions.
     """
     num_groups, group_tokens = None, None
     if group_ids is not None:
@@ -323,12 +327,12 @@ def aggregate_loss(
 def aggregate_loss_sum(
     token_loss: Tensor, loss_mask: Tensor, *, mode: str, group_tokens: Tensor | None = None
 ) -> Tensor:
-    """Return the contribution of a batch to the sum that `loss_denominator` divides: scalar.
+    """Return a batch's contribution to the sum that `loss_denominator` divides: scalar.
 
-    `token_loss` [B, T] or broadcastable to it. seq-mean-token-mean first divides every row by its
-    number of tokens, prompt-mean by `group_tokens` [B], the number of tokens of its whole group;
-    the other modes sum over tokens. Raises ValueError on an unknown mode, or if prompt-mean lacks
-    `group_tokens`.
+    `token_loss` is [B, T] or broadcastable to [B, T]. seq-mean-token-mean first divides every row
+    by its number of tokens, prompt-mean by `group_tokens` [B], the number of tokens of its whole
+    group; the other modes sum over tokens. Raises ValueError on an unknown mode, or if prompt-mean
+    lacks `group_tokens`.
     """
     validate_aggregation(mode)
     kept = apply_mask(token_loss, loss_mask)
@@ -344,6 +348,7 @@ def aggregate_loss_sum(
 def _clip_loss(
     r: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> Tensor:
+    """Return PPO's clipped loss of ratio `r`, bounded by `dual_clip` under negative advantages."""
     clipped = -advantages * r.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * r, clipped)
     if dual_clip is None:

@@ -1,4 +1,4 @@
-"""Masked reductions. All sums over tokens go through these functions, which are safe for NaN."""
+"""Masked reductions, safe for NaN outside the mask. All sums over tokens use these functions."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ def apply_mask(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_row_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum over the mask of each row: [B, T] -> [B, 1]."""
+    """Return each row's sum over the mask: [B, T] -> [B, 1]."""
     return apply_mask(values, mask).sum(-1, keepdim=True)
 
 
 def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the mask of each row, 0 for an empty row: [B, T] -> [B, 1]."""
+    """Return each row's mean over the mask, 0 if the row's mask is empty: [B, T] -> [B, 1]."""
     return masked_row_sum(values, mask) / mask.sum(-1, keepdim=True).clamp(min=1)

@@ -1,6 +1,6 @@
-"""Metrics of a step and its loss denominator, from the sums of all micro-batches and ranks.
+"""Metrics of a training step and the loss denominator of an update.
 
-Plain floats, no tensors: runs after the sums of all ranks were added up.
+Both are computed from sums over micro-batches and ranks: plain floats, no tensors.
 """
 
 import itertools
@@ -17,12 +17,12 @@ MIN_LOG_RATIO = 1e-3
 LOG_BIN_WIDTH = math.log1p(LOG_RATIO_LIMIT / MIN_LOG_RATIO) / NUM_BINS_PER_SIDE
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 SHARED_CRITIC_PREFIX = "critic_"
-"""Prefix of a critic's sums if policy and critic share a model."""
+"""Prefix of the names of a critic's sums if policy and critic share a model."""
 CRITIC_LOSS_METRICS = {"critic": "loss/value", "cost_critic": "loss/cost_value"}
 
 
 def step_loss_denominator(settings: AlgorithmSettings, sums: Mapping[str, float]) -> float:
-    """Return the divisor of a step's summed loss, from the sums of micro-batches and ranks.
+    """Return the divisor of a summed loss, given the sums of all its micro-batches and ranks.
 
     Returns 0 if no token was kept; the caller must then skip the update.
     """
@@ -45,10 +45,10 @@ def loss_denominator(
     num_groups: float | None = None,
     max_length: int | None = None,
 ) -> float:
-    """Return the divisor of the sum of `aggregate_loss_sum` over a whole optimizer step.
+    """Return the divisor of the sum of `aggregate_loss_sum` over a whole update.
 
-    Counts are over all micro-batches and ranks of the step: counted tokens, and rollouts and groups
-    with counted tokens. `max_length`, the longest possible completion, is required by
+    Counts are over all micro-batches and ranks of the update: counted tokens, and rollouts and
+    groups with counted tokens. `max_length`, the longest possible completion, is required by
     seq-mean-token-sum-norm (Liu et al. 2025, Dr. GRPO) only; a constant, because the padded width
     would make the loss depend on the micro-batches. Raises ValueError on an unknown mode or a
     missing count.
@@ -68,11 +68,12 @@ def loss_denominator(
 
 
 def summarise_policy(sums: Mapping[str, float], denominator: float) -> dict[str, float]:
-    """Return the policy's metrics of a step; empty if no token was sampled.
+    """Return the policy's metrics of a training step; empty if no token was sampled.
 
-    `loss/*` are the parts of the minimized loss, weights included; `policy/*` are means over
-    tokens; `correction/*` measure the distance between sampling and trained policy. policy/kl_ref
-    and loss/kl exist only with a reference.
+    `sums`: sums of `policy_loss` over the step; `denominator`: divisor of its losses. `loss/*` are
+    the terms of the minimized loss, weights included; `policy/*` are means over tokens;
+    `correction/*` measure the distance between sampling and trained policy. policy/kl_ref and
+    loss/kl exist only with a reference.
     """
     num_sampled = sums.get("num_sampled", 0.0)
     if not num_sampled:
@@ -94,12 +95,12 @@ def summarise_policy(sums: Mapping[str, float], denominator: float) -> dict[str,
 
 
 def summarise_divergence(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-    """Return the metrics of the off-policy distance of a step.
+    """Return metrics of the distance between sampling and trained policy in a training step.
 
-    ess is the effective share of the sample, (sum r)^2 / (n sum r^2); kl the divergence of the
-    sampling policy from the trained one per token (k1, the mean of -log r); chi2 the mean of r^2
-    minus 1, over tokens and over whole rollouts; ratio_* quantiles of r, exact to about a tenth of
-    log r.
+    r is the probability ratio of trained over sampling policy. ess is the effective share of the
+    sample, (sum r)^2 / (n sum r^2); kl the divergence of the sampling policy from the trained one
+    per token (k1, the mean of -log r); chi2 the mean of r^2 minus 1, over tokens and over whole
+    rollouts; ratio_* quantiles of r, exact to about a tenth of log r.
     """
     counts = [sums[f"log_ratio_bin_{i}"] for i in range(2 * NUM_BINS_PER_SIDE + 1)]
     return {
@@ -112,7 +113,10 @@ def summarise_divergence(sums: Mapping[str, float], num_tokens: float) -> dict[s
 
 
 def _read_quantile(counts: list[float], q: float) -> float:
-    """Return the ratio below which a share q of the tokens lies, at the middle of its bin."""
+    """Return the ratio below which a share `q` of the tokens lies, at the middle of its bin.
+
+    `counts`: tokens in each bin of the log-ratio.
+    """
     cumulative = itertools.accumulate(counts)
     bin_index = (
         next(i for i, count in enumerate(cumulative) if count >= q * sum(counts))
@@ -123,8 +127,9 @@ def _read_quantile(counts: list[float], q: float) -> float:
 
 
 def summarise_critic(sums: Mapping[str, float], role: str) -> dict[str, float]:
-    """Return the metrics of the critic with this role; empty if it trained no token.
+    """Return a critic's metrics of a training step; empty if the critic trained no token.
 
+    `sums`: sums of `critic_token_losses` over the step; `role`: critic or cost_critic.
     explained_variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a
     critic that predicts only the mean.
     """
@@ -145,5 +150,6 @@ def summarise_critic(sums: Mapping[str, float], role: str) -> dict[str, float]:
 
 
 def _compute_variance(sums: Mapping[str, float], name: str, count: float) -> float:
+    """Return the variance of the values with this name, from their sums and `count`."""
     mean = sums[f"{name}_sum"] / count
     return max(sums[f"{name}_squared_sum"] / count - mean * mean, 0.0)

@@ -2,8 +2,8 @@
 
 The writer copies buckets into staging buffers and a background thread sends them while training
 continues. Every bucket also goes through a fallback transport, for readers that are not members,
-arrive late, or took part in a failed broadcast. `collective_group` contains the agreement between
-the members.
+arrive late, or took part in a failed broadcast. `collective_group` decides before each version
+whether all members are ready.
 """
 
 import contextlib
@@ -37,18 +37,18 @@ from streamrl.weights.transports.collective_group import (
 CPU_DEVICE = torch.device("cpu")
 
 MEMBER_WAIT_FRACTION = 0.25
-"""Share of the timeout spent waiting for members; the rest is for group setup and the transfer, on
-top of the time that the bytes take.
+"""Share of the timeout spent waiting for members; the rest is for creating the process group and
+for delays of the transfer.
 """
 DEADLINE_GRACE_S = 5.0
-"""Extra wait for the sending thread: its deadlines are not exact."""
+"""Extra wait for the thread that sends a broadcast: its deadlines are not exact."""
 NUM_KEPT_VERSIONS = 2
-"""Versions with keys in the store; a late reader looks up the last version."""
+"""Versions whose keys stay in the TCPStore; a late reader looks up the last version."""
 
 
 @dataclass(frozen=True)
 class CollectiveHandle:
-    """Group epoch of the broadcast, bucket index, and the handle in the fallback transport."""
+    """Handle of a bucket: group epoch of its broadcast, bucket index, handle in the fallback."""
 
     epoch: GroupEpoch
     bucket: int
@@ -56,12 +56,12 @@ class CollectiveHandle:
 
 
 class CollectiveWriter:
-    """Publisher's end: serves the store at `host` and sends from `device`.
+    """Publisher's end of the collective transport: serves a TCPStore, sends from `device`.
 
     A broadcast takes at most `timeout_s` plus the transfer time at MIN_BYTES_PER_S. A quarter of
     the timeout is for gathering the members, so a member that is absent from the start costs no
     more than that. A member that dies or hangs later may cost all of the timeout; the next version
-    waits for the rest.
+    waits until then. `host`: address of the TCPStore.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class CollectiveWriter:
         self.send_failure: str | None = None
 
     def set_readers(self, names: Sequence[str]) -> None:
-        """Set the members from the next version on."""
+        """Set the names of the readers that take part in the broadcast from the next version on."""
         self._readers = tuple(names)
 
     def begin_version(self, version: int) -> None:
         """Wait for the previous broadcast, and begin a new group epoch if the members changed.
 
-        Raises WeightsError if the broadcast overruns its deadline: it still reads the staging
-        buffers, so they cannot be refilled.
+        Raises WeightsError if the previous broadcast overruns its deadline: it still reads the
+        staging buffers, so they cannot be refilled.
         """
         self._wait_for_send()
         self._absent_readers -= {name for name in self._absent_readers if self._has_returned(name)}
@@ -117,7 +117,7 @@ class CollectiveWriter:
         self._fallback.begin_version(version)
 
     def allocate_buffer(self, num_bytes: int) -> Array:
-        """Return a staging buffer; bucket i of every version shares buffer i."""
+        """Return a staging buffer of `num_bytes`; bucket i of every version reuses buffer i."""
         index = len(self._handles)
         if index == len(self._staging_buffers):
             self._staging_buffers.append(np.empty(0, np.uint8))
@@ -126,14 +126,14 @@ class CollectiveWriter:
         return self._staging_buffers[index][:num_bytes]
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> CollectiveHandle:
-        """Commit a copy of the bucket to the fallback."""
+        """Commit a copy of the bucket to the fallback; `commit_version` starts the broadcast."""
         copy = commit_copy(self._fallback, bucket, data)
         handle = CollectiveHandle(self._epoch, len(self._handles), copy)
         self._handles.append(handle)
         return handle
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Commit the version to the fallback and start the broadcast in a thread."""
+        """Commit the version to the fallback transport and start its broadcast in a thread."""
         self._fallback.commit_version(_fallback_manifest(manifest))
         pairs = zip(self._staging_buffers, manifest.buckets, strict=False)
         buckets = [data[: bucket.num_bytes] for data, bucket in pairs]
@@ -145,7 +145,7 @@ class CollectiveWriter:
             )
 
     def close(self) -> None:
-        """Wait for a running broadcast, at most until its deadline."""
+        """Wait for a running broadcast, at most until its deadline, and free all resources."""
         try:
             self._wait_for_send()
         finally:
@@ -154,7 +154,7 @@ class CollectiveWriter:
             self._fallback.close()
 
     def _send_version(self, version: int, buckets: Sequence[Array]) -> None:
-        """Wait for the members and broadcast the version; an error ends up in `send_failure`."""
+        """Wait for the members and broadcast the version; store an error in `send_failure`."""
         epoch = self._epoch
         try:
             has_group = self._group is not None
@@ -181,6 +181,7 @@ class CollectiveWriter:
             self.send_failure = f"weights version {version} was not sent to {members}: {error}"
 
     def _delete_old_keys(self, epoch: GroupEpoch, version: int) -> None:
+        """Delete the keys of all but the last NUM_KEPT_VERSIONS versions from the TCPStore."""
         self._announced_versions.append((epoch, version))
         while len(self._announced_versions) > NUM_KEPT_VERSIONS:
             old_epoch, old_version = self._announced_versions.pop(0)
@@ -188,6 +189,7 @@ class CollectiveWriter:
                 self._store.delete_key(key)
 
     def _wait_for_send(self) -> None:
+        """Wait for the running broadcast. Raise WeightsError if it overruns its deadline."""
         send, self._pending_send = self._pending_send, None
         if send is None:
             return
@@ -202,15 +204,15 @@ class CollectiveWriter:
             ) from error
 
     def _has_returned(self, name: str) -> bool:
-        """Return True once if a reader that was absent has fetched a version since."""
+        """Return True if an absent reader has fetched a version since; clear its store key."""
         return bool(self._store.delete_key(_return_key(name)))
 
 
 class CollectiveReader:
-    """Reader's end for the reader `name`: takes part in broadcasts, otherwise uses `fallback`.
+    """Reader's end of the collective transport: takes part in broadcasts, else uses `fallback`.
 
-    `fallback_reason` says why the last version came through the fallback; None if it did not, or
-    was the first version.
+    `name` is the reader's name among the members. `fallback_reason` says why the last version came
+    through the fallback; None if it did not, or was the first version.
     """
 
     def __init__(
@@ -233,7 +235,7 @@ class CollectiveReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """Receive the buckets from the broadcast, or from the fallback if that fails."""
+        """Receive the version's buckets from the broadcast, or if that fails from the fallback."""
         self.fallback_reason = None
         self.bytes_fetched += manifest.num_bytes
         if not manifest.handles:
@@ -256,11 +258,12 @@ class CollectiveReader:
             raise WeightsError(f"{error}{cause}") from error
 
     def close(self) -> None:
-        """Leave the group; the other members notice at its next use."""
+        """Leave the broadcast group; the other members notice at its next use."""
         self._group = self._store = None
         self._fallback.close()
 
     def _join_store(self, epoch: GroupEpoch, deadline: SharedDeadline) -> dist.TCPStore:
+        """Return the connection to the publisher's TCPStore; reconnect if its address changed."""
         if self._store is None or self._address != (epoch.host, epoch.port):
             self._store = join_store(epoch, deadline)
             self._address = (epoch.host, epoch.port)
@@ -272,7 +275,7 @@ class CollectiveReader:
         return self._epoch is None and self._name not in epoch.members
 
     def _announce_return(self) -> None:
-        """Announce this reader for the next epoch, if the publisher is reachable."""
+        """Ask the publisher, if reachable, to include this reader in the next epoch."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(_return_key(self._name), "")
@@ -284,6 +287,7 @@ class CollectiveReader:
         manifest: WeightManifest,
         deadline: SharedDeadline,
     ) -> list[Array]:
+        """Take part in the broadcast of a version and return its buckets, read-only."""
         version = manifest.version
         if self._name not in epoch.members:
             raise WeightsError(f"{self._name} is not a member of group epoch {epoch.number}")
@@ -305,8 +309,10 @@ class CollectiveReader:
 
 
 def _fallback_manifest(manifest: WeightManifest) -> WeightManifest:
+    """Return the manifest with the handles of the fallback transport."""
     return replace(manifest, handles=tuple(handle.fallback_handle for handle in manifest.handles))
 
 
 def _return_key(name: str) -> str:
+    """Return the TCPStore key that a formerly absent reader sets to take part again."""
     return f"back/{name}"

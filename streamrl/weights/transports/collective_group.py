@@ -31,7 +31,10 @@ MIN_BYTES_PER_S = 100e6
 
 @dataclass(frozen=True)
 class GroupEpoch:
-    """Period in which the members of the broadcast do not change. The store is at `host`:`port`."""
+    """Period in which the members of the broadcast group do not change.
+
+    host, port: address of the publisher's TCPStore. members: names of the readers, by rank from 1.
+    """
 
     number: int
     host: str
@@ -39,25 +42,25 @@ class GroupEpoch:
     members: tuple[str, ...]
 
     def go_ahead_key(self, version: int) -> str:
-        """Return the store key of the publisher's decision to send a version."""
+        """Return the TCPStore key of the publisher's decision whether to send `version`."""
         return f"{self.number}/{version}/verdict"
 
     def list_keys(self, version: int) -> list[str]:
-        """Return all store keys of a version."""
+        """Return all TCPStore keys that belong to `version`."""
         return [self.go_ahead_key(version), *(self.ready_key(version, m) for m in self.members)]
 
     def ready_key(self, version: int, member: str) -> str:
-        """Return the store key by which a member announces itself for a version."""
+        """Return the TCPStore key by which `member` announces that it is ready for `version`."""
         return f"{self.number}/{version}/here/{member}"
 
 
 def estimate_send_s(num_bytes: int) -> float:
-    """Return the seconds that a transfer takes on the slowest supported network."""
+    """Return the seconds that sending `num_bytes` takes on the slowest supported network."""
     return num_bytes / MIN_BYTES_PER_S
 
 
 class SharedDeadline:
-    """Deadline shared by several waits."""
+    """Deadline shared by several waits, `timeout_s` seconds after its creation."""
 
     def __init__(self, timeout_s: float) -> None:
         self._end_s = time.monotonic() + timeout_s
@@ -66,7 +69,7 @@ class SharedDeadline:
         return time.monotonic() >= self._end_s
 
     def remaining_time(self) -> timedelta:
-        """Return the time left, at least 10 ms: torch.distributed takes a zero timeout as none."""
+        """Return the time left, at least 10 ms: torch.distributed takes zero for no timeout."""
         return timedelta(seconds=max(self._end_s - time.monotonic(), 0.01))
 
 
@@ -97,7 +100,7 @@ class BroadcastGroup:
             self._group = dist.ProcessGroupGloo(prefix_store, rank, size, deadline.remaining_time())
 
     def broadcast_tensor(self, tensor: Tensor, deadline: SharedDeadline) -> Tensor:
-        """Broadcast the publisher's `tensor` and return the result on the CPU.
+        """Broadcast the publisher's `tensor` to all members and return the result on the CPU.
 
         Members pass a tensor of the same shape, which may be overwritten.
         """
@@ -109,7 +112,7 @@ class BroadcastGroup:
         return device_tensor.cpu()
 
     def verify_header(self, header: tuple[int, int], deadline: SharedDeadline) -> None:
-        """Broadcast the numbers of epoch and version, and compare them on the members.
+        """Broadcast the publisher's (epoch number, version); compare `header` with it on members.
 
         Raises WeightsError if they differ: the following buckets belong to another version.
         """
@@ -119,7 +122,7 @@ class BroadcastGroup:
 
 
 def serve_readers(host: str, timeout_s: float) -> dist.TCPStore:
-    """Start the publisher's store on a free port. Raise WeightsError if that fails."""
+    """Start the publisher's TCPStore on a free port of `host`. Raise WeightsError if that fails."""
     try:
         return serve_tcp_store(host, 0, timeout_s)
     except (OSError, RuntimeError) as error:
@@ -127,7 +130,7 @@ def serve_readers(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def join_store(epoch: GroupEpoch, deadline: SharedDeadline) -> dist.TCPStore:
-    """Connect a member to the publisher's store. Raise WeightsError if it is unreachable."""
+    """Connect a member to the publisher's TCPStore. Raise WeightsError if that fails."""
     # Probe the port first: TCPStore's client retries for long and fills stderr if nothing listens.
     try:
         socket.create_connection(
@@ -143,10 +146,11 @@ def join_store(epoch: GroupEpoch, deadline: SharedDeadline) -> dist.TCPStore:
 def announce_member(
     store: dist.Store, epoch: GroupEpoch, version: int, member: str, *, has_group: bool
 ) -> None:
-    """Announce that a member waits for a version.
+    """Announce in the TCPStore that a member is ready to receive a version.
 
-    Raises WeightsError if the key exists: an earlier process of the same name set it and died, and
-    its place in the group cannot be taken over.
+    `has_group`: the member already has the process group of the epoch. Raises WeightsError if the
+    key exists: an earlier process of the same name set it and died, and its place in the group
+    cannot be taken over.
     """
     key = epoch.ready_key(version, member)
     if store.check([key]):
@@ -157,9 +161,11 @@ def announce_member(
 def gather_members(
     store: dist.Store, epoch: GroupEpoch, version: int, *, has_group: bool, deadline: SharedDeadline
 ) -> tuple[str, ...]:
-    """Wait for all members and publish the decision to send. Return the members that prevent it.
+    """Wait for all members, decide whether to send, and return the members that prevent sending.
 
-    Those are absent members, and members that lost their process group since it was created.
+    These are absent members, and members that lost the epoch's process group since it was created
+    (`has_group`: the publisher has it). Empty if the version is sent. The decision goes to the
+    TCPStore.
     """
     keys = {member: epoch.ready_key(version, member) for member in epoch.members}
     absent: tuple[str, ...] = ()
@@ -174,7 +180,7 @@ def gather_members(
 def wait_for_go_ahead(
     store: dist.Store, epoch: GroupEpoch, version: int, deadline: SharedDeadline
 ) -> None:
-    """Wait for the publisher's decision. Raise WeightsError if it does not send the version."""
+    """Wait for the publisher's decision; raise WeightsError unless the version is sent."""
     key = epoch.go_ahead_key(version)
     if not _wait_for_keys(store, [key], deadline):
         raise WeightsError("timed out waiting for the publisher's decision to send")
@@ -184,7 +190,7 @@ def wait_for_go_ahead(
 
 
 def _wait_for_keys(store: dist.Store, keys: list[str], deadline: SharedDeadline) -> bool:
-    """Wait until all keys are set; return False at the deadline."""
+    """Wait until all keys are set in the TCPStore; return False if the deadline passes first."""
     # TCPStore.wait writes warnings to stderr when it times out, so poll instead.
     while not store.check(keys):
         if deadline.has_passed():

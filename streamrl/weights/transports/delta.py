@@ -25,7 +25,10 @@ from streamrl.weights.transport_protocol import TransportReader, TransportWriter
 
 @dataclass(frozen=True)
 class DeltaHandle:
-    """The carrier's handles: the full bucket and, if shorter, the delta from `base_version`."""
+    """Handles of a bucket in the carrier transport: in full, and as delta from `base_version`.
+
+    delta_handle: None unless the delta is shorter than the bucket. delta_bytes: size of the delta.
+    """
 
     full_handle: Any
     delta_handle: Any = None
@@ -35,21 +38,22 @@ class DeltaHandle:
 
 @dataclass(frozen=True)
 class _BaseBucket:
-    """Bucket of the last version, the base of the next delta."""
+    """Bucket of the last version, from which the next delta is computed."""
 
     slots: tuple[TensorSlot, ...]
     data: Array
 
 
 def word_bytes(slots: Sequence[TensorSlot]) -> int:
-    """Return the word size for comparing a bucket: that of its shortest element, 1 to 8 bytes."""
+    """Return the bytes per word when buckets are compared: size of the shortest element, 1 to 8."""
     return min(TORCH_DTYPES[slot.dtype].itemsize for slot in slots)
 
 
 def encode_delta(base: Array, data: Array, word: int) -> Array:
     """Encode the change from `base` to `data`: both uint8, of equal size, a multiple of `word`.
 
-    Returns uint8: the bitmap, padded to whole words, and the words of `data` that differ.
+    `word`: bytes per compared word. Returns uint8: the bitmap, padded to full words, and the words
+    of `data` that differ.
     """
     word_dtype = np.dtype(f"u{word}")
     old, new = base.view(word_dtype), data.view(word_dtype)
@@ -60,7 +64,10 @@ def encode_delta(base: Array, data: Array, word: int) -> Array:
 
 
 def decode_delta(base: Array, delta: Array, word: int) -> Array:
-    """Reconstruct `data` from `base` and a delta. Raise ValueError if the sizes do not match."""
+    """Return the bytes, uint8, to which a delta from `encode_delta` changes `base`.
+
+    `word`: bytes per compared word. Raises ValueError if the sizes do not match.
+    """
     word_dtype = np.dtype(f"u{word}")
     data = base.copy()
     new = data.view(word_dtype)
@@ -74,11 +81,12 @@ def decode_delta(base: Array, delta: Array, word: int) -> Array:
 
 
 def _bitmap_bytes(num_words: int, word: int) -> int:
+    """Return the size of a bitmap with one bit per word, padded to full words."""
     return -(-num_words // (8 * word)) * word
 
 
 class DeltaWriter:
-    """Publisher's end: sends through `carrier` and keeps a copy of the last version."""
+    """Publisher's end of the delta transport: sends through `carrier`, keeps the last version."""
 
     def __init__(self, carrier: TransportWriter) -> None:
         self._carrier = carrier
@@ -93,7 +101,7 @@ class DeltaWriter:
         self._carrier.set_readers(names)
 
     def begin_version(self, version: int) -> None:
-        """Start a version. A version that is published again is sent in full."""
+        """Start a version. A version that is published again is sent in full, without deltas."""
         self._carrier.begin_version(version)
         if version == self._base_version:
             self._base_buckets = []
@@ -104,7 +112,7 @@ class DeltaWriter:
         return self._carrier.allocate_buffer(num_bytes)
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> DeltaHandle:
-        """Commit the bucket, and a delta if that is shorter."""
+        """Send the full bucket, and also its delta from the last version if that is shorter."""
         index = len(self._next_buckets)
         base = self._base_buckets[index] if index < len(self._base_buckets) else None
         data_copy = data.copy()  # the carrier may reuse its buffer after the commit
@@ -140,7 +148,10 @@ class DeltaWriter:
 
 
 class DeltaReader:
-    """Reader's end: keeps the last fetched version. `bytes_fetched` counts the bytes received."""
+    """Reader's end of the delta transport: keeps the last fetched version to apply deltas to.
+
+    `bytes_fetched` counts the bytes received through `carrier`.
+    """
 
     def __init__(self, carrier: TransportReader) -> None:
         self._carrier = carrier
@@ -150,7 +161,7 @@ class DeltaReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """Fetch deltas where the base version is at hand, full buckets otherwise."""
+        """Fetch each bucket as a delta if the delta's base version is here, otherwise in full."""
         pairs = list(zip(manifest.handles, manifest.buckets, strict=True))
         use_delta = [
             self._version >= 0
@@ -179,6 +190,7 @@ class DeltaReader:
         self._carrier.close()
 
     def _apply_delta(self, manifest: WeightManifest, index: int, delta: Array) -> Array:
+        """Return bucket `index` of the manifest. Raise WeightsError if the delta does not fit."""
         try:
             data = decode_delta(
                 self._last_buckets[index], delta, word_bytes(manifest.buckets[index].slots)

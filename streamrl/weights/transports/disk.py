@@ -40,7 +40,7 @@ MODEL_FILE_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 
 @dataclass(frozen=True)
 class DiskHandle:
-    """Directory of a version and the index of a bucket in it, from 0."""
+    """Handle of a bucket: directory of its version, and its index in the version, from 0."""
 
     directory: str
     bucket: int
@@ -51,7 +51,7 @@ def format_version_name(version: int) -> str:
 
 
 def format_bucket_name(bucket: int, num_buckets: int) -> str:
-    """Return the file name that transformers expects for a shard of a model."""
+    """Return the file name of bucket `bucket` (from 0), as transformers names a model's shards."""
     return f"model-{bucket + 1:05d}-of-{num_buckets:05d}.safetensors"
 
 
@@ -64,10 +64,10 @@ class _ManifestFile:
 
 
 class DiskWriter:
-    """Publisher's end, the only writer of its `directory`. Keeps the newest `keep_versions`.
+    """Publisher's end of the disk transport, the only writer of `directory`.
 
-    Config and tokenizer are copied from `model_dir`. Raises WeightsError, naming the version, if a
-    file cannot be written.
+    Keeps the newest `keep_versions`. Config and tokenizer are copied from `model_dir`. Raises
+    WeightsError, naming the version, if a file cannot be written.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DiskWriter:
         pass
 
     def begin_version(self, version: int) -> None:
-        """Remove directories that an interrupted publish left, and create a new one."""
+        """Create the version's temporary directory, and remove those of interrupted publishes."""
         self._version_dir = self._directory / format_version_name(version)
         self._partial_dir = self._directory / f"{PARTIAL_PREFIX}{format_version_name(version)}"
         self._num_committed = 0
@@ -98,13 +98,16 @@ class DiskWriter:
             raise self._make_write_error(error) from error
 
     def allocate_buffer(self, num_bytes: int) -> Array:
-        """Return the same memory for every bucket; `commit_bucket` writes it to disk."""
+        """Return the same staging memory for every bucket; `commit_bucket` writes it to disk."""
         if self._staging_buffer.nbytes < num_bytes:
             self._staging_buffer = np.zeros(num_bytes, np.uint8)
         return self._staging_buffer[:num_bytes]
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> DiskHandle:
-        """Write the bucket's file under a temporary name; the final name needs the bucket count."""
+        """Write the bucket's file under a temporary name.
+
+        The final name needs the number of buckets.
+        """
         index = self._num_committed
         tensors = {slot.name: view_tensor(data, slot) for slot in bucket.slots}
         try:
@@ -117,7 +120,7 @@ class DiskWriter:
         return DiskHandle(str(self._version_dir), index)
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Rename the version's directory, point `latest` to it, and remove old versions.
+        """Rename the version's temporary directory, point `latest` to it, and remove old versions.
 
         Removes higher versions too: a run that resumed before them publishes them again.
         """
@@ -136,13 +139,13 @@ class DiskWriter:
             raise self._make_write_error(error) from error
 
     def close(self) -> None:
-        """Remove an unfinished version; committed versions stay."""
+        """Remove the files of an unfinished version; committed versions stay."""
         self._staging_buffer = np.empty(0, np.uint8)
         if self._partial_dir.name != PARTIAL_PREFIX and self._partial_dir.exists():
             _remove_path(self._partial_dir)
 
     def _write_metadata(self, manifest: WeightManifest) -> None:
-        """Write the index, the config files and the manifest, and rename the bucket files."""
+        """Rename the bucket files, and add the index, the manifest and the model's config files."""
         num_buckets = len(manifest.buckets)
         weight_map: dict[str, str] = {}
         for index, bucket in enumerate(manifest.buckets):
@@ -163,6 +166,7 @@ class DiskWriter:
         (self._partial_dir / MANIFEST_FILE).write_bytes(msgspec.json.encode(contents))
 
     def _prune_versions(self, version: int) -> None:
+        """Remove all versions above `version`, and all but the newest `keep_versions` up to it."""
         versions = sorted(_list_versions(self._directory))
         older = [number for number in versions if number <= version]
         for number in {*older[: -self._keep_versions], *(set(versions) - set(older))}:
@@ -180,7 +184,10 @@ class DiskWriter:
 
 
 class DiskReader:
-    """Reader's end; needs only the directories. `name` names the model in errors."""
+    """Reader's end of the disk transport; needs only the versions' directories.
+
+    `name` names the model in errors.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -188,7 +195,7 @@ class DiskReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """Rebuild the buckets from the tensors in the files."""
+        """Rebuild the buckets of a version from the tensors in its files."""
         arrays = [self._read_bucket(manifest, index) for index in range(len(manifest.buckets))]
         self.bytes_fetched += manifest.num_bytes
         return arrays
@@ -197,6 +204,7 @@ class DiskReader:
         pass
 
     def _read_bucket(self, manifest: WeightManifest, index: int) -> Array:
+        """Rebuild bucket `index` of the manifest from its file, read-only."""
         bucket, handle = manifest.buckets[index], manifest.handles[index]
         path = Path(handle.directory) / format_bucket_name(handle.bucket, len(manifest.buckets))
         data = np.empty(bucket.num_bytes, np.uint8)
@@ -215,7 +223,7 @@ class DiskReader:
 
 
 def latest_version(directory: Path) -> int:
-    """Return the newest complete version in a publisher's directory; -1 if none."""
+    """Return the newest complete version in a publisher's directory; -1 if there is none."""
     try:
         return int(os.readlink(directory / LATEST_LINK)[1:])
     except FileNotFoundError:
@@ -223,7 +231,7 @@ def latest_version(directory: Path) -> int:
 
 
 def read_manifest(version_dir: Path) -> WeightManifest:
-    """Return the manifest of a version's directory (or `latest`), to be fetched by a DiskReader.
+    """Read the manifest in a version's directory (or `latest`); a DiskReader fetches its buckets.
 
     Raises WeightsError if the directory is gone or contains no version.
     """

@@ -39,12 +39,12 @@ OUT_OF_MEMORY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
 class SharedMemoryWriter:
-    """Publisher's end. `token` distinguishes runs on the node.
+    """Publisher's end of the shared memory transport. `token` distinguishes the runs on a node.
 
     The newest `keep_versions` versions are never overwritten. Segments take at most `max_bytes`:
     other users of /dev/shm, such as Ray's object store, crash once it is full. A bucket that
-    exceeds the limit goes through `fallback`. Raises WeightsError if `directory` is full or not
-    usable.
+    exceeds the limit goes through the transport `fallback`. Raises WeightsError if `directory` is
+    full or not usable.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SharedMemoryWriter:
         self._fallback.set_readers(names)
 
     def begin_version(self, version: int) -> None:
-        """Start a version; segments of an unfinished version become free."""
+        """Start a version; shared memory of an uncommitted version becomes free for reuse."""
         self._release_open_segment()
         self._free_segments += self._committed_segments.items()
         self._committed_segments, self._num_committed = {}, 0
@@ -85,9 +85,9 @@ class SharedMemoryWriter:
         self._fallback.begin_version(version)
 
     def allocate_buffer(self, num_bytes: int) -> Array:
-        """Return the segment's memory if the bucket's size is known from the last version.
+        """Return shared memory if the bucket's size is known from the last version.
 
-        Otherwise return staging memory, copied at commit: reserving a segment for the largest
+        Otherwise return staging memory, copied at commit: reserving shared memory for the largest
         possible bucket may fail although the actual bucket fits.
         """
         index = self._num_committed
@@ -124,7 +124,7 @@ class SharedMemoryWriter:
         return SegmentHandle(str(segment.path), self._version, index)
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Keep the version; the segments of the oldest one become free for reuse."""
+        """Make the version readable; free the shared memory of versions beyond `keep_versions`."""
         self._fallback.commit_version(_fallback_manifest(manifest))
         self._drop_unread_segments()
         self._last_bucket_bytes = tuple(bucket.num_bytes for bucket in manifest.buckets)
@@ -135,7 +135,7 @@ class SharedMemoryWriter:
             self._free_segments += self._kept_versions.pop(0).items()
 
     def close(self) -> None:
-        """Unlink all segments. Current readers keep their mappings; later readers find no file."""
+        """Unlink all segment files. Current readers keep their mappings; later readers fail."""
         for segment in self._list_segments():
             segment.unlink_file()
         self._open_segment, self._committed_segments, self._kept_versions, self._free_segments = (
@@ -151,7 +151,10 @@ class SharedMemoryWriter:
         self._fallback.close()
 
     def _acquire_segment(self, index: int, num_bytes: int) -> SharedMemorySegment | None:
-        """Return a locked segment with reserved memory and no readers; None if memory is short."""
+        """Return a shared memory segment with `num_bytes` reserved for bucket `index`.
+
+        The segment, reused or new, is locked and has no readers. None if memory is short.
+        """
         segment = self._reuse_segment(index)
         try:
             if segment is None:
@@ -177,10 +180,10 @@ class SharedMemoryWriter:
         return segment
 
     def _require_free_memory(self, num_bytes: int) -> None:
-        """Raise WeightsError if /dev/shm itself is full.
+        """Raise WeightsError if /dev/shm itself has less than `num_bytes` free.
 
         The fallback (Ray's object store) may live in the same memory and would crash. If only this
-        publisher's `max_bytes` is exhausted, the fallback has room.
+        publisher's `max_bytes` is exhausted, the fallback still has space.
         """
         free_bytes = get_free_bytes(self._directory)
         if free_bytes < num_bytes:
@@ -191,7 +194,10 @@ class SharedMemoryWriter:
             )
 
     def _reuse_segment(self, index: int) -> SharedMemorySegment | None:
-        """Lock and return a free segment of this bucket without readers; unlink small ones."""
+        """Lock and return a free, unread shared memory segment of bucket `index`, or None.
+
+        Unlinks free segments that are too small.
+        """
         for entry in [entry for entry in self._free_segments if entry[0] == index]:
             segment = entry[1]
             if segment.try_lock():
@@ -202,11 +208,13 @@ class SharedMemoryWriter:
         return None
 
     def _release_open_segment(self) -> None:
+        """Free the shared memory of an allocated bucket that was not committed."""
         if self._open_segment is not None:
             self._free_segments.append((self._num_committed, self._open_segment))
             self._open_segment = None
 
     def _list_segments(self) -> list[SharedMemorySegment]:
+        """Return all shared memory segments: of kept versions, of the next version, and free."""
         free = [segment for _, segment in self._free_segments]
         versions = [segment for version in self._kept_versions for segment in version.values()]
         return [
@@ -217,7 +225,7 @@ class SharedMemoryWriter:
         ]
 
     def _drop_unread_segments(self) -> None:
-        """Unlink free segments that this version did not reuse, except those with readers."""
+        """Unlink free shared memory that the current version did not reuse and no reader maps."""
         for entry in list(self._free_segments):
             if entry[1].try_lock():
                 self._free_segments.remove(entry)
@@ -225,9 +233,10 @@ class SharedMemoryWriter:
 
 
 class SharedMemoryReader:
-    """Reader's end, on the publisher's node; `name` names the model in errors.
+    """Reader's end of the shared memory transport, on the publisher's node.
 
-    `fallback_reason` says how many buckets of the last version came through the fallback.
+    `name` names the model in errors. `fallback_reason` says how many buckets of the last version
+    came through `fallback`; None if no bucket did.
     """
 
     def __init__(self, name: str, fallback: TransportReader) -> None:
@@ -237,7 +246,7 @@ class SharedMemoryReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """Map the publisher's segments; they are not overwritten while the arrays live."""
+        """Map a version's buckets in shared memory, not overwritten while the arrays live."""
         self.fallback_reason = None
         pairs = zip(manifest.handles, manifest.buckets, strict=True)
         # Map first: the mappings lock the segments while the fallback fetches the rest.
@@ -262,7 +271,7 @@ class SharedMemoryReader:
 
 
 def _fallback_manifest(manifest: WeightManifest) -> WeightManifest:
-    """Return the manifest of the buckets that are in no segment."""
+    """Return the manifest of those buckets that the fallback transport carries."""
     pairs = zip(manifest.buckets, manifest.handles, strict=True)
     entries = [pair for pair in pairs if not isinstance(pair[1], SegmentHandle)]
     buckets, handles = zip(*entries, strict=True) if entries else ((), ())

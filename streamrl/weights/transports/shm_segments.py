@@ -34,7 +34,7 @@ UNCOMMITTED_HEADER = (-1, -1)
 
 @dataclass(frozen=True)
 class SegmentHandle:
-    """File that holds a bucket, valid while the file's header says the same."""
+    """File that holds a bucket; valid while the file's header has this version and bucket index."""
 
     path: str
     version: int
@@ -42,10 +42,10 @@ class SegmentHandle:
 
 
 class SharedMemorySegment:
-    """A publisher's file and its mapping: `capacity_bytes` after the header.
+    """Publisher's file in /dev/shm and its memory mapping: a header page, then `capacity_bytes`.
 
-    The publisher holds the lock while writing. The file is sparse and only `reserved_bytes` are
-    backed by memory: writing beyond them may kill the process with SIGBUS.
+    The publisher holds the file's lock while writing. The file is sparse and only `reserved_bytes`
+    are backed by memory: writing beyond them may kill the process with SIGBUS.
     """
 
     def __init__(self, path: Path, capacity: int) -> None:
@@ -58,7 +58,10 @@ class SharedMemorySegment:
         self._mapping: mmap.mmap | None = None
 
     def reserve_memory(self, num_bytes: int) -> None:
-        """Reserve memory for the header and `num_bytes`. Raises OSError if memory is short."""
+        """Reserve memory for the header and `num_bytes`, and map the file.
+
+        Raises OSError if memory is short.
+        """
         if num_bytes > self.reserved_bytes or not self.reserved_bytes:
             os.posix_fallocate(self._fd, 0, HEADER_BYTES + num_bytes)
             self.reserved_bytes = num_bytes
@@ -66,7 +69,7 @@ class SharedMemorySegment:
             self._mapping = mmap.mmap(self._fd, HEADER_BYTES + self.capacity_bytes)
 
     def view_bytes(self, num_bytes: int) -> Array:
-        """Return the first `num_bytes` after the header, writable."""
+        """Return the first `num_bytes` after the header as a writable uint8 view."""
         assert self._mapping is not None
         return np.frombuffer(self._mapping, np.uint8, num_bytes, HEADER_BYTES)
 
@@ -75,7 +78,10 @@ class SharedMemorySegment:
         _HEADER_STRUCT.pack_into(self._mapping, 0, version, bucket)
 
     def try_lock(self) -> bool:
-        """Lock the segment if it has no readers; readers then fail to map it until `unlock`."""
+        """Lock the segment and return True if it has no readers, else return False.
+
+        Readers cannot map the segment until `unlock`.
+        """
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -121,12 +127,12 @@ def map_segment(handle: SegmentHandle, num_bytes: int, name: str) -> Array:
 
 
 def get_free_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
-    """Return the free bytes of the file system; 0 if the directory does not exist."""
+    """Return the free bytes of the directory's file system; 0 if the directory does not exist."""
     return _count_block_bytes(directory, "f_bavail")
 
 
 def get_total_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
-    """Return the size of the file system; 0 if the directory does not exist."""
+    """Return the size of the directory's file system in bytes; 0 without such a directory."""
     return _count_block_bytes(directory, "f_blocks")
 
 
@@ -139,7 +145,7 @@ def _count_block_bytes(directory: Path, statvfs_field: str) -> int:
 
 
 def remove_stale_segments(directory: Path = SHARED_MEMORY_DIR) -> list[str]:
-    """Remove the files of this user's dead publishers; return their names."""
+    """Remove the segment files of this user's dead publishers; return the files' names."""
     removed = []
     for owner in directory.glob(f"{SEGMENT_PREFIX}*{OWNER_SUFFIX}"):
         with contextlib.suppress(OSError):  # alive, another user's, or removed concurrently
@@ -149,6 +155,10 @@ def remove_stale_segments(directory: Path = SHARED_MEMORY_DIR) -> list[str]:
 
 
 def _remove_segments_of(owner: Path) -> list[str]:
+    """Remove the files of the publisher with this owner file, and return their names.
+
+    Raises BlockingIOError if the publisher is alive.
+    """
     fd = os.open(owner, os.O_RDWR)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,7 +172,10 @@ def _remove_segments_of(owner: Path) -> list[str]:
 
 
 def claim_name_prefix(directory: Path, token: str) -> tuple[str, int]:
-    """Return an unused name prefix and the locked descriptor of its owner file."""
+    """Claim an unused name prefix for segment files.
+
+    Returns the prefix and the locked file descriptor of its owner file.
+    """
     while True:
         name = f"{SEGMENT_PREFIX}{token}-{os.getpid()}-{secrets.token_hex(4)}"
         try:
