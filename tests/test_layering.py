@@ -16,7 +16,8 @@ PURE = (
     *("streamrl.messages", "streamrl.dataflow", "streamrl.algorithms", "streamrl.placement"),
     *("streamrl.pipeline", "streamrl.config.run_config", "streamrl.evaluation"),
 )
-MAX_LINES = {ast.FunctionDef: 100, ast.AsyncFunctionDef: 100, ast.ClassDef: 360}
+MAX_LINES = {ast.FunctionDef: 90, ast.AsyncFunctionDef: 90, ast.ClassDef: 350}
+"""Without docstrings."""
 MAX_FILE_LINES = 600
 OLD_WORDS = re.compile(r"\b(old_log_?probs|behaviou?r_policy|rollout_worker)\b")
 NAMES_OF_NOTHING = {"utils", "util", "common", "helpers", "helper", "base", "misc"}
@@ -131,13 +132,26 @@ def test_files_stay_small() -> None:
     )
 
 
+def count_code_lines(node: ast.AST) -> int:
+    """Return the lines of a definition, without its docstrings and those inside it."""
+    assert isinstance(node, ast.stmt)
+    strings = (
+        (sub.end_lineno or sub.lineno) - sub.lineno + 1
+        for sub in ast.walk(node)
+        if isinstance(sub, ast.Expr)
+        and isinstance(sub.value, ast.Constant)
+        and isinstance(sub.value.value, str)
+    )
+    return (node.end_lineno or node.lineno) - node.lineno + 1 - sum(strings)
+
+
 def test_functions_and_classes_stay_small() -> None:
     reject(
         source.say(node.lineno, f"{node.name} has {lines} lines")
         for source in load_sources()
         for node in ast.walk(source.tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_LINES[type(node)]
+        if (lines := count_code_lines(node)) > MAX_LINES[type(node)]
     )
 
 

@@ -94,7 +94,7 @@ def _straight_path(points: Sequence[Point]) -> str:
 
 
 def _bent_path(points: Sequence[Point]) -> str:
-    """Return an SVG path through `points` of Bézier curves that are horizontal at every point."""
+    """Return an SVG path through `points` of Bezier curves that are horizontal at every point."""
     (x, y), *others = points
     shape = [f"M{x:g},{y:g}"]
     for to_x, to_y in others:

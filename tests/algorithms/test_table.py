@@ -315,7 +315,7 @@ STUCK = variant("stuck", "x", params={"knob": 1.0}, dials={"knob": stuck})
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nobodys", "stage train needs column foo: nobody makes it"),
+        ("nobodys", "stage train needs column foo: no stage produces it"),
         ("unknown", "algorithm unknown: defaults contain clip_hihg; allowed are clip_low"),
         ("wrong", "algorithm.loss_aggregation=tokenmean: must be one of token-mean"),
         ("untaught", "algorithm untaught: derived lacks returns, the target of the critic"),
@@ -383,14 +383,14 @@ def test_an_inconsistent_row_is_refused(changes, message):
         (["algorithm.name=rloo", "algorithm.advantage_scale=batch"], "rloo does not use it"),
         (["algorithm.single_rollout=keep", "algorithm.name=gdpo"], "gdpo does not use it"),
         (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect: grpo does not use it"),
-        (["critic.warmup_alone=3"], "critic.warmup_alone=3: grpo has no critic"),
+        (["critic.warmup_alone=3"], "critic.warmup_alone=3 has no effect: grpo has no critic"),
         (
             ["algorithm.name=ppo", "critic.shared_coef=1", "critic.trainer.lr=1e-3"],
             "critic.trainer={'lr': 0.001}: needs a separate critic",
         ),
         (
             ["algorithm.name=safe_rlhf", "costs=[{kind: exact}]", "critic.shared_coef=1"],
-            "safe_rlhf has critic and cost_critic; it is one critic",
+            "safe_rlhf has critic and cost_critic; only a single value critic",
         ),
         (
             ["algorithm.name=ppo", "critic.trainer.lr=nan"],

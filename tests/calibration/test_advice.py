@@ -85,9 +85,9 @@ def test_filter_cost_is_reported_with_oversampling_as_an_option(
     }
     cost_line, advice_line = [line for line in describe_run(run) if "filter" in line]
     assert cost_line.startswith(
-        "filter      takes 90% of the groups: 3 s of generation and 0.5 s of sc"
+        "filter      rejects 90% of the groups: 3 s of generation and 0.5 s of sc"
     )
-    assert "1 prompts are admitted for each place, and one in 10 is kept" in advice_line
+    assert "1 prompts are admitted per trained group, and one in 10 is kept" in advice_line
     enough = [replace(step, row={**step.row, "filter/oversample": 9.5}) for step in steps]
     assert len([n for n in describe_run(replace(run, steps=enough)) if "filter" in n]) == 1
     assert run_to_json(run)["filter"]["share"] == 0.9

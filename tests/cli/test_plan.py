@@ -457,7 +457,7 @@ def test_bad_options_of_plan_are_refused(
         ),
         (
             ["--mttf-h", "0.0003", "--restart-s", "1", "checkpoint.every=1"],
-            "dies every 1.08 s: the first rollouts take",
+            "fails every 1.08 s: the first rollouts take",
         ),
         (["--placement", "no/file"], "--placement no/file: no such file"),
         (["generator.replicas=9"], "the cluster has 8"),

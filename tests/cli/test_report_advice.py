@@ -36,7 +36,7 @@ def test_what_if_lists_the_effect_of_each_option(
     assert "bound by    " in text and "groups wait for it" in text
     assert "one more generator" in text and "generator.replicas=2" in text
     assert "max_staleness=2" in text
-    assert "may be as far off" in text and "2 cores" in text
+    assert "may have the same error" in text and "2 cores" in text
 
 
 def test_a_stage_without_queue_depth_omits_the_waiting_groups(

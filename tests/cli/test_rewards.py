@@ -95,7 +95,7 @@ def test_own_options_precede_inherited_options():
 
 def test_one_kind_by_name_or_the_nearest_suggestion(capsys):
     assert read_output(capsys, "regex").startswith(
-        "regex: 1 where a pattern occurs in the completion\n"
+        "regex: 1 if a pattern matches in the completion\n"
     )
     assert main(["rewards", "rgex"]) == 2
     line = "streamrl: rgex: no such kind of reward; the nearest kind is regex\n"

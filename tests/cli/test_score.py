@@ -243,8 +243,8 @@ async def test_the_number_of_concurrent_groups_is_bounded():
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("", "--completions {}: holds no completions"),
-        ("\n\n", "--completions {}: holds no completions"),
+        ("", "--completions {}: the file contains no completions"),
+        ("\n\n", "--completions {}: the file contains no completions"),
         ('{"index": 0, "completion": "5"}\n{"index": ', "{} line 2: not JSON: Expecting value"),
         ('\n["5"]', "{} line 2: expected a JSON object, got list"),
         ("null", "{} line 1: expected a JSON object, got null"),

@@ -193,7 +193,7 @@ def test_auto_excludes_colocation_beyond_the_memory_budget(
         == "disaggregated"
     )
     message = (
-        r"^the run needs 4 CPU slots = .*; the cluster has 1; colocated is no way out:"
+        r"^the run needs 4 CPU slots = .*; the cluster has 1; colocated is impossible:"
         r" placement\.memory_mb=1: to train, a worker holds"
     )
     with pytest.raises(ConfigError, match=message):

@@ -234,7 +234,7 @@ def test_an_unknown_parameter_is_refused_listing_the_allowed_parameters(
     config = filter_from(f"def keep{signature}: return True")
     with pytest.raises(
         ConfigError,
-        match=rf"^filter\.function=keep: in /.*filter\.py it asks for {refused}; "
+        match=rf"^filter\.function=keep: in /.*filter\.py requires {refused}; "
         r"available, by keyword: prompt, scores, rewards$",
     ):
         build_group_filter(config)
@@ -243,8 +243,11 @@ def test_an_unknown_parameter_is_refused_listing_the_allowed_parameters(
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("def other(): pass", r"filter\.function=keep: not in /.*filter\.py, which has other"),
-        ("", r"filter\.function=keep: not in /.*filter\.py, which has none"),
+        (
+            "def other(): pass",
+            r"filter\.function=keep: not in /.*filter\.py; its functions are other",
+        ),
+        ("", r"filter\.function=keep: not in /.*filter\.py; its functions are none"),
         ("keep = True", r"filter\.function=keep: in /.*filter\.py it is not a function"),
         ("class keep: pass", r"filter\.function=keep: in /.*filter\.py it is not a function"),
         ("keep = max", r"filter\.function=keep: in /.*filter\.py: no signature.*"),

@@ -336,7 +336,7 @@ def test_a_combine_function_excludes_weights_and_unknown_parameters(tmp_path):
         (
             f"{path}:mix",
             RewardConfig("exact"),
-            "scorer.combine=.*:mix: in .* it asks for model; it is",
+            "scorer.combine=.*:mix: in .* requires model; available",
         ),
         (
             f"{path}:late",
@@ -345,8 +345,8 @@ def test_a_combine_function_excludes_weights_and_unknown_parameters(tmp_path):
         ),
         (f"{path}:no", RewardConfig("exact"), "scorer.combine=.*:no: not in .*mix.py"),
         (path, RewardConfig("exact"), "scorer.combine=.*: write it as file.py:function"),
-        (f"{path}:fine", RewardConfig("exact", weight=2.0), "weight and gate of reward exact mean"),
-        (f"{path}:fine", RewardConfig("exact", gate=True), "weight and gate of reward exact mean"),
+        (f"{path}:fine", RewardConfig("exact", weight=2.0), "weight and gate of reward exact have"),
+        (f"{path}:fine", RewardConfig("exact", gate=True), "weight and gate of reward exact have"),
     ):
         with pytest.raises(ConfigError, match=words):
             build_rewards([config], RewardContext(ScorerConfig(combine=combine)))

@@ -79,13 +79,12 @@ def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
                     raise record
                 yield (where, *_parse_completion(record, where))
     except OSError as error:
-        raise ConfigError(f"--completions {path}: cannot read: {error.strerror}") from None
+        raise ConfigError(f"--completions {path}: cannot be read: {error.strerror}") from None
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"--completions {path}: {error}") from None
     if is_empty:
-        raise ConfigError(f"--completions {path}: holds no completions")
         raise ConfigError(f"--completions {path}: the file contains no completions")
 
 

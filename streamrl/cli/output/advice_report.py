@@ -73,8 +73,7 @@ def describe_advice(trace: RunTrace, advice: SettingsAdvice) -> list[str]:
     simulated = advice.simulated_metrics
     lines = [
         f"simulated   a step of {simulated.step_s:.3g} s,"
-        f" {advice.simulation_error:+.0%}; the rows below may have"
-        " the same error",
+        f" {advice.simulation_error:+.0%}; the rows below may have the same error",
         f"{'instead':<50}{'step':>8}{'change':>8}{'staleness':>11}",
         *_describe_options(advice.options, advice.min_change),
     ]

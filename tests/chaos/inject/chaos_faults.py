@@ -325,7 +325,7 @@ def checkpoint(fault, module):
             original(partial, final)
         fault.kill()
 
-    wrap(module, "move_whole", move)
+    wrap(module, "sync_and_rename", move)
 
 
 def model_trainer(fault, module):
