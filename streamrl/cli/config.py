@@ -76,7 +76,7 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
         if dataclasses.is_dataclass(hint):
             yield from list_config_keys(typing.cast(type, hint), f"{name}.")
         elif typing.get_origin(hint) is list and entry is not None:
-            yield from list_config_keys(entry, f"{name}[].")
+            yield from list_config_keys(typing.cast(type, entry), f"{name}[].")
         else:
             default = format_default(field)
             yield ConfigKey(name, _format_type(hint), default, meanings.get(field.name, ""))
