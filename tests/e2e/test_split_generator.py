@@ -9,7 +9,7 @@ from tests.toy import write_toy
 
 pytestmark = pytest.mark.slow
 
-STEPS = 12
+STEPS = 40
 
 
 def test_a_split_generator_that_loses_a_process_comes_back_and_nothing_is_lost(

@@ -209,7 +209,7 @@ def blobs(fault, module):
         module.INLINE_BYTES = 0
 
     async def resolve(original, groups):
-        is_stored = any(isinstance(blob, module.Stored) for blobs in groups for blob in blobs)
+        is_stored = any(isinstance(blob, module.ObjectStoreBlob) for blobs in groups for blob in blobs)
         if is_stored and asked.get() == fault.actor and fault.is_due("shard", "mid_fetch"):
             fault.order()
             # Until Ray has noticed, what a dead process owned can be had.
@@ -280,7 +280,7 @@ def journal(fault, module):
             return original(self, frames)
         written = b""
         for frame in frames:
-            header = module.encode_header(frame, self._end + len(written))
+            header = module.encode_header(frame, self._end_offset + len(written))
             written += header + frame[0] + b"".join(frame[1])
         os.write(self.descriptor, written[: len(written) // 2])
         fault.kill()
