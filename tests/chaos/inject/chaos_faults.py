@@ -209,7 +209,9 @@ def blobs(fault, module):
         module.INLINE_BYTES = 0
 
     async def resolve(original, groups):
-        is_stored = any(isinstance(blob, module.ObjectStoreBlob) for blobs in groups for blob in blobs)
+        is_stored = any(
+            isinstance(blob, module.ObjectStoreBlob) for blobs in groups for blob in blobs
+        )
         if is_stored and asked.get() == fault.actor and fault.is_due("shard", "mid_fetch"):
             fault.order()
             # Until Ray has noticed, what a dead process owned can be had.
