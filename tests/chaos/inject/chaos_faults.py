@@ -251,7 +251,7 @@ def keeper(fault, module):
     def init(original, self, plan, store=bytes):
         original(self, plan, store)
         if plan.files is not None:
-            fault.arrive(os.path.basename(plan.files.journal))
+            fault.arrive(os.path.basename(plan.files.journal_dir))
 
     wrap(module.ShardHost, "__init__", init)
 
