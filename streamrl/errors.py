@@ -30,10 +30,6 @@ class StaleGroupError(StreamError):
     """A group older than max_staleness reached a step: a bug in admission, never a user error."""
 
 
-class LeaseError(StreamError):
-    """A commit used a lease that had expired or was already settled."""
-
-
 class LedgerError(StreamError):
     """The invariant admitted = trained + filtered + dropped + in flight is violated."""
 

@@ -16,7 +16,7 @@ import numpy as np
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh, iter_meshes
 from streamrl.placement.placements import CallAssignment
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, RoleAssignments
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
 from streamrl.placement.search.moves import iter_rearrangements
 
 INITIAL_TEMPERATURE, FINAL_TEMPERATURE = 0.05, 0.002
@@ -350,8 +350,3 @@ class _MeshNeighbors:
             and Mesh(left.first, at - left.first) in self._mesh_set
             and Mesh(at, end - at) in self._mesh_set
         ]
-
-
-def make_start(roles: RoleAssignments, ahead: int, *, streamed: bool = True) -> SearchState:
-    """Return a start state of the search in which generation runs `ahead` steps ahead."""
-    return SearchState(dict(roles), ahead, streamed)
