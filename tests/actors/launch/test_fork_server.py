@@ -221,9 +221,10 @@ import json, socket, sys
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect("\\0" + sys.argv[1])
     connection.settimeout(20)
-    socket.send_fds(connection, [b"f"], (0, 1, 2))
     request = {"argv": ["-"], "env": {}, "cwd": "/"}
+    # The level may hang up before the first byte or after it.
     try:
+        socket.send_fds(connection, [b"f"], (0, 1, 2))
         connection.sendall(json.dumps(request).encode() + b"\\n")
         answer = connection.recv(1)
     except ConnectionError:
