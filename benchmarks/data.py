@@ -166,7 +166,8 @@ def _start(folder: str, path: str) -> None:
 
 def _check(folder: str, path: str) -> None:
     """Read every row as `streamrl data check` does."""
-    from streamrl.data import PromptLimits, load_tokenizer, load_vocab_size
+    from streamrl.data.chat_template import load_tokenizer, load_vocab_size
+    from streamrl.data.classify_rows import PromptLimits
     from streamrl.data.files import parse_data_files
     from streamrl.data.validate import validate_file
 

@@ -33,8 +33,11 @@ from benchmarks.command import (
 from benchmarks.peers import attempt, parity_python
 from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.messages import Prompt
-from streamrl.rewards import RewardConfig, RewardSet, build_rewards
-from streamrl.rewards.sandbox import CallTest, ProgramLimits, Sandbox, SandboxProgram
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.registry import build_rewards
+from streamrl.rewards.reward_set import RewardSet
+from streamrl.rewards.sandbox.program import CallTest, ProgramLimits, SandboxProgram
+from streamrl.rewards.sandbox.sandbox import Sandbox
 
 GROUP = 8
 FLOW_S, PEER_S = 600.0, 300.0

@@ -11,7 +11,9 @@ from streamrl.cli.algorithms import format_markdown
 from streamrl.cli.rewards import format_markdown as rewards_markdown
 from streamrl.cli.rewards import list_builtin_kinds
 from streamrl.config import build_config
-from streamrl.rewards import RewardContext, RewardOutcome, build_rewards
+from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.registry import build_rewards
 from streamrl.telemetry.metric_names import render_metrics_table
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -112,7 +112,7 @@ def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path) ->
         from streamrl.algorithms.adaptive_params import AdaptiveParams
         from streamrl.algorithms.math.step_metrics import step_loss_denominator, summarise_policy
         from streamrl.algorithms.math.step_metrics import summarise_critic
-        from streamrl.data import PromptStream
+        from streamrl.data.prompt_stream import PromptStream
         from streamrl.config.role_counts import assign_slots
         for name in ("grpo", "safe_rlhf"):
             config = pickle.loads(Path({str(tmp_path)!r}, name + ".pickle").read_bytes())
@@ -131,9 +131,11 @@ def test_rules_score_without_torch(tmp_path: Path) -> None:
     path = save(tiny_model(tied=True, seed=0), tmp_path)
     program = f"""
         import streamrl.actors.scorer
-        from streamrl.data import load_tokenizer
-        from streamrl.rewards import RewardConfig, ScorerConfig, RewardContext, build_rewards
-        from streamrl.rewards import SandboxConfig
+        from streamrl.data.chat_template import load_tokenizer
+        from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
+        from streamrl.rewards.interface.reward import RewardContext
+        from streamrl.rewards.registry import build_rewards
+        from streamrl.rewards.interface.config import SandboxConfig
         from streamrl.rewards.group_filter import FilterConfig, build_group_filter
         from streamrl.rewards.scorer import RewardScorer
         rewards = build_rewards(
@@ -204,7 +206,7 @@ def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path) ->
         import streamrl.actors.launch.driver
         import streamrl.cli.train
         import streamrl.config.preflight
-        from streamrl.data import load_tokenizer, load_vocab_size
+        from streamrl.data.chat_template import load_tokenizer, load_vocab_size
         from streamrl.engines.models.param_count import count_trained_params_from_config
         from streamrl.engines.trainer_config import TrainerConfig
         from streamrl.engines.models.tensor_parallel_support import check_generator_split

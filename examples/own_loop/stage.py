@@ -28,7 +28,7 @@ from streamrl.cli.run_setup.signals import interrupt_on_signals
 from streamrl.config import RunConfig, load_config
 from streamrl.config.preflight import prepare_run
 from streamrl.controller import BatchRef, WorkerMesh
-from streamrl.data import PromptStream
+from streamrl.data.prompt_stream import PromptStream
 from streamrl.errors import ConfigError, StreamError
 from streamrl.resharding import RankGrid
 

@@ -30,7 +30,7 @@ from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
 from streamrl.buffer.admission.oversampling import OversamplingController
 from streamrl.buffer.leases import OverdueLease
-from streamrl.data import PromptStream
+from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, REWARD_CALL, CallKind
 from streamrl.errors import DataError, DropLimitError, FilterLimitError, NoSpaceError, StreamError
 from streamrl.messages import GroupOutcome, Prompt

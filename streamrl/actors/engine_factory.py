@@ -170,7 +170,8 @@ def _make_task(config: RunConfig, max_length: int, role: str) -> "TrainingTask":
 
 def _make_pretraining(config: RunConfig) -> "PretrainingLoss":
     """Make the pretraining loss that is mixed into policy updates (algorithm.ptx_coef)."""
-    from streamrl.data import TextStream, load_texts, load_tokenizer
+    from streamrl.data.chat_template import load_tokenizer
+    from streamrl.data.pretrain_texts import TextStream, load_texts
     from streamrl.engines.training.pretraining import PretrainingLoss
     from streamrl.files.hf_config import read_model_length
 
@@ -186,9 +187,10 @@ def _make_pretraining(config: RunConfig) -> "PretrainingLoss":
 
 
 def _make_reward_scorer(config: RunConfig, max_length: int) -> HostedScorer:
-    from streamrl.data import load_tokenizer
-    from streamrl.rewards import RewardContext, build_rewards
+    from streamrl.data.chat_template import load_tokenizer
     from streamrl.rewards.group_filter import build_group_filter
+    from streamrl.rewards.interface.reward import RewardContext
+    from streamrl.rewards.registry import build_rewards
     from streamrl.rewards.scorer import RewardScorer
 
     rewards = build_rewards(config.rewards, RewardContext(config.scorer, config.sandbox))
@@ -206,8 +208,10 @@ def _make_reward_scorer(config: RunConfig, max_length: int) -> HostedScorer:
 
 
 def _make_cost_scorer(config: RunConfig, max_length: int) -> HostedScorer:
-    from streamrl.data import load_tokenizer
-    from streamrl.rewards import COSTS, RewardContext, build_rewards
+    from streamrl.data.chat_template import load_tokenizer
+    from streamrl.rewards.interface.reward import RewardContext
+    from streamrl.rewards.registry import build_rewards
+    from streamrl.rewards.reward_set import COSTS
     from streamrl.rewards.scorer import CostScorer
 
     context = RewardContext(config.scorer, config.sandbox)

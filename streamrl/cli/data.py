@@ -14,15 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config import RunConfig, load_config
-from streamrl.data import (
-    DataConfig,
-    DataFile,
-    PromptLimits,
-    RowStatus,
-    load_tokenizer,
-    load_vocab_size,
-)
-from streamrl.data.files import MODEL_TEMPLATE, PLAIN_TEMPLATE
+from streamrl.data.chat_template import load_tokenizer, load_vocab_size
+from streamrl.data.classify_rows import PromptLimits, RowStatus
+from streamrl.data.config import DataConfig
+from streamrl.data.files import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
 from streamrl.data.validate import FileReport, validate_file
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length

@@ -87,7 +87,7 @@ def has_gpu_files(devices: Path) -> bool:
 def _find_sandbox_problem() -> str:
     """Return why the sandbox for generated code is unavailable on this machine, or ""."""
     try:
-        from streamrl.rewards.sandbox import explain_unavailability
+        from streamrl.rewards.sandbox.backend_choice import explain_unavailability
     except ImportError as error:
         return f"not checked: {error}"
     return explain_unavailability() or ""

@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.data import add_file_arguments, parse_named_files
 from streamrl.config import load_config
-from streamrl.data import (
-    DataConfig,
-    DataFile,
-    PromptLimits,
-    load_prompts,
-    load_tokenizer,
-    load_vocab_size,
-)
-from streamrl.data.files import check_eval_files
+from streamrl.data.chat_template import load_tokenizer, load_vocab_size
+from streamrl.data.classify_rows import PromptLimits
+from streamrl.data.config import DataConfig
+from streamrl.data.files import DataFile, check_eval_files
+from streamrl.data.prompts import load_prompts
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import ConfigError
-from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate_policy
-from streamrl.evaluation.metrics import ConfidenceInterval
+from streamrl.evaluation.config import EvaluationConfig
+from streamrl.evaluation.metrics import ConfidenceInterval, EvaluationResult
+from streamrl.evaluation.sample_and_score import evaluate_policy
 from streamrl.files.hf_config import make_trusted_env, read_model_length
 from streamrl.messages import Columns, Prompt, Rollout
-from streamrl.rewards import RewardConfig, RewardContext, build_rewards, decode_completions
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.interface.extract import decode_completions
+from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.scorer import hash_answers
 from streamrl.run_dir.checkpoint import find_resume_point
 

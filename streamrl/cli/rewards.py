@@ -16,8 +16,9 @@ from streamrl.cli.output.setting_docs import (
 )
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
-from streamrl.rewards import REWARD_KINDS, RewardConfig
+from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.kinds.function import FunctionOptions
+from streamrl.rewards.registry import REWARD_KINDS
 from streamrl.rewards.user_code.plugins import list_installed_kinds, load_registered_kinds
 
 

@@ -19,18 +19,15 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.completion_files import CompletionGroup, read_completion_groups
 from streamrl.cli.output.score_summary import summarize_scores
 from streamrl.config import RunConfig, build_config, load_config
-from streamrl.data import DataFile
+from streamrl.data.files import DataFile
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.python_module import split_reference
 from streamrl.messages import parse_uid
-from streamrl.rewards import (
-    COSTS,
-    RewardConfig,
-    RewardContext,
-    RewardOutcome,
-    RewardSet,
-    build_rewards,
-)
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.registry import build_rewards
+from streamrl.rewards.reward_set import COSTS, RewardSet
 from streamrl.rewards.scorer import describe_completion
 
 EXIT_FAILED = 1

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from streamrl.actors.coordinator import RunResult
     from streamrl.actors.launch.driver import RunSession
     from streamrl.config.preflight import PreparedRun
-    from streamrl.data import PromptStream
+    from streamrl.data.prompt_stream import PromptStream
     from streamrl.run_dir.crash_stacks import CrashRecord
 
 EXIT_INTERRUPTED = 130

@@ -17,15 +17,11 @@ from streamrl.buffer.admission.staleness_credits import check_shard_bytes, max_g
 from streamrl.config.cross_checks import count_trained_steps
 from streamrl.config.role_counts import assign_slots, count_actors, with_placement_mode
 from streamrl.config.run_config import RunConfig
-from streamrl.data import (
-    LoadedPrompts,
-    PromptStream,
-    TrainingFiles,
-    load_prompt_files,
-    load_texts,
-    load_vocab_size,
-    open_training_files,
-)
+from streamrl.data.chat_template import load_vocab_size
+from streamrl.data.pretrain_texts import load_texts
+from streamrl.data.prompt_stream import PromptStream
+from streamrl.data.prompts import LoadedPrompts, load_prompt_files
+from streamrl.data.training_files import TrainingFiles, open_training_files
 from streamrl.dataflow import COST_CALL, GENERATE_CALL, POLICY, REWARD_CALL, Dataflow
 from streamrl.engines.memory.memory_model import estimate_worker_memory
 from streamrl.engines.models.lora import check_lora_targets
@@ -49,8 +45,10 @@ from streamrl.files.hf_config import (
 from streamrl.files.typed_settings import rename_error_section
 from streamrl.messages import Prompt
 from streamrl.placement import SHARED_SLOTS, PlacementOption, ResourceDemand, WorkerMemory
-from streamrl.rewards import COSTS, RewardContext, build_rewards
 from streamrl.rewards.group_filter import build_group_filter
+from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.registry import build_rewards
+from streamrl.rewards.reward_set import COSTS
 
 GIB = 1 << 30
 NUM_EXPERT_AXES = 3

@@ -17,7 +17,7 @@ from streamrl.buffer.recovery import recover_state
 from streamrl.buffer.repartition import repartition_journals
 from streamrl.buffer.wire_types import get_shard_index
 from streamrl.config.run_config import RunConfig
-from streamrl.data import PromptStream
+from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import POLICY, CallKind, Dataflow
 from streamrl.errors import CheckpointError, ConfigError, DataError, JournalError, LedgerError
 from streamrl.run_dir.checkpoint import (

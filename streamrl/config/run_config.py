@@ -23,7 +23,7 @@ from streamrl.config.cross_checks import (
     check_consistency,
     find_colocation_conflict,
 )
-from streamrl.data import DataConfig
+from streamrl.data.config import DataConfig
 from streamrl.data.files import FILE_KEYS as FILE_KEYS
 from streamrl.data.files import make_paths_absolute
 from streamrl.dataflow import CRITIC, POLICY, Dataflow, build_dataflow
@@ -31,7 +31,7 @@ from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.evaluation import MAX_SEED, EvaluationConfig
+from streamrl.evaluation.config import MAX_SEED, EvaluationConfig
 from streamrl.files.bounded_read import read_small_yaml
 from streamrl.files.typed_settings import (
     describe_read_error,
@@ -40,16 +40,15 @@ from streamrl.files.typed_settings import (
     rename_error_section,
 )
 from streamrl.placement import PlacementConfig
-from streamrl.rewards import (
-    COSTS,
-    REWARDS,
+from streamrl.rewards.group_filter import FilterConfig
+from streamrl.rewards.interface.config import (
     RewardConfig,
     SandboxConfig,
     ScorerConfig,
-    check_options,
+    fold_options,
 )
-from streamrl.rewards.group_filter import FilterConfig
-from streamrl.rewards.interface.config import fold_options
+from streamrl.rewards.registry import check_options
+from streamrl.rewards.reward_set import COSTS, REWARDS
 from streamrl.run_dir.checkpoint import CheckpointConfig
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.telemetry import TelemetryConfig

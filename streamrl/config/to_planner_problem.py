@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from streamrl.config.run_config import RunConfig
-from streamrl.data import load_prompt_files, open_training_files
+from streamrl.data.prompts import load_prompt_files
+from streamrl.data.training_files import open_training_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, CallKind
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length

@@ -42,14 +42,14 @@ from streamrl.buffer import (
 )
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.config.preflight import PreparedRun
-from streamrl.data import DataConfig
+from streamrl.data.config import DataConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement import PlacementConfig
-from streamrl.rewards import RewardConfig
+from streamrl.rewards.interface.config import RewardConfig
 from streamrl.weights import WeightManifest
 from streamrl.weights.config import COLLECTIVE, DELTA, DISK, OBJECT_STORE
 from streamrl.weights.pack import publish_version

@@ -13,7 +13,8 @@ import yaml
 from streamrl.cli.main import main
 from streamrl.cli.rewards import RewardOption, read_options
 from streamrl.files.typed_settings import read_settings
-from streamrl.rewards import REWARD_KINDS, RewardConfig
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.registry import REWARD_KINDS
 
 DEMANDING = ("regex", "model", "judge")
 """Kinds with a required option."""

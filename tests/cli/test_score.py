@@ -26,8 +26,9 @@ from streamrl.messages import (
     Rollout,
     rollouts_to_columns,
 )
-from streamrl.rewards import RewardConfig, build_rewards
 from streamrl.rewards.group_filter import KeepAllFilter
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.scorer import RewardScorer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from streamrl.config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.config.role_counts import count_actors
 from streamrl.errors import ConfigError
-from streamrl.rewards import RewardConfig
+from streamrl.rewards.interface.config import RewardConfig
 
 MINIMAL = """
 model: {path: some/model}

@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture
 def tokenizer(model_dir):
-    from streamrl.data import load_tokenizer
+    from streamrl.data.chat_template import load_tokenizer
 
     return load_tokenizer(str(model_dir))
 

@@ -6,9 +6,9 @@ from functools import partial
 
 import numpy as np
 
-from streamrl.data import PromptStream, RowStatus
-from streamrl.data.classify_rows import ClassifiedRow
+from streamrl.data.classify_rows import ClassifiedRow, RowStatus
 from streamrl.data.interleave import StreamFile
+from streamrl.data.prompt_stream import PromptStream
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, make_uid, parse_uid
 

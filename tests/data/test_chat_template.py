@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.data import load_rows, load_tokenizer, load_vocab_size
-from streamrl.data.chat_template import load_chat_template, render_prompts
+from streamrl.data.chat_template import (
+    load_chat_template,
+    load_tokenizer,
+    load_vocab_size,
+    render_prompts,
+)
 from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.files import DataFile
 from streamrl.data.prompt_file import PromptFile
+from streamrl.data.reading.rows import load_rows
 from streamrl.errors import ConfigError
 
 CHAT = [

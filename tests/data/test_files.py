@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from streamrl.config import dump_config, load_config
-from streamrl.data import DataConfig, PromptLimits, load_prompts
+from streamrl.data.classify_rows import PromptLimits
+from streamrl.data.config import DataConfig
+from streamrl.data.prompts import load_prompts
 from streamrl.data.training_files import PromptFile, classify_training_files
 from streamrl.errors import ConfigError
 

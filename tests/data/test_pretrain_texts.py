@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streamrl.data import TextStream, load_texts
+from streamrl.data.pretrain_texts import TextStream, load_texts
 from streamrl.errors import ConfigError
 
 TEXTS = ["a", "b", "c", "d", "e"]

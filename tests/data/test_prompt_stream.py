@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.data import PromptStream, RowStatus
+from streamrl.data.classify_rows import RowStatus
+from streamrl.data.prompt_stream import PromptStream
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import make_uid, parse_uid
 from tests.data.listed import Listed, prompts, stream_of

@@ -3,8 +3,10 @@ import time
 import numpy as np
 import pytest
 
-from streamrl.data import DataConfig, PromptLimits, load_prompts
+from streamrl.data.classify_rows import PromptLimits
+from streamrl.data.config import DataConfig
 from streamrl.data.files import parse_data_files
+from streamrl.data.prompts import load_prompts
 from streamrl.errors import ConfigError
 
 # "<user>" + text + "</s>" + "<assistant>": three tokens beside the text's own, one per byte.

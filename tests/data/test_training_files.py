@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
-from streamrl.data import PromptLimits, PromptStream, training_files
+from streamrl.data import training_files
+from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.files import parse_data_files
-from streamrl.data.prompt_stream import is_full_fingerprint
+from streamrl.data.prompt_stream import PromptStream, is_full_fingerprint
 from streamrl.data.training_files import PromptFile, TrainingFiles, classify_training_files
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import parse_uid

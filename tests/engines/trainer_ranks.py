@@ -21,7 +21,7 @@ from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.step_metrics import loss_denominator
 from streamrl.buffer.assembly.packing import MicroBatch, Round
-from streamrl.data import TextStream
+from streamrl.data.pretrain_texts import TextStream
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.optimizer_offload import DiskOffload
 from streamrl.errors import CheckpointError, DeadlineError, StreamError

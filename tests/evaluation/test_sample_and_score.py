@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ActorError, ConfigError, DeadlineError, RewardError
-from streamrl.evaluation import EvaluationConfig, evaluate_policy
+from streamrl.evaluation.config import EvaluationConfig
+from streamrl.evaluation.sample_and_score import evaluate_policy
 from streamrl.messages import FinishReason, Prompt, Rollout, make_uid
 
 

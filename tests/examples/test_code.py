@@ -13,7 +13,7 @@ from examples.toy_models.building import Build
 from examples.toy_models.lessons import Recipe
 from examples.toy_models.rows import question_of
 from examples.toy_models.small_qwen2 import CHARACTERS
-from streamrl.data import load_rows
+from streamrl.data.reading.rows import load_rows
 
 
 def passes(program: str, ground_truth: str) -> bool:

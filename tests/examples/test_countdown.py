@@ -13,7 +13,7 @@ from examples.countdown.reward import compute_score
 from examples.toy_models.building import Build
 from examples.toy_models.lessons import Recipe
 from examples.toy_models.rows import question_of
-from streamrl.data import load_rows
+from streamrl.data.reading.rows import load_rows
 
 TRUTH = {"numbers": [2, 7, 9], "target": 25}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from streamrl.data import load_tokenizer
+from streamrl.data.chat_template import load_tokenizer
 from streamrl.engines.generator_config import GeneratorConfig, make_engine_args
 from streamrl.engines.models.forward import load_model, load_skeleton
 from streamrl.engines.models.save_model import write_hf_model as write_model_directory

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.process_pool import (
+from streamrl.process_pool import pool as pool_module
+from streamrl.process_pool.pool import (
     WorkerCrashError,
     WorkerError,
     WorkerMemoryError,
@@ -23,7 +24,6 @@ from streamrl.process_pool import (
     WorkerPoolSettings,
     WorkerTimeoutError,
 )
-from streamrl.process_pool import pool as pool_module
 from streamrl.process_pool.process import WorkerProcess
 from tests.descendants import descendants
 
@@ -118,7 +118,7 @@ async def test_workers_die_when_the_host_process_is_killed(tmp_path):
     note = tmp_path / "pids"
     code = (
         "import asyncio\n"
-        "from streamrl.process_pool import WorkerPool, WorkerPoolSettings\n"
+        "from streamrl.process_pool.pool import WorkerPool, WorkerPoolSettings\n"
         "async def main():\n"
         f"    pool = WorkerPool('x', {TARGET!r}, '', WorkerPoolSettings(1, 1, 60.0, 16 << 30))\n"
         "    await pool.start()\n"

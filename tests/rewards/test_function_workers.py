@@ -13,7 +13,10 @@ from streamrl.errors import (
     RewardRaisedError,
     RewardTimeoutError,
 )
-from streamrl.rewards import RewardConfig, RewardContext, RewardSet, ScorerConfig, build_rewards
+from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
+from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.registry import build_rewards
+from streamrl.rewards.reward_set import RewardSet
 from tests.descendants import descendants
 from tests.rewards.judged import prompt
 

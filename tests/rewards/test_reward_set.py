@@ -10,19 +10,13 @@ from msgspec.structs import replace
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import GroupInfo, Prompt, check_column_sizes, measure_columns
-from streamrl.rewards import (
-    COSTS,
-    Reward,
-    RewardComponent,
-    RewardConfig,
-    RewardContext,
-    RewardOutcome,
-    RewardResult,
-    RewardSet,
-    ScorerConfig,
-    build_rewards,
-)
+from streamrl.rewards.combine import RewardComponent
+from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
+from streamrl.rewards.interface.reward import Reward, RewardContext
+from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 from streamrl.rewards.metric_means import sums_to_means
+from streamrl.rewards.registry import build_rewards
+from streamrl.rewards.reward_set import COSTS, RewardSet
 from streamrl.telemetry.metric_names import find_metric
 
 PROMPT = Prompt("2:11:0", np.array([1], np.int32), ground_truth="5")

@@ -3,7 +3,8 @@ import pytest
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
-from streamrl.rewards import RewardConfig, build_rewards
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.registry import build_rewards
 
 
 def prompt(truth, source=""):

@@ -8,9 +8,11 @@ import numpy as np
 from streamrl.errors import RewardError
 from streamrl.messages import Experience, FilteredGroup, FinishReason, GroupLease, Prompt, Rollout
 from streamrl.messages import rollouts_to_columns as columns_of
-from streamrl.rewards import COSTS, Reward, RewardComponent, RewardSet
+from streamrl.rewards.combine import RewardComponent
 from streamrl.rewards.group_filter import KeepAllFilter
+from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.kinds.regex import RegexOptions, build_regex_reward
+from streamrl.rewards.reward_set import COSTS, RewardSet
 from streamrl.rewards.scorer import CostScorer, RewardScorer
 
 

@@ -15,7 +15,8 @@ from streamrl.errors import (
     StreamError,
     WeightsError,
 )
-from streamrl.evaluation import EvaluationResult, evaluate_policy
+from streamrl.evaluation.metrics import EvaluationResult
+from streamrl.evaluation.sample_and_score import evaluate_policy
 from streamrl.messages import Columns, Experience, GroupLease, Prompt, Rollout, rollouts_to_columns
 from streamrl.stream.device_lease import ProgressClock
 

@@ -17,7 +17,7 @@ from streamrl.buffer import Ledger, RunLog
 from streamrl.buffer.log.journal import Journal, NullRecordLog
 from streamrl.config import RunConfig
 from streamrl.config.resume_checks import load_run_log, redraw_prompts
-from streamrl.data import PromptStream
+from streamrl.data.prompt_stream import PromptStream
 from streamrl.errors import CheckpointError, StreamError
 from streamrl.run_dir.checkpoint import (
     RUN_LOG_FOLDER,

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.data import DataFile, DataRow, load_rows
+from streamrl.data.files import DataFile
 from streamrl.data.reading.formats import JsonLines, parse_text_row
+from streamrl.data.reading.rows import DataRow, load_rows
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import open_regular_file
 from streamrl.messages import Prompt, make_uid

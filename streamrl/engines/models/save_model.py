@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from streamrl.data import load_tokenizer
+from streamrl.data.chat_template import load_tokenizer
 from streamrl.files.hf_config import GENERATION_CONFIG
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from streamrl.buffer.assembly.packing import pack_rollouts
-from streamrl.data import TextStream
+from streamrl.data.pretrain_texts import TextStream
 from streamrl.engines.models.forward import compute_token_logprobs, get_local_device
 
 if TYPE_CHECKING:

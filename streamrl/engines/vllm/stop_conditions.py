@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from streamrl.data import load_tokenizer
+from streamrl.data.chat_template import load_tokenizer
 from streamrl.engines.generator_config import GeneratorConfig
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from streamrl.errors import (
     RewardTimeoutError,
 )
 from streamrl.messages import Prompt
-from streamrl.process_pool import (
+from streamrl.process_pool.pool import (
     WorkerCrashError,
     WorkerError,
     WorkerMemoryError,

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from streamrl.data import load_tokenizer
+from streamrl.data.chat_template import load_tokenizer
 from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.models.forward import get_local_device
 from streamrl.errors import ConfigError, RewardMemoryError

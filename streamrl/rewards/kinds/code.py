@@ -13,14 +13,14 @@ from streamrl.rewards.interface.extract import AnswerPattern, PatternTimeoutErro
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
 from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 from streamrl.rewards.kinds.code_tests import read_tests
-from streamrl.rewards.sandbox import (
+from streamrl.rewards.sandbox.program import (
     LANGUAGES,
     LanguageSpec,
     ProgramLimits,
     ProgramResult,
-    Sandbox,
     SandboxProgram,
 )
+from streamrl.rewards.sandbox.sandbox import Sandbox
 
 FENCED_CODE = r"(?s)```[\w+-]*\n(.*?)(?:```|\Z)"
 """Markdown code blocks; the last block may be unclosed."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from streamrl.errors import RewardError
 from streamrl.files.bounded_read import parse_json
-from streamrl.rewards.sandbox import CallTest, StdinTest
+from streamrl.rewards.sandbox.program import CallTest, StdinTest
 
 ProgramTest = StdinTest | CallTest
 

@@ -19,8 +19,8 @@ from streamrl.rewards.interface.reward import (
     retry_infra_errors,
 )
 from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
-from streamrl.rewards.matchers import MATCHERS, find_matcher
 from streamrl.rewards.matchers.choice import LETTERS
+from streamrl.rewards.matchers.registry import MATCHERS, find_matcher
 
 _LIMIT_ATTEMPTS = 2
 """Timeouts or memory errors that decide a completion: a busy machine may cause the first."""

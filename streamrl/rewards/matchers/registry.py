@@ -4,15 +4,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from streamrl.errors import RewardError
-from streamrl.rewards.matchers import (
-    boxed,
-    choice,
-    dapo_math,
-    gsm8k,
-    length,
-    symbolic,
-    tags,
-)
+from streamrl.rewards.matchers import boxed, choice, dapo_math, gsm8k, length, symbolic, tags
 from streamrl.rewards.matchers.matcher import AnswerMatcher
 
 MATCHERS: Mapping[str, AnswerMatcher] = {

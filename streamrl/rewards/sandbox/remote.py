@@ -8,7 +8,8 @@ import httpx
 
 from streamrl.errors import RewardInfraError
 from streamrl.rewards.interface.verdict import RewardOutcome
-from streamrl.rewards.sandbox import (
+from streamrl.rewards.sandbox.compare import can_be_value, is_same_text, is_same_value, parse_value
+from streamrl.rewards.sandbox.program import (
     CallTest,
     ProgramLimits,
     ProgramResult,
@@ -16,7 +17,6 @@ from streamrl.rewards.sandbox import (
     SandboxProgram,
     StdinTest,
 )
-from streamrl.rewards.sandbox.compare import can_be_value, is_same_text, is_same_value, parse_value
 
 MAX_REQUESTS = 64
 TIMEOUT_SLACK_S = 10.0

@@ -15,7 +15,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from datasets.table import InMemoryTable
 
-from streamrl.data import load_rows
+from streamrl.data.reading.rows import load_rows
 from streamrl.errors import ConfigError
 
 ROWS = [

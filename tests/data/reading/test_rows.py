@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streamrl.data import load_rows
+from streamrl.data.reading.rows import load_rows
 from streamrl.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "What is 2 plus 3?"}]

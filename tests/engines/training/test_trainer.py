@@ -13,7 +13,7 @@ from streamrl.algorithms import summarise_policy
 from streamrl.algorithms.math.advantages import group_relative_advantages
 from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.algorithms.objective import policy_loss
-from streamrl.data import TextStream
+from streamrl.data.pretrain_texts import TextStream
 from streamrl.engines.models.forward import load_value_model
 from streamrl.engines.trainer_config import DECAY_SCHEDULES, LR_SCHEDULES, TrainerConfig
 from streamrl.engines.training.collate import derive_columns

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from streamrl.messages import FinishReason, Rollout, columns_to_rollouts, rollouts_to_columns
-from streamrl.rewards import decode_completions
+from streamrl.rewards.interface.extract import decode_completions
 
 WORDS = ["<eos>", "<pad>", "hello", "world", "tool", "says", "."]
 

@@ -6,10 +6,13 @@ import pytest
 
 from streamrl.errors import ConfigError, RewardError, RewardInfraError
 from streamrl.messages import Prompt
-from streamrl.rewards import RewardConfig, RewardContext, SandboxConfig, build_rewards
+from streamrl.rewards.interface.config import RewardConfig, SandboxConfig
+from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.kinds.code_tests import read_tests
-from streamrl.rewards.sandbox import CallTest, ProgramResult, ProgramTestResult, Sandbox, StdinTest
+from streamrl.rewards.registry import build_rewards
+from streamrl.rewards.sandbox.program import CallTest, ProgramResult, ProgramTestResult, StdinTest
+from streamrl.rewards.sandbox.sandbox import Sandbox
 
 ADD = {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"}
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}

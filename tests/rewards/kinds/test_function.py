@@ -11,8 +11,9 @@ from streamrl.errors import (
     ConfigError,
     RewardError,
 )
-from streamrl.rewards import RewardConfig, build_rewards
+from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.user_code.user_function import FunctionSource
 from streamrl.rewards.user_code.worker_entry import make_reward_handler
 from tests.rewards.judged import judgements, prompt, scores

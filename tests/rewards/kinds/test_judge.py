@@ -11,9 +11,12 @@ from aiohttp import web
 
 from streamrl.errors import ConfigError, RewardError, RewardInfraError, RewardTimeoutError
 from streamrl.messages import Prompt
-from streamrl.rewards import RewardConfig, RewardContext, RewardOutcome, ScorerConfig, build_rewards
+from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
+from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.kinds import openai_client as endpoint_module
 from streamrl.rewards.kinds.openai_client import RateLimiter, parse_retry_after
+from streamrl.rewards.registry import build_rewards
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.rewards.chat_server import MODEL, ChatServer
 

@@ -13,9 +13,12 @@ from streamrl.config import load_config
 from streamrl.config.preflight import PROCESS_GIB, list_resource_demands, prepare_run
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
-from streamrl.rewards import RewardConfig, RewardContext, RewardOutcome, ScorerConfig, build_rewards
+from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
+from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.kinds.classifier import SequenceClassifier, read_classifier
 from streamrl.rewards.kinds.model import ModelReward, logits_to_score
+from streamrl.rewards.registry import build_rewards
 from tests.rewards.tiny_classifier import write_classifier
 from tests.toy import SYMBOLS, write_model, write_toy
 

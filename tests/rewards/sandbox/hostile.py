@@ -7,7 +7,7 @@ prints `escaped`. Programs with `guess` try to find the expected value instead.
 from dataclasses import dataclass
 
 from streamrl.rewards.interface.verdict import RewardOutcome
-from streamrl.rewards.sandbox import CallTest, SandboxProgram, StdinTest
+from streamrl.rewards.sandbox.program import CallTest, SandboxProgram, StdinTest
 
 #: No program in a jail may read this; programs know the prefix to search for.
 SECRET = "canary-7f3a91"

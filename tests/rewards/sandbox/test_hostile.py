@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 
 from streamrl.rewards.interface.verdict import RewardOutcome
-from streamrl.rewards.sandbox import ProgramLimits, Sandbox, SandboxProgram, StdinTest
+from streamrl.rewards.sandbox.program import ProgramLimits, SandboxProgram, StdinTest
+from streamrl.rewards.sandbox.sandbox import Sandbox
 from tests.descendants import descendants
 from tests.rewards.sandbox.hostile import LEFT, SECRET, Attack
 from tests.rewards.sandbox.hostile_harness import FORGERIES, FUNCTIONS

@@ -12,16 +12,6 @@ import pytest
 import pytest_asyncio
 
 from streamrl.rewards.interface.verdict import RewardOutcome
-from streamrl.rewards.sandbox import (
-    LANGUAGES,
-    CallTest,
-    LanguageSpec,
-    ProgramLimits,
-    ProgramResult,
-    Sandbox,
-    SandboxProgram,
-    StdinTest,
-)
 from streamrl.rewards.sandbox.backend_choice import probe_isolation
 from streamrl.rewards.sandbox.isolation import (
     NO_ISOLATION,
@@ -30,6 +20,16 @@ from streamrl.rewards.sandbox.isolation import (
     list_isolation_modes,
 )
 from streamrl.rewards.sandbox.jail import Jail, JailSpec, make_jail_spec
+from streamrl.rewards.sandbox.program import (
+    LANGUAGES,
+    CallTest,
+    LanguageSpec,
+    ProgramLimits,
+    ProgramResult,
+    SandboxProgram,
+    StdinTest,
+)
+from streamrl.rewards.sandbox.sandbox import Sandbox
 from streamrl.rewards.sandbox.seccomp import _export_filter, build_syscall_filter
 from streamrl.rewards.sandbox.verdicts import make_program_message
 from streamrl.rewards.sandbox.verdicts import make_test_message as message_of

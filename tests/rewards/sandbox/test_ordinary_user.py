@@ -64,7 +64,8 @@ import asyncio, json, sys, types
 for name in ("streamrl", "streamrl.rewards"):
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [sys.path[0] + "/" + name.replace(".", "/")]
-from streamrl.rewards.sandbox import CallTest, ProgramLimits, SandboxProgram, Sandbox, StdinTest
+from streamrl.rewards.sandbox.program import CallTest, ProgramLimits, SandboxProgram, StdinTest
+from streamrl.rewards.sandbox.sandbox import Sandbox
 
 async def main(limits, programs):
     sandbox = await Sandbox.start(ProgramLimits(**limits), jails=2)

@@ -13,7 +13,8 @@ import pytest
 
 from streamrl.errors import RewardInfraError
 from streamrl.messages import Prompt
-from streamrl.rewards import RewardConfig, build_rewards
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.registry import build_rewards
 
 ADD = {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}
 

@@ -18,21 +18,20 @@ import pytest_asyncio
 
 from streamrl.errors import ConfigError
 from streamrl.rewards.interface.verdict import RewardOutcome
-from streamrl.rewards.sandbox import (
+from streamrl.rewards.sandbox.backend_choice import explain_unavailability, probe_isolation
+from streamrl.rewards.sandbox.isolation import ENVIRONMENT, NO_ISOLATION
+from streamrl.rewards.sandbox.jail import make_jail_spec
+from streamrl.rewards.sandbox.program import (
     LANGUAGES,
     CallTest,
     LanguageSpec,
     ProgramLimits,
     ProgramResult,
     ProgramTestResult,
-    Sandbox,
     SandboxProgram,
     StdinTest,
-    explain_unavailability,
 )
-from streamrl.rewards.sandbox.backend_choice import probe_isolation
-from streamrl.rewards.sandbox.isolation import ENVIRONMENT, NO_ISOLATION
-from streamrl.rewards.sandbox.jail import make_jail_spec
+from streamrl.rewards.sandbox.sandbox import Sandbox
 from tests.descendants import descendants
 
 ADD = "print(sum(map(int, input().split())))"
@@ -323,7 +322,8 @@ async def test_closing_the_sandbox_leaves_no_process_and_refuses_programs() -> N
 def test_jails_die_with_the_host_process() -> None:
     source = """
 import asyncio, sys
-from streamrl.rewards.sandbox import *
+from streamrl.rewards.sandbox.program import ProgramLimits, SandboxProgram, StdinTest
+from streamrl.rewards.sandbox.sandbox import Sandbox
 async def main():
     sandbox = await Sandbox.start(ProgramLimits(wall_s=100, total_s=100), jails=2)
     program = SandboxProgram("python", "import time\\nwhile True: pass", [StdinTest("", "")])
