@@ -212,13 +212,12 @@ def _make_cost_scorer(config: RunConfig, max_length: int) -> HostedScorer:
     from streamrl.rewards.interface.reward import RewardContext
     from streamrl.rewards.registry import build_rewards
     from streamrl.rewards.reward_set import COSTS
-    from streamrl.rewards.scorer import CostScorer
+    from streamrl.rewards.scorer import score_costs
 
     context = RewardContext(config.scorer, config.sandbox)
     costs = build_rewards(config.costs, context, score_spec=COSTS)
-    scorer = CostScorer(costs, load_tokenizer(config.model.path))
     return HostedScorer(
-        {COST_CALL.stage: scorer.score},
+        {COST_CALL.stage: partial(score_costs, costs, load_tokenizer(config.model.path))},
         drain_counts=costs.drain_counts,
         start=costs.start,
         close=costs.close,

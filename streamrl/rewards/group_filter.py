@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from omegaconf import MISSING
@@ -117,80 +117,53 @@ class FunctionFilterOptions:
     function: str = MISSING
 
 
-class GroupFilter(Protocol):
-    """Decides whether a scored group is trained or rejected."""
+GroupFilter = Callable[[Prompt, Columns], str | None]
+"""Returns the reason to reject a scored group, or None to accept it. Raises RewardError.
 
-    def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
-        """Return the reason to reject the group, or None to accept the group.
-
-        columns: `scores` and `reward/<name>`, float32 [G], and possibly further columns.
-        Raises RewardError if the filter fails.
-        """
-        ...
+The columns are `scores` and `reward/<name>`, float32 [G], and possibly further columns.
+"""
 
 
-class KeepAllFilter:
-    """Filter kind `none`: accepts every group."""
+def accept_group(prompt: Prompt, columns: Columns) -> str | None:
+    return None
 
-    def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
+
+def reject_equal_rewards(prompt: Prompt, columns: Columns) -> str | None:
+    """Reject a group of two or more rollouts with equal scores."""
+    scores = columns["scores"]
+    if len(scores) == 1 or (scores != scores[0]).any():
         return None
+    return f"all {len(scores)} rewards are {float(scores[0]):zg}"
 
 
-class EqualRewardsFilter:
-    """Filter kind `equal_rewards`: rejects groups of two or more rollouts with equal scores."""
+def make_mean_filter(options: MeanOutsideOptions) -> GroupFilter:
+    """Return the filter that rejects groups with a mean score outside (low, high)."""
+    low, high = options.low, options.high
 
-    def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
-        scores = columns["scores"]
-        if len(scores) == 1 or (scores != scores[0]).any():
-            return None
-        return f"all {len(scores)} rewards are {float(scores[0]):zg}"
-
-
-class MeanOutsideFilter:
-    """Filter kind `mean_outside`: rejects groups with a mean score outside (low, high)."""
-
-    def __init__(self, options: MeanOutsideOptions) -> None:
-        self._low, self._high = options.low, options.high
-
-    def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
+    def reject_mean_outside(prompt: Prompt, columns: Columns) -> str | None:
         # fmean sums exactly: the result does not depend on the order of the rollouts.
         mean = statistics.fmean(columns["scores"].tolist())
-        if self._low < mean < self._high:
-            return None
-        return f"mean reward {mean:zg} is not inside ({self._low:zg}, {self._high:zg})"
+        return (
+            None
+            if low < mean < high
+            else f"mean reward {mean:zg} is not inside ({low:zg}, {high:zg})"
+        )
+
+    return reject_mean_outside
 
 
-class FunctionFilter:
-    """Filter kind `function`: rejects groups for which the user's function returns False.
+def make_function_filter(options: FunctionFilterOptions) -> GroupFilter:
+    """Return the filter that rejects groups for which the user's function returns False.
 
     The function is `keep(prompt, scores, rewards)` with any subset of these parameters. scores: a
     float per rollout. rewards: a list of floats per named reward, None where that reward abstains.
     The call runs in the caller's thread without a deadline: no models, no network.
     """
+    said = f"filter.function={options.function}"
+    code = load_function(options.path, options.function, setting="filter.path", said=said)
+    parameters = code.select_arguments(FILTER_PARAMETERS)
 
-    def __init__(self, options: FunctionFilterOptions) -> None:
-        said = f"filter.function={options.function}"
-        self._file_function = load_function(
-            options.path, options.function, setting="filter.path", said=said
-        )
-        self._parameters = self._file_function.select_arguments(FILTER_PARAMETERS)
-
-    def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
-        keep = self._call_function(prompt, columns)
-        if not isinstance(keep, bool | np.bool_):
-            raise RewardError(
-                f"filter, {describe_prompt(prompt)}: {self._function_location} returned"
-                f" {format_value(keep)},"
-                " not True or False"
-            )
-        return None if keep else f"{self._function_location} returned False"
-
-    @property
-    def _function_location(self) -> str:
-        return f"{self._file_function.name} in {self._file_function.file}"
-
-    def _call_function(self, prompt: Prompt, columns: Columns) -> Any:
-        """Call the user's function with the arguments that it declares. Raises RewardError."""
+    def reject_unkept(prompt: Prompt, columns: Columns) -> str | None:
         rewards = {
             name.removeprefix(COMPONENT_PREFIX): [
                 None if math.isnan(x) else x for x in column.tolist()
@@ -199,14 +172,18 @@ class FunctionFilter:
             if name.startswith(COMPONENT_PREFIX)
         }
         offered = {"prompt": prompt, "scores": columns["scores"].tolist(), "rewards": rewards}
+        where = f"filter, {describe_prompt(prompt)}"
         try:
-            return self._file_function.function(
-                **{name: offered[name] for name in self._parameters}
-            )
+            keep = code.function(**{name: offered[name] for name in parameters})
         # User code may raise anything, SystemExit included.
         except (Exception, SystemExit) as error:
-            where = f"filter, {describe_prompt(prompt)}"
-            raise RewardError(f"{where}: {self._file_function.describe_error(error)}") from error
+            raise RewardError(f"{where}: {code.describe_error(error)}") from error
+        returned = f"{code.name} in {code.file} returned"
+        if not isinstance(keep, bool | np.bool_):
+            raise RewardError(f"{where}: {returned} {format_value(keep)}, not True or False")
+        return None if keep else f"{returned} False"
+
+    return reject_unkept
 
 
 @dataclass(frozen=True)
@@ -218,10 +195,10 @@ class FilterKind:
 
 
 FILTER_KINDS: Mapping[str, FilterKind] = {
-    "none": FilterKind(lambda _: KeepAllFilter(), EmptyFilterOptions),
-    "equal_rewards": FilterKind(lambda _: EqualRewardsFilter(), EmptyFilterOptions),
-    "mean_outside": FilterKind(MeanOutsideFilter, MeanOutsideOptions),
-    "function": FilterKind(FunctionFilter, FunctionFilterOptions),
+    "none": FilterKind(lambda _: accept_group, EmptyFilterOptions),
+    "equal_rewards": FilterKind(lambda _: reject_equal_rewards, EmptyFilterOptions),
+    "mean_outside": FilterKind(make_mean_filter, MeanOutsideOptions),
+    "function": FilterKind(make_function_filter, FunctionFilterOptions),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import read_settings, suggest_nearest
-from streamrl.rewards.combine import RewardComponent, build_combiner
+from streamrl.rewards.combine import FunctionCombiner, RewardComponent
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.extract import PatternOptions
 from streamrl.rewards.interface.reward import Reward, RewardContext, RewardSpec
@@ -167,7 +167,7 @@ def build_rewards(
                 f"{section}.name={name}: given {names.count(name)} times; names must be unique"
             )
     has_combine_function = score_spec is REWARDS and context.scorer.combine
-    combiner = build_combiner(components, context.scorer) if has_combine_function else None
+    combiner = FunctionCombiner(components, context.scorer) if has_combine_function else None
     return RewardSet(components, combiner, score_spec=score_spec)
 
 

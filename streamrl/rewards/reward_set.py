@@ -12,10 +12,10 @@ import numpy as np
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, describe_prompt
 from streamrl.rewards.combine import (
+    FunctionCombiner,
     ResultsByComponent,
     RewardComponent,
-    ScoreCombiner,
-    WeightedSumCombiner,
+    sum_weighted,
 )
 from streamrl.rewards.interface.verdict import RewardResult
 from streamrl.rewards.metric_means import ExtraMetricSums
@@ -71,18 +71,18 @@ def naming_config_errors(section: str, index: int) -> Iterator[None]:
 class RewardSet:
     """All rewards, or all costs, of a run. Every reward enforces its own timeout.
 
-    combiner: combines the component scores; default: weighted sum. score_spec: REWARDS or COSTS.
+    combiner: replaces the weighted sum of the component scores. score_spec: REWARDS or COSTS.
     """
 
     def __init__(
         self,
         components: Sequence[RewardComponent],
-        combiner: ScoreCombiner | None = None,
+        combiner: FunctionCombiner | None = None,
         *,
         score_spec: ScoreSpec = REWARDS,
     ) -> None:
         self._components = tuple(components)
-        self._combiner = combiner or WeightedSumCombiner(components)
+        self._combiner = combiner
         self._score_spec = score_spec
         self._outcome_counts: Counter[str] = Counter()
         self._extra_metrics = ExtraMetricSums()
@@ -135,8 +135,9 @@ class RewardSet:
                 with naming_config_errors(self._score_spec.section, index):
                     async with self._start_deadline(component.name):
                         await component.reward.start()
-            async with self._start_deadline("combine"):
-                await self._combiner.start()
+            if self._combiner is not None:
+                async with self._start_deadline("combine"):
+                    await self._combiner.start()
         except BaseException:
             await self.close()
             raise
@@ -154,7 +155,8 @@ class RewardSet:
     async def close(self) -> None:
         for component in self._components:
             await component.reward.close()
-        await self._combiner.close()
+        if self._combiner is not None:
+            await self._combiner.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Array]:
         """Score a group; return columns, float32 [G]: one per component, and `scores` or `costs`
@@ -221,7 +223,10 @@ class RewardSet:
         """Combine the component scores of a group. Raises RewardError naming the uid."""
         where = f"combined {self._score_spec.noun}, {describe_prompt(prompt)}"
         try:
-            totals = await self._combiner.combine_scores(prompt, completions, components)
+            if self._combiner is None:
+                totals = sum_weighted(self._components, components, len(completions))
+            else:
+                totals = await self._combiner.combine_scores(prompt, completions, components)
         except RewardError as error:
             raise type(error)(f"{where}: {error}") from error
         _validate_size(totals, len(completions), where)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_SAMPLES_PER_DRAIN = 2
 
 
-async def _judge_texts(
+async def _judge_group(
     rewards: RewardSet, experience: Experience, texts: Sequence[str]
 ) -> GroupRewardResult | StreamError:
     """Score the decoded completions of a group; return a RewardError instead of raising."""
@@ -96,7 +96,7 @@ class RewardScorer:
     async def _score_greedy(self, experience: Experience) -> Columns | StreamError:
         columns = experience.columns
         (text,) = decode_ids(self._tokenizer, [columns["greedy_ids"]])
-        group_result = await _judge_texts(self._reward_set, experience, [text])
+        group_result = await _judge_group(self._reward_set, experience, [text])
         if isinstance(group_result, StreamError):
             return group_result
         baseline = group_result.totals.astype(np.float32)
@@ -106,7 +106,7 @@ class RewardScorer:
         """Score a group of the stream or of an evaluation; filter only groups of the stream."""
         assert experience.prompt is not None
         texts = decode_ids(self._tokenizer, extract_completions(experience.columns))
-        group_result = await _judge_texts(self._reward_set, experience, texts)
+        group_result = await _judge_group(self._reward_set, experience, texts)
         if isinstance(group_result, StreamError):
             return group_result
         columns = self._reward_set.to_columns(group_result)
@@ -114,7 +114,7 @@ class RewardScorer:
         if not experience.lease.token:
             return {**columns, "answers": hash_answers(group_result)}
         try:
-            reason = self._group_filter.explain_rejection(experience.prompt, columns)
+            reason = self._group_filter(experience.prompt, columns)
         except RewardError as error:
             return error
         if reason:
@@ -151,20 +151,15 @@ class RewardScorer:
         return samples
 
 
-class CostScorer:
-    """Decodes completions and scores them with the run's costs, all groups concurrently."""
-
-    def __init__(self, costs: RewardSet, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._cost_set = costs
-        self._tokenizer = tokenizer
-
-    async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        """Return columns `costs` and `cost/<name>`, float32 [G], or an error, per group."""
-        return await asyncio.gather(*(self._score_group(experience) for experience in experiences))
-
-    async def _score_group(self, experience: Experience) -> Columns | StreamError:
-        texts = decode_ids(self._tokenizer, extract_completions(experience.columns))
-        group_result = await _judge_texts(self._cost_set, experience, texts)
-        if isinstance(group_result, StreamError):
-            return group_result
-        return self._cost_set.to_columns(group_result)
+async def score_costs(
+    costs: RewardSet, tokenizer: "PreTrainedTokenizerBase", experiences: Sequence[Experience]
+) -> Sequence[StageResult]:
+    """Return columns `costs` and `cost/<name>`, float32 [G], or an error, per group."""
+    texts = [decode_ids(tokenizer, extract_completions(group.columns)) for group in experiences]
+    results = await asyncio.gather(
+        *(_judge_group(costs, *pair) for pair in zip(experiences, texts, strict=True))
+    )
+    return [
+        result if isinstance(result, StreamError) else costs.to_columns(result)
+        for result in results
+    ]

@@ -26,7 +26,7 @@ from streamrl.messages import (
     Rollout,
     rollouts_to_columns,
 )
-from streamrl.rewards.group_filter import KeepAllFilter
+from streamrl.rewards.group_filter import accept_group
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.scorer import RewardScorer
@@ -97,7 +97,7 @@ async def test_scores_equal_the_scorer_of_a_run(score):
         RewardConfig("regex", "dot", options={"pattern": r"\."}),
         RewardConfig("numeric"),
     ]
-    scorer = RewardScorer(build_rewards(rewards), Characters(), KeepAllFilter())
+    scorer = RewardScorer(build_rewards(rewards), Characters(), accept_group)
     texts = ["5", "5.0", "6", "five"]
     (columns,) = await scorer.score([experience("5", texts)])
     assert isinstance(columns, Mapping)

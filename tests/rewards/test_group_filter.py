@@ -27,7 +27,7 @@ def reason(config, scores, **components):
     }
     columns["scores"] = np.array(scores, np.float32)
     columns["lengths"] = np.full(len(scores), 9, np.int32)
-    return build_group_filter(config).explain_rejection(PROMPT, columns)
+    return build_group_filter(config)(PROMPT, columns)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_function_cannot_change_the_columns(filter_from):
             return True
     """)
     columns = {"scores": np.ones(2, np.float32), "reward/a": np.zeros(2, np.float32)}
-    assert build_group_filter(config).explain_rejection(PROMPT, columns) is None
+    assert build_group_filter(config)(PROMPT, columns) is None
     assert columns["scores"].tolist() == [1, 1] and columns["reward/a"].tolist() == [0, 0]
 
 

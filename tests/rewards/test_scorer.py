@@ -9,11 +9,11 @@ from streamrl.errors import RewardError
 from streamrl.messages import Experience, FilteredGroup, FinishReason, GroupLease, Prompt, Rollout
 from streamrl.messages import rollouts_to_columns as columns_of
 from streamrl.rewards.combine import RewardComponent
-from streamrl.rewards.group_filter import KeepAllFilter
+from streamrl.rewards.group_filter import accept_group
 from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.kinds.regex import RegexOptions, build_regex_reward
 from streamrl.rewards.reward_set import COSTS, RewardSet
-from streamrl.rewards.scorer import CostScorer, RewardScorer
+from streamrl.rewards.scorer import RewardScorer, score_costs
 
 
 class Letters:
@@ -21,13 +21,6 @@ class Letters:
 
     def batch_decode(self, ids, **_):
         return ["".join("abcdef"[i] for i in row) for row in ids]
-
-
-class AllOut:
-    """A filter that rejects every group."""
-
-    def explain_rejection(self, prompt, columns):
-        return "all out"
 
 
 class Down(Reward):
@@ -65,7 +58,7 @@ def one_reward(reward, **facts):
 
 
 async def test_the_greedy_completion_is_the_baseline_of_every_rollout():
-    scorer = RewardScorer(one_reward(says("b")), Letters(), AllOut())
+    scorer = RewardScorer(one_reward(says("b")), Letters(), lambda prompt, columns: "all out")
     (columns,) = await scorer.score_baseline([GREEDY])
     assert isinstance(columns, Mapping)
     assert {name: column.tolist() for name, column in columns.items()} == {
@@ -78,15 +71,14 @@ async def test_the_greedy_completion_is_the_baseline_of_every_rollout():
 
 
 async def test_a_failed_baseline_is_an_error_not_a_zero():
-    scorer = RewardScorer(one_reward(Down()), Letters(), KeepAllFilter())
+    scorer = RewardScorer(one_reward(Down()), Letters(), accept_group)
     (error,) = await scorer.score_baseline([GREEDY])
     assert isinstance(error, RewardError)
     assert "reward has, uid 0:1:0: the verifier is down" in str(error)
 
 
 async def test_costs_have_separate_columns():
-    scorer = CostScorer(one_reward(says("b"), score_spec=COSTS), Letters())
-    (columns,) = await scorer.score([GROUP])
+    (columns,) = await score_costs(one_reward(says("b"), score_spec=COSTS), Letters(), [GROUP])
     assert isinstance(columns, Mapping)
     assert {name: column.tolist() for name, column in columns.items()} == {
         "cost/has": [1.0, 0.0, 1.0],
@@ -95,7 +87,6 @@ async def test_costs_have_separate_columns():
 
 
 async def test_a_failed_cost_is_named():
-    scorer = CostScorer(one_reward(Down(), score_spec=COSTS), Letters())
-    (error,) = await scorer.score([GROUP])
+    (error,) = await score_costs(one_reward(Down(), score_spec=COSTS), Letters(), [GROUP])
     assert isinstance(error, RewardError)
     assert "cost has, uid 0:1:0: the verifier is down" in str(error)
