@@ -12,19 +12,18 @@ from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import read_settings, suggest_nearest
 from streamrl.rewards.combine import FunctionCombiner, RewardComponent
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.interface.extract import PatternOptions
 from streamrl.rewards.interface.reward import Reward, RewardContext, RewardSpec
 from streamrl.rewards.kinds.code import CodeOptions, CodeReward
-from streamrl.rewards.kinds.exact import build_exact_reward
-from streamrl.rewards.kinds.function import (
-    FunctionOptions,
-    build_function_reward,
-    build_registered_reward,
+from streamrl.rewards.kinds.function import FunctionOptions, FunctionReward
+from streamrl.rewards.kinds.judge import JudgeOptions, JudgeReward
+from streamrl.rewards.kinds.model import ModelOptions, ModelReward
+from streamrl.rewards.kinds.patterns import (
+    PatternOptions,
+    RegexOptions,
+    build_exact_reward,
+    build_numeric_reward,
+    build_regex_reward,
 )
-from streamrl.rewards.kinds.judge import JudgeOptions, build_judge_reward
-from streamrl.rewards.kinds.model import ModelOptions, build_model_reward
-from streamrl.rewards.kinds.numeric import build_numeric_reward
-from streamrl.rewards.kinds.regex import RegexOptions, build_regex_reward
 from streamrl.rewards.kinds.rules import (
     AutoReward,
     ChoiceOptions,
@@ -118,19 +117,19 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
     "function": RewardKind(
         "your Python function, in streamrl's, verl's or TRL's signature",
         FunctionOptions,
-        build_function_reward,
+        FunctionReward,
         can_use_devices=True,
     ),
     "model": RewardKind(
         "score of a sequence-classification model for prompt and completion",
         ModelOptions,
-        build_model_reward,
+        ModelReward,
         can_use_devices=True,
     ),
     "judge": RewardKind(
         "score from a language model behind an OpenAI-compatible server",
         JudgeOptions,
-        build_judge_reward,
+        JudgeReward,
     ),
 }
 # Metrics of the combined score use these names: reward/mean, cost/std.
@@ -217,7 +216,7 @@ def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
         return kind.create_reward(RewardSpec(name, options, context))
     if config.options.get("path") or config.kind in list_installed_kinds():
         options = read_settings(FunctionOptions, config.options, section="rewards")
-        return build_registered_reward(config.kind, RewardSpec(name, options, context))
+        return FunctionReward(RewardSpec(name, options, context), registered_as=config.kind)
     kinds = [*REWARD_KINDS, *list_installed_kinds()]
     hint = suggest_nearest(config.kind, kinds).replace("key", "kind")
     raise ConfigError(

@@ -11,7 +11,7 @@ from streamrl.messages import rollouts_to_columns as columns_of
 from streamrl.rewards.combine import RewardComponent
 from streamrl.rewards.group_filter import accept_group
 from streamrl.rewards.interface.reward import Reward
-from streamrl.rewards.kinds.regex import RegexOptions, build_regex_reward
+from streamrl.rewards.kinds.patterns import RegexOptions, build_regex_reward
 from streamrl.rewards.reward_set import COSTS, RewardSet
 from streamrl.rewards.scorer import RewardScorer, score_costs
 

@@ -1,7 +1,6 @@
 """Decode completions to text and extract answers from the text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -82,28 +81,3 @@ class AnswerPattern:
                 f"pattern {self._regex.pattern} took more than {SEARCH_TIMEOUT_S} s on a "
                 f"completion of {len(text)} characters"
             ) from error
-
-
-@dataclass
-class PatternOptions:
-    """Options of reward kinds that compare an answer with the ground truth.
-
-    pattern: regular expression of the answer: first group of the last match; empty: the whole
-        completion is the answer.
-    """
-
-    pattern: str = ""
-
-    def compile_pattern(self) -> AnswerPattern | None:
-        """Compile option `pattern`; return None if empty. Raises ConfigError if invalid."""
-        return AnswerPattern(self.pattern) if self.pattern else None
-
-
-def extract_answer(completion: str, pattern: AnswerPattern | None) -> str | None:
-    """Return the answer in a completion, without surrounding whitespace.
-
-    The answer is the last match of `pattern` (None without a match), or the whole completion if
-    `pattern` is None.
-    """
-    answer = completion if pattern is None else pattern.find_last(completion)
-    return None if answer is None else answer.strip()

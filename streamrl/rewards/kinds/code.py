@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import ConfigError, RewardInfraError
 from streamrl.files.typed_settings import read_settings
@@ -12,7 +12,7 @@ from streamrl.messages import Prompt
 from streamrl.rewards.interface.extract import AnswerPattern, PatternTimeoutError
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
 from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
-from streamrl.rewards.kinds.code_tests import read_tests
+from streamrl.rewards.kinds.code_tests import ProgramTest, read_tests
 from streamrl.rewards.sandbox.program import (
     LANGUAGES,
     LanguageSpec,
@@ -21,6 +21,9 @@ from streamrl.rewards.sandbox.program import (
     SandboxProgram,
 )
 from streamrl.rewards.sandbox.sandbox import Sandbox
+
+if TYPE_CHECKING:
+    from streamrl.rewards.sandbox.remote import RemoteSandbox
 
 FENCED_CODE = r"(?s)```[\w+-]*\n(.*?)(?:```|\Z)"
 """Markdown code blocks; the last block may be unclosed."""
@@ -62,16 +65,6 @@ class CodeOptions(RetryOptions):
                 raise ConfigError(f"{key}={vars(self)[key]}: must be 0 or more")
 
 
-class ProgramRunner(Protocol):
-    """Runs programs against their tests: a local Sandbox or a RemoteSandbox."""
-
-    async def run(self, program: SandboxProgram) -> ProgramResult:
-        """Run a program's tests and judge the outputs. Raises RewardInfraError if unreachable."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class CodeReward(Reward):
     """Extracts the program of each completion and runs the tests of the ground truth.
 
@@ -88,7 +81,7 @@ class CodeReward(Reward):
         self._limits = read_settings(ProgramLimits, options.limits, section="rewards.limits")
         self._languages = _select_language(options)
         self._allow_unsafe = spec.context.sandbox.allow_unsafe
-        self._runner: ProgramRunner | None = None
+        self._runner: Sandbox | RemoteSandbox | None = None
 
     def validate_prompt(self, prompt: Prompt) -> None:
         read_tests(prompt.ground_truth, most=self._options.most_tests)
@@ -97,23 +90,19 @@ class CodeReward(Reward):
         """Raise ConfigError if this machine cannot isolate programs or lacks the language."""
         if self._options.url:
             return ""
-        sandbox = await self._start_local_sandbox(jails=1)
+        sandbox = await self._start_sandbox(jails=1)
         await sandbox.close()
         return sandbox.user_warning
 
     async def start(self) -> None:
-        options = self._options
-        if options.url:
+        if self._options.url:
             from streamrl.rewards.sandbox.remote import RemoteSandbox
 
-            self._runner = RemoteSandbox(options.url, self._limits)
+            self._runner = RemoteSandbox(self._options.url, self._limits)
         else:
-            self._runner = await self._start_local_sandbox(
-                jails=options.jails or os.cpu_count() or 1
-            )
+            self._runner = await self._start_sandbox(self._options.jails or os.cpu_count() or 1)
 
-    async def _start_local_sandbox(self, *, jails: int) -> Sandbox:
-        """Start a sandbox for `jails` concurrent programs. Raises ConfigError."""
+    async def _start_sandbox(self, jails: int) -> Sandbox:
         return await Sandbox.start(
             self._limits,
             jails=jails,
@@ -122,24 +111,10 @@ class CodeReward(Reward):
         )
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        options = self._options
-        tests = read_tests(prompt.ground_truth, most=options.most_tests)
-
-        async def judge(source: str | PatternTimeoutError) -> RewardResult:
-            if isinstance(source, PatternTimeoutError):
-                return RewardResult(0.0, RewardOutcome.TIMEOUT, detail=str(source))
-            program = SandboxProgram(
-                options.language,
-                source,
-                tests,
-                stop_early=options.score == "all",
-                loose_numbers=options.loose_numbers,
-            )
-            return await self._judge_program(program)
-
+        tests = read_tests(prompt.ground_truth, most=self._options.most_tests)
         # In a thread: a regular expression may take up to SEARCH_TIMEOUT_S per completion.
         sources = await asyncio.to_thread(lambda: [*map(self._extract_source, completions)])
-        return await asyncio.gather(*map(judge, sources))
+        return await asyncio.gather(*(self._judge_source(source, tests) for source in sources))
 
     def _extract_source(self, completion: str) -> str | PatternTimeoutError:
         """Return the program in a completion, or the error of a search past its deadline."""
@@ -149,13 +124,24 @@ class CodeReward(Reward):
             return error
         return completion if source is None else source
 
-    async def _judge_program(self, program: SandboxProgram) -> RewardResult:
+    async def _judge_source(
+        self, source: str | PatternTimeoutError, tests: Sequence[ProgramTest]
+    ) -> RewardResult:
         """Run a program, retrying infrastructure errors, and convert its outcome to a result."""
-        result: ProgramResult = await retry_infra_errors(
-            lambda: self._run_program(program), self._options.attempts
+        if isinstance(source, PatternTimeoutError):
+            return RewardResult(0.0, RewardOutcome.TIMEOUT, detail=str(source))
+        options, needs_all = self._options, self._options.score == "all"
+        program = SandboxProgram(
+            options.language,
+            source,
+            tests,
+            stop_early=needs_all,
+            loose_numbers=options.loose_numbers,
         )
-        passes = result.outcome is RewardOutcome.PASS
-        score = float(passes) if self._options.score == "all" else result.pass_rate
+        result: ProgramResult = await retry_infra_errors(
+            lambda: self._run_program(program), options.attempts
+        )
+        score = float(result.outcome is RewardOutcome.PASS) if needs_all else result.pass_rate
         return RewardResult(score, result.outcome, detail=result.detail)
 
     async def _run_program(self, program: SandboxProgram) -> ProgramResult:
@@ -178,23 +164,10 @@ def _select_language(options: CodeOptions) -> dict[str, LanguageSpec]:
     """
     specs = dict(LANGUAGES)
     for name, settings in options.languages.items():
-        entry = read_settings(_LanguageEntry, settings, section=f"rewards.languages.{name}")
-        specs[name] = LanguageSpec(
-            entry.file, tuple(entry.run), tuple(entry.compile), entry.limit_address_space
-        )
+        specs[name] = read_settings(LanguageSpec, settings, section=f"rewards.languages.{name}")
     if options.language not in specs:
         raise ConfigError(
             f"rewards.language={options.language}: must be one of {', '.join(specs)}, or be given"
             " in languages"
         )
     return {options.language: specs[options.language]}
-
-
-@dataclass
-class _LanguageEntry:
-    """A user-defined language in the config; the fields are those of LanguageSpec."""
-
-    file: str
-    run: list[str]
-    compile: list[str] = field(default_factory=list)
-    limit_address_space: bool = True

@@ -27,10 +27,18 @@ class FunctionReward(WorkerReward):
     """Calls the user's function once per completion, or once per group, depending on its signature.
 
     A sync function runs in the main thread of a worker, a group at a time. Calls of an async
-    function run concurrently, within a group and across groups.
+    function run concurrently, within a group and across groups. Only workers import the file.
+
+    registered_as: kind under which the file `path` or an installed package registers the function.
     """
 
-    def __init__(self, source: FunctionSource, spec: RewardSpec[FunctionOptions]) -> None:
+    def __init__(self, spec: RewardSpec[FunctionOptions], *, registered_as: str = "") -> None:
+        options, is_registered = spec.options, bool(registered_as)
+        if not options.path and not is_registered:
+            raise ConfigError("rewards.path: missing; kind function requires a path")
+        name = registered_as or options.function or spec.name
+        kwargs = tuple(options.kwargs.items())
+        source = FunctionSource(options.path, name, kwargs, is_registered=is_registered)
         super().__init__(
             "streamrl.rewards.user_code.worker_entry:make_reward_handler", source, spec
         )
@@ -44,19 +52,3 @@ class FunctionReward(WorkerReward):
     def validate_prompt(self, prompt: Prompt) -> None:
         assert self._call_spec is not None, "call run_preflight first"
         self._call_spec.build_arguments(prompt, [""])
-
-
-def build_function_reward(spec: RewardSpec[FunctionOptions]) -> FunctionReward:
-    """Build a reward of kind `function`. The user's file is imported in worker processes only."""
-    options = spec.options
-    if not options.path:
-        raise ConfigError("rewards.path: missing; kind function requires a path")
-    kwargs = tuple(options.kwargs.items())
-    return FunctionReward(FunctionSource(options.path, options.function or spec.name, kwargs), spec)
-
-
-def build_registered_reward(kind: str, spec: RewardSpec[FunctionOptions]) -> FunctionReward:
-    """Build a reward of a kind registered in the file `path` or by an installed package."""
-    options = spec.options
-    kwargs = tuple(options.kwargs.items())
-    return FunctionReward(FunctionSource(options.path, kind, kwargs, is_registered=True), spec)

@@ -86,15 +86,14 @@ class JudgeOptions(RetryOptions):
 class JudgeReward(Reward):
     """Sends a request to the judge per completion; requests of a group run concurrently.
 
-    template: prompt of the judge with placeholders. key: API key of the server, or empty. Raises
-        ConfigError for an invalid pattern.
+    Raises ConfigError for an unusable template, pattern or API key.
     """
 
-    def __init__(self, template: str, key: str, spec: RewardSpec[JudgeOptions]) -> None:
+    def __init__(self, spec: RewardSpec[JudgeOptions]) -> None:
         super().__init__()
         self._options = options = spec.options
-        self._template = template
-        self._api_key = key
+        self._template = _load_template(options)
+        self._api_key = _load_api_key(options.api_key_env)
         self._pattern = AnswerPattern(options.pattern)
         self._pass_score = options.most if options.pass_score is None else options.pass_score
         self._scorer_config = spec.context.scorer
@@ -141,9 +140,7 @@ class JudgeReward(Reward):
         """
         self.validate_prompt(prompt)
         tasks = [
-            asyncio.create_task(
-                self._judge_text(_fill_template(self._template, prompt, completion))
-            )
+            asyncio.create_task(self._judge_completion(prompt, completion))
             for completion in completions
         ]
         try:
@@ -152,8 +149,8 @@ class JudgeReward(Reward):
             for task in tasks:
                 task.cancel()
 
-    async def _judge_text(self, text: str) -> RewardResult:
-        """Request a judgement with retries. text: template filled for a completion."""
+    async def _judge_completion(self, prompt: Prompt, completion: str) -> RewardResult:
+        text = _fill_template(self._template, prompt, completion)
         result: RewardResult = await retry_infra_errors(
             lambda: self._judge_once(text), self._options.attempts
         )
@@ -192,9 +189,8 @@ class JudgeReward(Reward):
             await self._client.close()
 
 
-def build_judge_reward(spec: RewardSpec[JudgeOptions]) -> JudgeReward:
-    """Build a reward of kind `judge`. Raises ConfigError for a bad template, pattern or key."""
-    options = spec.options
+def _load_template(options: JudgeOptions) -> str:
+    """Return the prompt of the judge, with placeholders. Raises ConfigError."""
     setting, template = "rewards.template", options.template
     if options.path:
         setting = f"rewards.path={options.path}"
@@ -204,13 +200,17 @@ def build_judge_reward(spec: RewardSpec[JudgeOptions]) -> JudgeReward:
             raise ConfigError(f"{setting}: cannot be read: {error}") from None
     if "{completion}" not in template:
         raise ConfigError(f"{setting}: must contain {{completion}}")
-    key = os.environ.get(options.api_key_env, "") if options.api_key_env else ""
-    if options.api_key_env and not key:
+    return template
+
+
+def _load_api_key(name: str) -> str:
+    """Return the API key in environment variable `name`; "" without a name."""
+    key = os.environ.get(name, "") if name else ""
+    if name and not key:
         raise ConfigError(
-            f"rewards.api_key_env={options.api_key_env}: this environment variable is not set, or"
-            " empty"
+            f"rewards.api_key_env={name}: this environment variable is not set, or empty"
         )
-    return JudgeReward(template, key, spec)
+    return key
 
 
 def _fill_template(template: str, prompt: Prompt, completion: str) -> str:

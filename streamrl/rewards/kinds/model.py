@@ -71,14 +71,17 @@ class ModelReward(Reward):
     Input text: prompt and completion (as the assistant's turn) in the model's chat template. For a
     model without a template: the prompt's contents joined by newlines, then the completion.
 
-    Raises ConfigError for a label or max_length that the model does not have.
+    Raises ConfigError unless option `path` is the directory of a complete classification model, and
+    for a label or max_length that the model does not have.
     """
 
-    def __init__(self, files: "ClassifierFiles", spec: RewardSpec[ModelOptions]) -> None:
+    def __init__(self, spec: RewardSpec[ModelOptions]) -> None:
+        from streamrl.rewards.kinds.classifier import read_classifier
+
         super().__init__()
         options = spec.options
         self._options = options
-        self._files = files
+        self._files = files = read_classifier(options.path)
         self._label_index = _find_label_index(options, files.labels)
         self._max_length = _resolve_max_length(options, files)
         self._timeout_s = options.timeout_s or spec.context.scorer.timeout_s
@@ -194,16 +197,6 @@ class ModelReward(Reward):
         for thread in (self._model_thread, self._tokenizer_thread):
             thread.shutdown(wait=False, cancel_futures=True)
         self._model = None
-
-
-def build_model_reward(spec: RewardSpec[ModelOptions]) -> ModelReward:
-    """Build a reward of kind `model`.
-
-    Raises ConfigError unless option `path` is the directory of a complete classification model.
-    """
-    from streamrl.rewards.kinds.classifier import read_classifier
-
-    return ModelReward(read_classifier(spec.options.path), spec)
 
 
 def logits_to_score(logits: RowLogits, label: int, *, sigmoid: bool) -> float:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.sandbox.jail import (
@@ -28,20 +28,13 @@ from streamrl.rewards.sandbox.verdicts import (
     make_test_message,
 )
 
+if TYPE_CHECKING:
+    from streamrl.rewards.sandbox.sandbox import Sandbox
+
 #: A jail that dies without a report may be an accident; the second time blames the program.
 _JAILS_PER_TEST = 2
 #: Longer outputs are compared in a thread, not in the event loop.
 _LONG_TEXT = 1 << 16
-
-
-class JailPool(Protocol):
-    """Supply of fresh jails."""
-
-    async def acquire_jail(self) -> Jail:
-        """Return a jail ready for a program. Raises JailError."""
-
-    def discard_jail(self, jail: Jail) -> None:
-        """Kill a jail and everything in it."""
 
 
 class CompileFailedError(Exception):
@@ -59,7 +52,7 @@ class ProgramRun:
         program: SandboxProgram,
         language: LanguageSpec,
         limits: ProgramLimits,
-        jails: JailPool,
+        jails: "Sandbox",
     ) -> None:
         self._program = program
         self._language = language

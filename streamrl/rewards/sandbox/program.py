@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.errors import ConfigError
@@ -137,8 +137,8 @@ class LanguageSpec:
     """
 
     file: str
-    run: tuple[str, ...] = ()
-    compile: tuple[str, ...] = ()
+    run: list[str] = field(default_factory=list)
+    compile: list[str] = field(default_factory=list)
     limit_address_space: bool = True
 
 
@@ -147,13 +147,13 @@ LANGUAGES: Mapping[str, LanguageSpec] = {
     "python": LanguageSpec("solution.py"),
     "cpp": LanguageSpec(
         "solution.cpp",
-        run=("{dir}/solution",),
-        compile=("g++", "-O2", "-std=c++17", "-o", "{dir}/solution", "{dir}/solution.cpp"),
+        run=["{dir}/solution"],
+        compile=["g++", "-O2", "-std=c++17", "-o", "{dir}/solution", "{dir}/solution.cpp"],
     ),
     "javascript": LanguageSpec(
-        "solution.js", run=("node", "{dir}/solution.js"), limit_address_space=False
+        "solution.js", run=["node", "{dir}/solution.js"], limit_address_space=False
     ),
-    "bash": LanguageSpec("solution.sh", run=("bash", "{dir}/solution.sh")),
+    "bash": LanguageSpec("solution.sh", run=["bash", "{dir}/solution.sh"]),
 }
 #: Languages that need no tools besides this interpreter.
 PYTHON_ONLY: Mapping[str, LanguageSpec] = {"python": LANGUAGES["python"]}

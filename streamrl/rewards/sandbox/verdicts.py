@@ -43,8 +43,8 @@ def make_program_message(
     return {
         "source": str(program.source),
         "file": language.file,
-        "run": list(language.run),
-        "compile": list(language.compile),
+        "run": language.run,
+        "compile": language.compile,
         "compile_s": limits.compile_s,
         "stdin": "",
         "limit_address_space": language.limit_address_space,

@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from streamrl.config import load_config
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.extract import PatternOptions
 from streamrl.rewards.interface.verdict import RewardOutcome
-from streamrl.rewards.kinds.exact import build_exact_reward
-from streamrl.rewards.kinds.numeric import build_numeric_reward, parse_number
-from streamrl.rewards.kinds.regex import RegexOptions, build_regex_reward
+from streamrl.rewards.kinds.patterns import (
+    PatternOptions,
+    RegexOptions,
+    build_exact_reward,
+    build_numeric_reward,
+    build_regex_reward,
+    parse_number,
+)
 
 EXACT, NUMERIC = build_exact_reward(PatternOptions()), build_numeric_reward(PatternOptions())
 

@@ -162,7 +162,7 @@ async def outcome_of(
 
 
 async def test_a_compiler_beyond_compile_s_is_killed() -> None:
-    slow = LanguageSpec("x.sh", run=("sh", "{dir}/x.sh"), compile=("sleep", "60"))
+    slow = LanguageSpec("x.sh", run=["sh", "{dir}/x.sh"], compile=["sleep", "60"])
     outcome = await outcome_of(slow, "echo", StdinTest("", ""))
     assert outcome.outcome is RewardOutcome.COMPILE_ERROR
     assert outcome.detail == "the compiler took too long"

@@ -408,7 +408,7 @@ async def test_allow_unsafe_still_uses_available_isolation() -> None:
 
 
 async def test_a_language_with_a_missing_tool_is_refused_by_name() -> None:
-    languages = {"cobol": LanguageSpec("x.cob", run=("{dir}/x",), compile=("cobc", "{dir}/x.cob"))}
+    languages = {"cobol": LanguageSpec("x.cob", run=["{dir}/x"], compile=["cobc", "{dir}/x.cob"])}
     with pytest.raises(ConfigError, match="cobol needs cobc"):
         await Sandbox.start(QUICK, jails=1, languages=languages)
 
