@@ -70,7 +70,6 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
 
 
 def _has_complete_tokenizer_json(path: Path) -> bool:
-    """Return whether tokenizer.json of a model directory defines the whole tokenizer."""
     file, settings = path / "tokenizer.json", path / "tokenizer_config.json"
     if not file.is_file():
         return False
@@ -206,7 +205,6 @@ def _check_template_arguments(
 
 
 def _check_row_arguments(row: DataRow, template: ChatTemplate) -> None:
-    """Raise ConfigError for arguments or tools of a row that its chat template does not use."""
     source = template.select_source(row)
     sources = [] if source is None else [source]
     place = f"{row.place}: chat_template_kwargs"
@@ -263,7 +261,6 @@ def render_prompts(
 
 
 def _encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
-    """Encode all texts in one call of the tokenizer, without adding special tokens."""
     encoded: Mapping[str, Any] = tokenizer(
         list(texts), add_special_tokens=False, return_attention_mask=False
     )
@@ -325,7 +322,6 @@ def _cut_to_difference(expected: str, actual: str, *, width: int = 12) -> tuple[
 
 
 def _render_text(tokenizer: "PreTrainedTokenizerBase", row: DataRow, template: ChatTemplate) -> str:
-    """Render the messages of a row to text with a chat template. Raises ConfigError."""
     _check_row_arguments(row, template)
     source = template.select_source(row)
     if source is None:
@@ -350,7 +346,6 @@ def _render_text(tokenizer: "PreTrainedTokenizerBase", row: DataRow, template: C
 
 
 def _check_model_directory(model_path: str) -> None:
-    """Raise ConfigError unless the path is a directory that contains config.json."""
     path = Path(model_path)
     if not path.is_dir():
         fact = "is not a directory" if path.exists() else "does not exist"

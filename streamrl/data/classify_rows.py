@@ -1,6 +1,7 @@
 """Row classification: turns each row of a data file into a prompt, or the reason to skip it."""
 
-from collections.abc import Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -10,14 +11,16 @@ from msgspec.structs import replace
 
 from streamrl.data.chat_template import ChatTemplate, load_chat_template, render_prompts
 from streamrl.data.files import DataFile
-from streamrl.data.filtering import PromptFilter, load_prompt_filter
 from streamrl.data.reading.rows import BadRow, DataRow
 from streamrl.errors import ConfigError
+from streamrl.files.python_module import load_referenced_function
 from streamrl.messages import Prompt, make_uid
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PromptFilter = Callable[[Prompt, str], bool]
+"""Takes a prompt and its location for errors; returns whether to keep the prompt."""
 RENDER_BATCH_ROWS = 512
 """Rows per tokenizer call."""
 
@@ -86,7 +89,6 @@ class RowClassifier:
         self._first_index = first
 
     def classify_rows(self, rows: Sequence[DataRow | BadRow]) -> Iterator[ClassifiedRow]:
-        """Yield each row with its status, and its prompt or problem."""
         valid = [row for row in rows if isinstance(row, DataRow)]
         rendered = iter(_render_token_ids(self._tokenizer, valid, self._template))
         for row in rows:
@@ -152,7 +154,6 @@ def _classify_prompt(
 
 
 def _check_token_ids(row: DataRow, prompt: Prompt, vocab_size: int) -> None:
-    """Raise ConfigError for an empty prompt, or a token id outside the model's vocabulary."""
     if not prompt.token_ids.size:
         raise ConfigError(f"{row.place}: the prompt has no tokens")
     largest = int(prompt.token_ids.max())
@@ -161,3 +162,32 @@ def _check_token_ids(row: DataRow, prompt: Prompt, vocab_size: int) -> None:
             f"{row.place}: the prompt has token id {largest}, but the model's vocabulary has "
             f"{vocab_size} ids: tokenizer and model do not match"
         )
+
+
+def load_prompt_filter(reference: str, *, setting: str) -> PromptFilter:
+    """Load the user's prompt filter, a function that returns whether to keep a prompt.
+
+    reference: value of `setting`, file.py:function; an empty reference keeps all prompts. Raises
+    ConfigError for a missing function. The filter raises ConfigError, with the prompt's location
+    and the user's line, if the function fails or returns anything but a bool.
+    """
+    if not reference:
+        return lambda prompt, place: True
+    code = load_referenced_function(reference, setting=setting)
+    code.check_not_async()
+
+    def keep(prompt: Prompt, place: str) -> bool:
+        try:
+            kept = code.function(prompt)
+        # SystemExit too: user code may call exit().
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{place}: filter: {code.describe_error(error)}") from error
+        if not isinstance(kept, bool | np.bool_):
+            returned = " ".join(reprlib.repr(kept).split())
+            raise ConfigError(
+                f"{place}: filter: {code.name} in {code.file} returned {returned},"
+                " not True or False"
+            )
+        return bool(kept)
+
+    return keep

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,6 @@ def parse_data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile
 
 
 def check_stream_weights(files: Sequence[DataFile], *, key: str) -> None:
-    """Raise ConfigError if only some of the training files have a weight."""
     has_weight = [file.weight is not None for file in files]
     if any(has_weight) and not all(has_weight):
         i = has_weight.index(False)
@@ -78,7 +77,6 @@ def check_stream_weights(files: Sequence[DataFile], *, key: str) -> None:
 
 
 def check_eval_files(files: Sequence[DataFile], *, key: str) -> None:
-    """Raise ConfigError unless evaluation files have distinct names and no weights."""
     names: list[str] = []
     for i, file in enumerate(files):
         if file.weight is not None:
@@ -98,39 +96,22 @@ def make_paths_absolute(value: Any) -> Any:
     if isinstance(value, str) and value:
         return str(Path(value).absolute())
     if isinstance(value, dict):
-        return {
-            name: _PATH_RESOLVERS.get(name, _keep_value)(entry) for name, entry in value.items()
-        }
+        return {name: _make_entry_absolute(name, entry) for name, entry in value.items()}
     return [make_paths_absolute(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _keep_value(value: Any) -> Any:
+def _make_entry_absolute(name: str, value: Any) -> Any:
+    """Make the path in key `name` of a data file absolute, if the key contains one."""
+    if name == "path" or (name == "template" and value not in (MODEL_TEMPLATE, PLAIN_TEMPLATE)):
+        return make_paths_absolute(value)
+    if name == "filter" and isinstance(value, str):
+        path, colon, function = value.rpartition(":")
+        # Validated later by _check_entry, which knows the config key.
+        return f"{make_paths_absolute(path)}:{function}" if colon else value
     return value
 
 
-def _make_template_absolute(value: str) -> str:
-    """Make the path of a jinja file absolute; return the template names unchanged."""
-    return value if value in (MODEL_TEMPLATE, PLAIN_TEMPLATE, "") else make_paths_absolute(value)
-
-
-def _make_filter_absolute(value: str) -> str:
-    """Make the path in a reference file.py:function absolute."""
-    if not value:
-        return ""
-    path, colon, function = value.rpartition(":")
-    # Validated later by _check_entry, which knows the config key.
-    return f"{make_paths_absolute(path)}:{function}" if colon else value
-
-
-_PATH_RESOLVERS: Mapping[str, Callable[[Any], Any]] = {
-    "path": make_paths_absolute,
-    "template": _make_template_absolute,
-    "filter": _make_filter_absolute,
-}
-
-
 def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
-    """Parse a path, or a mapping of DataFile's keys, to a data file. Raises ConfigError."""
     if isinstance(entry, str):
         entry = {"path": entry}
     if not isinstance(entry, dict):

@@ -37,7 +37,6 @@ class TextStream:
         self._seed = seed
 
     def get_batch(self, number: int, size: int) -> list[str]:
-        """Return batch `number` of the stream, in batches of `size` texts."""
         positions = range(number * size, (number + 1) * size)
         epochs = {position // len(self._texts) for position in positions}
         orders = {epoch: self._shuffle_epoch(epoch) for epoch in epochs}

@@ -43,7 +43,6 @@ class LazyTokenizer:
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def __call__(self) -> "PreTrainedTokenizerBase":
-        """Return the tokenizer. Raises ConfigError with the model's path if loading fails."""
         if self._tokenizer is None:
             os.environ.update({} if is_trusted(self._model) else self._trusted_env)
             self._tokenizer = load_tokenizer(self._model)

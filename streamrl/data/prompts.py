@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 class LoadedFile:
     """Prompts of one file, with row counts by status.
 
-    A prompt has uid `make_uid(0, first_index + index)`, with the row's index in the file from 0:
-    row 12 of a parquet file or line 12 of a JSONL file has index 11, even if rows were skipped.
+    The index in a prompt's uid counts all rows, skipped ones too, from file to file: row 12 of the
+    first file has index 11.
     """
 
     file: DataFile
-    first_index: int
     prompts: list[Prompt]
     status_counts: Mapping[RowStatus, int]
 
@@ -112,7 +111,7 @@ def load_prompts(
                 break
         if not prompts:
             raise make_no_prompt_error(file, counts, limits)
-        loaded.append(LoadedFile(file, first, prompts, counts))
+        loaded.append(LoadedFile(file, prompts, counts))
         first += index + 1
     return LoadedPrompts(tuple(loaded))
 
@@ -120,7 +119,6 @@ def load_prompts(
 def make_no_prompt_error(
     file: DataFile, counts: Mapping[RowStatus, int], limits: PromptLimits
 ) -> ConfigError:
-    """Return the error for a file without a usable prompt, with counts of the causes."""
     if counts[RowStatus.FILTERED]:
         reason = f"{counts[RowStatus.FILTERED]} filtered, {counts[RowStatus.TOO_LONG]} too long"
     else:

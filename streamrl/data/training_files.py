@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.data.chat_template import load_vocab_size
-from streamrl.data.classify_rows import RENDER_BATCH_ROWS, ClassifiedRow, PromptLimits, RowStatus
+from streamrl.data.classify_rows import RENDER_BATCH_ROWS, PromptLimits, RowStatus
 from streamrl.data.files import DataFile
 from streamrl.data.interleave import StreamFile
 from streamrl.data.prompt_file import LazyTokenizer, PromptFile
@@ -196,7 +196,8 @@ def _classify_file(
     counts, kept, lengths, typical = Counter[RowStatus](), array("q"), array("i"), array("i")
     for start in range(0, len(rows), RENDER_BATCH_ROWS):
         batch = file.classify_rows(rows[start : start + RENDER_BATCH_ROWS].tolist())
-        _raise_first_problem(batch)
+        if problem := next(filter(None, (row.problem for row in batch)), None):
+            raise problem
         inspect([row.prompt for row in batch if row.prompt is not None])
         for row, is_row_typical in zip(
             batch, is_typical[start : start + RENDER_BATCH_ROWS], strict=True
@@ -227,12 +228,6 @@ def _classify_file(
     return TrainingFile(limited, limited.indices, False, counts, longest, mean)
 
 
-def _raise_first_problem(rows: Sequence[ClassifiedRow]) -> None:
-    for row in rows:
-        if row.problem is not None:
-            raise row.problem
-
-
 def choose_rows(
     file: PromptFile, max_full_rows: float
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -256,7 +251,6 @@ def choose_rows(
 
 
 def hash_prompt(digest: "hashlib.blake2b", prompt: Prompt) -> None:
-    """Update a hash with the index, tokens, data source and ground truth of a prompt."""
     facts = (parse_uid(prompt.uid)[1], prompt.data_source, prompt.ground_truth)
     digest.update(repr((facts, len(prompt.token_ids))).encode("utf-8", "backslashreplace"))
     digest.update(prompt.token_ids.astype(np.int32).tobytes())

@@ -62,7 +62,6 @@ class EvaluationConfig:
         return SamplingSettings(self.temperature, self.top_p, max(self.top_k, 0))
 
     def is_due(self, step: int, *, num_steps: int) -> bool:
-        """Return True if an evaluation follows optimizer step `step` of `num_steps`."""
         is_periodic = self.every > 0 and step > 0 and step % self.every == 0
         is_endpoint = (self.at_start and step == 0) or (self.at_end and step == num_steps)
         return is_periodic or is_endpoint

@@ -134,7 +134,6 @@ def _summarize_outcomes(
 
 
 def _summarize_prompts(rows: Sequence[_PromptScores], pass_score: float) -> EvaluationResult:
-    """Compute the metrics of a subset of prompts; maj@k only if every data_source has answers."""
     sources = {row.data_source for row in rows}
     with_answers = {row.data_source for row in rows if row.answers.any()}
     # A majority vote over a subset of the sources would not compare with the other metrics.

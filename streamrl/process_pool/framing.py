@@ -11,13 +11,11 @@ HEADER_BYTES = _LENGTH_HEADER.size
 
 
 def pack_message(message: Any) -> bytes:
-    """Pickle a message and put its length in front."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _LENGTH_HEADER.pack(len(body)) + body
 
 
 def unpack_length(header: bytes) -> int:
-    """Return the length of a message's pickle from its header."""
     (size,) = _LENGTH_HEADER.unpack(header)
     return int(size)
 

@@ -254,12 +254,10 @@ class WorkerPool:
             return worker, call_id
 
     async def _notify_waiters(self) -> None:
-        """Wake the calls that wait for a free worker."""
         async with self._workers_changed:
             self._workers_changed.notify_all()
 
     def _start_missing_worker(self) -> None:
-        """Start a worker in the background if the pool has fewer than needed."""
         if self._num_missing > 0:
             self._num_starting += 1
             self._service_tasks.add(self._spawn_task(self._try_add_worker()))
@@ -290,7 +288,6 @@ class WorkerPool:
         await self._notify_waiters()
 
     async def _add_worker(self) -> None:
-        """Start a worker and add it to the pool. Raises ConfigError or WorkerCrashError."""
         try:
             process = await WorkerProcess.start(
                 self._target, self._payload, within_s=START_TIMEOUT_S
@@ -316,7 +313,6 @@ class WorkerPool:
             self._retire_worker(worker)
 
     def _retire_worker(self, worker: _WorkerState) -> None:
-        """Remove a worker from the pool and kill its process in the background."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._spawn_task(worker.process.kill())
@@ -346,7 +342,6 @@ class WorkerPool:
                     worker.process.lower_priority()
 
     async def _kill_over_memory(self) -> None:
-        """Kill each worker whose process tree uses more than memory_bytes."""
         limit_bytes = self._settings.memory_bytes
         for worker in list(self._workers):
             used_bytes = await asyncio.to_thread(

@@ -70,7 +70,6 @@ class ProcessTable:
 
 
 def _list_children_by_parent() -> Mapping[int, Sequence[int]]:
-    """Return child pids by parent pid for all processes of the machine."""
     children = defaultdict(list)
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -79,7 +78,6 @@ def _list_children_by_parent() -> Mapping[int, Sequence[int]]:
 
 
 def _read_parent_pid(pid: str) -> int:
-    """Return the parent's pid of process `pid`; 0 if the process has exited."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The command name may contain spaces and parentheses: parse after the last one.

@@ -78,7 +78,6 @@ class WorkerProcess:
         return process
 
     async def _wait_until_ready(self, payload: Any) -> None:
-        """Send the payload and wait until the worker has loaded the handler. Raises ConfigError."""
         self._writer.write(pack_message(payload))
         kind, first, self.is_async = await self._receive_message()
         if kind == LOAD_FAILED:
@@ -170,7 +169,6 @@ class WorkerProcess:
         return self._reaper.pid
 
     def lower_priority(self) -> None:
-        """Give the worker's process group the lowest CPU priority."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpriority(os.PRIO_PGRP, self._worker_pid, LOWEST_PRIORITY)
 

@@ -114,7 +114,6 @@ def _serve_async(handler: RequestHandler, channel: socket.socket, reader: Binary
 
 
 def _handle_request(call_id: int, handler: RequestHandler, request: Any) -> bytes:
-    """Call the handler; return the packed result or error message."""
     try:
         return pack_message((RESULT, call_id, handler(request)))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - reported

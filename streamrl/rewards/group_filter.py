@@ -137,7 +137,6 @@ def reject_equal_rewards(prompt: Prompt, columns: Columns) -> str | None:
 
 
 def make_mean_filter(options: MeanOutsideOptions) -> GroupFilter:
-    """Return the filter that rejects groups with a mean score outside (low, high)."""
     low, high = options.low, options.high
 
     def reject_mean_outside(prompt: Prompt, columns: Columns) -> str | None:

@@ -191,7 +191,6 @@ def check_options(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> Non
 
 
 def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
-    """Raise ConfigError for an invalid weight or component name in a config entry."""
     if not math.isfinite(config.weight):
         raise ConfigError(f"rewards.weight={config.weight}: must be finite")
     if config.name and not re.fullmatch(r"[\w.-]+", config.name, re.ASCII):

@@ -212,7 +212,6 @@ class RewardSet:
     async def _score_timed(
         component: RewardComponent, prompt: Prompt, completions: Sequence[str]
     ) -> tuple[Sequence[RewardResult], float]:
-        """Score a group with a component; return the results and the duration, s."""
         started = time.perf_counter()
         results = await component.reward.score(prompt, completions)
         return results, time.perf_counter() - started
@@ -220,7 +219,6 @@ class RewardSet:
     async def _combine_scores(
         self, prompt: Prompt, completions: Sequence[str], components: ResultsByComponent
     ) -> Array:
-        """Combine the component scores of a group. Raises RewardError naming the uid."""
         where = f"combined {self._score_spec.noun}, {describe_prompt(prompt)}"
         try:
             if self._combiner is None:
@@ -233,7 +231,6 @@ class RewardSet:
         return _validate_finite(totals, where)
 
     def _raise_failure(self, prompt: Prompt, tasks: Sequence[_ScoreTask]) -> None:
-        """Raise the error of the first failed component, naming the component and the uid."""
         for name, task in zip(self.component_names, tasks, strict=True):
             if not task.done():
                 continue

@@ -126,7 +126,6 @@ class RewardScorer:
     def _record_sample(
         self, experience: Experience, texts: Sequence[str], group_result: GroupRewardResult
     ) -> None:
-        """Keep texts, scores and outcomes of a group for `drain_samples`."""
         assert experience.prompt is not None
         self._samples.append(
             {

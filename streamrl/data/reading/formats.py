@@ -71,8 +71,17 @@ def format_error(error: BaseException) -> str:
 # Text files: a layout finds the rows and parses a row.
 
 
-@dataclass(frozen=True)
-class JsonLines:
+class _JsonLayout:
+    def parse_row(self, row: bytes) -> Any:
+        try:
+            return parse_json(row.decode())
+        except RepeatedKeyError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"not JSON: {format_error(error)}") from None
+
+
+class JsonLines(_JsonLayout):
     """Layout of a JSONL file: each line that is not blank contains a row."""
 
     unit: ClassVar[str] = "line"
@@ -90,12 +99,8 @@ class JsonLines:
                 yield index, offset + bom_size, line[bom_size:]
             offset += len(line)
 
-    def parse_row(self, row: bytes) -> Any:
-        return _parse_json_row(row)
 
-
-@dataclass(frozen=True)
-class JsonArray:
+class JsonArray(_JsonLayout):
     """Layout of a JSON file that contains an array of objects, the rows.
 
     `iter_rows` scans the array incrementally: it decodes an element at a time and reads more of the
@@ -143,9 +148,6 @@ class JsonArray:
             yield index, base + at, text[at:end].encode("latin-1")
             at, after_row, after_comma, index = end, True, False, index + 1
 
-    def parse_row(self, row: bytes) -> Any:
-        return _parse_json_row(row)
-
 
 _BOM = codecs.BOM_UTF8.decode("latin-1")
 
@@ -187,19 +189,9 @@ def _check_array_end(file: BinaryIO, text: str, at: int, missing: int | None) ->
 
 
 def _describe_row_error(error: Exception) -> str:
-    """Describe why an element of a JSON array cannot be decoded."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg}"
     return "the array is truncated"
-
-
-def _parse_json_row(row: bytes) -> Any:
-    try:
-        return parse_json(row.decode())
-    except RepeatedKeyError:
-        raise
-    except ValueError as error:
-        raise ValueError(f"not JSON: {format_error(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -346,7 +338,6 @@ def parse_text_row(layout: TextLayout, row: bytes, place: str) -> Any:
 
 
 def check_no_split(path: str, split: str) -> None:
-    """Raise ConfigError if a split is requested from data without splits."""
     if split:
         raise ConfigError(f"{path}: split={split}: the data has no splits; remove the split")
 
@@ -496,7 +487,6 @@ def _to_python(rows: "pa.Table") -> list[Any]:
 
 
 def check_split(path: str, split: str, splits: Any) -> None:
-    """Raise ConfigError if the user named no split, or a split that is not in `splits`."""
     if split not in splits:
         names = ", ".join(sorted(splits)) or "none"
         problem = f"split={split}: no such split" if split else "split: missing"

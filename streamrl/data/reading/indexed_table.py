@@ -11,6 +11,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -116,7 +117,6 @@ class TextTable:
 
 
 def _get_file_stamp(file: BinaryIO) -> tuple[int, int]:
-    """Return size and modification time of a file, which change with its content."""
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns
 
@@ -206,7 +206,7 @@ def open_table(path: str, split: str = "") -> IndexedTable:
         if is_parquet(path):
             table: IndexedTable = _open_parquet_table(path, split)
         elif Path(path).is_dir():
-            load = _DatasetColumns(path, split)
+            load = partial(open_saved_dataset, path, split)
             load()  # refuse a folder that is not a dataset before hashing all of its files
             digest = _hash_files(sorted(file for file in Path(path).rglob("*") if file.is_file()))
             table = ColumnTable(path, load, f"{digest}:{split}")
@@ -265,21 +265,15 @@ def _open_parquet_table(path: str, split: str) -> ColumnTable:
     digest = _hash_files(files)
     in_memory = _read_into_memory(path, files)
     if in_memory is not None:
-        return ColumnTable(path, _MemoryColumns(in_memory), digest)
+        return ColumnTable(path, partial(_get_columns, in_memory), digest)
     unpacked = _unpack_into_cache(
         path, f"{digest}.arrow", lambda _, out: _unpack_parquet(path, files, out)
     )
     return ColumnTable(path, _MappedColumns(str(unpacked)), digest)
 
 
-@dataclass(frozen=True)
-class _MemoryColumns:
-    """Loader that returns Arrow columns kept in memory; pickling it copies the columns."""
-
-    columns: "pa.Table"
-
-    def __call__(self) -> "pa.Table":
-        return self.columns
+def _get_columns(columns: "pa.Table") -> "pa.Table":
+    return columns
 
 
 class _MappedColumns:
@@ -306,17 +300,6 @@ class _MappedColumns:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_pages": None}
-
-
-@dataclass(frozen=True)
-class _DatasetColumns:
-    """Loader of the columns of a saved Hugging Face dataset."""
-
-    path: str
-    split: str
-
-    def __call__(self) -> Any:
-        return open_saved_dataset(self.path, self.split)
 
 
 def _read_unified_batches(path: str, files: Sequence[str]) -> "Iterator[pa.RecordBatch]":
@@ -417,7 +400,6 @@ def _read_into_memory(path: str, files: Sequence[str]) -> "pa.Table | None":
 
 
 def _unpack_parquet(path: str, files: Sequence[str], out: BinaryIO) -> None:
-    """Write the rows of all parquet files to `out` as an Arrow file."""
     import pyarrow as pa
 
     batches = _read_unified_batches(path, files)
@@ -431,7 +413,6 @@ def _unpack_parquet(path: str, files: Sequence[str], out: BinaryIO) -> None:
 
 
 def _unpack_text(path: str, out: BinaryIO) -> None:
-    """Write the decompressed text of a gzip file to `out`."""
     with open_gzip(path) as file:
         for line in read_lines(file):
             out.write(line)
@@ -480,7 +461,6 @@ def _describe_cache_error(path: str, error: OSError) -> str:
 
 
 def _hash_files(files: Sequence[str | Path]) -> str:
-    """Return a hash of the contents of all files, in this order."""
     digest = xxhash.xxh3_128()
     for path in files:
         with open_regular_file(path) as file:

@@ -86,7 +86,6 @@ def parse_record(
 
 
 def _parse_row(record: Any, place: str, index: int, *, prompt_key: str, label_key: str) -> DataRow:
-    """Convert a record in the schema of verl, TRL or OpenRLHF to a row. Raises ConfigError."""
     if not isinstance(record, dict):
         raise ConfigError(f"{place}: must be a JSON object, got {_describe_type(record)}")
     for setting, key in (("data.prompt_key", prompt_key), ("label_key", label_key)):
@@ -152,7 +151,6 @@ def _check_tools(tools: Any, place: str) -> list[Mapping[str, Any]]:
 
 
 def _take_ground_truth(fields: dict[str, Any], place: str) -> Any:
-    """Remove the ground truth from the fields of a row and return it; None if absent."""
     rule = _check_type(fields.pop("reward_model", {}), dict, name="reward_model", place=place)
     if "ground_truth" in rule and "ground_truth" in fields:
         raise ConfigError(
@@ -162,7 +160,6 @@ def _take_ground_truth(fields: dict[str, Any], place: str) -> Any:
 
 
 def _normalize_messages(prompt: Any, *, name: str, place: str) -> tuple[Mapping[str, Any], ...]:
-    """Return a prompt as checked chat messages; text becomes a user message."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -207,7 +204,6 @@ def _get_part_text(part: Any, *, where: str, place: str) -> str:
 
 
 def _check_type(value: Any, expected: type, *, name: str, place: str) -> Any:
-    """Return a value that has the expected type, text or object; raise ConfigError otherwise."""
     if not isinstance(value, expected):
         word = "text" if expected is str else "an object"
         raise ConfigError(f"{place}: {name} must be {word}, got {_describe_type(value)}")
@@ -215,7 +211,6 @@ def _check_type(value: Any, expected: type, *, name: str, place: str) -> Any:
 
 
 def _remove_nulls(value: Any) -> Any:
-    """Remove keys with null values from nested objects."""
     if isinstance(value, dict):
         return {key: _remove_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

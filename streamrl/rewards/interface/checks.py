@@ -11,7 +11,6 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def format_value(value: Any) -> str:
-    """Return a shortened repr on a single line, for error messages."""
     return " ".join(reprlib.repr(value).split())
 
 

@@ -71,7 +71,6 @@ class AnswerPattern:
         return bool(self._find_matches(text, limit=1))
 
     def _find_matches(self, text: str, limit: int | None) -> list["regex.Match[str]"]:
-        """Return the first `limit` matches, or all matches. Raises PatternTimeoutError."""
         try:
             # concurrent=True releases the GIL during the search.
             matches = self._regex.finditer(text, timeout=SEARCH_TIMEOUT_S, concurrent=True)

@@ -61,7 +61,6 @@ class MicroBatcher:
                 future.cancel()
 
     async def _run_batches(self) -> None:
-        """Batch the waiting rows and run the batches, until no row waits."""
         while self._pending_rows:
             waiting, self._pending_rows = self._pending_rows, []
             lengths = [len(row) for row, _ in waiting]
@@ -74,7 +73,6 @@ class MicroBatcher:
     async def _run_batch(
         self, batch: Sequence[tuple[TokenRow, "asyncio.Future[RowLogits]"]]
     ) -> None:
-        """Run a batch and give each caller its logits or the error."""
         # return_exceptions: any error, CancelledError included, goes to the waiting callers.
         (logits,) = await asyncio.gather(
             self._compute([row for row, _ in batch]), return_exceptions=True
@@ -88,7 +86,6 @@ class MicroBatcher:
                 future.set_result(logits[i])
 
     def close(self) -> None:
-        """Cancel the running batch and all waiting callers."""
         if self._batch_task is not None:
             self._batch_task.cancel()
         for future in self._open_futures:

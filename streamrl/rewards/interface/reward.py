@@ -195,7 +195,6 @@ class WorkerReward(Reward):
         self.kill_counts = self._pool.kill_counts
 
     async def start(self) -> None:
-        """Start the first worker. Raises ConfigError if the handler cannot be loaded."""
         await _start_pool(self._pool)
 
     async def probe_worker(self) -> Any:
@@ -247,7 +246,6 @@ class WorkerReward(Reward):
 
 
 async def _start_pool(pool: WorkerPool) -> None:
-    """Start a worker pool; convert a crash of its first worker to RewardCrashError."""
     try:
         await pool.start()
     except WorkerCrashError as error:

@@ -84,7 +84,6 @@ def _read_config(path: str) -> Any:
 
 
 def _check_head(path: str, config: Any) -> None:
-    """Raise ConfigError unless the model files contain the head's weights with matching shapes."""
     try:
         with torch.device("meta"):
             skeleton = AutoModelForSequenceClassification.from_config(

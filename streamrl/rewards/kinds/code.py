@@ -145,7 +145,6 @@ class CodeReward(Reward):
         return RewardResult(score, result.outcome, detail=result.detail)
 
     async def _run_program(self, program: SandboxProgram) -> ProgramResult:
-        """Run a program. Raises RewardInfraError for outcome INFRA_ERROR."""
         assert self._runner is not None, "not started"
         result = await self._runner.run(program)
         if result.outcome is RewardOutcome.INFRA_ERROR:

@@ -45,7 +45,6 @@ class FunctionReward(WorkerReward):
         self._call_spec: FunctionCallSpec | None = None
 
     async def run_preflight(self) -> str:
-        """Import the user's file in a temporary worker. Raises ConfigError."""
         self._call_spec = await self.probe_worker()
         return ""
 

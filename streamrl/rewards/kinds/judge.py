@@ -190,7 +190,6 @@ class JudgeReward(Reward):
 
 
 def _load_template(options: JudgeOptions) -> str:
-    """Return the prompt of the judge, with placeholders. Raises ConfigError."""
     setting, template = "rewards.template", options.template
     if options.path:
         setting = f"rewards.path={options.path}"
@@ -227,7 +226,6 @@ def _fill_template(template: str, prompt: Prompt, completion: str) -> str:
 
 
 def _render_conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a message's content, or several messages as "role: content" paragraphs."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -104,7 +104,6 @@ class ModelReward(Reward):
         self.model_bytes = files.weight_bytes
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError if the model's chat template rejects the prompt."""
         self._render_text(prompt, "")
 
     async def run_preflight(self) -> str:
@@ -130,7 +129,6 @@ class ModelReward(Reward):
         return await retry_infra_errors(lambda: self._score_texts(texts), self._options.attempts)
 
     async def _score_texts(self, texts: Sequence[str]) -> list[RewardResult]:
-        """Tokenize input texts and score them with the model, without retries."""
         rows = await self._run_with_timeout(
             self._tokenizer_thread, lambda: self._tokenize_texts(texts)
         )
@@ -177,7 +175,6 @@ class ModelReward(Reward):
         return await self._run_with_timeout(self._model_thread, lambda: model.compute_logits(rows))
 
     async def _run_with_timeout(self, thread: ThreadPoolExecutor, function: Callable[[], T]) -> T:
-        """Run a function in `thread`. Raises RewardTimeoutError past timeout_s."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.get_running_loop().run_in_executor(thread, function)
@@ -216,7 +213,6 @@ def logits_to_score(logits: RowLogits, label: int, *, sigmoid: bool) -> float:
 
 
 def _find_label_index(options: ModelOptions, labels: Sequence[str]) -> int:
-    """Return the index of option `label`, a name or an index. Raises ConfigError if unknown."""
     label_indices = {
         **{str(i): i for i in range(len(labels))},
         **{name: i for i, name in enumerate(labels)},

@@ -37,7 +37,6 @@ class RateLimiter:
         self._next_free_time = 0.0
 
     async def acquire(self, units: float) -> None:
-        """Wait until the rate limit admits `units`, after the units of all earlier calls."""
         now = asyncio.get_running_loop().time()
         start_time = max(now, self._next_free_time)
         self._next_free_time = start_time + units * self._seconds_per_unit
@@ -142,7 +141,6 @@ class ChatClient:
         return note
 
     async def _list_models(self) -> list[str]:
-        """Return the names of the models that the server offers."""
         async with self._request_deadline():
             models = await self._send_request(
                 self._client.models.with_raw_response.list, _ModelList
@@ -224,7 +222,6 @@ class ChatClient:
             raise RewardInfraError(f"{self._url}: invalid response: {error}") from None
 
     def _to_reward_error(self, error: openai.APIStatusError) -> RewardError:
-        """Convert an HTTP error status to a transient or a permanent RewardError."""
         body: Any = error.body
         reason = (body.get("message") if isinstance(body, dict) else None) or body
         reason = reason or error.response.reason_phrase

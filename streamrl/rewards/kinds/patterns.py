@@ -103,7 +103,6 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _parse_truth(truth: Any) -> Fraction:
-    """Return the ground truth as number. Raises RewardError."""
     number = None
     if isinstance(truth, str | int | float) and not isinstance(truth, bool):
         number = parse_number(str(truth))

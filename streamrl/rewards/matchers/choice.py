@@ -57,7 +57,6 @@ def validate_truth(truth: GroundTruth, *, letters: str = LETTERS) -> str:
 
 @lru_cache
 def _compile_patterns(letters: str) -> tuple["regex.Pattern[str]", ...]:
-    """Compile the patterns of `judge_completion`, in order of precedence. Raises ConfigError."""
     if not regex.fullmatch("[A-Z]+", letters) or len(set(letters)) < len(letters):
         raise ConfigError(f"rewards.letters={letters}: must be distinct capitals from A to Z")
     capital, either = f"(?P<letter>[{letters}])", f"(?P<letter>[{letters}{letters.lower()}])"

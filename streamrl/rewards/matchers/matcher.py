@@ -53,7 +53,6 @@ def accept_any_truth(truth: GroundTruth) -> None:
 def make_result(
     right: bool, *, score: float, answer: str | None = None, detail: str = ""
 ) -> RewardResult:
-    """Build a result with outcome PASS if the answer is `right`, else WRONG."""
     return RewardResult(score, RewardOutcome.PASS if right else RewardOutcome.WRONG, answer, detail)
 
 

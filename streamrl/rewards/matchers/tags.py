@@ -33,7 +33,6 @@ def judge_completion(
 
 
 def _find_format_error(completion: str, tags: Sequence[str], *, nothing_outside: bool) -> str:
-    """Return the first error in the tags of a completion, or empty text."""
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     for mark in marks:
         if completion.count(mark) != 1:

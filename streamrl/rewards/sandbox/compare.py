@@ -118,7 +118,6 @@ def can_be_value(data: bytes, accepted: Sequence[Any]) -> bool:
 
 
 def _count_parts(data: bytes) -> list[int]:
-    """Count each of _PART_MARKERS in JSON data."""
     blocks = range(0, len(data), _BLOCK_SIZE)
     return [sum(data.count(part, at, at + _BLOCK_SIZE) for at in blocks) for part in _PART_MARKERS]
 

@@ -129,7 +129,6 @@ class ProgramRun:
         return await asyncio.to_thread(judge_report, report, test, self._program, self._limits)
 
     async def _compile_program(self, jail: Jail) -> None:
-        """Send the program to the jail, which compiles it. Raises CompileFailedError."""
         message = make_program_message(self._program, self._language, self._limits)
         try:
             report = await self._request_report(jail, message, self._limits.compile_s)

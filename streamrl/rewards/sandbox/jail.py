@@ -166,7 +166,6 @@ class Jail:
             raise JailError(f"a jail was not ready after {START_TIMEOUT_S:.0f} s") from error
 
     def _read_last_error(self) -> str:
-        """Return the last line of stderr of a jail that failed to start."""
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
         data = self._process.stderr.read() or b""
@@ -229,7 +228,6 @@ class Jail:
         return self._spec.process_table.measure_tree_memory(self._init_process[0], enough=enough)
 
     async def _read_report(self) -> JailReport:
-        """Read the next report of the jail's driver. Raises JailLostError if the jail has ended."""
         try:
             head = driver.REPORT_FORMAT.unpack(
                 await self._reader.readexactly(driver.REPORT_FORMAT.size)
@@ -266,7 +264,6 @@ class Jail:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _wait_for_exit(self) -> None:
-        """Wait until all processes of the jail have exited. Raises DeadlineError."""
         loop = asyncio.get_running_loop()
         gone = asyncio.Event()
         loop.add_reader(self._exit_fd, gone.set)

@@ -104,7 +104,6 @@ class ProgramResult:
 
     @property
     def detail(self) -> str:
-        """Detail of the test that determines the outcome."""
         return self._decisive_result.detail
 
     @property

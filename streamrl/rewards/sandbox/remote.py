@@ -67,7 +67,6 @@ class RemoteSandbox:
     async def _run_test(
         self, program: SandboxProgram, test: StdinTest | CallTest
     ) -> ProgramTestResult:
-        """Run a test on the server and judge the reply. Raises RewardInfraError."""
         source, stdin = program.source, ""
         if isinstance(test, CallTest):
             source += _CALL_SOURCE.format(name=test.function, mark=_VALUE_MARKER)
@@ -108,7 +107,6 @@ class RemoteSandbox:
 def _judge_reply(
     reply: dict[str, Any], program: SandboxProgram, test: StdinTest | CallTest
 ) -> ProgramTestResult:
-    """Convert the server's reply to the result of a test."""
     compiled, ran = reply.get("compile_result") or {}, reply.get("run_result") or {}
     seconds = float(ran.get("execution_time") or 0.0)
     if compiled and (compiled.get("status") != "Finished" or compiled.get("return_code")):

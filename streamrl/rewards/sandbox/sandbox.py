@@ -89,7 +89,6 @@ class Sandbox:
                 self._slots.append(slot)
 
     def _find_language(self, program: SandboxProgram) -> LanguageSpec:
-        """Return the program's language. Raises ValueError for a program that cannot run here."""
         if program.language not in self._languages:
             names = ", ".join(self._languages)
             raise ValueError(f"no language {program.language}: the sandbox was started for {names}")
@@ -148,7 +147,6 @@ class Sandbox:
         ending.add_done_callback(self._kill_tasks.discard)
 
     def _start_jail(self) -> None:
-        """Start a jail in the background, ahead of the program that will use the jail."""
         self._num_started += 1
         starting = asyncio.get_running_loop().create_task(
             Jail.start(self._jail_spec, self._num_started)

@@ -59,7 +59,6 @@ def make_program_message(
 
 
 def make_test_message(test: StdinTest | CallTest, wall_s: float) -> dict[str, Any]:
-    """Return the message to a jail's driver for a test; excludes the expected output."""
     if isinstance(test, StdinTest):
         return {"stdin": str(test.stdin), "wall_s": wall_s}
     arguments = json.dumps(list(test.arguments))
@@ -69,7 +68,6 @@ def make_test_message(test: StdinTest | CallTest, wall_s: float) -> dict[str, An
 def judge_report(
     report: JailReport, test: StdinTest | CallTest, program: SandboxProgram, limits: ProgramLimits
 ) -> ProgramTestResult:
-    """Return the result of a test: from the program's exit, then from its output."""
     outcome, detail = _classify_exit(report, limits)
     if outcome is RewardOutcome.PASS:
         outcome, detail = _compare_output(report.out, test, program)

@@ -54,7 +54,6 @@ def load_registered_kinds(path: str, *, setting: str) -> dict[str, Callable[...,
 
 
 def _load_entry_point(point: EntryPoint) -> Callable[..., Any]:
-    """Import the function of an installed kind. Raises ConfigError."""
     try:
         with limit_import_time():
             function = point.load()

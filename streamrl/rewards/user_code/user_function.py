@@ -21,17 +21,17 @@ class SignatureStyle:
     signature: signature as text, for messages.
     marker_parameters: required parameters that identify the style.
     offered_parameters: parameters that a function may declare; None: also any column of the row.
+    build_arguments: makes the arguments of a call from a prompt and its completions.
     is_per_group: a call receives all completions of a prompt, else a single completion.
     can_abstain: the function may return None for a completion.
-    build_arguments: makes the arguments of a call from a prompt and its completions.
     """
 
     signature: str
     marker_parameters: frozenset[str]
     offered_parameters: frozenset[str] | None
-    is_per_group: bool
-    can_abstain: bool
     build_arguments: Callable[[Prompt, Sequence[str]], CallArguments]
+    is_per_group: bool = False
+    can_abstain: bool = False
 
 
 def _build_streamrl_arguments(prompt: Prompt, completions: Sequence[str]) -> CallArguments:
@@ -77,16 +77,12 @@ SIGNATURE_STYLES = (
         "score(prompt, completion)",
         marker_parameters=frozenset({"prompt", "completion"}),
         offered_parameters=frozenset({"prompt", "completion"}),
-        is_per_group=False,
-        can_abstain=False,
         build_arguments=_build_streamrl_arguments,
     ),
     SignatureStyle(
         "compute_score(data_source, solution_str, ground_truth, extra_info)",
         marker_parameters=frozenset({"solution_str", "ground_truth"}),
         offered_parameters=frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
-        is_per_group=False,
-        can_abstain=False,
         build_arguments=_build_verl_arguments,
     ),
     SignatureStyle(
@@ -95,17 +91,16 @@ SIGNATURE_STYLES = (
         offered_parameters=frozenset(
             {"data_sources", "solution_strs", "ground_truths", "extra_infos"}
         ),
-        is_per_group=True,
-        can_abstain=False,
         build_arguments=_build_verl_batch_arguments,
+        is_per_group=True,
     ),
     SignatureStyle(
         "f(prompts, completions, **columns)",
         marker_parameters=frozenset({"completions"}),
         offered_parameters=None,
+        build_arguments=_build_trl_arguments,
         is_per_group=True,
         can_abstain=True,
-        build_arguments=_build_trl_arguments,
     ),
 )
 
@@ -211,7 +206,6 @@ class FunctionSource:
 
 
 def _match_style(code: FileFunction, kwargs: Mapping[str, Any]) -> SignatureStyle:
-    """Return the first style that fits a function's parameters. Raises ConfigError."""
     for style in SIGNATURE_STYLES:
         fits = (
             style.offered_parameters is None

@@ -61,7 +61,6 @@ def make_reward_handler(source: FunctionSource) -> Callable[[RewardRequest | Non
 
 
 def _build_calls(user: UserFunction, request: RewardRequest) -> list[CallArguments]:
-    """Return the arguments of each call: a call per group or per completion."""
     prompt, completions = request
     groups = [completions] if user.style.is_per_group else [[text] for text in completions]
     return [user.call_spec.build_arguments(prompt, group) for group in groups]
