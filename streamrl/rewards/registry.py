@@ -105,9 +105,7 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
         partial(build_rule_reward, "length"),
     ),
     "auto": RewardKind(
-        "rule chosen by the row's data_source, as in verl",
-        SymbolicOptions,
-        AutoReward,
+        "rule chosen by the row's data_source, as in verl", SymbolicOptions, AutoReward
     ),
     "code": RewardKind(
         "runs the program in the completion against the row's tests in a sandbox",
@@ -127,9 +125,7 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
         can_use_devices=True,
     ),
     "judge": RewardKind(
-        "score from a language model behind an OpenAI-compatible server",
-        JudgeOptions,
-        JudgeReward,
+        "score from a language model behind an OpenAI-compatible server", JudgeOptions, JudgeReward
     ),
 }
 # Metrics of the combined score use these names: reward/mean, cost/std.

@@ -72,10 +72,7 @@ class RewardScorer:
     """
 
     def __init__(
-        self,
-        rewards: RewardSet,
-        tokenizer: "PreTrainedTokenizerBase",
-        group_filter: GroupFilter,
+        self, rewards: RewardSet, tokenizer: "PreTrainedTokenizerBase", group_filter: GroupFilter
     ) -> None:
         self._reward_set = rewards
         self._tokenizer = tokenizer

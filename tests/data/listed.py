@@ -71,9 +71,5 @@ def stream_of(
 ) -> PromptStream:
     data = Listed(items, mix, fates or {})
     return PromptStream(
-        data,
-        seed=seed,
-        shuffle=shuffle,
-        max_bad_share=max_bad_share,
-        reads_ahead=reads_ahead,
+        data, seed=seed, shuffle=shuffle, max_bad_share=max_bad_share, reads_ahead=reads_ahead
     )

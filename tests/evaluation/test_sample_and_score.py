@@ -1,5 +1,4 @@
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,13 +43,18 @@ TABLE = {
 }
 
 
-async def test_metrics_of_a_worked_example():
-    result = await evaluate_policy(
-        prompts("easy", "hard", "easy"),
+async def evaluate(held_out, *, generate=generate, score=None, timeout_s=600.0, **settings):
+    return await evaluate_policy(
+        held_out,
         generate=generate,
-        score=scoring(TABLE),
-        config=EvaluationConfig(samples=4),
+        score=score or scoring(TABLE),
+        config=EvaluationConfig(**settings),
+        timeout_s=timeout_s,
     )
+
+
+async def test_metrics_of_a_worked_example():
+    result = await evaluate(prompts("easy", "hard", "easy"), samples=4)
     # 2 + 0 + 4 of 12 completions pass; 2 of 3 prompts have a passing completion; scores sum to 8.
     assert (result.num_prompts, result.samples) == (3, 4)
     assert result.pass_at_1 == pytest.approx(6 / 12)
@@ -68,46 +72,26 @@ async def test_metrics_of_a_worked_example():
 
 
 async def test_pass_score_is_configurable():
-    result = await evaluate_policy(
-        prompts("", "", ""),
-        generate=generate,
-        score=scoring(TABLE),
-        config=EvaluationConfig(pass_score=0.5),
-    )
+    result = await evaluate(prompts("", "", ""), pass_score=0.5)
     assert result.pass_at_1 == pytest.approx(8 / 12)
     assert result.pass_at_k == 1.0
 
 
 async def test_all_rates_are_equal_for_a_single_sample():
-    result = await evaluate_policy(
-        prompts("", "", ""),
-        generate=generate,
-        score=scoring(TABLE),
-        config=EvaluationConfig(samples=1),
-    )
+    result = await evaluate(prompts("", "", ""), samples=1)
     assert result.pass_at_1 == result.pass_at_k == result.mean_at_k == pytest.approx(2 / 3)
 
 
 async def test_limit_selects_the_first_prompts():
     for limit, used in ((1, 1), (2, 2), (None, 3), (9, 3)):
-        result = await evaluate_policy(
-            prompts("", "", ""),
-            generate=generate,
-            score=scoring(TABLE),
-            config=EvaluationConfig(limit=limit),
-        )
+        result = await evaluate(prompts("", "", ""), limit=limit)
         assert result.num_prompts == used
 
 
 async def test_limit_applies_per_file_and_each_file_has_metrics():
     first, second, third = prompts("", "", "")["held_out"]
     for limit, used in ((None, [2, 1]), (1, [1, 1])):
-        result = await evaluate_policy(
-            {"a": [first, second], "b": [third]},
-            generate=generate,
-            score=scoring(TABLE),
-            config=EvaluationConfig(limit=limit),
-        )
+        result = await evaluate({"a": [first, second], "b": [third]}, limit=limit)
         assert [part.num_prompts for part in result.by_file.values()] == used
         assert result.by_file["b"].pass_at_1 == 1.0
     assert result.to_metrics()["eval/file/a/pass_at_1"] == 0.5
@@ -125,19 +109,17 @@ async def test_maj_at_k_requires_answers_from_every_source():
         return columns
 
     silent: tuple[str, ...] = ()
-    settings: dict[str, Any] = {"generate": generate, "score": score}
-    settings |= {"config": EvaluationConfig()}
-    result = await evaluate_policy(prompts("a", "b", "b"), **settings)
+    result = await evaluate(prompts("a", "b", "b"), score=score)
     # The majority answer passes by half for a, never for the first b; the second b has no answer.
     assert result.maj_at_k == pytest.approx((0.5 + 0 + 0) / 3)
     silent = ("b",)
-    result = await evaluate_policy(prompts("a", "b", "b"), **settings)
+    result = await evaluate(prompts("a", "b", "b"), score=score)
     assert result.maj_at_k is None
     assert "eval/maj_at_k" not in result.to_metrics()
     assert (result.by_source["a"].maj_at_k, result.by_source["b"].maj_at_k) == (0.5, None)
 
 
-async def seeds_used(config, delays):
+async def seeds_used(delays, **settings):
     """Return the seeds of each prompt if generation takes these delays."""
     seen = {}
 
@@ -146,19 +128,19 @@ async def seeds_used(config, delays):
         seen[prompt.uid] = list(seeds)
         return await generate(prompt, seeds)
 
-    await evaluate_policy(prompts("", "", ""), generate=slow, score=scoring(TABLE), config=config)
+    await evaluate(prompts("", "", ""), generate=slow, **settings)
     return seen
 
 
 async def test_seeds_depend_only_on_prompt_and_config():
-    concurrent = await seeds_used(EvaluationConfig(), [0.0, 0.01, 0.02])
-    sequential = await seeds_used(EvaluationConfig(concurrency=1), [0.02, 0.01, 0.0])
+    concurrent = await seeds_used([0.0, 0.01, 0.02])
+    sequential = await seeds_used([0.02, 0.01, 0.0], concurrency=1)
     assert concurrent == sequential
     all_seeds = [seed for seeds in concurrent.values() for seed in seeds]
     assert len(set(all_seeds)) == 12
     assert all(0 <= seed < 2**31 for seed in all_seeds)
-    assert concurrent != await seeds_used(EvaluationConfig(seed=1), [0, 0, 0])
-    fewer = await seeds_used(EvaluationConfig(samples=2), [0, 0, 0])
+    assert concurrent != await seeds_used([0, 0, 0], seed=1)
+    fewer = await seeds_used([0, 0, 0], samples=2)
     assert fewer == {uid: seeds[:2] for uid, seeds in concurrent.items()}
 
 
@@ -177,12 +159,7 @@ async def test_concurrency_bounds_prompts_in_flight(concurrency):
     async def ones(prompt, rollouts):
         return {"scores": np.ones(len(rollouts), np.float32)}
 
-    await evaluate_policy(
-        prompts(*[""] * 20),
-        generate=counted,
-        score=ones,
-        config=EvaluationConfig(concurrency=concurrency),
-    )
+    await evaluate(prompts(*[""] * 20), generate=counted, score=ones, concurrency=concurrency)
     assert most == min(concurrency, 20)
 
 
@@ -200,12 +177,7 @@ def failing_scores(table, failing):
 
 
 async def test_a_prompt_with_a_failed_reward_is_excluded_and_counted():
-    result = await evaluate_policy(
-        prompts("easy", "hard", "easy"),
-        generate=generate,
-        score=failing_scores(TABLE, ["0:1:0"]),
-        config=EvaluationConfig(),
-    )
+    result = await evaluate(prompts("easy", "hard", "easy"), score=failing_scores(TABLE, ["0:1:0"]))
     assert (result.num_prompts, result.num_unscored) == (2, 1)
     assert result.unscored_reason == "judge is down"
     assert result.pass_at_1 == pytest.approx(6 / 8)
@@ -214,12 +186,7 @@ async def test_a_prompt_with_a_failed_reward_is_excluded_and_counted():
 
 async def test_an_evaluation_without_scores_raises():
     with pytest.raises(RewardError, match="judge is down"):
-        await evaluate_policy(
-            prompts("", ""),
-            generate=generate,
-            score=failing_scores(TABLE, ["0:0:0", "0:1:0"]),
-            config=EvaluationConfig(),
-        )
+        await evaluate(prompts("", ""), score=failing_scores(TABLE, ["0:0:0", "0:1:0"]))
 
 
 async def test_a_failure_is_raised_unchanged_and_cancels_other_prompts():
@@ -234,9 +201,7 @@ async def test_a_failure_is_raised_unchanged_and_cancels_other_prompts():
             ended.append(prompt.uid)
 
     with pytest.raises(ActorError, match="generator-0 died"):
-        await evaluate_policy(
-            prompts("", "", ""), generate=failing, score=scoring(TABLE), config=EvaluationConfig()
-        )
+        await evaluate(prompts("", "", ""), generate=failing)
     assert sorted(ended) == ["0:0:0", "0:2:0"]
 
 
@@ -245,13 +210,7 @@ async def test_a_prompt_beyond_the_deadline_is_named():
         await asyncio.sleep(60)
 
     with pytest.raises(DeadlineError, match=r"evaluation of uid 0:0:0: no scores in 0.05 s"):
-        await evaluate_policy(
-            prompts(""),
-            generate=hanging,
-            score=scoring(TABLE),
-            config=EvaluationConfig(),
-            timeout_s=0.05,
-        )
+        await evaluate(prompts(""), generate=hanging, timeout_s=0.05)
 
 
 async def test_a_timeout_error_of_the_generator_is_not_a_deadline_error():
@@ -259,26 +218,17 @@ async def test_a_timeout_error_of_the_generator_is_not_a_deadline_error():
         raise TimeoutError("engine")
 
     with pytest.raises(TimeoutError, match="engine"):
-        await evaluate_policy(
-            prompts(""), generate=failing, score=scoring(TABLE), config=EvaluationConfig()
-        )
+        await evaluate(prompts(""), generate=failing)
 
 
 async def test_a_scores_column_of_the_wrong_shape_is_refused():
     with pytest.raises(ValueError, match=r"uid 0:0:0: column scores has shape \(3,\)"):
-        await evaluate_policy(
-            prompts(""),
-            generate=generate,
-            score=scoring({"0:0:0": [1, 1, 1]}),
-            config=EvaluationConfig(),
-        )
+        await evaluate(prompts(""), score=scoring({"0:0:0": [1, 1, 1]}))
 
 
 async def test_an_evaluation_without_prompts_is_refused():
     with pytest.raises(ValueError, match="no prompts"):
-        await evaluate_policy(
-            {}, generate=generate, score=scoring(TABLE), config=EvaluationConfig()
-        )
+        await evaluate({})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.errors import ConfigError
 from streamrl.files import python_module
-from streamrl.files.python_module import import_file, load_referenced_function
+from streamrl.files.python_module import import_file, load_function, load_referenced_function
 
 
 def test_a_hanging_import_times_out_with_its_line(tmp_path, monkeypatch):
@@ -59,6 +59,9 @@ def test_an_existing_alarm_is_left_unchanged(tmp_path):
         ("def f(b, other=1): pass", ("b",)),
         ("def f(*a, **rest): pass", ("a", "b")),
         ("def f(*a): pass", ()),
+        ("def f(*, a, c=1): pass", ("a",)),
+        ("f = lambda a=None: a", ("a",)),
+        ("class F:\n    def __call__(self, b): pass\nf = F()", ("b",)),
     ],
 )
 def test_a_function_receives_the_arguments_it_names(tmp_path, source, parameters):
@@ -66,3 +69,46 @@ def test_a_function_receives_the_arguments_it_names(tmp_path, source, parameters
     path.write_text(source)
     code = load_referenced_function(f"{path}:f", setting="scorer.combine")
     assert code.select_arguments(("a", "b")) == parameters
+
+
+@pytest.mark.parametrize(
+    ("signature", "refused"),
+    [("(c)", "c"), ("(d, a, c)", "d, c"), ("(a, *, c)", "c"), ("(a, /)", "a"), ("(a=1, /)", "a")],
+)
+def test_a_required_parameter_that_is_not_offered_is_refused(tmp_path, signature, refused):
+    path = tmp_path / "mine.py"
+    path.write_text(f"def f{signature}: pass")
+    code = load_referenced_function(f"{path}:f", setting="scorer.combine")
+    message = (
+        rf"^scorer.combine={path}:f: in {path} requires {refused}; available, by keyword: a, b$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        code.select_arguments(("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = 1\ndef other(): pass", "{said}: not in {path}; its functions are other"),
+        ("", "{said}: not in {path}; its functions are none"),
+        ("f = 5", "{said}: in {path} it is not a function"),
+        ("class f: pass", "{said}: in {path} it is not a function"),
+        ("f = max", "{said}: in {path}: no signature"),
+        ("x = 1\nimport no_such_module", "filter.path={path}:2: ModuleNotFoundError: No"),
+        ("x = 1\ny = = 2", "filter.path={path}:2: SyntaxError"),
+        ("raise SystemExit(1)", "filter.path={path}:1: SystemExit: 1"),
+    ],
+)
+def test_a_file_without_the_function_is_refused(tmp_path, source, words):
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    with pytest.raises(ConfigError) as caught:
+        load_function(str(path), "f", setting="filter.path", said="filter.function=f")
+    assert str(caught.value).startswith(words.format(path=path, said="filter.function=f"))
+
+
+def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
+    (tmp_path / "mine.txt").touch()
+    for name, words in (("none.py", "no such file"), ("mine.txt", "must be a .py file")):
+        with pytest.raises(ConfigError, match=rf"^filter.path=/.*{name}: {words}$"):
+            import_file(str(tmp_path / name), setting="filter.path")

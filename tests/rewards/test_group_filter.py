@@ -142,17 +142,8 @@ def test_a_function_receives_the_prompt_and_lists_of_floats(filter_from):
 @pytest.mark.parametrize(
     "function",
     [
-        "def keep(): return True",
-        "def keep(prompt): return prompt.uid == '3:7:0'",
         "def keep(rewards, scores): return rewards == {'a': scores}",
-        "def keep(*, scores): return scores == [1, 0]",
-        "def keep(scores, least=1): return max(scores) >= least",
-        "def keep(scores=None): return scores == [1, 0]",
         "def keep(**given): return sorted(given) == ['prompt', 'rewards', 'scores']",
-        "def keep(scores, **rest): return sorted(rest) == ['prompt', 'rewards']",
-        "def keep(*scores): return scores == ()",
-        "keep = lambda scores: scores == [1, 0]",
-        "class Keep:\n    def __call__(self, scores): return scores == [1, 0]\nkeep = Keep()",
     ],
 )
 def test_a_function_receives_only_the_parameters_it_declares(filter_from, function):
@@ -196,84 +187,33 @@ def test_another_return_value_is_an_error_naming_function_file_and_uid(filter_fr
         reason(config, [1, 0])
 
 
-@pytest.mark.parametrize(
-    ("statement", "words"),
-    [
-        ("return 1 / 0", "ZeroDivisionError: division by zero"),
-        ("return rewards['x']", "KeyError: 'x'"),
-        ("raise ValueError('two\\nlines')", "ValueError: two lines"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
-        ("next(iter([]))", "StopIteration"),
-    ],
-)
-def test_an_exception_is_reported_with_line_and_uid(filter_from, statement, words):
-    config = filter_from(f"""
-        # line 2
-        def keep(rewards):
-            {statement}
-    """)
+def test_an_exception_is_reported_with_line_and_uid(filter_from):
+    config = filter_from("def keep(rewards):\n    return rewards['x']")
     with pytest.raises(
-        RewardError, match=rf"^filter, uid 3:7:0: keep at /.*filter\.py:4: {words}$"
+        RewardError, match=r"^filter, uid 3:7:0: keep at /.*filter\.py:2: KeyError: 'x'$"
     ):
         reason(config, [1, 0])
-
-
-@pytest.mark.parametrize(
-    ("signature", "refused"),
-    [
-        ("(group)", "group"),
-        ("(tokens, scores, uid)", "tokens, uid"),
-        ("(prompt, *, tokenizer)", "tokenizer"),
-        ("(scores, /)", "scores"),
-        ("(scores=None, /)", "scores"),
-    ],
-)
-def test_an_unknown_parameter_is_refused_listing_the_allowed_parameters(
-    filter_from, signature, refused
-):
-    config = filter_from(f"def keep{signature}: return True")
-    with pytest.raises(
-        ConfigError,
-        match=rf"^filter\.function=keep: in /.*filter\.py requires {refused}; "
-        r"available, by keyword: prompt, scores, rewards$",
-    ):
-        build_group_filter(config)
+    with pytest.raises(RewardError, match=r"SystemExit: 3$"):
+        reason(filter_from("def keep(): raise SystemExit(3)"), [1, 0])
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         (
-            "def other(): pass",
-            r"filter\.function=keep: not in /.*filter\.py; its functions are other",
+            "def keep(tokens, scores, uid): return True",
+            r"filter\.function=keep: in /.*filter\.py requires tokens, uid; "
+            r"available, by keyword: prompt, scores, rewards",
         ),
         ("", r"filter\.function=keep: not in /.*filter\.py; its functions are none"),
-        ("keep = True", r"filter\.function=keep: in /.*filter\.py it is not a function"),
-        ("class keep: pass", r"filter\.function=keep: in /.*filter\.py it is not a function"),
-        ("keep = max", r"filter\.function=keep: in /.*filter\.py: no signature.*"),
-        (
-            "async def keep(): return True",
-            r"filter\.function=keep: in /.*filter\.py must not be async",
-        ),
+        ("async def keep(): return True", r"filter\.function=keep: in /.*\.py must not be async"),
         ("x = 1\ny = = 2", r"filter\.path=/.*filter\.py:2: SyntaxError: .*"),
-        ("import no_such_module", r"filter\.path=/.*filter\.py:1: ModuleNotFoundError: .*"),
-        ("raise SystemExit(1)", r"filter\.path=/.*filter\.py:1: SystemExit: 1"),
     ],
 )
-def test_a_file_without_the_function_is_refused(filter_from, source, words):
+def test_an_unusable_function_is_refused(filter_from, source, words):
     config = filter_from(source)
     with pytest.raises(ConfigError, match=f"^{words}$"):
         build_group_filter(config)
-
-
-def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
-    (tmp_path / "filter.txt").write_text("")
-    for name, words in (("none.py", "no such file"), ("filter.txt", r"must be a \.py file")):
-        config = FilterConfig(
-            "function", options={"path": str(tmp_path / name), "function": "keep"}
-        )
-        with pytest.raises(ConfigError, match=rf"^filter\.path=/.*{name}: {words}$"):
-            build_group_filter(config)
 
 
 @pytest.mark.parametrize(
@@ -295,10 +235,7 @@ def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
             "filter.path has no effect with filter.kind=none;"
             " mean_outside takes low and high, function takes path and function",
         ),
-        (
-            {"path": "a.py"},
-            "filter.path='a.py': unknown; the nearest key is high",
-        ),
+        ({"path": "a.py"}, "filter.path='a.py': unknown; the nearest key is high"),
         ({"max_filter_rounds": 0}, "filter.max_filter_rounds=0: must be 1 or more"),
     ],
 )

@@ -151,11 +151,7 @@ async def test_extra_metrics_are_summed_and_averaged():
     for rewards in (first, second):
         await rewards.score(PROMPT, ["a", "b"])
         counts.update(rewards.drain_counts())
-    assert sums_to_means(counts) == {
-        "verdicts/pass": 4,
-        "reward/f/acc": -0.5,
-        "reward/f/a~b": 4.0,
-    }
+    assert sums_to_means(counts) == {"verdicts/pass": 4, "reward/f/acc": -0.5, "reward/f/a~b": 4.0}
     assert find_metric("reward/f/acc").name == "reward/<component>/<number>"
     assert first.drain_counts() == {}
     many = reward_set(f=(1.0, Said(results_with({f"n{i}": 1.0 for i in range(999)}))))

@@ -227,8 +227,7 @@ class WorkerReward(Reward):
         attempt = itertools.count()
         # A request that failed before runs on an exclusive worker.
         return await retry_infra_errors(
-            lambda: self._call_once(request, alone=next(attempt) > 0),
-            self._attempts,
+            lambda: self._call_once(request, alone=next(attempt) > 0), self._attempts
         )
 
     async def _call_once(self, request: Any, *, alone: bool = False) -> Any:

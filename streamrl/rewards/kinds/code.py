@@ -104,10 +104,7 @@ class CodeReward(Reward):
 
     async def _start_sandbox(self, jails: int) -> Sandbox:
         return await Sandbox.start(
-            self._limits,
-            jails=jails,
-            languages=self._languages,
-            allow_unsafe=self._allow_unsafe,
+            self._limits, jails=jails, languages=self._languages, allow_unsafe=self._allow_unsafe
         )
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:

@@ -165,10 +165,7 @@ def test_rows_are_read_lazily(tmp_path):
             json.dumps({"prompt": "a", "extra_info": '{"a": ' + "[" * 200 + "]" * 200 + "}"}),
             "extra_info is text, which must be JSON: nested more than",
         ),
-        (
-            '{"prompt": "a", "ground_truth": 1, "reward_model": {"ground_truth": 2}}',
-            "keep one",
-        ),
+        ('{"prompt": "a", "ground_truth": 1, "reward_model": {"ground_truth": 2}}', "keep one"),
     ],
 )
 def test_a_bad_row_names_line_and_rule(tmp_path, line, words):

@@ -7,10 +7,7 @@ import textwrap
 import pytest
 from msgspec.structs import replace
 
-from streamrl.errors import (
-    ConfigError,
-    RewardError,
-)
+from streamrl.errors import ConfigError, RewardError
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 from streamrl.rewards.registry import build_rewards
@@ -292,15 +289,7 @@ async def test_other_results_are_errors_naming_function_file_and_completion(rewa
 
 @pytest.mark.parametrize(
     "body",
-    [
-        "[1.0]",
-        "[1.0] * 3",
-        "1.0",
-        "None",
-        "'ab'",
-        "{'score': 1}",
-        "__import__('numpy').array(1.0)",
-    ],
+    ["[1.0]", "[1.0] * 3", "1.0", "None", "'ab'", "{'score': 1}", "__import__('numpy').array(1.0)"],
 )
 async def test_a_group_function_must_return_a_number_per_completion(reward_from, body):
     reward = reward_from(f"def f(completions): return {body}")
@@ -391,25 +380,11 @@ def test_an_unknown_signature_is_refused_listing_the_supported_signatures(reward
         reward_from(f"def f{signature}: return 1.0")
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (
-            "x = 1\ndef other(): pass",
-            r"rewards.function=f: not in .*reward.py; its functions are other",
-        ),
-        ("", r"its functions are none"),
-        ("f = 5", r"in .*reward.py it is not a function"),
-        ("class f: pass", r"in .*reward.py it is not a function"),
-        ("f = max", r"rewards.function=f: in .*reward.py: no signature"),
-        ("x = 1\nimport no_such_module", r"rewards.path=.*reward.py:2: ModuleNotFoundError: No"),
-        ("x = 1\ny = = 2", r"rewards.path=.*reward.py:2: SyntaxError"),
-        ("raise SystemExit(1)", r"rewards.path=.*reward.py:1: SystemExit: 1"),
-    ],
-)
-def test_a_file_without_the_function_is_refused(reward_from, source, words):
-    with pytest.raises(ConfigError, match=words):
-        reward_from(source)
+def test_a_missing_function_or_file_is_refused(reward_from, tmp_path):
+    with pytest.raises(ConfigError, match=r"rewards.function=f: not in .*reward.py; its functions"):
+        reward_from("def other(): pass")
+    with pytest.raises(ConfigError, match=r"rewards.path=.*none.py: no such file"):
+        make_reward_handler(FunctionSource(str(tmp_path / "none.py"), "f"))
 
 
 @pytest.mark.parametrize(
@@ -418,15 +393,6 @@ def test_a_file_without_the_function_is_refused(reward_from, source, words):
 def test_refused_parameters_are_shown_as_written(reward_from, signature):
     with pytest.raises(ConfigError, match=re.escape(f"reward.py ({signature}) match none of")):
         reward_from(f"def f({signature}): return 1.0")
-
-
-def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
-    for name, words in (("none.py", "no such file"), ("reward.txt", "must be a .py file")):
-        path = tmp_path / name
-        if name == "reward.txt":
-            path.write_text("")
-        with pytest.raises(ConfigError, match=words):
-            make_reward_handler(FunctionSource(str(path), "f"))
 
 
 async def test_files_with_equal_names_do_not_mix(tmp_path):

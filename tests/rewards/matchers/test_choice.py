@@ -3,60 +3,29 @@ import pytest
 from streamrl.errors import ConfigError, RewardError
 from streamrl.rewards.matchers import choice
 
+NAMED = [
+    *("B", "b", "(B)", "**B**", " B. ", "$B$", "B. Paris", "(b) Paris", "B: it is warm", "A\nB"),
+    *("The answer is B", "The answer is B.", "The answer is (B), because A is wrong."),
+    *("the correct answer is: **B**", "Answer: B", "ANSWER: (B) Paris", "**Answer:** B"),
+    *("The answer is option B", "The answer is $\\boxed{B}$.", "\\boxed{B}", "\\boxed{b}"),
+    *("\\boxed{(B)}", "\\boxed{\\text{B}}", "\\boxed{\\textbf{(B)}}", "\\boxed{\\text{(B) }7}"),
+    *("\\boxed{B. Paris}", "The answer is A. No, wait: the answer is B."),
+    *("\\boxed{A} and then \\boxed{B}", "\\boxed{A}, so the answer is B"),
+    *("The answer is A, so \\boxed{B}", "A\n\nThe answer is B", "The answer is B\n\nA"),
+    "Let me think.\n\nB",
+]
+UNNAMED = [
+    *("A dog barks.", "I think so.", "The answer is a matter of taste", "The answer is not B"),
+    *("The answer is Bob", "The answers are B", "A. London\nB. Paris", "Paris", "Z"),
+    *("\\boxed{7}", ""),
+]
 
-@pytest.mark.parametrize(
-    ("completion", "letter"),
-    [
-        ("B", "B"),
-        ("b", "B"),
-        ("(B)", "B"),
-        ("**B**", "B"),
-        (" B. ", "B"),
-        ("$B$", "B"),
-        ("The answer is B", "B"),
-        ("The answer is B.", "B"),
-        ("The answer is (B), because A is wrong.", "B"),
-        ("the correct answer is: **B**", "B"),
-        ("Answer: B", "B"),
-        ("ANSWER: (B) Paris", "B"),
-        ("**Answer:** B", "B"),
-        ("The answer is option B", "B"),
-        ("The answer is $\\boxed{B}$.", "B"),
-        ("\\boxed{B}", "B"),
-        ("\\boxed{b}", "B"),
-        ("\\boxed{(B)}", "B"),
-        ("\\boxed{\\text{B}}", "B"),
-        ("\\boxed{\\textbf{(B)}}", "B"),
-        ("\\boxed{\\text{(B) }7}", "B"),
-        ("\\boxed{B. Paris}", "B"),
-        ("The answer is A. No, wait: the answer is B.", "B"),
-        ("\\boxed{A} and then \\boxed{B}", "B"),
-        ("\\boxed{A}, so the answer is B", "B"),
-        ("The answer is A, so \\boxed{B}", "B"),
-        ("A\n\nThe answer is B", "B"),
-        ("The answer is B\n\nA", "B"),
-        ("Let me think.\n\nB", "B"),
-        ("A\nB", "B"),
-        ("B. Paris", "B"),
-        ("(b) Paris", "B"),
-        ("B: it is warm", "B"),
-        ("A dog barks.", None),
-        ("I think so.", None),
-        ("The answer is a matter of taste", None),
-        ("The answer is not B", None),
-        ("The answer is Bob", None),
-        ("The answers are B", None),
-        ("A. London\nB. Paris", None),
-        ("Paris", None),
-        ("Z", None),
-        ("\\boxed{7}", None),
-        ("", None),
-    ],
-)
-def test_the_last_letter_named_as_the_answer_counts(completion, letter):
+
+@pytest.mark.parametrize("completion", [*NAMED, *UNNAMED])
+def test_the_last_letter_named_as_the_answer_counts(completion):
     judgement = choice.judge_completion(completion, "B")
-    assert judgement.answer == letter
-    assert judgement.score == (letter == "B")
+    assert judgement.answer == (None if completion in UNNAMED else "B")
+    assert judgement.score == (completion in NAMED)
 
 
 def test_only_the_configured_letters_count():

@@ -13,32 +13,8 @@ from streamrl.rewards.matchers.registry import MATCHER_BY_SOURCE, MATCHERS, find
 TRUTHS = {"choice": "B"}
 QUICK = [name for name, rule in MATCHERS.items() if not rule.may_hang]
 PIECES = [
-    "\\boxed{",
-    "\\boxed ",
-    "{",
-    "}",
-    "#### ",
-    "Answer: ",
-    "answer is ",
-    "B",
-    "1",
-    ",",
-    ".",
-    "=",
-]
-PIECES += [
-    "\\frac",
-    "\\sqrt",
-    "\\text{ ",
-    "$",
-    "/",
-    "-",
-    " ",
-    "\n",
-    "<think>",
-    "</think>",
-    "\\",
-    "(",
+    *("\\boxed{", "\\boxed ", "{", "}", "#### ", "Answer: ", "answer is ", "B", "1", ",", ".", "="),
+    *("\\frac", "\\sqrt", "\\text{ ", "$", "/", "-", " ", "\n", "<think>", "</think>", "\\", "("),
 ]
 
 

@@ -1,10 +1,12 @@
-"""Hostile programs and their required outcomes.
+"""Hostile programs and their required outcomes, from the files in attacks/.
 
 A program that prints `contained` only passes: its attack ran without success. A successful attack
 prints `escaped`. Programs with `guess` try to find the expected value instead.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.sandbox.program import CallTest, SandboxProgram, StdinTest
@@ -33,7 +35,7 @@ def contained():
     print("contained")
 '''
 #: Helpers for direct system calls, with numbers on x86-64 and ARM.
-SYSCALLS = """
+_SYSCALLS = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 NUMBERS = {
@@ -61,27 +63,44 @@ def denied(name, *arguments):
 class Attack:
     """A hostile program. {canary}, {port}, {pid} stand for a file, a server and a process.
 
-    calls: call the function `guess` instead of running a script.
-    verdicts: allowed outcomes; several if two limits race.
+    outcomes: allowed outcomes; several if two limits race.
+    flags: `calls`: calls the function `guess` instead of running a script; `syscalls`: uses
+        `denied`; `slow`: takes seconds, while a quick attack of the same type exists; `user`:
+        behaves differently for an ordinary user (permissions, processes, the user's files).
     """
 
     name: str
-    verdicts: tuple[RewardOutcome, ...]
+    outcomes: frozenset[RewardOutcome]
     source: str
-    calls: bool = False
+    flags: frozenset[str] = frozenset()
 
-    def program(self, facts: dict[str, str]) -> SandboxProgram:
+    def make_program(self, facts: dict[str, str]) -> SandboxProgram:
         """Return the program with the host's facts filled in."""
-        source = _TOOLS + self.source
+        source = _TOOLS + (_SYSCALLS if "syscalls" in self.flags else "") + self.source
         for name, value in facts.items():
             source = source.replace("{" + name + "}", value)
-        test = CallTest("guess", [], [WANTED]) if self.calls else StdinTest("", "contained\n")
+        calls = "calls" in self.flags
+        test = CallTest("guess", [], [WANTED]) if calls else StdinTest("", "contained\n")
         return SandboxProgram("python", source, [test])
 
 
-PASS, WRONG, ERROR = (RewardOutcome.PASS,), (RewardOutcome.WRONG,), (RewardOutcome.RUNTIME_ERROR,)
-TIMEOUT, MEMORY, OUTPUT = (
-    (RewardOutcome.TIMEOUT,),
-    (RewardOutcome.MEMORY,),
-    (RewardOutcome.OUTPUT_LIMIT,),
-)
+def _read_attacks() -> Iterator[Attack]:
+    """Parse attacks/*.txt: programs under lines `### name | outcomes | flags`."""
+    for path in sorted(Path(__file__).with_name("attacks").glob("*.txt")):
+        for section in path.read_text().split("\n### ")[1:]:
+            head, _, source = section.partition("\n")
+            name, outcomes, *flags = head.split(" | ")
+            yield Attack(
+                name,
+                frozenset(map(RewardOutcome, outcomes.split())),
+                source,
+                frozenset(" ".join(flags).split()),
+            )
+
+
+COMPILE_ERROR = frozenset({RewardOutcome.COMPILE_ERROR})
+ATTACKS = [
+    *_read_attacks(),
+    Attack("a source with a null", COMPILE_ERROR, "x = 1\x00", frozenset({"calls"})),
+    Attack("a source that claims another encoding", COMPILE_ERROR, "\udcff = 1"),
+]

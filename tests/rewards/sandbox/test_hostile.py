@@ -17,15 +17,8 @@ from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.sandbox.program import ProgramLimits, SandboxProgram, StdinTest
 from streamrl.rewards.sandbox.sandbox import Sandbox
 from tests.descendants import descendants
-from tests.rewards.sandbox.hostile import LEFT, SECRET, Attack
-from tests.rewards.sandbox.hostile_harness import FORGERIES, FUNCTIONS
-from tests.rewards.sandbox.hostile_machine import KERNEL, PROCESSES
-from tests.rewards.sandbox.hostile_resources import MEMORY_AND_OUTPUT
-from tests.rewards.sandbox.hostile_world import DISK, FILES, NETWORK
+from tests.rewards.sandbox.hostile import ATTACKS, LEFT, SECRET, Attack
 
-ATTACKS = [
-    *(*NETWORK, *FILES, *DISK, *PROCESSES, *MEMORY_AND_OUTPUT, *KERNEL, *FORGERIES, *FUNCTIONS)
-]
 LIMITS = ProgramLimits(
     wall_s=4.0,
     cpu_s=1.0,
@@ -37,28 +30,10 @@ LIMITS = ProgramLimits(
     output_kib=256,
 )
 
-#: Attacks that take seconds; a quick attack of the same type exists for each.
-LONG = {
-    "a fork bomb in bash",
-    "a loop that ignores its time limit",
-    "a regular expression bomb",
-    "a number too large to compute",
-    "a call that never returns",
-    "a zip bomb",
-    "an infinite generator",
-    "memory shared by nobody",
-    "memory in processes whose first thread has ended",
-    "memory in processes whose names are made of figures",
-    "a thread that never ends",
-    "an exit that never ends",
-    "stopping itself",
-    "sleep",
-}
 EACH = [
-    pytest.param(attack, id=attack.name, marks=[pytest.mark.slow] * (attack.name in LONG))
+    pytest.param(attack, id=attack.name, marks=[pytest.mark.slow] * ("slow" in attack.flags))
     for attack in ATTACKS
 ]
-
 JAILS = 2
 NEIGHBOUR = SandboxProgram(
     "python", "print(sum(map(int, input().split())))", [StdinTest("1 2 3", "6")]
@@ -122,9 +97,9 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
 @pytest.mark.parametrize("attack", EACH)
 async def test_an_attack_gets_its_outcome_and_leaves_no_trace(host: Host, attack: Attack) -> None:
     outcome, neighbour = await asyncio.gather(
-        host.sandbox.run(attack.program(host.facts)), host.sandbox.run(NEIGHBOUR)
+        host.sandbox.run(attack.make_program(host.facts)), host.sandbox.run(NEIGHBOUR)
     )
-    assert outcome.outcome in attack.verdicts, outcome
+    assert outcome.outcome in attack.outcomes, outcome
     assert neighbour.outcome is RewardOutcome.PASS, neighbour
     assert host.canary.read_text() == SECRET
     assert host.process.poll() is None
@@ -134,6 +109,4 @@ async def test_an_attack_gets_its_outcome_and_leaves_no_trace(host: Host, attack
 
 
 def test_attack_names_are_unique() -> None:
-    names = {attack.name for attack in ATTACKS}
-    assert len(names) == len(ATTACKS) > 100
-    assert names > LONG
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) > 100

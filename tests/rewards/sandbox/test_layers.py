@@ -134,9 +134,7 @@ async def test_a_jail_has_its_own_namespaces(jail: tuple[JailSpec, int]) -> None
     assert os.getsid(pid) != os.getsid(0), "it has no terminal"
 
 
-async def test_a_jail_has_no_capabilities_and_cannot_gain_any(
-    jail: tuple[JailSpec, int],
-) -> None:
+async def test_a_jail_has_no_capabilities_and_cannot_gain_any(jail: tuple[JailSpec, int]) -> None:
     plan, pid = jail
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}

@@ -15,49 +15,11 @@ import pytest
 
 import streamrl
 from streamrl.rewards.sandbox.isolation import find_python
-from tests.rewards.sandbox.test_hostile import ATTACKS, LIMITS
+from tests.rewards.sandbox.hostile import ATTACKS
+from tests.rewards.sandbox.test_hostile import LIMITS
 
 NOBODY = 65534
-#: Attacks that behave differently for an ordinary user: permissions, processes, the user's files.
-CHOSEN = [
-    attack
-    for attack in ATTACKS
-    if attack.name
-    in {
-        "connect to a server of the host",
-        "any kind of socket",
-        "read a file of the host",
-        "read what a host keeps secret",
-        "write all over the system",
-        "change the interpreter's library",
-        "a setuid program",
-        "the run's own environment",
-        "/proc",
-        "mount a /proc",
-        "fill the disk",
-        "files without end",
-        "a fork bomb",
-        "more processes than allowed",
-        "more threads than allowed",
-        "a daemon, forked twice in a session of its own",
-        "signals to the parent",
-        "a signal to everyone",
-        "a signal to a process of the host",
-        "memory in many processes",
-        "mappings without end, of nothing, in many processes",
-        "watching what others run, and making them wait",
-        "raising its limits",
-        "namespaces of its own",
-        "a sandbox in the sandbox",
-        "mounts",
-        "other processes",
-        "corners of the kernel",
-        "memory that no limit counts",
-        "a forged verdict on every descriptor",
-        "searching frames and objects for the wanted value",
-    }
-]
-
+CHOSEN = [attack for attack in ATTACKS if "user" in attack.flags]
 #: Runs programs in a Python without streamrl's other dependencies.
 SCRIPT = """
 import asyncio, json, sys, types
@@ -132,8 +94,8 @@ def test_attacks_are_contained_for_an_ordinary_user(folder: Path, isolation: str
     facts = {"canary": str(folder / "main.py"), "port": "9", "pid": str(os.getpid())}
     programs = []
     for attack in CHOSEN:
-        program = attack.program(facts)
-        programs.append([attack.calls, program.source, asdict(program.tests[0])])
+        program = attack.make_program(facts)
+        programs.append(["calls" in attack.flags, program.source, asdict(program.tests[0])])
     done = subprocess.run(
         [*WAYS[isolation], PYTHON, str(folder / "main.py")],
         input=json.dumps([asdict(LIMITS), programs]),
@@ -151,5 +113,5 @@ def test_attacks_are_contained_for_an_ordinary_user(folder: Path, isolation: str
     assert [
         (attack.name, outcome)
         for attack, outcome in zip(CHOSEN, outcomes, strict=True)
-        if outcome[0] not in {verdict.value for verdict in attack.verdicts}
+        if outcome[0] not in {verdict.value for verdict in attack.outcomes}
     ] == []
