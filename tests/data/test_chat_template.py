@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from streamrl.data.chat_template import (
     load_chat_template,
@@ -96,15 +97,20 @@ def test_template_extensions_of_transformers_are_supported(tokenizer, tmp_path):
     assert load_chat_template(str(path), tokenizer).name == str(path)
 
 
-def by_character(path: Path, model_type: str) -> str:
-    """Create a model directory of a family whose tokenizer has a token per character."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def word_level(vocabulary, pre_tokenizer, decoder):
+    """Create a tokenizer with a token per word of the vocabulary; the first is the unknown word."""
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?ab ")}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    backend = Tokenizer(models.WordLevel(ids, unk_token=vocabulary[0]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoder
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=vocabulary[0])
+
+
+def by_character(path: Path, model_type: str) -> str:
+    """Create a model directory of a family whose tokenizer has a token per character."""
+    cut = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer = word_level("?ab ", cut, decoders.Fuse())
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     tokenizer.save_pretrained(path)
     (path / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -212,16 +218,10 @@ def test_a_byte_level_tokenizer_json_overrides_the_named_class(model_dir, tmp_pa
     [("abc", True, "'a b'"), ("abc ", False, "'a d'"), ("abc", False, "'a b'")],
 )
 def test_a_row_that_does_not_round_trip_is_named(tmp_path, write_rows, vocabulary, splits, lost):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {c: i for i, c in enumerate(["?", *vocabulary])}
-    backend = Tokenizer(models.WordLevel(ids, unk_token="?"))
     cut = pre_tokenizers.Split("", "isolated")
     blanks = pre_tokenizers.WhitespaceSplit()
-    backend.pre_tokenizer = pre_tokenizers.Sequence([blanks, cut]) if splits else cut
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+    pre_tokenizer = pre_tokenizers.Sequence([blanks, cut]) if splits else cut
+    tokenizer = word_level(["?", *vocabulary], pre_tokenizer, decoders.Fuse())
     text = lost.strip("'")
     rows = list(load_rows(write_rows({"prompt": "abc"}, {"prompt": text})))
     with pytest.raises(ConfigError) as caught:
@@ -231,8 +231,6 @@ def test_a_row_that_does_not_round_trip_is_named(tmp_path, write_rows, vocabular
 
 
 def test_a_normalizing_tokenizer_does_not_round_trip(tokenizer, write_rows):
-    from tokenizers import normalizers
-
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "re\u0301sume\u0301"}))))
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
@@ -241,8 +239,6 @@ def test_a_normalizing_tokenizer_does_not_round_trip(tokenizer, write_rows):
 
 
 def test_losing_template_text_does_not_round_trip(tokenizer, write_rows):
-    from tokenizers import Regex, normalizers
-
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
     chat = [{"role": "user", "content": "a"}]
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}{% endfor %}"
@@ -253,14 +249,11 @@ def test_losing_template_text_does_not_round_trip(tokenizer, write_rows):
 
 
 def test_a_leading_space_after_a_special_token_round_trips(write_rows):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {c: i for i, c in enumerate(["<unk>", "[INST]", "▁hi", "▁you", "▁"])}
-    backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    tokenizer = word_level(
+        ["<unk>", "[INST]", "▁hi", "▁you", "▁"],
+        pre_tokenizers.Metaspace(prepend_scheme="first"),
+        decoders.Metaspace(prepend_scheme="first"),
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]"]})
     tokenizer.chat_template = "{% for m in messages %}[INST] {{ m.content }}[INST]{% endfor %}"
     chat = [{"role": "user", "content": "hi you"}]
@@ -269,8 +262,6 @@ def test_a_leading_space_after_a_special_token_round_trips(write_rows):
 
 
 def test_plain_prompts_get_no_eos_token(tokenizer, write_rows):
-    from tokenizers import processors
-
     tokenizer.chat_template = None
     ends = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", tokenizer.eos_token_id)]

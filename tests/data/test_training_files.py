@@ -1,5 +1,6 @@
 """Files too large to classify before a run: sampled first, then read on demand."""
 
+import csv
 import gzip
 import json
 import pickle
@@ -17,6 +18,7 @@ from streamrl.data import training_files
 from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.files import parse_data_files
 from streamrl.data.prompt_stream import PromptStream, is_full_fingerprint
+from streamrl.data.reading import indexed_table as table
 from streamrl.data.training_files import PromptFile, TrainingFiles, classify_training_files
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import parse_uid
@@ -75,14 +77,12 @@ def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows
     paths = [Path(write_rows(*rows))]
     array = tmp_path / "array.json"
     array.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
-    table = tmp_path / "rows.csv"
-    with table.open("w", newline="") as file:
-        import csv
-
+    sheet = tmp_path / "rows.csv"
+    with sheet.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    paths += [array, table]
+    paths += [array, sheet]
     for path in list(paths):
         packed = path.with_name(path.name + ".gz")
         packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -110,8 +110,6 @@ def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows
 
 
 def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
-    from streamrl.data.reading import indexed_table as table
-
     rows = numbered(30)
     path = write_rows(*rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "held.parquet")
@@ -137,8 +135,6 @@ def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
 
 
 def test_an_unpacking_error_names_the_cache_folder(write_rows, tmp_path, monkeypatch):
-    from streamrl.data.reading import indexed_table as table
-
     packed = tmp_path / "rows.jsonl.gz"
     packed.write_bytes(gzip.compress(Path(write_rows(*numbered(3))).read_bytes()))
     (tmp_path / "file").write_text("")
@@ -287,8 +283,6 @@ def test_get_prompt_reads_a_row_again(tokenizer, write_rows):
 
 
 def test_a_table_takes_a_few_bytes_per_row(write_rows):
-    from streamrl.data.reading.indexed_table import open_table
-
-    table = open_table(write_rows(*numbered(5000)))
-    assert len(pickle.dumps(table)) < 5000 * 16
-    assert np.array_equal(table.get_indices(), np.arange(5000))
+    opened = table.open_table(write_rows(*numbered(5000)))
+    assert len(pickle.dumps(opened)) < 5000 * 16
+    assert np.array_equal(opened.get_indices(), np.arange(5000))

@@ -15,6 +15,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from datasets.table import InMemoryTable
 
+from streamrl.data.reading import indexed_table
 from streamrl.data.reading.rows import load_rows
 from streamrl.errors import ConfigError
 
@@ -113,8 +114,6 @@ def write_column(path, kind, value):
 def test_shards_may_differ_in_integer_and_text_width(
     tmp_path, monkeypatch, in_memory_bytes, first_type, second_type, first, second
 ):
-    from streamrl.data.reading import indexed_table
-
     monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", in_memory_bytes)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for names in (("a", "b"), ("b", "a")):
@@ -233,8 +232,6 @@ PAIRS = pa.map_(TEXT, pa.int64())
 def test_a_value_unrepresentable_in_python_makes_a_bad_row(
     tmp_path, monkeypatch, kind, good, bad, in_memory_bytes
 ):
-    from streamrl.data.reading import indexed_table
-
     monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", in_memory_bytes)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = {"prompt": pa.array(["1", "2", "3"]), "x": pa.array([good, bad, good], kind)}
@@ -288,8 +285,6 @@ def test_a_column_of_an_extension_type_is_read(tmp_path, column, expected):
 )
 def test_large_parquet_is_not_loaded_into_memory(tmp_path, monkeypatch, rows, size, is_constant):
     """A constant compresses to nothing; distinct values fill one row group."""
-    from streamrl.data.reading import indexed_table
-
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "rows.parquet"
     texts = ["x" * size] if is_constant else [f"{i:07d}" * (size // 7) for i in range(rows)]

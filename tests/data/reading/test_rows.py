@@ -8,6 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from streamrl.data.reading import formats
+from streamrl.data.reading.indexed_table import open_table
 from streamrl.data.reading.rows import load_rows
 from streamrl.errors import ConfigError
 
@@ -190,14 +192,10 @@ def test_a_missing_parquet_column_lists_the_columns(tmp_path):
     )
 
 
-def test_a_malformed_parquet_file_is_refused(tmp_path):
+def test_a_malformed_or_truncated_parquet_file_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     path.write_text("nonsense")
     assert "cannot be read as parquet" in refusal(path)
-
-
-def test_a_truncated_parquet_file_is_refused(tmp_path):
-    path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": ["a"] * 1000}), path)
     path.write_bytes(path.read_bytes()[:-20])
     assert "cannot be read" in refusal(path)
@@ -236,17 +234,12 @@ def test_a_parquet_extension_may_be_upper_case(tmp_path):
     assert [row.messages[0]["content"] for row in rows_of(tmp_path)] == ["a", "b"]
 
 
-@pytest.mark.parametrize("text", ["", "\n \n"])
-def test_an_empty_file_is_refused(tmp_path, text):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(text)
-    assert refusal(path).endswith("contains no rows")
-
-
-def test_an_empty_parquet_file_is_refused(tmp_path):
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
-    assert refusal(path).endswith("contains no rows")
+def test_an_empty_file_is_refused(tmp_path):
+    for text in ("", "\n \n"):
+        (tmp_path / "rows.jsonl").write_text(text)
+        assert refusal(tmp_path / "rows.jsonl").endswith("contains no rows")
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "rows.parquet")
+    assert refusal(tmp_path / "rows.parquet").endswith("contains no rows")
 
 
 def test_rows_pickle(write_rows):
@@ -358,8 +351,6 @@ def test_malformed_chat_messages_in_text_are_refused(tmp_path):
 )
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 def test_a_truncated_array_or_trailing_text_is_refused(tmp_path, monkeypatch, text, words, chunk):
-    from streamrl.data.reading import formats
-
     # The first chunk identifies the file as an array.
     monkeypatch.setattr(formats, "_CHUNK_BYTES", chunk)
     path = tmp_path / "rows.json"
@@ -369,8 +360,6 @@ def test_a_truncated_array_or_trailing_text_is_refused(tmp_path, monkeypatch, te
 
 @pytest.mark.parametrize("chunk", [1, 7])
 def test_whitespace_around_array_elements_is_ignored(tmp_path, monkeypatch, chunk):
-    from streamrl.data.reading import formats
-
     monkeypatch.setattr(formats, "_CHUNK_BYTES", chunk)
     path = tmp_path / "rows.json"
     path.write_text('[ {"prompt": "a"} ,\n{"prompt": "b"}\t]\r\n' + " " * 20 + "\n")
@@ -378,8 +367,6 @@ def test_whitespace_around_array_elements_is_ignored(tmp_path, monkeypatch, chun
 
 
 def test_an_array_larger_than_a_chunk_yields_all_rows(tmp_path, monkeypatch):
-    from streamrl.data.reading import formats
-
     monkeypatch.setattr(formats, "_CHUNK_BYTES", 7)
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"prompt": "é" * i, "n": i} for i in range(40)], indent=2))
@@ -389,8 +376,6 @@ def test_an_array_larger_than_a_chunk_yields_all_rows(tmp_path, monkeypatch):
 @pytest.mark.parametrize("extension", [".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz"])
 @pytest.mark.parametrize("kind", ["fifo", "device", "sparse", "noise"])
 def test_an_endless_row_is_refused_quickly(tmp_path, monkeypatch, extension, kind):
-    from streamrl.data.reading.indexed_table import open_table
-
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     path = tmp_path / f"rows{extension}"
     if kind == "fifo":
