@@ -89,10 +89,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _is_byte_level(content: Mapping[str, Any]) -> bool:
-    """Return whether a tokenizer maps bytes to characters before splitting, like GPT-2's.
-
-    content: parsed tokenizer.json.
-    """
+    """Return whether a parsed tokenizer.json maps bytes to characters before splitting (GPT-2)."""
     steps = content.get("decoder") or {}
     return any(step.get("type") == "ByteLevel" for step in (steps, *steps.get("decoders", ())))
 
@@ -268,10 +265,7 @@ def _encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) ->
 
 
 def _get_opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the special tokens that a tokenizer adds before a text, such as BOS.
-
-    Special tokens after the text, such as EOS, would end the sequence that the policy continues.
-    """
+    """Return the special tokens that a tokenizer adds before a text (BOS), not after it (EOS)."""
     (content,) = _encode_texts(tokenizer, ["a"])
     with_special: list[int] = list(tokenizer("a")["input_ids"])
     starts = range(len(with_special) - len(content) + 1)

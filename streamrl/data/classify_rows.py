@@ -104,10 +104,7 @@ class RowClassifier:
 def _render_token_ids(
     tokenizer: "PreTrainedTokenizerBase", rows: Sequence[DataRow], template: ChatTemplate
 ) -> Sequence[list[int] | ConfigError]:
-    """Render data rows to token ids, or to the ConfigError of a bad row.
-
-    After an error in a batch each row is rendered alone, to find the bad rows.
-    """
+    """Render rows to token ids or ConfigErrors; after an error render each row alone."""
     try:
         return render_prompts(tokenizer, rows, template) if rows else []
     except ConfigError as error:

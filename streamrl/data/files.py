@@ -131,10 +131,7 @@ def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
 
 
 def _check_entry(key: str, name: str, value: Any) -> None:
-    """Raise ConfigError unless DataFile has a key `name` and `value` is valid for that key.
-
-    key: full config key, for the error.
-    """
+    """Raise ConfigError unless `value` is valid for key `name`. key: full key, for the error."""
     if name not in FILE_KEYS:
         near = difflib.get_close_matches(name, FILE_KEYS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"{key}={value!r}: unknown; the nearest key is {near}")

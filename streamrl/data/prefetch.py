@@ -81,10 +81,7 @@ class InterleaveNode(BaseNode[DrawnPrompt]):
         ]
 
     def next(self) -> DrawnPrompt:
-        """Return the next prompt of the stream.
-
-        Raises DataError if the file whose turn it is yields no prompts, or too many bad rows.
-        """
+        """Return the next prompt. Raises DataError if a file yields none, or too many bad rows."""
         i = choose_next_file([file.fraction for file in self._stream_files], self._num_prompts)
         skipped = []
         while True:
@@ -110,10 +107,7 @@ class InterleaveNode(BaseNode[DrawnPrompt]):
         return {"drawn": list(self._num_drawn), "given": list(self._num_prompts)}
 
     def _check_bad_rows(self, i: int, last: ClassifiedRow) -> None:
-        """Raise DataError if file number `i` yields no prompts, or too large a share of bad rows.
-
-        last: row drawn last, whose problem the error shows.
-        """
+        """Raise DataError if file `i` yields no prompt or too many bad rows. last: last row."""
         name, seen, bad = self._stream_files[i].name, self._num_seen[i], self._num_bad[i]
         # Allow two epochs: a file's single good row may come first in one and last in the next.
         rows = len(self._orders[i])

@@ -11,10 +11,7 @@ TEXT_COLUMN = "text"
 
 
 def load_texts(path: str) -> list[str]:
-    """Load the column `text` of a data file for the pretraining loss, in file order.
-
-    Raises ConfigError with file, row and rule for an unusable file or row.
-    """
+    """Load the column `text` of a data file in file order. Raises ConfigError with file and row."""
     texts = []
     for place, _, record in read_records(path):
         if isinstance(record, ConfigError):

@@ -76,10 +76,7 @@ class PromptFile:
         self._classifier: RowClassifier | None = None
 
     def classify_indices(self, indices: Sequence[int]) -> list[ClassifiedRow]:
-        """Turn the rows with these uid indices into prompts; return rows with status.
-
-        Raises DataError if the rows cannot be read.
-        """
+        """Turn the rows with these uid indices into prompts. Raises DataError if unreadable."""
         return self.classify_rows(np.searchsorted(self.indices, indices).tolist())
 
     def classify_rows(self, rows: Sequence[int]) -> list[ClassifiedRow]:
@@ -108,10 +105,7 @@ class PromptFile:
 
     @property
     def settings_text(self) -> str:
-        """Text that identifies all settings on which the prompts of the file depend.
-
-        Contains hashes of the template and the filter file.
-        """
+        """Text of all settings that prompts depend on, with hashes of template and filter file."""
         file, limits = self.file, self.limits
         facts: list[object] = [file.prompt_key, file.label_key, file.split, file.template]
         facts += [sorted(file.template_arguments.items()), limits.on_long]

@@ -40,10 +40,7 @@ class StreamData(Protocol):
         ...
 
     def classify_all_rows(self) -> "StreamData":
-        """Read and check every row; return data of the usable rows.
-
-        Raises ConfigError for a bad row.
-        """
+        """Check every row; return data of the usable rows. Raises ConfigError for a bad row."""
         ...
 
 
@@ -83,10 +80,7 @@ class PromptStream(Iterator[Prompt]):
         return sum(len(file.indices) for file in self._data.stream_files)
 
     def __next__(self) -> Prompt:
-        """Return the next prompt of the endless stream.
-
-        Raises DataError if rows cannot be read, or if too many rows are bad.
-        """
+        """Return the next prompt. Raises DataError if rows cannot be read, or too many are bad."""
         if not self._prefetched:
             self._fill_buffer(1)
         drawn = self._prefetched.popleft()
@@ -166,10 +160,7 @@ class PromptStream(Iterator[Prompt]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream as JSON-serializable values.
-
-        Includes facts that identify the data.
-        """
+        """Return the position of the stream and facts that identify the data, as JSON values."""
         return {
             "drawn": list(self._num_drawn),
             "given": list(self._num_prompts),

@@ -52,10 +52,7 @@ class LoadedPrompts:
 def describe_unused_rows(
     file: DataFile, counts: Mapping[RowStatus, int], suffix: str = ""
 ) -> list[str]:
-    """Return a line for each reason why rows of a file were skipped or truncated, with the count.
-
-    suffix: text after each count.
-    """
+    """Return a line per reason why rows were skipped or truncated: count, reason and `suffix`."""
     texts = {
         RowStatus.TOO_LONG: "skipped, too long",
         RowStatus.TRUNCATED: "truncated",

@@ -41,10 +41,7 @@ class _DatasetSplits(msgspec.Struct):
 
 
 def open_saved_dataset(path: str, split: str) -> "Dataset":
-    """Open a Hugging Face dataset written by `save_to_disk`; its columns are memory-mapped.
-
-    Raises ConfigError with the path for an invalid dataset or split.
-    """
+    """Open a dataset written by `save_to_disk`, memory-mapped. Raises ConfigError with the path."""
     from datasets import Dataset
 
     folder = Path(path)
@@ -76,10 +73,7 @@ def _wrap_dataset_errors(path: str) -> Iterator[None]:
 
 
 def _read_dataset_file(file: Path, kind: Any) -> Any:
-    """Parse a JSON metadata file of a saved dataset to type `kind`.
-
-    Raises ValueError with the file's name.
-    """
+    """Parse a JSON metadata file to type `kind`. Raises ValueError with the file's name."""
     try:
         return msgspec.convert(read_small_json(file, most_bytes=MAX_LINE_BYTES), kind)
     except (OSError, ValueError, msgspec.ValidationError) as error:
@@ -87,10 +81,7 @@ def _read_dataset_file(file: Path, kind: Any) -> Any:
 
 
 def _resolve_sibling(file: Path, name: str) -> Path:
-    """Return the path of the file that a dataset's metadata file names.
-
-    Raises ValueError unless both files are in the same folder.
-    """
+    """Return the path of a file that a metadata file names; ValueError outside its folder."""
     if name in ("", "..") or Path(name).name != name:
         place = f"{file.parent.name}/{file.name}"
         raise ValueError(f"{place}: {name!r:.80} must be a file in the same folder")

@@ -187,10 +187,7 @@ def _classify_file(
     max_full_rows: float,
     max_sampled_tokens: float | None,
 ) -> TrainingFile:
-    """Classify all rows or a sample of a file; add the prompts to the hash `digest`.
-
-    If no row of the sample is usable, all rows are classified.
-    """
+    """Classify all rows, or a sample with a usable row; add the prompts to the hash `digest`."""
     rows, is_typical = choose_rows(file, max_full_rows)
     is_complete = len(rows) == len(file.table)
     counts, kept, lengths, typical = Counter[RowStatus](), array("q"), array("i"), array("i")

@@ -58,10 +58,7 @@ class EvaluationResult:
         return self.pass_at[self.samples]
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the metrics by name, and per data_source or file if several were evaluated.
-
-        docs/metrics.md lists the names.
-        """
+        """Return the metrics by name (docs/metrics.md), and per data_source or file if several."""
         row = {"eval/pass_at_1": self.pass_at_1, "eval/pass_at_k": self.pass_at_k}
         row |= {f"eval/pass_at_{k}": p for k, p in self.pass_at.items() if k < self.samples}
         row |= self._mean_metrics("eval/")

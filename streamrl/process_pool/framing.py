@@ -46,10 +46,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def unpickle_response(body: bytes) -> Any:
-    """Unpickle a worker's response: plain data and _ALLOWED_CLASSES only.
-
-    Malformed bytes may raise any exception.
-    """
+    """Unpickle plain data and _ALLOWED_CLASSES. Malformed bytes may raise any exception."""
     return _RestrictedUnpickler(io.BytesIO(body)).load()
 
 

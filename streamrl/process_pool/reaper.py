@@ -69,10 +69,7 @@ def wait_for_worker(channel: socket.socket, worker: int) -> int:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants of the reaper, orphans of the worker included.
-
-    Gives up after KILL_TIMEOUT_S.
-    """
+    """Kill all descendants, orphans of the worker included, within KILL_TIMEOUT_S."""
     import psutil
 
     this_process, deadline = psutil.Process(), time.monotonic() + KILL_TIMEOUT_S

@@ -202,9 +202,6 @@ FILTER_KINDS: Mapping[str, FilterKind] = {
 
 
 def build_group_filter(config: FilterConfig) -> GroupFilter:
-    """Build the filter of a run.
-
-    Raises ConfigError if the file or the function of kind function cannot be used.
-    """
+    """Build the filter of a run. Raises ConfigError for an unusable file or function."""
     kind = FILTER_KINDS[config.kind]
     return kind.create_filter(read_settings(kind.options_type, config.options, section="filter"))

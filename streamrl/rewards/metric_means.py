@@ -21,10 +21,7 @@ class ExtraMetricSums:
         self._sums: Counter[str] = Counter()
 
     def add_results(self, component: str, results: Sequence[RewardResult]) -> None:
-        """Add the extra metrics of a component's results.
-
-        Metrics with new names beyond MAX_EXTRA_METRICS are ignored.
-        """
+        """Add a component's extra metrics; new names beyond MAX_EXTRA_METRICS are ignored."""
         for result in results:
             for name, number in result.extra_metrics:
                 metric = f"{component}/{to_metric_segment(name)}"
@@ -39,10 +36,7 @@ class ExtraMetricSums:
 
 
 def sums_to_means(counts: Mapping[str, float]) -> dict[str, float]:
-    """Replace each sum and count from `ExtraMetricSums.drain_sums` by their mean.
-
-    Other entries of `counts` are kept.
-    """
+    """Replace sums and counts from `drain_sums` by their mean; keep other entries of `counts`."""
     means = {}
     for name, value in counts.items():
         if name.endswith(_SUM_SUFFIX):

@@ -113,10 +113,7 @@ class RewardSet:
                     raise ConfigError(f"{where}: {label}: {error}") from error
 
     async def run_preflight(self) -> list[str]:
-        """Check all rewards before a run; return notes for the user.
-
-        Runs before `check_prompts`. Raises ConfigError if a requirement is missing.
-        """
+        """Check all rewards, before `check_prompts`; return notes. Raises ConfigError."""
         notes = []
         for index, component in enumerate(self._components):
             with naming_config_errors(self._score_spec.section, index):

@@ -139,10 +139,7 @@ class RewardScorer:
         )
 
     def drain_samples(self) -> list[Mapping[str, Any]]:
-        """Return groups recorded since the last call, with prompt, decoded completions and scores.
-
-        Groups beyond the first MAX_SAMPLES_PER_DRAIN between two calls are not recorded.
-        """
+        """Return the first groups recorded since the last call, at most MAX_SAMPLES_PER_DRAIN."""
         samples, self._samples = self._samples, []
         return samples
 

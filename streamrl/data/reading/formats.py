@@ -87,10 +87,7 @@ class JsonLines(_JsonLayout):
     unit: ClassVar[str] = "line"
 
     def iter_rows(self, file: BinaryIO) -> TextRows:
-        """Yield (line index, byte offset, bytes) of each row of a JSONL file.
-
-        Raises ValueError for a line above the size limit.
-        """
+        """Yield (line index, byte offset, bytes) of each row. Raises ValueError for a huge line."""
         offset = 0
         for index, line in enumerate(read_lines(file)):
             has_bom = index == 0 and line.startswith(codecs.BOM_UTF8)
@@ -110,10 +107,7 @@ class JsonArray(_JsonLayout):
     unit: ClassVar[str] = "row"
 
     def iter_rows(self, file: BinaryIO) -> TextRows:
-        """Yield (index, byte offset, bytes) of each element of the array.
-
-        Raises ValueError for a truncated array, or for other text around the array.
-        """
+        """Yield (index, byte offset, bytes) of each element. Raises ValueError if malformed."""
         # Decoded as Latin-1, each byte is one character, so text positions equal byte offsets; the
         # JSON syntax is ASCII and unaffected.
         decoder, text, base, at, index = json.JSONDecoder(), "", 0, 0, 0
@@ -157,10 +151,7 @@ class _IncompleteInputError(Exception):
 
 
 def _expect_character(text: str, at: int, expected: str) -> int:
-    """Return the position after the character `expected`, which must stand at position `at`.
-
-    Raises ValueError for another character.
-    """
+    """Return the position after `expected`, which must stand at `at`, else raise ValueError."""
     if at == len(text):
         raise _IncompleteInputError
     if text[at] != expected:
@@ -207,10 +198,7 @@ class CsvTable:
 
     @classmethod
     def from_file(cls, file: BinaryIO, delimiter: str) -> "CsvTable":
-        """Read the header of a CSV file.
-
-        Raises ValueError for a duplicate column or a missing header.
-        """
+        """Read the header of a CSV file. Raises ValueError for a duplicate or missing column."""
         header = next(cls((), delimiter)._iter_all_rows(file), (0, b"", []))[2]
         duplicates = sorted({name for name in header if header.count(name) > 1})
         if duplicates:
@@ -218,10 +206,7 @@ class CsvTable:
         return cls(tuple(header), delimiter)
 
     def iter_rows(self, file: BinaryIO) -> TextRows:
-        """Yield (index, byte offset, bytes) of each row below the header.
-
-        Raises ValueError for malformed CSV.
-        """
+        """Yield (index, byte offset, bytes) of each row below the header. Raises ValueError."""
         rows = self._iter_all_rows(file)
         next(rows, None)
         for index, (offset, row, _) in enumerate(rows):
@@ -277,10 +262,7 @@ EXTENSIONS = (".parquet", *TEXT_EXTENSIONS, *(name + GZIP_SUFFIX for name in TEX
 
 
 def parse_extension(path: str) -> str:
-    """Return the lower-case extension of a data file, such as .jsonl or .jsonl.gz.
-
-    Raises ConfigError for an unknown extension.
-    """
+    """Return the lower-case extension of a data file, such as .jsonl.gz. Raises ConfigError."""
     name = Path(path).name.lower()
     for extension in EXTENSIONS:
         if name.endswith(extension):
@@ -299,10 +281,7 @@ def open_gzip(path: str) -> BinaryIO:
 
 
 def detect_layout(file: BinaryIO, extension: str) -> TextLayout:
-    """Choose the layout (JSONL, JSON array, CSV) of a text file by extension and first byte.
-
-    Raises ValueError for an invalid CSV header.
-    """
+    """Choose the layout of a text file by extension and first byte. Raises ValueError."""
     extension = extension.removesuffix(GZIP_SUFFIX)
     if extension in (".csv", ".tsv"):
         layout: TextLayout = CsvTable.from_file(file, "," if extension == ".csv" else "\t")
@@ -327,10 +306,7 @@ def wrap_text_errors(path: str) -> Iterator[None]:
 
 
 def parse_text_row(layout: TextLayout, row: bytes, place: str) -> Any:
-    """Parse a row of a text file; return, not raise, the ConfigError of an unreadable row.
-
-    place: location of the row, for the error.
-    """
+    """Parse a row of a text file; an unreadable row becomes its ConfigError, with `place`."""
     try:
         return layout.parse_row(row)
     except (ValueError, csv.Error) as error:
@@ -346,10 +322,7 @@ def check_no_split(path: str, split: str) -> None:
 
 
 def is_parquet(path: str) -> bool:
-    """Return whether a path is a parquet file, or a folder of parquet files.
-
-    A saved Hugging Face dataset does not count as such a folder.
-    """
+    """Return whether a path is a parquet file, or a folder that is not a saved dataset."""
     if not Path(path).is_dir():
         return _has_parquet_name(Path(path))
     return not any((Path(path) / name).is_file() for name in DATASET_FILES)
@@ -388,10 +361,7 @@ def _parse_split(name: str) -> str:
 
 
 def read_parquet_batches(path: str) -> "Iterator[pa.RecordBatch]":
-    """Yield the rows of a parquet file in batches.
-
-    Raises ConfigError with the path for an invalid file, and OSError.
-    """
+    """Yield the rows of a parquet file in batches. Raises ConfigError with path, and OSError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -421,10 +391,7 @@ def _choose_batch_size(file: "pq.ParquetFile") -> int:
 
 
 def read_parquet_schema(path: str) -> "pa.Schema":
-    """Read the names and types of a parquet file's columns.
-
-    Raises ConfigError with the path for an invalid file, and OSError.
-    """
+    """Read the names and types of the columns. Raises ConfigError with the path, and OSError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -459,10 +426,7 @@ def _to_plain_type(type_: "pa.DataType") -> "pa.DataType":
 
 
 def to_plain_records(rows: "pa.Table", places: Sequence[str]) -> list[Any]:
-    """Convert Arrow rows to Python values; an unconvertible row becomes its ConfigError.
-
-    places: location of each row, for errors.
-    """
+    """Convert Arrow rows to Python values; an unconvertible row becomes its ConfigError."""
     try:
         return _to_python(rows)
     except MemoryError:

@@ -82,10 +82,7 @@ class TextTable:
         return np.arange(len(self)) if self.row_indices is None else self.row_indices
 
     def read_rows(self, rows: Sequence[int]) -> IndexedRecords:
-        """Read the rows at these positions and parse them to records.
-
-        Raises DataError if the file has changed since it was opened.
-        """
+        """Read and parse the rows at these positions. Raises DataError if the file has changed."""
         file = self._open_file()
         records = []
         for row in rows:
@@ -101,10 +98,7 @@ class TextTable:
         return self.row_sizes
 
     def _open_file(self) -> BinaryIO:
-        """Open the file once per process, so that a later file of the same name is not read.
-
-        Raises DataError if the content has changed.
-        """
+        """Open the file once per process. Raises DataError if the content has changed."""
         with wrap_data_errors(self.path):
             if self._file is None:
                 self._file = open_regular_file(self.unpacked_path)
@@ -198,10 +192,7 @@ def wrap_data_errors(path: str) -> Iterator[None]:
 
 
 def open_table(path: str, split: str = "") -> IndexedTable:
-    """Open a data file, parquet folder or saved dataset for random access to its rows.
-
-    Raises ConfigError for unreadable or empty data, or an invalid split.
-    """
+    """Open data for random access to its rows. Raises ConfigError for unreadable or empty data."""
     with wrap_read_errors(path):
         if is_parquet(path):
             table: IndexedTable = _open_parquet_table(path, split)
@@ -291,10 +282,7 @@ class _MappedColumns:
         return pa.ipc.open_file(pa.py_buffer(self._pages)).read_all()
 
     def release_pages(self) -> None:
-        """Release the pages of the memory-mapped file that were read so far.
-
-        Readahead keeps far more than the rows in memory.
-        """
+        """Release the pages read so far; readahead keeps far more than the rows in memory."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
 
@@ -303,10 +291,7 @@ class _MappedColumns:
 
 
 def _read_unified_batches(path: str, files: Sequence[str]) -> "Iterator[pa.RecordBatch]":
-    """Yield the rows of all parquet files with the union of their columns.
-
-    A column that a file lacks is null in its rows.
-    """
+    """Yield the rows of all parquet files with the union of their columns, null where lacking."""
     import pyarrow as pa
 
     empty = pa.Table.from_batches([], _unify_schemas(path, files))
@@ -321,10 +306,7 @@ def _read_unified_batches(path: str, files: Sequence[str]) -> "Iterator[pa.Recor
 
 
 def _unify_schemas(path: str, files: Sequence[str]) -> "pa.Schema":
-    """Return the union of the columns of parquet files.
-
-    Raises ConfigError if the files' types of a column are incompatible.
-    """
+    """Return the union of the files' columns. Raises ConfigError for incompatible types."""
     import pyarrow as pa
 
     types: dict[str, dict[pa.DataType, str]] = {}
@@ -338,10 +320,7 @@ def _unify_schemas(path: str, files: Sequence[str]) -> "pa.Schema":
 
 
 def _unify_types(path: str, name: str, types: "dict[pa.DataType, str]") -> "pa.DataType":
-    """Return an Arrow type that holds the values of column `name` in all files.
-
-    types: type in each file, with the first file of that type. Raises ConfigError if no type does.
-    """
+    """Return an Arrow type for the values of column `name`. types: first file of each type."""
     import pyarrow as pa
 
     try:
@@ -359,10 +338,7 @@ def _unify_types(path: str, name: str, types: "dict[pa.DataType, str]") -> "pa.D
 
 
 def _is_lossless_cast(source: "pa.DataType", target: "pa.DataType") -> bool:
-    """Return whether all values of an Arrow type survive the cast to another type.
-
-    Casts are lossless within a kind (integer, text, ...), whatever the width.
-    """
+    """Return whether two Arrow types are of one kind (integer, text, ...), whatever the width."""
     from pyarrow import types as t
 
     if source == target or t.is_null(source):
@@ -426,10 +402,7 @@ def get_cache_dir() -> Path:
 
 
 def _unpack_into_cache(path: str, name: str, unpack: Callable[[str, BinaryIO], None]) -> Path:
-    """Return the path of the file `name` in the cache; write the file first if missing.
-
-    unpack: writes the unpacked content of the data file `path` to an open file.
-    """
+    """Return the path of file `name` in the cache; if missing, `unpack` writes it first."""
     final = get_cache_dir() / name
     if final.is_file():
         return final

@@ -70,10 +70,7 @@ def load_rows(
 def parse_record(
     record: Any, place: str, index: int, *, prompt_key: str, label_key: str
 ) -> DataRow | BadRow:
-    """Convert a record of a data file to a row, or to a bad row with the error.
-
-    record: parsed record, or the ConfigError of an unreadable row. place: location, for errors.
-    """
+    """Convert a record, or the ConfigError of an unreadable one, to a row or a bad row."""
     try:
         if isinstance(record, ConfigError):
             raise record
@@ -189,10 +186,7 @@ def _normalize_message(message: Any, *, where: str, place: str) -> Mapping[str, 
 
 
 def _get_part_text(part: Any, *, where: str, place: str) -> str:
-    """Return the text of a part of a chat message's content.
-
-    Raises ConfigError for images and other types.
-    """
+    """Return the text of a content part. Raises ConfigError for images and other types."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else _describe_type(part)

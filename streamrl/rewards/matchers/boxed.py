@@ -50,10 +50,7 @@ def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    r"""Return the ground truth in normal form.
-
-    Raises RewardError if empty, not text, or wrapped in \boxed.
-    """
+    """Return the truth in normal form. Raises RewardError if empty, no text, or a whole box."""
     text = parse_truth_text(truth)
     if "\\boxed" in text:
         raise RewardError(f"ground_truth must be the content of \\boxed{{}}, is {truth!r}")

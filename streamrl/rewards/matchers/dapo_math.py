@@ -70,20 +70,14 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    """Return the ground truth, a str or int, as text.
-
-    Raises RewardError for other types and for text that is empty in normal form.
-    """
+    """Return the ground truth as text. Raises RewardError if unusable or empty in normal form."""
     text = parse_truth_text(truth)
     require_nonempty(normalize_answer(text), truth)
     return text
 
 
 def normalize_answer(text: str) -> str:
-    """Return the normal form of an answer, in which equivalent notations are equal text.
-
-    docs/rewards_reference.md lists the steps.
-    """
+    """Return the normal form of an answer, by the steps in docs/rewards_reference.md."""
     text = text.rpartition("=")[2]
     for old, new in _REPLACEMENTS:
         text = text.replace(old, new)

@@ -48,10 +48,7 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    """Return the ground truth, a number, without thousands commas.
-
-    Raises RewardError unless the number is in decimal digits.
-    """
+    """Return the ground truth without commas. Raises RewardError unless in decimal digits."""
     number = parse_truth_text(truth)
     if not _NUMBER.fullmatch(number) or not _has_digit(number):
         raise RewardError(f"ground_truth must be a number in decimal digits, is {truth!r}")

@@ -27,20 +27,14 @@ class AnswerMatcher:
 
 
 def parse_truth_text(truth: GroundTruth) -> str:
-    """Return a ground truth, a str or int, as stripped text.
-
-    Raises RewardError for other types and empty text.
-    """
+    """Return a str or int as stripped text. Raises RewardError for other types and empty text."""
     if isinstance(truth, bool) or not isinstance(truth, str | int) or not str(truth).strip():
         raise RewardError(f"ground_truth must be an answer as text or an int, is {truth!r}")
     return str(truth).strip()
 
 
 def require_nonempty(normal_form: str, truth: GroundTruth) -> str:
-    """Return the normal form of a ground truth.
-
-    Raises RewardError if empty: every completion with an empty answer would match.
-    """
+    """Return the normal form. Raises RewardError if empty: every empty answer would match."""
     if not normal_form:
         raise RewardError(f"ground_truth is empty in normal form: {truth!r}")
     return normal_form

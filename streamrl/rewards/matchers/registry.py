@@ -31,10 +31,7 @@ MATCHER_BY_SOURCE: Mapping[str, str] = {
 
 
 def find_matcher(data_source: str) -> AnswerMatcher:
-    """Return the default matcher of a prompt's data_source.
-
-    Raises RewardError for a data_source that has no default.
-    """
+    """Return the default matcher of a data_source. Raises RewardError without a default."""
     for source, name in MATCHER_BY_SOURCE.items():
         if fnmatchcase(data_source, source):
             return MATCHERS[name]

@@ -53,10 +53,7 @@ def _parse_math(text: str) -> list[Any]:
 
 
 def _format_answer(parsed: list[Any]) -> str:
-    """Return an answer as text that is equal for equivalent notations.
-
-    parsed: math-verify's parses of the completion; sympy prints the first.
-    """
+    """Return the first of math-verify's parses as text that is equal for equivalent notations."""
     try:
         return str(parsed[0])
     except ValueError:  # more digits than sys.get_int_max_str_digits()

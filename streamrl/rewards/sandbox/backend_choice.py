@@ -145,10 +145,7 @@ def _find_missing_dependency() -> str | None:
 
 
 async def probe_isolation(spec: JailSpec) -> str | None:
-    """Run _PROBE_SOURCE, a program that tries to escape, in a jail; return None if isolated.
-
-    Otherwise return how the program escaped, or why the jail failed.
-    """
+    """Run _PROBE_SOURCE in a jail; return None, or how it escaped or why the jail failed."""
     limits = replace(
         spec.limits, processes=_PROBE_PROCESSES, wall_s=_PROBE_TIMEOUT_S, cpu_s=_PROBE_TIMEOUT_S
     )

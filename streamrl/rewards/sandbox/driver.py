@@ -64,10 +64,7 @@ def main() -> None:
 
 
 def receive_message() -> JobMessage:
-    """Receive the next message of the host: a program or a test.
-
-    If the socket is closed, exits the driver and so ends the jail.
-    """
+    """Receive a program or a test; exit, and so end the jail, if the socket is closed."""
     (length,) = LENGTH_FORMAT.unpack(_read_exactly(LENGTH_FORMAT.size))
     message: JobMessage = marshal.loads(_read_exactly(length))
     return message
@@ -124,10 +121,7 @@ def prepare_program(program: JobMessage) -> bool:
 
 
 def read_compiled_files() -> list[tuple[str, int, bytes]]:
-    """Return the files in folder program/ as (path, mode, content).
-
-    `reset_workspace` restores these files before each test.
-    """
+    """Return the files in program/ as (path, mode, content), for `reset_workspace` to restore."""
     files = []
     for folder, _, names in os.walk("program"):
         for name in names:
@@ -267,10 +261,7 @@ def has_too_many_files(job: JobMessage) -> bool:
 
 
 def reap_orphans(but: int) -> None:
-    """Reap exited orphans of the program, which would count towards its process limit as zombies.
-
-    but: pid of the program itself, which kill_all reaps.
-    """
+    """Reap exited orphans, which count towards the process limit; `but` is the program itself."""
     while True:
         try:
             child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -382,10 +373,7 @@ def run_python(job: JobMessage, value: int, note: int) -> None:
 
 
 def call_function(job: JobMessage, names: JobMessage, value: int) -> None:
-    """Call the tested function, write its result as JSON to descriptor `value`, and exit.
-
-    names: globals of the program.
-    """
+    """Call a function among the globals `names`, write its result as JSON to `value`, and exit."""
     import json
     from types import CoroutineType
 

@@ -62,10 +62,7 @@ class ProgramRun:
         self._used_s = 0.0  # excludes waiting for a jail
 
     async def run_tests(self, slot: int) -> tuple[ProgramTestResult, ...]:
-        """Run the tests, up to the first failure if program.stop_early.
-
-        slot: index among the concurrent programs; selects the CPU core.
-        """
+        """Run the tests, to the first failure if program.stop_early. slot: selects the core."""
         results: list[ProgramTestResult] = []
         for test in self._program.tests:
             result = await self._run_test(test, slot)

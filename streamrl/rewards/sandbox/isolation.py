@@ -145,10 +145,7 @@ def _build_namespace_options(isolation: IsolationMode) -> list[str]:
 
 
 def _build_mount_options(limits: ProgramLimits) -> list[str]:
-    """Return bubblewrap's options for the file system of a jail.
-
-    System and Python directories are mounted read-only, and a tmpfs as the private directory.
-    """
+    """Return options to mount system and Python directories read-only, and a private tmpfs."""
     view = []
     for path in _SYSTEM_DIRS:
         view += (

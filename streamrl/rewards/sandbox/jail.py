@@ -96,10 +96,7 @@ class JailSpec:
 def make_jail_spec(
     isolation: IsolationMode, limits: ProgramLimits, syscall_filter: bytes
 ) -> JailSpec:
-    """Build the settings of jails.
-
-    Compiles driver.py here, since each jail receives its driver as code.
-    """
+    """Build the settings of jails; compile driver.py, which each jail receives as code."""
     source = Path(driver.__file__).read_text(encoding="utf-8")
     code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True, optimize=2))
     return JailSpec(
@@ -206,10 +203,7 @@ class Jail:
             reading.cancel()
 
     async def _enforce_limits(self, deadline: float) -> float:
-        """Check deadline and memory; return the seconds that the check took.
-
-        Raises TimeoutError or MemoryLimitError.
-        """
+        """Return the seconds that the check took. Raises TimeoutError or MemoryLimitError."""
         started = time.monotonic()
         if started > deadline:
             raise TimeoutError
@@ -219,10 +213,7 @@ class Jail:
         return time.monotonic() - started
 
     def measure_memory(self) -> int:
-        """Return the memory of all processes of the jail, bytes. Thread-safe.
-
-        Counting stops above memory_mib.
-        """
+        """Return the memory of the jail, bytes, counted up to memory_mib. Thread-safe."""
         assert self._init_process is not None
         enough = self._spec.limits.memory_mib * MIB
         return self._spec.process_table.measure_tree_memory(self._init_process[0], enough=enough)
@@ -244,10 +235,7 @@ class Jail:
         return self._process.poll() is None
 
     async def kill(self) -> None:
-        """Kill all processes of the jail, wait for their exit and delete their files.
-
-        Raises DeadlineError if the processes outlive KILL_TIMEOUT_S.
-        """
+        """Kill all processes, wait for their exit, delete their files. Raises DeadlineError."""
         if self._init_process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init_process[1], signal.SIGKILL)
@@ -328,9 +316,6 @@ def _open_process(
 
 
 def _read_child_pid(info_fd: int) -> int:
-    """Return the pid of the jail's process 1 from bubblewrap's --info-fd.
-
-    The data is complete once the driver is ready. Raises ValueError if the data is missing.
-    """
+    """Return the pid of the jail's process 1, once the driver is ready. Raises ValueError."""
     with os.fdopen(info_fd, "rb", closefd=False) as file:
         return int(json.load(file)["child-pid"])

@@ -89,10 +89,7 @@ def describe_compile_failure(report: JailReport) -> str:
 
 
 def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOutcome, str]:
-    """Return outcome and detail of a run from its exit alone; PASS for a clean exit.
-
-    A clean exit means exit code 0 within all limits, whatever the output.
-    """
+    """Return outcome and detail by the exit alone; PASS for exit code 0 within all limits."""
     last_line = (report.err.decode(errors="replace").strip().splitlines() or [""])[-1]
     stopped = {
         driver.COMPILE_FAILED: (RewardOutcome.COMPILE_ERROR, last_line),

@@ -40,10 +40,7 @@ def list_installed_kinds() -> dict[str, str]:
 
 
 def load_registered_kinds(path: str, *, setting: str) -> dict[str, Callable[..., Any]]:
-    """Import a file; return the functions registered in it with `@reward`, by kind.
-
-    setting: config key of the path, for messages. Raises ConfigError.
-    """
+    """Import a file; return the functions registered in it, by kind. Raises ConfigError."""
     before = dict(_registered_functions)
     _registered_functions.clear()
     try:
@@ -69,10 +66,7 @@ def _load_entry_point(point: EntryPoint) -> Callable[..., Any]:
 
 
 def find_registered_function(kind: str, path: str) -> Callable[..., Any]:
-    """Return the reward function registered as `kind` in the file `path`.
-
-    Without a path, an installed package must list the kind. Raises ConfigError.
-    """
+    """Return the function registered as `kind` in file `path`, or without a path by a package."""
     if path:
         functions = load_registered_kinds(path, setting="rewards.path")
         if kind not in functions:

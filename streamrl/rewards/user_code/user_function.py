@@ -124,10 +124,7 @@ class FunctionCallSpec:
     kwargs: tuple[tuple[str, Any], ...]
 
     def build_arguments(self, prompt: Prompt, completions: Sequence[str]) -> CallArguments:
-        """Build the keyword arguments of a call for a prompt and its completions.
-
-        Raises RewardError if the prompt's row lacks a column that the function requires.
-        """
+        """Build the keyword arguments of a call. Raises RewardError if the row lacks a column."""
         (style,) = (style for style in SIGNATURE_STYLES if style.signature == self.style)
         offered = {**style.build_arguments(prompt, completions), **dict(self.kwargs)}
         missing = self.required - offered.keys()
@@ -150,10 +147,7 @@ class UserFunction:
     call_spec: FunctionCallSpec
 
     def to_reward_error(self, failure: BaseException) -> RewardError:
-        """Convert an exception that the function raised.
-
-        The message names the innermost line of the user's file.
-        """
+        """Convert an exception of the function; the message names a line of the user's file."""
         return RewardError(self.file_function.describe_error(failure))
 
     def __str__(self) -> str:
