@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from omegaconf import MISSING
@@ -112,16 +113,13 @@ class ModelReward(Reward):
         return ""
 
     async def start(self) -> None:
-        self._model = await asyncio.get_running_loop().run_in_executor(
-            self._model_thread, self._load_model
-        )
-
-    def _load_model(self) -> "SequenceClassifier":
         from streamrl.rewards.kinds.classifier import SequenceClassifier
 
-        return SequenceClassifier(
-            self._files, dtype=self._options.dtype, threads=self._options.threads
+        options, loop = self._options, asyncio.get_running_loop()
+        load = partial(
+            SequenceClassifier, self._files, dtype=options.dtype, threads=options.threads
         )
+        self._model = await loop.run_in_executor(self._model_thread, load)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         """Score each completion. Raises RewardError for a text too long or a logit not finite."""

@@ -25,6 +25,11 @@ ENVIRONMENT = {
 _SYSTEM_DIRS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SYSTEM_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache")
 _DEVICES = ("null", "urandom")  # not zero: mapping it shared gives unlimited uncounted memory
+_NAMESPACE_OPTIONS = (
+    *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--hostname", "sandbox", "--as-pid-1", "--die-with-parent", "--new-session"),
+    *("--cap-drop", "ALL"),
+)
 #: Each jail of a machine has its own user id because RLIMIT_NPROC counts processes by user. Ids lie
 #: above those that systems assign, with 256 per process id of a scorer.
 _FIRST_USER_ID = 1 << 30
@@ -108,7 +113,8 @@ def build_jail_command(
     user_id = compute_jail_user(number)
     user = ["setpriv", f"--reuid={user_id}", f"--regid={user_id}"]
     user += ["--clear-groups", "--inh-caps=-all", "--no-new-privs", "--pdeathsig=KILL"]
-    jail = [bubblewrap, *_build_namespace_options(isolation), *_build_mount_options(limits)]
+    jail = [bubblewrap, *_NAMESPACE_OPTIONS, *_build_mount_options(limits)]
+    jail += ["--unshare-user"] if isolation.has_user_namespace else []
     jail += ["--seccomp", str(fds[0]), "--info-fd", str(fds[1])]
     if not isolation.has_dedicated_user:
         return [*jail, *boot]
@@ -133,15 +139,6 @@ def find_python() -> str:
     """Return the path of the base interpreter; jails do not see a virtual environment."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return str(Path(sys.base_prefix, "bin", version))
-
-
-def _build_namespace_options(isolation: IsolationMode) -> list[str]:
-    options = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try"
-    options += " --hostname sandbox --as-pid-1 --die-with-parent --new-session"
-    options += " --cap-drop ALL"
-    if isolation.has_user_namespace:
-        options += " --unshare-user"
-    return options.split()
 
 
 def _build_mount_options(limits: ProgramLimits) -> list[str]:

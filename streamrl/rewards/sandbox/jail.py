@@ -151,11 +151,8 @@ class Jail:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._read_report()
-            pid = (
-                self._process.pid
-                if self._spec.isolation is NO_ISOLATION
-                else _read_child_pid(info_fd)
-            )
+            is_direct = self._spec.isolation is NO_ISOLATION
+            pid = self._process.pid if is_direct else _read_child_pid(info_fd)
             self._init_process = (pid, os.pidfd_open(pid))
         except (JailLostError, ProcessLookupError, ValueError) as error:
             raise JailError(self._read_last_error()) from error
@@ -194,10 +191,8 @@ class Jail:
             while not reading.done():
                 await asyncio.wait({reading}, timeout=pause_s)
                 if not reading.done():
-                    pause_s = max(
-                        MEMORY_CHECK_INTERVAL_S,
-                        _PAUSE_PER_CHECK_TIME * await self._enforce_limits(deadline),
-                    )
+                    took_s = await self._enforce_limits(deadline)
+                    pause_s = max(MEMORY_CHECK_INTERVAL_S, _PAUSE_PER_CHECK_TIME * took_s)
             return reading.result()
         finally:
             reading.cancel()
@@ -276,43 +271,27 @@ def _spawn_jail(
 
     The outermost process exits after all others. theirs: the jail's end of the socket.
     """
-    if spec.isolation is NO_ISOLATION:
-        folder = tempfile.mkdtemp(prefix="streamrl-unsafe-")
-        environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
-        return folder, _open_process(
-            build_boot_command(len(spec.driver_code)), theirs, environment, ()
+    folder, environment = PRIVATE_DIR, ENVIRONMENT
+    command = build_boot_command(len(spec.driver_code))
+    pass_fds: tuple[int, ...] = ()
+    with os.fdopen(os.memfd_create("filter"), "w+b", buffering=0) as filter_file:
+        if spec.isolation is NO_ISOLATION:
+            folder = tempfile.mkdtemp(prefix="streamrl-unsafe-")
+            environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
+        else:
+            filter_file.write(spec.syscall_filter)
+            filter_file.seek(0)
+            pass_fds = fds = (filter_file.fileno(), info_fd)
+            command = build_jail_command(spec.isolation, spec.limits, number, fds=fds, boot=command)
+        return folder, subprocess.Popen(
+            command,
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            pass_fds=pass_fds,
+            cwd="/",
         )
-    filter_fd = os.memfd_create("filter")
-    try:
-        os.write(filter_fd, spec.syscall_filter)
-        os.lseek(filter_fd, 0, os.SEEK_SET)
-        command = build_jail_command(
-            spec.isolation,
-            spec.limits,
-            number,
-            fds=(filter_fd, info_fd),
-            boot=build_boot_command(len(spec.driver_code)),
-        )
-        return PRIVATE_DIR, _open_process(command, theirs, ENVIRONMENT, (filter_fd, info_fd))
-    finally:
-        os.close(filter_fd)
-
-
-def _open_process(
-    command: list[str],
-    stdin: socket.socket,
-    environment: Mapping[str, str],
-    pass_fds: tuple[int, ...],
-) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        command,
-        stdin=stdin.fileno(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environment,
-        pass_fds=pass_fds,
-        cwd="/",
-    )
 
 
 def _read_child_pid(info_fd: int) -> int:
