@@ -51,10 +51,7 @@ class FileOrder:
         return self._indices[_make_permutation(len(self), [self._seed, number, self._file_number])]
 
     def iter_batches(self, start: int, size: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield batches of up to `size` rows, each row as (epoch, uid index).
-
-        start: rows to skip, counted from epoch 0. A batch never spans two epochs.
-        """
+        """Yield batches of (epoch, uid index) within an epoch, after `start` rows since epoch 0."""
         epoch, position = divmod(start, len(self))
         while True:
             order = self.get_epoch_order(epoch)

@@ -228,10 +228,7 @@ def _classify_file(
 def choose_rows(
     file: PromptFile, max_full_rows: float
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the rows of a file to classify before a run, sorted, and a mask of the typical rows.
-
-    Rows chosen for their length are not typical; they would bias the mean length.
-    """
+    """Return the rows to classify before a run, sorted, and which were not chosen for length."""
     size = len(file.table)
     if size <= max_full_rows:
         return np.arange(size), np.ones(size, np.bool_)

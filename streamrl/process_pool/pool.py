@@ -230,10 +230,7 @@ class WorkerPool:
         ]
 
     async def _claim_worker(self, *, alone: bool) -> tuple[_WorkerState, int]:
-        """Wait for a free worker, in FIFO order, and register a call; return worker and call id.
-
-        Raises WorkerCrashError if the pool is closed or workers repeatedly fail to start.
-        """
+        """Wait for a free worker (FIFO); return it and a call id. Raises WorkerCrashError."""
         async with self._exclusive_claim_lock if alone else self._shared_claim_lock:
             while not (free := self._find_free_workers(alone=alone)):
                 if self._is_closed:
@@ -329,10 +326,7 @@ class WorkerPool:
                 _log.exception("monitoring the workers of %s failed", self._name)
 
     def _deprioritize_stragglers(self, now: float) -> None:
-        """Mark workers with an overdue call as stragglers and lower their CPU priority.
-
-        Workers with an async handler are exempt: they serve further calls meanwhile.
-        """
+        """Mark sync workers with an overdue call as stragglers; lower their priority."""
         median = statistics.median(self._recent_durations) if self._recent_durations else 0.0
         limit_s = max(STRAGGLER_MIN_S, STRAGGLER_RATIO * median)
         for worker in [worker for worker in self._workers if worker.call_start_times]:

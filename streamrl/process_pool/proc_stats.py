@@ -55,10 +55,7 @@ class ProcessTable:
             return self._children_by_pid
 
     def _measure_process_memory(self, pid: int, enough: float) -> int:
-        """Return anonymous, shared and page-table memory of a process, bytes; 0 after its exit.
-
-        File mappings do not count. enough: number of bytes above which counting may stop.
-        """
+        """Return the memory of a process, bytes; 0 after its exit. File mappings do not count."""
         for proc_dir in _iter_proc_dirs(pid):
             used_bytes = sum(_read_memory_sizes(f"{proc_dir}/status"))
             if used_bytes and self._mapping_bytes:
@@ -102,10 +99,7 @@ def _iter_proc_dirs(pid: int) -> Iterator[str]:
 
 
 def _count_mappings(path: str, most: float) -> int:
-    """Count the memory mappings listed in a /proc maps file; stop soon after `most`.
-
-    Returns 0 for a process that has exited and for an unreadable process of another user.
-    """
+    """Count the mappings in a /proc maps file, to soon after `most`; 0 if gone or unreadable."""
     count = 0
     try:
         with open(path, "rb", buffering=0) as file:

@@ -86,10 +86,7 @@ class WorkerProcess:
         self._worker_pid = first
 
     async def send_request(self, call_id: int, request: Any) -> tuple[bool, Any]:
-        """Send a request; return (True, result) or (False, error message of the handler).
-
-        call_id: unique among the worker's calls. Raises ProcessExitedError.
-        """
+        """Return (True, result) or (False, error of the handler). Raises ProcessExitedError."""
         response = asyncio.get_running_loop().create_future()
         self._pending_responses[call_id] = response
         try:
@@ -132,10 +129,7 @@ class WorkerProcess:
                     future.set_exception(ProcessExitedError(self.exit_reason))
 
     async def _receive_message(self) -> Any:
-        """Read and unpickle the worker's next message.
-
-        Raises ProcessExitedError if the worker has exited or the message is unreadable.
-        """
+        """Read and unpickle the next message. Raises ProcessExitedError, also if unreadable."""
         try:
             size = unpack_length(await self._reader.readexactly(HEADER_BYTES))
             if size > MAX_RESPONSE_BYTES:
@@ -199,10 +193,7 @@ _SocketStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def _launch_reaper(
     theirs: socket.socket, target: str, ours: socket.socket
 ) -> "subprocess.Popen[bytes]":
-    """Start a reaper, which starts the worker. ours, theirs: the pool's and the worker's socket.
-
-    If cancelled, closes both sockets and waits for the reaper's exit.
-    """
+    """Start a reaper, which starts the worker; if cancelled, wait for the reaper's exit."""
     launching = asyncio.create_task(asyncio.to_thread(_spawn_reaper, theirs.fileno(), target))
     try:
         return await asyncio.shield(launching)

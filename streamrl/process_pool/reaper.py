@@ -52,10 +52,7 @@ def main() -> None:
 
 
 def wait_for_worker(channel: socket.socket, worker: int) -> int:
-    """Wait until the worker exits; kill the worker if the pool closes `channel`, its socket.
-
-    worker: pid. Returns the exit code; 128 + signal number for a worker killed by a signal.
-    """
+    """Return the exit code of pid `worker`, killed if the pool closes `channel`; 128 + signal."""
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP)
     worker_fd = os.pidfd_open(worker)

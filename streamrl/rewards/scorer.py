@@ -84,10 +84,7 @@ class RewardScorer:
         return await asyncio.gather(*(self._score_group(experience) for experience in experiences))
 
     async def score_baseline(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        """Return column `baseline_scores`, float32 [G]: the score of the group's greedy completion.
-
-        The greedy completion is a baseline and not a rollout, so no filter applies.
-        """
+        """Return column `baseline_scores`, float32 [G]: the unfiltered score of the greedy text."""
         return await asyncio.gather(*(self._score_greedy(experience) for experience in experiences))
 
     async def _score_greedy(self, experience: Experience) -> Columns | StreamError:

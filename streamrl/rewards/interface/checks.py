@@ -15,10 +15,7 @@ def format_value(value: Any) -> str:
 
 
 def to_finite_float(value: Any) -> float | None:
-    """Convert a number, bool or one-element tensor within float32 range to float.
-
-    Returns None for every other value.
-    """
+    """Convert a number, bool or one-element tensor to float; None unless a finite float32."""
     if hasattr(value, "item") and not isinstance(value, Real | np.bool_):
         # item() raises for a tensor with more than one element.
         with contextlib.suppress(ValueError, RuntimeError):

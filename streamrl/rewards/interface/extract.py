@@ -19,10 +19,7 @@ SEARCH_TIMEOUT_S = 0.5
 def decode_completions(
     tokenizer: "PreTrainedTokenizerBase", rollouts: Sequence[Rollout]
 ) -> list[str]:
-    """Decode the completion of each rollout to text.
-
-    The text has neither prompt nor special tokens; spaces are kept as sampled.
-    """
+    """Decode each completion to text, without prompt and special tokens, spaces as sampled."""
     return decode_ids(tokenizer, [rollout.completion_ids for rollout in rollouts])
 
 
@@ -57,10 +54,7 @@ class AnswerPattern:
             raise ConfigError(f"rewards.{option}={pattern}: {error}") from error
 
     def find_last(self, text: str) -> str | None:
-        """Return the first group of the last match, or the whole match of a pattern without groups.
-
-        Returns None without a match. Raises PatternTimeoutError.
-        """
+        """Return the first group of the last match (whole without groups), None without a match."""
         matches = self._find_matches(text, limit=None)
         answer: str | None = None
         if matches:

@@ -70,20 +70,14 @@ class Reward:
         """Raise RewardError if the prompt lacks data that the reward needs."""
 
     async def run_preflight(self) -> str:
-        """Check requirements before a run; return a note for the user, or "".
-
-        Raises ConfigError if a requirement is missing on this machine.
-        """
+        """Check requirements before a run; return a note or "". Raises ConfigError."""
         return ""
 
     async def start(self) -> None:
         """Start processes and load models. Raises ConfigError or RewardError."""
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """Return a result per completion.
-
-        Raises RewardError if scoring fails: a failure never becomes a score of 0.
-        """
+        """Return a result per completion. Raises RewardError: a failure is never a score of 0."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -198,10 +192,7 @@ class WorkerReward(Reward):
         await _start_pool(self._pool)
 
     async def probe_worker(self) -> Any:
-        """Load the handler in a temporary worker and return its response to the request None.
-
-        Handlers of user-defined functions respond with the function's FunctionCallSpec.
-        """
+        """Return the response of a temporary worker to None: the FunctionCallSpec of a function."""
         pool = self._make_pool()
         try:
             await _start_pool(pool)
@@ -220,10 +211,7 @@ class WorkerReward(Reward):
         return results
 
     async def call_worker(self, request: Any) -> Any:
-        """Run a request in a worker, with retries, and return the response.
-
-        Raises RewardError if the response is an error message.
-        """
+        """Run a request in a worker, with retries. Raises RewardError, also for a text response."""
         attempt = itertools.count()
         # A request that failed before runs on an exclusive worker.
         return await retry_infra_errors(
@@ -252,10 +240,7 @@ async def _start_pool(pool: WorkerPool) -> None:
 
 
 async def retry_infra_errors(call: Callable[[], Any], attempts: int) -> Any:
-    """Await call(), retrying RewardInfraErrors with exponential backoff.
-
-    Raises the last RewardInfraError after `attempts` attempts, and every other error at once.
-    """
+    """Await call(), up to `attempts` times on RewardInfraErrors, with exponential backoff."""
     for attempt in range(1, attempts + 1):
         try:
             return await call()

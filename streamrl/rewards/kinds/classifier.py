@@ -140,10 +140,7 @@ class SequenceClassifier:
         self._pad_id = files.pad_id or 0
 
     def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return logits [rows][labels]; rows of token ids are padded on the right.
-
-        Raises RewardMemoryError if the GPU runs out of memory.
-        """
+        """Return logits [rows][labels] of rows of token ids. Raises RewardMemoryError."""
         lengths = torch.tensor([len(row) for row in rows])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         ids = torch.full(mask.shape, self._pad_id)

@@ -154,10 +154,7 @@ class CodeReward(Reward):
 
 
 def _select_language(options: CodeOptions) -> dict[str, LanguageSpec]:
-    """Return the configured language as {name: spec}. Raises ConfigError if unknown.
-
-    User-defined languages override built-in languages.
-    """
+    """Return the configured language, own ones first, as {name: spec}. Raises ConfigError."""
     specs = dict(LANGUAGES)
     for name, settings in options.languages.items():
         specs[name] = read_settings(LanguageSpec, settings, section=f"rewards.languages.{name}")

@@ -20,10 +20,7 @@ ProgramTest = StdinTest | CallTest
 
 
 def read_tests(truth: Any, *, most: int = 0) -> list[ProgramTest]:
-    """Parse the tests in a ground truth and return the first `most` tests; 0: all tests.
-
-    Raises RewardError if the ground truth is malformed or contains no tests.
-    """
+    """Return the first `most` tests in a ground truth; 0: all. Raises RewardError."""
     try:
         fields = _parse_object(truth)
         tests = (

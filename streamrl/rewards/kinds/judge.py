@@ -134,10 +134,7 @@ class JudgeReward(Reward):
         return ChatClient(options.url.rstrip("/"), options.model, self._api_key, limits)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """Judge each completion.
-
-        Raises the first RewardError and then cancels the remaining requests of the group.
-        """
+        """Judge each completion. The first RewardError cancels the other requests of the group."""
         self.validate_prompt(prompt)
         tasks = [
             asyncio.create_task(self._judge_completion(prompt, completion))
@@ -213,10 +210,7 @@ def _load_api_key(name: str) -> str:
 
 
 def _fill_template(template: str, prompt: Prompt, completion: str) -> str:
-    """Return the judge's prompt: the template with its placeholders filled.
-
-    A single pass keeps braces inside a filled text as they are.
-    """
+    """Fill the placeholders, in a single pass that keeps braces inside a filled text."""
     texts = {
         "prompt": _render_conversation(prompt.messages),
         "completion": completion,

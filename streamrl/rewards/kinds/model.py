@@ -226,10 +226,7 @@ def _find_label_index(options: ModelOptions, labels: Sequence[str]) -> int:
 
 
 def _resolve_max_length(options: ModelOptions, files: "ClassifierFiles") -> int:
-    """Return the longest text that the model scores, tokens: prompt and completion together.
-
-    Raises ConfigError if option `max_length` exceeds the model's limit.
-    """
+    """Return the longest prompt and completion together, tokens. Raises ConfigError."""
     limit = files.max_tokens or options.batch_tokens
     if options.max_length is None:
         return int(min(limit, files.tokenizer.model_max_length, options.batch_tokens))

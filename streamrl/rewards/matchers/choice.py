@@ -45,10 +45,7 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth, *, letters: str = LETTERS) -> str:
-    """Return the letter of a ground truth such as B, b or (B), as a capital.
-
-    Raises RewardError if `letters` does not contain it.
-    """
+    """Return the letter of a truth such as B, b or (B), as a capital. Raises RewardError."""
     letter = parse_truth_text(truth).removeprefix("(").removesuffix(")").upper()
     if len(letter) != 1 or letter not in letters:
         raise RewardError(f"ground_truth must be one of the letters {letters}, is {truth!r}")

@@ -174,10 +174,7 @@ async def probe_isolation(spec: JailSpec) -> str | None:
 
 
 def _make_probe_program(limits: ProgramLimits, port: int) -> tuple[SandboxProgram, CallTest]:
-    """Return the probe program, and a test that calls it with every resource it must not reach.
-
-    port: TCP port on which this process listens.
-    """
+    """Return the probe and a test with all it must not reach. port: where this process listens."""
     base = Path(sys.base_prefix)
     system = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "etc", "dev", "tmp"]
     arguments = [

@@ -267,10 +267,7 @@ class Jail:
 def _spawn_jail(
     spec: JailSpec, number: int, theirs: socket.socket, info_fd: int
 ) -> tuple[str, "subprocess.Popen[bytes]"]:
-    """Start the processes of jail `number`; return its writable directory and outermost process.
-
-    The outermost process exits after all others. theirs: the jail's end of the socket.
-    """
+    """Return the writable directory of a jail, and its process that exits after all others."""
     folder, environment = PRIVATE_DIR, ENVIRONMENT
     command = build_boot_command(len(spec.driver_code))
     pass_fds: tuple[int, ...] = ()

@@ -264,10 +264,7 @@ class ProgramRun:
         return ProgramTestResult(outcome, time.monotonic() - started, detail)
 
     async def _try_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
-        """Run a test in the current jail; without a jail, first compile in a fresh jail.
-
-        Raises JailError, JailLostError, MemoryLimitError, CompileFailedError or TimeoutError.
-        """
+        """Run a test in the current jail; without a jail, first compile in a fresh jail."""
         if self._jail is None:
             self._jail = await self._jails.acquire_jail()
             self._jail.pin_to_core(slot)
