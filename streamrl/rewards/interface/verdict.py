@@ -50,6 +50,14 @@ class RewardResult:
         return self.outcome is RewardOutcome.NOT_JUDGED
 
     @classmethod
-    def from_correctness(cls, passes: bool, answer: str | None = None) -> "RewardResult":
-        """Return score 1 and PASS if `passes`, else score 0 and WRONG."""
-        return cls(float(passes), RewardOutcome.PASS if passes else RewardOutcome.WRONG, answer)
+    def from_correctness(
+        cls,
+        passes: bool,
+        answer: str | None = None,
+        *,
+        score: float | None = None,
+        detail: str = "",
+    ) -> "RewardResult":
+        """Return outcome PASS or WRONG; the score is 1 or 0 by default."""
+        outcome = RewardOutcome.PASS if passes else RewardOutcome.WRONG
+        return cls(float(passes) if score is None else score, outcome, answer, detail)

@@ -17,7 +17,7 @@ from streamrl.files.bounded_read import read_small_text
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.extract import AnswerPattern
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.verdict import RewardResult
 
 if TYPE_CHECKING:
     from streamrl.rewards.kinds.openai_client import ChatClient
@@ -170,8 +170,9 @@ class JudgeReward(Reward):
                 f"rewards.pattern matches no number from {self._options.least:g} to"
                 f" {self._options.most:g} in the judge's response{cut}: {response.text[-100:]!r}"
             )
-        outcome = RewardOutcome.PASS if number >= self._pass_score else RewardOutcome.WRONG
-        return RewardResult(number, outcome, detail=response.text[-MAX_DETAIL_CHARS:])
+        detail = response.text[-MAX_DETAIL_CHARS:]
+        passes = number >= self._pass_score
+        return RewardResult.from_correctness(passes, score=number, detail=detail)
 
     def _parse_score(self, response: str) -> float | None:
         """Return the number in a judge's response; None unless within [least, most]."""

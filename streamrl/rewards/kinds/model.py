@@ -14,7 +14,7 @@ from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.micro_batcher import MicroBatcher, RowLogits, TokenRow
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.verdict import RewardResult
 
 if TYPE_CHECKING:
     from streamrl.rewards.kinds.classifier import ClassifierFiles, SequenceClassifier
@@ -183,9 +183,7 @@ class ModelReward(Reward):
         if not all(math.isfinite(logit) for logit in logits):
             raise RewardError(f"{self._files.path} gives {list(logits)} for completion {index}")
         score = logits_to_score(logits, self._label_index, sigmoid=self._options.sigmoid)
-        return RewardResult(
-            score, RewardOutcome.PASS if score >= self._pass_score else RewardOutcome.WRONG
-        )
+        return RewardResult.from_correctness(score >= self._pass_score, score=score)
 
     async def close(self) -> None:
         self._batcher.close()

@@ -11,7 +11,6 @@ from streamrl.rewards.interface.verdict import RewardResult
 from streamrl.rewards.matchers.matcher import (
     GroundTruth,
     make_missing_answer_result,
-    make_result,
     parse_truth_text,
     require_nonempty,
 )
@@ -46,7 +45,7 @@ def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
     if box is None:
         return make_missing_answer_result("\\boxed{} that is closed")
     answer = normalize_latex(box)
-    return make_result(answer == expected, score=float(answer == expected), answer=answer)
+    return RewardResult.from_correctness(answer == expected, answer)
 
 
 def validate_truth(truth: GroundTruth) -> str:

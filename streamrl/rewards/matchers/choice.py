@@ -10,7 +10,6 @@ from streamrl.rewards.interface.verdict import RewardResult
 from streamrl.rewards.matchers.matcher import (
     GroundTruth,
     make_missing_answer_result,
-    make_result,
     parse_truth_text,
 )
 
@@ -40,7 +39,7 @@ def judge_completion(
         last = deque(pattern.finditer(completion), maxlen=1)
         if last:
             answer = last[0]["letter"].upper()
-            return make_result(answer == expected, score=float(answer == expected), answer=answer)
+            return RewardResult.from_correctness(answer == expected, answer)
     return make_missing_answer_result("letter that is named as the answer")
 
 

@@ -11,7 +11,6 @@ from streamrl.rewards.matchers.boxed import extract_braced
 from streamrl.rewards.matchers.matcher import (
     GroundTruth,
     make_missing_answer_result,
-    make_result,
     parse_truth_text,
     require_nonempty,
 )
@@ -66,7 +65,7 @@ def judge_completion(
             return make_missing_answer_result("Answer: and no \\boxed{} at the end", score=-1.0)
         answer = box.strip()
     right = answer == expected
-    return make_result(right, score=1.0 if right else -1.0, answer=answer)
+    return RewardResult.from_correctness(right, answer, score=1.0 if right else -1.0)
 
 
 def validate_truth(truth: GroundTruth) -> str:

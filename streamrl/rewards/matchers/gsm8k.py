@@ -11,7 +11,6 @@ from streamrl.rewards.interface.verdict import RewardResult
 from streamrl.rewards.matchers.matcher import (
     GroundTruth,
     make_missing_answer_result,
-    make_result,
     parse_truth_text,
 )
 
@@ -44,7 +43,7 @@ def judge_completion(
     answer = numbers[-1].replace(",", "")
     if method == "flexible":
         answer, expected = answer.rstrip("."), expected.rstrip(".")
-    return make_result(answer == expected, score=float(answer == expected), answer=answer)
+    return RewardResult.from_correctness(answer == expected, answer)
 
 
 def validate_truth(truth: GroundTruth) -> str:

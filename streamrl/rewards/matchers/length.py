@@ -4,7 +4,7 @@ import math
 
 from streamrl.errors import ConfigError
 from streamrl.rewards.interface.verdict import RewardResult
-from streamrl.rewards.matchers.matcher import GroundTruth, accept_any_truth, make_result
+from streamrl.rewards.matchers.matcher import GroundTruth, accept_any_truth
 
 UNITS = ("words", "characters")
 
@@ -36,4 +36,4 @@ def judge_completion(
     length = len(completion.split()) if unit == "words" else len(completion)
     beyond = max(least - length, length - most, 0)
     score = 1.0 if beyond == 0 else max(0.0, 1 - beyond / tolerance) if tolerance else 0.0
-    return make_result(beyond == 0, score=score, detail=f"{length} {unit}")
+    return RewardResult.from_correctness(beyond == 0, score=score, detail=f"{length} {unit}")

@@ -44,12 +44,6 @@ def accept_any_truth(truth: GroundTruth) -> None:
     """Accept every ground truth, for matchers that look at the completion only."""
 
 
-def make_result(
-    right: bool, *, score: float, answer: str | None = None, detail: str = ""
-) -> RewardResult:
-    return RewardResult(score, RewardOutcome.PASS if right else RewardOutcome.WRONG, answer, detail)
-
-
 def make_missing_answer_result(missing: str, *, score: float = 0.0) -> RewardResult:
     """Return outcome WRONG with detail "no `missing`" for a completion without an answer."""
     return RewardResult(score, RewardOutcome.WRONG, None, f"no {missing}")

@@ -12,7 +12,6 @@ from streamrl.rewards.interface.verdict import RewardResult
 from streamrl.rewards.matchers.matcher import (
     GroundTruth,
     make_missing_answer_result,
-    make_result,
     parse_truth_text,
 )
 
@@ -35,7 +34,7 @@ def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
     if not parsed:
         return make_missing_answer_result("mathematics that math-verify can read")
     right = bool(verify(expected, parsed, timeout_seconds=None))
-    return make_result(right, score=float(right), answer=_format_answer(parsed))
+    return RewardResult.from_correctness(right, _format_answer(parsed))
 
 
 def validate_truth(truth: GroundTruth) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from streamrl.errors import ConfigError
 from streamrl.rewards.interface.verdict import RewardResult
-from streamrl.rewards.matchers.matcher import GroundTruth, accept_any_truth, make_result
+from streamrl.rewards.matchers.matcher import GroundTruth, accept_any_truth
 
 validate_truth = accept_any_truth
 
@@ -29,7 +29,7 @@ def judge_completion(
             " at least one"
         )
     detail = _find_format_error(completion, tags, nothing_outside=nothing_outside)
-    return make_result(not detail, score=float(not detail), detail=detail)
+    return RewardResult.from_correctness(not detail, detail=detail)
 
 
 def _find_format_error(completion: str, tags: Sequence[str], *, nothing_outside: bool) -> str:
