@@ -152,10 +152,6 @@ def test_without_shuffle_the_order_is_the_files():
     assert uids(stream, 4) == ["0:0:0", "0:2:0", "0:4:0", "1:0:0"]
 
 
-def test_a_single_row_repeats():
-    assert uids(stream_of(prompts(1), seed=0), 3) == ["0:0:0", "1:0:0", "2:0:0"]
-
-
 def test_drawing_zero_prompts_keeps_the_position():
     stream = stream_of(prompts(3), seed=0)
     before = stream.state_dict()

@@ -217,7 +217,10 @@ async def test_without_isolation_the_run_is_refused_unless_allow_unsafe(monkeypa
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     config = [RewardConfig("code")]
-    with pytest.raises(ConfigError, match=r"bwrap is not on PATH.*sandbox.allow_unsafe=true"):
+    with pytest.raises(
+        ConfigError,
+        match=r"bwrap is not on PATH: apt install bubblewrap.*sandbox.allow_unsafe=true",
+    ):
         await build_rewards(config).run_preflight()
     unsafe = build_rewards(config, RewardContext(sandbox=SandboxConfig(allow_unsafe=True)))
     (note,) = await unsafe.run_preflight()

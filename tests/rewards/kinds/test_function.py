@@ -260,20 +260,9 @@ async def test_numbers_of_any_kind_are_scores(reward_from, body, number):
 @pytest.mark.parametrize(
     "body",
     [
-        "None",
-        "'1.0'",
-        "float('nan')",
-        "float('inf')",
-        "1e300",
-        "10 ** 400",
-        "__import__('numpy').float16('inf')",
-        "[1.0]",
-        "1j",
-        "{}",
-        "{'score': None}",
-        "{'acc': 1.0}",
-        "__import__('torch').ones(2)",
-        "print",
+        *("None", "'1.0'", "float('nan')", "float('inf')", "1e300", "10 ** 400", "[1.0]", "1j"),
+        *("{}", "{'score': None}", "{'acc': 1.0}", "print"),
+        *("__import__('numpy').float16('inf')", "__import__('torch').ones(2)"),
     ],
 )
 async def test_other_results_are_errors_naming_function_file_and_completion(reward_from, body):
@@ -362,13 +351,8 @@ async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_
 @pytest.mark.parametrize(
     "signature",
     [
-        "()",
-        "(text)",
-        "(prompt)",
-        "(prompt, completion, tokenizer)",
-        "(solution_str)",
-        "(solution_str, ground_truth, model)",
-        "(prompt, completion, /)",
+        *("()", "(text)", "(prompt)", "(solution_str)", "(prompt, completion, /)"),
+        *("(prompt, completion, tokenizer)", "(solution_str, ground_truth, model)"),
         "(*args, **columns)",
     ],
 )
