@@ -7,7 +7,7 @@ per file: rows drawn, and prompts obtained from them.
 import asyncio
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -16,32 +16,11 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
 if TYPE_CHECKING:
-    from streamrl.data.interleave import StreamFile
     from streamrl.data.prefetch import DrawnPrompt, InterleaveNode
+    from streamrl.data.training_files import TrainingFiles
 
 MAX_REPORTED_ROWS = 10
 """Bad rows between two calls of `take_skipped` that are described; further rows are counted."""
-
-
-class StreamData(Protocol):
-    """Data of a prompt stream: its files, and a fingerprint to recognize them after a resume."""
-
-    @property
-    def stream_files(self) -> "Sequence[StreamFile]": ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash that identifies the data: of all prompts, or of whole files if rows were sampled."""
-        ...
-
-    @property
-    def is_fully_classified(self) -> bool:
-        """True if every row was checked, so that `stream_files` contains only usable rows."""
-        ...
-
-    def classify_all_rows(self) -> "StreamData":
-        """Check every row; return data of the usable rows. Raises ConfigError for a bad row."""
-        ...
 
 
 class PromptStream(Iterator[Prompt]):
@@ -55,7 +34,7 @@ class PromptStream(Iterator[Prompt]):
 
     def __init__(
         self,
-        data: StreamData,
+        data: "TrainingFiles",
         *,
         seed: int,
         shuffle: bool = True,
@@ -69,7 +48,7 @@ class PromptStream(Iterator[Prompt]):
         self._skipped = SkippedRows()
         self._set_data(data)
 
-    def _set_data(self, data: StreamData) -> None:
+    def _set_data(self, data: "TrainingFiles") -> None:
         self._data = data
         zeros = (0,) * len(data.stream_files)
         self._num_drawn, self._num_prompts = zeros, zeros

@@ -66,7 +66,10 @@ class TrainingFile:
 
 @dataclass(frozen=True)
 class TrainingFiles:
-    """Training files of a prompt stream; the index in a prompt's uid is unique among all files."""
+    """Training files of a prompt stream; the index in a prompt's uid is unique among all files.
+
+    fingerprint: hash of all prompts, or of whole files if rows were sampled.
+    """
 
     files: tuple[TrainingFile, ...]
     fingerprint: str

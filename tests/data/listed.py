@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +23,9 @@ def prompts(size: int, step: int = 1) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class Listed:
-    """Stream data from prompts in memory; `mix` has (number of prompts, share) of each file.
+    """What a stream reads of TrainingFiles, from prompts in memory.
 
-    fates: status by index of rows without a prompt.
+    mix: number of prompts and share of each file. fates: status by index of rows without a prompt.
     """
 
     prompts: Sequence[Prompt]
@@ -32,9 +33,6 @@ class Listed:
     fates: Mapping[int, RowStatus] = field(default_factory=dict)
     fingerprint: str = "0"
     is_fully_classified: bool = True
-
-    def classify_all_rows(self) -> "Listed":
-        raise NotImplementedError
 
     @property
     def stream_files(self) -> list[StreamFile]:
@@ -63,13 +61,10 @@ def stream_of(
     items: Sequence[Prompt],
     *,
     seed: int,
-    shuffle: bool = True,
     mix: Sequence[tuple[int, float]] = (),
     fates: Mapping[int, RowStatus] | None = None,
-    max_bad_share: float = 1.0,
-    reads_ahead: bool = False,
+    fingerprint: str = "0",
+    **settings: Any,
 ) -> PromptStream:
-    data = Listed(items, mix, fates or {})
-    return PromptStream(
-        data, seed=seed, shuffle=shuffle, max_bad_share=max_bad_share, reads_ahead=reads_ahead
-    )
+    data: Any = Listed(items, mix, fates or {}, fingerprint)
+    return PromptStream(data, seed=seed, **{"reads_ahead": False, **settings})

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.data.classify_rows import RowStatus
-from streamrl.data.prompt_stream import PromptStream
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import make_uid, parse_uid
-from tests.data.listed import Listed, prompts, stream_of
+from tests.data.listed import prompts, stream_of
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**63)
@@ -179,7 +178,7 @@ def test_resuming_on_other_data_is_refused():
     with pytest.raises(ConfigError, match=r"number of prompts in data.train was 5 .* is 4 now"):
         stream_of(prompts(4), seed=1).load_state_dict(state)
     with pytest.raises(ConfigError, match=r"fingerprint\) was 0 .* is 1 now"):
-        PromptStream(Listed(prompts(5), fingerprint="1"), seed=1).load_state_dict(state)
+        stream_of(prompts(5), seed=1, fingerprint="1").load_state_dict(state)
 
 
 @pytest.mark.parametrize("settings", [{"seed": 2}, {"seed": 1, "shuffle": False}])
