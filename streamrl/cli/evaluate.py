@@ -183,9 +183,9 @@ async def _evaluate_files(
     loaded = load_prompts(files, tokenizer, limits, max_prompts=config.limit)
     for note in await rewards.run_preflight():
         print(f"streamrl: {note}", file=sys.stderr)
-    for file in loaded.files:
-        rewards.check_prompts(file.prompts)
-    prompts = loaded.prompts_by_name
+    prompts = {file.file.name: file.prompts for file in loaded}
+    for file_prompts in prompts.values():
+        rewards.check_prompts(file_prompts)
     longest = max(len(prompt.token_ids) for group in prompts.values() for prompt in group)
     engine = await _start_engine(subject, config.seed, longest + subject.generator.max_new_tokens)
 
@@ -193,7 +193,8 @@ async def _evaluate_files(
         return await engine.generate(prompt.token_ids, seeds=seeds, sampling=config.sampling)
 
     async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
-        result = await rewards.judge_group(prompt, decode_completions(tokenizer, rollouts))
+        completions = [rollout.completion_ids for rollout in rollouts]
+        result = await rewards.judge_group(prompt, decode_completions(tokenizer, completions))
         return {**rewards.to_columns(result), "answers": hash_answers(result)}
 
     try:

@@ -20,7 +20,7 @@ from streamrl.config.run_config import RunConfig
 from streamrl.data.chat_template import load_vocab_size
 from streamrl.data.pretrain_texts import load_texts
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.data.prompts import LoadedPrompts, load_prompt_files
+from streamrl.data.prompts import LoadedFile, load_prompt_files
 from streamrl.data.training_files import TrainingFiles, open_training_files
 from streamrl.dataflow import COST_CALL, GENERATE_CALL, POLICY, REWARD_CALL, Dataflow
 from streamrl.engines.memory.memory_model import estimate_worker_memory
@@ -114,11 +114,15 @@ def prepare_run(config: RunConfig) -> PreparedRun:
         on_long=on_long,
         max_prompts=config.evaluation.limit,
     )
-    inspect(evaluation.prompts)
+    eval_prompts = {loaded.file.name: loaded.prompts for loaded in evaluation}
+    for prompts in eval_prompts.values():
+        inspect(prompts)
     if config.data.pretrain:
         load_texts(config.data.pretrain)
     longest = max(
-        train.max_prompt_tokens, *(len(prompt.token_ids) for prompt in evaluation.prompts), 0
+        train.max_prompt_tokens,
+        *(len(prompt.token_ids) for prompts in eval_prompts.values() for prompt in prompts),
+        0,
     )
     max_length = longest + max_new_tokens
     _check_micro_batch(config, max_length)
@@ -152,7 +156,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
             shuffle=config.data.shuffle,
             max_bad_share=config.data.max_bad_share,
         ),
-        eval_prompts=evaluation.prompts_by_name,
+        eval_prompts=eval_prompts,
         component_columns=tuple(
             name for reward_set in (rewards, *costs) for name in reward_set.component_columns
         ),
@@ -399,11 +403,11 @@ def _check_micro_batch(config: RunConfig, max_length: int) -> None:
 
 
 def _collect_notes(
-    config: RunConfig, train: TrainingFiles, evaluation: LoadedPrompts
+    config: RunConfig, train: TrainingFiles, evaluation: Sequence[LoadedFile]
 ) -> tuple[str, ...]:
     """Return notes for the log: unused rows, a frozen policy, and epochs per file of the run."""
     notes = [note for opened in train.files for note in opened.notes]
-    notes += [note for loaded in evaluation.files for note in loaded.notes]
+    notes += [note for loaded in evaluation for note in loaded.notes]
     if config.critic.warmup_alone >= config.run.steps:
         notes.append(
             f"critic.warmup_alone={config.critic.warmup_alone}: the policy is frozen in all"

@@ -170,7 +170,9 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
     except ConfigError as error:
         raise ConfigError(f"{error}; give the prompt length with --prompt-tokens N") from None
     longest = max(
-        [opened.max_prompt_tokens, *(len(prompt.token_ids) for prompt in evaluation.prompts)]
+        opened.max_prompt_tokens,
+        *(len(prompt.token_ids) for loaded in evaluation for prompt in loaded.prompts),
+        0,
     )
     return opened.mean_prompt_tokens, longest
 

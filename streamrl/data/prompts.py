@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from streamrl.data.chat_template import load_tokenizer, load_vocab_size
@@ -34,21 +33,6 @@ class LoadedFile:
         return describe_unused_rows(self.file, self.status_counts)
 
 
-@dataclass(frozen=True)
-class LoadedPrompts:
-    """Prompts of several files, loaded as a whole for evaluation."""
-
-    files: tuple[LoadedFile, ...]
-
-    @cached_property
-    def prompts(self) -> list[Prompt]:
-        return [prompt for file in self.files for prompt in file.prompts]
-
-    @property
-    def prompts_by_name(self) -> dict[str, list[Prompt]]:
-        return {file.file.name: file.prompts for file in self.files}
-
-
 def describe_unused_rows(
     file: DataFile, counts: Mapping[RowStatus, int], suffix: str = ""
 ) -> list[str]:
@@ -72,7 +56,7 @@ def load_prompt_files(
     limit: int,
     on_long: str,
     max_prompts: int | None = None,
-) -> LoadedPrompts:
+) -> list[LoadedFile]:
     """Load the prompts of small files, with the tokenizer of a model directory.
 
     limit: maximum tokens of a prompt. on_long: action on a longer prompt: error, skip or truncate.
@@ -88,7 +72,7 @@ def load_prompts(
     limits: PromptLimits,
     *,
     max_prompts: int | None = None,
-) -> LoadedPrompts:
+) -> list[LoadedFile]:
     """Load the first `max_prompts` prompts of each file in file order, rendered and checked.
 
     Raises a one-line ConfigError with file, row and rule for the first bad row, an unusable file,
@@ -110,7 +94,7 @@ def load_prompts(
             raise make_no_prompt_error(file, counts, limits)
         loaded.append(LoadedFile(file, prompts, counts))
         first += index + 1
-    return LoadedPrompts(tuple(loaded))
+    return loaded
 
 
 def make_no_prompt_error(

@@ -10,7 +10,7 @@ import numpy as np
 from streamrl.errors import RewardError, StreamError
 from streamrl.messages import Array, Columns, Experience, FilteredGroup, extract_completions
 from streamrl.rewards.group_filter import GroupFilter
-from streamrl.rewards.interface.extract import decode_ids
+from streamrl.rewards.interface.extract import decode_completions
 from streamrl.rewards.reward_set import GroupRewardResult, RewardSet
 from streamrl.stream.stage_worker import StageResult
 
@@ -89,7 +89,7 @@ class RewardScorer:
 
     async def _score_greedy(self, experience: Experience) -> Columns | StreamError:
         columns = experience.columns
-        (text,) = decode_ids(self._tokenizer, [columns["greedy_ids"]])
+        (text,) = decode_completions(self._tokenizer, [columns["greedy_ids"]])
         group_result = await _judge_group(self._reward_set, experience, [text])
         if isinstance(group_result, StreamError):
             return group_result
@@ -99,7 +99,7 @@ class RewardScorer:
     async def _score_group(self, experience: Experience) -> StageResult:
         """Score a group of the stream or of an evaluation; filter only groups of the stream."""
         assert experience.prompt is not None
-        texts = decode_ids(self._tokenizer, extract_completions(experience.columns))
+        texts = decode_completions(self._tokenizer, extract_completions(experience.columns))
         group_result = await _judge_group(self._reward_set, experience, texts)
         if isinstance(group_result, StreamError):
             return group_result
@@ -145,7 +145,9 @@ async def score_costs(
     costs: RewardSet, tokenizer: "PreTrainedTokenizerBase", experiences: Sequence[Experience]
 ) -> Sequence[StageResult]:
     """Return columns `costs` and `cost/<name>`, float32 [G], or an error, per group."""
-    texts = [decode_ids(tokenizer, extract_completions(group.columns)) for group in experiences]
+    texts = [
+        decode_completions(tokenizer, extract_completions(group.columns)) for group in experiences
+    ]
     results = await asyncio.gather(
         *(_judge_group(costs, *pair) for pair in zip(experiences, texts, strict=True))
     )

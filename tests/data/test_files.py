@@ -110,17 +110,18 @@ def test_overrides_set_a_file_an_entry_or_a_key(tmp_path):
 def test_prompts_of_several_files_have_distinct_indices(tokenizer, write_rows):
     a = write_rows({"prompt": "a"}, {"prompt": "x" * 99}, name="a.jsonl")
     b = write_rows({"prompt": "b"}, {"prompt": "c"}, name="b.jsonl")
-    loaded_prompts = loaded(tokenizer, [a, b], on_long_prompt="skip")
-    assert [(p.uid, p.messages[0]["content"]) for p in loaded_prompts.prompts] == [
+    files = loaded(tokenizer, [a, b], on_long_prompt="skip")
+    loaded_prompts = [prompt for file in files for prompt in file.prompts]
+    assert [(p.uid, p.messages[0]["content"]) for p in loaded_prompts] == [
         ("0:0:0", "a"),
         ("0:2:0", "b"),
         ("0:3:0", "c"),
     ]
-    assert [prompt.row_location for prompt in loaded_prompts.files[1].prompts] == [
+    assert [prompt.row_location for prompt in files[1].prompts] == [
         f"{b} line 1",
         f"{b} line 2",
     ]
-    assert [len(prompts) for prompts in loaded_prompts.prompts_by_name.values()] == [1, 2]
+    assert [len(file.prompts) for file in files] == [1, 2]
 
 
 def test_file_shares_follow_weights_or_prompt_counts(tokenizer, write_rows):
@@ -167,9 +168,9 @@ def keep(tmp_path):
 def test_filtered_rows_are_counted(tokenizer, write_rows, keep):
     rows = write_rows({"prompt": "a"}, {"prompt": "x" * 99}, {"prompt": "bb"})
     train = {"path": rows, "filter": f"{keep}:short"}
-    prompts = loaded(tokenizer, train)  # the filter drops the long row before the length check
-    assert [prompt.uid for prompt in prompts.prompts] == ["0:0:0", "0:2:0"]
-    assert prompts.files[0].notes == [f"{rows}: 1 prompts filtered by {keep}:short"]
+    (file,) = loaded(tokenizer, train)  # the filter drops the long row before the length check
+    assert [prompt.uid for prompt in file.prompts] == ["0:0:0", "0:2:0"]
+    assert file.notes == [f"{rows}: 1 prompts filtered by {keep}:short"]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,8 @@ def test_the_template_is_model_plain_or_a_file(tokenizer, write_rows, tmp_path):
     jinja.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}\n")
 
     def text(template):
-        (prompt,) = loaded(tokenizer, {"path": rows, "template": template}).prompts
+        (file,) = loaded(tokenizer, {"path": rows, "template": template})
+        (prompt,) = file.prompts
         return tokenizer.decode(prompt.token_ids)
 
     assert text("model") == "<user>2+3=</s><assistant>"

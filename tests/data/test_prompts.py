@@ -15,11 +15,12 @@ FRAME = 3
 
 def load(*files, tokenizer, limit=20, vocab_size=300, on_long="error"):
     files_to_load = parse_data_files(list(files), key="data.train", prompt_key="prompt")
-    return load_prompts(files_to_load, tokenizer, PromptLimits(limit, vocab_size, on_long))
+    (loaded,) = load_prompts(files_to_load, tokenizer, PromptLimits(limit, vocab_size, on_long))
+    return loaded
 
 
 def fates(loaded):
-    return {fate.value: count for fate, count in loaded.files[0].status_counts.items()}
+    return {fate.value: count for fate, count in loaded.status_counts.items()}
 
 
 def test_prompts_carry_the_row_and_int32_tokens(tokenizer, write_rows):
@@ -52,7 +53,7 @@ def test_longer_prompts_can_be_skipped_and_are_counted(tokenizer, write_rows):
     loaded = load(path, tokenizer=tokenizer, on_long="skip")
     assert [prompt.uid for prompt in loaded.prompts] == ["0:1:0"]
     assert fates(loaded) == {"too long": 2, "kept": 1}
-    assert loaded.files[0].notes == [f"{path}: 2 prompts skipped, too long"]
+    assert loaded.notes == [f"{path}: 2 prompts skipped, too long"]
 
 
 def test_longer_prompts_can_be_truncated_to_their_last_tokens(tokenizer, write_rows):
@@ -60,7 +61,7 @@ def test_longer_prompts_can_be_truncated_to_their_last_tokens(tokenizer, write_r
     loaded = load(path, tokenizer=tokenizer, limit=5, on_long="truncate")
     assert tokenizer.decode(loaded.prompts[0].token_ids) == "hij</s><assistant>"
     assert fates(loaded) == {"truncated": 1, "kept": 1}
-    assert loaded.files[0].notes == [f"{path}: 1 prompts truncated"]
+    assert loaded.notes == [f"{path}: 1 prompts truncated"]
 
 
 def test_a_file_of_long_prompts_only_is_refused(tokenizer, write_rows):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import regex
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.messages import Array, Rollout
+from streamrl.messages import Array
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,14 +17,9 @@ SEARCH_TIMEOUT_S = 0.5
 
 
 def decode_completions(
-    tokenizer: "PreTrainedTokenizerBase", rollouts: Sequence[Rollout]
+    tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array]
 ) -> list[str]:
-    """Decode each completion to text, without prompt and special tokens, spaces as sampled."""
-    return decode_ids(tokenizer, [rollout.completion_ids for rollout in rollouts])
-
-
-def decode_ids(tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array]) -> list[str]:
-    """Decode token ids, int32 [tokens] per completion, to text without special tokens."""
+    """Decode token ids, int32 [tokens] per completion, to text as sampled, no special tokens."""
     texts = tokenizer.batch_decode(
         [completion.tolist() for completion in completions],
         skip_special_tokens=True,

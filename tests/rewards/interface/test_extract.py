@@ -17,6 +17,10 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
 
 
+def decode(tokenizer, rollouts):
+    return decode_completions(tokenizer, [rollout.completion_ids for rollout in rollouts])
+
+
 def rollout(prompt_ids, completion_ids):
     return Rollout.from_single_turn(
         np.array(prompt_ids, np.int32),
@@ -29,15 +33,15 @@ def rollout(prompt_ids, completion_ids):
 
 def test_decoding_drops_prompt_and_special_tokens(tokenizer):
     rollouts = [rollout([2], [3, 2, 0]), rollout([2, 2, 2], [4, 0, 5])]
-    assert decode_completions(tokenizer, rollouts) == ["world hello", "tool says"]
+    assert decode(tokenizer, rollouts) == ["world hello", "tool says"]
 
 
 def test_spaces_are_kept_as_sampled(tokenizer):
-    assert decode_completions(tokenizer, [rollout([2], [3, 6])]) == ["world ."]
+    assert decode(tokenizer, [rollout([2], [3, 6])]) == ["world ."]
 
 
 def test_a_completion_of_special_tokens_only_is_empty_text(tokenizer):
-    assert decode_completions(tokenizer, [rollout([2], [0])]) == [""]
+    assert decode(tokenizer, [rollout([2], [0])]) == [""]
 
 
 def test_tool_tokens_between_turns_belong_to_the_completion(tokenizer):
@@ -49,14 +53,14 @@ def test_tool_tokens_between_turns_belong_to_the_completion(tokenizer):
         policy_version=np.where(loss_mask, 0, -1).astype(np.int32),
         finish_reason=FinishReason.STOP,
     )
-    assert decode_completions(tokenizer, [turns]) == ["world tool says"]
+    assert decode(tokenizer, [turns]) == ["world tool says"]
 
 
 def test_rollouts_from_the_queue_decode_equally(tokenizer):
     rollouts = [rollout([2], [3, 2, 0]), rollout([2], [4])]
     again = columns_to_rollouts(rollouts_to_columns(rollouts))
-    assert decode_completions(tokenizer, again) == decode_completions(tokenizer, rollouts)
+    assert decode(tokenizer, again) == decode(tokenizer, rollouts)
 
 
 def test_a_token_id_beyond_the_vocabulary_has_no_text(tokenizer):
-    assert decode_completions(tokenizer, [rollout([2], [3, 5000])]) == ["world"]
+    assert decode(tokenizer, [rollout([2], [3, 5000])]) == ["world"]
