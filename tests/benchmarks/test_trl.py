@@ -45,7 +45,7 @@ def test_the_long_tailed_task_is_one_model_and_one_file_of_rows_for_both(tmp_pat
     assert [spec.rows] == [file.path for file in config.data.train_files]
     assert (spec.groups * spec.group_size, spec.max_new_tokens) == (256, 256)
     tokenizer, limits = load_tokenizer(spec.model), PromptLimits(trl.PROMPT_TOKENS, trl.NUM_WORDS)
-    loaded = load_prompts(config.data.train_files, tokenizer, limits)
+    (loaded,) = load_prompts(config.data.train_files, tokenizer, limits)
     prompts = [prompt.token_ids for prompt in loaded.prompts]
     assert len(prompts) == trl.NUM_ROWS
     assert all(len(ids) == trl.PROMPT_TOKENS and min(ids) >= 4 for ids in prompts)
