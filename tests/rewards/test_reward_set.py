@@ -103,18 +103,9 @@ ABSENT = RewardResult.make_not_judged()
 
 async def test_an_abstaining_component_is_left_out_of_the_score():
     """As in TRL: the weighted sum of the components with a score."""
+    half, one, three = (RewardResult(score, passed(score)) for score in (0.5, 1.0, 3.0))
     rewards = reward_set(
-        math=(2.0, Said([ABSENT, RewardResult(0.5, RewardOutcome.WRONG), ABSENT])),
-        code=(
-            1.0,
-            Said(
-                [
-                    RewardResult(1.0, RewardOutcome.PASS),
-                    ABSENT,
-                    RewardResult(3.0, RewardOutcome.PASS),
-                ]
-            ),
-        ),
+        math=(2.0, Said([ABSENT, half, ABSENT])), code=(1.0, Said([one, ABSENT, three]))
     )
     columns = await rewards.score(PROMPT, ["a", "b", "c"])
     assert columns["scores"].tolist() == [1.0, 1.0, 3.0]

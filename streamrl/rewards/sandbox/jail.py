@@ -201,10 +201,11 @@ class Jail:
         """Return the seconds that the check took. Raises TimeoutError or MemoryLimitError."""
         started = time.monotonic()
         if started > deadline:
-            raise TimeoutError
+            raise TimeoutError("did not end before its deadline")
         # In a thread: reading /proc blocks while the kernel forks a large process.
-        if await asyncio.to_thread(self.measure_memory) > self._spec.limits.memory_mib * MIB:
-            raise MemoryLimitError
+        limit_mib = self._spec.limits.memory_mib
+        if await asyncio.to_thread(self.measure_memory) > limit_mib * MIB:
+            raise MemoryLimitError(f"used more than {limit_mib} MiB")
         return time.monotonic() - started
 
     def measure_memory(self) -> int:

@@ -5,6 +5,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
 from streamrl.rewards.interface.verdict import RewardOutcome
@@ -199,41 +200,45 @@ class CompileFailedError(Exception):
     """Compiling the program failed; the message is the compiler's error."""
 
 
+_OUTCOMES: Mapping[type[Exception], RewardOutcome] = {
+    CompileFailedError: RewardOutcome.COMPILE_ERROR,
+    JailError: RewardOutcome.INFRA_ERROR,
+    MemoryLimitError: RewardOutcome.MEMORY,
+    TimeoutError: RewardOutcome.TIMEOUT,
+}
+
+
+@dataclass
 class ProgramRun:
     """Runs the tests of a program in a jail from `jails`.
 
     Call `release_jail` afterwards. limits.total_s counts time in jails, not waiting for a jail.
     """
 
-    def __init__(
-        self,
-        program: SandboxProgram,
-        language: LanguageSpec,
-        limits: ProgramLimits,
-        jails: Sandbox,
-    ) -> None:
-        self._program = program
-        self._language = language
-        self._limits = limits
-        self._jails = jails
+    program: SandboxProgram
+    language: LanguageSpec
+    limits: ProgramLimits
+    jails: Sandbox
+
+    def __post_init__(self) -> None:
         self._jail: Jail | None = None
         self._used_s = 0.0  # excludes waiting for a jail
 
     async def run_tests(self, slot: int) -> tuple[ProgramTestResult, ...]:
         """Run the tests, to the first failure if program.stop_early. slot: selects the core."""
         results: list[ProgramTestResult] = []
-        for test in self._program.tests:
+        for test in self.program.tests:
             result = await self._run_test(test, slot)
             results.append(result)
             is_fatal = result.outcome in (RewardOutcome.COMPILE_ERROR, RewardOutcome.INFRA_ERROR)
-            if is_fatal or (self._program.stop_early and result.outcome is not RewardOutcome.PASS):
+            if is_fatal or (self.program.stop_early and result.outcome is not RewardOutcome.PASS):
                 break
         return tuple(results)
 
     def release_jail(self) -> None:
         """Give back the jail, which is then killed. Idempotent."""
         if self._jail is not None:
-            self._jails.discard_jail(self._jail)
+            self.jails.discard_jail(self._jail)
             self._jail = None
 
     async def _run_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
@@ -245,20 +250,8 @@ class ProgramRun:
                 return await self._try_test(test, slot)
             except JailLostError:
                 self.release_jail()
-            except CompileFailedError as error:
-                outcome, detail = RewardOutcome.COMPILE_ERROR, str(error)
-                break
-            except JailError as error:
-                outcome, detail = RewardOutcome.INFRA_ERROR, str(error)
-                break
-            except MemoryLimitError:
-                outcome, detail = (
-                    RewardOutcome.MEMORY,
-                    f"used more than {self._limits.memory_mib} MiB",
-                )
-                break
-            except TimeoutError:
-                outcome, detail = RewardOutcome.TIMEOUT, "did not end before its deadline"
+            except tuple(_OUTCOMES) as error:
+                outcome, detail = _OUTCOMES[type(error)], str(error)
                 break
         self.release_jail()
         return ProgramTestResult(outcome, time.monotonic() - started, detail)
@@ -266,24 +259,24 @@ class ProgramRun:
     async def _try_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
         """Run a test in the current jail; without a jail, first compile in a fresh jail."""
         if self._jail is None:
-            self._jail = await self._jails.acquire_jail()
+            self._jail = await self.jails.acquire_jail()
             self._jail.pin_to_core(slot)
             await self._compile_program(self._jail)
-        wall_s = min(self._limits.wall_s, self._limits.total_s - self._used_s)
+        wall_s = min(self.limits.wall_s, self.limits.total_s - self._used_s)
         if wall_s <= 0:
             return ProgramTestResult(
-                RewardOutcome.TIMEOUT, 0.0, f"all tests together took {self._limits.total_s:g} s"
+                RewardOutcome.TIMEOUT, 0.0, f"all tests together took {self.limits.total_s:g} s"
             )
         report = await self._request_report(self._jail, make_test_message(test, wall_s), wall_s)
         expected_size = len(test.stdout) if isinstance(test, StdinTest) else 0
         if len(report.out) + expected_size < _LONG_TEXT:
-            return judge_report(report, test, self._program, self._limits)
-        return await asyncio.to_thread(judge_report, report, test, self._program, self._limits)
+            return judge_report(report, test, self.program, self.limits)
+        return await asyncio.to_thread(judge_report, report, test, self.program, self.limits)
 
     async def _compile_program(self, jail: Jail) -> None:
-        message = make_program_message(self._program, self._language, self._limits)
+        message = make_program_message(self.program, self.language, self.limits)
         try:
-            report = await self._request_report(jail, message, self._limits.compile_s)
+            report = await self._request_report(jail, message, self.limits.compile_s)
         except MemoryLimitError as error:
             raise CompileFailedError("the compiler took too much memory") from error
         except TimeoutError as error:
