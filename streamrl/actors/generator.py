@@ -6,12 +6,7 @@ from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.liveness import ProcessLocation
 from streamrl.actors.protocols import HostedFollowerRank, HostedGenerator
 from streamrl.actors.replica import ReplicaActor
-from streamrl.actors.shared_weights import (
-    PrefilledFollower,
-    SharedWeights,
-    SharedWeightsChannel,
-    SharedWeightsFollower,
-)
+from streamrl.actors.shared_weights import SharedWeights
 from streamrl.dataflow import GENERATE_CALL, POLICY, ModelCall
 from streamrl.engines.generator_config import SamplingSettings
 from streamrl.errors import ActorLostError
@@ -39,8 +34,6 @@ class GeneratorActor(ReplicaActor):
         if self._shared_weights is None:
             self._generator = await make_generator(context.config, context.max_length, replica)
             return
-        assert self._channel is not None
-        self._channel = SharedWeightsChannel(self._channel, self._shared_weights)
         # The engine joins the trainer's process group, so all ranks must exist.
         await self._shared_weights.wait_for_trainer(context.config.generator.start_timeout_s)
         self._generator = await make_generator(context.config, context.max_length, replica)
@@ -82,10 +75,7 @@ class GeneratorActor(ReplicaActor):
                     stage, sample, served, limit=slots[stage.name], read_partials=collect_partials
                 )
             )
-        if self._shared_weights is None:
-            await self._run_loops(loops, generator)
-        else:
-            await self._run_loops(loops, SharedWeightsFollower(generator, self._shared_weights))
+        await self._run_loops(loops, self._shared_weights or generator)
 
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: SamplingSettings, version: int
@@ -117,6 +107,8 @@ class GeneratorActor(ReplicaActor):
 class FollowerRankActor(ReplicaActor):
     """Actor with one rank of a generator that spans several processes; another process leads."""
 
+    _shared_weights: SharedWeights
+
     def __init__(self, shared_weights: SharedWeights) -> None:
         self._shared_weights = shared_weights
         self._follower_rank: HostedFollowerRank | None = None
@@ -124,8 +116,6 @@ class FollowerRankActor(ReplicaActor):
     async def start(self, context: ActorContext, rank: int, calls: Sequence[ModelCall]) -> None:
         config = context.config
         self._join_stream(context, calls, f"generator-{rank}", follows=POLICY)
-        assert self._channel is not None
-        self._channel = SharedWeightsChannel(self._channel, self._shared_weights)
         await self._shared_weights.wait_for_trainer(config.generator.start_timeout_s)
         self._follower_rank = await context.engines.make_follower_rank(
             config, context.max_length, rank
@@ -135,6 +125,4 @@ class FollowerRankActor(ReplicaActor):
     async def run(self) -> None:
         """Compute each engine step together with the leader, until the leader exits."""
         assert self._follower_rank is not None
-        await self._run_loops(
-            [self._follower_rank.run_rank()], PrefilledFollower(self._shared_weights)
-        )
+        await self._run_loops([self._follower_rank.run_rank()], self._shared_weights)

@@ -378,7 +378,7 @@ PATCHES = {
     "streamrl.buffer.client": queue_client,
     "streamrl.actors.transport.object_store": blobs,
     "streamrl.actors.transport.shard_proxy": remote_shard,
-    "streamrl.actors.weight_channel": channel,
+    "streamrl.actors.replica": channel,
     "streamrl.engines.generation.group_generator": group_generator,
     "streamrl.rewards.scorer": reward_scorer,
     "streamrl.buffer.shard_host": keeper,
