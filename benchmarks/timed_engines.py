@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from streamrl.actors.protocols import (
-    HostedFollowerRank,
-    HostedGenerator,
-    HostedScorer,
-    HostedTrainerRank,
-)
+from streamrl.actors.protocols import HostedScorer, HostedTrainerRank
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
-from streamrl.engines.generator_config import SamplingSettings
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.errors import ConfigError
 from streamrl.messages import (
     Array,
@@ -51,12 +47,12 @@ class TimedEngines:
 
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int
-    ) -> HostedGenerator:
+    ) -> GenerationEngine:
         return _Generator(self.generate_s, config.algorithm.group_size)
 
     async def make_follower_rank(
         self, config: RunConfig, max_length: int, rank: int
-    ) -> HostedFollowerRank:
+    ) -> FollowerRank:
         """Raise ConfigError: sleeping engines cannot be split over ranks."""
         raise ConfigError(
             f"generator.tensor_parallel={config.generator.tensor_parallel}: must be 1"
@@ -71,7 +67,9 @@ class TimedEngines:
         return _Rank(self.train_s)
 
 
-class _Generator:
+class _Generator(GenerationEngine):
+    """Generation engine without vLLM: overrides all that a generator actor calls."""
+
     def __init__(self, seconds: float, group_size: int) -> None:
         self._seconds = seconds
         self._group_size = group_size
@@ -81,7 +79,7 @@ class _Generator:
     def stages(self) -> Mapping[str, SampleFunction]:
         return {GENERATE_CALL.stage: self._group}
 
-    async def collect_partial_rollouts(self) -> Mapping[str, Columns]:
+    async def collect_partial_rollouts(self) -> dict[str, Columns]:
         return {}
 
     async def _group(
@@ -100,11 +98,6 @@ class _Generator:
             finish_reason=FinishReason.STOP,
         )
 
-    async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], *, sampling: SamplingSettings
-    ) -> list[Rollout]:
-        return [self._rollout(prompt)] * len(seeds)
-
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         return await self.activate_version(version)
 
@@ -112,8 +105,8 @@ class _Generator:
         self._version = version
         return WeightLoadStats()
 
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
-        return None
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> list[Array]:
+        return [np.zeros(len(sequence), np.float32) for sequence in sequences]
 
     async def get_storage(self) -> "ShardStorage | None":
         return None

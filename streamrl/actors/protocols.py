@@ -7,78 +7,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.config import RunConfig
-from streamrl.engines.generator_config import SamplingSettings
-from streamrl.messages import Array, Columns, Prompt, Rollout
-from streamrl.stream.protocols import FollowerProtocol, SampleFunction
+from streamrl.messages import Array, Columns
+from streamrl.stream.protocols import FollowerProtocol
 from streamrl.stream.stage_worker import ComputeFunction
-from streamrl.weights import WeightLoadStats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from streamrl.engines.generation.generator import GenerationEngine
+    from streamrl.engines.vllm.follower_rank import FollowerRank
     from streamrl.resharding.executors import ReshardingStats
     from streamrl.resharding.storage import ShardStorage
-
-
-class HostedGenerator(Protocol):
-    """Engine of a generator actor, with a sample function per stage."""
-
-    @property
-    def stages(self) -> Mapping[str, SampleFunction]: ...
-
-    async def collect_partial_rollouts(self) -> Mapping[str, Columns]:
-        """Return the unfinished rollouts of groups with at least one completion token, by uid."""
-        ...
-
-    async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], *, sampling: SamplingSettings
-    ) -> list[Rollout]:
-        """Sample a completion of an evaluation prompt per seed."""
-
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats: ...
-
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None: ...
-
-    async def get_storage(self) -> "ShardStorage | None":
-        """Return the memory of the engine's parameters, so that a trainer can write into it.
-
-        None if the engine does not support this.
-        """
-        ...
-
-    async def activate_version(self, version: int) -> WeightLoadStats:
-        """Switch to a version that a trainer has written into the storage of `get_storage`."""
-        ...
-
-    async def sleep(self) -> None:
-        """Free the KV cache; the next request allocates it again."""
-        ...
-
-    async def pause(self, reason: str) -> None:
-        """Stop decoding until `resume` with the same reason; running requests keep their state."""
-        ...
-
-    async def resume(self, reason: str) -> None:
-        """End the pause of this reason; decoding continues when no pause is left."""
-
-
-class HostedFollowerRank(Protocol):
-    """One rank of a generator that spans several processes; another process leads."""
-
-    async def run_rank(self) -> None:
-        """Compute each engine step together with the leader; raises GenerationError if it exits."""
-        ...
-
-    async def get_storage(self) -> "ShardStorage | None": ...
-
-    def fill_shard(self, tensors: Mapping[str, Any]) -> int:
-        """Copy this rank's shard out of all parameters of the model; return the copied bytes.
-
-        The leader is paused meanwhile.
-        """
-        ...
-
-    async def sleep(self) -> None: ...
 
 
 def _return_no_samples() -> Sequence[Mapping[str, Any]]:
@@ -175,11 +114,11 @@ class EngineFactory(Protocol):
 
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int
-    ) -> HostedGenerator: ...
+    ) -> "GenerationEngine": ...
 
     async def make_follower_rank(
         self, config: RunConfig, max_length: int, rank: int
-    ) -> HostedFollowerRank: ...
+    ) -> "FollowerRank": ...
 
     async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer: ...
 

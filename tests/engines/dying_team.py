@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 from streamrl.distributed.process_group import join_process_group
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.engines.vllm.rank_groups import RankGroup
@@ -27,7 +28,7 @@ def member(rank: int, path: str, port: int, victim: int, sign: Path) -> str:
 
 
 async def lead(spec: EngineSpec, victim: int, sign: Path) -> str:
-    engine = await GenerationEngine.start_from_spec(spec)
+    engine = await GenerationEngine.start(spec)
     await engine.use_model_dir(0)
     running = asyncio.create_task(engine.generate(prompt(5, 14, 6, 18), seeds=range(8)))
     await asyncio.sleep(UNDER_WAY_S)

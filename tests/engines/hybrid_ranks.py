@@ -16,7 +16,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.distributed.process_group import join_process_group
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
@@ -26,6 +27,7 @@ from streamrl.engines.training.in_place_update import (
     plan_resharding,
 )
 from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.resharding.storage import ShardStorage
 from tests.engines.moved_ranks import count_aliased_bytes
 from tests.engines.tiny_qwen import save, tiny_model
@@ -70,7 +72,9 @@ def one_rank(
 
 
 async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[str, Any]]]:
-    engine = await GenerationEngine.start(path, GeneratorConfig(), seed=0, max_length=64)
+    engine = await GenerationEngine.start(
+        EngineSpec(path, GeneratorConfig(), seed=0, max_length=64)
+    )
     version = 0
     results: dict[str, list[dict[str, Any]]] = {}
     for (name,) in cases:
@@ -185,7 +189,7 @@ def update(backend: Any, config: TrainerConfig) -> None:
 
 async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
     """Return parameter addresses and the logprobs of trainer and engine for a sequence."""
-    _, (served,) = await engine.compute_logprobs([SEQUENCE])
+    (served,) = await engine.compute_logprobs([SEQUENCE])
     ids = torch.from_numpy(SEQUENCE).long()
     with torch.no_grad():
         logits = backend.forward(ids[None]).logits[0, :-1].float()

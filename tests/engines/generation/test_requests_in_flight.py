@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from streamrl.engines.generation.pause import PauseState
+from streamrl.engines.generation.requests_in_flight import PauseState
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 
 
