@@ -124,9 +124,7 @@ class Generator:
         self._decoding: asyncio.Task[None] | None = None
         self._step_s = timed("step_engine")
         config = GeneratorConfig(max_concurrent_rollouts=16, max_new_tokens=128)
-        self._engine = await GenerationEngine.start(
-            EngineSpec(model_path, config, seed=0, max_length=MAX_LENGTH)
-        )
+        self._engine = await GenerationEngine.start(EngineSpec(model_path, config, MAX_LENGTH))
 
     async def use(self, transport: str) -> None:
         """Read by this transport from now on."""

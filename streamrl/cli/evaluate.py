@@ -225,7 +225,7 @@ async def _start_engine(
         make_vllm_env("cuda" if torch.cuda.is_available() else "cpu", threads=threads)
     )
     config = replace(subject.generator, threads=threads)
-    spec = EngineSpec(str(subject.model_dir), config, seed, max_length)
+    spec = EngineSpec(str(subject.model_dir), config, max_length, seed)
     engine = await GenerationEngine.start(spec)
     await engine.use_model_dir(0)
     return engine

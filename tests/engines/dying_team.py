@@ -23,7 +23,7 @@ def member(rank: int, path: str, port: int, victim: int, sign: Path) -> str:
     """Return the survivor's error; the file `sign` appears once the ranks sample."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=len(TEAM), timeout_s=120.0)
-    spec = EngineSpec(path, CONFIG, 0, MAX_LENGTH, rank_group=RankGroup(rank, (TEAM,)))
+    spec = EngineSpec(path, CONFIG, MAX_LENGTH, rank_group=RankGroup(rank, (TEAM,)))
     return asyncio.run(lead(spec, victim, sign) if rank == 0 else follow(spec, victim, sign))
 
 

@@ -145,7 +145,7 @@ async def start_flight(folder: str, policy: str, config: GeneratorConfig) -> Asy
         for name, value in make_vllm_env("cpu").items():
             patch.setenv(name, value)
         patch.setattr(vllm_engine, "build_vllm_engine", log.watched(vllm_engine.build_vllm_engine))
-        spec = EngineSpec(folder, config, 0, MAX_LENGTH, group_size=4, **POLICIES[policy])
+        spec = EngineSpec(folder, config, MAX_LENGTH, group_size=4, **POLICIES[policy])
         engine = await GenerationEngine.start(spec)
         try:
             yield Flight(engine, policy, config, log)

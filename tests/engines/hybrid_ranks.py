@@ -72,9 +72,7 @@ def one_rank(
 
 
 async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[str, Any]]]:
-    engine = await GenerationEngine.start(
-        EngineSpec(path, GeneratorConfig(), seed=0, max_length=64)
-    )
+    engine = await GenerationEngine.start(EngineSpec(path, GeneratorConfig(), 64))
     version = 0
     results: dict[str, list[dict[str, Any]]] = {}
     for (name,) in cases:

@@ -80,9 +80,7 @@ def whole(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[int]]:
 
     async def sampled() -> list[list[int]]:
         config = GeneratorConfig(max_new_tokens=CONFIG.max_new_tokens)
-        engine = await GenerationEngine.start(
-            EngineSpec(path, config, seed=0, max_length=MAX_LENGTH)
-        )
+        engine = await GenerationEngine.start(EngineSpec(path, config, MAX_LENGTH))
         await engine.load_weights(weights, 0)
         return await tokens(engine)
 
@@ -98,7 +96,7 @@ def one_rank(rank: int, path: str, port: int, world: int, meshes: Sequence[str])
 
 
 async def start(path: str, team: RankGroup) -> GenerationEngine | FollowerRank:
-    spec = EngineSpec(path, CONFIG, 0, MAX_LENGTH, rank_group=team)
+    spec = EngineSpec(path, CONFIG, MAX_LENGTH, rank_group=team)
     return await (GenerationEngine.start(spec) if team.is_leader else FollowerRank.start(spec))
 
 

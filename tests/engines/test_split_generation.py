@@ -72,7 +72,7 @@ def forks(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 async def started(model: PreTrainedModel, folder: Path) -> AsyncIterator[GenerationEngine]:
     config = GeneratorConfig(max_new_tokens=32, tensor_parallel=2)
     path = save(model, folder, ends=False)
-    engine = await GenerationEngine.start(EngineSpec(path, config, seed=0, max_length=MAX_LENGTH))
+    engine = await GenerationEngine.start(EngineSpec(path, config, MAX_LENGTH))
     try:
         yield engine
     finally:

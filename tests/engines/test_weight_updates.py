@@ -114,7 +114,7 @@ async def started(folder: str, patch: pytest.MonkeyPatch) -> AsyncIterator[Gener
     for name, value in make_vllm_env("cpu").items():
         patch.setenv(name, value)
     config = GeneratorConfig(max_new_tokens=12)
-    engine = await GenerationEngine.start(EngineSpec(folder, config, seed=0, max_length=MAX_LENGTH))
+    engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH))
     try:
         yield engine
     finally:
@@ -196,7 +196,7 @@ async def test_large_layers_use_onednn_and_bfloat16_is_served(
     for name, value in make_vllm_env("cpu").items():
         monkeypatch.setenv(name, value)
     config = GeneratorConfig(max_new_tokens=12, dtype="bfloat16")
-    engine = await GenerationEngine.start(EngineSpec(folder, config, seed=0, max_length=MAX_LENGTH))
+    engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH))
     try:
         # Float32 tensors cannot be aliased: they are copied and rounded.
         loaded = await engine.load_weights(weights_of(base), 0)

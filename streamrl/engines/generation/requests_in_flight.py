@@ -84,19 +84,14 @@ class PauseState:
         #: Running timeouts and, while paused, the seconds that remain of each.
         self._remaining_s: dict[asyncio.Timeout, float] = {}
 
-    def add_reason(self, reason: str) -> bool:
-        """Add a reason to pause the engine; return whether no other reason existed.
-
-        The first reason suspends all timeouts of `pausable_timeout`.
-        """
-        is_first = not self._reasons
-        self._reasons.add(reason)
-        if is_first:
+    def add_reason(self, reason: str) -> None:
+        """Add a reason to pause the engine; the first suspends all pausable timeouts."""
+        if not self._reasons:
             now = asyncio.get_running_loop().time()
             for deadline in self._remaining_s:
                 self._remaining_s[deadline] = (deadline.when() or now) - now
                 deadline.reschedule(None)
-        return is_first
+        self._reasons.add(reason)
 
     def remove_reason(self, reason: str) -> bool:
         """Remove a reason to pause the engine; return whether no reason is left.

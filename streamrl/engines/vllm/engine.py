@@ -57,8 +57,8 @@ class EngineSpec:
 
     model_path: str
     config: GeneratorConfig
-    seed: int
     max_length: int
+    seed: int = 0
     should_drain: bool = False
     should_keep_kv: bool = False
     rank_group: RankGroup | None = None

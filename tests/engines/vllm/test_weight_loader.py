@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from streamrl.engines.vllm.load_check import list_source_names
 from streamrl.engines.vllm.weight_loader import (
     BoundParameter,
-    list_source_names,
     onednn_linear,
     view_as_block,
 )
