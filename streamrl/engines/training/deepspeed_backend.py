@@ -117,7 +117,7 @@ class DeepSpeedBackend(TrainingBackend):
         if not self.has_sharded_params:
             yield from super().iter_shards()
             return
-        for name, parameter in self.trained_params.items():
+        for name, parameter in dict[str, Any](self.trained_params).items():
             shard = _make_flat_shard(name, parameter)
             if shard is not None:
                 yield name, parameter.ds_tensor, shard
@@ -137,8 +137,8 @@ class DeepSpeedBackend(TrainingBackend):
         if self._config.zero_stage == 0:
             yield from super().iter_fragments()
             return
-        optimizer: Any = self._engine.optimizer
-        for name, parameter in self.trained_params.items():
+        optimizer = self._engine.optimizer
+        for name, parameter in dict[str, Any](self.trained_params).items():
             if self.has_sharded_params:
                 shard = _make_flat_shard(name, parameter)
                 block, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
