@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from streamrl.actors.protocols import HostedTrainerRank
 from streamrl.engines.memory.peak_memory import PeakMemoryTracker
 from streamrl.errors import DeadlineError, VersionSupersededError
 from streamrl.messages import Array
@@ -22,6 +21,7 @@ from streamrl.weights import WeightLoadStats, WeightManifest
 from streamrl.weights.version_registry import ReaderState
 
 if TYPE_CHECKING:
+    from streamrl.engines.training.trainer import ModelTrainer
     from streamrl.resharding.storage import ShardStorage
 
 PAUSE_FOR_UPDATE = "update"
@@ -158,7 +158,7 @@ class SharedWeights:
         """Return whether the weights are between two versions, so that sampling must wait."""
         return self._version < 0
 
-    def publish_version(self, trainer: HostedTrainerRank, version: int) -> WeightManifest:
+    def publish_version(self, trainer: "ModelTrainer", version: int) -> WeightManifest:
         """Declare the trainer's current weights to be `version`; return a manifest without buckets.
 
         Where trainer and generator have different layouts, reshards the weights into the

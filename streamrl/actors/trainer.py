@@ -31,9 +31,9 @@ from streamrl.weights import WeightManifest
 from streamrl.weights.logprob_probe import LogprobCheck, make_check_sequences
 
 if TYPE_CHECKING:
-    from streamrl.actors.protocols import HostedTrainerRank
     from streamrl.actors.weight_sender import WeightSender
     from streamrl.config import RunConfig
+    from streamrl.engines.training.trainer import ModelTrainer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def measure_micro_batch(
 
 
 def make_logprob_check(
-    trainer: "HostedTrainerRank", config: "RunConfig", *, max_length: int
+    trainer: "ModelTrainer", config: "RunConfig", *, max_length: int
 ) -> LogprobCheck:
     """Make a logprob check: check sequences, and their log-probabilities under the trained model.
 

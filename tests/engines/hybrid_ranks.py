@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
-from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.training.trainer import make_backend
 from streamrl.engines.training.training_backend import TrainingBackend
 from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.resharding import TensorShard
@@ -74,7 +73,7 @@ async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[
     for (name,) in cases:
         config = TrainerConfig(world_size=WORLD, **BACKENDS[name])
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        backend = make(module, config)
+        backend = make_backend(module, config)
         results[name] = []
         fill = await filler(engine, backend) if backend.has_sharded_params else None
         for _ in range(UPDATES + 1):
@@ -96,12 +95,6 @@ async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[
 def served_by(engine: GenerationEngine) -> Any:
     """Return the weights that an engine holds."""
     return engine._thread._weight_loader
-
-
-def make(module: PreTrainedModel, config: TrainerConfig) -> Any:
-    if config.backend == "deepspeed":
-        return DeepSpeedBackend(module, config)
-    return (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
 
 
 async def is_unplanned(engine: GenerationEngine, backend: Any) -> bool:

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
-from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.training.trainer import make_backend
 from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.follower_rank import FollowerRank
@@ -109,7 +108,7 @@ async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
     for mesh in meshes:
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         config = trainer_config(mesh, world)
-        backend = (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
+        backend = make_backend(module, config)
         storage = await engine.get_storage()
         assert storage is not None
         switch = partial(WeightResharder(60.0).run, backend, storage)

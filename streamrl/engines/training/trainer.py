@@ -101,7 +101,7 @@ class ModelTrainer:
             add_lora_adapters(module, config)
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-        self._backend = _build_backend(module, config)
+        self._backend = make_backend(module, config)
         set_collective_timeout(config.collective_timeout_s)
         self._optimizer_offload = OptimizerOffload(
             self._backend.iter_optimizer_state,
@@ -393,9 +393,7 @@ class ModelTrainer:
         )
 
 
-def _build_backend(module: "PreTrainedModel", config: TrainerConfig) -> TrainingBackend:
+def make_backend(module: "PreTrainedModel", config: TrainerConfig) -> TrainingBackend:
     if config.backend == "deepspeed":
         return DeepSpeedBackend(module, config)
-    return (
-        FsdpTpBackend(module, config) if config.has_sharded_params else TorchBackend(module, config)
-    )
+    return (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
