@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from streamrl.actors.protocols import HostedScorer, HostedTrainerRank
+from streamrl.actors.protocols import HostedScorer
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.training.trainer import ModelTrainer
 from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.errors import ConfigError
 from streamrl.messages import (
@@ -63,7 +64,7 @@ class TimedEngines:
 
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str
-    ) -> HostedTrainerRank:
+    ) -> ModelTrainer:
         return _Rank(self.train_s)
 
 
@@ -134,7 +135,9 @@ class _Scorer:
         ]
 
 
-class _Rank:
+class _Rank(ModelTrainer):
+    """Trainer rank without a model: overrides all that a trainer actor calls."""
+
     has_sharded_params = False
     vocab_size = 64
 
@@ -144,10 +147,12 @@ class _Rank:
     def compute_token_logprobs(self, token_ids: Array) -> Array:
         return np.zeros(len(token_ids), np.float32)
 
-    def set_adaptive_params(self, dials: Mapping[str, float]) -> None:
+    def set_adaptive_params(self, params: Mapping[str, float]) -> None:
         pass
 
-    def plan_step(self, groups: Mapping[str, Columns]) -> None:
+    def plan_step(
+        self, groups: Mapping[str, Columns], derived: Mapping[str, Columns] | None = None
+    ) -> None:
         pass
 
     def precompute_logprobs(
@@ -159,8 +164,8 @@ class _Rank:
         pass
 
     def train_micro_batch(
-        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int
-    ) -> Mapping[str, float]:
+        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int = 0
+    ) -> dict[str, float]:
         if self._seconds:
             time.sleep(self._seconds * len(picks))
         return {}
@@ -168,13 +173,13 @@ class _Rank:
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         return 1.0
 
-    def step(self, normaliser: float) -> Mapping[str, float]:
+    def step(self, loss_denominator: float) -> dict[str, float]:
         return {"policy/grad_norm": 0.0}
 
-    def full_state(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def full_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", torch.zeros(16)
 
-    def merged_state(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def merged_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.full_state()
 
     def count_received_bytes(self, gathered: Mapping[str, torch.Tensor]) -> int:
@@ -188,11 +193,11 @@ class _Rank:
     def offload_optimizer(self) -> None:
         pass
 
-    def save_training_state(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def save_training_state(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
 
-    def save_model(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def save_model(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
 
-    def load_training_state(self, folder: Path) -> None:
-        assert folder.is_dir()
+    def load_training_state(self, directory: Path) -> None:
+        assert directory.is_dir()

@@ -163,7 +163,7 @@ def _make_task(config: RunConfig, max_length: int, role: str) -> "TrainingTask":
         )
     if role == POLICY:
         return PolicyTask(path, spec, settings, temperature, options=options)
-    return CriticTask(path, spec, settings, clip, role, options)
+    return CriticTask(path, spec, settings, clip, name=role, options=options)
 
 
 def _make_pretraining(config: RunConfig) -> "PretrainingLoss":

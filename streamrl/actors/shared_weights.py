@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from streamrl.actors.protocols import HostedTrainerRank
 from streamrl.engines.memory.peak_memory import PeakMemoryTracker
 from streamrl.errors import DeadlineError, VersionSupersededError
 from streamrl.messages import Array
@@ -22,6 +21,7 @@ from streamrl.weights import WeightLoadStats, WeightManifest
 
 if TYPE_CHECKING:
     from streamrl.engines.generation.generator import GenerationEngine
+    from streamrl.engines.training.trainer import ModelTrainer
     from streamrl.engines.vllm.follower_rank import FollowerRank
     from streamrl.resharding.storage import ShardStorage
 
@@ -134,7 +134,7 @@ class SharedWeights:
         """Return whether the weights are between two versions, so that sampling must wait."""
         return self._version < 0
 
-    def publish_version(self, trainer: HostedTrainerRank, version: int) -> WeightManifest:
+    def publish_version(self, trainer: "ModelTrainer", version: int) -> WeightManifest:
         """Declare the trainer's current weights to be `version`; return a manifest without buckets.
 
         Where trainer and generator have different layouts, reshards the weights into the

@@ -19,9 +19,8 @@ from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.generation.generator import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
-from streamrl.engines.training.in_place_update import LazyWeightResharder
-from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.training.trainer import make_backend
+from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group
@@ -108,10 +107,10 @@ async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
     for mesh in meshes:
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         config = trainer_config(mesh, world)
-        backend = (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
+        backend = make_backend(module, config)
         storage = await engine.get_storage()
         assert storage is not None
-        switch = partial(LazyWeightResharder(60.0).run, backend, storage)
+        switch = partial(WeightResharder(60.0).run, backend, storage)
         results[mesh] = {
             "updates": [],
             "model_bytes": sum(tensor.nbytes for _, tensor in backend.full_state()),
