@@ -1,6 +1,6 @@
 """Context of an actor: everything that an actor process needs to take part in a run.
 
-From the context an actor makes its queue clients, weight channel, device lease and engines.
+From the context an actor makes its queue clients, device lease and engines.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamrl.actors.protocols import EngineFactory
 from streamrl.actors.transport.ray_calls import await_reply
@@ -31,9 +31,6 @@ from streamrl.stream.device_lease import (
 from streamrl.stream.protocols import DeviceLease, StageContext
 from streamrl.telemetry.cpu_usage import read_process_time
 from streamrl.telemetry.spans import Span, SpanRecorder
-
-if TYPE_CHECKING:
-    from streamrl.actors.weight_channel import RemoteWeightChannel
 
 MAX_LEASE_WAIT_S = 86400.0
 """Limit of a call that waits for a device lease; the arbiter enforces a shorter deadline."""
@@ -64,13 +61,6 @@ class ActorContext:
     engines: EngineFactory
     transport: TransportSpec
     memory: WorkerMemory | None = None
-
-    def make_channel(self, reader: str, role: str) -> "RemoteWeightChannel":
-        """Return the channel through which `reader`, an actor, follows the weights of `role`."""
-        # The channel imports torch, which only actors with a model need.
-        from streamrl.actors.weight_channel import RemoteWeightChannel
-
-        return RemoteWeightChannel(self.coordinator, self.transport, reader, role)
 
     @property
     def train_columns(self) -> tuple[str, ...]:

@@ -6,16 +6,22 @@ Replicas join and leave during a run. They hold no state that a restart would lo
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
+
+import ray
 
 from streamrl.actors.actor_context import ActorContext
 from streamrl.actors.liveness import PingableActor
+from streamrl.actors.shared_weights import SharedWeights
+from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply
 from streamrl.dataflow import ModelCall
 from streamrl.pipeline import follow_weights
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
-from streamrl.stream.protocols import ClosableWeightChannel, FollowerProtocol
-from streamrl.weights import ServedVersion
+from streamrl.stream.protocols import FetchedWeights, FollowerProtocol
+from streamrl.weights import ServedVersion, TransportReader, WeightManifest
+from streamrl.weights.version_registry import ReaderState
 
 
 def identity_version(version: int) -> int:
@@ -23,8 +29,64 @@ def identity_version(version: int) -> int:
     return version
 
 
+class RemoteWeightChannel:
+    """Channel of the actor `reader` to the versions of `role` that the coordinator announces.
+
+    The tensors come through the run's transport, or from the trainer of this process through
+    `shared_weights`.
+    """
+
+    def __init__(
+        self, context: ActorContext, role: str, reader: str, shared_weights: SharedWeights | None
+    ) -> None:
+        self._coordinator = context.coordinator
+        self._role = role
+        self._reader_name = reader
+        self._shared_weights = shared_weights
+        self._transport_reader: TransportReader | None = None
+        if shared_weights is None:
+            # Imports torch, which only actors with a model need.
+            from streamrl.actors.transport.endpoints import make_transport_reader
+
+            self._transport_reader = make_transport_reader(context.transport, role, reader)
+        self._node = ray.get_runtime_context().get_node_id()
+
+    async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
+        reply = self._coordinator.wait_for_manifest.remote(
+            self._role, self._reader_name, replace(state, node=self._node), wait_s
+        )
+        manifest = await await_reply(
+            reply, "coordinator.wait_for_manifest", wait_s + CALL_TIMEOUT_S
+        )
+        assert manifest is None or isinstance(manifest, WeightManifest)
+        return manifest
+
+    async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
+        if self._shared_weights is not None:
+            return self._shared_weights.fetch_version(manifest.version)
+        return await asyncio.to_thread(self._fetch_version, manifest)
+
+    async def close(self) -> None:
+        if self._transport_reader is not None:
+            await asyncio.to_thread(self._transport_reader.close)
+
+    def _fetch_version(self, manifest: WeightManifest) -> FetchedWeights:
+        from streamrl.weights.unpack import unpack_tensors
+
+        reader = self._transport_reader
+        assert reader is not None
+        bytes_before = reader.bytes_fetched
+        tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
+        return FetchedWeights(
+            tensors, reader.bytes_fetched - bytes_before, reader.fallback_reason or ""
+        )
+
+
 class ReplicaActor(PingableActor):
     """Base class of actors that serve stages until they leave the run or die."""
+
+    _shared_weights: SharedWeights | None = None
+    """Weights that a trainer in this process shares with the actor, if any."""
 
     def _join_stream(
         self,
@@ -46,8 +108,8 @@ class ReplicaActor(PingableActor):
         record_crash_stacks(self._run_dir, name)
         self._stages = context.make_stages(calls, name, suspendable=suspendable)
         self._held_version = ServedVersion(name, resolve_due_version=due) if follows else None
-        self._channel: ClosableWeightChannel | None = (
-            context.make_channel(name, follows) if follows else None
+        self._channel = (
+            RemoteWeightChannel(context, follows, name, self._shared_weights) if follows else None
         )
 
     async def _run_loops(

@@ -4,24 +4,25 @@ The trainer updates the tensors in place and the generator samples from the same
 version moves no byte if both use the same layout. The only question is timing: the generator stays
 paused from the first change until it activates the new version.
 
-    train -> invalidate_weights -> update -> publish_version -> activate_version -> sample
+    train -> invalidate_weights -> update -> publish_version -> load_weights -> sample
              (generator pauses)                                 (generator resumes)
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from streamrl.actors.protocols import HostedTrainerRank
 from streamrl.engines.memory.peak_memory import PeakMemoryTracker
 from streamrl.errors import DeadlineError, VersionSupersededError
 from streamrl.messages import Array
-from streamrl.stream.protocols import ClosableWeightChannel, FetchedWeights, FollowerProtocol
+from streamrl.stream.protocols import FetchedWeights
 from streamrl.weights import WeightLoadStats, WeightManifest
-from streamrl.weights.version_registry import ReaderState
 
 if TYPE_CHECKING:
+    from streamrl.engines.generation.generator import GenerationEngine
+    from streamrl.engines.training.trainer import ModelTrainer
+    from streamrl.engines.vllm.follower_rank import FollowerRank
     from streamrl.resharding.storage import ShardStorage
 
 PAUSE_FOR_UPDATE = "update"
@@ -30,45 +31,20 @@ PAUSE_FOR_SAVE = "save"
 """Pause reason while the whole training state is in device memory for a checkpoint."""
 
 
-class PausableSampler(Protocol):
-    """Generator that can be paused and can free its KV cache."""
-
-    async def get_storage(self) -> "ShardStorage | None": ...
-
-    async def sleep(self) -> None: ...
-
-    async def pause(self, reason: str) -> None: ...
-
-    async def resume(self, reason: str) -> None: ...
-
-
-class FollowerRankWeights(Protocol):
-    """Parameters of one rank of a generator that another process leads."""
-
-    async def get_storage(self) -> "ShardStorage | None": ...
-
-    async def sleep(self) -> None: ...
-
-    def fill_shard(self, tensors: Mapping[str, Any]) -> int: ...
-
-
-class SharedWeightsGenerator(FollowerProtocol, Protocol):
-    """Generator that can also activate a version that the trainer wrote into its parameters."""
-
-    async def activate_version(self, version: int) -> WeightLoadStats: ...
-
-
 class SharedWeights:
-    """Weights that the trainer and the generator of a process share, and their current version."""
+    """Weights that the trainer and the generator of a process share, and their current version.
+
+    The trainer publishes them; `follow_weights` loads them as those of any follower.
+    """
 
     def __init__(self) -> None:
         self._trainer_ready = asyncio.Event()
-        self._sampler: PausableSampler | None = None
-        self._follower_rank: FollowerRankWeights | None = None
+        self._generator: GenerationEngine | None = None
+        self._follower_rank: FollowerRank | None = None
         self._should_fill_storage = False
         self._generator_storage: ShardStorage | None = None
         self._version = -1
-        self._tensors: Mapping[str, Any] | None = {}
+        self._tensors: Mapping[str, Any] = {}
         self._moved_bytes = self._copied_bytes = 0
         self.peak_memory = PeakMemoryTracker()
 
@@ -90,19 +66,19 @@ class SharedWeights:
             ) from None
 
     async def attach_generator(
-        self, sampler: PausableSampler, *, should_fill_storage: bool
+        self, generator: "GenerationEngine", *, should_fill_storage: bool
     ) -> None:
         """Set the generator that samples with these weights.
 
         should_fill_storage: the trainer copies each version into the generator's parameters;
         otherwise the generator reads the trainer's own tensors.
         """
-        self._sampler = sampler
+        self._generator = generator
         self._should_fill_storage = should_fill_storage
         if should_fill_storage:
-            self._generator_storage = await sampler.get_storage()
+            self._generator_storage = await generator.get_storage()
 
-    async def attach_follower_rank(self, follower_rank: FollowerRankWeights) -> None:
+    async def attach_follower_rank(self, follower_rank: "FollowerRank") -> None:
         """Set the generator rank of this process, for a generator that another process leads.
 
         The trainer copies each version into the parameters of the rank. The leader pauses before
@@ -119,7 +95,7 @@ class SharedWeights:
         releases_kv: free the KV cache of the generator first. Memory peaks before the context count
         as "generate", those inside as "train".
         """
-        generator = self._sampler or self._follower_rank
+        generator = self._generator or self._follower_rank
         if releases_kv and generator is not None:
             await generator.sleep()
         self.peak_memory.record_phase("generate")
@@ -134,37 +110,37 @@ class SharedWeights:
 
         A follower rank cannot be paused here: only its leader, in another process, can do so.
         """
-        if self._sampler is None:
+        if self._generator is None:
             yield False
             return
-        await self._sampler.pause(PAUSE_FOR_SAVE)
+        await self._generator.pause(PAUSE_FOR_SAVE)
         try:
             yield True
         finally:
-            await self._sampler.resume(PAUSE_FOR_SAVE)
+            await self._generator.resume(PAUSE_FOR_SAVE)
 
     async def invalidate_weights(self) -> None:
-        """Mark the weights as changing: pause the generator until `activate_version`.
+        """Mark the weights as changing: pause the generator until `load_weights`.
 
         Both calls require the device lease: the caller holds the device pool until the change is
         complete.
         """
         self._version = -1
-        if self._sampler is not None:
-            await self._sampler.pause(PAUSE_FOR_UPDATE)
+        if self._generator is not None:
+            await self._generator.pause(PAUSE_FOR_UPDATE)
 
     @property
     def is_changing(self) -> bool:
         """Return whether the weights are between two versions, so that sampling must wait."""
         return self._version < 0
 
-    def publish_version(self, trainer: HostedTrainerRank, version: int) -> WeightManifest:
+    def publish_version(self, trainer: "ModelTrainer", version: int) -> WeightManifest:
         """Declare the trainer's current weights to be `version`; return a manifest without buckets.
 
         Where trainer and generator have different layouts, reshards the weights into the
         generator's storage: a collective over all ranks.
         """
-        self._tensors = None  # frees the previous full set before the next is gathered
+        self._tensors = {}  # frees the previous full set before the next is gathered
         self._copied_bytes = 0
         resharding = (
             trainer.reshard_to_generator(self._generator_storage, version)
@@ -177,7 +153,7 @@ class SharedWeights:
             if self._follower_rank is not None:
                 # Copy now: no later call reaches a follower rank, and the leader waits for all.
                 self._copied_bytes = self._follower_rank.fill_shard(self._tensors)
-                self._tensors = None
+                self._tensors = {}
         else:
             self._moved_bytes = resharding.received_bytes
             self._copied_bytes = resharding.copied_bytes
@@ -190,82 +166,39 @@ class SharedWeights:
         The mapping of tensors is empty if the generator's storage already holds the version. Raises
         VersionSupersededError if the trainer has begun a newer version.
         """
-        self.validate_version(version)
+        self._validate_version(version)
         return FetchedWeights(
-            self._tensors or {}, num_bytes=self._moved_bytes, copied_bytes=self._copied_bytes
+            self._tensors, num_bytes=self._moved_bytes, copied_bytes=self._copied_bytes
         )
 
-    async def activate_version(
-        self, generator: SharedWeightsGenerator, version: int
-    ) -> WeightLoadStats:
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         """Switch the paused generator to a version and let it decode again.
 
-        Raises VersionSupersededError if the trainer has begun a newer version.
+        tensors: those of `fetch_version`; empty if the generator's storage holds the version.
+        Raises VersionSupersededError if the trainer has begun a newer version. On a follower rank,
+        nothing is left to load.
         """
-        self.validate_version(version)
-        if self._tensors is None:
-            stats = await generator.activate_version(version)
+        self._validate_version(version)
+        if self._generator is None:
+            return WeightLoadStats()
+        if tensors:
+            stats = await self._generator.load_weights(tensors, version)
         else:
-            stats = await generator.load_weights(self._tensors, version)
-            # The gathered copy served this generator only; free the memory.
-            self._tensors = None
-        if self._sampler is not None:
-            await self._sampler.resume(PAUSE_FOR_UPDATE)
+            stats = await self._generator.activate_version(version)
+        # A gathered copy served this generator only; free the memory.
+        self._tensors = {}
+        await self._generator.resume(PAUSE_FOR_UPDATE)
         return stats
 
-    def validate_version(self, version: int) -> None:
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
+        """Return the generator's logprobs; None on a follower rank, whose leader is checked."""
+        return (
+            None if self._generator is None else await self._generator.compute_logprobs(sequences)
+        )
+
+    def _validate_version(self, version: int) -> None:
         """Raise VersionSupersededError unless the shared weights are `version`."""
         if version != self._version:
             raise VersionSupersededError(
                 f"weights version {version} is gone: they have been updated"
             )
-
-
-class PrefilledFollower:
-    """Follower interface of a generator rank; the trainer has already filled its parameters."""
-
-    def __init__(self, shared_weights: SharedWeights) -> None:
-        self._shared_weights = shared_weights
-
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
-        """Check the version only: the trainer has already copied it into this rank's parameters.
-
-        Raises VersionSupersededError if the trainer has begun a newer version.
-        """
-        self._shared_weights.validate_version(version)
-        return WeightLoadStats()
-
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
-        """Return None: the leader of the generator runs the logprob check."""
-
-
-class SharedWeightsChannel:
-    """Weight channel between a trainer and a generator of one process: no bytes travel."""
-
-    def __init__(self, channel: ClosableWeightChannel, shared_weights: SharedWeights) -> None:
-        self._channel = channel
-        self._shared_weights = shared_weights
-
-    async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        return await self._channel.wait_for_newer(state, wait_s=wait_s)
-
-    async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
-        return self._shared_weights.fetch_version(manifest.version)
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-
-class SharedWeightsFollower:
-    """Follower interface of a generator that shares the trainer's weights."""
-
-    def __init__(self, generator: SharedWeightsGenerator, shared_weights: SharedWeights) -> None:
-        self._generator = generator
-        self._shared_weights = shared_weights
-
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
-        """Activate a version; VersionSupersededError if the trainer has begun a newer one."""
-        return await self._shared_weights.activate_version(self._generator, version)
-
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
-        return await self._generator.compute_logprobs(sequences)

@@ -127,10 +127,6 @@ class WeightChannel(Protocol):
         ...
 
 
-class ClosableWeightChannel(WeightChannel, Protocol):
-    async def close(self) -> None: ...
-
-
 class PromptSource(Protocol):
     """Prompts of the data set, in the order in which the run draws them."""
 

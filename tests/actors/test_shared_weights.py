@@ -1,16 +1,15 @@
 """Weights shared in place: activation by the generator, and when it may sample."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from streamrl.actors.shared_weights import PrefilledFollower, SharedWeights, SharedWeightsFollower
+from streamrl.actors.shared_weights import SharedWeights
 from streamrl.errors import VersionSupersededError
-from streamrl.messages import Array
 from streamrl.resharding.executors import ReshardingStats
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
@@ -70,17 +69,15 @@ class Generator:
         self.calls.append(version)
         return WeightLoadStats()
 
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> None: ...
-
 
 async def updated(rank: Rank, generator: Generator) -> tuple[int, float]:
     """Publish and activate version 3; return the received and the copied bytes."""
     shared_weights = SharedWeights()
-    await shared_weights.attach_generator(generator, should_fill_storage=rank.has_sharded_params)
+    await shared_weights.attach_generator(generator, should_fill_storage=rank.has_sharded_params)  # type: ignore[arg-type]
     await shared_weights.invalidate_weights()
     shared_weights.publish_version(rank, 3)  # type: ignore[arg-type]
     fetched = shared_weights.fetch_version(3)
-    await SharedWeightsFollower(generator, shared_weights).load_weights(fetched.tensors, 3)
+    await shared_weights.load_weights(fetched.tensors, 3)
     return fetched.num_bytes, fetched.copied_bytes
 
 
@@ -108,13 +105,13 @@ def test_weights_are_gathered_if_the_storage_cannot_be_filled() -> None:
 def test_a_superseded_version_is_not_activated() -> None:
     async def late() -> None:
         shared_weights, generator = SharedWeights(), Generator()
-        await shared_weights.attach_generator(generator, should_fill_storage=True)
+        await shared_weights.attach_generator(generator, should_fill_storage=True)  # type: ignore[arg-type]
         shared_weights.publish_version(Rank(gathers=True), 3)  # type: ignore[arg-type]
         await shared_weights.invalidate_weights()
         with pytest.raises(VersionSupersededError, match="version 3 is gone"):
             shared_weights.fetch_version(3)
         with pytest.raises(VersionSupersededError, match="version 3 is gone"):
-            await SharedWeightsFollower(generator, shared_weights).load_weights({}, 3)
+            await shared_weights.load_weights({}, 3)
         assert generator.calls == ["storage", "pause"]
 
     asyncio.run(late())
@@ -141,17 +138,16 @@ class FollowerRank:
 def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool) -> None:
     async def recorded() -> list[Any]:
         shared_weights, follower_rank = SharedWeights(), FollowerRank()
-        await shared_weights.attach_follower_rank(follower_rank)
+        await shared_weights.attach_follower_rank(follower_rank)  # type: ignore[arg-type]
         await shared_weights.invalidate_weights()
         shared_weights.publish_version(Rank(gathers=True, fills=fills), 3)  # type: ignore[arg-type]
         fetched = shared_weights.fetch_version(3)
         assert (dict(fetched.tensors), fetched.num_bytes) == ({}, 12 if fills else 8)
         assert fetched.copied_bytes == (4 if fills else 6)
-        follower = PrefilledFollower(shared_weights)
-        await follower.load_weights(fetched.tensors, 3)
+        await shared_weights.load_weights(fetched.tensors, 3)
         await shared_weights.invalidate_weights()
         with pytest.raises(VersionSupersededError, match="version 3 is gone"):
-            await follower.load_weights({}, 3)
+            await shared_weights.load_weights({}, 3)
         async with shared_weights.run_training_phase(releases_kv=True):
             pass
         return follower_rank.calls
@@ -162,7 +158,7 @@ def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool) -> No
 def test_whole_weights_can_be_filled_into_a_sharded_generator() -> None:
     async def filled() -> list[int]:
         shared_weights, rank = SharedWeights(), Rank(gathers=False)
-        await shared_weights.attach_generator(Generator(), should_fill_storage=True)
+        await shared_weights.attach_generator(Generator(), should_fill_storage=True)  # type: ignore[arg-type]
         shared_weights.publish_version(rank, 3)  # type: ignore[arg-type]
         return rank.filled
 
@@ -173,7 +169,7 @@ def test_whole_weights_can_be_filled_into_a_sharded_generator() -> None:
 def test_the_kv_cache_is_freed_for_training_only_if_requested(releases: bool) -> None:
     async def trained() -> tuple[list[Any], dict[str, float]]:
         shared_weights, generator = SharedWeights(), Generator()
-        await shared_weights.attach_generator(generator, should_fill_storage=False)
+        await shared_weights.attach_generator(generator, should_fill_storage=False)  # type: ignore[arg-type]
         async with shared_weights.run_training_phase(releases_kv=releases):
             tensor = torch.ones(100 << 18)
         del tensor

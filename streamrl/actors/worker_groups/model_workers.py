@@ -46,7 +46,7 @@ from streamrl.dataflow import (
     SEQUENCE_COLUMNS,
 )
 from streamrl.distributed.process_group import translate_collective_errors
-from streamrl.engines.generation.pending_requests import do_nothing
+from streamrl.engines.generation.requests_in_flight import do_nothing
 from streamrl.engines.memory.peak_memory import release_freed_memory, release_large_blocks_eagerly
 from streamrl.engines.models.forward import ModelLoadOptions, compute_token_values, get_local_device
 from streamrl.engines.training.collate import derive_columns
@@ -66,6 +66,7 @@ from streamrl.messages import (
 )
 from streamrl.pipeline import verify_weights
 from streamrl.placement import WorkerMemory
+from streamrl.stream.protocols import FetchedWeights
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightLoadStats, WeightManifest
 from streamrl.weights.logprob_probe import is_logprob_check_due
@@ -307,7 +308,7 @@ class PolicyWorker(TrainedWorker):
             self._generator, should_fill_storage=self._config.needs_resharding
         )
         self._shared_weights.publish_version(self._trainer, self._version)
-        await self._activate_version()
+        await self._load_version()
 
     async def _train_next_version(self, batch: Batch | None) -> tuple[TrainResult | None, Metrics]:
         """Train on the batch, and switch the generator to the resulting version.
@@ -326,14 +327,13 @@ class PolicyWorker(TrainedWorker):
             if self._worker_memory.offloads_optimizer:
                 self._trainer.offload_optimizer()
             release_freed_memory()
-        fetched = self._shared_weights.fetch_version(self._version)
-        load_stats = await self._activate_version()
+        fetched, load_stats = await self._load_version()
         return result, {
             "weights/bytes": float(fetched.num_bytes),
             "weights/copied_bytes": float(fetched.copied_bytes + load_stats.copied_bytes),
         }
 
-    async def _activate_version(self) -> WeightLoadStats:
+    async def _load_version(self) -> tuple[FetchedWeights, WeightLoadStats]:
         """Switch the generator to the trainer's current weights.
 
         Runs the logprob check if due (weights.probe_every).
@@ -344,10 +344,11 @@ class PolicyWorker(TrainedWorker):
                 self._trainer, self._config, max_length=self._max_length
             )
             manifest = replace(manifest, logprob_check=logprob_check)
-        load_stats = await self._shared_weights.activate_version(self._generator, self._version)
+        fetched = self._shared_weights.fetch_version(self._version)
+        load_stats = await self._shared_weights.load_weights(fetched.tensors, self._version)
         name = f"generator-{self._context.rank}"
         await verify_weights(self._generator, name, manifest, load_stats.verification)
-        return load_stats
+        return fetched, load_stats
 
     def _gather_memory_peaks(self) -> Metrics:
         """Return the memory peak of each phase over all ranks, MiB; a collective."""
