@@ -39,14 +39,11 @@ class RemoteWeightChannel:
     def __init__(
         self, context: ActorContext, role: str, reader: str, shared_weights: SharedWeights | None
     ) -> None:
-        # Only actors with a model need torch, which a transport's reader imports.
-        from streamrl.actors.transport.endpoints import make_transport_reader
-
         self._coordinator = context.coordinator
         self._role = role
         self._reader_name = reader
         self._shared_weights = shared_weights
-        self._transport_reader = make_transport_reader(context.transport, role, reader)
+        self._transport_reader = context.transport.make_reader(role, reader)
         self._node = ray.get_runtime_context().get_node_id()
 
     async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
@@ -68,6 +65,7 @@ class RemoteWeightChannel:
         await asyncio.to_thread(self._transport_reader.close)
 
     def _fetch_version(self, manifest: WeightManifest) -> FetchedWeights:
+        # Imports torch, which only actors with a model need.
         from streamrl.weights.unpack import unpack_tensors
 
         reader, bytes_before = self._transport_reader, self._transport_reader.bytes_fetched

@@ -131,7 +131,6 @@ class TrainerActor(PingableActor):
             self._shared_weights.mark_trainer_ready()
 
     def _make_sender(self, context: ActorContext) -> "WeightSender":
-        from streamrl.actors.transport.endpoints import make_transport_writer
         from streamrl.actors.weight_sender import WeightSender
 
         path = self._config.get_model_path(self._role)
@@ -139,9 +138,7 @@ class TrainerActor(PingableActor):
         # Only rank 0 publishes: its model, unless shared in place, and the EMA reference.
         roles = [*published_roles, *([EMA_REFERENCE] if self._has_reference else [])]
         writers = {
-            role: make_transport_writer(context.transport, role, path)
-            for role in roles
-            if self._rank == 0
+            role: context.transport.make_writer(role, path) for role in roles if self._rank == 0
         }
         weights = self._config.weights
         return WeightSender(
@@ -283,16 +280,16 @@ class TrainerActor(PingableActor):
         return manifest and replace(manifest, logprob_check=logprob_check)
 
     async def publish_reference(
-        self, version: int, readers: Sequence[str], moves: bool
+        self, version: int, readers: Sequence[str]
     ) -> WeightManifest | None:
-        """Publish the EMA reference as `version`. All ranks must call; rank 0 returns the manifest.
+        """Update and publish the EMA reference, which rank 0 owns; rank 0 returns the manifest.
 
-        moves: first update the reference, which rank 0 owns, from the current policy.
+        All ranks must call.
         """
         thread = self._model_thread if self._trainer.has_sharded_params else self._publish_thread
         with self._stage.spans.record_span("publish_reference", version=version):
             manifest: WeightManifest | None = await self._run_in_thread(
-                partial(self._sender.send_reference, version, readers, moves=moves), thread=thread
+                self._sender.send_reference, version, readers, thread=thread
             )
         return manifest
 

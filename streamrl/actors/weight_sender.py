@@ -53,17 +53,17 @@ class WeightSender:
         tensors = self._trainer.merged_state() if is_whole else self._trainer.full_state()
         return self._send_tensors(self._role, iter(tensors), version, readers)
 
-    def send_reference(
-        self, version: int, readers: Sequence[str], *, moves: bool
-    ) -> WeightManifest | None:
+    def send_reference(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
         """Publish the EMA reference as `version`; return its manifest, None on ranks but 0.
 
-        moves: first update the reference from the current model.
+        Updates the reference from the current model first, except for the first version of this
+        process: there the reference is that of the checkpoint, or equals the model.
         """
         model = iter(self._trainer.full_state())
         # On a retry the reference was already updated; only the send failed.
         if self._writers and version > self._reference_version:
-            self._ema_reference.update_from_policy(model, moves=moves)
+            is_first = self._reference_version < 0
+            self._ema_reference.update_from_policy(model, moves=not is_first)
             self._reference_version = version
         self._finish_gather(model)
         return self._send_tensors(

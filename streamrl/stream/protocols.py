@@ -84,14 +84,6 @@ class TrainerProtocol(Protocol):
         """
         ...
 
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the current weights as `version` for the followers of this model.
-
-        readers: names of the followers; later followers may fetch the version, too. Forward and
-        backward passes may continue meanwhile, updates may not.
-        """
-        ...
-
 
 @dataclass(frozen=True)
 class FetchedWeights:

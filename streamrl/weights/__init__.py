@@ -9,7 +9,7 @@ from streamrl.weights.manifest import (
     WeightManifest,
     plan_buckets,
 )
-from streamrl.weights.transport_protocol import TransportReader, TransportWriter
+from streamrl.weights.transport import TransportReader, TransportWriter
 
 __all__ = [
     "LoadVerification",

@@ -21,7 +21,7 @@ from streamrl.weights.manifest import (
     WeightManifest,
 )
 from streamrl.weights.tensor_views import TORCH_DTYPES, view_tensor
-from streamrl.weights.transport_protocol import TransportWriter
+from streamrl.weights.transport import TransportWriter
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 

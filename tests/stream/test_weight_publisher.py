@@ -25,7 +25,7 @@ class Source:
         self.failures = failures
         self.versions: list[int] = []
 
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def __call__(self, version: int, readers: Sequence[str]) -> WeightManifest:
         self.versions.append(version)
         await asyncio.sleep(self.publish_s)
         if version == 3 and self.failures:

@@ -11,6 +11,7 @@ import errno
 import itertools
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,18 @@ import numpy as np
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.manifest import WeightBucket, WeightManifest
-from streamrl.weights.transport_protocol import TransportReader, TransportWriter, commit_copy
+from streamrl.weights.transport import (
+    Transport,
+    TransportReader,
+    TransportSpec,
+    TransportWriter,
+    commit_copy,
+)
+from streamrl.weights.transports import object_store
 from streamrl.weights.transports.shm_segments import (
     HEADER_BYTES,
     OWNER_SUFFIX,
+    SEGMENT_PREFIX,
     SHARED_MEMORY_DIR,
     UNCOMMITTED_HEADER,
     SegmentHandle,
@@ -36,9 +45,11 @@ from streamrl.weights.transports.shm_segments import (
 )
 
 OUT_OF_MEMORY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+CLEANUP_TIMEOUT_S = 2.0
+"""Longest wait for killed publishers to exit; the next publisher removes the rest."""
 
 
-class SharedMemoryWriter:
+class SharedMemoryWriter(TransportWriter):
     """Publisher's end of the shared memory transport. `token` distinguishes the runs on a node.
 
     The newest `keep_versions` versions are never overwritten. Segments take at most `max_bytes`:
@@ -232,7 +243,7 @@ class SharedMemoryWriter:
                 entry[1].unlink_file()
 
 
-class SharedMemoryReader:
+class SharedMemoryReader(TransportReader):
     """Reader's end of the shared memory transport, on the publisher's node.
 
     `name` names the model in errors. `fallback_reason` says how many buckets of the last version
@@ -242,8 +253,6 @@ class SharedMemoryReader:
     def __init__(self, name: str, fallback: TransportReader) -> None:
         self._name = name
         self._fallback = fallback
-        self.bytes_fetched = 0
-        self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """Map a version's buckets in shared memory, not overwritten while the arrays live."""
@@ -276,3 +285,30 @@ def _fallback_manifest(manifest: WeightManifest) -> WeightManifest:
     entries = [pair for pair in pairs if not isinstance(pair[1], SegmentHandle)]
     buckets, handles = zip(*entries, strict=True) if entries else ((), ())
     return replace(manifest, buckets=buckets, handles=handles)
+
+
+def make_writer(spec: TransportSpec, role: str, model_path: str) -> SharedMemoryWriter:
+    return SharedMemoryWriter(
+        f"{spec.token}-{role}",
+        object_store.make_writer(spec, role, model_path),
+        keep_versions=spec.keep_versions,
+        max_bytes=spec.max_bytes[role],
+    )
+
+
+def make_reader(spec: TransportSpec, role: str, reader: str) -> SharedMemoryReader:
+    return SharedMemoryReader(role, object_store.make_reader(spec, role, reader))
+
+
+def remove_segments(spec: TransportSpec) -> None:
+    """Remove the segments of this run that killed publishers left."""
+    deadline = time.monotonic() + CLEANUP_TIMEOUT_S
+    # A segment counts as stale only after its publisher has exited, which may take a moment.
+    while any(SHARED_MEMORY_DIR.glob(f"{SEGMENT_PREFIX}{spec.token}*")):
+        remove_stale_segments()
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
+
+
+TRANSPORT = Transport(make_writer, make_reader, clean_up=remove_segments)
