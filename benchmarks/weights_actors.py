@@ -17,10 +17,9 @@ from streamrl.engines.generation.generator import GenerationEngine, GeneratorCon
 from streamrl.engines.vllm import engine
 from streamrl.errors import GenerationError
 from streamrl.weights import TransportReader, TransportWriter, WeightManifest, WeightsConfig
-from streamrl.weights.pack import publish_version
+from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.parameters import order_for_fusion
 from streamrl.weights.transport import TransportSpec
-from streamrl.weights.unpack import unpack_tensors
 
 CHANGED_SHARE = 20
 """One element in CHANGED_SHARE changes per version."""

@@ -557,7 +557,7 @@ def import_trainer() -> Found:
     """Import the trainer and DeepSpeed; neither may need Ray or vLLM."""
     begun = time.monotonic()
     import streamrl.engines.training.trainer
-    import streamrl.weights.pack  # noqa: F401
+    import streamrl.weights.buckets  # noqa: F401
     from streamrl.engines.training.deepspeed_backend import _import_deepspeed
 
     imported = time.monotonic()
@@ -1303,9 +1303,8 @@ def move_weights(num_tensors: int, elements: int) -> Found:
     """Move three versions of bfloat16 tensors; from the second on, memory is used again."""
     import torch
 
-    from streamrl.weights.pack import publish_version
+    from streamrl.weights.buckets import publish_version, unpack_tensors
     from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
-    from streamrl.weights.unpack import unpack_tensors
 
     device = device_name()
     trained = {

@@ -53,7 +53,7 @@ from streamrl.stream.stage_worker import ConcurrencyLimit, read_no_partials
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion, WeightManifest
-from streamrl.weights.version_registry import WeightRegistry
+from streamrl.weights.versions import WeightRegistry
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fakes import (
     GROUP_BYTES,

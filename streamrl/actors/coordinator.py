@@ -43,8 +43,13 @@ from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher, i
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.broadcast_tree import BroadcastTree
-from streamrl.weights.metrics import weight_metrics
-from streamrl.weights.version_registry import LOAD_REFUSED, ReaderState, WeightFault, WeightRegistry
+from streamrl.weights.versions import (
+    LOAD_REFUSED,
+    ReaderState,
+    WeightFault,
+    WeightRegistry,
+    weight_metrics,
+)
 
 REFUSALS_PER_RESEND = 2
 """Refused loads of a version after which it is sent again: its stored copy may be damaged."""

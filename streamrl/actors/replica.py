@@ -21,7 +21,7 @@ from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
 from streamrl.stream.protocols import FetchedWeights, FollowerProtocol
 from streamrl.weights import ServedVersion, WeightManifest
-from streamrl.weights.version_registry import ReaderState
+from streamrl.weights.versions import ReaderState
 
 
 def identity_version(version: int) -> int:
@@ -66,7 +66,7 @@ class RemoteWeightChannel:
 
     def _fetch_version(self, manifest: WeightManifest) -> FetchedWeights:
         # Imports torch, which only actors with a model need.
-        from streamrl.weights.unpack import unpack_tensors
+        from streamrl.weights.buckets import unpack_tensors
 
         reader, bytes_before = self._transport_reader, self._transport_reader.bytes_fetched
         tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
@@ -100,7 +100,7 @@ class ReplicaActor(PingableActor):
         self._name, self._run_dir = name, context.run_dir
         record_crash_stacks(self._run_dir, name)
         self._stages = context.make_stages(calls, name, suspendable=suspendable)
-        self._held_version = ServedVersion(name, resolve_due_version=due) if follows else None
+        self._served_version = ServedVersion(name, resolve_due_version=due) if follows else None
         self._channel = (
             RemoteWeightChannel(context, follows, name, self._shared_weights) if follows else None
         )
@@ -118,11 +118,11 @@ class ReplicaActor(PingableActor):
             follower_tasks = []
             if (
                 follower is not None
-                and self._held_version is not None
+                and self._served_version is not None
                 and self._channel is not None
             ):
                 follow = follow_weights(
-                    self._stages[0], follower, self._channel, self._held_version
+                    self._stages[0], follower, self._channel, self._served_version
                 )
                 follower_tasks.append(tasks.create_task(follow))
             await asyncio.wait([tasks.create_task(loop) for loop in loops])
@@ -146,4 +146,5 @@ class ReplicaActor(PingableActor):
 
         Returns -1 at once if the actor follows no model.
         """
-        return -1 if self._held_version is None else await self._held_version.wait_for_version(0)
+        served = self._served_version
+        return -1 if served is None else await served.wait_for_version(0)

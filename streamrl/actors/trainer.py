@@ -28,7 +28,7 @@ from streamrl.errors import CheckpointError
 from streamrl.messages import Columns
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.weights import WeightManifest
-from streamrl.weights.logprob_probe import LogprobCheck, make_check_sequences
+from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 
 if TYPE_CHECKING:
     from streamrl.actors.protocols import HostedTrainerRank

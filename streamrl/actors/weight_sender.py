@@ -9,8 +9,8 @@ from streamrl.actors.shared_weights import SharedWeights
 from streamrl.dataflow import EMA_REFERENCE, POLICY
 from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.weights import TransportWriter, WeightManifest, WeightsConfig
+from streamrl.weights.buckets import publish_version
 from streamrl.weights.config import DISK
-from streamrl.weights.pack import publish_version
 
 
 class WeightSender:

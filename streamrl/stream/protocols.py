@@ -15,7 +15,7 @@ from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.messages import Array, Columns, GroupInfo, Prompt
 from streamrl.telemetry.spans import SpanArgValue, SpanRecorder
 from streamrl.weights import WeightLoadStats, WeightManifest
-from streamrl.weights.version_registry import ReaderState
+from streamrl.weights.versions import ReaderState
 
 
 class FollowerProtocol(Protocol):

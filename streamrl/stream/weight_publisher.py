@@ -10,7 +10,7 @@ from streamrl.errors import WeightsError
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import DeviceLease
 from streamrl.weights import WeightManifest
-from streamrl.weights.version_registry import WeightFault, WeightRegistry
+from streamrl.weights.versions import WeightFault, WeightRegistry
 
 PUBLISH_ATTEMPTS = 5
 """Consecutive failed attempts to publish a version before the run ends."""

@@ -2,7 +2,7 @@
 
 The publisher fills the memory that `allocate_buffer` returns and commits the bucket.
 `commit_bucket` returns a handle, which travels in the manifest; readers fetch buckets by handle.
-Transports do not verify data: `pack` computes the checksums and `unpack` compares them, whatever
+Transports do not verify data: `buckets` computes and compares the checksums, whatever
 transport lies between.
 """
 

@@ -50,10 +50,9 @@ from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement import PlacementConfig
 from streamrl.rewards import RewardConfig
 from streamrl.weights import WeightManifest
+from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.config import COLLECTIVE, DELTA, DISK, OBJECT_STORE
-from streamrl.weights.pack import publish_version
 from streamrl.weights.transport import TransportSpec
-from streamrl.weights.unpack import unpack_tensors
 from tests.e2e.launched import MARK, marked
 
 # Workers of the nodes do not have the tests on their path.

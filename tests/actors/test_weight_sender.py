@@ -14,7 +14,7 @@ from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightBucket, WeightManifest, WeightsConfig
-from streamrl.weights.unpack import unpack_tensors
+from streamrl.weights.buckets import unpack_tensors
 from tests.weights.local_transport import LocalReader, LocalWriter
 
 

@@ -14,10 +14,9 @@ from streamrl.engines.generation.partial_rollouts import derive_continuation_see
 from streamrl.engines.generation.pending_requests import ProgressWatch
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Prompt, Rollout, columns_to_rollouts
-from streamrl.weights.logprob_probe import NUM_SEQUENCES
-from streamrl.weights.pack import publish_version
+from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.weights.logprob_check import NUM_SEQUENCES
 from streamrl.weights.parameters import order_for_fusion
-from streamrl.weights.unpack import unpack_tensors
 from tests.engines.flight import Engines, Flight, sampled_versions
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,

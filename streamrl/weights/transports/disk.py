@@ -27,8 +27,8 @@ from streamrl.errors import WeightsError
 from streamrl.files.atomic_write import sync_and_rename
 from streamrl.files.bounded_read import MIB, read_small_text
 from streamrl.messages import Array
+from streamrl.weights.buckets import view_tensor
 from streamrl.weights.manifest import WeightBucket, WeightManifest
-from streamrl.weights.tensor_views import view_tensor
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 
 LATEST_LINK = "latest"
