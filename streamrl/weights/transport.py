@@ -117,10 +117,6 @@ class TransportSpec:
         load_transport(self.name).clean_up(self)
 
 
-def keep_everything(spec: TransportSpec) -> None:
-    """Remove nothing: processes of this transport leave nothing behind."""
-
-
 @dataclass(frozen=True)
 class Transport:
     """Both ends of a transport: each module of `weights/transports` has one, TRANSPORT.
@@ -134,7 +130,7 @@ class Transport:
     make_writer: Callable[[TransportSpec, str, str], TransportWriter]
     make_reader: Callable[[TransportSpec, str, str], TransportReader]
     copies_per_node: bool = False
-    clean_up: Callable[[TransportSpec], None] = keep_everything
+    clean_up: Callable[[TransportSpec], None] = lambda spec: None
 
 
 def load_transport(name: str) -> Transport:
