@@ -62,7 +62,7 @@ from streamrl.engines.generator_config import GeneratorConfig
 os.environ.update(make_vllm_env("cpu"))
 from streamrl.engines.vllm.engine import EngineSpec, build_vllm_engine
 config = GeneratorConfig(max_new_tokens=12, max_concurrent_rollouts=512)
-build_vllm_engine(EngineSpec(sys.argv[1], config, seed=0, max_length=64))
+build_vllm_engine(EngineSpec(sys.argv[1], config, 64))
 os._exit(0)
 """
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from streamrl.actors.protocols import (
-    HostedFollowerRank,
-    HostedGenerator,
-    HostedScorer,
-    HostedTrainerRank,
-)
+from streamrl.actors.protocols import HostedScorer
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
-from streamrl.engines.generator_config import SamplingSettings
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.training.trainer import ModelTrainer
+from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.errors import ConfigError
 from streamrl.messages import (
     Array,
@@ -51,12 +48,12 @@ class TimedEngines:
 
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int
-    ) -> HostedGenerator:
+    ) -> GenerationEngine:
         return _Generator(self.generate_s, config.algorithm.group_size)
 
     async def make_follower_rank(
         self, config: RunConfig, max_length: int, rank: int
-    ) -> HostedFollowerRank:
+    ) -> FollowerRank:
         """Raise ConfigError: sleeping engines cannot be split over ranks."""
         raise ConfigError(
             f"generator.tensor_parallel={config.generator.tensor_parallel}: must be 1"
@@ -67,11 +64,13 @@ class TimedEngines:
 
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str
-    ) -> HostedTrainerRank:
+    ) -> ModelTrainer:
         return _Rank(self.train_s)
 
 
-class _Generator:
+class _Generator(GenerationEngine):
+    """Generation engine without vLLM: overrides all that a generator actor calls."""
+
     def __init__(self, seconds: float, group_size: int) -> None:
         self._seconds = seconds
         self._group_size = group_size
@@ -81,7 +80,7 @@ class _Generator:
     def stages(self) -> Mapping[str, SampleFunction]:
         return {GENERATE_CALL.stage: self._group}
 
-    async def collect_partial_rollouts(self) -> Mapping[str, Columns]:
+    async def collect_partial_rollouts(self) -> dict[str, Columns]:
         return {}
 
     async def _group(
@@ -100,11 +99,6 @@ class _Generator:
             finish_reason=FinishReason.STOP,
         )
 
-    async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], *, sampling: SamplingSettings
-    ) -> list[Rollout]:
-        return [self._rollout(prompt)] * len(seeds)
-
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         return await self.activate_version(version)
 
@@ -112,8 +106,8 @@ class _Generator:
         self._version = version
         return WeightLoadStats()
 
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
-        return None
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> list[Array]:
+        return [np.zeros(len(sequence), np.float32) for sequence in sequences]
 
     async def get_storage(self) -> "ShardStorage | None":
         return None
@@ -141,7 +135,9 @@ class _Scorer:
         ]
 
 
-class _Rank:
+class _Rank(ModelTrainer):
+    """Trainer rank without a model: overrides all that a trainer actor calls."""
+
     has_sharded_params = False
     vocab_size = 64
 
@@ -151,10 +147,12 @@ class _Rank:
     def compute_token_logprobs(self, token_ids: Array) -> Array:
         return np.zeros(len(token_ids), np.float32)
 
-    def set_adaptive_params(self, dials: Mapping[str, float]) -> None:
+    def set_adaptive_params(self, params: Mapping[str, float]) -> None:
         pass
 
-    def plan_step(self, groups: Mapping[str, Columns]) -> None:
+    def plan_step(
+        self, groups: Mapping[str, Columns], derived: Mapping[str, Columns] | None = None
+    ) -> None:
         pass
 
     def precompute_logprobs(
@@ -166,8 +164,8 @@ class _Rank:
         pass
 
     def train_micro_batch(
-        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int
-    ) -> Mapping[str, float]:
+        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int = 0
+    ) -> dict[str, float]:
         if self._seconds:
             time.sleep(self._seconds * len(picks))
         return {}
@@ -175,13 +173,13 @@ class _Rank:
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         return 1.0
 
-    def step(self, normaliser: float) -> Mapping[str, float]:
+    def step(self, loss_denominator: float) -> dict[str, float]:
         return {"policy/grad_norm": 0.0}
 
-    def full_state(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def full_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", torch.zeros(16)
 
-    def merged_state(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def merged_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.full_state()
 
     def count_received_bytes(self, gathered: Mapping[str, torch.Tensor]) -> int:
@@ -195,11 +193,11 @@ class _Rank:
     def offload_optimizer(self) -> None:
         pass
 
-    def save_training_state(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def save_training_state(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
 
-    def save_model(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def save_model(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
 
-    def load_training_state(self, folder: Path) -> None:
-        assert folder.is_dir()
+    def load_training_state(self, directory: Path) -> None:
+        assert directory.is_dir()

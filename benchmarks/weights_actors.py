@@ -13,8 +13,10 @@ import torch
 
 from benchmarks.random_model import MAX_LENGTH, make_model
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import engine
+from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.errors import GenerationError
 from streamrl.weights import TransportReader, TransportWriter, WeightManifest, WeightsConfig
 from streamrl.weights.buckets import publish_version, unpack_tensors
@@ -93,9 +95,7 @@ class Generator:
         self._decoding: asyncio.Task[None] | None = None
         self._step_s = timed("step_engine")
         config = GeneratorConfig(max_concurrent_rollouts=16, max_new_tokens=128)
-        self._engine = await GenerationEngine.start(
-            model_path, config, seed=0, max_length=MAX_LENGTH
-        )
+        self._engine = await GenerationEngine.start(EngineSpec(model_path, config, MAX_LENGTH))
 
     async def use(self, transport: str) -> None:
         """Read by this transport from now on."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamrl.actors.protocols import HostedFollowerRank, HostedGenerator, HostedScorer
+from streamrl.actors.protocols import HostedScorer
 from streamrl.config import RunConfig
 from streamrl.config.cross_checks import count_trained_steps
 from streamrl.dataflow import (
@@ -30,10 +30,12 @@ from streamrl.weights import WeightLoadStats
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from streamrl.engines.generation.generator import GenerationEngine
     from streamrl.engines.training.pretraining import PretrainingLoss
     from streamrl.engines.training.tasks import TrainingTask
     from streamrl.engines.training.trainer import ModelTrainer
     from streamrl.engines.vllm.engine import EngineSpec
+    from streamrl.engines.vllm.follower_rank import FollowerRank
 
 
 class FollowerScorer:
@@ -75,7 +77,7 @@ class RealEngineFactory:
 
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int
-    ) -> HostedGenerator:
+    ) -> "GenerationEngine":
         """Start the vLLM engine of a generator replica.
 
         Where an engine spans several trainer processes, the process of its first rank, `replica`,
@@ -83,18 +85,12 @@ class RealEngineFactory:
         """
         with pause_gc():
             from streamrl.engines.generation.generator import GenerationEngine
-            from streamrl.engines.generation.group_generator import GroupGenerator
 
-            engine = await GenerationEngine.start_from_spec(
-                _make_engine_spec(config, max_length, replica)
-            )
-        return GroupGenerator(
-            engine, group_size=config.algorithm.group_size, run_seed=config.run.seed
-        )
+            return await GenerationEngine.start(_make_engine_spec(config, max_length, replica))
 
     async def make_follower_rank(
         self, config: RunConfig, max_length: int, rank: int
-    ) -> HostedFollowerRank:
+    ) -> "FollowerRank":
         """Start a vLLM worker: one tensor-parallel rank of an engine that another process leads."""
         with pause_gc():
             from streamrl.engines.vllm.follower_rank import FollowerRank
@@ -143,6 +139,8 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
         should_drain=config.weights.on_update == "drain",
         should_keep_kv=config.weights.kv == "keep",
         rank_group=rank_group,
+        group_size=config.algorithm.group_size,
+        run_seed=config.run.seed,
     )
 
 
@@ -165,7 +163,7 @@ def _make_task(config: RunConfig, max_length: int, role: str) -> "TrainingTask":
         )
     if role == POLICY:
         return PolicyTask(path, spec, settings, temperature, options=options)
-    return CriticTask(path, spec, settings, clip, role, options)
+    return CriticTask(path, spec, settings, clip, name=role, options=options)
 
 
 def _make_pretraining(config: RunConfig) -> "PretrainingLoss":

@@ -1,10 +1,10 @@
 """Generator replica: an actor that samples rollouts and follows the weights of the policy."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.liveness import ProcessLocation
-from streamrl.actors.protocols import HostedFollowerRank, HostedGenerator
 from streamrl.actors.replica import ReplicaActor
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.dataflow import GENERATE_CALL, POLICY, ModelCall
@@ -13,6 +13,10 @@ from streamrl.errors import ActorLostError
 from streamrl.messages import Prompt, Rollout
 from streamrl.pipeline import generate_rollouts
 from streamrl.stream.stage_worker import read_no_partials, split_slots
+
+if TYPE_CHECKING:
+    from streamrl.engines.generation.generator import GenerationEngine
+    from streamrl.engines.vllm.follower_rank import FollowerRank
 
 
 class GeneratorActor(ReplicaActor):
@@ -23,23 +27,22 @@ class GeneratorActor(ReplicaActor):
 
         shared_weights: weights that a trainer in this process shares with the generator, if any.
         """
-        self._generator: HostedGenerator | None = None
+        self._generator: GenerationEngine | None = None
         self._shared_weights = shared_weights
 
     async def start(self, context: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
         """Load the engine. The actor samples nothing until `run` has loaded the current version."""
-        self._config = context.config
+        config, shared = context.config, self._shared_weights
+        self._config = config
         self._join_stream(context, calls, f"generator-{replica}", follows=POLICY, suspendable=self)
-        make_generator = context.engines.make_generator
-        if self._shared_weights is None:
-            self._generator = await make_generator(context.config, context.max_length, replica)
-            return
-        # The engine joins the trainer's process group, so all ranks must exist.
-        await self._shared_weights.wait_for_trainer(context.config.generator.start_timeout_s)
-        self._generator = await make_generator(context.config, context.max_length, replica)
-        await self._shared_weights.attach_generator(
-            self._generator, should_fill_storage=context.config.needs_resharding
-        )
+        if shared is not None:
+            # The engine joins the trainer's process group, so all ranks must exist.
+            await shared.wait_for_trainer(config.generator.start_timeout_s)
+        self._generator = await context.engines.make_generator(config, context.max_length, replica)
+        if shared is not None:
+            await shared.attach_generator(
+                self._generator, should_fill_storage=config.needs_resharding
+            )
 
     async def suspend(self) -> None:
         """Pause the engine while another phase computes on the shared device pool."""
@@ -86,7 +89,7 @@ class GeneratorActor(ReplicaActor):
         assert self._served_version is not None
         await self._served_version.wait_for_version(version)
         async with self._stages[0].device_lease.hold("evaluate"):
-            return await self._generator.sample(prompt, seeds, sampling=sampling)
+            return await self._generator.generate(prompt.token_ids, seeds=seeds, sampling=sampling)
 
     async def ping(self) -> ProcessLocation:
         """Reply once the engine replies between two decode steps.
@@ -111,7 +114,7 @@ class FollowerRankActor(ReplicaActor):
 
     def __init__(self, shared_weights: SharedWeights) -> None:
         self._shared_weights = shared_weights
-        self._follower_rank: HostedFollowerRank | None = None
+        self._follower_rank: FollowerRank | None = None
 
     async def start(self, context: ActorContext, rank: int, calls: Sequence[ModelCall]) -> None:
         config = context.config

@@ -1,84 +1,17 @@
 """Interfaces between actors and the engines they host, real or simulated."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.config import RunConfig
-from streamrl.engines.generator_config import SamplingSettings
-from streamrl.messages import Array, Columns, Prompt, Rollout
-from streamrl.stream.protocols import FollowerProtocol, SampleFunction
+from streamrl.stream.protocols import FollowerProtocol
 from streamrl.stream.stage_worker import ComputeFunction
-from streamrl.weights import WeightLoadStats
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from streamrl.resharding.executors import ReshardingStats
-    from streamrl.resharding.storage import ShardStorage
-
-
-class HostedGenerator(Protocol):
-    """Engine of a generator actor, with a sample function per stage."""
-
-    @property
-    def stages(self) -> Mapping[str, SampleFunction]: ...
-
-    async def collect_partial_rollouts(self) -> Mapping[str, Columns]:
-        """Return the unfinished rollouts of groups with at least one completion token, by uid."""
-        ...
-
-    async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], *, sampling: SamplingSettings
-    ) -> list[Rollout]:
-        """Sample a completion of an evaluation prompt per seed."""
-
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats: ...
-
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None: ...
-
-    async def get_storage(self) -> "ShardStorage | None":
-        """Return the memory of the engine's parameters, so that a trainer can write into it.
-
-        None if the engine does not support this.
-        """
-        ...
-
-    async def activate_version(self, version: int) -> WeightLoadStats:
-        """Switch to a version that a trainer has written into the storage of `get_storage`."""
-        ...
-
-    async def sleep(self) -> None:
-        """Free the KV cache; the next request allocates it again."""
-        ...
-
-    async def pause(self, reason: str) -> None:
-        """Stop decoding until `resume` with the same reason; running requests keep their state."""
-        ...
-
-    async def resume(self, reason: str) -> None:
-        """End the pause of this reason; decoding continues when no pause is left."""
-
-
-class HostedFollowerRank(Protocol):
-    """One rank of a generator that spans several processes; another process leads."""
-
-    async def run_rank(self) -> None:
-        """Compute each engine step together with the leader; raises GenerationError if it exits."""
-        ...
-
-    async def get_storage(self) -> "ShardStorage | None": ...
-
-    def fill_shard(self, tensors: Mapping[str, Any]) -> int:
-        """Copy this rank's shard out of all parameters of the model; return the copied bytes.
-
-        The leader is paused meanwhile.
-        """
-        ...
-
-    async def sleep(self) -> None: ...
+    from streamrl.engines.generation.generator import GenerationEngine
+    from streamrl.engines.training.trainer import ModelTrainer
+    from streamrl.engines.vllm.follower_rank import FollowerRank
 
 
 def _return_no_samples() -> Sequence[Mapping[str, Any]]:
@@ -112,77 +45,19 @@ class HostedScorer:
     close: Callable[[], Awaitable[None]] = _do_nothing
 
 
-class HostedTrainerRank(Protocol):
-    """Trainer backend of one rank, called by a trainer actor in a single thread."""
-
-    def set_adaptive_params(self, adaptive_params: Mapping[str, float]) -> None:
-        """Set the coefficients that the run adjusts, such as the KL coefficient, by name."""
-
-    def plan_step(self, groups: Mapping[str, Columns]) -> None:
-        """Compute columns, such as advantages, that need all groups of the training step."""
-
-    def precompute_logprobs(
-        self, groups: Mapping[str, Columns], rollouts: Sequence[RolloutIndex]
-    ) -> None:
-        """Store the log-probabilities of these rollouts under the policy before the step trains."""
-
-    def sync_plan(self) -> None:
-        """Exchange precomputed data between the ranks, after all calls of `precompute_logprobs`."""
-
-    def train_micro_batch(
-        self, groups: Mapping[str, Columns], rollouts: Sequence[RolloutIndex], version: int
-    ) -> Mapping[str, float]:
-        """Run forward and backward passes; return sums for the metrics and the loss denominator."""
-
-    def compute_loss_denominator(self, sums: Mapping[str, float]) -> float: ...
-
-    def step(self, loss_denominator: float) -> Mapping[str, float]:
-        """Run an optimizer step on the accumulated gradients; return metrics of the update."""
-
-    @property
-    def has_sharded_params(self) -> bool: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def compute_token_logprobs(self, token_ids: Array) -> Array: ...
-
-    def full_state(self) -> Iterable[tuple[str, "Tensor"]]:
-        """Yield all trained parameters; with sharded ones, every rank must exhaust the iterator."""
-
-    def count_received_bytes(self, gathered: Mapping[str, "Tensor"]) -> int:
-        """Return the bytes of an exhausted `full_state` that came from other ranks."""
-
-    def reshard_to_generator(
-        self, generator_storage: "ShardStorage | None", version: int
-    ) -> "ReshardingStats | None":
-        """Write the parameters into the generator's storage; None where only `full_state` works."""
-
-    def merged_state(self) -> Iterable[tuple[str, "Tensor"]]:
-        """Yield the full model as `full_state` does, with LoRA adapters merged."""
-
-    def offload_optimizer(self) -> None: ...
-
-    def save_training_state(self, folder: Path) -> None: ...
-
-    def save_model(self, folder: Path) -> None: ...
-
-    def load_training_state(self, folder: Path) -> None: ...
-
-
 class EngineFactory(Protocol):
     """Builds the engines of a run, each in the process that hosts the engine. Must be picklable."""
 
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int
-    ) -> HostedGenerator: ...
+    ) -> "GenerationEngine": ...
 
     async def make_follower_rank(
         self, config: RunConfig, max_length: int, rank: int
-    ) -> HostedFollowerRank: ...
+    ) -> "FollowerRank": ...
 
     async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer: ...
 
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str
-    ) -> HostedTrainerRank: ...
+    ) -> "ModelTrainer": ...

@@ -20,7 +20,7 @@ from streamrl.pipeline import follow_weights
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
 from streamrl.stream.protocols import FetchedWeights, FollowerProtocol
-from streamrl.weights import ServedVersion, WeightManifest
+from streamrl.weights import ServedVersion, TransportReader, WeightManifest
 from streamrl.weights.versions import ReaderState
 
 
@@ -43,7 +43,9 @@ class RemoteWeightChannel:
         self._role = role
         self._reader_name = reader
         self._shared_weights = shared_weights
-        self._transport_reader = context.transport.make_reader(role, reader)
+        self._transport_reader: TransportReader | None = None
+        if shared_weights is None:
+            self._transport_reader = context.transport.make_reader(role, reader)
         self._node = ray.get_runtime_context().get_node_id()
 
     async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
@@ -62,13 +64,16 @@ class RemoteWeightChannel:
         return await asyncio.to_thread(self._fetch_version, manifest)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._transport_reader.close)
+        if self._transport_reader is not None:
+            await asyncio.to_thread(self._transport_reader.close)
 
     def _fetch_version(self, manifest: WeightManifest) -> FetchedWeights:
         # Imports torch, which only actors with a model need.
         from streamrl.weights.buckets import unpack_tensors
 
-        reader, bytes_before = self._transport_reader, self._transport_reader.bytes_fetched
+        reader = self._transport_reader
+        assert reader is not None
+        bytes_before = reader.bytes_fetched
         tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
         return FetchedWeights(
             tensors, reader.bytes_fetched - bytes_before, reader.fallback_reason or ""

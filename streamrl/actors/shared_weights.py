@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from streamrl.actors.protocols import HostedFollowerRank, HostedGenerator, HostedTrainerRank
 from streamrl.engines.memory.peak_memory import PeakMemoryTracker
 from streamrl.errors import DeadlineError, VersionSupersededError
 from streamrl.messages import Array
@@ -21,6 +20,9 @@ from streamrl.stream.protocols import FetchedWeights
 from streamrl.weights import WeightLoadStats, WeightManifest
 
 if TYPE_CHECKING:
+    from streamrl.engines.generation.generator import GenerationEngine
+    from streamrl.engines.training.trainer import ModelTrainer
+    from streamrl.engines.vllm.follower_rank import FollowerRank
     from streamrl.resharding.storage import ShardStorage
 
 PAUSE_FOR_UPDATE = "update"
@@ -37,8 +39,8 @@ class SharedWeights:
 
     def __init__(self) -> None:
         self._trainer_ready = asyncio.Event()
-        self._generator: HostedGenerator | None = None
-        self._follower_rank: HostedFollowerRank | None = None
+        self._generator: GenerationEngine | None = None
+        self._follower_rank: FollowerRank | None = None
         self._should_fill_storage = False
         self._generator_storage: ShardStorage | None = None
         self._version = -1
@@ -64,7 +66,7 @@ class SharedWeights:
             ) from None
 
     async def attach_generator(
-        self, generator: HostedGenerator, *, should_fill_storage: bool
+        self, generator: "GenerationEngine", *, should_fill_storage: bool
     ) -> None:
         """Set the generator that samples with these weights.
 
@@ -76,7 +78,7 @@ class SharedWeights:
         if should_fill_storage:
             self._generator_storage = await generator.get_storage()
 
-    async def attach_follower_rank(self, follower_rank: HostedFollowerRank) -> None:
+    async def attach_follower_rank(self, follower_rank: "FollowerRank") -> None:
         """Set the generator rank of this process, for a generator that another process leads.
 
         The trainer copies each version into the parameters of the rank. The leader pauses before
@@ -132,7 +134,7 @@ class SharedWeights:
         """Return whether the weights are between two versions, so that sampling must wait."""
         return self._version < 0
 
-    def publish_version(self, trainer: HostedTrainerRank, version: int) -> WeightManifest:
+    def publish_version(self, trainer: "ModelTrainer", version: int) -> WeightManifest:
         """Declare the trainer's current weights to be `version`; return a manifest without buckets.
 
         Where trainer and generator have different layouts, reshards the weights into the

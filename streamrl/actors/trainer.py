@@ -31,9 +31,9 @@ from streamrl.weights import WeightManifest
 from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 
 if TYPE_CHECKING:
-    from streamrl.actors.protocols import HostedTrainerRank
     from streamrl.actors.weight_sender import WeightSender
     from streamrl.config import RunConfig
+    from streamrl.engines.training.trainer import ModelTrainer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def measure_micro_batch(
 
 
 def make_logprob_check(
-    trainer: "HostedTrainerRank", config: "RunConfig", *, max_length: int
+    trainer: "ModelTrainer", config: "RunConfig", *, max_length: int
 ) -> LogprobCheck:
     """Make a logprob check: check sequences, and their log-probabilities under the trained model.
 
@@ -168,30 +168,19 @@ class TrainerActor(PingableActor):
         micro_batches: rollouts of this rank that need log-probabilities under the policy before the
         step.
         """
-        async with self._run_compute_phase():
-            await self._plan_step(uids, micro_batches, adaptive_params)
-
-    async def _plan_step(
-        self,
-        uids: Sequence[str],
-        micro_batches: Sequence[MicroBatch],
-        adaptive_params: Mapping[str, float],
-    ) -> None:
-        self._trainer.set_adaptive_params(adaptive_params)
         spec, settings = self._config.algorithm.spec, self._config.algorithm_settings
-        groups = await self._stage.queue.read_columns(uids, list_derivation_columns(spec, settings))
-        with self._stage.spans.record_span("plan", groups=len(groups)):
-            await self._run_in_thread(self._trainer.plan_step, groups)
-        for rollouts in micro_batches:
-            micro_batch_groups = await self._read_groups(rollouts)
-            with self._stage.spans.record_span(
-                "look", **measure_micro_batch(micro_batch_groups, rollouts)
-            ):
-                await self._run_in_thread(
-                    self._trainer.precompute_logprobs, micro_batch_groups, rollouts
-                )
-        if micro_batches:
-            await self._run_in_thread(self._trainer.sync_plan)
+        queue, spans = self._stage.queue, self._stage.spans
+        async with self._run_compute_phase():
+            self._trainer.set_adaptive_params(adaptive_params)
+            step_groups = await queue.read_columns(uids, list_derivation_columns(spec, settings))
+            with spans.record_span("plan", groups=len(step_groups)):
+                await self._run_in_thread(self._trainer.plan_step, step_groups)
+            for rollouts in micro_batches:
+                groups = await self._read_groups(rollouts)
+                with spans.record_span("look", **measure_micro_batch(groups, rollouts)):
+                    await self._run_in_thread(self._trainer.precompute_logprobs, groups, rollouts)
+            if micro_batches:
+                await self._run_in_thread(self._trainer.sync_plan)
 
     async def train_micro_batch(
         self,
@@ -242,31 +231,28 @@ class TrainerActor(PingableActor):
         """
         # The KV cache may only go while the generator is paused, that is, while weights change.
         is_changing = self._shared_weights is not None and self._shared_weights.is_changing
+        # Gathering is a collective: a single call in the model thread gives it the same place among
+        # the micro-batches on every rank.
+        is_collective = self._trainer.has_sharded_params or (
+            self._role == POLICY and self._config.needs_resharding
+        )
         async with self._run_compute_phase(may_release_kv=is_changing):
             with self._stage.spans.record_span("publish", version=version):
-                return await self._publish_weights(version, readers, should_check)
-
-    async def _publish_weights(
-        self, version: int, readers: Sequence[str], should_check: bool
-    ) -> WeightManifest | None:
-        if self._trainer.has_sharded_params or (
-            self._role == POLICY and self._config.needs_resharding
-        ):
-            # Gathering is a collective: a single call in the model thread gives it the same place
-            # among the micro-batches on every rank.
-            manifest: WeightManifest | None = await self._run_in_thread(
-                self._check_and_send, version, readers, should_check
-            )
-            return manifest
-        # The check is a forward pass and needs the model thread; reading parameters may overlap.
-        computes_check = should_check and self._rank == 0
-        logprob_check = (
-            await self._run_in_thread(self._make_logprob_check) if computes_check else None
-        )
-        manifest = await self._run_in_thread(
-            self._sender.send_model, version, readers, thread=self._publish_thread
-        )
-        return manifest and replace(manifest, logprob_check=logprob_check)
+                if is_collective:
+                    manifest: WeightManifest | None = await self._run_in_thread(
+                        self._check_and_send, version, readers, should_check
+                    )
+                    return manifest
+                # The check is a forward pass and needs the model thread; reading parameters may
+                # overlap.
+                computes_check = should_check and self._rank == 0
+                logprob_check = (
+                    await self._run_in_thread(self._make_logprob_check) if computes_check else None
+                )
+                manifest = await self._run_in_thread(
+                    self._sender.send_model, version, readers, thread=self._publish_thread
+                )
+                return manifest and replace(manifest, logprob_check=logprob_check)
 
     def _make_logprob_check(self) -> LogprobCheck:
         return make_logprob_check(self._trainer, self._config, max_length=self._max_length)

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from streamrl.actors.protocols import HostedTrainerRank
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.dataflow import EMA_REFERENCE, POLICY
 from streamrl.engines.training.ema_reference import EmaReference
+from streamrl.engines.training.trainer import ModelTrainer
 from streamrl.weights import TransportWriter, WeightManifest, WeightsConfig
 from streamrl.weights.buckets import publish_version
 from streamrl.weights.config import DISK
@@ -22,7 +22,7 @@ class WeightSender:
 
     def __init__(
         self,
-        trainer: HostedTrainerRank,
+        trainer: ModelTrainer,
         role: str,
         writers: Mapping[str, TransportWriter],
         config: WeightsConfig,

@@ -1,7 +1,12 @@
 """RL algorithms: rows of a table, built from pure tensor functions (advantages, losses, KL)."""
 
-from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings, TokenLossInput
-from streamrl.algorithms.columns import list_derivation_columns, list_required_columns
+from streamrl.algorithms.algorithm import (
+    Algorithm,
+    AlgorithmSettings,
+    TokenLossInput,
+    list_derivation_columns,
+    list_required_columns,
+)
 from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.algorithms.math.kl import adapt_kl_coef, kl_estimate
 from streamrl.algorithms.math.step_metrics import (

@@ -5,6 +5,7 @@ same name. Trainers receive the values before each step. Checkpoints contain the
 steps update them again.
 """
 
+import math
 from collections.abc import Mapping
 
 from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings
@@ -51,6 +52,19 @@ class AdaptiveParams:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore the values from a checkpoint; ignore parameters that the run no longer has."""
         self.values.update({name: state[name] for name in self.values if name in state})
+
+
+def adapt_multiplier(
+    multiplier: float, cost: float, *, limit: float, lr: float, largest: float
+) -> float:
+    """Return the Lagrange multiplier after a step with mean cost `cost`: larger above `limit`.
+
+    Gradient ascent on lambda (cost - limit) in log lambda, so lambda stays positive: lambda' =
+    lambda exp(lr lambda (cost - limit)), at most `largest`. Source: Dai et al. 2024 (Safe RLHF).
+    """
+    # Keep exp() from overflowing (at 709) for costs far off the limit.
+    ascent = max(min(lr * (cost - limit) * multiplier, 350.0), -350.0)
+    return min(multiplier * math.exp(ascent), largest)
 
 
 def _list_reported(sums: Mapping[str, float]) -> list[str]:

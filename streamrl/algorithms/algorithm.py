@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.errors import AlgorithmError
 from streamrl.files.python_module import format_failure
-from streamrl.messages import COLUMN_SPECS
+from streamrl.messages import COLUMN_SPECS, COMPONENT_PREFIX, ROLLOUT_COLUMNS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SCOPES = ("group", "step")
+ALL_COMPONENTS = COMPONENT_PREFIX + "*"
 RESERVED_COLUMNS = COLUMN_SPECS.keys() | {
     *("attention_mask", "advantages", "group_tokens", "proximal_logprobs", "near"),
     *("num_tokens", "token_rewards", "token_costs"),
@@ -101,7 +102,9 @@ class TokenLossInput:
 
 ColumnTensors = Mapping[str, "Tensor"]
 GroupFunction = Callable[[ColumnTensors, "Tensor", AlgorithmSettings], "Tensor"]
-TokenLossFunction = Callable[[TokenLossInput, AlgorithmSettings], tuple["Tensor", "Tensor"]]
+LossAndClipped = tuple["Tensor", "Tensor"]
+"""Token losses, and the mask of clipped gradients."""
+TokenLossFunction = Callable[[TokenLossInput, AlgorithmSettings], LossAndClipped]
 AdaptFunction = Callable[[float, Mapping[str, float], AlgorithmSettings], float]
 
 
@@ -193,3 +196,24 @@ class Algorithm:
                 f"algorithm {self.name}: dial {name} returned {result!r}, expected a finite number"
             )
         return float(result)
+
+
+def list_required_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[str, ...]:
+    """Return the columns that a group must have before training can start on it.
+
+    Reward components are not listed: they arrive together with the scores.
+    """
+    columns = [name for name in row.columns if name != ALL_COMPONENTS]
+    reference = ("ref_logprobs",) if settings.kl_coef else ()
+    return tuple(dict.fromkeys((*ROLLOUT_COLUMNS, "scores", *columns, *reference)))
+
+
+def list_derivation_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[str, ...]:
+    """Return the columns that `derive_group_columns` reads to compute advantages and the like."""
+    columns: list[str] = []
+    for name in row.columns:
+        is_all = name == ALL_COMPONENTS
+        columns += [COMPONENT_PREFIX + c for c in settings.reward_weights] if is_all else [name]
+    penalty = settings.kl_coef and settings.kl_in == "reward"
+    kl = ("generator_logprobs", "ref_logprobs") if penalty else ()
+    return tuple(dict.fromkeys(("lengths", "loss_mask", "finish_reason", "scores", *columns, *kl)))

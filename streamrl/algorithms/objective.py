@@ -4,28 +4,32 @@ Losses are plain sums, so micro-batches and ranks can be added up. `step_loss_de
 single divisor at the end of the step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings, TokenLossInput
-from streamrl.algorithms.checks import compute_token_losses, validate_tensor
 from streamrl.algorithms.correction_config import NO_CORRECTION
-from streamrl.algorithms.math.advantages import masked_whiten
+from streamrl.algorithms.math.advantages import (
+    make_token_rewards,
+    masked_whiten,
+    soft_overlong_penalty,
+)
 from streamrl.algorithms.math.correction import (
+    divergence_sums,
     importance_weights,
     interpolated_proximal,
     off_policy_sequence_mask,
     rejection_mask,
 )
 from streamrl.algorithms.math.critic import critic_token_losses
-from streamrl.algorithms.math.diagnostics import divergence_sums
 from streamrl.algorithms.math.kl import kl_estimate
 from streamrl.algorithms.math.losses import aggregate_loss_sum
 from streamrl.algorithms.math.masks import apply_mask, masked_row_sum
-from streamrl.algorithms.math.shaping import make_token_rewards, soft_overlong_penalty
 from streamrl.algorithms.math.step_metrics import SHARED_CRITIC_PREFIX
+from streamrl.errors import AlgorithmError
 from streamrl.messages import FinishReason
 
 
@@ -231,3 +235,41 @@ def _correct_off_policy(
             high=correction.reject_high,
         )
     return weights, kept
+
+
+def compute_token_losses(
+    row: Algorithm, tokens: TokenLossInput, settings: AlgorithmSettings
+) -> tuple[Tensor, Tensor]:
+    """Call an algorithm's token loss; return loss and mask of clipped gradients, both [B, T].
+
+    Raises AlgorithmError if the function returns anything else.
+    """
+    result = row.call_function(row.token_loss, tokens, settings)
+    name = f"algorithm {row.name}: {row.token_loss.__name__}"
+    try:
+        losses, clipped = result
+    except (TypeError, ValueError):
+        raise AlgorithmError(
+            f"{name} returned a {type(result).__name__}, expected (loss, clipped mask)"
+        ) from None
+    for tensor in (losses, clipped):
+        validate_tensor(row, row.token_loss, tensor, [tuple(tokens.loss_mask.shape)])
+    if clipped.dtype != torch.bool:
+        raise AlgorithmError(f"{name}: the clipped mask is {clipped.dtype}, must be bool")
+    return losses, clipped
+
+
+def validate_tensor(
+    row: Algorithm,
+    function: Callable[..., Any],
+    result: object,
+    shapes: Sequence[tuple[int, ...]],
+) -> None:
+    """Raise AlgorithmError unless the `result` of `function` is a tensor of an allowed shape."""
+    if not isinstance(result, Tensor) or tuple(result.shape) not in shapes:
+        short = " ".join(repr(result).split())[:80]
+        actual = f"shape {list(result.shape)}" if isinstance(result, Tensor) else short
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise AlgorithmError(
+            f"algorithm {row.name}: {function.__name__} returned {actual}, expected {expected}"
+        )

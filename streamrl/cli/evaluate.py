@@ -214,6 +214,7 @@ async def _start_engine(
     import torch
 
     from streamrl.engines.generation.generator import GenerationEngine
+    from streamrl.engines.vllm.engine import EngineSpec
 
     threads = os.cpu_count() or 1
     # vLLM and PyTorch warn about each other on import; users can do nothing about those warnings.
@@ -224,9 +225,8 @@ async def _start_engine(
         make_vllm_env("cuda" if torch.cuda.is_available() else "cpu", threads=threads)
     )
     config = replace(subject.generator, threads=threads)
-    engine = await GenerationEngine.start(
-        str(subject.model_dir), config, seed=seed, max_length=max_length
-    )
+    spec = EngineSpec(str(subject.model_dir), config, max_length, seed)
+    engine = await GenerationEngine.start(spec)
     await engine.use_model_dir(0)
     return engine
 

@@ -6,7 +6,7 @@ Each check raises ConfigError with the setting, its value and the rule.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from streamrl.algorithms.columns import list_required_columns
+from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.table import ALGORITHMS
 from streamrl.buffer.admission.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
 from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, build_dataflow

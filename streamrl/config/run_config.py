@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.algorithm import AlgorithmSettings
-from streamrl.algorithms.columns import list_required_columns
 from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.buffer.admission.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
 from streamrl.buffer.admission.staleness_credits import check_capacity

@@ -1,7 +1,7 @@
 """Weights shared in place: activation by the generator, and when it may sample."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.errors import VersionSupersededError
-from streamrl.messages import Array
 from streamrl.resharding.executors import ReshardingStats
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
@@ -69,8 +68,6 @@ class Generator:
     async def activate_version(self, version: int) -> WeightLoadStats:
         self.calls.append(version)
         return WeightLoadStats()
-
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> None: ...
 
 
 async def updated(rank: Rank, generator: Generator) -> tuple[int, float]:

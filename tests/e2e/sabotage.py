@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.actors.engine_factory import RealEngineFactory
-from streamrl.actors.protocols import HostedGenerator
 from streamrl.cli.train import train
 from streamrl.config import RunConfig, load_config
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest
 
 if TYPE_CHECKING:
+    from streamrl.engines.generation.generator import GenerationEngine
     from streamrl.engines.training.trainer import ModelTrainer
 
 DAMAGED = 2
@@ -34,7 +34,7 @@ class Sabotage(RealEngineFactory):
 
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int
-    ) -> HostedGenerator:
+    ) -> "GenerationEngine":
         """A real one, in a process whose weights are tampered with."""
         if replica == 0:
             life = len(list(self.marks.iterdir())) + 1

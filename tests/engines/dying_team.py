@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 from streamrl.distributed.process_group import join_process_group
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.engines.vllm.rank_groups import RankGroup
@@ -22,12 +23,12 @@ def member(rank: int, path: str, port: int, victim: int, sign: Path) -> str:
     """Return the survivor's error; the file `sign` appears once the ranks sample."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=len(TEAM), timeout_s=120.0)
-    spec = EngineSpec(path, CONFIG, 0, MAX_LENGTH, rank_group=RankGroup(rank, (TEAM,)))
+    spec = EngineSpec(path, CONFIG, MAX_LENGTH, rank_group=RankGroup(rank, (TEAM,)))
     return asyncio.run(lead(spec, victim, sign) if rank == 0 else follow(spec, victim, sign))
 
 
 async def lead(spec: EngineSpec, victim: int, sign: Path) -> str:
-    engine = await GenerationEngine.start_from_spec(spec)
+    engine = await GenerationEngine.start(spec)
     await engine.use_model_dir(0)
     running = asyncio.create_task(engine.generate(prompt(5, 14, 6, 18), seeds=range(8)))
     await asyncio.sleep(UNDER_WAY_S)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig, WeightLoadStats
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import engine as vllm_engine
+from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
-from streamrl.weights import logprob_check
+from streamrl.weights import WeightLoadStats, logprob_check
 from tests.engines.tiny_qwen import MAX_LENGTH, weights_of
 
 
@@ -99,7 +101,7 @@ WIDE = GeneratorConfig(
     max_new_tokens=150, max_concurrent_rollouts=CONCURRENT - logprob_check.NUM_SEQUENCES
 )
 """Settings of the engine that most tests share."""
-POLICIES: Mapping[str, dict[str, bool]] = {
+POLICIES: Mapping[str, dict[str, Any]] = {
     "recompute": {},
     "keep": {"should_keep_kv": True},
     "drain": {"should_drain": True},
@@ -143,9 +145,8 @@ async def start_flight(folder: str, policy: str, config: GeneratorConfig) -> Asy
         for name, value in make_vllm_env("cpu").items():
             patch.setenv(name, value)
         patch.setattr(vllm_engine, "build_vllm_engine", log.watched(vllm_engine.build_vllm_engine))
-        engine = await GenerationEngine.start(
-            folder, config, seed=0, max_length=MAX_LENGTH, **POLICIES[policy]
-        )
+        spec = EngineSpec(folder, config, MAX_LENGTH, group_size=4, **POLICIES[policy])
+        engine = await GenerationEngine.start(spec)
         try:
             yield Flight(engine, policy, config, log)
         finally:

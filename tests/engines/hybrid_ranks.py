@@ -6,26 +6,25 @@ several backends follow each other.
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from streamrl.distributed.process_group import join_process_group
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
-from streamrl.engines.training.in_place_update import (
-    LazyWeightResharder,
-    WeightResharder,
-    plan_resharding,
-)
-from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.training.trainer import make_backend
+from streamrl.engines.training.training_backend import TrainingBackend
+from streamrl.engines.training.weight_resharder import WeightResharder
+from streamrl.engines.vllm.engine import EngineSpec
+from streamrl.resharding import TensorShard
 from streamrl.resharding.storage import ShardStorage
 from tests.engines.moved_ranks import count_aliased_bytes
 from tests.engines.tiny_qwen import save, tiny_model
@@ -70,13 +69,13 @@ def one_rank(
 
 
 async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[str, Any]]]:
-    engine = await GenerationEngine.start(path, GeneratorConfig(), seed=0, max_length=64)
+    engine = await GenerationEngine.start(EngineSpec(path, GeneratorConfig(), 64))
     version = 0
     results: dict[str, list[dict[str, Any]]] = {}
     for (name,) in cases:
         config = TrainerConfig(world_size=WORLD, **BACKENDS[name])
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        backend = make(module, config)
+        backend = make_backend(module, config)
         results[name] = []
         fill = await filler(engine, backend) if backend.has_sharded_params else None
         for _ in range(UPDATES + 1):
@@ -100,32 +99,31 @@ def served_by(engine: GenerationEngine) -> Any:
     return engine._thread._weight_loader
 
 
-def make(module: PreTrainedModel, config: TrainerConfig) -> Any:
-    if config.backend == "deepspeed":
-        return DeepSpeedBackend(module, config)
-    return (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
-
-
 async def is_unplanned(engine: GenerationEngine, backend: Any) -> bool:
     """Return whether resharding is off on all ranks if any cannot be written."""
     served = await engine.get_storage() if dist.get_rank() else None
-    return await plan(backend.iter_shards(), served) is None
+    return await asyncio.to_thread(WeightResharder(60.0).run, backend, served, 0) is None
+
+
+class HalvedShards(TrainingBackend):
+    """Shards of a backend, in bfloat16."""
+
+    def __init__(self, backend: TrainingBackend) -> None:
+        self._backend = backend
+
+    def iter_shards(self) -> Iterator[tuple[str, torch.Tensor, TensorShard]]:
+        for name, tensor, shard in self._backend.iter_shards():
+            yield name, tensor.bfloat16(), shard
 
 
 async def cast(engine: GenerationEngine, backend: Any) -> bool:
     """Return whether weights of another dtype are served cast."""
     served = await engine.get_storage()
     assert served is not None
-    halved = [(name, tensor.bfloat16(), shard) for name, tensor, shard in backend.iter_shards()]
-    resharder = await plan(halved, served)
-    assert resharder is not None
-    await asyncio.to_thread(resharder.run, halved, 0)
+    halved = HalvedShards(backend)
+    assert await asyncio.to_thread(WeightResharder(60.0).run, halved, served, 0) is not None
     full_state = await asyncio.to_thread(lambda: dict(backend.full_state()))
     return all(torch.equal(view, full_state[name].bfloat16().float()) for name, _, view in served)
-
-
-async def plan(shards: Any, served: ShardStorage | None) -> WeightResharder | None:
-    return await asyncio.to_thread(plan_resharding, shards, served, timeout_s=60.0)
 
 
 async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
@@ -133,15 +131,15 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
     unplanned, rounded = await is_unplanned(engine, backend), await cast(engine, backend)
     served = await engine.get_storage()
     assert served is not None
+    resharder = WeightResharder(60.0)
     if isinstance(backend, FsdpTpBackend):
-        return in_place(LazyWeightResharder(60.0), engine, backend, served)
-    resharder = await plan(backend.iter_shards(), served)
-    assert resharder is not None
+        return in_place(resharder, engine, backend, served)
     local_bytes = sum(tensor.nbytes for _, tensor, _ in backend.iter_shards())
     memory = sum(b.live_tensors[0].nbytes for b in served_by(engine)._bound_parameters)
 
     def fill(version: int) -> dict[str, Any]:
-        stats = resharder.run(backend.iter_shards(), version)
+        stats = resharder.run(backend, served, version)
+        assert stats is not None
         return {
             "version": stats.version,
             "copied_bytes": stats.copied_bytes,
@@ -156,7 +154,7 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
 
 
 def in_place(
-    resharder: LazyWeightResharder,
+    resharder: WeightResharder,
     engine: GenerationEngine,
     backend: FsdpTpBackend,
     served: ShardStorage,
@@ -185,7 +183,7 @@ def update(backend: Any, config: TrainerConfig) -> None:
 
 async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
     """Return parameter addresses and the logprobs of trainer and engine for a sequence."""
-    _, (served,) = await engine.compute_logprobs([SEQUENCE])
+    (served,) = await engine.compute_logprobs([SEQUENCE])
     ids = torch.from_numpy(SEQUENCE).long()
     with torch.no_grad():
         logits = backend.forward(ids[None]).logits[0, :-1].float()

@@ -20,8 +20,8 @@ from transformers import (
 
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
-from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.training.trainer import make_backend
+from streamrl.engines.training.training_backend import TrainingBackend
 from tests.engines.tiny_qwen import fill
 
 WORLD = 4
@@ -100,7 +100,7 @@ def one_rank(rank: int, ports: Sequence[int], cases: Sequence[Case]) -> dict[str
 def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
     """Run some updates and one with a non-finite gradient."""
     join_process_group(rank=rank, world_size=config.world_size, timeout_s=60.0)
-    backend = (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
+    backend = make_backend(module, config)
     drawn = torch.Generator().manual_seed(1)
     norms = []
     for update in range(UPDATES + 1):
@@ -128,18 +128,14 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
     return results
 
 
-def memory_bytes(backend: FsdpTpBackend | TorchBackend) -> int:
+def memory_bytes(backend: TrainingBackend) -> int:
     """Return the bytes of the distinct storages of the local shards."""
     blocks = [tensor.untyped_storage() for _, tensor, _ in backend.iter_shards()]
     return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
 
 
-def misplaced(
-    backend: FsdpTpBackend | TorchBackend, full_state: dict[str, torch.Tensor]
-) -> list[str]:
+def misplaced(backend: TrainingBackend, full_state: dict[str, torch.Tensor]) -> list[str]:
     """Return parameters whose shards differ from the full tensor or lie elsewhere."""
-    if isinstance(backend, TorchBackend):
-        return []
     wrong_names = []
     for name, local, shard in backend.iter_shards():
         for piece in shard.pieces:

@@ -17,8 +17,8 @@ from streamrl.engines.checkpoint.sharded_state import load_state, save_state
 from streamrl.engines.models.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
-from streamrl.engines.training.in_place_update import LazyWeightResharder
 from streamrl.engines.training.optimizer_offload import OptimizerOffload
+from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.resharding import TensorBox
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import ParameterSet
@@ -100,7 +100,7 @@ def train(
         backend.iter_optimizer_state,
         excluding=lambda: (kept for _, kept, _ in backend.iter_shards()),
     )
-    switch = LazyWeightResharder(60.0)
+    switch = WeightResharder(60.0)
     drawn = torch.Generator().manual_seed(1)
     results: dict[str, Any] = {"norms": [], "moved": [], "served": []}
     for update in range(UPDATES):

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from streamrl.distributed.process_group import join_process_group
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
-from streamrl.engines.training.in_place_update import LazyWeightResharder
-from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.training.trainer import make_backend
+from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group
@@ -79,7 +79,7 @@ def whole(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[int]]:
 
     async def sampled() -> list[list[int]]:
         config = GeneratorConfig(max_new_tokens=CONFIG.max_new_tokens)
-        engine = await GenerationEngine.start(path, config, seed=0, max_length=MAX_LENGTH)
+        engine = await GenerationEngine.start(EngineSpec(path, config, MAX_LENGTH))
         await engine.load_weights(weights, 0)
         return await tokens(engine)
 
@@ -95,10 +95,8 @@ def one_rank(rank: int, path: str, port: int, world: int, meshes: Sequence[str])
 
 
 async def start(path: str, team: RankGroup) -> GenerationEngine | FollowerRank:
-    spec = EngineSpec(path, CONFIG, 0, MAX_LENGTH, rank_group=team)
-    return await (
-        GenerationEngine.start_from_spec(spec) if team.is_leader else FollowerRank.start(spec)
-    )
+    spec = EngineSpec(path, CONFIG, MAX_LENGTH, rank_group=team)
+    return await (GenerationEngine.start(spec) if team.is_leader else FollowerRank.start(spec))
 
 
 async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[str, Any]:
@@ -109,10 +107,10 @@ async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
     for mesh in meshes:
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         config = trainer_config(mesh, world)
-        backend = (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
+        backend = make_backend(module, config)
         storage = await engine.get_storage()
         assert storage is not None
-        switch = partial(LazyWeightResharder(60.0).run, backend, storage)
+        switch = partial(WeightResharder(60.0).run, backend, storage)
         results[mesh] = {
             "updates": [],
             "model_bytes": sum(tensor.nbytes for _, tensor in backend.full_state()),
@@ -202,7 +200,7 @@ async def look(
     }
     if isinstance(engine, GenerationEngine):
         await engine.activate_version(version)
-        _, (served,) = await engine.compute_logprobs([SEQUENCE])
+        (served,) = await engine.compute_logprobs([SEQUENCE])
         results["difference"] = float(np.abs(served[1:] - trained).max())
         results["logprobs"] = served.tolist()
     await asyncio.to_thread(dist.barrier)

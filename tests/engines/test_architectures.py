@@ -172,7 +172,7 @@ def probe_of(model: PreTrainedModel) -> LogprobCheck:
 async def compared(engine: GenerationEngine, model: PreTrainedModel, who: str) -> None:
     """Raise ProbeError unless engine and model compute equal logprobs."""
     probe = probe_of(model)
-    _, found = await engine.compute_logprobs(probe.sequences)
+    found = await engine.compute_logprobs(probe.sequences)
     probe.compare_logprobs(found, who)
 
 

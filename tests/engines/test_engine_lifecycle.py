@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import engine as vllm_engine
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
@@ -44,7 +45,7 @@ def environment(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 async def started(
     folder: str, config: GeneratorConfig, *, seed: int = 0
 ) -> AsyncIterator[GenerationEngine]:
-    engine = await GenerationEngine.start(folder, config, seed=seed, max_length=MAX_LENGTH)
+    engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH, seed))
     try:
         yield engine
     finally:
@@ -146,7 +147,7 @@ async def test_a_process_has_at_most_one_engine_and_a_closed_one_raises(tmp_path
     folder = save(model, tmp_path)
     async with started(folder, GeneratorConfig()) as engine:
         with pytest.raises(GenerationError, match="has a generation engine already"):
-            await GenerationEngine.start(folder, GeneratorConfig(), seed=1, max_length=64)
+            await GenerationEngine.start(EngineSpec(folder, GeneratorConfig(), 64, 1))
         await engine.load_weights(weights_of(model), 0)
         running = asyncio.create_task(engine.generate(SHORT, seeds=[1], max_new_tokens=500))
         await asyncio.sleep(0.05)
@@ -167,7 +168,7 @@ async def test_settings_that_do_not_fit_the_model_are_rejected_at_start(
 ) -> None:
     folder = save(tiny_model(tied=True, seed=1), tmp_path)
     with pytest.raises(ConfigError, match="max_model_len"):
-        await GenerationEngine.start(folder, config, seed=0, max_length=max_length)
+        await GenerationEngine.start(EngineSpec(folder, config, max_length))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -184,7 +185,7 @@ async def test_a_start_past_its_deadline_is_reported(
     folder = save(tiny_model(tied=True, seed=1), tmp_path)
     config = GeneratorConfig(start_timeout_s=0.01)
     with pytest.raises(DeadlineError, match=r"did not start .* within 0.01 s"):
-        await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
+        await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH))
     release.set()
 
 
@@ -195,12 +196,10 @@ async def test_a_process_without_the_vllm_environment_is_rejected(
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     folder = save(tiny_model(tied=True, seed=1), tmp_path)
     with pytest.raises(GenerationError, match="make_vllm_env"):
-        await GenerationEngine.start(folder, GeneratorConfig(), seed=0, max_length=MAX_LENGTH)
+        await GenerationEngine.start(EngineSpec(folder, GeneratorConfig(), MAX_LENGTH))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_directory_without_a_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"cannot start {tmp_path}"):
-        await GenerationEngine.start(
-            str(tmp_path), GeneratorConfig(), seed=0, max_length=MAX_LENGTH
-        )
+        await GenerationEngine.start(EngineSpec(str(tmp_path), GeneratorConfig(), MAX_LENGTH))

@@ -8,10 +8,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from streamrl.engines.generation.generator import GeneratorConfig
-from streamrl.engines.generation.group_generator import GroupGenerator
 from streamrl.engines.generation.partial_rollouts import derive_continuation_seed
-from streamrl.engines.generation.pending_requests import ProgressWatch
+from streamrl.engines.generation.requests_in_flight import ProgressWatch
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Prompt, Rollout, columns_to_rollouts
 from streamrl.weights.buckets import publish_version, unpack_tensors
@@ -21,7 +20,6 @@ from tests.engines.flight import Engines, Flight, sampled_versions
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
     endless_model,
-    forward_logprobs,
     prompt,
     tiny_model,
     weights_of,
@@ -55,10 +53,10 @@ async def sample_partially(flight: Flight, num: int, *, steps: int) -> list[Roll
         flight.engine.generate(SHORT, seeds=range(num), watch=ProgressWatch("a"))
     )
     await flight.steps(steps)
-    (found,) = (await flight.engine.collect_partial_rollouts()).values()
+    (columns,) = (await flight.engine.collect_partial_rollouts()).values()
     call.cancel()
     await asyncio.wait([call])
-    return found
+    return columns_to_rollouts(columns)
 
 
 async def test_a_partial_rollout_resumes_with_new_weights(flight: Flight) -> None:
@@ -136,7 +134,8 @@ async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_on
         for name in ("a", "b")
     }
     await flight.steps(5)
-    found = await flight.engine.collect_partial_rollouts()
+    partials = await flight.engine.collect_partial_rollouts()
+    found = {name: columns_to_rollouts(columns) for name, columns in partials.items()}
     assert found.keys() == {"a", "b"}
     sizes = {name: [len(r.completion_ids) for r in rollouts] for name, rollouts in found.items()}
     assert all(5 <= size < 80 for size in sizes["a"]), "16 run at once: 2, 12 and 2"
@@ -173,24 +172,24 @@ async def test_on_finished_is_called_for_each_finished_rollout(flight: Flight) -
 
 
 async def test_another_generator_resumes_a_group(flight: Flight) -> None:
-    generator = GroupGenerator(flight.engine, group_size=4, run_seed=0)
+    engine = flight.engine
     prompt_group = Prompt("0:0:0", SHORT)
-    call = asyncio.create_task(generator.generate_group(prompt_group))
+    call = asyncio.create_task(engine.generate_group(prompt_group))
     await asyncio.sleep(0)
     queued = asyncio.gather(
-        *(generator.generate_group(Prompt(f"0:{i}:0", SHORT)) for i in range(1, 8))
+        *(engine.generate_group(Prompt(f"0:{i}:0", SHORT)) for i in range(1, 8))
     )
     await flight.steps(10)
-    partials = await generator.collect_partial_rollouts()
+    partials = await engine.collect_partial_rollouts()
     assert partials.keys() == {f"0:{i}:0" for i in range(4)}, "the others have not begun"
     call.cancel()
     queued.cancel()
     await asyncio.gather(call, queued, return_exceptions=True)
-    assert await generator.collect_partial_rollouts() == {}
-    loaded = await generator.load_weights(weights_of(endless_model(seed=3)), 1 + max(flight.models))
+    assert await engine.collect_partial_rollouts() == {}
+    loaded = await engine.load_weights(weights_of(endless_model(seed=3)), 1 + max(flight.models))
     flight.models[max(flight.models) + 1] = endless_model(seed=3)
     assert loaded.num_interrupted == 0
-    columns = await generator.generate_group(prompt_group, partials["0:0:0"])
+    columns = await engine.generate_group(prompt_group, partials["0:0:0"])
     num = int(partials["0:0:0"]["lengths"][0])
     assert columns["token_ids"][:num].tolist() == partials["0:0:0"]["token_ids"][:num].tolist()
     assert worst_error(columns_to_rollouts(columns), flight.models) < 1e-4
@@ -204,21 +203,29 @@ async def test_compute_logprobs_uses_the_served_weights(flight: Flight) -> None:
         running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(16)))
         await asyncio.sleep(0.02)
         loading = asyncio.create_task(flight.load(model))
-        version, results = await flight.engine.compute_logprobs(sequences)
+        results = await flight.engine.compute_logprobs(sequences)
         await loading
-        for sequence, logprobs in zip(sequences, results, strict=True):
-            everything = Rollout(
-                token_ids=sequence,
-                loss_mask=np.arange(len(sequence)) > 0,
-                generator_logprobs=logprobs,
-                policy_version=np.full(len(sequence), version, np.int32),
-                finish_reason=FinishReason.ABORT,
+        assert all(logprobs.dtype == np.float32 for logprobs in results)
+        # All sequences are of the version before or of that after the load.
+        errors = [
+            worst_error(
+                [
+                    Rollout(
+                        token_ids=sequence,
+                        loss_mask=np.arange(len(sequence)) > 0,
+                        generator_logprobs=logprobs,
+                        policy_version=np.full(len(sequence), version, np.int32),
+                        finish_reason=FinishReason.ABORT,
+                    )
+                    for sequence, logprobs in zip(sequences, results, strict=True)
+                ],
+                flight.models,
             )
-            expected = forward_logprobs(flight.models[version], everything)
-            assert logprobs.dtype == np.float32
-            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+            for version in flight.models
+        ]
+        assert min(errors) < 1e-4
         await running
-    assert await flight.engine.compute_logprobs([]) == (max(flight.models), [])
+    assert await flight.engine.compute_logprobs([]) == []
     with pytest.raises(ConfigError, match="512 tokens"):
         await flight.engine.compute_logprobs([prompt(*[5] * MAX_LENGTH)])
 

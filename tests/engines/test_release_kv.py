@@ -8,8 +8,10 @@ import psutil
 import pytest
 import torch
 
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.models.forward import synchronize_device
+from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
 from tests.engines.flight import Engines, Flight
@@ -70,7 +72,7 @@ async def test_sleep_frees_gpu_memory(tmp_path: Path) -> None:
             patch.setenv(name, value)
         model = endless_model(seed=3)
         path = save(model, tmp_path)
-        engine = await GenerationEngine.start(path, CONFIG, seed=0, max_length=MAX_LENGTH)
+        engine = await GenerationEngine.start(EngineSpec(path, CONFIG, MAX_LENGTH))
         await engine.load_weights(weights_of(model), 0)
         running = asyncio.create_task(engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS))
         await asyncio.sleep(0.2)
@@ -90,7 +92,7 @@ async def test_weights_are_written_in_place_on_a_gpu(tmp_path: Path) -> None:
         for name, value in make_vllm_env("cuda").items():
             patch.setenv(name, value)
         path = save(endless_model(seed=3), tmp_path)
-        engine = await GenerationEngine.start(path, CONFIG, seed=0, max_length=MAX_LENGTH)
+        engine = await GenerationEngine.start(EngineSpec(path, CONFIG, MAX_LENGTH))
         served = await engine.get_storage()
         assert served is not None and served.device.type == "cuda"
         model = endless_model(seed=4)

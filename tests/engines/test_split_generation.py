@@ -12,9 +12,11 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
-from streamrl.engines.generation.pending_requests import ProgressWatch
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generation.requests_in_flight import ProgressWatch
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import engine as vllm_engine
+from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import StreamError
 from tests import forked
@@ -70,7 +72,7 @@ def forks(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 async def started(model: PreTrainedModel, folder: Path) -> AsyncIterator[GenerationEngine]:
     config = GeneratorConfig(max_new_tokens=32, tensor_parallel=2)
     path = save(model, folder, ends=False)
-    engine = await GenerationEngine.start(path, config, seed=0, max_length=MAX_LENGTH)
+    engine = await GenerationEngine.start(EngineSpec(path, config, MAX_LENGTH))
     try:
         yield engine
     finally:
@@ -116,8 +118,8 @@ async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
             sampled_by = {int(v) for r in rollouts for v in r.policy_version[r.loss_mask]}
             assert sampled_by == {version - 1, version}
             assert worst_error(rollouts, models) < 1e-4
-        version, (logprobs,) = await engine.compute_logprobs([rollouts[0].token_ids])
-        assert version == 2
+        (logprobs,) = await engine.compute_logprobs([rollouts[0].token_ids])
+        assert engine.version == 2
         last = rollouts[0].policy_version == 2
         np.testing.assert_allclose(logprobs[last], rollouts[0].generator_logprobs[last], atol=1e-4)
     assert not ranks()

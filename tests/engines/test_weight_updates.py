@@ -20,8 +20,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import weight_loader
+from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
 from tests.engines.tiny_qwen import (
@@ -112,7 +114,7 @@ async def started(folder: str, patch: pytest.MonkeyPatch) -> AsyncIterator[Gener
     for name, value in make_vllm_env("cpu").items():
         patch.setenv(name, value)
     config = GeneratorConfig(max_new_tokens=12)
-    engine = await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
+    engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH))
     try:
         yield engine
     finally:
@@ -194,7 +196,7 @@ async def test_large_layers_use_onednn_and_bfloat16_is_served(
     for name, value in make_vllm_env("cpu").items():
         monkeypatch.setenv(name, value)
     config = GeneratorConfig(max_new_tokens=12, dtype="bfloat16")
-    engine = await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
+    engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH))
     try:
         # Float32 tensors cannot be aliased: they are copied and rounded.
         loaded = await engine.load_weights(weights_of(base), 0)

@@ -11,7 +11,7 @@ from trl.experimental.gmpo import GMPOConfig
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import entropy_from_logits
 
-from streamrl.algorithms.math import advantages, correction, kl, losses, shaping
+from streamrl.algorithms.math import advantages, correction, kl, losses
 from tests.parity.case import EQUAL, Batch, Case
 from tests.parity.told_trainers import (
     SETTINGS,
@@ -180,7 +180,7 @@ def overlong(batch: Batch) -> Tensor:
 def our_overlong(batch: Batch) -> Tensor:
     """Ours."""
     width = batch.loss_mask.shape[1]
-    return shaping.soft_overlong_penalty(
+    return advantages.soft_overlong_penalty(
         torch.arange(1, width + 4), max_length=width, buffer=BUFFER
     )
 

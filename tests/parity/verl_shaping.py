@@ -9,7 +9,7 @@ from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.workers.reward_manager.dapo import DAPORewardManager
 
-from streamrl.algorithms.math import kl, shaping
+from streamrl.algorithms.math import advantages, kl
 from tests.parity.case import Batch, Case
 from tests.parity.verl_advantages import outcome_rewards
 
@@ -72,7 +72,7 @@ def our_overlong(batch: Batch) -> Tensor:
     """Ours."""
     lengths = batch.loss_mask.sum(-1).clamp(min=1)
     width = batch.loss_mask.shape[1]
-    return shaping.soft_overlong_penalty(lengths, max_length=width, buffer=BUFFER, factor=FACTOR)
+    return advantages.soft_overlong_penalty(lengths, max_length=width, buffer=BUFFER, factor=FACTOR)
 
 
 CASES = [
@@ -81,7 +81,9 @@ CASES = [
     Case(
         "shaping.token_rewards",
         "compute_rewards",
-        lambda b: shaping.make_token_rewards(b.scores, b.loss_mask, 0.1 * (b.values - b.returns)),
+        lambda b: advantages.make_token_rewards(
+            b.scores, b.loss_mask, 0.1 * (b.values - b.returns)
+        ),
         lambda b: core_algos.compute_rewards(outcome_rewards(b), b.values, b.returns, 0.1) * b.mask,
     ),
     Case(

@@ -46,7 +46,7 @@ from streamrl.dataflow import (
     SEQUENCE_COLUMNS,
 )
 from streamrl.distributed.process_group import translate_collective_errors
-from streamrl.engines.generation.pending_requests import do_nothing
+from streamrl.engines.generation.requests_in_flight import do_nothing
 from streamrl.engines.memory.peak_memory import release_freed_memory, release_large_blocks_eagerly
 from streamrl.engines.models.forward import ModelLoadOptions, compute_token_values, get_local_device
 from streamrl.engines.training.collate import derive_columns

@@ -1,4 +1,4 @@
-"""Advantages of rollouts or tokens over a baseline.
+"""Rewards per token, and advantages of rollouts or tokens over a baseline.
 
 Shapes: B rollouts, T positions. Scores are [B]. Per-token tensors are [B, T], with `loss_mask` bool
 true where the policy sampled. Values outside the mask, NaN included, have no effect, and results
@@ -216,6 +216,17 @@ def reward_to_go(token_rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> T
     return returns.to(_result_dtype(token_rewards))
 
 
+def lagrangian_advantages(
+    reward_advantages: Tensor, cost_advantages: Tensor, *, multiplier: float
+) -> Tensor:
+    """Return advantages of reward and cost combined: (A_R - lambda A_C) / (1 + lambda).
+
+    lambda is `multiplier`; all shapes are equal. The division keeps the scale, and so the effective
+    learning rate, independent of lambda. Source: Dai et al. 2024 (Safe RLHF).
+    """
+    return (reward_advantages - multiplier * cost_advantages) / (1 + multiplier)
+
+
 def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, unbiased: bool = True) -> Tensor:
     """Return `x` normalized to mean 0 and variance 1 over the mask: [B, T].
 
@@ -228,6 +239,32 @@ def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, unbiased: bool 
     return (centered * (centered.square().sum() / degrees_of_freedom + eps).rsqrt()).to(
         _result_dtype(x)
     )
+
+
+def soft_overlong_penalty(
+    lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0
+) -> Tensor:
+    """Return the penalty of long completions, from 0 to -factor: [B] float32.
+
+    0 up to `max_length - buffer` tokens, then linear, -factor from `max_length` on. `lengths` [B]
+    are the sampled tokens. Example: max_length 100, buffer 20, factor 1 give -0.5 at 90 tokens.
+    Source: Yu et al. 2025 (DAPO).
+    """
+    excess = (lengths - (max_length - buffer)).double() / buffer
+    return (-factor * excess.clamp(0, 1)).float()
+
+
+def make_token_rewards(
+    scores: Tensor, loss_mask: Tensor, penalties: Tensor | None = None
+) -> Tensor:
+    """Return token rewards: the score on the last sampled token, minus all `penalties`: [B, T].
+
+    `scores` [B]; `penalties` [B, T], for example KL times its weight. 0 where `loss_mask` is false.
+    """
+    positions = torch.arange(loss_mask.shape[1], device=loss_mask.device)
+    last_position = torch.where(loss_mask, positions, -1).amax(-1, keepdim=True)
+    rewards = apply_mask(scores[:, None].expand(loss_mask.shape), positions == last_position)
+    return rewards if penalties is None else rewards - apply_mask(penalties, loss_mask)
 
 
 class _GroupStatistics:

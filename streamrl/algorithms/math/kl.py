@@ -2,11 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from streamrl.algorithms.math.log_ratio_bounds import LOG_RATIO_LIMIT
-
 if TYPE_CHECKING:
     from torch import Tensor
 
+LOG_RATIO_LIMIT = 20.0
+"""Bound of the log-ratio between two policies that keeps exp() and its squares finite in float32.
+
+Larger ratios carry no information.
+"""
 K3_LIMIT = 10.0
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 MAX_RELATIVE_ERROR = 0.2

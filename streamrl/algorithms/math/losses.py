@@ -13,7 +13,7 @@ micro-batches and ranks changes neither the loss nor the gradient.
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.log_ratio_bounds import LOG_RATIO_LIMIT
+from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
 from streamrl.algorithms.math.masks import apply_mask, masked_row_mean
 from streamrl.algorithms.math.step_metrics import loss_denominator
 from streamrl.algorithms.options import validate_aggregation

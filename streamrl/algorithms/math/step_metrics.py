@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 from streamrl.algorithms.algorithm import AlgorithmSettings
-from streamrl.algorithms.math.log_ratio_bounds import LOG_RATIO_LIMIT
+from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
 from streamrl.algorithms.options import validate_aggregation
 
 NUM_BINS_PER_SIDE = 40

@@ -25,7 +25,7 @@ from streamrl.errors import CheckpointError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
 
 if TYPE_CHECKING:
-    from streamrl.engines.training.trainer import TrainingBackend
+    from streamrl.engines.training.training_backend import TrainingBackend
 
 LEGACY_FIELDS = {"layout": str, "num_updates": int, "rng": torch.Tensor}
 """Required fields, and their types, of a rank's file in the old format; cuda_rng may be None."""

@@ -1,7 +1,7 @@
-"""Asyncio front end of a vLLM engine: token ids in, tokens with logprobs and versions out.
+"""Asyncio front end of a vLLM engine: prompts in, rollouts with logprobs and versions out.
 
     event loop:  GenerationEngine --commands--> EngineThread (vllm/engine_thread.py)
-                 PendingRequests  <--results--  steps vLLM's LLMEngine
+                 RequestInFlight  <--results--  steps vLLM's LLMEngine
 
 The engine runs in the calling process on a thread of its own. New weights are loaded between two
 decode steps, and running rollouts go on: sampled tokens keep their version, later tokens come from
@@ -10,11 +10,15 @@ the new weights. The KV cache of running rollouts is recomputed with the new wei
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from streamrl.data.rollout_seeds import make_rollout_seeds
+from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
 from streamrl.engines.generation.partial_rollouts import (
     count_remaining_tokens,
     derive_continuation_seed,
@@ -22,79 +26,138 @@ from streamrl.engines.generation.partial_rollouts import (
     make_empty_rollout,
     resolve_partials,
 )
-from streamrl.engines.generation.pending_requests import PendingGroup, ProgressWatch
-from streamrl.engines.generation.request_client import EngineClient
-from streamrl.engines.generator_config import GeneratorConfig, SamplingSettings
-from streamrl.engines.models.forward import get_local_device
+from streamrl.engines.generation.requests_in_flight import (
+    PauseState,
+    ProgressWatch,
+    RequestInFlight,
+    do_nothing,
+)
+from streamrl.engines.generator_config import SamplingSettings
+from streamrl.engines.models.forward import VALUE_HEAD_PREFIX, get_local_device
 from streamrl.engines.vllm.engine import (
     EngineSpec,
+    ModelInfo,
     SampledSequence,
     SamplingRequest,
     SequenceRequest,
 )
-from streamrl.errors import ConfigError, DeadlineError, WeightsError
-from streamrl.messages import Array, Rollout
+from streamrl.engines.vllm.engine_thread import EngineThread
+from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
+from streamrl.messages import (
+    Array,
+    Columns,
+    Prompt,
+    Rollout,
+    columns_to_rollouts,
+    rollouts_to_columns,
+)
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
 from streamrl.weights.lora_merge import build_full_weights
 
-__all__ = ["GenerationEngine", "GeneratorConfig", "WeightLoadStats"]
-
 #: vLLM keeps seeds as int64; -1 means no seed.
 MAX_SEED = 2**63 - 1
+#: Greedy decoding ignores the seed.
+GREEDY_SEED = 0
+#: An idle engine shuts down in a second, but a step may be running.
+CLOSE_TIMEOUT_S = 60.0
+Reply = TypeVar("Reply")
 
 
-class GenerationEngine(EngineClient):
+class GenerationEngine:
     """A generating replica of the policy; use it only on the event loop that started it.
 
-    Calls may run concurrently. The engine serves requests after the first `load_weights`. Once the
-    engine has died, every pending and later call raises GenerationError.
+    Calls may run concurrently. The engine serves requests after the first `load_weights`. A request
+    whose rollouts miss the deadline raises DeadlineError. After a missed deadline of any other call
+    the engine's state is unknown, so the engine ends. Once the engine has died, every pending and
+    later call raises GenerationError.
     """
 
+    _model_info: ModelInfo
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._thread = EngineThread(spec, self._add_sampled, self._reject_request)
+        self._requests: dict[int, RequestInFlight] = {}
+        self._unsent_requests: list[SamplingRequest] = []
+        self._pause_state = PauseState()
+        self._last_request_id = 0
+        self._newest_version = -1
+
     @classmethod
-    async def start(
-        cls,
-        model_path: str,
-        config: GeneratorConfig,
-        *,
-        seed: int,
-        max_length: int,
-        should_drain: bool = False,
-        should_keep_kv: bool = False,
-    ) -> "GenerationEngine":
+    async def start(cls, spec: EngineSpec) -> "GenerationEngine":
         """Build the engine of a model directory in this process; takes seconds.
 
-        The process's environment must contain the variables of `make_vllm_env`. `max_length` bounds
-        prompt plus completion, in tokens. `seed` seeds vLLM itself; every rollout has its own seed.
-        `load_weights` describes `should_drain` and `should_keep_kv`. Raises ConfigError if vLLM
-        rejects the settings, DeadlineError after `start_timeout_s` and GenerationError if the
-        engine dies.
-        """
-        return await cls.start_from_spec(
-            EngineSpec(model_path, config, seed, max_length, should_drain, should_keep_kv)
-        )
-
-    @classmethod
-    async def start_from_spec(cls, spec: EngineSpec) -> "GenerationEngine":
-        """Build the engine that an EngineSpec describes, as `start` does.
-
-        With `spec.rank_group`, this process must be the leader rank of its tensor-parallel group.
-        The other ranks of the group start a `FollowerRank` each; all ranks of all groups start
+        The process's environment must contain the variables of `make_vllm_env`. With
+        `spec.rank_group`, this process must be the leader rank of its tensor-parallel group. The
+        other ranks of the group start a `FollowerRank` each; all ranks of all groups start
         together.
+
+        Raises ConfigError if vLLM rejects the settings, DeadlineError after `start_timeout_s` and
+        GenerationError if the engine dies.
         """
         engine, timeout_s = cls(spec), spec.config.start_timeout_s
-        engine._thread.start()
+        started = engine._thread.start()
         try:
             async with asyncio.timeout(timeout_s):
-                await engine._pending.started
+                engine._model_info = await started
         except TimeoutError as error:
             raise DeadlineError(
                 f"vLLM did not start {spec.model_path} within {timeout_s:g} s"
             ) from error
         finally:
-            if engine._pending.started.cancelled():  # by the timeout or by the caller
+            if started.cancelled():  # by the timeout or by the caller
                 engine._thread.stop()
         return engine
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the engine samples with; -1 before the first load."""
+        return self._thread.version
+
+    @property
+    def num_running(self) -> int:
+        """Number of unfinished rollouts that callers of `generate` wait for."""
+        return sum(len(request.missing_indices) for request in self._requests.values())
+
+    @property
+    def stages(self) -> Mapping[str, Callable[..., Awaitable[Columns]]]:
+        """Methods that process the prompts of the two generate stages, by stage name."""
+        return {GENERATE_CALL.stage: self.generate_group, GREEDY_CALL.stage: self.generate_greedy}
+
+    async def generate_group(
+        self,
+        prompt: Prompt,
+        partial_rollouts: Columns | None = None,
+        on_finished: Callable[[], None] = do_nothing,
+    ) -> Columns:
+        """Sample `group_size` rollouts of a prompt with the newest weights; return their columns.
+
+        The seeds derive from run seed and uid. `partial_rollouts` are columns from
+        `collect_partial_rollouts` of this or another engine, which sampling resumes. `on_finished`
+        is called once for each finished rollout.
+        """
+        rollouts = await self.generate(
+            prompt.token_ids,
+            seeds=make_rollout_seeds(self._spec.run_seed, prompt.uid, self._spec.group_size),
+            partial_rollouts=columns_to_rollouts(partial_rollouts) if partial_rollouts else (),
+            watch=ProgressWatch(prompt.uid, on_finished),
+        )
+        return rollouts_to_columns(rollouts)
+
+    async def generate_greedy(
+        self,
+        prompt: Prompt,
+        partial_rollouts: Columns | None = None,
+        on_finished: Callable[[], None] = do_nothing,
+    ) -> Columns:
+        """Decode one completion of the prompt at temperature 0 with the newest weights.
+
+        Ignores `partial_rollouts` and `on_finished`: a greedy completion is never resumed.
+        """
+        greedy = SamplingSettings(0.0)
+        (rollout,) = await self.generate(prompt.token_ids, seeds=[GREEDY_SEED], sampling=greedy)
+        return {"greedy_ids": rollout.completion_ids}
 
     async def generate(
         self,
@@ -149,42 +212,49 @@ class GenerationEngine(EngineClient):
             for index, rollout in enumerate(rollouts)
             if budgets[index]
         )
-        group = PendingGroup(rollouts, [sequence.index for sequence in sequences], watch)
+        request = RequestInFlight(
+            rollouts,
+            [sequence.index for sequence in sequences],
+            self._thread.create_future(),
+            watch,
+        )
         if sequences:
             settings = sampling or SamplingSettings(config.temperature)
             await self._run_request(
-                SamplingRequest(self._next_request_id(), sequences, settings), group
+                SamplingRequest(self._next_request_id(), sequences, settings), request
             )
-        return group.build_rollouts()
+        return request.build_rollouts()
 
-    async def collect_partial_rollouts(self) -> dict[str, list[Rollout]]:
-        """Return the rollouts sampled so far by all running `generate` calls with a `watch`.
+    async def collect_partial_rollouts(self) -> dict[str, Columns]:
+        """Return the columns, by uid, of every watched group that has a sampled token.
 
-        Keys are the watches' names; rollouts are in the order of the seeds. Unfinished rollouts
-        have FinishReason.ABORT and may consist of the prompt only. All are taken between the same
-        two decode steps. If two calls share a name, the later call wins. Raises GenerationError if
-        the engine dies or finishes no step within `request_timeout_s`.
+        Rollouts are in the order of the seeds. Unfinished rollouts have FinishReason.ABORT and may
+        consist of the prompt only. All are taken between the same two decode steps. If two calls of
+        `generate` share a uid, the later call wins. Raises GenerationError if the engine dies or
+        finishes no step within `request_timeout_s`.
         """
-        self._pending.check_alive()
-        groups = {
-            n: group for n, group in self._pending.pending_groups.items() if group.watch is not None
-        }
+        requests = {n: request for n, request in self._requests.items() if request.watch}
         self._flush_requests()
-        batch: Sequence[SampledSequence] = await self._call_thread(
-            lambda call: self._thread.request_partials(call, groups.keys()), "progress"
-        )
-        running: dict[int, dict[int, SampledSequence]] = {number: {} for number in groups}
+        batch = await self._await_reply(self._thread.list_partials(requests.keys()), "progress")
+        running: dict[int, dict[int, SampledSequence]] = {number: {} for number in requests}
         for sampled in batch:
             running[sampled.request_id][sampled.index] = sampled
-        return {g.watch.name: g.build_rollouts(running[n]) for n, g in groups.items() if g.watch}
+        progress = {
+            r.watch.uid: r.build_rollouts(running[n]) for n, r in requests.items() if r.watch
+        }
+        return {
+            uid: rollouts_to_columns(rollouts)
+            for uid, rollouts in progress.items()
+            if any(rollout.loss_mask.any() for rollout in rollouts)
+        }
 
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> tuple[int, list[Array]]:
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> list[Array]:
         """Compute the logprobs of all tokens of sequences, int32 [T] each, with the served weights.
 
-        Returns the version of the weights and, for each sequence, float32 [T] at temperature 1,
-        with 0 for the first token. The prefix cache is not used. A sequence must be shorter than
-        the maximum length. Raises as `generate` does, except that a timeout ends the engine and
-        raises GenerationError.
+        Returns float32 [T] for each sequence, at temperature 1 and of the same version, with 0 for
+        the first token. The prefix cache is not used. A sequence must be shorter than the maximum
+        length. Raises as `generate` does, except that a timeout ends the engine and raises
+        GenerationError.
         """
         for sequence in sequences:
             self._check_tokens(sequence)
@@ -196,21 +266,24 @@ class GenerationEngine(EngineClient):
                 for index, sequence in enumerate(sequences)
             )
             if not requests:
-                return version, logprobs
+                return logprobs
             request = SamplingRequest(
                 self._next_request_id(), requests, SamplingSettings(0.0), should_score_prompt=True
             )
-            prompts = [make_empty_rollout(sequence) for sequence in sequences]
-            group = PendingGroup(prompts, range(len(requests)))
+            results = RequestInFlight(
+                [make_empty_rollout(sequence) for sequence in sequences],
+                range(len(requests)),
+                self._thread.create_future(),
+            )
             try:
-                await self._run_request(request, group)
+                await self._run_request(request, results)
             except DeadlineError as error:
                 raise self._fail_engine(f"a logprob check was not answered: {error}") from error
-            for index, sampled in group.sampled_sequences.items():
+            for index, sampled in results.sampled_sequences.items():
                 logprobs[index][1:] = sampled.prompt_logprobs
             # If weights were loaded meanwhile, sequences may mix versions: try again.
-            if all(sampled.versions == [version] for sampled in group.sampled_sequences.values()):
-                return version, logprobs
+            if all(sampled.versions == [version] for sampled in results.sampled_sequences.values()):
+                return logprobs
 
     async def load_weights(
         self, tensors: Mapping[str, torch.Tensor | Array], version: int
@@ -231,14 +304,15 @@ class GenerationEngine(EngineClient):
         WeightsError if vLLM fails half-way, GenerationError after `request_timeout_s` (twice that
         if draining).
         """
-        self._pending.check_alive()
+        self._thread.check_alive()
         full = build_full_weights(
-            tensors,
-            self._pending.model_info.parameters,
+            # vLLM does not know the value head of a model shared by policy and critic.
+            {n: value for n, value in tensors.items() if not n.startswith(VALUE_HEAD_PREFIX)},
+            self._model_info.parameters,
             model_path=self._spec.model_path,
             device=get_local_device(),
         )
-        return await self._apply_version(version, lambda: self._thread.load_weights(full, version))
+        return await self._apply_version(version, partial(self._thread.load_weights, full))
 
     async def get_storage(self) -> ShardStorage | None:
         """Return views of vLLM's parameters, for resharding to write into while paused.
@@ -248,31 +322,163 @@ class GenerationEngine(EngineClient):
         must go through `load_weights`. Raises GenerationError if the engine dies or finishes no
         step within `request_timeout_s`.
         """
-        self._pending.check_alive()
-        storage: ShardStorage | None = await self._call_thread(
-            self._thread.request_storage, "storage"
-        )
-        return storage
+        return await self._await_reply(self._thread.get_storage(), "storage")
 
     async def activate_version(self, version: int) -> WeightLoadStats:
         """Serve `version`, whose parameters resharding has written into the views of `get_storage`.
 
         Raises as `load_weights` does.
         """
-        self._pending.check_alive()
-        return await self._apply_version(version, lambda: self._thread.load_weights(None, version))
+        return await self._apply_version(version, partial(self._thread.load_weights, None))
 
     async def use_model_dir(self, version: int) -> None:
         """Serve the weights of the model directory as `version`, for engines without a trainer.
 
         Raises as `load_weights` does.
         """
-        self._pending.check_alive()
-        await self._apply_version(version, lambda: self._thread.use_model_dir(version))
+        await self._apply_version(version, self._thread.use_model_dir)
+
+    async def pause(self, reason: str) -> None:
+        """Stop decoding until `resume` has removed every reason to pause.
+
+        Returns after the current decode step. Running rollouts are kept and their timeouts
+        suspended; weights can be loaded meanwhile. Ends the engine and raises GenerationError if
+        the step takes longer than `request_timeout_s`.
+        """
+        paused = self._thread.pause()
+        self._pause_state.add_reason(reason)
+        await self._await_reply(paused, reason)
+
+    async def resume(self, reason: str) -> None:
+        """Remove a reason to pause the engine; decoding continues once no reason is left."""
+        if self._pause_state.remove_reason(reason):
+            self._thread.resume()
+
+    async def sleep(self) -> None:
+        """Free the KV cache of a paused or idle engine.
+
+        The next decode step allocates the cache again and prefills running rollouts. Raises as
+        `pause` does.
+        """
+        await self._await_reply(self._thread.sleep(), "sleep")
+
+    async def close(self) -> None:
+        """Shut the engine down and free its memory; pending calls raise GenerationError."""
+        self._thread.fail_pending("the engine was closed")
+        self._thread.stop()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._thread.exited.wait()
+        except TimeoutError as error:
+            raise DeadlineError(f"vLLM's thread did not end in {CLOSE_TIMEOUT_S:g} s") from error
+
+    async def _apply_version(
+        self, version: int, load: Callable[[int], Awaitable[WeightLoadStats]]
+    ) -> WeightLoadStats:
+        """Call `load` with a version and wait until the engine's thread has loaded it.
+
+        Returns the statistics of the load. Raises as `load_weights` does.
+        """
+        self._thread.check_alive()
+        if version <= self._newest_version:
+            raise WeightsError(f"version {version} came after version {self._newest_version}")
+        self._newest_version = version
+        self._flush_requests()
+        timeout_s = self._spec.config.request_timeout_s
+        if self._spec.should_drain:
+            timeout_s *= 2  # draining takes up to request_timeout_s, then loading starts
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await load(version)
+        except GenerationError as error:
+            raise WeightsError(f"version {version} was not loaded: {error}") from error
+        except TimeoutError as error:
+            raise self._fail_engine(
+                f"version {version} was not loaded within {timeout_s:g} s"
+            ) from error
+
+    async def _run_request(self, request: SamplingRequest, results: RequestInFlight) -> None:
+        """Send a request to the engine's thread and wait until all its rollouts are finished.
+
+        Raises DeadlineError after `request_timeout_s`, paused time excluded; the rollouts are then
+        aborted.
+        """
+        self._requests[request.request_id] = results
+        self._queue_request(request)
+        timeout_s = self._spec.config.request_timeout_s
+        try:
+            async with self._pause_state.pausable_timeout(timeout_s):
+                await results.done
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"generate: {len(results.missing_indices)} of {len(request.sequences)}"
+                f" rollouts of a prompt of {len(request.sequences[0].token_ids)} tokens were not"
+                f" finished within {timeout_s:g} s; the engine serves version {self.version} and"
+                f" runs {self.num_running} rollouts"
+            ) from error
+        finally:
+            self._drop_request(request.request_id)
+
+    async def _await_reply(self, reply: Awaitable[Reply], operation: str) -> Reply:
+        """Await a reply of the engine's thread.
+
+        If no reply arrives within `request_timeout_s`, ends the engine and raises GenerationError.
+        """
+        try:
+            async with asyncio.timeout(self._spec.config.request_timeout_s):
+                return await reply
+        except TimeoutError as error:
+            raise self._fail_engine(
+                f"{operation}: the engine did not end a step in time"
+            ) from error
+
+    def _fail_engine(self, reason: str) -> GenerationError:
+        """End the engine, fail all pending calls with `reason` and return the error to raise."""
+        self._thread.stop()
+        self._thread.fail_pending(reason)
+        return GenerationError(reason)
+
+    def _next_request_id(self) -> int:
+        self._last_request_id += 1
+        return self._last_request_id
+
+    def _queue_request(self, request: SamplingRequest) -> None:
+        """Queue a request to be sent at the end of this event loop iteration.
+
+        All requests of an iteration reach the engine's thread together and start in the same decode
+        step.
+        """
+        if not self._unsent_requests:
+            asyncio.get_running_loop().call_soon(self._flush_requests)
+        self._unsent_requests.append(request)
+
+    def _flush_requests(self) -> None:
+        """Send the queued requests to the engine's thread."""
+        if self._unsent_requests:
+            self._thread.add_requests(self._unsent_requests)
+            self._unsent_requests = []
+
+    def _drop_request(self, number: int) -> None:
+        """Forget a request; abort those of its rollouts that are not finished."""
+        missing = self._requests.pop(number).missing_indices
+        if missing:
+            self._flush_requests()
+            self._thread.abort_sequences(number, sorted(missing))
+
+    def _add_sampled(self, batch: Sequence[SampledSequence]) -> None:
+        for sampled in batch:
+            if sampled.request_id in self._requests:
+                self._requests[sampled.request_id].add_sampled(sampled)
+
+    def _reject_request(self, request_id: int, reason: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and not request.done.done():
+            request.missing_indices.clear()
+            request.done.set_exception(ConfigError(f"vLLM rejected the request: {reason}"))
 
     def _check_tokens(self, token_ids: Array) -> None:
         """Raise an error unless the engine can run a prompt or sequence, int32 [T]."""
-        self._pending.check_alive()
+        self._thread.check_alive()
         if self._newest_version < 0:
             raise WeightsError("the engine has no weights yet: load a version first")
         if not 0 < len(token_ids) < self._spec.max_length:
@@ -280,7 +486,7 @@ class GenerationEngine(EngineClient):
                 f"a prompt of {len(token_ids)} tokens: must have at least one token and be shorter"
                 f" than the maximum length {self._spec.max_length}"
             )
-        vocab_size = self._pending.model_info.vocab_size
+        vocab_size = self._model_info.vocab_size
         if not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
             raise ConfigError(
                 f"a prompt with token ids {token_ids.min()} to {token_ids.max()}: the model has "

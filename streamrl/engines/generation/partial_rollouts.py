@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from streamrl.engines.vllm.engine import SampledSequence
 from streamrl.messages import Array, FinishReason, Rollout
 
 
@@ -82,21 +83,14 @@ def derive_continuation_seed(seed: int, num_sampled: int) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-def extend_rollout(
-    rollout: Rollout,
-    token_ids: Sequence[int],
-    *,
-    logprobs: Sequence[float],
-    versions: Sequence[int],
-    finish_reason: FinishReason,
-) -> Rollout:
-    """Return the rollout with newly sampled tokens appended and `finish_reason` set."""
+def extend_rollout(rollout: Rollout, sampled: SampledSequence) -> Rollout:
+    """Return the rollout with the newly sampled tokens of its sequence appended."""
     return Rollout(
-        token_ids=_append_values(rollout.token_ids, token_ids),
-        loss_mask=_append_values(rollout.loss_mask, np.ones(len(token_ids), np.bool_)),
-        generator_logprobs=_append_values(rollout.generator_logprobs, logprobs),
-        policy_version=_append_values(rollout.policy_version, versions),
-        finish_reason=finish_reason,
+        token_ids=_append_values(rollout.token_ids, sampled.token_ids),
+        loss_mask=_append_values(rollout.loss_mask, np.ones(len(sampled.token_ids), np.bool_)),
+        generator_logprobs=_append_values(rollout.generator_logprobs, sampled.logprobs),
+        policy_version=_append_values(rollout.policy_version, sampled.versions),
+        finish_reason=sampled.finish_reason,
     )
 
 

@@ -4,6 +4,8 @@ HybridFlow calls this AC-share (arXiv 2409.19256); trlx trains the same. The val
 the shared layers.
 """
 
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +30,7 @@ def load_two_headed_model(
     The value head's parameters have the same names as those of a separate critic. Raises
     ConfigError as `load_model` does.
     """
-    from streamrl.engines.models.two_headed_output import TwoHeadedOutput
-
+    make_output = _define_output_class()
     model = load_model(path, dtype=dtype, options=options)
     add_value_head(model, dtype=dtype)
     with torch.no_grad():
@@ -41,12 +42,31 @@ def load_two_headed_model(
         hidden_states.append(inputs[0])
 
     def add_values(module: Any, _: Any, output: Any) -> Any:
-        return TwoHeadedOutput(logits=output.logits, state_values=module.score(hidden_states.pop()))
+        return make_output(logits=output.logits, state_values=module.score(hidden_states.pop()))
 
     # The output head's input is the last hidden state in every family, whatever its modules' names.
     model.get_output_embeddings().register_forward_pre_hook(save_hidden)
     model.register_forward_hook(add_values)
     return model
+
+
+@functools.cache
+def _define_output_class() -> type[Any]:
+    """Define the output class of a two-headed model; lazily, since transformers imports slowly."""
+    from transformers.utils import ModelOutput
+
+    @dataclass
+    class TwoHeadedOutput(ModelOutput):
+        """Output of a policy with a value head: logits [B, T, V] and values [B, T, 1].
+
+        A ModelOutput is a dataclass and a dict: FSDP registers its gradient hooks on dataclass
+        fields, DeepSpeed on dict entries.
+        """
+
+        logits: Tensor | None = None
+        state_values: Tensor | None = None
+
+    return TwoHeadedOutput
 
 
 def add_value_head(model: "PreTrainedModel", *, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,16 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamrl.distributed.process_group import set_collective_timeout
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment
 from streamrl.engines.models.forward import get_local_device
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS
-from streamrl.engines.training.aliased_params import make_sisters_contiguous
-from streamrl.engines.training.optimizer_offload import iter_optimizer_tensors
+from streamrl.engines.training.training_backend import TrainingBackend, make_siblings_contiguous
 from streamrl.errors import CheckpointError
 from streamrl.resharding import TensorShard, create_whole_shard
-from streamrl.resharding.storage import ShardStorage
-from streamrl.weights.parameters import order_for_fusion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,35 +43,25 @@ CHECKPOINT_TAG = "zero"
 FORCE_WEIGHTS_ONLY_ENV = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
-class DeepSpeedBackend:
-    """A rank of a DeepSpeed engine as a TrainingBackend."""
+class DeepSpeedBackend(TrainingBackend):
+    """A rank of a DeepSpeed engine."""
 
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
-        deepspeed = _import_deepspeed()
-        self.module = module
-        self._deepspeed = deepspeed
-        self._grad_clip = config.grad_clip
-        self._zero_stage, self._has_sharded_params = config.zero_stage, config.has_sharded_params
-        make_sisters_contiguous(module)
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        optimizer = torch.optim.AdamW(
-            # From stage 1 on, ZeRO flattens them into a block in this order, so that siblings are
-            # contiguous.
-            [trained[name] for name in order_for_fusion(trained)],
-            lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
-            weight_decay=config.weight_decay,
-        )
-        deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False)
-        self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=make_deepspeed_config(module, config)
+        super().__init__(module, config)
+        self._deepspeed = _import_deepspeed()
+        make_siblings_contiguous(module)
+        # From stage 1 on, ZeRO flattens them into a block in this order, so that siblings are
+        # contiguous.
+        self.optimizer = self._make_optimizer(self.trained_params.values())
+        self._deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False)
+        self._engine, *_ = self._deepspeed.initialize(
+            model=module, optimizer=self.optimizer, config=make_deepspeed_config(module, config)
         )
         self.forward = self._engine
-        if self._zero_stage == 0:
-            optimizer.register_step_pre_hook(self._divide_and_clip)
+        if self._config.zero_stage == 0:
+            self.optimizer.register_step_pre_hook(self._divide_and_clip)
         self._grad_norm = 0.0
         self._grad_divisor = 1.0
-        set_collective_timeout(config.collective_timeout_s)
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
@@ -83,9 +69,8 @@ class DeepSpeedBackend:
     def step(self, *, divisor: float, lr: float) -> float:
         engine, optimizer = self._engine, self._engine.optimizer
         self._grad_divisor = divisor / dist.get_world_size()
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        if self._zero_stage == 0:
+        self._set_lr(lr)
+        if self._config.zero_stage == 0:
             engine.step()
             return self._grad_norm
         if _is_bf16_optimizer(optimizer):
@@ -107,50 +92,38 @@ class DeepSpeedBackend:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:
             parameter.grad /= self._grad_divisor
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._grad_clip or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._config.grad_clip or math.inf)
         if not norm.isfinite():
             optimizer.zero_grad()  # AdamW skips parameters without gradients
         self._grad_norm = norm.item()
 
-    @property
-    def has_sharded_params(self) -> bool:
-        return self._has_sharded_params
-
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        for name in order_for_fusion(trained):
-            tensor: Tensor = trained[name].detach()
-            if self.has_sharded_params:
-                # Copy inside, yield outside: a suspended consumer must not keep the other ranks
-                # waiting in the context's exit.
-                with self._deepspeed.zero.GatheredParameters([trained[name]]):
-                    tensor = trained[name].detach().clone()
+        if not self.has_sharded_params:
+            yield from super().full_state()
+            return
+        for name, parameter in self.trained_params.items():
+            # Copy inside, yield outside: a suspended consumer must not keep the other ranks waiting
+            # in the context's exit.
+            with self._deepspeed.zero.GatheredParameters([parameter]):
+                tensor = parameter.detach().clone()
             yield name, tensor
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
-        """Yield name, local tensor and position of this rank's shard of each trained parameter.
+        """Yield this rank's shards: in stage 3 ranges of the flattened parameters.
 
-        In stage 3 a shard is a range of the flattened parameter. Persistent parameters, which stage
-        3 also keeps whole on every rank, are yielded as such ranges, too.
+        Persistent parameters, which stage 3 also keeps whole on every rank, are yielded as such
+        ranges, too.
         """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if not self.has_sharded_params:
-                yield name, parameter.detach(), create_whole_shard(name, tuple(parameter.shape))
-                continue
-            flat_shard = create_whole_shard(name, tuple(parameter.ds_shape)).chunk_flat(
-                rank, world_size
-            )
-            if flat_shard is not None:
-                yield name, parameter.ds_tensor, flat_shard
+        if not self.has_sharded_params:
+            yield from super().iter_shards()
+            return
+        for name, parameter in dict[str, Any](self.trained_params).items():
+            shard = _make_flat_shard(name, parameter)
+            if shard is not None:
+                yield name, parameter.ds_tensor, shard
 
-    def alias_into(self, served: ShardStorage) -> None:
-        """Do nothing: DeepSpeed's parameters must stay views of its flat blocks."""
-
-    def iter_optimizer_state(self) -> Iterable[Tensor]:
-        yield from iter_optimizer_tensors(self._engine.basic_optimizer)
+    def iter_optimizer_state(self) -> Iterator[Tensor]:
+        yield from super().iter_optimizer_state()
         if self.has_sharded_params:
             # Stage 3 attaches the master weights to its optimizer only during a step.
             yield from self._engine.optimizer.fp32_partitioned_groups_flat
@@ -161,32 +134,28 @@ class DeepSpeedBackend:
         From stage 1 on, these are ranges of flat float32 blocks. In stage 0 every rank updates all
         parameters.
         """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if self._config.zero_stage == 0:
+            yield from super().iter_fragments()
+            return
         optimizer = self._engine.optimizer
-        for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if self._zero_stage == 0:
-                full_shard = create_whole_shard(name, tuple(parameter.shape))
-                yield ParameterFragment(full_shard, parameter, is_copy=rank != 0)
-            elif self.has_sharded_params:
-                shape = tuple(parameter.ds_shape)
-                flat_shard = create_whole_shard(name, shape).chunk_flat(rank, world_size)
+        for name, parameter in dict[str, Any](self.trained_params).items():
+            if self.has_sharded_params:
+                shard = _make_flat_shard(name, parameter)
                 block, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                if flat_shard is not None:
+                if shard is not None:
                     yield ParameterFragment(
-                        flat_shard, optimizer.fp32_partitioned_groups_flat[block], start
+                        shard, optimizer.fp32_partitioned_groups_flat[block], start
                     )
             elif parameter._hp_mapping is not None:
                 mapping = parameter._hp_mapping
                 master_range, param_range = mapping.hp_fragment_address, mapping.lp_fragment_address
-                full_shard = create_whole_shard(name, tuple(parameter.shape))
-                flat_shard = replace(
-                    full_shard,
-                    flat_range=(param_range.start, param_range.start + param_range.numel),
-                )
+                flat_range = (param_range.start, param_range.start + param_range.numel)
                 yield ParameterFragment(
-                    flat_shard, self._master_blocks[mapping.param_group_index], master_range.start
+                    replace(
+                        create_whole_shard(name, tuple(parameter.shape)), flat_range=flat_range
+                    ),
+                    self._master_blocks[mapping.param_group_index],
+                    master_range.start,
                 )
 
     @property
@@ -197,11 +166,6 @@ class DeepSpeedBackend:
         name = "fp32_groups_flat_partition" if is_bf16 else "single_partition_of_fp32_groups"
         blocks: list[Tensor] = getattr(optimizer, name)
         return blocks
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._engine.basic_optimizer
-        return optimizer
 
     def refresh_params(self) -> None:
         """Gather stage 3's persistent parameters on every rank after a checkpoint load."""
@@ -279,6 +243,12 @@ def _import_deepspeed() -> Any:
     # Muon, imported with every optimizer, would import torch's compiler, which takes a second.
     compiler.compile = lambda: compiler.dummy_decorator
     return deepspeed
+
+
+def _make_flat_shard(name: str, parameter: Any) -> TensorShard | None:
+    """Return this rank's range of a parameter that stage 3 shards; None if it has no element."""
+    whole = create_whole_shard(name, tuple(parameter.ds_shape))
+    return whole.chunk_flat(dist.get_rank(), dist.get_world_size())
 
 
 @contextlib.contextmanager

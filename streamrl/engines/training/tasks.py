@@ -1,8 +1,8 @@
 """Training tasks: a task loads a model and computes its loss (policy, critic, or both)."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
@@ -16,7 +16,7 @@ from streamrl.algorithms import (
 )
 from streamrl.algorithms.math.critic import critic_loss
 from streamrl.algorithms.objective import policy_loss, shared_value_loss
-from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, RETURNS_BY_CRITIC
+from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, RETURNS_BY_CRITIC
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
     VALUE_HEAD_PREFIX,
@@ -45,32 +45,26 @@ LossAndSums = tuple[Tensor, dict[str, Tensor]]
 """Summed loss of a micro-batch, and sums for the metrics of the step."""
 
 
-class TrainingTask(Protocol):
-    """A model and its loss; `name` is policy or the critic's, and the prefix of the metrics.
+@dataclass(frozen=True)
+class TrainingTask:
+    """Base of the tasks: a model and its loss under the algorithm `spec`.
 
-    token_columns: columns with an entry per token that the loss reads. with_settings: copy of the
-    task with other algorithm settings. is_saved: whether saved models contain the parameter of that
-    name.
+    name: policy or the critic's; the prefix of the metrics. token_columns: columns with an entry
+    per token that the loss reads.
     """
 
-    @property
-    def name(self) -> str: ...
+    model_path: str
+    spec: Algorithm
+    settings: AlgorithmSettings
+    name: str = field(default=POLICY, kw_only=True)
+    options: ModelLoadOptions = field(default=DEFAULT_OPTIONS, kw_only=True)
 
     @property
-    def model_path(self) -> str: ...
+    def token_columns(self) -> tuple[str, ...]:
+        raise NotImplementedError
 
-    @property
-    def spec(self) -> Algorithm: ...
-
-    @property
-    def settings(self) -> AlgorithmSettings: ...
-
-    @property
-    def token_columns(self) -> tuple[str, ...]: ...
-
-    def with_settings(self, settings: AlgorithmSettings) -> "TrainingTask": ...
-
-    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel": ...
+    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
+        raise NotImplementedError
 
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
@@ -79,43 +73,37 @@ class TrainingTask(Protocol):
 
         `version` is the policy version that the training step starts from.
         """
-        ...
+        raise NotImplementedError
 
     def compute_zero_loss(self, forward: ForwardFunction, batch: TensorDict) -> Tensor:
         """Return a loss of 0 for an idle rank.
 
         Its forward and backward pass run the same collectives as those of `compute_loss`.
         """
-        ...
+        raise NotImplementedError
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         """Return the divisor of an update's summed loss; 0 if all its tokens are masked.
 
         `sums` are those of `compute_loss`, added over all micro-batches of the update.
         """
-        ...
+        raise NotImplementedError
 
-    def is_saved(self, name: str) -> bool: ...
+    def is_saved(self, name: str) -> bool:
+        """Return whether saved models contain the parameter of that name."""
+        return True
 
 
 @dataclass(frozen=True)
-class PolicyTask:
-    """Trains the policy with the loss of the algorithm `spec`."""
+class PolicyTask(TrainingTask):
+    """Trains the policy with the loss of the algorithm."""
 
-    model_path: str
-    spec: Algorithm
-    settings: AlgorithmSettings
     temperature: float
-    name: str = "policy"
-    options: ModelLoadOptions = DEFAULT_OPTIONS
 
     @property
     def token_columns(self) -> tuple[str, ...]:
         needed = list_required_columns(self.spec, self.settings)
         return tuple(name for name in TOKEN_COLUMNS if name in needed)
-
-    def with_settings(self, settings: AlgorithmSettings) -> "PolicyTask":
-        return replace(self, settings=settings)
 
     def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
         return load_model(self.model_path, dtype=dtype, options=self.options)
@@ -215,22 +203,15 @@ class TwoHeadedTask(PolicyTask):
 
 
 @dataclass(frozen=True)
-class CriticTask:
+class CriticTask(TrainingTask):
     """Trains a critic with PPO's value loss, clipped to the range `clip` (None: not clipped)."""
 
-    model_path: str
-    spec: Algorithm
-    settings: AlgorithmSettings
     clip: float | None
-    name: str = CRITIC
-    options: ModelLoadOptions = DEFAULT_OPTIONS
+    name: str = field(default=CRITIC, kw_only=True)
 
     @property
     def token_columns(self) -> tuple[str, ...]:
         return ("token_ids", "loss_mask", CRITIC_COLUMNS[self.name][0])
-
-    def with_settings(self, settings: AlgorithmSettings) -> "CriticTask":
-        return replace(self, settings=settings)
 
     def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
         return load_value_model(self.model_path, dtype=dtype, options=self.options)
@@ -248,6 +229,3 @@ class CriticTask:
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         return sums.get("num_tokens", 0.0)
-
-    def is_saved(self, name: str) -> bool:
-        return True

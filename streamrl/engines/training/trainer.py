@@ -14,16 +14,20 @@ split into micro-batches and of the number of ranks.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.buffer.assembly.packing import RolloutIndex
-from streamrl.distributed.process_group import join_process_group, translate_collective_errors
-from streamrl.engines.checkpoint.sharded_state import ParameterFragment
+from streamrl.distributed.process_group import (
+    join_process_group,
+    set_collective_timeout,
+    translate_collective_errors,
+)
 from streamrl.engines.checkpoint.trainer_checkpoint import load_trainer, save_trainer
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.forward import (
@@ -37,16 +41,16 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.collate import build_batch, derive_columns
 from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
-from streamrl.engines.training.in_place_update import LazyWeightResharder
 from streamrl.engines.training.optimizer_offload import OptimizerOffload
 from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.step_plan import StepPlan
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask
 from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.training.training_backend import TrainingBackend
+from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.errors import DeadlineError, StreamError, WeightsError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
 from streamrl.messages import Array, Columns
-from streamrl.resharding import TensorShard
 from streamrl.resharding.executors import ReshardingStats
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.lora_merge import LORA_SCALE, build_full_weights
@@ -54,85 +58,6 @@ from streamrl.weights.parameters import ParameterSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-class TrainingBackend(Protocol):
-    """Gradients and optimizer of a trainer rank. All ranks must make the same collective calls."""
-
-    @property
-    def module(self) -> "PreTrainedModel": ...
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """Callable that runs the model's forward pass; calls may be collective."""
-        ...
-
-    @property
-    def has_sharded_params(self) -> bool:
-        """Whether a rank holds only a shard of the parameters; `full_state` is then collective."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a summed loss to the accumulated gradient. May be collective."""
-        ...
-
-    def step(self, *, divisor: float, lr: float) -> float:
-        """Divide the gradient, summed over ranks, by `divisor`; clip, update, return the norm.
-
-        The norm is that of the divided gradient before clipping. If the norm is not finite, the
-        parameters stay unchanged. Collective.
-        """
-        ...
-
-    def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor of every trained parameter, tied ones once.
-
-        Advancing the iterator may be collective: exhaust it on every rank.
-        """
-        ...
-
-    def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
-        """Yield name, local tensor and position of this rank's shard of each trained parameter.
-
-        Local tensors are contiguous views that updates change. Not collective.
-        """
-        ...
-
-    def alias_into(self, served: ShardStorage) -> None:
-        """Move this rank's shards into its generator's memory where the layout allows.
-
-        From then on updates write into the generator's memory, so the generator must stay paused
-        from an update until it activates the next version.
-        """
-        ...
-
-    def iter_optimizer_state(self) -> Iterable[Tensor]:
-        """Yield the tensors that the optimizer keeps between steps; may include parameters."""
-        ...
-
-    def iter_fragments(self) -> Iterator[ParameterFragment]:
-        """Yield the parts of parameters that this rank's optimizer updates."""
-        ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW over the `optimizer_tensor` of the fragments; its moments have the same layout."""
-        ...
-
-    def refresh_params(self) -> None:
-        """Make the forward pass use tensors of `iter_shards` that a checkpoint load has filled.
-
-        May be collective.
-        """
-        ...
-
-    def load_legacy_state(self, directory: Path) -> None:
-        """Load a checkpoint in this backend's format of earlier versions. May be collective."""
-        ...
-
-    def close(self) -> None:
-        """Destroy the process group."""
-        ...
 
 
 class ModelTrainer:
@@ -169,14 +94,15 @@ class ModelTrainer:
         self._pretraining = pretraining
         self._num_steps = num_steps
         self._plan: StepPlan | None = None
-        self._resharder = LazyWeightResharder(config.collective_timeout_s)
+        self._resharder = WeightResharder(config.collective_timeout_s)
         module = task.load_model(resolve_trainer_dtype(config))
         self._parameters = ParameterSet.from_module(module)
         if config.lora_rank:
             add_lora_adapters(module, config)
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-        self._backend = _build_backend(module, config)
+        self._backend = make_backend(module, config)
+        set_collective_timeout(config.collective_timeout_s)
         self._optimizer_offload = OptimizerOffload(
             self._backend.iter_optimizer_state,
             excluding=lambda: (tensor for _, tensor, _ in self._backend.iter_shards()),
@@ -186,7 +112,7 @@ class ModelTrainer:
         """Override algorithm settings, by name, with the values of adaptive parameters."""
         settings = self._task.settings.with_adaptive_params(params)
         if settings != self._task.settings:
-            self._task = self._task.with_settings(settings)
+            self._task = replace(self._task, settings=settings)
 
     def plan_step(
         self, groups: Mapping[str, Columns], derived: Mapping[str, Columns] | None = None
@@ -467,9 +393,7 @@ class ModelTrainer:
         )
 
 
-def _build_backend(module: "PreTrainedModel", config: TrainerConfig) -> TrainingBackend:
+def make_backend(module: "PreTrainedModel", config: TrainerConfig) -> TrainingBackend:
     if config.backend == "deepspeed":
         return DeepSpeedBackend(module, config)
-    return (
-        FsdpTpBackend(module, config) if config.has_sharded_params else TorchBackend(module, config)
-    )
+    return (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)

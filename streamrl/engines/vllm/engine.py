@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,6 @@ from streamrl.engines.vllm.worker_weights import (
 )
 from streamrl.errors import GenerationError
 from streamrl.messages import FinishReason
-from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import LoadVerification, WeightLoadStats
 from streamrl.weights.parameters import ParameterSet
 
@@ -52,16 +51,19 @@ class EngineSpec:
     `max_length` bounds prompt plus completion, in tokens. A weight load recomputes the KV cache of
     running rollouts, unless `should_keep_kv`. With `should_drain`, running rollouts finish with the
     old weights first. `rank_group` places a tensor-parallel engine on existing trainer ranks;
-    without it, vLLM starts its own processes.
+    without it, vLLM starts its own processes. `seed` seeds vLLM itself; the seeds of a group's
+    `group_size` rollouts derive from `run_seed`.
     """
 
     model_path: str
     config: GeneratorConfig
-    seed: int
     max_length: int
+    seed: int = 0
     should_drain: bool = False
     should_keep_kv: bool = False
     rank_group: RankGroup | None = None
+    group_size: int = 1
+    run_seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,8 @@ class SampledSequence:
     prompt_logprobs: Sequence[float] = ()
 
 
-class WeightLoaderProtocol(Protocol):
-    """Loads weights into a vLLM engine; the methods are described in `WeightLoader`."""
-
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, LoadVerification]: ...
-
-    def get_storage(self) -> ShardStorage | None: ...
+#: The loaders have the same methods, which `WeightLoader` describes.
+AnyWeightLoader = WeightLoader | WorkerWeightLoader | PartialWeightLoader
 
 
 def make_vllm_request_id(request_id: int, index: int) -> str:
@@ -220,7 +218,7 @@ def _keep_plain_on_cpu() -> AbstractContextManager[None]:
 
 def make_weight_loader(
     engine: VllmEngine, spec: EngineSpec, parameters: ParameterSet
-) -> WeightLoaderProtocol:
+) -> AnyWeightLoader:
     """Return the loader for the engine: single process, vLLM's processes or a rank group."""
     if spec.rank_group is not None:
         worker = engine.model_executor.driver_worker.worker
@@ -296,7 +294,7 @@ def list_partial_sequences(
 
 def load_weights(
     engine: VllmEngine,
-    loader: WeightLoaderProtocol,
+    loader: AnyWeightLoader,
     tensors: Mapping[str, torch.Tensor] | None,
     version: int,
     *,

@@ -2,9 +2,9 @@
 
     loop:  take commands -> execute them -> decode step -> report finished rollouts
 
-Results go to an `EngineListener` on the event loop, batched per step. Any exception ends the
-thread, since the engine's state is unknown afterwards. The listener receives the exception, and
-threading's excepthook prints the traceback.
+Results go to the event loop, those of sampling batched per step. Any exception ends the thread,
+since the engine's state is unknown afterwards: all pending futures fail, and threading's excepthook
+prints the traceback.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,9 +28,14 @@ from streamrl.engines.vllm.engine import (
 )
 from streamrl.engines.vllm.kv_cache import KvCacheMemory
 from streamrl.engines.vllm.stop_conditions import StopConditions
+from streamrl.errors import ConfigError, GenerationError
+from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
 
 EngineCommand = Callable[[VllmEngine], None]
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -39,107 +44,130 @@ class WeightUpdate:
 
     tensors: Mapping[str, torch.Tensor] | None
     version: int
-
-
-class EngineListener(Protocol):
-    """Receives the results of an engine's thread; methods run on the event loop.
-
-    on_started: facts of the model once the engine is built. on_sampled: rollouts that a decode step
-    finished. on_rejected: vLLM's reason for rejecting a request. on_loaded: statistics of a weight
-    load, after which `version` is served. on_reply: answer to the command with `call_id`. on_exit:
-    end of the thread, with `error` None after a regular `stop`.
-    """
-
-    def on_started(self, model_info: ModelInfo) -> None: ...
-
-    def on_sampled(self, batch: Sequence[SampledSequence]) -> None: ...
-
-    def on_rejected(self, request_id: int, reason: str) -> None: ...
-
-    def on_loaded(self, version: int, stats: WeightLoadStats) -> None: ...
-
-    def on_reply(self, call_id: int, answer: Any) -> None: ...
-
-    def on_exit(self, error: BaseException | None) -> None: ...
+    stats: asyncio.Future[WeightLoadStats]
 
 
 class EngineThread:
     """Builds a vLLM engine, steps it while it has requests, and shuts it down.
 
-    Public methods except `start` enqueue a command, which the thread executes before its next step.
+    Public methods belong to the event loop. Except for `start`, they enqueue a command, which the
+    thread executes before its next step. Once the engine has ended, all pending futures and later
+    calls raise GenerationError.
     """
 
-    def __init__(self, spec: EngineSpec, listener: EngineListener) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        on_sampled: Callable[[Sequence[SampledSequence]], None],
+        on_rejected: Callable[[int, str], None],
+    ) -> None:
+        """Prepare the thread.
+
+        The event loop calls `on_sampled` with the rollouts that a decode step finished, and
+        `on_rejected` with the id of a request and vLLM's reason for rejecting it.
+        """
+        #: Version of the weights that the engine samples with; -1 before the first load.
+        self.version = -1
+        self.exited = asyncio.Event()
         self._spec = spec
-        self._listener = listener
+        self._on_sampled = on_sampled
+        self._on_rejected = on_rejected
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[EngineCommand | None] = queue.SimpleQueue()
         #: While draining: pending weight updates and all later requests, in order.
         self._deferred_work: deque[WeightUpdate | SamplingRequest] = deque()
         self._is_paused = False
+        self._failure: str | None = None
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._started: asyncio.Future[ModelInfo] = self.create_future()
         # A daemon thread: a stuck decode step must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
 
-    def start(self) -> None:
+    def start(self) -> asyncio.Future[ModelInfo]:
+        """Build the engine; return a future of the facts of its model."""
         self._thread.start()
+        return self._started
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """Create a future that fails if the engine ends."""
+        self.check_alive()
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def check_alive(self) -> None:
+        """Raise GenerationError if the engine has died or was closed."""
+        if self._failure is not None:
+            raise GenerationError(self._failure)
+
+    def fail_pending(self, reason: str) -> None:
+        """Make all pending and later calls raise GenerationError with the first `reason` given."""
+        self._failure = self._failure or reason
+        for future in [future for future in self._pending if not future.done()]:
+            future.set_exception(GenerationError(self._failure))
 
     def add_requests(self, requests: Sequence[SamplingRequest]) -> None:
         self._commands.put(lambda engine: self._add_or_defer(engine, requests))
 
     def abort_sequences(self, request_id: int, indices: Sequence[int]) -> None:
-        """Abort the sequences at `indices` of a request; the listener gets no result of them."""
+        """Abort the sequences at `indices` of a request, which then have no result."""
         names = [vllm_engine.make_vllm_request_id(request_id, index) for index in indices]
         self._commands.put(lambda engine: self._abort_sequences(engine, request_id, names))
 
-    def load_weights(self, tensors: Mapping[str, torch.Tensor] | None, version: int) -> None:
+    def load_weights(
+        self, tensors: Mapping[str, torch.Tensor] | None, version: int
+    ) -> asyncio.Future[WeightLoadStats]:
         """Load all parameters as `version`.
 
         With `should_drain`, the engine first finishes earlier requests. `tensors` None means that
         resharding has written the parameters into the storage already.
         """
-        update = WeightUpdate(tensors, version)
+        update = WeightUpdate(tensors, version, self.create_future())
         self._commands.put(lambda engine: self._load_or_defer(engine, update))
+        return update.stats
 
-    def request_partials(self, call_id: int, request_ids: Collection[int]) -> None:
-        """Request the unfinished sequences of some requests; the answer goes to `on_reply`."""
-        self._run_and_reply(
-            call_id, lambda engine: vllm_engine.list_partial_sequences(engine, request_ids)
-        )
-
-    def request_storage(self, call_id: int) -> None:
-        """Request the views of vLLM's parameters; the answer goes to `on_reply`."""
-        self._run_and_reply(call_id, lambda engine: self._weight_loader.get_storage())
-
-    def use_model_dir(self, version: int) -> None:
+    def use_model_dir(self, version: int) -> asyncio.Future[WeightLoadStats]:
         """Label the weights that the engine was built with (the model directory's) as `version`."""
-        self._commands.put(lambda engine: self._set_version(engine, version))
 
-    def sleep(self, call_id: int) -> None:
-        self._run_and_reply(call_id, lambda engine: self._kv_memory.sleep())
+        def command(engine: VllmEngine) -> WeightLoadStats:
+            vllm_engine.set_weight_version(engine, version)
+            self.version = version
+            return WeightLoadStats()
 
-    def pause(self, call_id: int) -> None:
-        """Stop decoding and reply to `on_reply`; other commands are still executed."""
+        return self._submit(command)
 
-        def command(engine: VllmEngine) -> None:
-            self._is_paused = True
+    def list_partials(
+        self, request_ids: Collection[int]
+    ) -> asyncio.Future[Sequence[SampledSequence]]:
+        """Return the tokens sampled so far for the unfinished sequences of some requests."""
+        return self._submit(lambda engine: vllm_engine.list_partial_sequences(engine, request_ids))
 
-        self._run_and_reply(call_id, command)
+    def get_storage(self) -> asyncio.Future[ShardStorage | None]:
+        """Return the views of vLLM's parameters."""
+        return self._submit(lambda engine: self._weight_loader.get_storage())
+
+    def sleep(self) -> asyncio.Future[None]:
+        return self._submit(lambda engine: self._kv_memory.sleep())
+
+    def pause(self) -> asyncio.Future[None]:
+        """Stop decoding; other commands are still executed."""
+        return self._submit(lambda engine: self._set_paused(True))
 
     def resume(self) -> None:
-        def command(engine: VllmEngine) -> None:
-            self._is_paused = False
-
-        self._commands.put(command)
-
-    def _run_and_reply(self, call_id: int, query: Callable[[VllmEngine], Any]) -> None:
-        """Enqueue a command that sends the result of `query` to the listener's `on_reply`."""
-        self._commands.put(
-            lambda engine: self._notify_listener(self._listener.on_reply, call_id, query(engine))
-        )
+        self._commands.put(lambda engine: self._set_paused(False))
 
     def stop(self) -> None:
         """End the thread before the next decode step and drop all running requests."""
         self._commands.put(None)
+
+    def _submit(self, command: Callable[[VllmEngine], Result]) -> asyncio.Future[Result]:
+        future = self.create_future()
+        self._commands.put(lambda engine: self._resolve(future, command(engine)))
+        return future
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
 
     def _run(self) -> None:
         """Build the engine, run commands and steps, shut the engine down; body of the thread."""
@@ -153,7 +181,7 @@ class EngineThread:
                     engine, self._spec, model_info.parameters
                 )
                 try:
-                    self._notify_listener(self._listener.on_started, model_info)
+                    self._resolve(self._started, model_info)
                     with vllm_engine.translate_lost_rank_errors(engine):
                         self._run_loop(engine)
                 finally:
@@ -161,11 +189,31 @@ class EngineThread:
                     # collected, and destroys the process groups of the next engine.
                     vllm_engine.shut_down_engine(engine)
         finally:
-            self._notify_listener(self._listener.on_exit, sys.exception())
+            self._call_loop(self._handle_exit, sys.exception())
 
-    def _notify_listener(self, method: Callable[..., None], *args: object) -> None:
+    def _call_loop(self, function: Callable[..., None], *args: object) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(method, *args)
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _resolve(self, future: asyncio.Future[Result], result: Result) -> None:
+        """Resolve a future on the event loop, unless its caller has given up."""
+
+        def set_result() -> None:
+            if not future.done():
+                future.set_result(result)
+
+        self._call_loop(set_result)
+
+    def _handle_exit(self, error: BaseException | None) -> None:
+        """Fail all pending futures, on the event loop; `error` is None after a regular `stop`."""
+        self.exited.set()
+        path = self._spec.model_path
+        if isinstance(error, ValueError | OSError) and not self._started.done():
+            self._started.set_exception(
+                ConfigError(f"generator: vLLM cannot start {path}: {error}")
+            )
+        outcome = "ended" if error is None else f"died: {type(error).__name__}: {error}"
+        self.fail_pending(f"the engine of {path} {outcome}")
 
     def _run_loop(self, engine: VllmEngine) -> None:
         """Alternate commands and decode steps until `stop`; block while no step is possible."""
@@ -178,7 +226,7 @@ class EngineThread:
                 self._kv_memory.wake_up()
                 batch = vllm_engine.step_engine(engine)
                 if batch:
-                    self._notify_listener(self._listener.on_sampled, batch)
+                    self._call_loop(self._on_sampled, batch)
                 self._run_deferred(engine)
 
     def _can_step(self, engine: VllmEngine) -> bool:
@@ -231,7 +279,7 @@ class EngineThread:
     def _add_request(self, engine: VllmEngine, request: SamplingRequest) -> None:
         reason = vllm_engine.add_request(engine, request, self._stop_conditions)
         if reason is not None:
-            self._notify_listener(self._listener.on_rejected, request.request_id, reason)
+            self._call_loop(self._on_rejected, request.request_id, reason)
 
     def _abort_sequences(self, engine: VllmEngine, request_id: int, names: Sequence[str]) -> None:
         """Abort the vLLM requests `names`, which are sequences of the request `request_id`.
@@ -247,7 +295,7 @@ class EngineThread:
         self._run_deferred(engine)
 
     def _load_weights(self, engine: VllmEngine, update: WeightUpdate) -> None:
-        """Load the parameters of an update now and report the load to the listener."""
+        """Load the parameters of an update now."""
         stats = vllm_engine.load_weights(
             engine,
             self._weight_loader,
@@ -255,9 +303,5 @@ class EngineThread:
             update.version,
             should_keep_kv=self._spec.should_keep_kv,
         )
-        self._notify_listener(self._listener.on_loaded, update.version, stats)
-
-    def _set_version(self, engine: VllmEngine, version: int) -> None:
-        """Label the engine's present weights as `version` and report that as a load."""
-        vllm_engine.set_weight_version(engine, version)
-        self._notify_listener(self._listener.on_loaded, version, WeightLoadStats(0.0, 0, 0))
+        self.version = update.version
+        self._resolve(update.stats, stats)

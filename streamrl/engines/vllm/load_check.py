@@ -154,7 +154,7 @@ class LoadCheck:
             sources = {
                 n for n, prints in published.items() if prints[dtype].is_close_to(fingerprint)
             }
-            fused_names = self._list_source_names(name)
+            fused_names = set(list_source_names(name, self._merged_modules))
             if not sources and published.keys() >= fused_names:
                 fused = TensorFingerprint.from_fingerprints(
                     published[source][dtype] for source in fused_names
@@ -181,13 +181,18 @@ class LoadCheck:
                 rest.remove(name)
         return missing, rest
 
-    def _list_source_names(self, name: str) -> set[str]:
-        """Return the checkpoint's names of the parameters that vLLM's parameter `name` fuses."""
-        path, _, kind = name.rpartition(".")
-        parent, _, module = path.rpartition(".")
-        return {
-            f"{parent}.{source}.{kind}" for source in self._merged_modules.get(module, [module])
-        }
+
+def list_source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the checkpoint's names of the parameters that a vLLM parameter fuses, in order.
+
+    `merged` maps a module of vLLM to the checkpoint's modules that it fuses. Example:
+    layers.0.self_attn.qkv_proj.weight -> the weights of q_proj, k_proj and v_proj of that layer.
+    """
+    path, _, kind = name.rpartition(".")
+    parent, _, module = path.rpartition(".")
+    if module not in merged:
+        return (name,)
+    return tuple(f"{parent}.{source}.{kind}" for source in merged[module])
 
 
 def _iter_fused_candidates(

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamrl.engines.vllm.load_check import list_source_names
 from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.engines.vllm.weight_loader import (
+    get_merged_modules,
     iter_stored_tensors,
     keep_plain_linears,
-    list_source_names,
     use_onednn,
 )
 from streamrl.errors import WeightsError
@@ -95,8 +96,7 @@ def find_local_pieces(
     model from `model_path`: if the parts have equal values now, the mapping holds for every later
     version.
     """
-    # Only models that support LoRA or quantization have this attribute.
-    merged: Any = model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
+    merged = get_merged_modules(model)
     pieces: list[LocalPiece] = []
     used_names: set[str] = set()
     for path, parameter in model.named_parameters():

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from streamrl.engines.models.forward import load_skeleton
-from streamrl.engines.vllm.load_check import FingerprintsByDtype, LoadCheck
+from streamrl.engines.vllm.load_check import FingerprintsByDtype, LoadCheck, list_source_names
 from streamrl.errors import WeightsError
 from streamrl.files.hf_config import RECOMPUTED_TENSORS
 from streamrl.resharding import TensorBox
@@ -389,19 +389,6 @@ def get_merged_modules(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
     """
     merged: Any = model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
     return dict(merged)
-
-
-def list_source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return the checkpoint's names of the parameters that a vLLM parameter fuses, in order.
-
-    `merged` is the result of `get_merged_modules`. Example: layers.0.self_attn.qkv_proj.weight ->
-    the weights of q_proj, k_proj and v_proj of that layer.
-    """
-    path, _, kind = name.rpartition(".")
-    parent, _, module = path.rpartition(".")
-    if module not in merged:
-        return (name,)
-    return tuple(f"{parent}.{source}.{kind}" for source in merged[module])
 
 
 def view_as_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:

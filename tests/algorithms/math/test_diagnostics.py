@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.math.diagnostics import divergence_sums
+from streamrl.algorithms.math.correction import divergence_sums
 from streamrl.algorithms.math.step_metrics import (
     MIN_LOG_RATIO,
     NUM_BINS_PER_SIDE,

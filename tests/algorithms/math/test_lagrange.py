@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.math.lagrange import adapt_multiplier, lagrangian_advantages
+from streamrl.algorithms.adaptive_params import adapt_multiplier
+from streamrl.algorithms.math.advantages import lagrangian_advantages
 from streamrl.algorithms.objective import derive_group_columns
 from tests.algorithms.steps import make_settings, make_step
 

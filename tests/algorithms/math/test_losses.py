@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.math.log_ratio_bounds import LOG_RATIO_LIMIT
+from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
 from streamrl.algorithms.math.losses import (
     aggregate_loss,
     aggregate_loss_sum,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.math.shaping import make_token_rewards, soft_overlong_penalty
+from streamrl.algorithms.math.advantages import make_token_rewards, soft_overlong_penalty
 from tests.algorithms.ragged import (
     BATCHES,
     assert_equals_reference,

@@ -139,13 +139,15 @@ def wrap_async(owner, name, around):
     setattr(owner, name, wrapped)
 
 
-def during_async(fault, owner, name, role, moment):
-    """The moment is while this coroutine function is at work."""
+def during_async(fault, owner, name, role, moment, named=None):
+    """The moment is while this coroutine function is at work, on a call with the argument `named`
+    if given.
+    """
 
-    async def around(original, *arguments, **named):
-        if not fault.is_due(role, moment):
-            return await original(*arguments, **named)
-        work = asyncio.ensure_future(original(*arguments, **named))
+    async def around(original, *arguments, **keywords):
+        if named not in (None, *keywords) or not fault.is_due(role, moment):
+            return await original(*arguments, **keywords)
+        work = asyncio.ensure_future(original(*arguments, **keywords))
         await asyncio.sleep(0)
         fault.kill_later()
         await work
@@ -233,9 +235,11 @@ def remote_shard(fault, module):
         during_async(fault, module.RemoteShard, "commit_columns", fault.role, "mid_put")
 
 
-def group_generator(fault, module):
-    during_async(fault, module.GroupGenerator, "generate_group", "generator", "mid_compute")
-    during_async(fault, module.GroupGenerator, "sample", "generator", "mid_evaluation")
+def generation_engine(fault, module):
+    engine = module.GenerationEngine
+    during_async(fault, engine, "generate_group", "generator", "mid_compute")
+    # Groups are sampled with the generator's own settings.
+    during_async(fault, engine, "generate", "generator", "mid_evaluation", named="sampling")
 
 
 def channel(fault, module):
@@ -379,7 +383,7 @@ PATCHES = {
     "streamrl.actors.transport.object_store": blobs,
     "streamrl.actors.transport.shard_proxy": remote_shard,
     "streamrl.actors.replica": channel,
-    "streamrl.engines.generation.group_generator": group_generator,
+    "streamrl.engines.generation.generator": generation_engine,
     "streamrl.rewards.scorer": reward_scorer,
     "streamrl.buffer.shard_host": keeper,
     "streamrl.buffer.shard": shard,

@@ -9,8 +9,8 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
-from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU, SamplingSettings
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU, GeneratorConfig, SamplingSettings
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import FinishReason, Rollout
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.engines.memory.optimizer_step_memory import TransientMemory, estimate_transient_memory
+from streamrl.engines.memory.memory_model import TransientMemory, estimate_transient_memory
 from streamrl.engines.trainer_config import TrainerConfig
 
 MB = 1_000_000

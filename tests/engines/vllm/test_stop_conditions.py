@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.generator import GenerationEngine
 from streamrl.engines.generation.partial_rollouts import make_empty_rollout
+from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.vllm.stop_conditions import StopConditions
 from streamrl.messages import FinishReason, Rollout
@@ -47,7 +49,7 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_string(
     for name, value in make_vllm_env("cpu").items():
         monkeypatch.setenv(name, value)
     config = GeneratorConfig(max_new_tokens=100, stop=[TEXT], stop_token_ids=[TOKEN_ID])
-    engine = await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
+    engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH))
     try:
         await engine.load_weights(weights_of(model), 0)
         rollouts = await engine.generate(PROMPT, seeds=range(32))

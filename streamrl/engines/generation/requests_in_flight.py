@@ -1,0 +1,119 @@
+"""Requests that an engine runs: their rollouts so far, and timeouts that exclude paused time."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from streamrl.engines.generation.partial_rollouts import extend_rollout
+from streamrl.engines.vllm.engine import SampledSequence
+from streamrl.messages import Rollout
+
+
+def do_nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class ProgressWatch:
+    """Lets `collect_partial_rollouts` return the rollouts of a request while they are sampled.
+
+    `uid` is the key of the request there. `on_finished` is called for each finished rollout, in any
+    order.
+    """
+
+    uid: str
+    on_finished: Callable[[], None] = do_nothing
+
+
+class RequestInFlight:
+    """Collects the results of a request for several rollouts of a prompt.
+
+    `partials` are all rollouts as they were when the request started, including finished ones.
+    `missing` are the indices of those not finished yet. `done` is resolved when none is missing.
+    """
+
+    def __init__(
+        self,
+        partials: Sequence[Rollout],
+        missing: Collection[int],
+        done: asyncio.Future[None],
+        watch: ProgressWatch | None = None,
+    ) -> None:
+        self.done = done
+        self.watch = watch
+        self.missing_indices = set(missing)
+        self.sampled_sequences: dict[int, SampledSequence] = {}
+        self._partials = partials
+        self._report_finished(len(partials) - len(self.missing_indices))
+
+    def add_sampled(self, sampled: SampledSequence) -> None:
+        """Store the tokens of a finished sequence; the request's last sequence resolves `done`."""
+        self.missing_indices.discard(sampled.index)
+        self.sampled_sequences[sampled.index] = sampled
+        self._report_finished(1)
+        if not self.missing_indices and not self.done.done():
+            self.done.set_result(None)
+
+    def _report_finished(self, count: int) -> None:
+        if self.watch is not None:
+            for _ in range(count):
+                self.watch.on_finished()
+
+    def build_rollouts(self, running: Mapping[int, SampledSequence] | None = None) -> list[Rollout]:
+        """Return all rollouts of the request, in order, with the tokens sampled so far.
+
+        `running` holds the tokens of unfinished sequences by index; without it, unfinished rollouts
+        are as they were at the start.
+        """
+        sampled = {**(running or {}), **self.sampled_sequences}
+        return [
+            extend_rollout(rollout, sampled[index]) if index in sampled else rollout
+            for index, rollout in enumerate(self._partials)
+        ]
+
+
+class PauseState:
+    """Reasons for which an engine is paused, and the request timeouts suspended meanwhile.
+
+    The engine resumes once the last reason is removed. An instance belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: set[str] = set()
+        #: Running timeouts and, while paused, the seconds that remain of each.
+        self._remaining_s: dict[asyncio.Timeout, float] = {}
+
+    def add_reason(self, reason: str) -> None:
+        """Add a reason to pause the engine; the first suspends all pausable timeouts."""
+        if not self._reasons:
+            now = asyncio.get_running_loop().time()
+            for deadline in self._remaining_s:
+                self._remaining_s[deadline] = (deadline.when() or now) - now
+                deadline.reschedule(None)
+        self._reasons.add(reason)
+
+    def remove_reason(self, reason: str) -> bool:
+        """Remove a reason to pause the engine; return whether no reason is left.
+
+        Removing the last reason resumes all timeouts of `pausable_timeout`.
+        """
+        was_last = self._reasons == {reason}
+        self._reasons.discard(reason)
+        if was_last:
+            now = asyncio.get_running_loop().time()
+            for deadline, remaining_s in self._remaining_s.items():
+                deadline.reschedule(now + remaining_s)
+        return was_last
+
+    @asynccontextmanager
+    async def pausable_timeout(self, timeout_s: float) -> AsyncIterator[None]:
+        """Raise TimeoutError if the `async with` body takes over `timeout_s` without the pauses."""
+        loop = asyncio.get_running_loop()
+        deadline = asyncio.timeout_at(None if self._reasons else loop.time() + timeout_s)
+        async with deadline:
+            self._remaining_s[deadline] = timeout_s
+            try:
+                yield
+            finally:
+                del self._remaining_s[deadline]
