@@ -27,7 +27,7 @@ from streamrl.weights.transport_choice import (
     choose_transport,
     divide_shared_memory,
 )
-from streamrl.weights.transports.shm_segments import (
+from streamrl.weights.transports.shared_memory import (
     get_free_bytes,
     get_total_bytes,
     remove_stale_segments,

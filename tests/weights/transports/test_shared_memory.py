@@ -20,8 +20,11 @@ from hypothesis import strategies as st
 from streamrl.errors import WeightsError
 from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import TORCH_DTYPES, publish_version, unpack_tensors
-from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from streamrl.weights.transports.shm_segments import remove_stale_segments
+from streamrl.weights.transports.shared_memory import (
+    SharedMemoryReader,
+    SharedMemoryWriter,
+    remove_stale_segments,
+)
 from tests import forked
 from tests.weights.local_transport import LocalReader, LocalWriter
 
