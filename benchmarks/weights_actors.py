@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import statistics
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,58 +12,30 @@ import numpy as np
 import torch
 
 from benchmarks.random_model import MAX_LENGTH, make_model
-from streamrl.actors.transport.object_store_weights import ObjectStoreReader, ObjectStoreWriter
+from streamrl.actors.transport.ray_calls import RAY_ACCESS
 from streamrl.engines.generation.generator import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import engine
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.errors import GenerationError
 from streamrl.weights import TransportReader, TransportWriter, WeightManifest, WeightsConfig
-from streamrl.weights.config import COLLECTIVE, DELTA, DISK, OBJECT_STORE, SHARED_MEMORY
-from streamrl.weights.pack import publish_version
+from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.parameters import order_for_fusion
-from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
-from streamrl.weights.transports.delta import DeltaReader, DeltaWriter
-from streamrl.weights.transports.disk import DiskReader, DiskWriter
-from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from streamrl.weights.unpack import unpack_tensors
+from streamrl.weights.transport import TransportSpec
 
-TIMEOUT_S = 60.0
 CHANGED_SHARE = 20
 """One element in CHANGED_SHARE changes per version."""
 
 CONFIG = WeightsConfig()
 
 
-def outlet_of(transport: str, folder: Path) -> TransportWriter:
-    """Return the publisher's end of a transport; versions on disk go into `folder`."""
-    keep = CONFIG.keep_versions
-    outlets: dict[str, Callable[[], TransportWriter]] = {
-        OBJECT_STORE: ObjectStoreWriter,
-        SHARED_MEMORY: lambda: SharedMemoryWriter(
-            "benchmark", ObjectStoreWriter(), keep_versions=keep
-        ),
-        COLLECTIVE: lambda: CollectiveWriter(
-            ObjectStoreWriter(), host="127.0.0.1", timeout_s=TIMEOUT_S
-        ),
-        DISK: lambda: DiskWriter(folder, keep_versions=keep),
-        DELTA: lambda: DeltaWriter(ObjectStoreWriter()),
-    }
-    return outlets[transport]()
+MODEL = "model"
 
 
-def inlet_of(transport: str, name: str) -> TransportReader:
-    """Return a reader's end of a transport."""
-    inlets: dict[str, Callable[[], TransportReader]] = {
-        OBJECT_STORE: lambda: ObjectStoreReader("policy"),
-        SHARED_MEMORY: lambda: SharedMemoryReader("policy", ObjectStoreReader("policy")),
-        COLLECTIVE: lambda: CollectiveReader(
-            name, ObjectStoreReader("policy"), timeout_s=TIMEOUT_S
-        ),
-        DISK: lambda: DiskReader("policy"),
-        DELTA: lambda: DeltaReader(ObjectStoreReader("policy")),
-    }
-    return inlets[transport]()
+def make_spec(transport: str, folder: Path) -> TransportSpec:
+    """Return the settings of both ends of a transport; versions on disk go into `folder`."""
+    keep, limits = CONFIG.keep_versions, {MODEL: sys.maxsize}
+    return TransportSpec(transport, "", "benchmark", folder, keep, RAY_ACCESS, max_bytes=limits)
 
 
 class Publisher:
@@ -82,9 +54,8 @@ class Publisher:
     def use(self, transport: str, readers: list[str], folder: str) -> None:
         """Publish by this transport from now on."""
         self.end()
-        self._outlet = outlet_of(transport, Path(folder))
-        if isinstance(self._outlet, CollectiveWriter):
-            self._outlet.set_readers(readers)
+        self._outlet = make_spec(transport, Path(folder)).make_writer(MODEL, "")
+        self._outlet.set_readers(readers)
 
     def publish(self, version: int) -> tuple[WeightManifest, float, float]:
         """Publish a version; return its seconds, and the seconds to copy its bytes in memory."""
@@ -130,7 +101,7 @@ class Generator:
         """Read by this transport from now on."""
         if self._inlet is not None:
             self._inlet.close()
-        self._inlet = inlet_of(transport, self._name)
+        self._inlet = make_spec(transport, Path()).make_reader(MODEL, self._name)
 
     async def pull(self, manifest: WeightManifest) -> dict[str, float]:
         """Fetch, verify and load a version; return the seconds of each, and of the pause."""

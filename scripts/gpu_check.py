@@ -557,7 +557,7 @@ def import_trainer() -> Found:
     """Import the trainer and DeepSpeed; neither may need Ray or vLLM."""
     begun = time.monotonic()
     import streamrl.engines.training.trainer
-    import streamrl.weights.pack  # noqa: F401
+    import streamrl.weights.buckets  # noqa: F401
     from streamrl.engines.training.deepspeed_backend import _import_deepspeed
 
     imported = time.monotonic()
@@ -1261,51 +1261,13 @@ def check_weights() -> Iterator[tuple[str, Found]]:
     yield from run_cases({"shared memory": partial(move_weights, num_tensors, elements)})
 
 
-class NoOutlet:
-    """An outlet for buckets that find no room in shared memory: there must be none."""
-
-    def set_readers(self, names: Sequence[str]) -> None:
-        """Ignore them."""
-
-    def begin_version(self, version: int) -> None:
-        """Expect nothing."""
-
-    def allocate_buffer(self, num_bytes: int) -> Array:
-        """Refuse."""
-        raise MemoryError(f"no room in shared memory for {num_bytes} bytes")
-
-    def commit_bucket(self, bucket: Any, data: Array) -> Any:
-        """Refuse."""
-        raise MemoryError("no room in shared memory")
-
-    def commit_version(self, manifest: Any) -> None:
-        """Expect nothing."""
-
-    def close(self) -> None:
-        """Free nothing."""
-
-
-class NoInlet:
-    """The other end of `NoOutlet`."""
-
-    bytes_fetched = 0
-    failure: str | None = None
-
-    def fetch_buckets(self, manifest: Any) -> Sequence[Array]:
-        """Refuse."""
-        raise MemoryError("no room in shared memory")
-
-    def close(self) -> None:
-        """Free nothing."""
-
-
 def move_weights(num_tensors: int, elements: int) -> Found:
     """Move three versions of bfloat16 tensors; from the second on, memory is used again."""
     import torch
 
-    from streamrl.weights.pack import publish_version
+    from streamrl.weights import TransportReader, TransportWriter
+    from streamrl.weights.buckets import publish_version, unpack_tensors
     from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
-    from streamrl.weights.unpack import unpack_tensors
 
     device = device_name()
     trained = {
@@ -1313,8 +1275,9 @@ def move_weights(num_tensors: int, elements: int) -> Found:
     }
     served = {name: torch.empty_like(tensor) for name, tensor in trained.items()}
     num_bytes = sum(tensor.nbytes for tensor in trained.values())
-    outlet = SharedMemoryWriter(f"gpu-check-{os.getpid()}", NoOutlet(), keep_versions=1)
-    inlet = SharedMemoryReader("gpu check", NoInlet())
+    # The fallbacks can do nothing: every bucket must find room in shared memory.
+    outlet = SharedMemoryWriter(f"gpu-check-{os.getpid()}", TransportWriter(), keep_versions=1)
+    inlet = SharedMemoryReader("gpu check", TransportReader())
     rounds = []
     try:
         for version in range(3):

@@ -46,8 +46,7 @@ from streamrl.stream.stage_worker import (
 )
 from streamrl.stream.train_step import train_step
 from streamrl.weights import LoadVerification, ServedVersion, WeightManifest
-from streamrl.weights.metrics import PullStats
-from streamrl.weights.version_registry import ReaderState, WeightFault
+from streamrl.weights.versions import PullStats, ReaderState, WeightFault
 
 PULL_ATTEMPTS = 5
 """Consecutive failed attempts to load a version before the follower is replaced."""

@@ -50,10 +50,10 @@ from streamrl.stream.device_lease import DedicatedDeviceLease, DeviceArbiter, Sh
 from streamrl.stream.protocols import StageContext, StepResult
 from streamrl.stream.run_state import PipelineConfig, RunState
 from streamrl.stream.stage_worker import ConcurrencyLimit, read_no_partials
-from streamrl.stream.weight_publisher import WeightPublisher, WeightSource
+from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion, WeightManifest
-from streamrl.weights.version_registry import WeightRegistry
+from streamrl.weights.versions import WeightRegistry
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fakes import (
     GROUP_BYTES,
@@ -149,9 +149,12 @@ def make_trainers(plan: Plan) -> dict[str, FakeTrainer]:
 
 def make_publishing(plan: Plan, trainers: dict[str, FakeTrainer]) -> WeightPublisher:
     """Of every trainer, and of a reference that follows the policy, if the plan has one."""
-    sources: dict[str, WeightSource] = {**trainers}
+    sources: dict[str, PublishFunction] = {
+        role: trainer.publish_weights for role, trainer in trainers.items()
+    }
     if plan.reference:
-        sources[EMA_REFERENCE] = FakeReference(trainers[POLICY], 3 * plan.publish_s)
+        reference = FakeReference(trainers[POLICY], 3 * plan.publish_s)
+        sources[EMA_REFERENCE] = reference.publish_weights
     registries = {role: WeightRegistry(keep_versions=2) for role in sources}
 
     def due(role: str, version: int) -> bool:

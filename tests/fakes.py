@@ -32,8 +32,8 @@ from streamrl.messages import (
 from streamrl.stream.protocols import FetchedWeights, FinishedCallback, SampleFunction
 from streamrl.stream.stage_worker import StageResult
 from streamrl.weights import WeightLoadStats, WeightManifest
-from streamrl.weights.logprob_probe import LogprobCheck
-from streamrl.weights.version_registry import ReaderState, WeightRegistry
+from streamrl.weights.logprob_check import LogprobCheck
+from streamrl.weights.versions import ReaderState, WeightRegistry
 
 STREAMED = UpdatePlan()
 PROBE = LogprobCheck(

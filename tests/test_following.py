@@ -25,9 +25,14 @@ from streamrl.stream.protocols import FetchedWeights, StageContext
 from streamrl.stream.weight_publisher import WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion, WeightLoadStats, WeightManifest
-from streamrl.weights.logprob_probe import LogprobCheck
-from streamrl.weights.metrics import weight_metrics
-from streamrl.weights.version_registry import LOAD_REFUSED, ReaderState, WeightFault, WeightRegistry
+from streamrl.weights.logprob_check import LogprobCheck
+from streamrl.weights.versions import (
+    LOAD_REFUSED,
+    ReaderState,
+    WeightFault,
+    WeightRegistry,
+    weight_metrics,
+)
 from tests.stream.test_weight_publisher import Source
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]

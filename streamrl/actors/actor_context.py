@@ -13,7 +13,6 @@ from typing import Any
 from streamrl.actors.protocols import EngineFactory
 from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.actors.transport.shard_proxy import RemoteShard
-from streamrl.actors.transport.transport_spec import TransportSpec
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
 from streamrl.config.role_counts import assign_slots
@@ -31,6 +30,7 @@ from streamrl.stream.device_lease import (
 from streamrl.stream.protocols import DeviceLease, StageContext
 from streamrl.telemetry.cpu_usage import read_process_time
 from streamrl.telemetry.spans import Span, SpanRecorder
+from streamrl.weights.transport import TransportSpec
 
 MAX_LEASE_WAIT_S = 86400.0
 """Limit of a call that waits for a device lease; the arbiter enforces a shorter deadline."""

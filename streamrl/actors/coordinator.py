@@ -24,7 +24,7 @@ from streamrl.actors.coordination.evaluator import RunEvaluator
 from streamrl.actors.coordination.run_persistence import RunPersistence
 from streamrl.actors.coordination.step_reporter import RoleActors, StepReporter, StepSnapshot
 from streamrl.actors.liveness import PingableActor
-from streamrl.actors.trainer_group import EmaReferencePublisher, TrainerGroup
+from streamrl.actors.trainer_group import TrainerGroup
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
@@ -39,11 +39,17 @@ from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import StageContext, StepResult
 from streamrl.stream.run_state import SURPLUS_CAUSE, RunState
-from streamrl.stream.weight_publisher import WeightPublisher, WeightSource, is_publish_due
+from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher, is_publish_due
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
-from streamrl.weights.metrics import weight_metrics
-from streamrl.weights.version_registry import LOAD_REFUSED, ReaderState, WeightFault, WeightRegistry
+from streamrl.weights.broadcast_tree import BroadcastTree
+from streamrl.weights.versions import (
+    LOAD_REFUSED,
+    ReaderState,
+    WeightFault,
+    WeightRegistry,
+    weight_metrics,
+)
 
 REFUSALS_PER_RESEND = 2
 """Refused loads of a version after which it is sent again: its stored copy may be damaged."""
@@ -118,9 +124,7 @@ class CoordinatorActor(PingableActor):
         self._arbiter = make_arbiter(config, self._progress_clock)
         self._lease = make_lease(config, self._arbiter, TRAINER_PHASE, TRAINER_PHASE)
         self._publisher_node = start.publisher_node
-        self._driver_events.post_report(
-            EventReport("note", {"text": context.transport.decision.reason})
-        )
+        self._driver_events.post_report(EventReport("note", {"text": context.transport.reason}))
         trained = [role for role in role_actors.roles if role.kind is CallKind.TRAIN]
         self._trainers = {
             role.role: self._make_trainer_group(role, has_critic=len(trained) > 1)
@@ -161,12 +165,11 @@ class CoordinatorActor(PingableActor):
     def _make_run_state(self, run_log: RunLog, version: int) -> RunState:
         config, pipeline = self._config, self._config.pipeline
         per_step = pipeline.groups_per_step
-        sources: dict[str, WeightSource] = {**self._trainers}
-        sources |= (
-            {EMA_REFERENCE: EmaReferencePublisher(self._trainers[POLICY])}
-            if config.reference.every
-            else {}
-        )
+        sources: dict[str, PublishFunction] = {
+            role: trainer.publish_weights for role, trainer in self._trainers.items()
+        }
+        if config.reference.every:
+            sources[EMA_REFERENCE] = self._trainers[POLICY].publish_reference
         registries = {role: self._make_registry(role) for role in sources}
         publisher = WeightPublisher(
             sources,
@@ -225,7 +228,8 @@ class CoordinatorActor(PingableActor):
                     self._run_state.publisher.resend_version(role, fault.version)
 
         keep_versions = self._config.weights.keep_versions
-        broadcast_tree = self._transport.make_broadcast_tree(self._publisher_node)
+        has_tree = self._transport.copies_per_node
+        broadcast_tree = BroadcastTree(self._publisher_node) if has_tree else None
         return WeightRegistry(
             keep_versions=keep_versions, on_fault=handle_fault, broadcast_tree=broadcast_tree
         )

@@ -58,7 +58,7 @@ class GeneratorActor(ReplicaActor):
 
     async def run(self) -> None:
         """Lease prompts and sample their rollouts until the run ends or the actor drains."""
-        config, generator, served = self._config, self._generator, self._held_version
+        config, generator, served = self._config, self._generator, self._served_version
         assert generator is not None and served is not None
         slots = split_slots(
             config.generator.max_concurrent_rollouts,
@@ -86,8 +86,8 @@ class GeneratorActor(ReplicaActor):
         """Sample a rollout of an evaluation prompt per seed, with `version` or a newer one."""
         if self._generator is None:
             raise ActorLostError("this generator died and has not restarted yet")
-        assert self._held_version is not None
-        await self._held_version.wait_for_version(version)
+        assert self._served_version is not None
+        await self._served_version.wait_for_version(version)
         async with self._stages[0].device_lease.hold("evaluate"):
             return await self._generator.generate(prompt.token_ids, seeds=seeds, sampling=sampling)
 

@@ -21,7 +21,7 @@ from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
 from streamrl.stream.protocols import FetchedWeights, FollowerProtocol
 from streamrl.weights import ServedVersion, TransportReader, WeightManifest
-from streamrl.weights.version_registry import ReaderState
+from streamrl.weights.versions import ReaderState
 
 
 def identity_version(version: int) -> int:
@@ -45,10 +45,7 @@ class RemoteWeightChannel:
         self._shared_weights = shared_weights
         self._transport_reader: TransportReader | None = None
         if shared_weights is None:
-            # Imports torch, which only actors with a model need.
-            from streamrl.actors.transport.endpoints import make_transport_reader
-
-            self._transport_reader = make_transport_reader(context.transport, role, reader)
+            self._transport_reader = context.transport.make_reader(role, reader)
         self._node = ray.get_runtime_context().get_node_id()
 
     async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
@@ -71,7 +68,8 @@ class RemoteWeightChannel:
             await asyncio.to_thread(self._transport_reader.close)
 
     def _fetch_version(self, manifest: WeightManifest) -> FetchedWeights:
-        from streamrl.weights.unpack import unpack_tensors
+        # Imports torch, which only actors with a model need.
+        from streamrl.weights.buckets import unpack_tensors
 
         reader = self._transport_reader
         assert reader is not None
@@ -107,7 +105,7 @@ class ReplicaActor(PingableActor):
         self._name, self._run_dir = name, context.run_dir
         record_crash_stacks(self._run_dir, name)
         self._stages = context.make_stages(calls, name, suspendable=suspendable)
-        self._held_version = ServedVersion(name, resolve_due_version=due) if follows else None
+        self._served_version = ServedVersion(name, resolve_due_version=due) if follows else None
         self._channel = (
             RemoteWeightChannel(context, follows, name, self._shared_weights) if follows else None
         )
@@ -125,11 +123,11 @@ class ReplicaActor(PingableActor):
             follower_tasks = []
             if (
                 follower is not None
-                and self._held_version is not None
+                and self._served_version is not None
                 and self._channel is not None
             ):
                 follow = follow_weights(
-                    self._stages[0], follower, self._channel, self._held_version
+                    self._stages[0], follower, self._channel, self._served_version
                 )
                 follower_tasks.append(tasks.create_task(follow))
             await asyncio.wait([tasks.create_task(loop) for loop in loops])
@@ -153,4 +151,5 @@ class ReplicaActor(PingableActor):
 
         Returns -1 at once if the actor follows no model.
         """
-        return -1 if self._held_version is None else await self._held_version.wait_for_version(0)
+        served = self._served_version
+        return -1 if served is None else await served.wait_for_version(0)

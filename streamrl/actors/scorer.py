@@ -38,7 +38,7 @@ class ScorerActor(ReplicaActor):
         for stage, call in zip(self._stages, self._calls, strict=True):
             limits = ScoringLimits(call.needs, 2 * batch, batch)
             loops.append(
-                score_groups(stage, scorer.stages[stage.name], limits, served=self._held_version)
+                score_groups(stage, scorer.stages[stage.name], limits, served=self._served_version)
             )
         try:
             await self._run_loops(loops, scorer.follower)

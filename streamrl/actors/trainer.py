@@ -6,7 +6,7 @@ Imports of torch happen inside functions: a process that only holds a handle loa
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,10 +28,12 @@ from streamrl.errors import CheckpointError
 from streamrl.messages import Columns
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.weights import WeightManifest
-from streamrl.weights.logprob_probe import LogprobCheck, make_check_sequences
+from streamrl.weights.config import DISK
+from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 
 if TYPE_CHECKING:
-    from streamrl.actors.weight_sender import WeightSender
+    from torch import Tensor
+
     from streamrl.config import RunConfig
     from streamrl.engines.training.trainer import ModelTrainer
 
@@ -120,7 +122,12 @@ class TrainerActor(PingableActor):
             make_trainer, context.config, self._max_length, rank, self._role
         )
         self._ema_reference = EmaReference(self._config.reference.decay)
-        self._sender = self._make_sender(context)
+        self._reference_version = -1
+        # Only rank 0 publishes: its model, unless shared in place, and the EMA reference.
+        path = self._config.get_model_path(self._role)
+        roles = [self._role] if rank == 0 and self._shared_weights is None else []
+        roles += [EMA_REFERENCE] if self._has_reference else []
+        self._writers = {role: context.transport.make_writer(role, path) for role in roles}
         if resume_dir is not None:
             await self._run_in_thread(self._trainer.load_training_state, resume_dir)
             if self._has_reference:
@@ -129,29 +136,6 @@ class TrainerActor(PingableActor):
             await self._run_in_thread(self._trainer.offload_optimizer)
         if self._shared_weights is not None:
             self._shared_weights.mark_trainer_ready()
-
-    def _make_sender(self, context: ActorContext) -> "WeightSender":
-        from streamrl.actors.transport.endpoints import make_transport_writer
-        from streamrl.actors.weight_sender import WeightSender
-
-        path = self._config.get_model_path(self._role)
-        published_roles = [self._role] if self._shared_weights is None else []
-        # Only rank 0 publishes: its model, unless shared in place, and the EMA reference.
-        roles = [*published_roles, *([EMA_REFERENCE] if self._has_reference else [])]
-        writers = {
-            role: make_transport_writer(context.transport, role, path)
-            for role in roles
-            if self._rank == 0
-        }
-        weights = self._config.weights
-        return WeightSender(
-            self._trainer,
-            self._role,
-            writers,
-            weights,
-            self._ema_reference,
-            shared_weights=self._shared_weights,
-        )
 
     @property
     def _has_reference(self) -> bool:
@@ -253,7 +237,7 @@ class TrainerActor(PingableActor):
                     await self._run_in_thread(self._make_logprob_check) if computes_check else None
                 )
                 manifest = await self._run_in_thread(
-                    self._sender.send_model, version, readers, thread=self._publish_thread
+                    self._send_model, version, readers, thread=self._publish_thread
                 )
                 return manifest and replace(manifest, logprob_check=logprob_check)
 
@@ -265,22 +249,69 @@ class TrainerActor(PingableActor):
     ) -> WeightManifest | None:
         """Make the logprob check if needed and send the model; runs in the model thread."""
         logprob_check = self._make_logprob_check() if should_check else None
-        manifest = self._sender.send_model(version, readers)
+        manifest = self._send_model(version, readers)
         return manifest and replace(manifest, logprob_check=logprob_check)
 
     async def publish_reference(
-        self, version: int, readers: Sequence[str], moves: bool
+        self, version: int, readers: Sequence[str]
     ) -> WeightManifest | None:
-        """Publish the EMA reference as `version`. All ranks must call; rank 0 returns the manifest.
+        """Update and publish the EMA reference, which rank 0 owns; rank 0 returns the manifest.
 
-        moves: first update the reference, which rank 0 owns, from the current policy.
+        All ranks must call.
         """
         thread = self._model_thread if self._trainer.has_sharded_params else self._publish_thread
         with self._stage.spans.record_span("publish_reference", version=version):
             manifest: WeightManifest | None = await self._run_in_thread(
-                partial(self._sender.send_reference, version, readers, moves=moves), thread=thread
+                self._send_reference, version, readers, thread=thread
             )
         return manifest
+
+    def _send_model(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
+        if self._shared_weights is not None:
+            return self._shared_weights.publish_version(self._trainer, version)
+        # Other programs load a policy from disk and do not know adapters: write merged weights.
+        is_whole = self._role == POLICY and self._config.weights.transport == DISK
+        tensors = self._trainer.merged_state() if is_whole else self._trainer.full_state()
+        return self._send_tensors(self._role, iter(tensors), version, readers)
+
+    def _send_reference(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
+        model = iter(self._trainer.full_state())
+        # On a retry the reference was already updated; only the send failed.
+        if self._has_reference and version > self._reference_version:
+            # The first version of this process is the checkpoint's reference, or the model itself.
+            moves = self._reference_version >= 0
+            self._ema_reference.update_from_policy(model, moves=moves)
+            self._reference_version = version
+        self._finish_gather(model)
+        reference = self._ema_reference.named_tensors()
+        return self._send_tensors(EMA_REFERENCE, reference, version, readers)
+
+    def _send_tensors(
+        self,
+        role: str,
+        tensors: "Iterator[tuple[str, Tensor]]",
+        version: int,
+        readers: Sequence[str],
+    ) -> WeightManifest | None:
+        """Send tensors by the role's writer; a rank without a writer only takes part in gathers."""
+        from streamrl.weights.buckets import publish_version
+
+        writer, bucket_bytes = self._writers.get(role), self._config.weights.bucket_bytes
+        try:
+            if writer is None:
+                return None
+            writer.set_readers(readers)
+            return publish_version(
+                tensors, version=version, bucket_bytes=bucket_bytes, writer=writer
+            )
+        finally:
+            # After a failed send the other ranks still gather the remaining tensors.
+            self._finish_gather(tensors)
+
+    def _finish_gather(self, tensors: "Iterator[tuple[str, Tensor]]") -> None:
+        """Exhaust `tensors`: every rank must take part in each collective that gathers a tensor."""
+        for _ in tensors if self._trainer.has_sharded_params else ():
+            pass
 
     async def save_checkpoint(self, model_dir: Path, trainer_dir: Path) -> None:
         """Write this rank's files of a checkpoint. All ranks must call.

@@ -15,7 +15,7 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.run_dir.checkpoint import CheckpointWriter
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightManifest
-from streamrl.weights.logprob_probe import is_logprob_check_due
+from streamrl.weights.logprob_check import is_logprob_check_due
 
 
 class TrainerGroup:
@@ -137,15 +137,10 @@ class TrainerGroup:
         assert isinstance(manifest, WeightManifest)
         return manifest
 
-    async def publish_reference(
-        self, version: int, readers: Sequence[str], *, moves: bool
-    ) -> WeightManifest:
-        """Publish the policy's EMA reference as `version` to these readers; return the manifest.
-
-        moves: first update the reference from the current policy.
-        """
+    async def publish_reference(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        """Update the policy's EMA reference and publish it as `version`; return the manifest."""
         async with self._publish_lock:
-            calls = [rank.publish_reference.remote(version, readers, moves) for rank in self._ranks]
+            calls = [rank.publish_reference.remote(version, readers) for rank in self._ranks]
             manifest = (await self._gather_replies("publish_reference", calls))[0]
         assert isinstance(manifest, WeightManifest)
         return manifest
@@ -172,19 +167,3 @@ class TrainerGroup:
             await_reply(r, name, self._timeout_s) for r, name in zip(replies, names, strict=True)
         )
         return await gather_replies(*calls)
-
-
-class EmaReferencePublisher:
-    """Publishes the EMA reference of a policy; a WeightPublisher calls it like a trained model."""
-
-    def __init__(self, policy: TrainerGroup) -> None:
-        self._policy = policy
-        self._has_published = False
-
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the EMA reference after an update from the policy of `version`.
-
-        The first call of a run publishes the reference without an update.
-        """
-        moves, self._has_published = self._has_published, True
-        return await self._policy.publish_reference(version, readers, moves=moves)

@@ -8,6 +8,7 @@ device arbiter. Computation and transfers are replaced by timers.
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import cast
 
@@ -27,14 +28,14 @@ from streamrl.simulator.replicas.queue import SimulatedQueue
 from streamrl.simulator.replicas.recorder import ProcessRecordings
 from streamrl.simulator.replicas.run_log import SimulatedRunLog
 from streamrl.simulator.replicas.scorers import SimulatedScorer
-from streamrl.simulator.replicas.trainers import SimulatedReference, SimulatedTrainer
+from streamrl.simulator.replicas.trainers import SimulatedTrainer, publish_reference
 from streamrl.simulator.replicas.weight_followers import SimulatedWeightRegistry
 from streamrl.simulator.results import name_processes
 from streamrl.simulator.scenario import SimulationScenario, assign_devices
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import DeviceLease, StageContext, StepResult
 from streamrl.stream.run_state import RunState
-from streamrl.stream.weight_publisher import WeightPublisher, WeightSource
+from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 
@@ -108,9 +109,12 @@ class SimulatedRun:
         version, scenario = self._checkpoint_version, self.scenario
         lease = self._make_lease(POLICY, TRAINER_PHASE)
         trainers = self._make_trainers()
-        sources: dict[str, WeightSource] = {**trainers}
+        sources: dict[str, PublishFunction] = {
+            role: trainer.publish_weights for role, trainer in trainers.items()
+        }
         if any(call.followed_role == EMA_REFERENCE for call in scenario.dataflow.calls):
-            sources[EMA_REFERENCE] = SimulatedReference(scenario.estimate_publish_s(EMA_REFERENCE))
+            publish_s = scenario.estimate_publish_s(EMA_REFERENCE)
+            sources[EMA_REFERENCE] = partial(publish_reference, publish_s)
         registries = {role: SimulatedWeightRegistry() for role in sources}
         self.context.registries = registries
         # Colocated generators read weights in the trainer's process: publishing needs no lease.

@@ -15,7 +15,7 @@ from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.messages import Array, Columns, GroupInfo, Prompt
 from streamrl.telemetry.spans import SpanArgValue, SpanRecorder
 from streamrl.weights import WeightLoadStats, WeightManifest
-from streamrl.weights.version_registry import ReaderState
+from streamrl.weights.versions import ReaderState
 
 
 class FollowerProtocol(Protocol):
@@ -81,14 +81,6 @@ class TrainerProtocol(Protocol):
         """Run the optimizer on the accumulated gradients; return metrics (gradient norm, ...).
 
         sums: metric sums of all micro-batches of the update, which include the loss denominators.
-        """
-        ...
-
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the current weights as `version` for the followers of this model.
-
-        readers: names of the followers; later followers may fetch the version, too. Forward and
-        backward passes may continue meanwhile, updates may not.
         """
         ...
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY
 from streamrl.engines.reference_config import ReferenceConfig
@@ -11,7 +10,7 @@ from streamrl.errors import WeightsError
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import DeviceLease
 from streamrl.weights import WeightManifest
-from streamrl.weights.version_registry import WeightFault, WeightRegistry
+from streamrl.weights.versions import WeightFault, WeightRegistry
 
 PUBLISH_ATTEMPTS = 5
 """Consecutive failed attempts to publish a version before the run ends."""
@@ -19,15 +18,11 @@ RETRY_S = 0.5
 """Delay before the first retry, s; doubles with each retry."""
 
 
-class WeightSource(Protocol):
-    """A trained model that can publish its weights."""
+PublishFunction = Callable[[int, Sequence[str]], Awaitable[WeightManifest]]
+"""Publishes the current model as a version, to the followers of these names.
 
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the current model as `version` to the followers named in `readers`.
-
-        Raises WeightsError on failure; a retry may succeed.
-        """
-        ...
+Raises WeightsError on failure; a retry may succeed.
+"""
 
 
 def is_publish_due(
@@ -53,7 +48,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        sources: Mapping[str, WeightSource],
+        sources: Mapping[str, PublishFunction],
         registries: Mapping[str, WeightRegistry],
         *,
         due: Callable[[str, int], bool] = lambda role, version: True,
@@ -62,7 +57,7 @@ class WeightPublisher:
     ) -> None:
         """Create a publisher.
 
-        sources: trained models by role.
+        sources: functions that publish a model, by role.
         registries: published versions and followers by role.
         due(role, version): whether followers of a role get a version or keep the last one.
         lease: the trainers' device lease, held to read a model.
@@ -122,7 +117,7 @@ class WeightPublisher:
         while True:
             try:
                 async with self._lease.hold("publish"):
-                    manifest = await self._sources[role].publish_weights(version, registry.readers)
+                    manifest = await self._sources[role](version, registry.readers)
                 break
             except WeightsError as error:
                 failures += 1

@@ -10,7 +10,15 @@ SHARED_MEMORY = "shared_memory"
 COLLECTIVE = "collective"
 DISK = "disk"
 DELTA = "delta"
-TRANSPORTS = (AUTO, OBJECT_STORE, SHARED_MEMORY, COLLECTIVE, DISK, DELTA)
+TRANSPORT_MODULES = {
+    OBJECT_STORE: "object_store",
+    SHARED_MEMORY: "shared_memory",
+    COLLECTIVE: "collective",
+    DISK: "disk",
+    DELTA: "delta",
+}
+"""Module of `weights/transports` by the value of `weights.transport` that selects it."""
+TRANSPORTS = (AUTO, *TRANSPORT_MODULES)
 ON_UPDATE_MODES = ("interrupt", "drain")
 KV_CACHE_MODES = ("recompute", "keep")
 EXACT_LOGPROB_LIMIT = 1e-3

@@ -46,33 +46,24 @@ class ClusterFacts:
         return min(model.num_readers, self.max_staleness + 1)
 
 
-@dataclass(frozen=True)
-class TransportDecision:
-    """The chosen transport (one of TRANSPORTS, never auto) and a one-line reason for the user."""
-
-    transport: str
-    reason: str
-
-
-def choose_transport(config: WeightsConfig, facts: ClusterFacts) -> TransportDecision:
+def choose_transport(config: WeightsConfig, facts: ClusterFacts) -> tuple[str, str]:
     """Return the configured transport, or for auto the fastest that is possible.
 
-    Raises ConfigError, with the arithmetic, if the configured transport is impossible.
+    Also returns the reason, a line for the user. Raises ConfigError, with the arithmetic, if the
+    configured transport is impossible.
     """
     obstacle = _find_obstacle(config, facts)
     if config.transport == SHARED_MEMORY and obstacle:
         raise ConfigError(f"weights.transport=shared_memory: {obstacle}")
     if config.transport != AUTO:
         name = TRANSPORT_LABELS.get(config.transport, config.transport)
-        return TransportDecision(config.transport, f"weights: {name}, as weights.transport says")
+        return config.transport, f"weights: {name}, as weights.transport says"
     if obstacle:
-        return TransportDecision(
-            OBJECT_STORE,
-            f"weights: {TRANSPORT_LABELS[OBJECT_STORE]}, as for shared memory {obstacle}",
-        )
+        label = TRANSPORT_LABELS[OBJECT_STORE]
+        return OBJECT_STORE, f"weights: {label}, as for shared memory {obstacle}"
     num_readers = sum(model.num_readers for model in facts.models)
     readers = f"{num_readers} reader{'s' * (num_readers != 1)}"
-    return TransportDecision(
+    return (
         SHARED_MEMORY,
         f"weights: {TRANSPORT_LABELS[SHARED_MEMORY]}, as publisher and {readers} are on one node, "
         f"{_describe_capacity(facts)} and {_describe_demand(config, facts)}",

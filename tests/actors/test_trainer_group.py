@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from streamrl.actors.coordination.step_reporter import RoleActors
-from streamrl.actors.trainer_group import EmaReferencePublisher, TrainerGroup
+from streamrl.actors.trainer_group import TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.dataflow import build_dataflow
 from streamrl.engines.trainer_config import TrainerConfig
@@ -63,9 +63,7 @@ def test_a_model_and_its_ema_reference_are_published_one_after_the_other(zero_st
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=zero_stage)
-        await asyncio.gather(
-            trainer.publish_weights(1, []), EmaReferencePublisher(trainer).publish_weights(1, [])
-        )
+        await asyncio.gather(trainer.publish_weights(1, []), trainer.publish_reference(1, []))
         assert [rank.log for rank in ranks] == [[*PUBLISHES, *PUBLISHES_REFERENCE]] * 2
 
     run_virtual(scenario())

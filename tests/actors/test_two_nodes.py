@@ -28,9 +28,8 @@ from streamrl.actors.launch.local_ray import TOKEN_VARIABLE, override_ray_enviro
 from streamrl.actors.launch.placement_groups import release_placement_groups, reserve_bundles
 from streamrl.actors.launch.ray_cluster import NO_TOKEN_MESSAGE
 from streamrl.actors.queue_shard import create_shards
-from streamrl.actors.transport.endpoints import make_transport_reader, make_transport_writer
+from streamrl.actors.transport.ray_calls import RAY_ACCESS
 from streamrl.actors.transport.shard_proxy import RemoteShard
-from streamrl.actors.transport.transport_spec import TransportSpec
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.buffer import (
     ExperienceQueue,
@@ -51,10 +50,9 @@ from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement import PlacementConfig
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.weights import WeightManifest
+from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.config import COLLECTIVE, DELTA, DISK, OBJECT_STORE
-from streamrl.weights.pack import publish_version
-from streamrl.weights.transport_choice import TransportDecision
-from streamrl.weights.unpack import unpack_tensors
+from streamrl.weights.transport import TransportSpec
 from tests.e2e.launched import MARK, marked
 
 # Workers of the nodes do not have the tests on their path.
@@ -339,7 +337,7 @@ class Publisher:
     """Publisher side of a transport."""
 
     def open(self, spec: TransportSpec) -> None:
-        self._outlet = make_transport_writer(spec, POLICY, "")
+        self._outlet = spec.make_writer(POLICY, "")
 
     def publish(self, version: int, readers: list[str]) -> WeightManifest:
         self._outlet.set_readers(readers)
@@ -354,7 +352,7 @@ class Reader:
         self._name = name
 
     def open(self, spec: TransportSpec) -> None:
-        self._inlet = make_transport_reader(spec, POLICY, self._name)
+        self._inlet = spec.make_reader(POLICY, self._name)
 
     def pull(self, manifest: WeightManifest) -> tuple[bool, str | None]:
         """Return whether the fetched version equals the published one, and the fallback reason."""
@@ -377,7 +375,7 @@ def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path) -> N
     ]
     assert [node_of(reader) for reader in readers] == list(nodes.ids)
     for transport in (OBJECT_STORE, DELTA, COLLECTIVE, DISK):
-        spec = TransportSpec(TransportDecision(transport, ""), "run", tmp_path / transport, 2, {})
+        spec = TransportSpec(transport, "", "run", tmp_path / transport, 2, RAY_ACCESS)
         ray.get([actor.open.remote(spec) for actor in (publisher, *readers)], timeout=60.0)
         for version in range(3):
             manifest = ray.get(publisher.publish.remote(version, names), timeout=60.0)

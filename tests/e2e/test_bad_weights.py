@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.pipeline import PULL_ATTEMPTS
-from streamrl.weights.transports.shm_segments import remove_stale_segments
+from streamrl.weights.transports.shared_memory import remove_stale_segments
 from tests.e2e.launched import Launched, events, rows
 from tests.e2e.sabotage import DAMAGED
 from tests.toy import write_toy

@@ -17,7 +17,7 @@ from streamrl.engines.vllm import engine as vllm_engine
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
-from streamrl.weights import WeightLoadStats, logprob_probe
+from streamrl.weights import WeightLoadStats, logprob_check
 from tests.engines.tiny_qwen import MAX_LENGTH, weights_of
 
 
@@ -98,7 +98,7 @@ def sampled_versions(rollouts: Sequence[Rollout]) -> list[list[int]]:
 CONCURRENT = 64
 # The engine adds slots for a logprob check.
 WIDE = GeneratorConfig(
-    max_new_tokens=150, max_concurrent_rollouts=CONCURRENT - logprob_probe.NUM_SEQUENCES
+    max_new_tokens=150, max_concurrent_rollouts=CONCURRENT - logprob_check.NUM_SEQUENCES
 )
 """Settings of the engine that most tests share."""
 POLICIES: Mapping[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from streamrl.engines.models.lora import find_lora_layers
 from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.files.hf_config import read_stored_shapes
-from streamrl.weights.logprob_probe import LogprobCheck, make_check_sequences
+from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests.engines.test_weight_updates import started
 from tests.engines.tiny_qwen import MAX_LENGTH, save, weights_of

@@ -7,7 +7,7 @@ import pytest
 from streamrl.engines.generator_config import GeneratorConfig, make_engine_args
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import ConfigError
-from streamrl.weights.logprob_probe import NUM_SEQUENCES
+from streamrl.weights.logprob_check import NUM_SEQUENCES
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from streamrl.engines.generation.requests_in_flight import ProgressWatch
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Prompt, Rollout, columns_to_rollouts
-from streamrl.weights.logprob_probe import NUM_SEQUENCES
-from streamrl.weights.pack import publish_version
+from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.weights.logprob_check import NUM_SEQUENCES
 from streamrl.weights.parameters import order_for_fusion
-from streamrl.weights.unpack import unpack_tensors
 from tests.engines.flight import Engines, Flight, sampled_versions
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from streamrl.messages import Array, Rollout
-from streamrl.weights.pack import publish_version
+from streamrl.weights.buckets import publish_version
 from streamrl.weights.transports.disk import DiskWriter
 
 if TYPE_CHECKING:

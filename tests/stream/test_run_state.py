@@ -29,7 +29,7 @@ from streamrl.pipeline import admit_prompts
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.run_state import PipelineConfig, RunState
 from streamrl.stream.weight_publisher import WeightPublisher
-from streamrl.weights.version_registry import WeightRegistry
+from streamrl.weights.versions import WeightRegistry
 from tests.buffer.shards import STAGES
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fake_stream import Stream, run_stream

@@ -12,7 +12,7 @@ from streamrl.errors import WeightsError
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS, WeightPublisher, is_publish_due
 from streamrl.weights import WeightManifest
-from streamrl.weights.version_registry import WeightFault, WeightRegistry
+from streamrl.weights.versions import WeightFault, WeightRegistry
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
@@ -25,7 +25,7 @@ class Source:
         self.failures = failures
         self.versions: list[int] = []
 
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def __call__(self, version: int, readers: Sequence[str]) -> WeightManifest:
         self.versions.append(version)
         await asyncio.sleep(self.publish_s)
         if version == 3 and self.failures:

@@ -1,42 +1,19 @@
-"""Transport within a process: the handles are the buckets."""
+"""Transport within a process: an object store whose handles are the arrays."""
 
-from collections.abc import Sequence
+import numpy as np
 
-from streamrl.messages import Array
-from streamrl.weights import WeightBucket, WeightManifest
-from streamrl.weights.pack import allocate_host_buffer
+from streamrl.weights.transports.object_store import ObjectStoreReader, ObjectStoreWriter
 
 
-class LocalWriter:
-    """Gives every bucket its own memory, which is the handle."""
+class LocalWriter(ObjectStoreWriter):
+    """Puts buckets into the store of this process."""
 
-    def set_readers(self, names: Sequence[str]) -> None:
-        pass
-
-    def begin_version(self, version: int) -> None:
-        pass
-
-    def allocate_buffer(self, num_bytes: int) -> Array:
-        return allocate_host_buffer(num_bytes)
-
-    def commit_bucket(self, bucket: WeightBucket, data: Array) -> object:
-        return data.copy()
-
-    def commit_version(self, manifest: WeightManifest) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__(np.copy)
 
 
-class LocalReader:
-    """Returns the handles."""
+class LocalReader(ObjectStoreReader):
+    """Fetches buckets from the store of this process."""
 
-    bytes_fetched = 0
-    fallback_reason: str | None = None
-
-    def fetch_buckets(self, manifest: WeightManifest) -> list[Array]:
-        return list(manifest.handles)
-
-    def close(self) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__("policy", lambda handles, subject: handles)

@@ -8,7 +8,6 @@ from streamrl.weights.config import TRANSPORTS
 from streamrl.weights.transport_choice import (
     ClusterFacts,
     PublishedModel,
-    TransportDecision,
     choose_transport,
     divide_shared_memory,
 )
@@ -26,7 +25,7 @@ LITTLE_ROOM = ClusterFacts(
 
 
 def test_auto_chooses_shared_memory_on_a_single_node() -> None:
-    assert choose_transport(WeightsConfig(), ONE_NODE) == TransportDecision(
+    assert choose_transport(WeightsConfig(), ONE_NODE) == (
         "shared_memory",
         "weights: shared memory, as publisher and 3 readers are on one node, /dev/shm has 11.2 GB"
         " and 7.6 MB are needed = (weights.keep_versions=2 + 1 laid + 1 read) x 1.9 MB of policy",
@@ -34,7 +33,7 @@ def test_auto_chooses_shared_memory_on_a_single_node() -> None:
 
 
 def test_auto_chooses_the_object_store_on_two_nodes() -> None:
-    assert choose_transport(WeightsConfig(), TWO_NODES) == TransportDecision(
+    assert choose_transport(WeightsConfig(), TWO_NODES) == (
         "store",
         "weights: the object store, as for shared memory publisher and readers are on 2 nodes, "
         "and must be on one",
@@ -42,15 +41,13 @@ def test_auto_chooses_the_object_store_on_two_nodes() -> None:
 
 
 def test_the_share_of_rays_object_store_is_not_available_to_weights() -> None:
-    assert choose_transport(WeightsConfig(), LITTLE_ROOM) == TransportDecision(
+    assert choose_transport(WeightsConfig(), LITTLE_ROOM) == (
         "store",
         "weights: the object store, as for shared memory /dev/shm has 64.0 MB = 576.0 MB - 512.0 MB"
         " of Ray's own store and 80.0 MB are needed = (weights.keep_versions=2 + 1 laid + 1 read)"
         " x 20.0 MB of policy",
     )
-    assert (
-        choose_transport(WeightsConfig(keep_versions=1), LITTLE_ROOM).transport == "shared_memory"
-    )
+    assert choose_transport(WeightsConfig(keep_versions=1), LITTLE_ROOM)[0] == "shared_memory"
 
 
 @pytest.mark.parametrize(
@@ -61,9 +58,9 @@ def test_lagging_versions_are_bounded_by_readers_and_max_staleness(
 ) -> None:
     model = PublishedModel("policy", 100, readers)
     facts = ClusterFacts(1, (model,), max_staleness, shm_free_bytes=100 * (3 + read))
-    assert choose_transport(WeightsConfig(), facts).transport == "shared_memory"
+    assert choose_transport(WeightsConfig(), facts)[0] == "shared_memory"
     facts = ClusterFacts(1, (model,), max_staleness, shm_free_bytes=100 * (3 + read) - 1)
-    assert choose_transport(WeightsConfig(), facts).transport == "store"
+    assert choose_transport(WeightsConfig(), facts)[0] == "store"
 
 
 def test_published_models_share_the_memory_by_need() -> None:
@@ -72,8 +69,8 @@ def test_published_models_share_the_memory_by_need() -> None:
         PublishedModel("critic", 50, num_readers=1),
     )
     facts = ClusterFacts(1, models, max_staleness=1, shm_free_bytes=1750, object_store_bytes=350)
-    choice = choose_transport(WeightsConfig(), facts)
-    assert choice.reason.endswith(
+    _, reason = choose_transport(WeightsConfig(), facts)
+    assert reason.endswith(
         "3 readers are on one node, /dev/shm has 1.4 kB = 1.8 kB - 350 bytes of Ray's own store and"
         " 700 bytes are needed = (weights.keep_versions=2 + 1 laid + 2 read) x 100 bytes of policy"
         " + (weights.keep_versions=2 + 1 laid + 1 read) x 50 bytes of critic"
@@ -115,13 +112,13 @@ def test_impossible_shared_memory_is_refused_with_the_arithmetic(
 )
 def test_the_configured_transport_is_chosen_or_refused(transport: str, facts: ClusterFacts) -> None:
     try:
-        choice = choose_transport(WeightsConfig(transport=transport), facts)
+        chosen, reason = choose_transport(WeightsConfig(transport=transport), facts)
     except ConfigError:
         assert transport == "shared_memory"
         return
-    assert choice.transport in TRANSPORTS[1:]
-    assert transport in ("auto", choice.transport)
-    assert choice.reason.startswith("weights: ")
-    if choice.transport == "shared_memory":
+    assert chosen in TRANSPORTS[1:]
+    assert transport in ("auto", chosen)
+    assert reason.startswith("weights: ")
+    if chosen == "shared_memory":
         (num_bytes,) = divide_shared_memory(WeightsConfig(), facts).values()
         assert 4 * facts.models[0].num_bytes <= num_bytes == facts.capacity_bytes

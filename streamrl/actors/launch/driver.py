@@ -21,7 +21,6 @@ from streamrl.actors.liveness import LivenessMonitor, name_unresponsive
 from streamrl.actors.protocols import EngineFactory
 from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, fetch_reply, has_died
-from streamrl.actors.transport.transport_spec import TransportSpec
 from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan, StageSchema
 from streamrl.config import RunConfig
 from streamrl.config.preflight import PreparedRun, compute_max_group_bytes
@@ -39,6 +38,7 @@ from streamrl.run_dir.checkpoint import Checkpoint, find_snapshot, get_journal_d
 from streamrl.run_dir.control_requests import ScaleRequestInbox
 from streamrl.run_dir.crash_stacks import CrashWatch
 from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS
+from streamrl.weights.transport import TransportSpec
 
 POLL_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 12.0

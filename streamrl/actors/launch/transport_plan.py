@@ -2,14 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
 import torch
 
 from streamrl.actors.launch.ray_cluster import get_object_store_bytes
-from streamrl.actors.transport.transport_spec import TransportSpec
+from streamrl.actors.transport.ray_calls import RAY_ACCESS
 from streamrl.config import RunConfig
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY
 from streamrl.engines.dtypes import resolve_trainer_dtype
@@ -21,13 +20,14 @@ from streamrl.engines.models.two_heads import add_value_head
 from streamrl.engines.vllm.rank_groups import assign_rank_groups
 from streamrl.placement import ResourceDemand
 from streamrl.weights.config import SHARED_MEMORY
+from streamrl.weights.transport import TransportSpec, load_transport
 from streamrl.weights.transport_choice import (
     ClusterFacts,
     PublishedModel,
     choose_transport,
     divide_shared_memory,
 )
-from streamrl.weights.transports.shm_segments import (
+from streamrl.weights.transports.shared_memory import (
     get_free_bytes,
     get_total_bytes,
     remove_stale_segments,
@@ -60,19 +60,20 @@ def plan_transport(
         shm_free_bytes=get_free_bytes(),
         object_store_bytes=_get_store_bytes(),
     )
-    decision = choose_transport(config.weights, facts)
+    name, reason = choose_transport(config.weights, facts)
     if config.placement.is_hybrid:
-        others_reason = decision.reason.removeprefix("weights: ")
+        others = f"; others: {reason.removeprefix('weights: ')}" if facts.models else ""
         on_gpu = any(demand.gpus for demand in demands)
-        reason = _describe_hybrid_transport(config, on_gpu=on_gpu)
-        reason = f"{reason}; others: {others_reason}" if facts.models else reason
-        decision = replace(decision, reason=reason)
-    is_shared_memory = decision.transport == SHARED_MEMORY
+        reason = _describe_hybrid_transport(config, on_gpu=on_gpu) + others
+    is_shared_memory = name == SHARED_MEMORY
     return TransportSpec(
-        decision,
+        name,
+        reason,
         token,
         config.run_dir.absolute(),
         config.weights.keep_versions,
+        RAY_ACCESS,
+        copies_per_node=load_transport(name).copies_per_node,
         max_bytes=divide_shared_memory(config.weights, facts) if is_shared_memory else {},
         node=nodes[0] if is_shared_memory else "",
     )

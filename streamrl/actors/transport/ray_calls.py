@@ -26,6 +26,7 @@ from streamrl.errors import (
     RankLostError,
     StreamError,
 )
+from streamrl.weights.transport import ClusterAccess
 
 CALL_TIMEOUT_S = 120.0
 """Timeout of an actor call that only handles metadata. Calls that compute pass their own."""
@@ -73,6 +74,18 @@ async def fetch_objects(
     # Ray warns about a blocking get in an asyncio actor; this get runs in a thread.
     os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
     return list(await asyncio.to_thread(fetch_reply, list(references), call_name, timeout_s))
+
+
+def put_object(value: Any) -> Any:
+    """Put a value into the object store. `ray.put` itself cannot be pickled."""
+    return ray.put(value)
+
+
+def get_address() -> str:
+    return str(ray.util.get_node_ip_address())
+
+
+RAY_ACCESS = ClusterAccess(put_object, fetch_reply, get_address)
 
 
 async def gather_replies(*replies: Awaitable[Any]) -> list[Any]:

@@ -69,7 +69,7 @@ from streamrl.placement import WorkerMemory
 from streamrl.stream.protocols import FetchedWeights
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightLoadStats, WeightManifest
-from streamrl.weights.logprob_probe import is_logprob_check_due
+from streamrl.weights.logprob_check import is_logprob_check_due
 
 PROMPT_COLUMN = "prompt"
 DERIVED_COLUMN = "derived"

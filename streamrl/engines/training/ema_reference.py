@@ -34,16 +34,20 @@ class EmaReference:
         because advancing it may be a collective. Raises CheckpointError if the policy has a
         parameter that the reference lacks.
         """
-        is_new = not self._tensors
+        if not self._tensors:
+            # Assigned at once: an iterator that fails leaves no half reference behind.
+            self._tensors = {name: self._copy_tensor(tensor) for name, tensor in policy}
+            return
         for name, tensor in policy:
-            if is_new:
-                dtype = torch.float32 if self._decay else tensor.dtype
-                self._tensors[name] = tensor.detach().to("cpu", dtype, copy=True)
-            elif name not in self._tensors:
+            if name not in self._tensors:
                 raise CheckpointError(f"the reference was saved without {name}")
             elif moves:
                 reference = self._tensors[name]
                 reference.lerp_(tensor.detach().to("cpu", reference.dtype), 1 - self._decay)
+
+    def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        dtype = torch.float32 if self._decay else tensor.dtype
+        return tensor.detach().to("cpu", dtype, copy=True)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._tensors.items()

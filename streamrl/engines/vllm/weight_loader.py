@@ -34,7 +34,7 @@ from streamrl.files.hf_config import RECOMPUTED_TENSORS
 from streamrl.resharding import TensorBox
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import LoadVerification
-from streamrl.weights.logprob_probe import NUM_INITIAL_CHECKS
+from streamrl.weights.logprob_check import NUM_INITIAL_CHECKS
 from streamrl.weights.lora_merge import MergedWeights, load_stored_weights
 from streamrl.weights.parameters import ParameterSet
 

@@ -98,12 +98,9 @@ class SimulatedTrainer:
                 self._recorder.end_span(lane)
 
 
-class SimulatedReference:
-    """Source of an EMA reference's weights, which the policy's trainer computes."""
-
-    def __init__(self, publish_s: float) -> None:
-        self._publish_s = publish_s
-
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        await asyncio.sleep(self._publish_s)
-        return WeightManifest(version, (), ())
+async def publish_reference(
+    publish_s: float, version: int, readers: Sequence[str]
+) -> WeightManifest:
+    """Publish an EMA reference, which the policy's trainer computes, in `publish_s`."""
+    await asyncio.sleep(publish_s)
+    return WeightManifest(version, (), ())

@@ -7,7 +7,7 @@ from streamrl.placement.stage_timings import WeightsTiming
 from streamrl.simulator.replicas.recorder import ProcessRecorder
 from streamrl.stream.protocols import DeviceLease
 from streamrl.weights import WeightManifest
-from streamrl.weights.version_registry import WeightRegistry
+from streamrl.weights.versions import WeightRegistry
 
 
 class SimulatedWeightRegistry(WeightRegistry):

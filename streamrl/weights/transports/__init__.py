@@ -1,1 +1,1 @@
-"""Transports of weights between processes, one or two files each."""
+"""Transports of weights between processes."""

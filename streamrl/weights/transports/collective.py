@@ -20,7 +20,14 @@ import torch.distributed as dist
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.manifest import WeightBucket, WeightManifest
-from streamrl.weights.transport_protocol import TransportReader, TransportWriter, commit_copy
+from streamrl.weights.transport import (
+    Transport,
+    TransportReader,
+    TransportSpec,
+    TransportWriter,
+    commit_copy,
+)
+from streamrl.weights.transports import object_store
 from streamrl.weights.transports.collective_group import (
     PUBLISHER_RANK,
     BroadcastGroup,
@@ -35,7 +42,8 @@ from streamrl.weights.transports.collective_group import (
 )
 
 CPU_DEVICE = torch.device("cpu")
-
+TIMEOUT_S = 20.0
+"""Timeout of a broadcast beyond its transfer time; then the fallback takes over."""
 MEMBER_WAIT_FRACTION = 0.25
 """Share of the timeout spent waiting for members; the rest is for creating the process group and
 for delays of the transfer.
@@ -55,7 +63,7 @@ class CollectiveHandle:
     fallback_handle: Any
 
 
-class CollectiveWriter:
+class CollectiveWriter(TransportWriter):
     """Publisher's end of the collective transport: serves a TCPStore, sends from `device`.
 
     A broadcast takes at most `timeout_s` plus the transfer time at MIN_BYTES_PER_S. A quarter of
@@ -208,7 +216,7 @@ class CollectiveWriter:
         return bool(self._store.delete_key(_return_key(name)))
 
 
-class CollectiveReader:
+class CollectiveReader(TransportReader):
     """Reader's end of the collective transport: takes part in broadcasts, else uses `fallback`.
 
     `name` is the reader's name among the members. `fallback_reason` says why the last version came
@@ -231,8 +239,6 @@ class CollectiveReader:
         self._store: dist.TCPStore | None = None
         self._epoch: GroupEpoch | None = None
         self._group: BroadcastGroup | None = None
-        self.bytes_fetched = 0
-        self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """Receive the version's buckets from the broadcast, or if that fails from the fallback."""
@@ -316,3 +322,24 @@ def _fallback_manifest(manifest: WeightManifest) -> WeightManifest:
 def _return_key(name: str) -> str:
     """Return the TCPStore key that a formerly absent reader sets to take part again."""
     return f"back/{name}"
+
+
+def _get_device() -> torch.device:
+    """Return the device of this thread, to hand to the thread that sends."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return CPU_DEVICE
+
+
+def make_writer(spec: TransportSpec, role: str, model_path: str) -> CollectiveWriter:
+    store = object_store.make_writer(spec, role, model_path)
+    host = spec.cluster.get_address()
+    return CollectiveWriter(store, host=host, timeout_s=TIMEOUT_S, device=_get_device())
+
+
+def make_reader(spec: TransportSpec, role: str, reader: str) -> CollectiveReader:
+    store = object_store.make_reader(spec, role, reader)
+    return CollectiveReader(reader, store, timeout_s=TIMEOUT_S, device=_get_device())
+
+
+TRANSPORT = Transport(make_writer, make_reader)

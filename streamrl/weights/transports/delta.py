@@ -18,9 +18,15 @@ import numpy as np
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.manifest import TensorSlot, WeightBucket, WeightManifest, compute_checksum
-from streamrl.weights.tensor_views import TORCH_DTYPES
-from streamrl.weights.transport_protocol import TransportReader, TransportWriter
+from streamrl.weights.manifest import (
+    DTYPE_BYTES,
+    TensorSlot,
+    WeightBucket,
+    WeightManifest,
+    compute_checksum,
+)
+from streamrl.weights.transport import Transport, TransportReader, TransportWriter
+from streamrl.weights.transports import object_store
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class _BaseBucket:
 
 def word_bytes(slots: Sequence[TensorSlot]) -> int:
     """Return the bytes per word when buckets are compared: size of the shortest element, 1 to 8."""
-    return min(TORCH_DTYPES[slot.dtype].itemsize for slot in slots)
+    return min(DTYPE_BYTES[slot.dtype] for slot in slots)
 
 
 def encode_delta(base: Array, data: Array, word: int) -> Array:
@@ -85,7 +91,7 @@ def _bitmap_bytes(num_words: int, word: int) -> int:
     return -(-num_words // (8 * word)) * word
 
 
-class DeltaWriter:
+class DeltaWriter(TransportWriter):
     """Publisher's end of the delta transport: sends through `carrier`, keeps the last version."""
 
     def __init__(self, carrier: TransportWriter) -> None:
@@ -147,7 +153,7 @@ class DeltaWriter:
         return handle
 
 
-class DeltaReader:
+class DeltaReader(TransportReader):
     """Reader's end of the delta transport: keeps the last fetched version to apply deltas to.
 
     `bytes_fetched` counts the bytes received through `carrier`.
@@ -157,8 +163,6 @@ class DeltaReader:
         self._carrier = carrier
         self._version = -1
         self._last_buckets: Sequence[Array] = ()
-        self.bytes_fetched = 0
-        self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """Fetch each bucket as a delta if the delta's base version is here, otherwise in full."""
@@ -202,3 +206,10 @@ class DeltaReader:
             ) from error
         data.flags.writeable = False
         return data
+
+
+TRANSPORT = Transport(
+    lambda spec, role, model_path: DeltaWriter(object_store.make_writer(spec, role, model_path)),
+    lambda spec, role, reader: DeltaReader(object_store.make_reader(spec, role, reader)),
+    copies_per_node=True,
+)

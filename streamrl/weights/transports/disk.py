@@ -22,12 +22,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from streamrl.dataflow import POLICY
 from streamrl.errors import WeightsError
 from streamrl.files.atomic_write import sync_and_rename
 from streamrl.files.bounded_read import MIB, read_small_text
 from streamrl.messages import Array
+from streamrl.weights.buckets import view_tensor
 from streamrl.weights.manifest import WeightBucket, WeightManifest
-from streamrl.weights.tensor_views import view_tensor
+from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 
 LATEST_LINK = "latest"
 MANIFEST_FILE = "manifest.json"
@@ -63,7 +65,7 @@ class _ManifestFile:
     buckets: tuple[WeightBucket, ...]
 
 
-class DiskWriter:
+class DiskWriter(TransportWriter):
     """Publisher's end of the disk transport, the only writer of `directory`.
 
     Keeps the newest `keep_versions`. Config and tokenizer are copied from `model_dir`. Raises
@@ -80,9 +82,6 @@ class DiskWriter:
         self._version_dir = self._directory
         self._num_committed = 0
         self._staging_buffer = np.empty(0, np.uint8)
-
-    def set_readers(self, names: Sequence[str]) -> None:
-        pass
 
     def begin_version(self, version: int) -> None:
         """Create the version's temporary directory, and remove those of interrupted publishes."""
@@ -183,7 +182,7 @@ class DiskWriter:
         )
 
 
-class DiskReader:
+class DiskReader(TransportReader):
     """Reader's end of the disk transport; needs only the versions' directories.
 
     `name` names the model in errors.
@@ -191,17 +190,12 @@ class DiskReader:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.bytes_fetched = 0
-        self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """Rebuild the buckets of a version from the tensors in its files."""
         arrays = [self._read_bucket(manifest, index) for index in range(len(manifest.buckets))]
         self.bytes_fetched += manifest.num_bytes
         return arrays
-
-    def close(self) -> None:
-        pass
 
     def _read_bucket(self, manifest: WeightManifest, index: int) -> Array:
         """Rebuild bucket `index` of the manifest from its file, read-only."""
@@ -259,3 +253,13 @@ def _remove_path(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def make_writer(spec: TransportSpec, role: str, model_path: str) -> DiskWriter:
+    # Other programs may load the policy, so add its config and tokenizer files.
+    model_dir = Path(model_path) if role == POLICY else None
+    directory = spec.run_dir / "weights" / role
+    return DiskWriter(directory, keep_versions=spec.keep_versions, model_dir=model_dir)
+
+
+TRANSPORT = Transport(make_writer, lambda spec, role, reader: DiskReader(role))

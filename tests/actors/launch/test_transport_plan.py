@@ -8,13 +8,10 @@ import ray
 
 from streamrl.actors.launch import transport_plan
 from streamrl.actors.launch.transport_plan import plan_transport
-from streamrl.actors.transport.transport_spec import TransportSpec
 from streamrl.config import RunConfig, load_config
 from streamrl.config.preflight import PreparedRun, list_resource_demands
 from streamrl.errors import ConfigError
 from streamrl.placement import ResourceDemand
-from streamrl.weights.config import DELTA, OBJECT_STORE, TRANSPORTS
-from streamrl.weights.transport_choice import TransportDecision
 from tests.engines.tiny_qwen import save, tiny_model
 
 WHOLE = 78_400
@@ -120,13 +117,20 @@ def test_shared_memory_binds_all_actors_to_a_node_and_divides_its_memory(
     travel = plan_transport(config, demands_of(config), token="t")
     assert travel.node == "abc"
     assert travel.max_bytes == {"policy": 40 * MB}
+    assert not travel.copies_per_node
 
 
-@pytest.mark.parametrize("transport", ["store", "collective", "disk", "delta"])
-def test_other_transports_bind_no_node(model_path: str, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "passes_on"),
+    [("store", True), ("collective", False), ("disk", False), ("delta", True)],
+)
+def test_other_transports_bind_no_node_and_some_pass_versions_on_between_nodes(
+    model_path: str, tmp_path: Path, transport: str, passes_on: bool
+) -> None:
     config = config_of(model_path, tmp_path, f"weights.transport={transport}")
     travel = plan_transport(config, demands_of(config), token="t")
     assert (travel.node, travel.max_bytes) == ("", {})
+    assert travel.copies_per_node is passes_on
 
 
 def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
@@ -139,11 +143,3 @@ def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
     # A store larger than /dev/shm lies elsewhere.
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [201.0 * MB])
     assert plan_transport(config, demands_of(config), token="t").max_bytes == {"policy": 100 * MB}
-
-
-def test_transports_with_a_copy_per_node_use_a_broadcast_tree(tmp_path: Path) -> None:
-    for transport in TRANSPORTS:
-        travel = TransportSpec(TransportDecision(transport, ""), "run", tmp_path, 2, {})
-        assert (travel.make_broadcast_tree("node-0") is not None) is (
-            transport in (OBJECT_STORE, DELTA)
-        )

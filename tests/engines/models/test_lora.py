@@ -23,8 +23,8 @@ from streamrl.engines.models.lora import (
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
+from streamrl.weights.buckets import pack_buckets
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE, build_full_weights
-from streamrl.weights.pack import pack_buckets
 from streamrl.weights.parameters import ParameterSet
 from tests.engines.conftest import GATHERED, ONE, SHARDED, parametrize_layouts
 from tests.engines.plain_step import plain_loss

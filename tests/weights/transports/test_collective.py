@@ -13,12 +13,11 @@ import torch
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest
-from streamrl.weights.pack import publish_version
+from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.transports import collective_group
 from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
 from streamrl.weights.transports.collective_group import SharedDeadline
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from streamrl.weights.unpack import unpack_tensors
 from tests import forked
 from tests.weights.local_transport import LocalReader, LocalWriter
 

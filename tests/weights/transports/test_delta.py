@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest
-from streamrl.weights.pack import publish_version
+from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.transports.delta import DeltaReader, DeltaWriter, decode_delta, encode_delta
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from streamrl.weights.unpack import unpack_tensors
 from tests.weights.local_transport import LocalReader, LocalWriter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
 from streamrl.weights import WeightManifest
-from streamrl.weights.pack import publish_version
-from streamrl.weights.tensor_views import TORCH_DTYPES
+from streamrl.weights.buckets import TORCH_DTYPES, publish_version, unpack_tensors
 from streamrl.weights.transports.disk import DiskReader, DiskWriter, latest_version, read_manifest
-from streamrl.weights.unpack import unpack_tensors
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
 from streamrl.weights import WeightManifest
-from streamrl.weights.pack import publish_version
-from streamrl.weights.tensor_views import TORCH_DTYPES
-from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from streamrl.weights.transports.shm_segments import remove_stale_segments
-from streamrl.weights.unpack import unpack_tensors
+from streamrl.weights.buckets import TORCH_DTYPES, publish_version, unpack_tensors
+from streamrl.weights.transports.shared_memory import (
+    SharedMemoryReader,
+    SharedMemoryWriter,
+    remove_stale_segments,
+)
 from tests import forked
 from tests.weights.local_transport import LocalReader, LocalWriter
 
@@ -293,10 +294,10 @@ def test_a_full_file_system_raises_instead_of_killing_the_process() -> None:
     fetched = small_mount(
         "import torch; from pathlib import Path\n"
         "from streamrl.errors import WeightsError\n"
-        "from streamrl.weights.pack import publish_version\n"
+        "from streamrl.weights.buckets import publish_version\n"
         "from streamrl.weights.transports.shared_memory import SharedMemoryReader\n"
         "from streamrl.weights.transports.shared_memory import SharedMemoryWriter\n"
-        "from streamrl.weights.unpack import unpack_tensors\n"
+        "from streamrl.weights.buckets import unpack_tensors\n"
         "from tests.weights.local_transport import LocalReader, LocalWriter\n"
         "outlet = SharedMemoryWriter(\n"
         '    "run", LocalWriter(), keep_versions=2, directory=Path("/mnt"))\n'

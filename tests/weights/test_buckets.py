@@ -1,7 +1,8 @@
-"""Round trip of named tensors through buckets."""
+"""Round trip of named tensors through buckets, their layout and their checksums."""
 
 import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,10 +12,19 @@ from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import Array
-from streamrl.weights import WeightBucket, WeightManifest, WeightsConfig
-from streamrl.weights.pack import pack_buckets, publish_version
-from streamrl.weights.tensor_views import TORCH_DTYPES
-from streamrl.weights.unpack import unpack_tensors
+from streamrl.weights import TensorSlot, WeightBucket, WeightManifest, WeightsConfig, buckets
+from streamrl.weights.buckets import (
+    ALIGNMENT_BYTES,
+    HASH_CHUNK_BYTES,
+    TORCH_DTYPES,
+    RunningChecksum,
+    compute_checksums,
+    pack_buckets,
+    publish_version,
+    unpack_tensors,
+    view_tensor,
+)
+from streamrl.weights.manifest import DTYPE_BYTES, compute_checksum
 from tests.weights.local_transport import LocalWriter
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -196,3 +206,120 @@ def test_invalid_settings_are_refused_by_name(settings: dict[str, int], rule: st
 
 def test_a_bucket_of_64_mb_has_67108864_bytes() -> None:
     assert WeightsConfig().bucket_bytes == 67_108_864
+
+
+def pack_slots(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> list[tuple[TensorSlot, ...]]:
+    packed = pack_buckets(tensors.items(), version=1, bucket_bytes=bucket_bytes)
+    return [bucket.slots for bucket, _ in packed]
+
+
+def test_tensors_are_packed_at_multiples_of_64_bytes() -> None:
+    tensors = {"a": torch.ones(5), "b": torch.ones(3, 2, dtype=torch.bfloat16)}
+    assert pack_slots(tensors, 100) == [
+        (
+            TensorSlot("a", "float32", (5,), offset=0, num_bytes=20),
+            TensorSlot("b", "bfloat16", (3, 2), offset=64, num_bytes=12),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bucket_bytes", "packed"),
+    [
+        ({"a": 40, "b": 40, "c": 40}, 104, [["a", "b"], ["c"]]),
+        ({"a": 10, "large": 1000, "b": 10}, 128, [["a"], ["large"], ["b"]]),
+    ],
+)
+def test_a_tensor_that_does_not_fit_starts_a_new_bucket(
+    sizes: dict[str, int], bucket_bytes: int, packed: list[list[str]]
+) -> None:
+    tensors = {name: torch.ones(size, dtype=torch.uint8) for name, size in sizes.items()}
+    slots = pack_slots(tensors, bucket_bytes)
+    assert [[slot.name for slot in bucket] for bucket in slots] == packed
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(sorted(TORCH_DTYPES)),
+            st.lists(st.integers(1, 9), max_size=3).map(tuple),
+        ),
+        max_size=30,
+    ),
+    st.integers(1, 2000),
+)
+def test_every_tensor_has_exactly_one_slot_and_slots_do_not_overlap(
+    kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int
+) -> None:
+    tensors = {
+        f"t{i}": torch.zeros(shape, dtype=TORCH_DTYPES[dtype])
+        for i, (dtype, shape) in enumerate(kinds)
+    }
+    packed = pack_slots(tensors, bucket_bytes)
+    slots = [slot for bucket in packed for slot in bucket]
+    assert [(slot.dtype, slot.shape) for slot in slots] == kinds
+    assert [slot.name for slot in slots] == list(tensors)
+    for bucket in packed:
+        assert bucket[-1].end <= bucket_bytes or len(bucket) == 1
+        assert all(slot.offset % ALIGNMENT_BYTES == 0 for slot in bucket)
+        assert all(a.end <= b.offset for a, b in pairwise(bucket))
+
+
+def test_a_tensor_view_shares_memory_even_with_a_read_only_array() -> None:
+    data = np.zeros(128, np.uint8)
+    data[64:68] = np.frombuffer(np.float32(2.5).tobytes(), np.uint8)
+    data.flags.writeable = False
+    view = view_tensor(data, TensorSlot("a", "float32", (), offset=64, num_bytes=4))
+    assert view.item() == 2.5
+    assert view.data_ptr() == data.ctypes.data + 64
+
+
+def random_bytes(num_bytes: int) -> np.ndarray:
+    return np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
+
+
+@given(st.lists(st.lists(st.integers(0, 300), max_size=8), min_size=1, max_size=4))
+def test_hashing_in_pieces_gives_the_checksum_of_the_bucket(ends: list[list[int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch, RunningChecksum() as running:
+        patch.setattr(buckets, "HASH_CHUNK_BYTES", 100)
+        for sizes in ends:
+            data = random_bytes(sum(sizes))
+            for end in np.cumsum(sizes, dtype=int).tolist():
+                running.hash_written(data, end)
+            assert running.finish_bucket(data) == compute_checksum(data)
+
+
+@pytest.mark.parametrize("num_bytes", [10, HASH_CHUNK_BYTES])
+def test_checksums_keep_the_order_of_the_arrays(num_bytes: int) -> None:
+    arrays = [random_bytes(num_bytes + i) for i in range(5)]
+    assert compute_checksums(arrays) == [compute_checksum(array) for array in arrays]
+
+
+def test_a_tensor_larger_than_a_hash_chunk_is_copied_completely() -> None:
+    tensors = {
+        "a": torch.randn(3, 1_000_001),
+        "b": torch.randn(1_000_001, 3).t(),
+        "c": torch.ones(1),
+    }
+    ((bucket, data),) = pack_buckets(tensors.items(), version=1, bucket_bytes=1 << 30)
+    assert bucket.checksum == compute_checksum(data)
+    for slot in bucket.slots:
+        copy = torch.from_numpy(data[slot.offset : slot.end]).view(torch.float32).view(slot.shape)
+        assert torch.equal(copy, tensors[slot.name])
+
+
+def test_gaps_between_tensors_are_zeroed() -> None:
+    def pack(filled_with: int) -> list[tuple[str, bytes]]:
+        rooms = pack_buckets(
+            some_tensors().items(),
+            version=1,
+            bucket_bytes=200,
+            allocate=lambda num_bytes: np.full(num_bytes, filled_with, np.uint8),
+        )
+        return [(bucket.checksum, data.tobytes()) for bucket, data in rooms]
+
+    assert pack(0) == pack(255)
+
+
+def test_tensor_sizes_match_torch() -> None:
+    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == DTYPE_BYTES

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from streamrl.errors import LogprobCheckError
-from streamrl.weights.logprob_probe import LogprobCheck, make_check_sequences
+from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 

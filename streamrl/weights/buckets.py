@@ -1,0 +1,263 @@
+"""Buckets of a version: pack named tensors into them, verify them, and view their tensors.
+
+Everything streams: packing holds the copy of a single bucket, and the caller may gather parameters
+one by one and free each before the next. A thread hashes written bytes while the caller copies the
+next ones; XXH3 releases the GIL, so hashing on a second core is nearly free.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from streamrl.errors import WeightsError
+from streamrl.messages import Array
+from streamrl.weights.manifest import (
+    DTYPE_BYTES,
+    TensorSlot,
+    WeightBucket,
+    WeightManifest,
+    compute_checksum,
+)
+from streamrl.weights.transport import TransportWriter
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
+"""Supported dtypes by name. Manifests store names because numpy has no bfloat16."""
+ALIGNMENT_BYTES = 64
+"""Tensors start at multiples of this, so that any dtype can be viewed in place."""
+HASH_CHUNK_BYTES = 4 << 20
+"""Bytes hashed per task of the thread pool; submitting a task costs as much as hashing 0.5 MB."""
+MAX_HASH_THREADS = 4
+"""Memory bandwidth is the limit beyond this number."""
+
+
+def allocate_host_buffer(num_bytes: int) -> Array:
+    """Return zeroed memory for a bucket. Pages are committed only as the bucket is filled."""
+    return np.zeros(num_bytes, np.uint8)
+
+
+def pack_buckets(
+    named_tensors: NamedTensors,
+    *,
+    version: int,
+    bucket_bytes: int,
+    allocate: Callable[[int], Array] = allocate_host_buffer,
+) -> Iterator[tuple[WeightBucket, Array]]:
+    """Yield each bucket of a version with its bytes, uint8 [num_bytes].
+
+    `bucket_bytes`: largest size of a bucket; a larger tensor gets a bucket of its own. `allocate`
+    returns memory for at least the given number of bytes, with any contents: the gaps between
+    tensors, which the checksum covers, are zeroed here.
+
+    A tensor may live on any device and need not be contiguous; it is read before the next tensor is
+    requested. Raises WeightsError on a duplicate name, a tensor without elements (a parameter that
+    was not gathered) or an unsupported dtype.
+    """
+    names: set[str] = set()
+    slots: list[TensorSlot] = []
+    end = 0
+    data = np.empty(0, np.uint8)
+    with RunningChecksum() as checksum:
+        for name, tensor in named_tensors:
+            if name in names:
+                raise WeightsError(f"weights version {version}: duplicate tensor {name}")
+            names.add(name)
+            dtype = _get_dtype_name(name, tensor, version)
+            offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            if slots and offset + tensor.nbytes > bucket_bytes:
+                yield _finish_bucket(slots, data, checksum)
+                slots, end, offset = [], 0, 0
+            slot = TensorSlot(name, dtype, tuple(tensor.shape), offset, tensor.nbytes)
+            if not slots:
+                data = allocate(max(bucket_bytes, slot.end))
+            data[end:offset] = 0
+            _copy_to_slot(tensor.detach(), slot, data, checksum)
+            slots.append(slot)
+            end = slot.end
+        if slots:
+            yield _finish_bucket(slots, data, checksum)
+
+
+def publish_version(
+    named_tensors: NamedTensors, *, version: int, bucket_bytes: int, writer: TransportWriter
+) -> WeightManifest:
+    """Pack the tensors, send every bucket through `writer`, and return the manifest for readers.
+
+    `bucket_bytes`: largest size of a bucket. Raises the errors of `pack_buckets`; readers then
+    never see the version.
+    """
+    writer.begin_version(version)
+    buckets: list[WeightBucket] = []
+    handles: list[Any] = []
+    for bucket, data in pack_buckets(
+        named_tensors, version=version, bucket_bytes=bucket_bytes, allocate=writer.allocate_buffer
+    ):
+        buckets.append(bucket)
+        handles.append(writer.commit_bucket(bucket, data))
+        del data  # otherwise the loop variable keeps the bucket alive while the next one is filled
+    manifest = WeightManifest(version, tuple(buckets), tuple(handles))
+    writer.commit_version(manifest)
+    return manifest
+
+
+class RunningChecksum(AbstractContextManager["RunningChecksum"]):
+    """Checksum of a bucket that is being filled front to back; use in a `with` block.
+
+    The end of the block stops the hashing thread. Bytes reported to `hash_written` must not change
+    until `finish_bucket` returns.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "checksum")
+        self._pending_hash: Future[None] | None = None
+        self._digest = xxhash.xxh3_64()
+        self._num_hashed = 0
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._executor.shutdown()
+
+    def hash_written(self, data: Array, end: int) -> None:
+        """Hash new bytes in another thread; the first `end` bytes of the bucket are final now.
+
+        `data`: memory of the bucket, uint8. Less than HASH_CHUNK_BYTES of new bytes wait for the
+        next call.
+        """
+        # If the previous piece is still being hashed, this one is hashed with the next call.
+        if end - self._num_hashed >= HASH_CHUNK_BYTES and (
+            self._pending_hash is None or self._pending_hash.done()
+        ):
+            self._pending_hash = self._executor.submit(
+                self._update_digest, data[self._num_hashed : end]
+            )
+            self._num_hashed = end
+
+    def finish_bucket(self, data: Array) -> str:
+        """Return the hex checksum of the complete bucket `data`, and reset for the next bucket."""
+        if self._pending_hash is not None:
+            self._pending_hash.result()
+        self._update_digest(data[self._num_hashed :])
+        checksum = self._digest.hexdigest()
+        self._digest.reset()
+        self._num_hashed = 0
+        self._pending_hash = None
+        return checksum
+
+    def _update_digest(self, piece: Array) -> None:
+        self._digest.update(piece.data)
+
+
+def _get_dtype_name(name: str, tensor: torch.Tensor, version: int) -> str:
+    """Return a tensor's dtype; raise WeightsError if the tensor cannot be published."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in TORCH_DTYPES:
+        raise WeightsError(f"weights version {version}: {name} has unsupported dtype {dtype}")
+    if tensor.numel() == 0:
+        raise WeightsError(
+            f"weights version {version}: {name} has no elements, shape {tuple(tensor.shape)}: "
+            "was the parameter gathered?"
+        )
+    return dtype
+
+
+def _copy_to_slot(
+    tensor: torch.Tensor, slot: TensorSlot, data: Array, checksum: RunningChecksum
+) -> None:
+    """Copy a tensor into its slot, in pieces if it is large, so that hashing runs in parallel."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        view_tensor(data, slot).copy_(tensor)
+        checksum.hash_written(data, slot.end)
+        return
+    # Copy with numpy, single-threaded: torch's parallel copy would wait for the core that hashes.
+    source = tensor.reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, slot.num_bytes, HASH_CHUNK_BYTES):
+        piece = source[start : start + HASH_CHUNK_BYTES]
+        end = slot.offset + start + piece.nbytes
+        data[end - piece.nbytes : end] = piece
+        checksum.hash_written(data, end)
+
+
+def _finish_bucket(
+    slots: list[TensorSlot], data: Array, checksum: RunningChecksum
+) -> tuple[WeightBucket, Array]:
+    """Return the description of a filled bucket, with its checksum, and its bytes."""
+    data = data[: slots[-1].end]
+    return WeightBucket(tuple(slots), data.nbytes, checksum.finish_bucket(data)), data
+
+
+def unpack_tensors(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch.Tensor]:
+    """Verify the buckets of a version, and return its tensors by name as views of the buckets.
+
+    `arrays`: bytes of each bucket, uint8 [num_bytes]. The views are read-only if the arrays are,
+    which torch cannot enforce: copy before writing. Raises WeightsError with version, bucket and
+    reason if the number of buckets, a size or a checksum is wrong, or a bucket does not contain its
+    tensors.
+    """
+    num_buckets = len(manifest.buckets)
+    if len(arrays) != num_buckets:
+        raise WeightsError(
+            f"weights version {manifest.version}: received {len(arrays)} buckets,"
+            f" expected {num_buckets}"
+        )
+    faults = [
+        _find_size_fault(bucket, data)
+        for bucket, data in zip(manifest.buckets, arrays, strict=True)
+    ]
+    if not any(faults):
+        pairs = zip(manifest.buckets, compute_checksums(arrays), strict=True)
+        faults = [_find_checksum_fault(bucket, checksum) for bucket, checksum in pairs]
+    for index, fault in enumerate(faults):
+        if fault:
+            place = f"weights version {manifest.version}, bucket {index} of {num_buckets}"
+            raise WeightsError(f"{place}: {fault}")
+    return {
+        slot.name: view_tensor(data, slot)
+        for bucket, data in zip(manifest.buckets, arrays, strict=True)
+        for slot in bucket.slots
+    }
+
+
+def _find_size_fault(bucket: WeightBucket, data: Array) -> str | None:
+    """Return why a bucket's dtype, size or slots are wrong, or None."""
+    if data.dtype != np.uint8 or data.shape != (bucket.num_bytes,):
+        return f"is {data.dtype}{list(data.shape)}, expected uint8[{bucket.num_bytes}]"
+    for slot in bucket.slots:
+        if slot.end > bucket.num_bytes:
+            return f"{slot.name} ends at byte {slot.end}, the bucket at {bucket.num_bytes}"
+    return None
+
+
+def _find_checksum_fault(bucket: WeightBucket, checksum: str) -> str | None:
+    """Return why a bucket's checksum is wrong, or None."""
+    if checksum == bucket.checksum:
+        return None
+    return f"checksum is {checksum}, expected {bucket.checksum}"
+
+
+def view_tensor(data: Array, slot: TensorSlot) -> torch.Tensor:
+    """Return the tensor of a slot as a view of its bucket's bytes; `data` may be read-only.
+
+    Uses DLPack because torch.from_numpy warns about read-only arrays.
+    """
+    raw = torch.from_dlpack(data[slot.offset : slot.end])
+    return raw.view(TORCH_DTYPES[slot.dtype]).view(slot.shape)
+
+
+def compute_checksums(arrays: Sequence[Array]) -> list[str]:
+    """Return the hex checksum of each array, hashed by several threads if the arrays are large."""
+    num_threads = min(len(arrays), os.cpu_count() or 1, MAX_HASH_THREADS)
+    if num_threads <= 1 or sum(array.nbytes for array in arrays) < HASH_CHUNK_BYTES:
+        return [compute_checksum(array) for array in arrays]
+    with ThreadPoolExecutor(num_threads, "checksum") as threads:
+        return list(threads.map(compute_checksum, arrays))
