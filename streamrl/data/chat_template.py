@@ -29,14 +29,8 @@ VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekke
 FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes in tokenizer_config.json whose tokenizer is fully described by tokenizer.json."""
 RESERVED_ARGUMENTS = (
-    "messages",
-    "tools",
-    "documents",
-    "conversation",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
+    *("messages", "tools", "documents", "conversation", "chat_template", "tokenize"),
+    *("add_generation_prompt", "continue_final_message"),
 )
 """Chat template arguments that rendering sets itself or must not receive."""
 

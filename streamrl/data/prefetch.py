@@ -68,11 +68,8 @@ class InterleaveNode(BaseNode[DrawnPrompt]):
         zeros = [0] * len(self._stream_files)
         state = initial_state or {"drawn": zeros, "given": zeros}
         self._num_drawn, self._num_prompts = list(state["drawn"]), list(state["given"])
-        self._num_seen, self._num_bad, self._num_since_prompt = (
-            zeros.copy(),
-            zeros.copy(),
-            zeros.copy(),
-        )
+        self._num_seen, self._num_bad = zeros.copy(), zeros.copy()
+        self._num_since_prompt = zeros.copy()
         self._sources = [
             _make_file_node(order, start, file.classify_indices, self._prefetch_batches)
             for order, start, file in zip(

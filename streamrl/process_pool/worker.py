@@ -18,14 +18,8 @@ from streamrl.errors import ConfigError
 from streamrl.process_pool.framing import pack_message, read_message
 
 RequestHandler = Callable[[Any], Any]
-LOAD_FAILED, READY, RESULT, FAILED, REQUEST, CANCEL = (
-    "refused",
-    "ready",
-    "answer",
-    "failed",
-    "ask",
-    "end",
-)
+LOAD_FAILED, READY, RESULT, FAILED = "refused", "ready", "answer", "failed"
+REQUEST, CANCEL = "ask", "end"
 
 
 def run_worker(channel: socket.socket, target: str) -> NoReturn:

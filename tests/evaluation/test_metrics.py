@@ -110,19 +110,8 @@ def metric_segments(*names):
 
 
 def test_sources_with_special_characters_have_distinct_metrics():
-    names = [
-        "a/b",
-        "a_b",
-        "a~b",
-        "a%2Fb",
-        "a b",
-        "",
-        "none",
-        "%6Eone",
-        "a.b-1",
-        "\u00e4/",
-        "\ud800",
-    ]
+    names = ["a/b", "a_b", "a~b", "a%2Fb", "a b", "", "none", "%6Eone", "a.b-1"]
+    names += ["\u00e4/", "\ud800"]
     assert metric_segments(*names) == [
         *("a~b", "a_b", "a%7Eb", "a%252Fb", "a%20b", "none", "%6Eone", "%256Eone", "a.b-1"),
         *("\u00e4~", "%ED%A0%80"),

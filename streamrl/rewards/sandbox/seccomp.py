@@ -61,15 +61,8 @@ def build_syscall_filter() -> bytes:
     denied = seccomp.ERRNO(errno.EPERM)
     missing = seccomp.ERRNO(errno.ENOSYS)
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
-    calls = (
-        _OTHER_PROCESSES,
-        _NAMESPACES,
-        _KERNEL,
-        _HIDDEN_MEMORY,
-        _CROSS_PROCESS_EFFECTS,
-        _SOCKETS,
-    )
-    for name in " ".join(calls).split():
+    calls = (_OTHER_PROCESSES, _NAMESPACES, _KERNEL, _HIDDEN_MEMORY, _SOCKETS)
+    for name in " ".join((*calls, _CROSS_PROCESS_EFFECTS)).split():
         if seccomp.resolve_syscall(seccomp.Arch.NATIVE, name) >= 0:  # exists on this architecture
             rules.add_rule(denied, name)
     for name in _ZERO_COPY_CALLS.split():
