@@ -24,7 +24,7 @@ from streamrl.engines.training.trainer import make_backend
 from streamrl.engines.training.training_backend import TrainingBackend
 from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.resharding import TensorShard
+from streamrl.resharding.layouts import TensorShard
 from streamrl.resharding.storage import ShardStorage
 from tests.engines.moved_ranks import count_aliased_bytes
 from tests.engines.tiny_qwen import save, tiny_model

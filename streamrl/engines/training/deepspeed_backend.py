@@ -32,7 +32,7 @@ from streamrl.engines.models.forward import get_local_device
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS
 from streamrl.engines.training.training_backend import TrainingBackend, make_siblings_contiguous
 from streamrl.errors import CheckpointError
-from streamrl.resharding import TensorShard, create_whole_shard
+from streamrl.resharding.layouts import TensorShard, create_whole_shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -31,8 +31,9 @@ from streamrl.engines.models.forward import get_local_device
 from streamrl.engines.models.tensor_parallel import iter_layers, parallelize_layers
 from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE
 from streamrl.engines.training.training_backend import TrainingBackend
-from streamrl.resharding import TensorShard, TensorSpec, create_tensor_shard
+from streamrl.resharding.layouts import TensorShard, create_tensor_shard
 from streamrl.resharding.storage import ShardStorage
+from streamrl.resharding.tensor_specs import TensorSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
