@@ -39,9 +39,8 @@ from streamrl.run_dir.checkpoint import (
     list_checkpoints,
 )
 from streamrl.telemetry import RunInfo
-from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sink_group import SinkGroup, make_sink_group
-from streamrl.telemetry.sinks import EventFields
+from streamrl.telemetry.sinks import EventFields, RolloutLog
 from streamrl.telemetry.wandb_sink import preload_wandb
 
 if TYPE_CHECKING:

@@ -305,10 +305,3 @@ def parse_metrics_row(line: Mapping[str, Any]) -> MetricsRow:
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"{name}={value!r:.40}: neither a number nor a histogram") from None
     return row
-
-
-def render_metrics_table() -> str:
-    """Return the table of all metrics, in Markdown, for the docs."""
-    lines = ["| name | unit | meaning |", "| --- | --- | --- |"]
-    lines += [f"| `{m.name}` | {m.unit or '-'} | {m.meaning} |" for m in METRICS]
-    return "\n".join(lines) + "\n"

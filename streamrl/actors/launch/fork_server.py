@@ -286,7 +286,9 @@ def _serve_launcher(level: ForkLevel, connection: socket.socket, listener: socke
     connection.settimeout(REQUEST_TIMEOUT_S)
     if not is_same_user(connection):
         return
-    request, files = _receive_request(connection)
+    _, files, _, _ = socket.recv_fds(connection, 1, len(STANDARD_STREAMS))
+    with connection.makefile("rb") as lines:
+        request = json.loads(lines.readline())
     pid, is_forked = os.getpid(), False
     try:
         # A launcher that timed out has closed its end and starts the worker itself.
@@ -315,14 +317,6 @@ def _import_modules(level: ForkLevel) -> None:
     finally:
         for name in absent:
             del sys.modules[name]
-
-
-def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the request of a `launch_worker` and its open standard streams."""
-    _, files, _, _ = socket.recv_fds(connection, 1, len(STANDARD_STREAMS))
-    with connection.makefile("rb") as lines:
-        line = lines.readline()
-    return json.loads(line), files
 
 
 def _is_forkable() -> bool:
