@@ -16,6 +16,7 @@ from streamrl.messages import parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.fake_stream import Disk, Disturb, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
+from tests.virtual_time import in_virtual_time
 
 plans = st.builds(
     Plan,
@@ -220,27 +221,24 @@ def test_resumed_run_trains_every_prompt_once(plan: Plan, crashes: list[float], 
             assert stream.trainer.digests[version] == after.trainer.digests[version]
 
 
-def test_resume_may_replay_steps_for_longer_than_a_stall() -> None:
+@in_virtual_time
+async def test_resume_may_replay_steps_for_longer_than_a_stall() -> None:
     plan = Plan(
         steps=12, max_staleness=3, publish_every=4, train_s=30.0, stall_s=150.0, lease_s=1000.0
     )
-
-    async def main() -> Stream:
-        disk = Disk.empty(plan)
-        first = build_stream(plan, disk)
-        await first.control.reconcile_queue(first.queue)
-        assert not await lives(first, 1000.0)
-        assert len(first.outcomes) > 6, "all of them are made again: there is no checkpoint"
-        second = build_stream(plan, disk, session="second")
-        await second.control.reconcile_queue(second.queue)
-        waiting = max(second.ledger.in_flight.values())
-        began = asyncio.get_running_loop().time()
-        await run_loops(second)
-        made = second.step_ends[waiting - 1] - began
-        assert made > 2 * plan.stall_s, "so long somebody waited for the version"
-        return second
-
-    stream = run_virtual(main())
+    disk = Disk.empty(plan)
+    first = build_stream(plan, disk)
+    await first.control.reconcile_queue(first.queue)
+    assert not await lives(first, 1000.0)
+    assert len(first.outcomes) > 6, "all of them are made again: there is no checkpoint"
+    second = build_stream(plan, disk, session="second")
+    await second.control.reconcile_queue(second.queue)
+    waiting = max(second.ledger.in_flight.values())
+    began = asyncio.get_running_loop().time()
+    await run_loops(second)
+    made = second.step_ends[waiting - 1] - began
+    assert made > 2 * plan.stall_s, "so long somebody waited for the version"
+    stream = second
     assert stream.ledger.counts.trained == plan.steps * plan.groups_per_step
 
 

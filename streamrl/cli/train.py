@@ -188,7 +188,8 @@ def _prepare_training(
         return prepared, QueueLayout(config.queue.shards)
     if resume.checkpoint is not None:
         _load_position(resume.checkpoint, config, prepared.prompts)
-    layout = _load_queue_layout(resume)
+    stored = load_config(resume.run_dir / "config.yaml", is_rehearsed=True)
+    layout = resume.read_layout(shards=stored.queue.shards)
     check_resume(resume, layout, config, prepared.prompts)
     return prepared, layout
 
@@ -257,12 +258,6 @@ def _forward_reports(
 
     with catch_first_interrupt() as stopping:
         return session.watch_actors(handle, stopping)
-
-
-def _load_queue_layout(resume: ResumePoint) -> QueueLayout:
-    """Return the layout of the shard folders in the run directory of a resume point."""
-    stored = load_config(resume.run_dir / "config.yaml", is_rehearsed=True)
-    return resume.read_layout(shards=stored.queue.shards)
 
 
 def _load_position(checkpoint: Checkpoint, config: RunConfig, prompts: "PromptStream") -> None:

@@ -54,7 +54,7 @@ class SinkGroup:
         with ExitStack() as started:
             for sink in self.sinks:
                 sink.start(config)
-                started.callback(self._close_sink, sink)
+                started.callback(lambda sink=sink: sink.close(self._summary))
             self._open_sinks = started.pop_all()
 
     def log_step(self, step: int, row: MetricsRow) -> None:
@@ -87,9 +87,6 @@ class SinkGroup:
         """Close all sinks, the console last, even if some fail. A second call has no effect."""
         self._summary = summary
         self._open_sinks.close()
-
-    def _close_sink(self, sink: MetricsSink) -> None:
-        sink.close(self._summary)
 
 
 def make_sink_group(

@@ -21,6 +21,7 @@ from streamrl.stream.stage_worker import POLL_WAIT_S
 from streamrl.stream.train_step import ReadyRounds, add_metric_sums, replay_step
 from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
+from tests.virtual_time import in_virtual_time
 
 
 def trained(stream: Stream) -> list[list[str]]:
@@ -50,23 +51,19 @@ def test_step_is_checked_against_the_queue() -> None:
         assert outcome.results_by_role[POLICY].metric_sums["rollouts"] == 8
 
 
-def test_steps_after_the_last_checkpoint_are_replayed_identically() -> None:
+@in_virtual_time
+async def test_steps_after_the_last_checkpoint_are_replayed_identically() -> None:
     plan = Plan(seed=5, steps=6, train_s=1.0)
-
-    async def main() -> tuple[Stream, Stream]:
-        disk = Disk.empty(plan)
-        first = build_stream(plan, disk)
-        await first.control.reconcile_queue(first.queue)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(14.0):
-                await run_loops(first, checkpoint_every=2)
-        second = build_stream(plan, disk, session="second")
-        await second.control.reconcile_queue(second.queue)
-        assert second.control.run_log.steps_to_replay, "some steps are on the books only"
-        await run_loops(second)
-        return first, second
-
-    first, second = run_virtual(main())
+    disk = Disk.empty(plan)
+    first = build_stream(plan, disk)
+    await first.control.reconcile_queue(first.queue)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(14.0):
+            await run_loops(first, checkpoint_every=2)
+    second = build_stream(plan, disk, session="second")
+    await second.control.reconcile_queue(second.queue)
+    assert second.control.run_log.steps_to_replay, "some steps are on the books only"
+    await run_loops(second)
     again = first.trainer.digests.keys() & second.trainer.digests.keys()
     assert again
     for version in again:
@@ -188,23 +185,20 @@ def test_stop_before_the_first_update_makes_none(
 
 
 @pytest.mark.parametrize("train_s", [1.0, 2.0, 3.0, 4.0])
-def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: float) -> None:
+@in_virtual_time
+async def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: float) -> None:
     took: list[float] = []
 
-    async def main() -> Stream:
-        async def stop(stream: Stream) -> None:
-            while not stream.trainer.num_updates:
-                await asyncio.sleep(0.01)
-            stream.control.request_stop()
-            took.append(asyncio.get_running_loop().time())
-
-        pace = UpdatePlan(requires_full_step=True, num_epochs=4, num_mini_batches=2)
-        plan = Plan(steps=9, pace=pace, train_s=train_s, critic=True)
-        stream = await run_stream(plan, disturb=stop)
+    async def stop(stream: Stream) -> None:
+        while not stream.trainer.num_updates:
+            await asyncio.sleep(0.01)
+        stream.control.request_stop()
         took.append(asyncio.get_running_loop().time())
-        return stream
 
-    stream = run_virtual(main())
+    pace = UpdatePlan(requires_full_step=True, num_epochs=4, num_mini_batches=2)
+    plan = Plan(steps=9, pace=pace, train_s=train_s, critic=True)
+    stream = await run_stream(plan, disturb=stop)
+    took.append(asyncio.get_running_loop().time())
     assert stream.control.has_partial_update and not stream.outcomes
     # Work in progress: a round and an update of the slower trainer.
     assert took[1] - took[0] < 4 * train_s + POLL_WAIT_S + 0.1

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors.actor_context import ActorContext
 from streamrl.actors.coordination.driver_events import DriverReport, EventReport
-from streamrl.actors.coordinator import CoordinatorActor, RoleActorMap, RunResult, RunStart
+from streamrl.actors.coordinator import CoordinatorActor, RunResult, RunStart
 from streamrl.actors.launch.actor_registry import ActorRegistry
 from streamrl.actors.launch.elastic import PendingStarts, ReplicaScaler
 from streamrl.actors.launch.transport_plan import plan_transport
@@ -122,7 +122,7 @@ class RunSession:
         )
         status("publishing the first weights")
         roles = list(registry.roles.values())
-        start_reply = coordinator.start.remote(context, RoleActorMap(registry.stream_roles), start)
+        start_reply = coordinator.start.remote(context, registry.stream_roles, start)
         fetch_reply(start_reply, "coordinator.start", self._first_publish_timeout_s)
         for role in roles:
             if role.kind is not CallKind.TRAIN:
