@@ -23,14 +23,7 @@ from streamrl.dataflow import (
 from streamrl.messages import ROLLOUT_COLUMNS
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-ROLLOUT = [
-    "token_ids",
-    "loss_mask",
-    "generator_logprobs",
-    "policy_version",
-    "lengths",
-    "finish_reason",
-]
+ROLLOUT = list(ROLLOUT_COLUMNS)
 SEQUENCES = ["token_ids", "loss_mask", "lengths"]
 GRPO = {
     ("generate", "reward"): ROLLOUT,

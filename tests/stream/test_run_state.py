@@ -23,7 +23,7 @@ from streamrl.buffer.admission.oversampling import OversamplingController
 from streamrl.buffer.admission.staleness_credits import compute_credit_limit
 from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.dataflow import POLICY
-from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, StaleGroupError
+from streamrl.errors import DropLimitError, FilterLimitError, StaleGroupError
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts
 from streamrl.simulator.replicas.virtual_loop import run_virtual
@@ -433,34 +433,3 @@ def test_depth_defaults_to_max_staleness() -> None:
     assert PipelineConfig(max_staleness=3).max_steps_ahead == 3
     assert PipelineConfig(max_staleness=3, depth=1).max_steps_ahead == 1
     assert PipelineConfig(max_staleness=3, depth=0).max_steps_ahead == 0
-
-
-def test_depth_above_max_staleness_raises_unless_on_stale_is_drop() -> None:
-    message = (
-        r"^pipeline.depth=2: \(2 \+ 1\) \* 8 groups in flight, but only"
-        r" \(pipeline.max_staleness 1 \+ 1\) \* 8 of them can be trained before they are too old;"
-        r" on_stale=drop would drop the others$"
-    )
-    with pytest.raises(ConfigError, match=message):
-        PipelineConfig(max_staleness=1, depth=2, groups_per_step=8)
-    assert (
-        PipelineConfig(max_staleness=1, depth=2, groups_per_step=8, on_stale="drop").max_steps_ahead
-        == 2
-    )
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "rule"),
-    [
-        ("max_staleness", -1, "must be 0 or more"),
-        ("depth", -1, "must be 0 or more"),
-        ("groups_per_step", 0, "must be above 0"),
-        ("micro_batch_tokens", 0, "must be above 0"),
-        ("stall_s", 0.0, "must be above 0"),
-        ("on_stale", "keep", "must be one of wait, drop"),
-        ("on_stall", "sleep", "must be one of abort, redeliver, warn"),
-    ],
-)
-def test_invalid_pipeline_settings_raise(key: str, value: Any, rule: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^pipeline\.{key}={value}: {rule}$"):
-        PipelineConfig(**{key: value})

@@ -23,6 +23,14 @@ from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
 from tests.virtual_time import in_virtual_time
 
+PACE = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
+
+
+async def stop_after_an_update(stream: Stream) -> None:
+    while not stream.trainer.num_updates:
+        await asyncio.sleep(0.01)
+    stream.control.request_stop()
+
 
 def trained(stream: Stream) -> list[list[str]]:
     return [[group.uid for group in outcome.groups] for outcome in stream.outcomes]
@@ -109,9 +117,7 @@ def test_stop_between_two_updates_leaves_a_partial_update() -> None:
             await asyncio.sleep(0.01)
         stream.control.stop_requested.set()
 
-    plan = Plan(
-        steps=1000, pace=UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
-    )
+    plan = Plan(steps=1000, pace=PACE)
     stream = run_virtual(run_stream(plan, disturb=stop))
     assert stream.control.has_partial_update
     assert stream.trainer.version == 0
@@ -122,14 +128,8 @@ def test_stop_between_two_updates_leaves_a_partial_update() -> None:
 def test_stop_between_two_updates_finishes_the_step_within_the_grace_period(
     train_s: float, ends: bool
 ) -> None:
-    async def stop(stream: Stream) -> None:
-        while not stream.trainer.num_updates:
-            await asyncio.sleep(0.01)
-        stream.control.request_stop()
-
-    pace = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
-    plan = Plan(steps=1000, pace=pace, train_s=train_s, critic=True)
-    stream = run_virtual(run_stream(plan, disturb=stop))
+    plan = Plan(steps=1000, pace=PACE, train_s=train_s, critic=True)
+    stream = run_virtual(run_stream(plan, disturb=stop_after_an_update))
     assert stream.control.has_partial_update is not ends
     assert len(stream.outcomes) == stream.control.admission.version == int(ends)
 
@@ -138,9 +138,7 @@ def test_stop_between_two_updates_finishes_the_step_within_the_grace_period(
     seed=st.integers(0, 1000),
     stop_s=st.floats(0.0, 6.0),
     train_s=st.sampled_from([0.05, 0.08]),
-    pace=st.sampled_from(
-        [UpdatePlan(), UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)]
-    ),
+    pace=st.sampled_from([UpdatePlan(), PACE]),
 )
 def test_stop_at_any_time_leaves_short_steps_complete(
     seed: int, stop_s: float, train_s: float, pace: UpdatePlan
@@ -176,10 +174,8 @@ def test_stop_before_the_first_update_makes_none(
         await asyncio.sleep(0.1)
         stream.control.request_stop()
 
-    pace = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
-    stream = run_virtual(
-        run_stream(Plan(steps=9, pace=pace, train_s=train_s, critic=critic), disturb=stop)
-    )
+    plan = Plan(steps=9, pace=PACE, train_s=train_s, critic=critic)
+    stream = run_virtual(run_stream(plan, disturb=stop))
     assert not stream.control.has_partial_update
     assert not stream.outcomes
 
@@ -210,8 +206,7 @@ def test_stop_before_an_update_leaves_no_partial_update() -> None:
             await asyncio.sleep(0.01)
         stream.control.request_stop()
 
-    pace = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
-    plan = Plan(steps=1000, pace=pace, micro_batch_tokens=11)
+    plan = Plan(steps=1000, pace=PACE, micro_batch_tokens=11)
     stream = run_virtual(run_stream(plan, disturb=stop))
     assert not stream.control.has_partial_update
 
