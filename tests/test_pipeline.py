@@ -25,51 +25,21 @@ from streamrl.stream.run_state import SURPLUS_CAUSE
 from streamrl.stream.stage_worker import ConcurrencyLimit, InFlightWork
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.telemetry.spans import compute_busy_s
-from tests.fake_stream import Stream, build_stream, run_loops, run_stream
+from tests.fake_stream import Stream, build_stream, draw_plans, run_loops, run_stream
 from tests.fakes import Plan
 from tests.virtual_time import in_virtual_time
 
-plans = st.builds(
-    Plan,
-    seed=st.integers(0, 10_000),
-    steps=st.integers(1, 5),
-    groups_per_step=st.integers(1, 6),
-    group_size=st.integers(1, 3),
-    max_staleness=st.integers(0, 3),
+plans = draw_plans(
     shards=st.integers(1, 3),
-    generators=st.integers(1, 3),
-    scorers=st.integers(1, 2),
-    world_size=st.integers(1, 2),
-    pace=st.sampled_from(
-        [
-            UpdatePlan(),
-            UpdatePlan(),
-            UpdatePlan(True),
-            UpdatePlan(True, 2, 1),
-            UpdatePlan(True, 1, 2),
-        ]
-    ),
-    micro_batch_tokens=st.integers(11, 120),
-    generate_s=st.sampled_from([(0.0, 0.1), (0.5, 2.0), (0.1, 20.0)]),
-    score_s=st.sampled_from([(0.0, 0.0), (0.1, 0.5), (1.0, 5.0)]),
-    train_s=st.sampled_from([0.0, 0.3, 3.0]),
-    pull_s=st.sampled_from([0.0, 0.5, 4.0]),
     publish_s=st.sampled_from([0.0, 0.2, 2.0]),
-    publish_every=st.integers(1, 4),
-    fail_rate=st.sampled_from([0.0, 0.2]),
     filter_rate=st.sampled_from([0.0, 0.0, 0.0, 0.5]),
     oversample=st.sampled_from([1.0, 1.0, 2.5, 6.0, None]),
     on_stale=st.sampled_from(["wait", "wait", "drop"]),
-    reference=st.booleans(),
-    critic=st.booleans(),
-    greedy=st.booleans(),
-    rests=st.integers(0, 2),
-    one_at_a_time=st.booleans(),
     # One at a time, 24 groups in 3 slots of 20 s each keep the trainer waiting for minutes.
-    room_steps=st.sampled_from([float("inf"), 1.0, 1.5]),
+    one_at_a_time=st.booleans(),
     # Where most are filtered, one step may take as long as many.
     stall_s=st.just(5000.0),
-).map(lambda plan: replace(plan, publish_every=min(plan.publish_every, plan.max_staleness + 1)))
+)
 
 
 def uids(stream: Stream) -> list[str]:

@@ -10,40 +10,23 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
 from streamrl.errors import DeadlineError, FilterLimitError
 from streamrl.messages import parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from tests.fake_stream import Disk, Disturb, Stream, build_stream, run_loops, run_stream
+from tests.fake_stream import (
+    Disk,
+    Disturb,
+    Stream,
+    build_stream,
+    draw_plans,
+    run_loops,
+    run_stream,
+)
 from tests.fakes import Plan
 from tests.virtual_time import in_virtual_time
 
-plans = st.builds(
-    Plan,
-    seed=st.integers(0, 100_000),
-    steps=st.integers(1, 5),
-    groups_per_step=st.integers(1, 6),
-    group_size=st.integers(1, 3),
-    max_staleness=st.integers(0, 3),
+plans = draw_plans(
     shards=st.integers(1, 4),
-    generators=st.integers(1, 3),
-    scorers=st.integers(1, 2),
-    world_size=st.integers(1, 2),
-    pace=st.sampled_from(
-        [
-            UpdatePlan(),
-            UpdatePlan(),
-            UpdatePlan(True),
-            UpdatePlan(True, 2, 1),
-            UpdatePlan(True, 1, 2),
-        ]
-    ),
-    micro_batch_tokens=st.integers(11, 120),
-    generate_s=st.sampled_from([(0.0, 0.1), (0.5, 2.0), (0.1, 20.0)]),
-    score_s=st.sampled_from([(0.0, 0.0), (0.1, 0.5), (1.0, 5.0)]),
-    train_s=st.sampled_from([0.0, 0.3, 3.0]),
-    pull_s=st.sampled_from([0.0, 0.5, 4.0]),
-    fail_rate=st.sampled_from([0.0, 0.2]),
     filter_rate=st.sampled_from([0.0, 0.3]),
     oversample=st.sampled_from([1.0, 1.0, 3.0, None]),
     duplicate_rate=st.sampled_from([0.0, 0.3]),
@@ -52,15 +35,9 @@ plans = st.builds(
     readmits=st.booleans(),
     on_stale=st.sampled_from(["wait", "drop"]),
     on_stall=st.sampled_from(["abort", "redeliver", "warn"]),
-    reference=st.booleans(),
-    critic=st.booleans(),
-    greedy=st.booleans(),
-    rests=st.integers(0, 2),
     lease_s=st.sampled_from([2.0, 30.0]),
-    publish_every=st.integers(1, 4),
-    room_steps=st.sampled_from([float("inf"), 1.0, 1.5]),
     stall_s=st.just(1000.0),
-).map(lambda plan: replace(plan, publish_every=min(plan.publish_every, plan.max_staleness + 1)))
+)
 
 
 async def harm(stream: Stream) -> None:
