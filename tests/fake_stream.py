@@ -36,10 +36,7 @@ from streamrl.dataflow import (
     ModelCall,
     build_dataflow,
 )
-from streamrl.messages import (
-    ROLLOUT_COLUMNS,
-    GroupOutcome,
-)
+from streamrl.messages import ROLLOUT_COLUMNS, GroupOutcome
 from streamrl.pipeline import (
     ScoringLimits,
     admit_prompts,

@@ -223,10 +223,7 @@ def test_grpo_unrolled_over_three_steps_with_staleness_one() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "max_staleness", "line"),
-    [
-        (0, 0, "steps=0: must be at least 1"),
-        (1, -1, "max_staleness=-1: must be 0 or more"),
-    ],
+    [(0, 0, "steps=0: must be at least 1"), (1, -1, "max_staleness=-1: must be 0 or more")],
 )
 def test_unroll_rejects_zero_steps_and_negative_staleness(
     steps: int, max_staleness: int, line: str

@@ -9,12 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from streamrl.cli.output.setting_docs import (
-    escape_cell,
-    format_code,
-    format_default,
-    read_meanings,
-)
+from streamrl.cli.output.setting_docs import escape_cell, format_code, format_default, read_meanings
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest

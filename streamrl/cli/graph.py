@@ -30,10 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--text", action="store_true", help="print as text (default)")
     form.add_argument("--dot", action="store_true", help="print in Graphviz's DOT language")
     form.add_argument(
-        "--svg",
-        type=parse_nonempty,
-        metavar="FILE",
-        help="write SVG to FILE; - prints it",
+        "--svg", type=parse_nonempty, metavar="FILE", help="write SVG to FILE; - prints it"
     )
     parser.add_argument(
         "--steps", type=int, default=1, metavar="N", help="number of optimizer steps to draw (1)"

@@ -8,12 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from streamrl.cli.output.setting_docs import (
-    escape_cell,
-    format_code,
-    format_default,
-    read_meanings,
-)
+from streamrl.cli.output.setting_docs import escape_cell, format_code, format_default, read_meanings
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.interface.config import RewardConfig

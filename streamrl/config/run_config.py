@@ -245,11 +245,7 @@ def load_config(
 
 
 def build_config(
-    settings: DictConfig,
-    overrides: Sequence[str] = (),
-    *,
-    place: str,
-    is_rehearsed: bool = False,
+    settings: DictConfig, overrides: Sequence[str] = (), *, place: str, is_rehearsed: bool = False
 ) -> RunConfig:
     """Build a checked RunConfig from settings in YAML's structure and key=value overrides.
 

@@ -67,9 +67,7 @@ def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
 
     Metrics of models that the step did not train are NaN.
     """
-    row: dict[str, float | Histogram] = {
-        **dict.fromkeys(TRAINED_METRICS, NAN),
-    }
+    row: dict[str, float | Histogram] = {**dict.fromkeys(TRAINED_METRICS, NAN)}
     row |= _reward_metrics(facts.metric_sums)
     row |= _rollout_metrics(facts)
     row |= _staleness_metrics(facts)

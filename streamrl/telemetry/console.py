@@ -65,11 +65,7 @@ class RunConsole:
     """
 
     def __init__(
-        self,
-        run_info: RunInfo,
-        console: Console,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, run_info: RunInfo, console: Console, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.progress = RunProgress(run_info)
         self.console = console

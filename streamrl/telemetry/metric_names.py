@@ -196,9 +196,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("weights/version", "", "policy_version after the step"),
     MetricSpec(
-        "weights/skew_max",
-        "versions",
-        "newest published version minus the oldest version in use",
+        "weights/skew_max", "versions", "newest published version minus the oldest version in use"
     ),
     MetricSpec("weights/publish_s", "s", "longest publish since the last step; NaN without one"),
     MetricSpec("weights/pull_s", "s", "longest time from notice of a version to its use"),

@@ -163,10 +163,7 @@ def read_files(folder: Path) -> dict[Path, bytes]:
             ["placement.cpus=2", "placement.mode=disaggregated"],
             ["needs 3 CPU slots", "the cluster has 2"],
         ),
-        (
-            ["placement.cpus=1", "trainer.world_size=2"],
-            ["needs 4 CPU slots", "the cluster has 1"],
-        ),
+        (["placement.cpus=1", "trainer.world_size=2"], ["needs 4 CPU slots", "the cluster has 1"]),
         (
             ["placement.mode=colocated", "weights.transport=disk"],
             ["weights.transport=disk: in a colocated run weights need no transport"],
@@ -191,10 +188,7 @@ def read_files(folder: Path) -> dict[Path, bytes]:
             ["generator.replicas=4: in a colocated run every group of generator.tensor_parallel=2"],
         ),
         (
-            [
-                *("placement.mode=colocated", "trainer.world_size=3"),
-                "generator.tensor_parallel=3",
-            ],
+            [*("placement.mode=colocated", "trainer.world_size=3"), "generator.tensor_parallel=3"],
             ["generator.tensor_parallel=3: must divide the model's num_attention_heads=2"],
         ),
         (

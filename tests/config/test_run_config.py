@@ -33,9 +33,7 @@ def test_unset_settings_have_their_defaults(recipe: Path) -> None:
     assert config.capacity_groups == 2 * config.pipeline.groups_per_step
 
 
-def test_depth_sets_the_groups_in_flight_and_defaults_to_max_staleness(
-    recipe: Path,
-) -> None:
+def test_depth_sets_the_groups_in_flight_and_defaults_to_max_staleness(recipe: Path) -> None:
     overrides = ["pipeline.max_staleness=3", "pipeline.groups_per_step=8"]
     assert load_config(recipe, overrides).capacity_groups == 32
     assert load_config(recipe, [*overrides, "pipeline.depth=1"]).capacity_groups == 16
@@ -150,20 +148,11 @@ def test_paths_become_absolute(recipe: Path) -> None:
     [
         ("trainer.learning_rate=1", "unknown key trainer.learning_rate=1; the nearest key is "),
         ("pipline.max_staleness=1", "unknown key pipline=.*pipeline"),
-        (
-            "run.name=off",
-            "run.name=False: must be text; YAML reads unquoted off, no and false as",
-        ),
+        ("run.name=off", "run.name=False: must be text; YAML reads unquoted off, no and false as"),
         ("trainer.lrr=1", "unknown key trainer.lrr=1; the nearest key is trainer.lr"),
-        (
-            "data.filter=a.py:b",
-            "data.filter='a.py:b'; set it per file, as in data.train={path",
-        ),
+        ("data.filter=a.py:b", "data.filter='a.py:b'; set it per file, as in data.train={path"),
         ("rewards=[{kind: exact, timeout_s: .inf}]", r"rewards\[0\].timeout_s=inf: must be a fin"),
-        (
-            "rewards=[{kind: exact, wieght: 2}]",
-            r"rewards\[0\].wieght=2: .*nearest key is weight",
-        ),
+        ("rewards=[{kind: exact, wieght: 2}]", r"rewards\[0\].wieght=2: .*nearest key is weight"),
         ("trainer.lr=fast", "trainer.lr: Value 'fast' .*could not be converted"),
         ("placement.pools=[{policy: 1}, 3]", r"placement.pools\[1\]: Cannot assign int to Dict"),
         ("placement.pools=[pool]", r"placement.pools\[0\]: Cannot assign str to Dict"),

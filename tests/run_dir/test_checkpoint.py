@@ -110,11 +110,7 @@ def test_resume_uses_the_newest_checkpoint_and_its_journal(tmp_path: Path) -> No
         write(tmp_path, version)
     point = find_resume_point(tmp_path)
     assert point.checkpoint is not None
-    assert (point.run_dir, point.version, point.should_keep_journal) == (
-        tmp_path,
-        100,
-        True,
-    )
+    assert (point.run_dir, point.version, point.should_keep_journal) == (tmp_path, 100, True)
     assert (point.checkpoint.model_dir / "weights").read_text() == "100"
     assert point.checkpoint.get_role_dirs(POLICY)[1] == point.checkpoint.path / "trainer"
 
@@ -260,11 +256,7 @@ def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
     assert find_resume_point(older).has_contiguous_journal is False
     (lost / "state.json").unlink()
     point = find_resume_point(tmp_path)
-    assert (
-        point.version,
-        point.should_keep_journal,
-        point.has_contiguous_journal,
-    ) == (
+    assert (point.version, point.should_keep_journal, point.has_contiguous_journal) == (
         5,
         True,
         False,
@@ -289,9 +281,7 @@ def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
     assert find_resume_point(tmp_path).has_contiguous_journal
 
 
-def test_resume_after_losing_a_resharded_checkpoint_restores_the_old_layout(
-    tmp_path: Path,
-) -> None:
+def test_resume_after_losing_a_resharded_checkpoint_restores_the_old_layout(tmp_path: Path) -> None:
     write(tmp_path, 5, shard_0=3, books=2)
     write_segments(tmp_path, RUN_LOG_FOLDER, 1, 2, 3)
     write_segments(tmp_path, "shard-0.1", 4)

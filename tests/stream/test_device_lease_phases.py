@@ -122,9 +122,7 @@ PIECES = st.lists(
 @given(PIECES, PIECES, st.floats(0.1, 5.0))
 @in_virtual_time
 async def test_conflicting_phases_never_overlap_and_none_starves(
-    rollouts: list[tuple[str, float, float]],
-    steps: list[tuple[str, float, float]],
-    slice_s: float,
+    rollouts: list[tuple[str, float, float]], steps: list[tuple[str, float, float]], slice_s: float
 ) -> None:
     arbiter = DeviceArbiter(timeout_s=1000.0, slice_s=slice_s)
     decoding = {name: Decoding() for name in ("generator-0", "generator-1")}
@@ -166,10 +164,7 @@ PARTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}}
 
 @in_virtual_time
 async def test_phases_without_a_common_device_run_in_parallel() -> None:
-    arbiter, clock = (
-        DeviceArbiter(timeout_s=100.0, slots=PARTS),
-        asyncio.get_running_loop().time,
-    )
+    arbiter, clock = (DeviceArbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time)
     times = {}
 
     async def work(phase: str) -> None:
@@ -185,10 +180,7 @@ async def test_phases_without_a_common_device_run_in_parallel() -> None:
 
 @in_virtual_time
 async def test_phase_on_many_devices_is_not_starved_by_single_device_phases() -> None:
-    arbiter, clock = (
-        DeviceArbiter(timeout_s=100.0, slots=PARTS),
-        asyncio.get_running_loop().time,
-    )
+    arbiter, clock = (DeviceArbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time)
 
     async def score(phase: str, after_s: float) -> None:
         await asyncio.sleep(after_s)

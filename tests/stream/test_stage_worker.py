@@ -167,10 +167,7 @@ async def test_group_lost_and_leased_again_by_the_same_holder_is_processed() -> 
     await asyncio.sleep(30.0)
     loop.cancel()
     assert len(sampler.started) == 2
-    assert (await queue.read_columns(UIDS[:1], ("lengths",)))[UIDS[0]]["lengths"].tolist() == [
-        5,
-        5,
-    ]
+    assert (await queue.read_columns(UIDS[:1], ("lengths",)))[UIDS[0]]["lengths"].tolist() == [5, 5]
 
 
 @in_virtual_time

@@ -162,9 +162,7 @@ def test_joining_replicas_are_placed_started_and_serve(tmp_path: Path) -> None:
     assert run.events == [("joined", "generator-2"), ("joined", "generator-3")]
 
 
-def test_replicas_with_the_highest_numbers_leave_and_their_loops_may_end(
-    tmp_path: Path,
-) -> None:
+def test_replicas_with_the_highest_numbers_leave_and_their_loops_may_end(tmp_path: Path) -> None:
     run = Run(3, tmp_path)
     run.ask(generator=1)
     assert sorted(run.registry.drained) == ["generator-1", "generator-2"]
@@ -275,9 +273,7 @@ def test_no_op_and_impossible_requests_are_answered_at_once(
     assert run.line == line
 
 
-def test_a_colocated_run_scales_scorers_but_not_generators(
-    tmp_path: Path,
-) -> None:
+def test_a_colocated_run_scales_scorers_but_not_generators(tmp_path: Path) -> None:
     run = Run(1, tmp_path, "placement.mode=colocated")
     run.ask(generator=2)
     assert run.line == (

@@ -98,10 +98,7 @@ PPO = ["algorithm.name=ppo", "critic.replicas=3"]
     ],
 )
 def test_published_models_are_counted_with_their_followers(
-    model_path: str,
-    tmp_path: Path,
-    overrides: list[str],
-    published: dict[str, tuple[int, int]],
+    model_path: str, tmp_path: Path, overrides: list[str], published: dict[str, tuple[int, int]]
 ) -> None:
     assert counted(config_of(model_path, tmp_path, *overrides)) == published
 
