@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.dataflow import (
     EMA_REFERENCE,
     GENERATE_CALL,

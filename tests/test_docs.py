@@ -10,7 +10,7 @@ from streamrl.algorithms import ALGORITHMS
 from streamrl.cli.algorithms import format_markdown
 from streamrl.cli.rewards import format_markdown as rewards_markdown
 from streamrl.cli.rewards import list_builtin_kinds
-from streamrl.config import build_config
+from streamrl.config.run_config import build_config
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.registry import build_rewards

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.cli.output.setting_docs import escape_cell, format_code, format_default, read_meanings
-from streamrl.config import RunConfig
+from streamrl.config.run_config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 

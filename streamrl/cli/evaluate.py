@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.data import add_file_arguments, parse_named_files
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.data.chat_template import load_tokenizer, load_vocab_size
 from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.config import DataConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.output.output_files import write_output_file
-from streamrl.config import RunConfig, load_config
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.drawing.dataflow_graph import DataflowGraph
 from streamrl.drawing.graph_svg import render_svg
 from streamrl.drawing.graph_text import render_dot, render_text

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.completion_files import CompletionGroup, read_completion_groups
 from streamrl.cli.output.score_summary import summarize_scores
-from streamrl.config import RunConfig, build_config, load_config
+from streamrl.config.run_config import RunConfig, build_config, load_config
 from streamrl.data.files import DataFile
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.python_module import split_reference

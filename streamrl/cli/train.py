@@ -28,12 +28,12 @@ from streamrl.cli.run_setup.signals import (
     interrupt_on_signals,
     uninterrupted_exit_stack,
 )
-from streamrl.config import RunConfig, config_to_dict, load_config
 from streamrl.config.role_counts import describe_shared_slots, with_placement_mode
+from streamrl.config.run_config import RunConfig, config_to_dict, load_config
 from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
 from streamrl.files.atomic_write import NO_SPACE
 from streamrl.run_dir.checkpoint import Checkpoint, QueueLayout, ResumePoint, list_checkpoints
-from streamrl.telemetry import RunInfo
+from streamrl.telemetry.progress import RunInfo
 from streamrl.telemetry.sink_group import SinkGroup, make_sink_group
 from streamrl.telemetry.sinks import EventFields, RolloutLog
 from streamrl.telemetry.wandb_sink import preload_wandb

@@ -51,7 +51,7 @@ from streamrl.rewards.registry import check_options
 from streamrl.rewards.reward_set import COSTS, REWARDS
 from streamrl.run_dir.checkpoint import CheckpointConfig
 from streamrl.stream.run_state import PipelineConfig
-from streamrl.telemetry import TelemetryConfig
+from streamrl.telemetry.config import TelemetryConfig
 from streamrl.weights import WeightsConfig
 
 MAX_NAME_BYTES = 200

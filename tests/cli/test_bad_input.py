@@ -11,8 +11,8 @@ import pytest
 
 from streamrl.buffer import Ledger
 from streamrl.cli.main import main
-from streamrl.config import dump_config, load_config
 from streamrl.config.preflight import prepare_run
+from streamrl.config.run_config import dump_config, load_config
 from streamrl.dataflow import POLICY
 from streamrl.engines.reference_config import REFERENCE_FILE
 from streamrl.run_dir.checkpoint import CheckpointWriter

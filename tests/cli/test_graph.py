@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.dataflow import POLICY, CallKind, Dataflow, ModelCall
 from streamrl.drawing.dataflow_graph import KIND_FILLS, DataflowGraph
 from streamrl.drawing.graph_text import render_dot

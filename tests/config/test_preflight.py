@@ -7,7 +7,6 @@ import pytest
 
 from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.buffer.codec import encode_columns
-from streamrl.config import RunConfig, load_config
 from streamrl.config.preflight import (
     PreparedRun,
     compute_max_group_bytes,
@@ -17,6 +16,7 @@ from streamrl.config.preflight import (
     prepare_run,
 )
 from streamrl.config.role_counts import with_placement_mode
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Rollout, parse_uid, rollouts_to_columns
 from streamrl.placement import SHARED_SLOTS, ClusterCapacity, check_fits, choose_mode

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from streamrl.config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.config.role_counts import count_actors
+from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.errors import ConfigError
 from streamrl.rewards.interface.config import RewardConfig
 

@@ -21,8 +21,8 @@ from streamrl.actors.protocols import EngineFactory
 from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, fetch_reply, has_died
 from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan, StageSchema
-from streamrl.config import RunConfig
 from streamrl.config.preflight import PreparedRun, compute_max_group_bytes
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import POLICY, CallKind
 from streamrl.errors import (
     ActorError,

@@ -17,7 +17,7 @@ from typing import Any
 
 from streamrl.actors.coordination.driver_events import DriverReport, EventReport
 from streamrl.actors.launch.actor_registry import RESTARTABLE_KINDS, ActorRegistry
-from streamrl.config import RunConfig
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, POLICY
 from streamrl.errors import ConfigError, DeadlineError, StreamError
 from streamrl.run_dir.control_requests import (

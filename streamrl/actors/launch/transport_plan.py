@@ -9,7 +9,7 @@ import torch
 
 from streamrl.actors.launch.ray_cluster import get_object_store_bytes
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
-from streamrl.config import RunConfig
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.memory.memory_model import has_shared_weights

@@ -14,7 +14,7 @@ from streamrl.actors.launch.elastic import (
     PendingStarts,
     ReplicaScaler,
 )
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ActorLostError, ConfigError, DeadlineError, WeightsError
 from streamrl.messages import ROLLOUT_COLUMNS

@@ -8,8 +8,8 @@ import ray
 
 from streamrl.actors.launch import transport_plan
 from streamrl.actors.launch.transport_plan import plan_transport
-from streamrl.config import RunConfig, load_config
 from streamrl.config.preflight import PreparedRun, list_resource_demands
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.placement import ResourceDemand
 from tests.engines.tiny_qwen import save, tiny_model
