@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.command import ROOT, run_command
 from streamrl.actors.protocols import EngineFactory
 from streamrl.cli.train import train
-from streamrl.config import RunConfig, load_config
+from streamrl.config.run_config import RunConfig, load_config
 
 RECIPE = ROOT / "configs" / "grpo_arithmetic.yaml"
 QUIET = (

@@ -12,7 +12,7 @@ import torch
 
 from streamrl.actors.protocols import HostedScorer
 from streamrl.buffer.assembly.packing import RolloutIndex
-from streamrl.config import RunConfig
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generation.generator import GenerationEngine
 from streamrl.engines.training.trainer import ModelTrainer

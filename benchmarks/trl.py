@@ -45,7 +45,7 @@ from benchmarks.command import (
 )
 from benchmarks.process_tree import ProcessTree
 from benchmarks.runs import QUIET, make_arithmetic
-from streamrl.config import RunConfig, load_config
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.telemetry.sinks import METRICS_FILE, read_jsonl
 

@@ -180,17 +180,13 @@ class Dataflow:
         order = {call.stage: i for i, call in enumerate(self.calls)}
         return list(nx.lexicographical_topological_sort(self.graph, key=order.__getitem__))
 
-    @property
-    def ordered_calls(self) -> list[ModelCall]:
-        return list(self._ordered_calls)
-
     @cached_property
-    def _ordered_calls(self) -> tuple[ModelCall, ...]:
+    def ordered_calls(self) -> tuple[ModelCall, ...]:
         by_stage = {call.stage: call for call in self.calls}
         return tuple(by_stage[stage] for stage in self.stages)
 
     def select_calls(self, kind: CallKind) -> list[ModelCall]:
-        return [call for call in self._ordered_calls if call.kind is kind]
+        return [call for call in self.ordered_calls if call.kind is kind]
 
     @property
     def unused_columns(self) -> list[tuple[str, str]]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hypothesis import strategies as st
+
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import (
@@ -21,6 +23,7 @@ from streamrl.buffer import (
     StepAssembler,
 )
 from streamrl.buffer.admission.oversampling import MAX_FACTOR, OversamplingController
+from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
 from streamrl.buffer.books.run_log import recover_run_log
 from streamrl.buffer.leases import OverdueLease
 from streamrl.dataflow import (
@@ -33,10 +36,7 @@ from streamrl.dataflow import (
     ModelCall,
     build_dataflow,
 )
-from streamrl.messages import (
-    ROLLOUT_COLUMNS,
-    GroupOutcome,
-)
+from streamrl.messages import ROLLOUT_COLUMNS, GroupOutcome
 from streamrl.pipeline import (
     ScoringLimits,
     admit_prompts,
@@ -67,9 +67,40 @@ from tests.fakes import (
     Plan,
 )
 
+PACES = (UpdatePlan(), UpdatePlan(True), UpdatePlan(True, 2, 1), UpdatePlan(True, 1, 2))
 GROUPS_AT_ONCE = 3
 """That a generator has places for, if nothing else is said."""
 STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
+
+
+def draw_plans(**own: st.SearchStrategy[Any]) -> st.SearchStrategy[Plan]:
+    """Plans of short runs of any shape and speed; `own` adds or replaces what is drawn."""
+    drawn = {
+        "seed": st.integers(0, 100_000),
+        "steps": st.integers(1, 5),
+        "groups_per_step": st.integers(1, 6),
+        "group_size": st.integers(1, 3),
+        "max_staleness": st.integers(0, 3),
+        "generators": st.integers(1, 3),
+        "scorers": st.integers(1, 2),
+        "world_size": st.integers(1, 2),
+        "pace": st.sampled_from([UpdatePlan(), *PACES]),
+        "micro_batch_tokens": st.integers(11, 120),
+        "generate_s": st.sampled_from([(0.0, 0.1), (0.5, 2.0), (0.1, 20.0)]),
+        "score_s": st.sampled_from([(0.0, 0.0), (0.1, 0.5), (1.0, 5.0)]),
+        "train_s": st.sampled_from([0.0, 0.3, 3.0]),
+        "pull_s": st.sampled_from([0.0, 0.5, 4.0]),
+        "publish_every": st.integers(1, 4),
+        "fail_rate": st.sampled_from([0.0, 0.2]),
+        "reference": st.booleans(),
+        "critic": st.booleans(),
+        "greedy": st.booleans(),
+        "rests": st.integers(0, 2),
+        "room_steps": st.sampled_from([float("inf"), 1.0, 1.5]),
+    }
+    return st.builds(Plan, **{**drawn, **own}).map(
+        lambda plan: replace(plan, publish_every=min(plan.publish_every, plan.max_staleness + 1))
+    )
 
 
 @dataclass

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.budget import LEAST, Budget, BudgetUsedError, within_budget
@@ -38,26 +38,6 @@ def test_a_randomised_test_draws_nothing_more_once_its_budget_is_used(
 
     run(body, seconds)
     assert len(seen) == draws
-
-
-def test_examples_that_are_written_down_come_in_addition(seen: Seen) -> None:
-    @example(number=-3)
-    @example(number=-2)
-    def body(number: int) -> None:
-        seen.append(number)
-
-    run(body)
-    assert sorted(seen)[:2] == [-3, -2]
-    assert len(seen) == LEAST + 2
-
-
-def test_draws_that_are_rejected_do_not_lengthen_it(seen: Seen) -> None:
-    def body(number: int) -> None:
-        seen.append(number)
-        assume(number % 2)
-
-    run(body)
-    assert len(seen) == LEAST
 
 
 def test_a_failure_is_made_as_simple_as_without_a_budget(seen: Seen) -> None:

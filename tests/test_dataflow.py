@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.dataflow import (
     EMA_REFERENCE,
     GENERATE_CALL,
@@ -23,14 +23,7 @@ from streamrl.dataflow import (
 from streamrl.messages import ROLLOUT_COLUMNS
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-ROLLOUT = [
-    "token_ids",
-    "loss_mask",
-    "generator_logprobs",
-    "policy_version",
-    "lengths",
-    "finish_reason",
-]
+ROLLOUT = list(ROLLOUT_COLUMNS)
 SEQUENCES = ["token_ids", "loss_mask", "lengths"]
 GRPO = {
     ("generate", "reward"): ROLLOUT,
@@ -230,10 +223,7 @@ def test_grpo_unrolled_over_three_steps_with_staleness_one() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "max_staleness", "line"),
-    [
-        (0, 0, "steps=0: must be at least 1"),
-        (1, -1, "max_staleness=-1: must be 0 or more"),
-    ],
+    [(0, 0, "steps=0: must be at least 1"), (1, -1, "max_staleness=-1: must be 0 or more")],
 )
 def test_unroll_rejects_zero_steps_and_negative_staleness(
     steps: int, max_staleness: int, line: str

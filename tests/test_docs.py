@@ -10,18 +10,20 @@ from streamrl.algorithms import ALGORITHMS
 from streamrl.cli.algorithms import format_markdown
 from streamrl.cli.rewards import format_markdown as rewards_markdown
 from streamrl.cli.rewards import list_builtin_kinds
-from streamrl.config import build_config
+from streamrl.config.run_config import build_config
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.registry import build_rewards
-from streamrl.telemetry.metric_names import render_metrics_table
+from streamrl.telemetry.metric_names import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_metrics_page_is_the_contract() -> None:
-    assert render_metrics_table() in (ROOT / "docs" / "metrics.md").read_text()
+    lines = ["| name | unit | meaning |", "| --- | --- | --- |"]
+    lines += [f"| `{m.name}` | {m.unit or '-'} | {m.meaning} |" for m in METRICS]
+    assert "\n".join(lines) + "\n" in (ROOT / "docs" / "metrics.md").read_text()
 
 
 def test_the_algorithms_page_has_the_table() -> None:

@@ -51,9 +51,7 @@ async def come_go_and_die(stream: Stream) -> None:
 
 
 @given(plans)
-def test_elastic_generators_train_every_prompt_once_or_account_for_it(
-    plan: Plan,
-) -> None:
+def test_elastic_generators_train_every_prompt_once_or_account_for_it(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan, disturb=come_go_and_die))
     assert [outcome.version for outcome in stream.outcomes] == list(range(plan.steps))
     check_accounts(stream)

@@ -19,7 +19,6 @@ from streamrl.pipeline import (
     follow_weights,
     load_version,
 )
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DedicatedDeviceLease, DeviceArbiter, SharedDeviceLease
 from streamrl.stream.protocols import FetchedWeights, StageContext
 from streamrl.stream.weight_publisher import WeightPublisher
@@ -34,6 +33,7 @@ from streamrl.weights.versions import (
     weight_metrics,
 )
 from tests.stream.test_weight_publisher import Source
+from tests.virtual_time import in_virtual_time
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
@@ -97,156 +97,137 @@ def manifest(version: int, probe: LogprobCheck | None = None) -> WeightManifest:
     return WeightManifest(version, (), (), probe)
 
 
-def test_unverifiable_version_is_not_loaded_and_retried() -> None:
+@in_virtual_time
+async def test_unverifiable_version_is_not_loaded_and_retried() -> None:
     told: list[tuple[str, str, WeightFault]] = []
-
-    async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
-        engine, held = Engine(), ServedVersion("generator-0")
-        channel = Channel(registry, {1: 3})
-        following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
-        registry.add_manifest(manifest(0))
-        await held.wait_for_version(0)
-        registry.add_manifest(manifest(1))
-        await asyncio.sleep(0.35)
-        assert engine.served == [0], "the old one is served on"
-        await held.wait_for_version(1)
-        assert engine.served == [0, 1]
-        await asyncio.sleep(2.0)
-        following.cancel()
-        fault = WeightFault(1, "version 1: checksum is wrong")
-        assert told == [(LOAD_REFUSED, "generator-0", fault)] * 3
-        times = [at for at, version in channel.tries if version == 1]
-        pauses = [round(b - a, 3) for a, b in itertools.pairwise(times)]
-        assert pauses == sorted(pauses) and pauses[0] > 0, "it waits longer each time"
-        assert registry.drain_stats().num_faults == 3
-
-    run_virtual(scenario())
+    registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
+    engine, held = Engine(), ServedVersion("generator-0")
+    channel = Channel(registry, {1: 3})
+    following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
+    registry.add_manifest(manifest(0))
+    await held.wait_for_version(0)
+    registry.add_manifest(manifest(1))
+    await asyncio.sleep(0.35)
+    assert engine.served == [0], "the old one is served on"
+    await held.wait_for_version(1)
+    assert engine.served == [0, 1]
+    await asyncio.sleep(2.0)
+    following.cancel()
+    fault = WeightFault(1, "version 1: checksum is wrong")
+    assert told == [(LOAD_REFUSED, "generator-0", fault)] * 3
+    times = [at for at, version in channel.tries if version == 1]
+    pauses = [round(b - a, 3) for a, b in itertools.pairwise(times)]
+    assert pauses == sorted(pauses) and pauses[0] > 0, "it waits longer each time"
+    assert registry.drain_stats().num_faults == 3
 
 
 @pytest.mark.parametrize(("later_s", "most_tries"), [(0.03, 3), (60.0, 250)])
-def test_superseded_version_is_skipped_for_the_next(later_s: float, most_tries: int) -> None:
-    async def scenario() -> None:
-        registry, clock = WeightRegistry(keep_versions=2), asyncio.get_running_loop()
-        engine, held, channel = Engine(), ServedVersion("generator-0"), Resident(registry)
-        channel.overwritten = 0
-        following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
-        registry.add_manifest(manifest(0))
-        await asyncio.sleep(later_s)
-        offered_at = clock.time()
-        registry.add_manifest(manifest(1))
-        await held.wait_for_version(1)
-        following.cancel()
-        assert engine.served == [1]
-        # A load takes 0.5 s; half a minute later it is looked for less often.
-        assert clock.time() - offered_at <= 0.5 + max(0.02, min(later_s, 0.25))
-        assert 1 < len(channel.tries) - 1 <= most_tries
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_superseded_version_is_skipped_for_the_next(later_s: float, most_tries: int) -> None:
+    registry, clock = WeightRegistry(keep_versions=2), asyncio.get_running_loop()
+    engine, held, channel = Engine(), ServedVersion("generator-0"), Resident(registry)
+    channel.overwritten = 0
+    following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
+    registry.add_manifest(manifest(0))
+    await asyncio.sleep(later_s)
+    offered_at = clock.time()
+    registry.add_manifest(manifest(1))
+    await held.wait_for_version(1)
+    following.cancel()
+    assert engine.served == [1]
+    # A load takes 0.5 s; half a minute later it is looked for less often.
+    assert clock.time() - offered_at <= 0.5 + max(0.02, min(later_s, 0.25))
+    assert 1 < len(channel.tries) - 1 <= most_tries
 
 
-def test_newer_version_replaces_a_corrupt_one() -> None:
-    async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2)
-        engine, held = Engine(), ServedVersion("generator-0")
-        channel = Channel(registry, {0: PULL_ATTEMPTS - 1})
-        following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
-        registry.add_manifest(manifest(0))
-        await asyncio.sleep(0.1)
-        registry.add_manifest(manifest(1))
-        await held.wait_for_version(1)
-        following.cancel()
-        assert engine.served == [1]
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_newer_version_replaces_a_corrupt_one() -> None:
+    registry = WeightRegistry(keep_versions=2)
+    engine, held = Engine(), ServedVersion("generator-0")
+    channel = Channel(registry, {0: PULL_ATTEMPTS - 1})
+    following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
+    registry.add_manifest(manifest(0))
+    await asyncio.sleep(0.1)
+    registry.add_manifest(manifest(1))
+    await held.wait_for_version(1)
+    following.cancel()
+    assert engine.served == [1]
 
 
-def test_follower_gives_up_after_max_pull_attempts() -> None:
-    async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2)
-        engine, held = Engine(), ServedVersion("generator-0")
-        channel = Channel(registry, {0: 100})
-        registry.add_manifest(manifest(0))
-        with pytest.raises(WeightsError, match="version 0: checksum is wrong"):
-            await follow_weights(stage(), engine, channel, held)
-        assert len(channel.tries) == PULL_ATTEMPTS
-        assert engine.served == [] and held.version == -1
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_follower_gives_up_after_max_pull_attempts() -> None:
+    registry = WeightRegistry(keep_versions=2)
+    engine, held = Engine(), ServedVersion("generator-0")
+    channel = Channel(registry, {0: 100})
+    registry.add_manifest(manifest(0))
+    with pytest.raises(WeightsError, match="version 0: checksum is wrong"):
+        await follow_weights(stage(), engine, channel, held)
+    assert len(channel.tries) == PULL_ATTEMPTS
+    assert engine.served == [] and held.version == -1
 
 
-def test_older_version_is_refused() -> None:
+@in_virtual_time
+async def test_older_version_is_refused() -> None:
     class Backwards(Channel):
         async def wait_for_newer(
             self, held: ReaderState, *, wait_s: float
         ) -> WeightManifest | None:
             return manifest(5 if held.version < 0 else 4)
 
-    async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2)
-        engine, held = Engine(), ServedVersion("generator-0")
-        with pytest.raises(WeightsError, match="version 4 was offered, but 5 is served already"):
-            await follow_weights(stage(), engine, Backwards(registry), held)
-        assert engine.served == [5]
-
-    run_virtual(scenario())
+    registry = WeightRegistry(keep_versions=2)
+    engine, held = Engine(), ServedVersion("generator-0")
+    with pytest.raises(WeightsError, match="version 4 was offered, but 5 is served already"):
+        await follow_weights(stage(), engine, Backwards(registry), held)
+    assert engine.served == [5]
 
 
-def test_pull_stats_are_reported_once() -> None:
-    async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2)
-        engine, held = Engine(), ServedVersion("generator-0")
-        logprobs = [np.full(len(ids), -1.25, np.float32) for ids in SEQUENCES]
-        probe = LogprobCheck(SEQUENCES, logprobs, max_difference=0.5)
-        following = asyncio.create_task(follow_weights(stage(), engine, Channel(registry), held))
-        registry.add_manifest(manifest(0, probe), publish_s=0.125)
-        await held.wait_for_version(0)
-        await asyncio.sleep(0.01)
-        found = weight_metrics(registry.drain_stats())
-        assert found["weights/publish_s"] == 0.125
-        assert found["weights/pause_s"] == 0.25
-        assert found["weights/bytes"] == 1000
-        assert math.isnan(found["weights/copied_bytes"]), "what the publisher copied nobody told"
-        assert found["weights/interrupted"] == 7
-        assert found["weights/probe_diff"] == 0.25
-        assert found["weights/skew_max"] == 0
-        await asyncio.sleep(5.0)
-        following.cancel()
-        again = weight_metrics(registry.drain_stats())
-        assert again["weights/bytes"] == again["weights/interrupted"] == 0
-        assert math.isnan(again["weights/probe_diff"])
-        assert math.isnan(again["weights/publish_s"])
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_pull_stats_are_reported_once() -> None:
+    registry = WeightRegistry(keep_versions=2)
+    engine, held = Engine(), ServedVersion("generator-0")
+    logprobs = [np.full(len(ids), -1.25, np.float32) for ids in SEQUENCES]
+    probe = LogprobCheck(SEQUENCES, logprobs, max_difference=0.5)
+    following = asyncio.create_task(follow_weights(stage(), engine, Channel(registry), held))
+    registry.add_manifest(manifest(0, probe), publish_s=0.125)
+    await held.wait_for_version(0)
+    await asyncio.sleep(0.01)
+    found = weight_metrics(registry.drain_stats())
+    assert found["weights/publish_s"] == 0.125
+    assert found["weights/pause_s"] == 0.25
+    assert found["weights/bytes"] == 1000
+    assert math.isnan(found["weights/copied_bytes"]), "what the publisher copied nobody told"
+    assert found["weights/interrupted"] == 7
+    assert found["weights/probe_diff"] == 0.25
+    assert found["weights/skew_max"] == 0
+    await asyncio.sleep(5.0)
+    following.cancel()
+    again = weight_metrics(registry.drain_stats())
+    assert again["weights/bytes"] == again["weights/interrupted"] == 0
+    assert math.isnan(again["weights/probe_diff"])
+    assert math.isnan(again["weights/publish_s"])
 
 
-def test_copied_bytes_of_transfer_and_load_are_added() -> None:
+@in_virtual_time
+async def test_copied_bytes_of_transfer_and_load_are_added() -> None:
     class Resident(Channel):
         async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
             return FetchedWeights({}, copied_bytes=12)
 
-    async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2)
-        held = ServedVersion("generator-0")
-        pull = await load_version(stage(), Engine(), Resident(registry), held, manifest(0))
-        assert (pull.num_bytes, pull.copied_bytes) == (0, 42)
-
-    run_virtual(scenario())
+    registry = WeightRegistry(keep_versions=2)
+    held = ServedVersion("generator-0")
+    pull = await load_version(stage(), Engine(), Resident(registry), held, manifest(0))
+    assert (pull.num_bytes, pull.copied_bytes) == (0, 42)
 
 
-def test_follower_with_different_logprobs_serves_nothing_and_fails() -> None:
-    async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2)
-        engine, held = Engine(logprob=-3.0), ServedVersion("generator-0")
-        logprobs = [np.full(len(ids), -1.0, np.float32) for ids in SEQUENCES]
-        registry.add_manifest(manifest(0, LogprobCheck(SEQUENCES, logprobs, max_difference=0.5)))
-        with pytest.raises(
-            LogprobCheckError, match=r"generator-0, with version 0, .* by up to 2 nats"
-        ):
-            await follow_weights(stage(), engine, Channel(registry), held)
-        assert held.version == -1, "what it has sampled since then leaves it never"
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_follower_with_different_logprobs_serves_nothing_and_fails() -> None:
+    registry = WeightRegistry(keep_versions=2)
+    engine, held = Engine(logprob=-3.0), ServedVersion("generator-0")
+    logprobs = [np.full(len(ids), -1.0, np.float32) for ids in SEQUENCES]
+    registry.add_manifest(manifest(0, LogprobCheck(SEQUENCES, logprobs, max_difference=0.5)))
+    with pytest.raises(LogprobCheckError, match=r"generator-0, with version 0, .* by up to 2 nats"):
+        await follow_weights(stage(), engine, Channel(registry), held)
+    assert held.version == -1, "what it has sampled since then leaves it never"
 
 
 def test_newest_version_of_columns() -> None:
@@ -254,7 +235,8 @@ def test_newest_version_of_columns() -> None:
     assert find_newest_version({"greedy_ids": np.array([1], np.int32)}) == -1
 
 
-def test_partial_rollouts_of_an_unverified_version_are_excluded() -> None:
+@in_virtual_time
+async def test_partial_rollouts_of_an_unverified_version_are_excluded() -> None:
     held = ServedVersion("generator-0", version=3)
 
     async def begun() -> Mapping[str, Mapping[str, Array]]:
@@ -263,15 +245,13 @@ def test_partial_rollouts_of_an_unverified_version_are_excluded() -> None:
             for uid, versions in {"old": [2, 3], "new": [3, 4]}.items()
         }
 
-    async def scenario() -> None:
-        assert (await exclude_unverified(begun, held)()).keys() == {"old"}
-        held.advance_to(4)
-        assert (await exclude_unverified(begun, held)()).keys() == {"old", "new"}
-
-    run_virtual(scenario())
+    assert (await exclude_unverified(begun, held)()).keys() == {"old"}
+    held.advance_to(4)
+    assert (await exclude_unverified(begun, held)()).keys() == {"old", "new"}
 
 
-def test_fault_is_reported_once() -> None:
+@in_virtual_time
+async def test_fault_is_reported_once() -> None:
     told: list[tuple[str, str, WeightFault]] = []
 
     class Once(Channel):
@@ -284,42 +264,37 @@ def test_fault_is_reported_once() -> None:
             await asyncio.sleep(wait_s)
             return None if self.tries else manifest(7)
 
-    async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
-        channel, held = Once(registry, {7: 1}), ServedVersion("generator-0")
-        following = asyncio.create_task(follow_weights(stage(), Engine(), channel, held))
-        await asyncio.sleep(20.0)
-        following.cancel()
-        assert registry.drain_stats().num_faults == 1
-
-    run_virtual(scenario())
+    registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
+    channel, held = Once(registry, {7: 1}), ServedVersion("generator-0")
+    following = asyncio.create_task(follow_weights(stage(), Engine(), channel, held))
+    await asyncio.sleep(20.0)
+    following.cancel()
+    assert registry.drain_stats().num_faults == 1
     assert told == [(LOAD_REFUSED, "generator-0", WeightFault(7, "version 7: checksum is wrong"))]
 
 
-def test_publish_and_load_hold_the_device_lease() -> None:
-    async def scenario() -> None:
-        clock = asyncio.get_running_loop().time
-        arbiter = DeviceArbiter(timeout_s=100.0)
-        trainer, generator = (
-            SharedDeviceLease(arbiter, "trainer"),
-            SharedDeviceLease(arbiter, "generator-0"),
-        )
-        registry, held = WeightRegistry(keep_versions=2), ServedVersion("generator-0")
-        publishing = WeightPublisher({"policy": Source(2.0)}, {"policy": registry}, lease=trainer)
-        place = replace(stage(), device_lease=generator)
-        follow = follow_weights(place, Engine(), Channel(registry), held)
-        async with generator.hold("generate"):
-            await publishing.begin_publish(0)
-            await asyncio.sleep(10.0)
-            assert registry.version == -1, "the generator computes"
-        await publishing.wait_until_published()
-        assert clock() == 12.0
-        async with trainer.hold("train"):
-            following = asyncio.create_task(follow)
-            await asyncio.sleep(10.0)
-            assert held.version == -1, "the trainer computes"
-        await held.wait_for_version(0)
-        assert clock() == 22.5
-        following.cancel()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_publish_and_load_hold_the_device_lease() -> None:
+    clock = asyncio.get_running_loop().time
+    arbiter = DeviceArbiter(timeout_s=100.0)
+    trainer, generator = (
+        SharedDeviceLease(arbiter, "trainer"),
+        SharedDeviceLease(arbiter, "generator-0"),
+    )
+    registry, held = WeightRegistry(keep_versions=2), ServedVersion("generator-0")
+    publishing = WeightPublisher({"policy": Source(2.0)}, {"policy": registry}, lease=trainer)
+    place = replace(stage(), device_lease=generator)
+    follow = follow_weights(place, Engine(), Channel(registry), held)
+    async with generator.hold("generate"):
+        await publishing.begin_publish(0)
+        await asyncio.sleep(10.0)
+        assert registry.version == -1, "the generator computes"
+    await publishing.wait_until_published()
+    assert clock() == 12.0
+    async with trainer.hold("train"):
+        following = asyncio.create_task(follow)
+        await asyncio.sleep(10.0)
+        assert held.version == -1, "the trainer computes"
+    await held.wait_for_version(0)
+    assert clock() == 22.5
+    following.cancel()

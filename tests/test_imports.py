@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from tests.calibration.runs import play, recipe, write_run
 from tests.engines.tiny_qwen import save, tiny_model
 
@@ -75,7 +75,7 @@ NO_TORCH = (
         "streamrl.config.run_config",
         "streamrl.config.to_planner_problem",
     ),
-    *("streamrl.resharding", "streamrl.simulator", "streamrl.telemetry", "streamrl.weights"),
+    *("streamrl.resharding", "streamrl.simulator", "streamrl.telemetry.sinks", "streamrl.weights"),
     *("streamrl.cli", "streamrl.cli.main", "streamrl.cli.plan", "streamrl.cli.simulate"),
 )
 

@@ -10,9 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
-    "words",
-    [("mypy",), ("ruff", "check"), ("ruff", "format", "--check")],
-    ids=" ".join,
+    "words", [("mypy",), ("ruff", "check"), ("ruff", "format", "--check")], ids=" ".join
 )
 def test_the_linters_find_nothing(words: tuple[str, ...]) -> None:
     done = subprocess.run(

@@ -25,50 +25,21 @@ from streamrl.stream.run_state import SURPLUS_CAUSE
 from streamrl.stream.stage_worker import ConcurrencyLimit, InFlightWork
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.telemetry.spans import compute_busy_s
-from tests.fake_stream import Stream, build_stream, run_loops, run_stream
+from tests.fake_stream import Stream, build_stream, draw_plans, run_loops, run_stream
 from tests.fakes import Plan
+from tests.virtual_time import in_virtual_time
 
-plans = st.builds(
-    Plan,
-    seed=st.integers(0, 10_000),
-    steps=st.integers(1, 5),
-    groups_per_step=st.integers(1, 6),
-    group_size=st.integers(1, 3),
-    max_staleness=st.integers(0, 3),
+plans = draw_plans(
     shards=st.integers(1, 3),
-    generators=st.integers(1, 3),
-    scorers=st.integers(1, 2),
-    world_size=st.integers(1, 2),
-    pace=st.sampled_from(
-        [
-            UpdatePlan(),
-            UpdatePlan(),
-            UpdatePlan(True),
-            UpdatePlan(True, 2, 1),
-            UpdatePlan(True, 1, 2),
-        ]
-    ),
-    micro_batch_tokens=st.integers(11, 120),
-    generate_s=st.sampled_from([(0.0, 0.1), (0.5, 2.0), (0.1, 20.0)]),
-    score_s=st.sampled_from([(0.0, 0.0), (0.1, 0.5), (1.0, 5.0)]),
-    train_s=st.sampled_from([0.0, 0.3, 3.0]),
-    pull_s=st.sampled_from([0.0, 0.5, 4.0]),
     publish_s=st.sampled_from([0.0, 0.2, 2.0]),
-    publish_every=st.integers(1, 4),
-    fail_rate=st.sampled_from([0.0, 0.2]),
     filter_rate=st.sampled_from([0.0, 0.0, 0.0, 0.5]),
     oversample=st.sampled_from([1.0, 1.0, 2.5, 6.0, None]),
     on_stale=st.sampled_from(["wait", "wait", "drop"]),
-    reference=st.booleans(),
-    critic=st.booleans(),
-    greedy=st.booleans(),
-    rests=st.integers(0, 2),
-    one_at_a_time=st.booleans(),
     # One at a time, 24 groups in 3 slots of 20 s each keep the trainer waiting for minutes.
-    room_steps=st.sampled_from([float("inf"), 1.0, 1.5]),
+    one_at_a_time=st.booleans(),
     # Where most are filtered, one step may take as long as many.
     stall_s=st.just(5000.0),
-).map(lambda plan: replace(plan, publish_every=min(plan.publish_every, plan.max_staleness + 1)))
+)
 
 
 def uids(stream: Stream) -> list[str]:
@@ -225,21 +196,18 @@ def test_surplus_rollouts_are_cancelled_early() -> None:
     assert not stale
 
 
-def test_resume_with_oversampled_groups_keeps_the_guarantees() -> None:
+@in_virtual_time
+async def test_resume_with_oversampled_groups_keeps_the_guarantees() -> None:
     plan = replace(FILTERED, oversample=6.0, steps=3, filter_rate=0.5)
-
-    async def main() -> Stream:
-        first = build_stream(plan)
-        await first.control.reconcile_queue(first.queue)
-        await run_loops(first, checkpoint_every=2)
-        # More steps are asked for, with nothing in excess any more.
-        later = replace(plan, steps=6, oversample=1.0)
-        second = build_stream(later, first.disk, session="second")
-        await second.control.reconcile_queue(second.queue)
-        await run_loops(second)
-        return second
-
-    stream = run_virtual(main())
+    first = build_stream(plan)
+    await first.control.reconcile_queue(first.queue)
+    await run_loops(first, checkpoint_every=2)
+    # More steps are asked for, with nothing in excess any more.
+    later = replace(plan, steps=6, oversample=1.0)
+    second = build_stream(later, first.disk, session="second")
+    await second.control.reconcile_queue(second.queue)
+    await run_loops(second)
+    stream = second
     assert [outcome.version for outcome in stream.outcomes] == [2, 3, 4, 5]
     for outcome in stream.outcomes:
         oldest = min(group.info.min_version for group in outcome.groups)
@@ -411,32 +379,28 @@ def test_stall_error_names_groups_and_holders() -> None:
     assert re.search(r"held by reward-0 for \d+\.\d s \(reward, attempt 1\), admitted", message)
 
 
-def test_slots_are_counted_until_the_work_ends() -> None:
-    async def main() -> int:
-        desk = InFlightWork(ConcurrencyLimit(2))
-        desk.add_task([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
-        waiting = asyncio.create_task(desk.wait_for_slots())
+@in_virtual_time
+async def test_slots_are_counted_until_the_work_ends() -> None:
+    desk = InFlightWork(ConcurrencyLimit(2))
+    desk.add_task([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
+    waiting = asyncio.create_task(desk.wait_for_slots())
+    await asyncio.sleep(1.0)
+    assert not waiting.done()
+    assert (await waiting) == 2
+
+
+@in_virtual_time
+async def test_task_is_cancelled_once_all_its_leases_are_lost() -> None:
+    desk = InFlightWork(ConcurrencyLimit(2))
+    first, second = experience("0:0:0"), experience("0:1:0")
+    task = asyncio.ensure_future(idle(100.0))
+    desk.add_task([first, second], task)
+    seen = []
+    for lost in (first, second):
+        desk.abandon_lease(lost.lease)
         await asyncio.sleep(1.0)
-        assert not waiting.done()
-        return await waiting
-
-    assert run_virtual(main()) == 2
-
-
-def test_task_is_cancelled_once_all_its_leases_are_lost() -> None:
-    async def main() -> list[bool]:
-        desk = InFlightWork(ConcurrencyLimit(2))
-        first, second = experience("0:0:0"), experience("0:1:0")
-        task = asyncio.ensure_future(idle(100.0))
-        desk.add_task([first, second], task)
-        seen = []
-        for lost in (first, second):
-            desk.abandon_lease(lost.lease)
-            await asyncio.sleep(1.0)
-            seen.append(task.cancelled())
-        return seen
-
-    assert run_virtual(main()) == [False, True]
+        seen.append(task.cancelled())
+    assert seen == [False, True]
 
 
 async def idle(seconds: float) -> None:

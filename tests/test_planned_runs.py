@@ -11,7 +11,6 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.cli.main import main
-from streamrl.config import RunConfig, load_config
 from streamrl.config.preflight import (
     PreparedRun,
     check_worker_memory,
@@ -20,6 +19,7 @@ from streamrl.config.preflight import (
     prepare_run,
 )
 from streamrl.config.role_counts import with_placement_mode
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.config.to_placement import (
     RunnablePlacementCosts,
     apply_placement,

@@ -10,39 +10,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
 from streamrl.errors import DeadlineError, FilterLimitError
 from streamrl.messages import parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from tests.fake_stream import Disk, Disturb, Stream, build_stream, run_loops, run_stream
+from tests.fake_stream import Disk, Disturb, Stream, build_stream, draw_plans, run_loops, run_stream
 from tests.fakes import Plan
+from tests.virtual_time import in_virtual_time
 
-plans = st.builds(
-    Plan,
-    seed=st.integers(0, 100_000),
-    steps=st.integers(1, 5),
-    groups_per_step=st.integers(1, 6),
-    group_size=st.integers(1, 3),
-    max_staleness=st.integers(0, 3),
+plans = draw_plans(
     shards=st.integers(1, 4),
-    generators=st.integers(1, 3),
-    scorers=st.integers(1, 2),
-    world_size=st.integers(1, 2),
-    pace=st.sampled_from(
-        [
-            UpdatePlan(),
-            UpdatePlan(),
-            UpdatePlan(True),
-            UpdatePlan(True, 2, 1),
-            UpdatePlan(True, 1, 2),
-        ]
-    ),
-    micro_batch_tokens=st.integers(11, 120),
-    generate_s=st.sampled_from([(0.0, 0.1), (0.5, 2.0), (0.1, 20.0)]),
-    score_s=st.sampled_from([(0.0, 0.0), (0.1, 0.5), (1.0, 5.0)]),
-    train_s=st.sampled_from([0.0, 0.3, 3.0]),
-    pull_s=st.sampled_from([0.0, 0.5, 4.0]),
-    fail_rate=st.sampled_from([0.0, 0.2]),
     filter_rate=st.sampled_from([0.0, 0.3]),
     oversample=st.sampled_from([1.0, 1.0, 3.0, None]),
     duplicate_rate=st.sampled_from([0.0, 0.3]),
@@ -51,15 +27,9 @@ plans = st.builds(
     readmits=st.booleans(),
     on_stale=st.sampled_from(["wait", "drop"]),
     on_stall=st.sampled_from(["abort", "redeliver", "warn"]),
-    reference=st.booleans(),
-    critic=st.booleans(),
-    greedy=st.booleans(),
-    rests=st.integers(0, 2),
     lease_s=st.sampled_from([2.0, 30.0]),
-    publish_every=st.integers(1, 4),
-    room_steps=st.sampled_from([float("inf"), 1.0, 1.5]),
     stall_s=st.just(1000.0),
-).map(lambda plan: replace(plan, publish_every=min(plan.publish_every, plan.max_staleness + 1)))
+)
 
 
 async def harm(stream: Stream) -> None:
@@ -220,27 +190,24 @@ def test_resumed_run_trains_every_prompt_once(plan: Plan, crashes: list[float], 
             assert stream.trainer.digests[version] == after.trainer.digests[version]
 
 
-def test_resume_may_replay_steps_for_longer_than_a_stall() -> None:
+@in_virtual_time
+async def test_resume_may_replay_steps_for_longer_than_a_stall() -> None:
     plan = Plan(
         steps=12, max_staleness=3, publish_every=4, train_s=30.0, stall_s=150.0, lease_s=1000.0
     )
-
-    async def main() -> Stream:
-        disk = Disk.empty(plan)
-        first = build_stream(plan, disk)
-        await first.control.reconcile_queue(first.queue)
-        assert not await lives(first, 1000.0)
-        assert len(first.outcomes) > 6, "all of them are made again: there is no checkpoint"
-        second = build_stream(plan, disk, session="second")
-        await second.control.reconcile_queue(second.queue)
-        waiting = max(second.ledger.in_flight.values())
-        began = asyncio.get_running_loop().time()
-        await run_loops(second)
-        made = second.step_ends[waiting - 1] - began
-        assert made > 2 * plan.stall_s, "so long somebody waited for the version"
-        return second
-
-    stream = run_virtual(main())
+    disk = Disk.empty(plan)
+    first = build_stream(plan, disk)
+    await first.control.reconcile_queue(first.queue)
+    assert not await lives(first, 1000.0)
+    assert len(first.outcomes) > 6, "all of them are made again: there is no checkpoint"
+    second = build_stream(plan, disk, session="second")
+    await second.control.reconcile_queue(second.queue)
+    waiting = max(second.ledger.in_flight.values())
+    began = asyncio.get_running_loop().time()
+    await run_loops(second)
+    made = second.step_ends[waiting - 1] - began
+    assert made > 2 * plan.stall_s, "so long somebody waited for the version"
+    stream = second
     assert stream.ledger.counts.trained == plan.steps * plan.groups_per_step
 
 

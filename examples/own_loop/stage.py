@@ -25,8 +25,8 @@ from streamrl.actors.worker_groups.worker_group import (
 )
 from streamrl.cli.main import OneLineParser
 from streamrl.cli.run_setup.signals import interrupt_on_signals
-from streamrl.config import RunConfig, load_config
 from streamrl.config.preflight import prepare_run
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.controller import BatchRef, WorkerMesh
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.errors import ConfigError, StreamError

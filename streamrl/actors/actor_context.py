@@ -14,8 +14,8 @@ from streamrl.actors.protocols import EngineFactory
 from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.buffer import ExperienceQueue
-from streamrl.config import RunConfig
 from streamrl.config.role_counts import assign_slots
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import COST_CALL, REWARD_CALL, CallKind, Dataflow, ModelCall
 from streamrl.placement import WorkerMemory
 from streamrl.rewards.registry import may_use_devices

@@ -56,16 +56,6 @@ REFUSALS_PER_RESEND = 2
 
 
 @dataclass(frozen=True)
-class RoleActorMap:
-    """Actors of all roles of a run, trainer ranks included."""
-
-    roles: Sequence[RoleActors]
-
-    def get_role(self, role: str) -> RoleActors:
-        return next(r for r in self.roles if r.role == role)
-
-
-@dataclass(frozen=True)
 class RunStart:
     """State that a run starts from: prompts, and the checkpoint to resume from, if any.
 
@@ -105,7 +95,7 @@ class CoordinatorActor(PingableActor):
         self._loop_spans = SpanRecorder("train-loop")
 
     async def start(
-        self, context: ActorContext, role_actors: RoleActorMap, start: RunStart
+        self, context: ActorContext, roles: Sequence[RoleActors], start: RunStart
     ) -> None:
         """Prepare a run: open the run log, make the run state, and publish the initial version.
 
@@ -125,21 +115,21 @@ class CoordinatorActor(PingableActor):
         self._lease = make_lease(config, self._arbiter, TRAINER_PHASE, TRAINER_PHASE)
         self._publisher_node = start.publisher_node
         self._driver_events.post_report(EventReport("note", {"text": context.transport.reason}))
-        trained = [role for role in role_actors.roles if role.kind is CallKind.TRAIN]
+        trained = [role for role in roles if role.kind is CallKind.TRAIN]
         self._trainers = {
             role.role: self._make_trainer_group(role, has_critic=len(trained) > 1)
             for role in trained
         }
         self._run_state = self._make_run_state(run_log, version)
         self._queue = ExperienceQueue(context.shards, "coordinator")
+        self._role_actors = {role.role: role for role in roles}
         self._evaluator = RunEvaluator(
             config,
-            role_actors.get_role(GENERATE_CALL.role),
-            role_actors.get_role(REWARD_CALL.role),
+            self._role_actors[GENERATE_CALL.role],
+            self._role_actors[REWARD_CALL.role],
             self._progress_clock,
         )
         self._eval_prompts = start.eval_prompts
-        self._role_actors = role_actors
         self._checkpoint = start.checkpoint
         self._saved_version = version
         if run_log.steps_to_replay:
@@ -257,7 +247,7 @@ class CoordinatorActor(PingableActor):
         """Train until the last step or a stop request, save a checkpoint, and check the ledger."""
         run_state, config = self._run_state, self._config
         self._step_reporter = StepReporter(
-            config, self._role_actors.roles, self._driver_events, start_s=time.time()
+            config, [*self._role_actors.values()], self._driver_events, start_s=time.time()
         )
         reporting = asyncio.create_task(self._step_reporter.report_steps())
         try:
@@ -442,11 +432,11 @@ class CoordinatorActor(PingableActor):
 
     async def add_replica(self, role: str, name: str, actor: Any) -> None:
         """Include a replica that joined the run in evaluations and step reports."""
-        self._role_actors.get_role(role).add_replica(name, actor)
+        self._role_actors[role].add_replica(name, actor)
 
     async def start_replica_drain(self, role: str, name: str) -> None:
         """Exclude a replica that is leaving the run from evaluations and step reports."""
-        self._role_actors.get_role(role).remove_replica(name)
+        self._role_actors[role].remove_replica(name)
 
     async def remove_replica(self, name: str) -> None:
         """Requeue the groups that a replica held when it left, and forget its loaded version."""

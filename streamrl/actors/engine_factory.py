@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from streamrl.actors.protocols import HostedScorer
-from streamrl.config import RunConfig
 from streamrl.config.cross_checks import count_trained_steps
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import (
     BASELINE_CALL,
     COST_CALL,

@@ -34,7 +34,7 @@ from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from streamrl.config import RunConfig
+    from streamrl.config.run_config import RunConfig
     from streamrl.engines.training.trainer import ModelTrainer
 
 

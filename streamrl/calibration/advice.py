@@ -8,7 +8,7 @@ from typing import Any
 from streamrl.calibration.fit_timings import fit_timings
 from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
 from streamrl.calibration.run_trace import RunTrace
-from streamrl.config import RunConfig, with_settings
+from streamrl.config.run_config import RunConfig, with_settings
 from streamrl.dataflow import COST_CALL, CRITIC, EMA_REFERENCE, REWARD_CALL
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, StageTimings

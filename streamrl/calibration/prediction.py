@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from streamrl.calibration.run_trace import ENGINE_WARM_UP_STEPS, RunTrace
-from streamrl.config import RunConfig
 from streamrl.config.role_counts import count_actors
+from streamrl.config.run_config import RunConfig
 from streamrl.config.to_placement import build_run_placement
 from streamrl.config.to_planner_problem import (
     PlannerRequest,

@@ -16,8 +16,8 @@ from typing import Any
 from streamrl.buffer.books.run_log import TrainedGroup, TrainedStep, read_log
 from streamrl.buffer.log.segment_file import list_segments
 from streamrl.calibration.lengths import GroupedLengths
-from streamrl.config import RunConfig, load_config
 from streamrl.config.role_counts import with_placement_mode
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import GENERATE_CALL
 from streamrl.errors import ConfigError, JournalError
 from streamrl.placement import EmpiricalLengths

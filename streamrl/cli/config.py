@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import inspect
 import re
 import types
 import typing
@@ -10,13 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from streamrl.cli.output.setting_docs import (
-    escape_cell,
-    format_code,
-    format_default,
-    parse_docstring_keys,
-)
-from streamrl.config import RunConfig
+from streamrl.cli.output.setting_docs import escape_cell, format_code, format_default, read_meanings
+from streamrl.config.run_config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 
@@ -36,6 +30,9 @@ class ConfigKey:
     @property
     def section(self) -> str:
         return re.split(r"[.\[]", self.name)[0]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.type} [{self.default}]\n  {self.meaning}".rstrip()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{arguments.key}: no such config key; {suggest_nearest(arguments.key, names)}"
             )
         keys = matches
-    print(format_markdown(keys) if arguments.markdown else format_text(keys))
+    print(format_markdown(keys) if arguments.markdown else "\n\n".join(map(str, keys)))
     return 0
 
 
@@ -82,29 +79,6 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
             yield ConfigKey(name, _format_type(hint), default, meanings.get(field.name, ""))
 
 
-def read_meanings(settings: type) -> dict[str, str]:
-    """Return the meaning of each field of a settings dataclass, by field name.
-
-    Meanings stand in `name: ...` lines of docstrings and in `#:` comments. The text of a class wins
-    over the text of its base classes.
-    """
-    meanings: dict[str, str] = {}
-    for owner in settings.__mro__:
-        if dataclasses.is_dataclass(owner):
-            for name, meaning in (parse_docstring_keys(owner) | _parse_comments(owner)).items():
-                meanings.setdefault(name, meaning)
-    return meanings
-
-
-def _parse_comments(settings: type) -> dict[str, str]:
-    """Return the `#:` comment above each field of a settings dataclass, by field name."""
-    source = inspect.cleandoc(inspect.getsource(settings))
-    comments = re.findall(r"((?:^ *#: .*\n)+) *(\w+):", source, flags=re.MULTILINE)
-    return {
-        name: " ".join(text.replace("#: ", "").split()).removesuffix(".") for text, name in comments
-    }
-
-
 def _format_type(hint: Any) -> str:
     """Format a type hint in the words of YAML: `float or null`, `list of int`, `text`."""
     args = typing.get_args(hint)
@@ -119,13 +93,6 @@ def _format_type(hint: Any) -> str:
     if typing.get_origin(hint) is dict or hint is dict:
         return "mapping"
     return {"str": "text", "bool": "true or false"}.get(hint.__name__, hint.__name__)
-
-
-def format_text(keys: list[ConfigKey]) -> str:
-    """Format config keys as one paragraph each: name, type and default, then the meaning."""
-    return "\n\n".join(
-        f"{key.name}: {key.type} [{key.default}]\n  {key.meaning}".rstrip() for key in keys
-    )
 
 
 def format_markdown(keys: list[ConfigKey]) -> str:

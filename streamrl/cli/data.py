@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.config import RunConfig, load_config
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.data.chat_template import load_tokenizer, load_vocab_size
 from streamrl.data.classify_rows import PromptLimits, RowStatus
 from streamrl.data.config import DataConfig

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.data import add_file_arguments, parse_named_files
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.data.chat_template import load_tokenizer, load_vocab_size
 from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.config import DataConfig
@@ -239,12 +239,8 @@ def _print_result(
     if as_json:
         fields = {"model": str(model), "rewards": rewards, "seconds": seconds}
         fields |= {"unscored": result.num_unscored, **_result_to_dict(result)}
-        fields |= {
-            "by_source": {name: _result_to_dict(part) for name, part in result.by_source.items()}
-        }
-        fields |= {
-            "by_file": {name: _result_to_dict(part) for name, part in result.by_file.items()}
-        }
+        for key, parts in (("by_source", result.by_source), ("by_file", result.by_file)):
+            fields[key] = {name: _result_to_dict(part) for name, part in parts.items()}
         print(json.dumps(fields))
         return
     print(f"{model}: {result.num_prompts} prompts x {result.samples} samples in {seconds:.1f} s")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.output.output_files import write_output_file
-from streamrl.config import RunConfig, load_config
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.drawing.dataflow_graph import DataflowGraph
 from streamrl.drawing.graph_svg import render_svg
 from streamrl.drawing.graph_text import render_dot, render_text
@@ -30,10 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--text", action="store_true", help="print as text (default)")
     form.add_argument("--dot", action="store_true", help="print in Graphviz's DOT language")
     form.add_argument(
-        "--svg",
-        type=parse_nonempty,
-        metavar="FILE",
-        help="write SVG to FILE; - prints it",
+        "--svg", type=parse_nonempty, metavar="FILE", help="write SVG to FILE; - prints it"
     )
     parser.add_argument(
         "--steps", type=int, default=1, metavar="N", help="number of optimizer steps to draw (1)"

@@ -26,7 +26,7 @@ from streamrl.cli.output.fit_suggestions import PlanningInputs, suggest_fixes
 from streamrl.cli.output.output_files import check_output_file, write_output_file
 from streamrl.cli.output.plan_report import PlanReport, SimulatedPoint
 from streamrl.cli.output.text_table import format_count, format_seconds
-from streamrl.config import RunConfig, config_to_dict, dump_config
+from streamrl.config.run_config import RunConfig, config_to_dict, dump_config
 from streamrl.config.to_placement import (
     apply_placement,
     configure_for_cluster,

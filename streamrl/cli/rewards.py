@@ -8,12 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from streamrl.cli.output.setting_docs import (
-    escape_cell,
-    format_code,
-    format_default,
-    parse_docstring_keys,
-)
+from streamrl.cli.output.setting_docs import escape_cell, format_code, format_default, read_meanings
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.interface.config import RewardConfig
@@ -100,17 +95,12 @@ def list_plugin_kinds(path: str) -> dict[str, RewardKindEntry]:
 def read_options(settings: type) -> dict[str, RewardOption]:
     """Return the options in a dataclass of reward settings, with their defaults and meanings.
 
-    Meanings come from docstrings of the class and its bases. Options of the class itself precede
-    inherited options.
+    Options of the class itself precede inherited options.
     """
-    meanings: dict[str, str] = {}
-    for cls in settings.__mro__:
-        for key, meaning in parse_docstring_keys(cls).items():
-            meanings.setdefault(key, meaning)
     fields = {field.name: field for field in dataclasses.fields(settings)}
     return {
         name: RewardOption(format_default(fields[name]), meaning)
-        for name, meaning in meanings.items()
+        for name, meaning in read_meanings(settings).items()
         if name in fields
     }
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from streamrl.cli.arguments.arg_types import parse_path
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError
 from streamrl.run_dir.control_requests import (
     LEAVE_TIMEOUT_S,

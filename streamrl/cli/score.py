@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.completion_files import CompletionGroup, read_completion_groups
 from streamrl.cli.output.score_summary import summarize_scores
-from streamrl.config import RunConfig, build_config, load_config
+from streamrl.config.run_config import RunConfig, build_config, load_config
 from streamrl.data.files import DataFile
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.python_module import split_reference
@@ -85,13 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
     config = _load_score_config(arguments.config, arguments.reward, arguments.overrides)
     # A user's reward file may print while imported; keep that out of the JSON lines.
     with contextlib.redirect_stdout(sys.stderr):
-        reward_sets = _build_reward_sets(config)
+        context = RewardContext(config.scorer, config.sandbox)
+        reward_sets = [build_rewards(config.rewards, context)]
+        if config.costs:
+            reward_sets.append(build_rewards(config.costs, context, score_spec=COSTS))
         groups = read_completion_groups(_choose_data_file(arguments, config), arguments.completions)
     started, lines = time.monotonic(), asyncio.run(_score_groups(reward_sets, groups, config))
     if not arguments.jsonl:
         sources = {i: group.prompt.data_source for group in groups for i in group.line_indices}
         in_order = [sources[i] for i in range(len(lines))]
-        killed = sum((Counter(s.drain_counts()) for s in reward_sets.all_sets), Counter[str]())
+        killed = sum((Counter(s.drain_counts()) for s in reward_sets), Counter[str]())
         text = summarize_scores(lines, in_order, killed, time.monotonic() - started)
         print("\n".join(text), file=sys.stderr)
     return EXIT_FAILED if any(line["score"] is None for line in lines) else 0
@@ -140,26 +143,8 @@ def _make_reward_entry(reward: str) -> str:
     return json.dumps(entry, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
-class RunRewardSets:
-    """Rewards and costs of a run, ready to score; costs are None if the run has none."""
-
-    rewards: RewardSet
-    costs: RewardSet | None
-
-    @property
-    def all_sets(self) -> list[RewardSet]:
-        return [self.rewards, *([self.costs] if self.costs else [])]
-
-
-def _build_reward_sets(config: RunConfig) -> RunRewardSets:
-    context = RewardContext(config.scorer, config.sandbox)
-    costs = build_rewards(config.costs, context, score_spec=COSTS) if config.costs else None
-    return RunRewardSets(build_rewards(config.rewards, context), costs)
-
-
 async def _score_groups(
-    reward_sets: RunRewardSets, groups: Sequence[CompletionGroup], config: RunConfig
+    reward_sets: Sequence[RewardSet], groups: Sequence[CompletionGroup], config: RunConfig
 ) -> list[ScoreLine]:
     """Score the completions of all groups; print and return a JSON line for each completion.
 
@@ -179,7 +164,7 @@ async def _score_groups(
         return group, await score_group(reward_sets, group, config.rewards)
 
     try:
-        for reward_set in reward_sets.all_sets:
+        for reward_set in reward_sets:
             for note in await reward_set.run_preflight():
                 print(f"streamrl: {note}", file=sys.stderr)
             reward_set.check_prompts([group.prompt for group in groups])
@@ -188,7 +173,7 @@ async def _score_groups(
             judge, groups, max_concurrent=config.scorer.max_groups, on_scored=print_scored
         )
     finally:
-        for reward_set in reward_sets.all_sets:
+        for reward_set in reward_sets:
             await reward_set.close()
     return lines
 
@@ -221,19 +206,20 @@ async def score_concurrently(
 
 
 async def score_group(
-    reward_sets: RunRewardSets, group: CompletionGroup, configs: Sequence[RewardConfig]
+    reward_sets: Sequence[RewardSet], group: CompletionGroup, configs: Sequence[RewardConfig]
 ) -> Sequence[ScoreLine]:
     """Score the completions of one prompt row; return a JSON line for each completion.
 
-    configs: reward entries of the config. Field `seconds` is the time of the whole group, queueing
+    reward_sets: the rewards, then the costs if the run has any. configs: reward entries of the
+    config. Field `seconds` is the time of the whole group, queueing
     included. If a reward fails, the lines have no score and name the error.
     """
     index, started = parse_uid(group.prompt.uid)[1], time.perf_counter()
     try:
-        result = await reward_sets.rewards.judge_group(group.prompt, group.completions)
-        costs = reward_sets.costs and await reward_sets.costs.judge_group(
-            group.prompt, group.completions
-        )
+        result, *costs = [
+            await reward_set.judge_group(group.prompt, group.completions)
+            for reward_set in reward_sets
+        ]
     except RewardError as error:
         line = {
             "index": index,
@@ -254,8 +240,8 @@ async def score_group(
         line |= {"numbers": record["numbers"]} if "numbers" in record else {}
         if costs:
             line |= {
-                "cost": costs.totals[i].item(),
-                "costs": describe_completion(costs, i)["components"],
+                "cost": costs[0].totals[i].item(),
+                "costs": describe_completion(costs[0], i)["components"],
             }
         details = {name: parts[i].detail for name, parts in result.components.items()}
         detail = "; ".join(f"{name}: {text}" for name, text in details.items() if text)

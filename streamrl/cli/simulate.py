@@ -22,7 +22,7 @@ from streamrl.cli.output.text_table import (
     format_seconds,
     format_table,
 )
-from streamrl.config import RunConfig
+from streamrl.config.run_config import RunConfig
 from streamrl.config.to_placement import build_run_placement
 from streamrl.dataflow import GENERATE_CALL, CallKind
 from streamrl.errors import ConfigError

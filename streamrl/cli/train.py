@@ -28,20 +28,14 @@ from streamrl.cli.run_setup.signals import (
     interrupt_on_signals,
     uninterrupted_exit_stack,
 )
-from streamrl.config import RunConfig, config_to_dict, load_config
 from streamrl.config.role_counts import describe_shared_slots, with_placement_mode
+from streamrl.config.run_config import RunConfig, config_to_dict, load_config
 from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
 from streamrl.files.atomic_write import NO_SPACE
-from streamrl.run_dir.checkpoint import (
-    Checkpoint,
-    QueueLayout,
-    ResumePoint,
-    list_checkpoints,
-)
-from streamrl.telemetry import RunInfo
-from streamrl.telemetry.rollout_log import RolloutLog
+from streamrl.run_dir.checkpoint import Checkpoint, QueueLayout, ResumePoint, list_checkpoints
+from streamrl.telemetry.progress import RunInfo
 from streamrl.telemetry.sink_group import SinkGroup, make_sink_group
-from streamrl.telemetry.sinks import EventFields
+from streamrl.telemetry.sinks import EventFields, RolloutLog
 from streamrl.telemetry.wandb_sink import preload_wandb
 
 if TYPE_CHECKING:
@@ -189,7 +183,8 @@ def _prepare_training(
         return prepared, QueueLayout(config.queue.shards)
     if resume.checkpoint is not None:
         _load_position(resume.checkpoint, config, prepared.prompts)
-    layout = _load_queue_layout(resume)
+    stored = load_config(resume.run_dir / "config.yaml", is_rehearsed=True)
+    layout = resume.read_layout(shards=stored.queue.shards)
     check_resume(resume, layout, config, prepared.prompts)
     return prepared, layout
 
@@ -258,12 +253,6 @@ def _forward_reports(
 
     with catch_first_interrupt() as stopping:
         return session.watch_actors(handle, stopping)
-
-
-def _load_queue_layout(resume: ResumePoint) -> QueueLayout:
-    """Return the layout of the shard folders in the run directory of a resume point."""
-    stored = load_config(resume.run_dir / "config.yaml", is_rehearsed=True)
-    return resume.read_layout(shards=stored.queue.shards)
 
 
 def _load_position(checkpoint: Checkpoint, config: RunConfig, prompts: "PromptStream") -> None:

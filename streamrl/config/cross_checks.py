@@ -107,6 +107,7 @@ def find_colocation_conflict(config: "RunConfig") -> str:
     """Return why generators cannot run inside the trainer's ranks, naming the setting, or ""."""
     generator, ranks = config.generator, config.trainer.world_size
     tp_size = generator.tensor_parallel
+    hosts = "each" if tp_size == 1 else f"every group of generator.tensor_parallel={tp_size}"
     sizes = (
         (
             bool(ranks % tp_size),
@@ -116,8 +117,7 @@ def find_colocation_conflict(config: "RunConfig") -> str:
         (
             generator.replicas not in (1, ranks // tp_size),
             "generator.replicas",
-            f"{_describe_generator_hosts(tp_size)} of trainer.world_size={ranks} ranks hosts"
-            f" a generator",
+            f"{hosts} of trainer.world_size={ranks} ranks hosts a generator",
         ),
     )
     return find_conflict_at_any_size(
@@ -161,11 +161,6 @@ def _format_first_conflict(config: "RunConfig", reasons: Iterable[tuple[bool, st
             value = vars(vars(config)[section])[key]
             return f"{setting}={value}: in a colocated run {reason}"
     return ""
-
-
-def _describe_generator_hosts(tp_size: int) -> str:
-    """Name the trainer ranks that host a generator: each rank, or each group of `tp_size`."""
-    return "each" if tp_size == 1 else f"every group of generator.tensor_parallel={tp_size}"
 
 
 def _check_reference(config: "RunConfig") -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -51,10 +51,11 @@ from streamrl.rewards.registry import check_options
 from streamrl.rewards.reward_set import COSTS, REWARDS
 from streamrl.run_dir.checkpoint import CheckpointConfig
 from streamrl.stream.run_state import PipelineConfig
-from streamrl.telemetry import TelemetryConfig
+from streamrl.telemetry.config import TelemetryConfig
 from streamrl.weights import WeightsConfig
 
 MAX_NAME_BYTES = 200
+SectionT = TypeVar("SectionT")
 
 
 @dataclass
@@ -244,11 +245,7 @@ def load_config(
 
 
 def build_config(
-    settings: DictConfig,
-    overrides: Sequence[str] = (),
-    *,
-    place: str,
-    is_rehearsed: bool = False,
+    settings: DictConfig, overrides: Sequence[str] = (), *, place: str, is_rehearsed: bool = False
 ) -> RunConfig:
     """Build a checked RunConfig from settings in YAML's structure and key=value overrides.
 
@@ -263,22 +260,12 @@ def build_config(
     return config
 
 
-def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Return the config with changed settings, given by dotted key.
+def with_settings(section: SectionT, settings: Mapping[str, Any]) -> SectionT:
+    """Return a config, a section of it or a mapping of overrides with changed settings.
 
+    settings: new values by dotted key. A single replacement avoids checking half-changed sections.
     The algorithm must stay the same, because its dry run is not repeated. Raises ConfigError if the
     result is inconsistent.
-    """
-    changed = _replace_settings(config, settings)
-    assert isinstance(changed, RunConfig)
-    return changed
-
-
-def _replace_settings(section: Any, settings: Mapping[str, Any]) -> Any:
-    """Return a section, or a mapping of overrides, with all changed settings replaced at once.
-
-    settings: new values by dotted key within the section. A single replacement avoids checking
-    half-changed sections.
     """
     values: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
@@ -288,10 +275,10 @@ def _replace_settings(section: Any, settings: Mapping[str, Any]) -> Any:
             nested.setdefault(name, {})[rest] = value
         else:
             values[name] = value
-    if isinstance(section, Mapping):
-        return {**section, **values}
-    values |= {name: _replace_settings(vars(section)[name], sub) for name, sub in nested.items()}
-    return dataclasses.replace(section, **values)
+    if isinstance(section, dict):
+        return cast(SectionT, {**section, **values})
+    values |= {name: with_settings(vars(section)[name], sub) for name, sub in nested.items()}
+    return cast(SectionT, dataclasses.replace(cast(Any, section), **values))
 
 
 def parse_settings(settings: DictConfig, *, place: str) -> RunConfig:

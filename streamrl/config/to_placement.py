@@ -359,14 +359,7 @@ def find_pools(dataflow: Dataflow, placement: Placement) -> PlacementConfig | No
     calls = {call.role: placement.assignments.get(call.stage) for call in dataflow.ordered_calls}
     meshes = {role: assignment.mesh for role, assignment in calls.items() if assignment is not None}
     generator = calls[GENERATE_CALL.role]
-    return _find_mesh_pools(meshes, is_split=generator is not None and generator.grid.tp_size > 1)
-
-
-def _find_mesh_pools(meshes: Mapping[str, Mesh], *, is_split: bool) -> PlacementConfig | None:
-    """Return the placement config that gives each role its mesh in `meshes`, or None.
-
-    is_split: the generator is tensor-parallel.
-    """
+    is_split = generator is not None and generator.grid.tp_size > 1
     counts = {role: mesh.size for role, mesh in meshes.items()}
     offsets = _compute_mesh_offsets(meshes)
     for option in _iter_pool_options(meshes):

@@ -87,18 +87,16 @@ def open_regular_file(path: str | Path) -> BinaryIO:
     Raises NotRegularError for other kinds of files, and OSError like `open`.
     """
     try:
-        file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115 - the caller closes it
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
+        file = open(  # noqa: SIM115 - the caller closes it
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        )
     except IsADirectoryError:
         raise NotRegularError(errno.EISDIR, "is a directory", str(path)) from None
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
     raise NotRegularError(errno.EINVAL, "not a regular file", str(path))
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    # Without O_NONBLOCK, opening a FIFO waits for a writer.
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @contextlib.contextmanager

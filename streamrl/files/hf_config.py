@@ -5,7 +5,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -161,29 +161,17 @@ def compute_max_positions(config: "PreTrainedConfig") -> int:
     """Return the context length of a model in tokens, including RoPE scaling."""
     settings = config.get_text_config()
     tokens = int(settings.max_position_embeddings)
+    parameters = settings.to_dict().get("rope_parameters") or {}
+    # One mapping, or one per layer type.
+    ropes = [parameters] if "rope_type" in parameters else filter(None, parameters.values())
+    # YaRN states the length before scaling; other types scale max_position_embeddings.
     scaled = [
-        int(float(rope["factor"]) * _get_original_positions(rope, tokens))
-        for rope in _list_rope_parameters(settings)
+        int(float(rope["factor"]) * int(rope.get("original_max_position_embeddings") or tokens))
+        for rope in ropes
         if rope.get("rope_type") not in PRESCALED_ROPE_TYPES and rope.get("factor")
     ]
     # Gemma-3 configs state max_position_embeddings after scaling, whatever the RoPE type.
     return tokens if "gemma3" in settings.model_type else max([tokens, *scaled])
-
-
-def _list_rope_parameters(settings: Any) -> list[Mapping[str, Any]]:
-    """Return the RoPE parameters in a model's config, one mapping per layer type."""
-    parameters = settings.to_dict().get("rope_parameters") or {}
-    if "rope_type" in parameters:
-        return [parameters]
-    return [nested for nested in parameters.values() if nested]
-
-
-def _get_original_positions(rope: Mapping[str, Any], tokens: int) -> int:
-    """Return the context length in tokens before RoPE scaling.
-
-    YaRN states that length; other types scale `tokens`, the max_position_embeddings of the config.
-    """
-    return int(rope.get("original_max_position_embeddings") or tokens)
 
 
 def read_num_layers(path: Path) -> int:

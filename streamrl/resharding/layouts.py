@@ -20,11 +20,6 @@ from streamrl.resharding.tensor_specs import (
 )
 
 
-def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
 @dataclass(frozen=True)
 class ShardPiece:
     """Box of the whole tensor and its place in a shard's memory: offset and strides in elements."""
@@ -71,7 +66,7 @@ class TensorShard:
     @cached_property
     def pieces(self) -> tuple[ShardPiece, ...]:
         """Stored boxes with their offsets and strides in the shard's storage."""
-        strides = row_major_strides(self.shape)
+        strides = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         start, stop = self._resolved_range
         pieces = []
         for local in iter_flat_boxes(self.shape, start, stop):

@@ -56,10 +56,6 @@ class InUseError(ConfigError):
     """Error: a live process owns the run directory, so this command cannot use it."""
 
 
-def _ignore_status(text: str) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class RunOwner:
     """Identity of the process that owns a run directory, as its lock file holds it.
@@ -168,7 +164,7 @@ def _close_inherited_locks() -> None:
 os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
-def acquire_run_lock(folder: Path, *, status: Callable[[str], None] = _ignore_status) -> RunLock:
+def acquire_run_lock(folder: Path, *, status: Callable[[str], None] = lambda text: None) -> RunLock:
     """Make this process the owner of an existing run directory.
 
     status: receives a line during a wait for the heartbeat of an owner on another node, which takes
@@ -234,7 +230,7 @@ def _is_inside(link: Path, folder: Path, root: Path) -> bool:
 
 @contextlib.contextmanager
 def lock_for_reading(
-    folder: Path, *, status: Callable[[str], None] = _ignore_status
+    folder: Path, *, status: Callable[[str], None] = lambda text: None
 ) -> Iterator[None]:
     """Context in which no other process can own a run directory; writes no file.
 

@@ -259,7 +259,10 @@ class DeviceArbiter:
             phase = request.phase
             if phase in blocked:  # an earlier request of the same phase has to wait
                 continue
-            joins = phase in self._grants and not self._is_slice_over(phase, now)
+            grant = self._grants.get(phase)
+            joins = grant is not None and (
+                now - grant.started_at < self._slice_s or not self._has_conflicting_request(phase)
+            )
             # Check blocked phases, too: a request must not overtake earlier requests.
             if joins or not any(
                 self._has_conflict(phase, other) for other in (*self._grants, *blocked)
@@ -270,12 +273,6 @@ class DeviceArbiter:
                 request.grant_future.set_result(None)
             else:
                 blocked.add(phase)
-
-    def _is_slice_over(self, phase: str, now: float) -> bool:
-        return (
-            self._has_conflicting_request(phase)
-            and now - self._grants[phase].started_at >= self._slice_s
-        )
 
     def _describe_conflicts(self, phase: str) -> str:
         now = asyncio.get_running_loop().time()

@@ -234,9 +234,7 @@ class RunState:
                 SURPLUS_CAUSE, "no place within pipeline.max_staleness (filter.oversample)"
             )
         late = self.assembler.remove_late_groups(
-            self.admission.version,
-            absent=self.pending_inserts,
-            is_full=is_full and not drops_stale,
+            self.admission.version, absent=self.pending_inserts, is_full=is_full and not drops_stale
         )
         return dict.fromkeys(late, outcome)
 

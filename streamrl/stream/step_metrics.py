@@ -11,7 +11,7 @@ from streamrl.buffer.wire_types import ShardStats
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.stream.protocols import FilterTally
 from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histogram
-from streamrl.telemetry.spans import Span, compute_busy_s, compute_idle_fraction
+from streamrl.telemetry.spans import Span, compute_idle_fraction, sum_busy_s
 
 NAN = math.nan
 TRAINED_METRICS = tuple(
@@ -67,9 +67,7 @@ def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
 
     Metrics of models that the step did not train are NaN.
     """
-    row: dict[str, float | Histogram] = {
-        **dict.fromkeys(TRAINED_METRICS, NAN),
-    }
+    row: dict[str, float | Histogram] = {**dict.fromkeys(TRAINED_METRICS, NAN)}
     row |= _reward_metrics(facts.metric_sums)
     row |= _rollout_metrics(facts)
     row |= _staleness_metrics(facts)
@@ -95,7 +93,7 @@ def _reward_metrics(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
 
 def _rollout_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     sums, generate = facts.metric_sums, facts.activity["generate"]
-    busy = _sum_busy_s(generate, facts) / generate.max_processes
+    busy = _mean_busy_s(generate, facts)
     sampled = sums["sampled_sum"]
     return {
         "rollout/length_mean": sampled / sums["rollouts"],
@@ -152,9 +150,7 @@ def _filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     sampled = sum(info.num_loss_tokens for info in infos) + tally.num_sampled_tokens
     tokens = sum(info.num_tokens for info in infos) + tally.num_tokens
     generate_s, score_s = (
-        _sum_busy_s(facts.activity[stage], facts) / facts.activity[stage].max_processes
-        if stage in facts.activity
-        else 0.0
+        _mean_busy_s(facts.activity[stage], facts) if stage in facts.activity else 0.0
         for stage in (GENERATE_CALL.stage, REWARD_CALL.stage)
     )
     return {
@@ -177,7 +173,7 @@ def _time_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
             num_processes=activity.num_processes,
         )
     for activity in _merge_by_role(facts.activity):
-        busy[activity.kind] += _sum_busy_s(activity, facts) / activity.max_processes
+        busy[activity.kind] += _mean_busy_s(activity, facts)
     tokens = sum(group.info.num_tokens for group in facts.groups)
     row |= {f"time/{kind}_s": seconds for kind, seconds in busy.items()}
     return row | {
@@ -197,11 +193,7 @@ def _merge_by_role(activity: Mapping[str, StageActivity]) -> list[StageActivity]
     return list(merged.values())
 
 
-def _sum_busy_s(activity: StageActivity, facts: StepFacts) -> float:
-    """Return the busy time of a stage, summed over processes, s."""
-    by_process: dict[str, list[Span]] = {}
-    for span in activity.spans:
-        by_process.setdefault(span.process, []).append(span)
-    return sum(
-        compute_busy_s(spans, start=facts.start_s, end=facts.end_s) for spans in by_process.values()
-    )
+def _mean_busy_s(activity: StageActivity, facts: StepFacts) -> float:
+    """Return the busy time of a stage, mean over its processes, s."""
+    busy_s = sum_busy_s(activity.spans, start=facts.start_s, end=facts.end_s)
+    return busy_s / activity.max_processes

@@ -70,7 +70,7 @@ class TraceSink:
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Open trace.json; on resume, read the process names in its events."""
-        kept = _load_events(self._path) if self._is_resumed else []
+        kept = list(_read_events(self._path)) if self._is_resumed else []
         for event in kept:
             if event["name"] == "process_name":
                 self._pids[event["args"]["name"]] = event["pid"]
@@ -205,7 +205,7 @@ def read_spans(path: Path) -> list[Span]:
 
 def _load_spans(path: Path) -> list[Span]:
     """Return the complete events of a trace file as spans."""
-    events = _load_events(path)
+    events = list(_read_events(path))
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     return [
         Span(
@@ -225,10 +225,6 @@ def check_trace(run_dir: Path) -> None:
     """Raise ConfigError if a resumed run cannot continue the trace in its run directory."""
     for _ in _read_events(run_dir / TRACE_FILE):
         pass
-
-
-def _load_events(path: Path) -> list[dict[str, Any]]:
-    return list(_read_events(path))
 
 
 def _read_events(path: Path) -> Iterator[dict[str, Any]]:

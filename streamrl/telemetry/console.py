@@ -1,10 +1,9 @@
 """Console output of a run: a line per step on a plain console, and a final summary.
 
-The live view of a terminal is in live_console.py. Both consoles print evaluations, events and log
-lines in the same way.
+The live view of a terminal is in live_console.py. Both consoles print evaluations and events in the
+same way.
 """
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -66,11 +65,7 @@ class RunConsole:
     """
 
     def __init__(
-        self,
-        run_info: RunInfo,
-        console: Console,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, run_info: RunInfo, console: Console, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.progress = RunProgress(run_info)
         self.console = console
@@ -247,15 +242,3 @@ def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFiel
         if text:
             table.add_row(Text(f" {label}"), Text(text))
     return table
-
-
-class ConsoleLogHandler(logging.Handler):
-    """Logging handler that prints records through the console, so that a live view survives."""
-
-    def __init__(self, console: RunConsole, level: int = logging.WARNING) -> None:
-        super().__init__(level)
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        style = "red" if record.levelno >= logging.ERROR else "yellow"
-        self._console.print_line(record.levelname.lower(), self.format(record), style=style)

@@ -43,11 +43,7 @@ class LiveConsole(RunConsole):
     """
 
     def __init__(
-        self,
-        run_info: RunInfo,
-        console: Console,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, run_info: RunInfo, console: Console, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(run_info, console, clock=clock)
         # Lock order: rich.live holds its own lock while it calls `render`, which takes this lock.

@@ -196,9 +196,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("weights/version", "", "policy_version after the step"),
     MetricSpec(
-        "weights/skew_max",
-        "versions",
-        "newest published version minus the oldest version in use",
+        "weights/skew_max", "versions", "newest published version minus the oldest version in use"
     ),
     MetricSpec("weights/publish_s", "s", "longest publish since the last step; NaN without one"),
     MetricSpec("weights/pull_s", "s", "longest time from notice of a version to its use"),
@@ -305,10 +303,3 @@ def parse_metrics_row(line: Mapping[str, Any]) -> MetricsRow:
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"{name}={value!r:.40}: neither a number nor a histogram") from None
     return row
-
-
-def render_metrics_table() -> str:
-    """Return the table of all metrics, in Markdown, for the docs."""
-    lines = ["| name | unit | meaning |", "| --- | --- | --- |"]
-    lines += [f"| `{m.name}` | {m.unit or '-'} | {m.meaning} |" for m in METRICS]
-    return "\n".join(lines) + "\n"

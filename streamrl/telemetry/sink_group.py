@@ -18,6 +18,7 @@ from streamrl.telemetry.sinks import (
     EVENTS_FILE,
     METRICS_FILE,
     EventFields,
+    EventFieldValue,
     JsonlSink,
     MetricsSink,
     read_jsonl,
@@ -47,14 +48,14 @@ class SinkGroup:
         self._trace_sink = trace
         self._last_step = -1
         self._open_sinks = ExitStack()
-        self._summary: EventFields = {}
+        self._summary: dict[str, EventFieldValue] = {}
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Start all sinks in order. If a sink fails, close the sinks already started."""
         with ExitStack() as started:
             for sink in self.sinks:
                 sink.start(config)
-                started.callback(self._close_sink, sink)
+                started.callback(sink.close, self._summary)
             self._open_sinks = started.pop_all()
 
     def log_step(self, step: int, row: MetricsRow) -> None:
@@ -85,11 +86,8 @@ class SinkGroup:
 
     def close(self, summary: EventFields) -> None:
         """Close all sinks, the console last, even if some fail. A second call has no effect."""
-        self._summary = summary
+        self._summary.update(summary)
         self._open_sinks.close()
-
-    def _close_sink(self, sink: MetricsSink) -> None:
-        sink.close(self._summary)
 
 
 def make_sink_group(

@@ -113,6 +113,14 @@ def compute_busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:
     return min(total, max(end - start, 0.0))
 
 
+def sum_busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:
+    """Return the busy seconds of [start, end], summed over the spans' processes."""
+    by_process: dict[str, list[Span]] = {}
+    for span in spans:
+        by_process.setdefault(span.process, []).append(span)
+    return sum(compute_busy_s(own, start=start, end=end) for own in by_process.values())
+
+
 def compute_idle_fraction(
     spans: Iterable[Span], *, start: float, end: float, num_processes: int = 1
 ) -> float:
@@ -123,11 +131,7 @@ def compute_idle_fraction(
     """
     if end <= start:
         raise ValueError(f"idle_fraction: the window [{start}, {end}] is empty")
-    by_process: dict[str, list[Span]] = {}
-    for span in spans:
-        by_process.setdefault(span.process, []).append(span)
-    busy = sum(
-        compute_busy_s(process_spans, start=start, end=end) for process_spans in by_process.values()
-    )
-    idle = 1.0 - busy / (max(num_processes, len(by_process)) * (end - start))
+    spans = list(spans)
+    count = max(num_processes, len({span.process for span in spans}))
+    idle = 1.0 - sum_busy_s(spans, start=start, end=end) / (count * (end - start))
     return min(max(idle, 0.0), 1.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.actors.actor_context import TRAINER_PHASE, make_lease, map_phase_slots
-from streamrl.config import RunConfig, load_config
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.stream.device_lease import DedicatedDeviceLease, DeviceArbiter, SharedDeviceLease
 
 RULE = "{kind: math}"

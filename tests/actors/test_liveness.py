@@ -26,8 +26,8 @@ from streamrl.actors.liveness import (
     name_unresponsive,
 )
 from streamrl.actors.queue_shard import ShardActor
-from streamrl.config import load_config
 from streamrl.config.preflight import PreparedRun
+from streamrl.config.run_config import load_config
 from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL
 from streamrl.errors import DeadlineError, FilterLimitError
 

@@ -39,8 +39,8 @@ from streamrl.buffer import (
     ShardPlan,
     StageSchema,
 )
-from streamrl.config import ModelConfig, RunConfig
 from streamrl.config.preflight import PreparedRun
+from streamrl.config.run_config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.generator_config import GeneratorConfig

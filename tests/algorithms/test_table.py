@@ -16,7 +16,7 @@ from streamrl.algorithms import (
 from streamrl.algorithms.bindings import group_relative
 from streamrl.algorithms.dry_run import dry_run_algorithm
 from streamrl.algorithms.table import variant
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS

@@ -10,7 +10,7 @@ from streamrl.buffer.books.run_log import TrainedStep
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.calibration.fit_timings import CROWDING
-from streamrl.config import RunConfig, config_to_dict, dump_config, load_config
+from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.config.to_placement import build_run_placement
 from streamrl.dataflow import POLICY
 from streamrl.placement import (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.books.run_log import read_log, recover_run_log
-from streamrl.config import load_config
 from streamrl.config.preflight import prepare_run
+from streamrl.config.run_config import load_config
 from streamrl.messages import parse_uid
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from tests.chaos.scenarios import TRANSPORT, Scenario

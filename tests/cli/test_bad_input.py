@@ -11,13 +11,16 @@ import pytest
 
 from streamrl.buffer import Ledger
 from streamrl.cli.main import main
-from streamrl.config import dump_config, load_config
 from streamrl.config.preflight import prepare_run
+from streamrl.config.run_config import dump_config, load_config
 from streamrl.dataflow import POLICY
 from streamrl.engines.reference_config import REFERENCE_FILE
 from streamrl.run_dir.checkpoint import CheckpointWriter
-from streamrl.run_dir.run_lock import acquire_run_lock
+from streamrl.run_dir.run_lock import LOCK_FILE, acquire_run_lock
 from tests.toy import write_toy
+
+Refuse = Callable[..., str]
+Saved = Callable[..., tuple[Path, Path]]
 
 
 @pytest.fixture(scope="module")
@@ -26,21 +29,59 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run `streamrl train` with overrides; return the one-line error."""
+def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that is refused; return the one-line error."""
+
+    def run(*words: object) -> str:
+        try:
+            code: object = main([str(word) for word in words])
+        except SystemExit as stop:
+            code = stop.code
+        error = capsys.readouterr().err.strip()
+        assert code == 2 and "\n" not in error, error
+        return error
+
+    return run
+
+
+@pytest.fixture
+def refused(toy: Path, tmp_path: Path, refuse: Refuse) -> Refuse:
+    """Run `streamrl train` with overrides; return the error."""
 
     def run(*overrides: str) -> str:
         runs = tmp_path / "runs"
-        words = ["train", str(toy / "recipe.yaml"), f"run.dir={runs}", *overrides]
-        code = main(words)
-        error = capsys.readouterr().err.strip()
-        assert code == 2, error
+        error = refuse("train", toy / "recipe.yaml", f"run.dir={runs}", *overrides)
         assert not runs.exists(), "something was written"
-        assert "\n" not in error
         assert error.startswith("streamrl: ")
         return error
 
     return run
+
+
+@pytest.fixture
+def saved(toy: Path, tmp_path: Path) -> Saved:
+    """Write a run directory with a checkpoint; return both."""
+
+    def make(
+        *overrides: str, state: Mapping[str, object] = {}, prompts: object = {}
+    ) -> tuple[Path, Path]:
+        run_dir = tmp_path / "run"
+        run_dir.mkdir()
+        (run_dir / "config.yaml").write_text(
+            dump_config(load_config(toy / "recipe.yaml", overrides))
+        )
+        (run_dir / "metrics.jsonl").write_text('{"step": 9}\n')
+        return run_dir, save_checkpoint(run_dir, prompts, state)
+
+    return make
+
+
+def read_files(folder: Path) -> dict[Path, bytes]:
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != LOCK_FILE
+    }
 
 
 @pytest.mark.parametrize(
@@ -48,12 +89,9 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
     [
         (["trainer.lrr=1"], ["unknown key trainer.lrr=1", "trainer.lr"]),
         (["run.steps=many"], ["run.steps", "'many'"]),
-        (["algorithm.group_size=1"], ["algorithm.group_size=1", "at least 2"]),
-        (["pipeline.max_staleness=-1"], ["pipeline.max_staleness=-1", "0 or more"]),
         (["pipeline.micro_batch_tokens=5"], ["pipeline.micro_batch_tokens=5", "one rollout"]),
         (["queue.capacity_groups=2"], ["queue.capacity_groups=2", "= (pipeline.depth 1 + 1)"]),
         (["pipeline.depth=-1"], ["pipeline.depth=-1", "0 or more"]),
-        (["pipeline.depth=3"], ["(3 + 1) * 4 groups", "pipeline.max_staleness 1", "on_stale=drop"]),
         (["pipeline.on_stale=keep"], ["pipeline.on_stale=keep", "wait, drop"]),
         (["pipeline.on_stall=sleep"], ["pipeline.on_stall=sleep", "abort, redeliver, warn"]),
         (["queue.on_failed_group=hope"], ["queue.on_failed_group=hope", "replace or readmit"]),
@@ -90,7 +128,6 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["model.max_length=4096"], ["model.max_length=4096", "at most 128"]),
         (["rewards=[{kind: exakt}]"], ["exakt", "exact"]),
         (["rewards=[{kind: function, path: no.py, function: f}]"], ["no.py"]),
-        (["rewards={kind: exact}"], ["rewards=", "must be a list"]),
         (["trainer.lr=.nan"], ["trainer.lr=nan", "finite"]),
         (["trainer.betas=[0.9,nan]"], ["trainer.betas"]),
         (["trainer.lora_rank=-1"], ["trainer.lora_rank=-1", "not be negative"]),
@@ -126,10 +163,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
             ["placement.cpus=2", "placement.mode=disaggregated"],
             ["needs 3 CPU slots", "the cluster has 2"],
         ),
-        (
-            ["placement.cpus=1", "trainer.world_size=2"],
-            ["needs 4 CPU slots", "the cluster has 1"],
-        ),
+        (["placement.cpus=1", "trainer.world_size=2"], ["needs 4 CPU slots", "the cluster has 1"]),
         (
             ["placement.mode=colocated", "weights.transport=disk"],
             ["weights.transport=disk: in a colocated run weights need no transport"],
@@ -154,10 +188,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
             ["generator.replicas=4: in a colocated run every group of generator.tensor_parallel=2"],
         ),
         (
-            [
-                *("placement.mode=colocated", "trainer.world_size=3"),
-                "generator.tensor_parallel=3",
-            ],
+            [*("placement.mode=colocated", "trainer.world_size=3"), "generator.tensor_parallel=3"],
             ["generator.tensor_parallel=3: must divide the model's num_attention_heads=2"],
         ),
         (
@@ -179,7 +210,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
     ],
 )
 def test_an_invalid_config_is_refused_before_any_file_is_written(
-    refused: Callable[..., str], overrides: list[str], parts: list[str]
+    refused: Refuse, overrides: list[str], parts: list[str]
 ) -> None:
     line = refused(*overrides)
     for part in parts:
@@ -201,50 +232,40 @@ def row(content: str, **changes: object) -> dict[str, object]:
     }
 
 
-def test_an_empty_data_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_an_empty_data_file_is_named(refused: Refuse, tmp_path: Path) -> None:
     assert "rows.jsonl" in refused(f"data.train={rows(tmp_path)}")
 
 
-def test_a_missing_filter_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_missing_filter_file_is_named(refused: Refuse, tmp_path: Path) -> None:
     path = rows(tmp_path, row("1+1"))
     line = refused(f"data.eval={{path: {path}, filter: 'no.py:keep'}}")
     assert "no.py" in line and "no such file" in line
 
 
-def test_a_missing_column_is_named_with_its_row(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_missing_column_is_named_with_its_row(refused: Refuse, tmp_path: Path) -> None:
     path = rows(tmp_path, row("1+1"), {"question": "1+1"})
     line = refused(f"data.train={path}")
     assert "prompt" in line and "2" in line
 
 
-def test_a_prompt_longer_than_the_limit_is_named_by_row(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_prompt_longer_than_the_limit_is_named_by_row(refused: Refuse, tmp_path: Path) -> None:
     path = rows(tmp_path, row("1+1"), row("1+" * 100 + "1"))
     line = refused(f"data.train={path}", f"data.eval={path}")
     assert "rows.jsonl" in line and "2" in line and "202 tokens" in line
 
 
-def test_long_prompts_can_be_skipped_unless_none_is_left(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_long_prompts_can_be_skipped_unless_none_is_left(refused: Refuse, tmp_path: Path) -> None:
     path = rows(tmp_path, row("1+" * 100 + "1"))
     assert "all 1 prompts exceed" in refused(f"data.train={path}", "data.on_long_prompt=skip")
 
 
-def test_a_row_that_the_reward_cannot_judge_is_named(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_row_that_the_reward_cannot_judge_is_named(refused: Refuse, tmp_path: Path) -> None:
     path = rows(tmp_path, row("1+1"), row("2+2", reward_model={"style": "rule"}))
     line = refused(f"data.train={path}")
     assert "ground_truth" in line and "line 2" in line
 
 
-def test_a_damaged_model_directory_is_named(
-    refused: Callable[..., str], toy: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_model_directory_is_named(refused: Refuse, toy: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(toy / "model", broken)
     (broken / "model.safetensors").write_bytes(b"nothing")
@@ -252,7 +273,7 @@ def test_a_damaged_model_directory_is_named(
 
 
 def test_a_config_that_transformers_refuses_is_named(
-    refused: Callable[..., str], toy: Path, tmp_path: Path
+    refused: Refuse, toy: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(toy / "model", broken)
@@ -263,44 +284,39 @@ def test_a_config_that_transformers_refuses_is_named(
         assert "max_position_embeddings" in refused(f"model.path={broken}")
 
 
-def test_an_existing_run_directory_is_left_unchanged(
-    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        ([], "exists: --resume it, choose another"),
+        (["run.overwrite=true"], "is not a run directory"),
+    ],
+)
+def test_an_existing_directory_is_left_unchanged(
+    toy: Path, tmp_path: Path, refuse: Refuse, overrides: list[str], part: str
 ) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "precious").write_text("data")
-    words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=taken"]
-    assert main(words) == 2
-    assert "exists: --resume it, choose another" in capsys.readouterr().err
+    words = ["train", toy / "recipe.yaml", f"run.dir={tmp_path}", "run.name=taken"]
+    assert part in refuse(*words, *overrides)
     assert (tmp_path / "taken" / "precious").read_text() == "data"
 
 
 def test_overwrite_refuses_to_remove_inputs_of_the_new_run(
-    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: Path, tmp_path: Path, refuse: Refuse
 ) -> None:
     model = tmp_path / "old" / "checkpoints" / "step_000003" / "model"
     shutil.copytree(toy / "model", model)
     (tmp_path / "old" / "config.yaml").write_text("")
-    words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=old"]
+    words = ["train", toy / "recipe.yaml", f"run.dir={tmp_path}", "run.name=old"]
     goes_with = {
         "model.path": [],
         "critic.path": ["algorithm.name=ppo"],
         "data.pretrain": ["algorithm.ptx_coef=0.1"],
     }
     for key, pair in goes_with.items():
-        assert main([*words, "run.overwrite=true", f"{key}={model}", *pair]) == 2
-        assert f"{key}={model}: lies inside the run that" in capsys.readouterr().err
+        error = refuse(*words, "run.overwrite=true", f"{key}={model}", *pair)
+        assert f"{key}={model}: lies inside the run that" in error
     assert (model / "model.safetensors").is_file()
-
-
-def test_overwrite_replaces_only_run_directories(
-    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "papers").mkdir()
-    (tmp_path / "papers" / "precious").write_text("data")
-    words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=papers"]
-    assert main([*words, "run.overwrite=true"]) == 2
-    assert "is not a run directory" in capsys.readouterr().err
-    assert (tmp_path / "papers" / "precious").read_text() == "data"
 
 
 @pytest.mark.parametrize(
@@ -315,18 +331,13 @@ def test_overwrite_replaces_only_run_directories(
     ],
 )
 def test_a_resume_with_incompatible_settings_is_refused_and_changes_no_file(
-    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, part: str
+    toy: Path, saved: Saved, refuse: Refuse, override: str, part: str
 ) -> None:
-    run_dir, config = tmp_path / "run", load_config(toy / "recipe.yaml")
-    run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(dump_config(config))
-    (run_dir / "metrics.jsonl").write_text('{"step": 9}\n')
-    save_checkpoint(run_dir, prepare_run(config).prompts.state_dict())
-    before = (run_dir / "config.yaml").read_text()
-    assert main(["train", "--resume", str(run_dir), override]) == 2
-    assert part in capsys.readouterr().err
-    assert (run_dir / "config.yaml").read_text() == before
-    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 9}\n'
+    prompts = prepare_run(load_config(toy / "recipe.yaml")).prompts
+    run_dir, _ = saved(prompts=prompts.state_dict())
+    before = read_files(run_dir)
+    assert part in refuse("train", "--resume", run_dir, override)
+    assert read_files(run_dir) == before
 
 
 @pytest.mark.parametrize(
@@ -334,11 +345,7 @@ def test_a_resume_with_incompatible_settings_is_refused_and_changes_no_file(
     [
         ("ppo", "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run must keep 0"),
         ("ppo", "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run must keep 0"),
-        (
-            "ppo",
-            "algorithm.kl_coef=0.5",
-            "algorithm.kl_coef=0.5: this value adapts during training",
-        ),
+        ("ppo", "algorithm.kl_coef=0.5", "kl_coef=0.5: this value adapts during training"),
         (
             "safe_rlhf",
             "algorithm.params.lagrange=2",
@@ -347,21 +354,12 @@ def test_a_resume_with_incompatible_settings_is_refused_and_changes_no_file(
     ],
 )
 def test_a_resume_keeps_its_critic_and_adaptive_parameters(
-    toy: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    began: str,
-    override: str,
-    part: str,
+    saved: Saved, refuse: Refuse, began: str, override: str, part: str
 ) -> None:
-    chosen = [f"algorithm.name={began}", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"]
     costs = ["costs=[{kind: exact}]"] if began == "safe_rlhf" else []
-    config = load_config(toy / "recipe.yaml", [*chosen, *costs])
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
-    save_checkpoint(tmp_path / "run", {})
-    assert main(["train", "--resume", str(tmp_path / "run"), override]) == 2
-    assert part in capsys.readouterr().err
+    chosen = ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.1", *costs]
+    run_dir, _ = saved(f"algorithm.name={began}", *chosen)
+    assert part in refuse("train", "--resume", run_dir, override)
 
 
 @pytest.mark.parametrize(
@@ -372,44 +370,34 @@ def test_a_resume_keeps_its_critic_and_adaptive_parameters(
     ],
 )
 def test_a_resume_keeps_a_fixed_or_an_ema_reference(
-    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], was: int, now: int, part: str
+    saved: Saved, refuse: Refuse, was: int, now: int, part: str
 ) -> None:
-    chosen = ["algorithm.kl_coef=0.1", f"reference.every={was}"]
-    config = load_config(toy / "recipe.yaml", chosen)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(dump_config(config))
-    saved = save_checkpoint(run_dir, {})
+    run_dir, path = saved("algorithm.kl_coef=0.1", f"reference.every={was}")
     if was:
-        (saved / "trainer" / REFERENCE_FILE).write_text("tensors")
-    assert main(["train", "--resume", str(run_dir), f"reference.every={now}"]) == 2
-    error = capsys.readouterr().err.strip()
-    assert part.format(checkpoint=saved) in error and "\n" not in error
-    assert (run_dir / "config.yaml").read_text() == dump_config(config)
+        (path / "trainer" / REFERENCE_FILE).write_text("tensors")
+    before = read_files(run_dir)
+    error = refuse("train", "--resume", run_dir, f"reference.every={now}")
+    assert part.format(checkpoint=path) in error
+    assert read_files(run_dir) == before
 
 
 @pytest.mark.parametrize("how", ["resume", "checkpoint", "fork", "new", "overwrite"])
 def test_a_live_run_directory_is_refused_and_left_unchanged(
-    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+    toy: Path, tmp_path: Path, saved: Saved, refuse: Refuse, how: str
 ) -> None:
-    config = load_config(toy / "recipe.yaml", [f"run.dir={tmp_path}", "run.name=live"])
-    run_dir = tmp_path / "live"
-    run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(dump_config(config))
-    saved = save_checkpoint(run_dir, {})
+    run_dir, path = saved(f"run.dir={tmp_path}", "run.name=run")
     lock = acquire_run_lock(run_dir)
     before = sorted(tmp_path.rglob("*"))
-    new = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=live"]
+    new = [toy / "recipe.yaml", f"run.dir={tmp_path}", "run.name=run"]
     words = {
-        "resume": ["train", "--resume", str(run_dir)],
-        "checkpoint": ["train", "--resume", str(saved)],
-        "fork": ["train", "--resume", str(saved), "run.name=other"],
+        "resume": ["--resume", run_dir],
+        "checkpoint": ["--resume", path],
+        "fork": ["--resume", path, "run.name=other"],
         "new": new,
         "overwrite": [*new, "run.overwrite=true"],
     }
-    assert main(words[how]) == 2
-    line = capsys.readouterr().err.strip()
-    assert f"{run_dir} is in use: its run is alive, since " in line and "\n" not in line
+    line = refuse("train", *words[how])
+    assert f"{run_dir} is in use: its run is alive, since " in line
     assert f"pid {os.getpid()};" in line
     # Forking a live run is refused too.
     assert ("choose another run.name" in line) == (how in ("new", "overwrite"))
@@ -421,15 +409,12 @@ def test_a_live_run_directory_is_refused_and_left_unchanged(
     "override", ["trainer.world_size=2", "trainer.zero_stage=3", "trainer.backend=torch"]
 )
 def test_an_old_checkpoint_format_keeps_its_layout_on_resume(
-    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+    saved: Saved, refuse: Refuse, override: str
 ) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(dump_config(load_config(toy / "recipe.yaml")))
-    (save_checkpoint(run_dir, {}) / "trainer" / "rank_0.pt").touch()
-    assert main(["train", "--resume", str(run_dir), override]) == 2
-    line = capsys.readouterr().err.strip()
-    assert f"{override}: " in line and "has an old format" in line and "\n" not in line
+    run_dir, path = saved()
+    (path / "trainer" / "rank_0.pt").touch()
+    line = refuse("train", "--resume", run_dir, override)
+    assert f"{override}: " in line and "has an old format" in line
 
 
 @pytest.mark.parametrize(
@@ -444,16 +429,11 @@ def test_an_old_checkpoint_format_keeps_its_layout_on_resume(
     ],
 )
 def test_an_impossible_fork_is_refused(
-    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str
+    tmp_path: Path, saved: Saved, refuse: Refuse, words: list[str], part: str
 ) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
     (tmp_path / "taken").mkdir()
-    (run_dir / "config.yaml").write_text(dump_config(load_config(toy / "recipe.yaml")))
-    saved = save_checkpoint(run_dir, {})
-    arguments = [word.format(run=run_dir) for word in words]
-    assert main(["train", "--resume", str(saved), *arguments]) == 2
-    assert part in capsys.readouterr().err
+    run_dir, path = saved()
+    assert part in refuse("train", "--resume", path, *(w.format(run=run_dir) for w in words))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
 
 
@@ -485,24 +465,15 @@ def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] 
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_changes_no_file(
-    toy: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    state: dict[str, object],
-    part: str,
+    toy: Path, saved: Saved, refuse: Refuse, state: dict[str, object], part: str
 ) -> None:
-    run_dir, config = tmp_path / "run", load_config(toy / "recipe.yaml")
-    run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(dump_config(config))
-    (run_dir / "metrics.jsonl").write_text('{"step": 9}\n')
-    saved = save_checkpoint(run_dir, prepare_run(config).prompts.state_dict(), state)
+    prompts = prepare_run(load_config(toy / "recipe.yaml")).prompts
+    run_dir, path = saved(prompts=prompts.state_dict(), state=state)
     if not state:
-        (saved / "trainer" / "file").unlink()
-    assert main(["train", "--resume", str(run_dir), "run.steps=5"]) == 2
-    error = capsys.readouterr().err.strip()
-    assert part in error and "\n" not in error
-    assert (run_dir / "config.yaml").read_text() == dump_config(config)
-    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 9}\n'
+        (path / "trainer" / "file").unlink()
+    before = read_files(run_dir)
+    assert part in refuse("train", "--resume", run_dir, "run.steps=5")
+    assert read_files(run_dir) == before
 
 
 @pytest.mark.parametrize(
@@ -523,28 +494,11 @@ def test_a_damaged_checkpoint_is_refused_and_changes_no_file(
     ],
 )
 def test_a_bad_command_line_is_a_one_line_error(
-    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], part: str, refuse: Refuse
 ) -> None:
-    try:
-        code = main(words)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    assert code == 2
-    error = capsys.readouterr().err.strip()
-    assert part in error and "\n" not in error
+    assert part in refuse(*words)
 
 
-def test_resuming_from_a_path_without_checkpoint_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--resume", str(tmp_path)]) == 2
-    assert "not a checkpoint" in capsys.readouterr().err
+def test_resuming_from_a_path_without_checkpoint_is_refused(tmp_path: Path, refuse: Refuse) -> None:
+    assert "not a checkpoint" in refuse("train", "--resume", tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("command", [[], ["train"], ["scale"], ["evaluate"], ["doctor"]])
-def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--help"])
-    assert stop.value.code == 0
-    assert "usage: streamrl" in capsys.readouterr().out

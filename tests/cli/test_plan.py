@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.cli.arguments.planner_args import read_lengths
 from streamrl.cli.main import main
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.config.to_placement import build_run_placement
 from streamrl.placement import Mesh, Placement
 from streamrl.placement.costs import CostModel

@@ -234,10 +234,3 @@ def test_a_damaged_entry_in_the_run_log_is_reported(report: Report, tmp_path: Pa
     code, text = report()
     assert code == 1
     assert f"{path}, byte 0" in text and text.count("\n") == 1
-
-
-def test_help_describes_the_ledger_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["report", "--help"])
-    assert stop.value.code == 0
-    assert "--uid" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.config import dump_config, load_config
+from streamrl.config.run_config import dump_config, load_config
 from streamrl.run_dir.control_requests import ScaleAnswer, ScaleRequestInbox
 
 RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"

@@ -128,9 +128,7 @@ def test_output_lines_keep_file_order_and_an_index_is_a_group(score, reward_file
         (1, 21.0),
         (0, 21.0),
     ]
-    assert lines[0].keys() == {
-        *("index", "score", "components", "verdict", "verdicts", "seconds"),
-    }
+    assert lines[0].keys() == {*("index", "score", "components", "verdict", "verdicts", "seconds")}
 
 
 def test_a_failed_group_has_no_score_and_others_do(score, reward_file):

@@ -7,7 +7,6 @@ import pytest
 
 from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.buffer.codec import encode_columns
-from streamrl.config import RunConfig, load_config
 from streamrl.config.preflight import (
     PreparedRun,
     compute_max_group_bytes,
@@ -17,6 +16,7 @@ from streamrl.config.preflight import (
     prepare_run,
 )
 from streamrl.config.role_counts import with_placement_mode
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Rollout, parse_uid, rollouts_to_columns
 from streamrl.placement import SHARED_SLOTS, ClusterCapacity, check_fits, choose_mode
@@ -77,9 +77,7 @@ def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(
         compute_shard_bytes(config, prepared, node_stores=[4 * needed - 4])
 
 
-def test_on_one_pool_all_roles_with_a_model_share_a_gpu(
-    run: tuple[RunConfig, PreparedRun],
-) -> None:
+def test_on_one_pool_all_roles_with_a_model_share_a_gpu(run: tuple[RunConfig, PreparedRun]) -> None:
     prepared = run[1]
     config = replace(run[0], generator=replace(run[0].generator, kv_cache_mb=500))
     # Generator, reference and trainer, disaggregated or colocated.
@@ -169,9 +167,7 @@ def test_indivisible_attention_heads_refuse_tensor_parallelism(
         prepare_run(config)
 
 
-def test_memory_budget_applies_only_if_auto_colocates(
-    run: tuple[RunConfig, PreparedRun],
-) -> None:
+def test_memory_budget_applies_only_if_auto_colocates(run: tuple[RunConfig, PreparedRun]) -> None:
     there = replace(run[0].placement, mode="auto", memory_mb=500)
     config = replace(run[0], placement=there)
     for cpus, mode, budget_mb in ((8, "disaggregated", None), (1, "colocated", 500)):

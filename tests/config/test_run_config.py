@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from streamrl.config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.config.role_counts import count_actors
+from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.errors import ConfigError
 from streamrl.rewards.interface.config import RewardConfig
 
@@ -33,9 +33,7 @@ def test_unset_settings_have_their_defaults(recipe: Path) -> None:
     assert config.capacity_groups == 2 * config.pipeline.groups_per_step
 
 
-def test_depth_sets_the_groups_in_flight_and_defaults_to_max_staleness(
-    recipe: Path,
-) -> None:
+def test_depth_sets_the_groups_in_flight_and_defaults_to_max_staleness(recipe: Path) -> None:
     overrides = ["pipeline.max_staleness=3", "pipeline.groups_per_step=8"]
     assert load_config(recipe, overrides).capacity_groups == 32
     assert load_config(recipe, [*overrides, "pipeline.depth=1"]).capacity_groups == 16
@@ -150,20 +148,11 @@ def test_paths_become_absolute(recipe: Path) -> None:
     [
         ("trainer.learning_rate=1", "unknown key trainer.learning_rate=1; the nearest key is "),
         ("pipline.max_staleness=1", "unknown key pipline=.*pipeline"),
-        (
-            "run.name=off",
-            "run.name=False: must be text; YAML reads unquoted off, no and false as",
-        ),
+        ("run.name=off", "run.name=False: must be text; YAML reads unquoted off, no and false as"),
         ("trainer.lrr=1", "unknown key trainer.lrr=1; the nearest key is trainer.lr"),
-        (
-            "data.filter=a.py:b",
-            "data.filter='a.py:b'; set it per file, as in data.train={path",
-        ),
+        ("data.filter=a.py:b", "data.filter='a.py:b'; set it per file, as in data.train={path"),
         ("rewards=[{kind: exact, timeout_s: .inf}]", r"rewards\[0\].timeout_s=inf: must be a fin"),
-        (
-            "rewards=[{kind: exact, wieght: 2}]",
-            r"rewards\[0\].wieght=2: .*nearest key is weight",
-        ),
+        ("rewards=[{kind: exact, wieght: 2}]", r"rewards\[0\].wieght=2: .*nearest key is weight"),
         ("trainer.lr=fast", "trainer.lr: Value 'fast' .*could not be converted"),
         ("placement.pools=[{policy: 1}, 3]", r"placement.pools\[1\]: Cannot assign int to Dict"),
         ("placement.pools=[pool]", r"placement.pools\[0\]: Cannot assign str to Dict"),
@@ -184,6 +173,8 @@ def test_paths_become_absolute(recipe: Path) -> None:
         ("run.name=..", "run.name='..': must be a plain folder name"),
         ("pipeline.max_staleness=-1", "pipeline.max_staleness=-1: must be 0 or more"),
         ("pipeline.groups_per_step=0", "pipeline.groups_per_step=0: must be above 0"),
+        ("pipeline.micro_batch_tokens=0", "pipeline.micro_batch_tokens=0: must be above 0"),
+        ("pipeline.stall_s=0", "pipeline.stall_s=0.0: must be above 0"),
         ("algorithm.group_size=1", "algorithm.group_size=1: .*at least 2"),
         ("algorithm.name=grop", "algorithm.name=grop: .*grpo"),
         ("trainer.zero_stage=4", "trainer.zero_stage=4: must be 0, 1, 2 or 3"),
@@ -192,14 +183,15 @@ def test_paths_become_absolute(recipe: Path) -> None:
         ("queue.capacity_groups=3", "queue.capacity_groups=3: must be at least 64 = "),
         (
             "pipeline.depth=2",
-            r"pipeline.depth=2: \(2 \+ 1\) \* 32 groups .*max_staleness 1 \+ 1\)",
+            r"pipeline.depth=2: \(2 \+ 1\) \* 32 groups .*max_staleness 1 \+ 1\).*on_stale=drop",
         ),
         ("queue.journal.fsync_s=-1", "queue.journal.fsync_s=-1.*: must be 0 s or more, or null"),
         ("filter={kind: mean_outside, low: 1}", "filter.low=1.0: must be below high=1.0"),
         ("queue.shards=0", "queue.shards=0: must be at least 1"),
         ("placement.mode=magic", "placement.mode=magic: must be one of"),
         ("telemetry.wandb.mode=maybe", "telemetry.wandb.mode=maybe: must be"),
-        ("checkpoint.every=-1", "checkpoint.every=-1"),
+        ("checkpoint.every=-1", "checkpoint.every=-1: must be 0 or more"),
+        ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
         ("model.path=''", "model.path: missing"),
         ("data.train=''", "data.train: missing"),
         ("rewards=[]", "rewards: empty"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config import RunConfig, load_config
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.config.to_placement import (
     apply_placement,
     build_run_placement,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.config import dump_config, load_config
+from streamrl.config.run_config import dump_config, load_config
 from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.config import DataConfig
 from streamrl.data.prompts import load_prompts

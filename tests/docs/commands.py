@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.cli.main import COMMANDS, build_parser
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (

@@ -104,31 +104,3 @@ def test_the_plan_in_the_docs_is_made_and_simulated(workspace: Path) -> None:
         words = [word.replace("qwen2.5-32b", "qwen2.5-7b") for word in command.words[1:]]
         assert main([*words, *SHORT[name]]) == 0
     assert (workspace / "plan.yaml").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        (
-            "```\nstreamrl trian configs/grpo_arithmetic.yaml\n```",
-            "trian .*: there is no such command",
-        ),
-        ("```\n$ streamrl doctor --loud\n```", "unrecognized arguments: --loud"),
-        ("```\nstreamrl train configs/none.yaml\n```", "there is no configs/none.yaml"),
-        ("```\nstreamrl train my.yaml trainer.learning=1\n```", "learning"),
-        ("```\nstreamrl score rows.jsonl \\\n  --reward exact\n```", "are required: --completions"),
-        ("use `python -m benchmarks.none`", "there is no such module"),
-        ("use `python -m benchmarks.queue --sizes many`", "invalid int value"),
-        ("use `python -m examples.own_loop.ppo --stepz 3`", "unrecognized arguments"),
-        ("use `make tests`", "make tests: there is no such target"),
-        ("use `.venv/bin/python examples/<task>/none.py`", "there is no examples/<task>/none.py"),
-        ("use `streamrl scale --generatorz`", "there is no --generatorz"),
-    ],
-)
-def test_a_command_that_does_not_exist_is_found(
-    text: str, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    (command,) = find_commands(text)
-    with pytest.raises(CommandError, match=rule):
-        check(command)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.dataflow import POLICY, CallKind, Dataflow, ModelCall
 from streamrl.drawing.dataflow_graph import DataflowGraph
 from streamrl.drawing.graph_layout import LINE_HEIGHT, GraphLayout, NodeBox, text_width

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.cli.train import train
-from streamrl.config import RunConfig, load_config
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import POLICY
 from streamrl.messages import Columns, columns_to_rollouts
 

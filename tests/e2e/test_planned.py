@@ -9,7 +9,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from streamrl.cli.main import main
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from tests.e2e.shared_runs import CONFIGS
 from tests.toy import write_toy
 

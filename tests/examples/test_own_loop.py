@@ -30,8 +30,8 @@ from streamrl.actors.worker_groups.model_workers import (
     set_world_size,
 )
 from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup
-from streamrl.config import RunConfig, load_config
 from streamrl.config.preflight import prepare_run
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.controller import Batch, WorkerContext, WorkerMesh, transfer_protocols, transfers
 from streamrl.controller.register import find_transfer_methods
 from streamrl.dataflow import CRITIC

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from streamrl.config import RunConfig, parse_settings
 from streamrl.config.role_counts import assign_slots
+from streamrl.config.run_config import RunConfig, parse_settings
 from streamrl.errors import ConfigError
 from streamrl.placement import POOL_STRATEGIES, SlotMap, lay_out_slots
 from streamrl.placement.pools import FOLLOWED_ROLES, POOL_ROLES, RolePool, has_colocated_actor

@@ -17,7 +17,6 @@ from streamrl.run_dir.checkpoint import (
     CHECKPOINT_FORMAT,
     RUN_LOG_FOLDER,
     Checkpoint,
-    CheckpointConfig,
     CheckpointState,
     CheckpointWriter,
     QueueLayout,
@@ -111,11 +110,7 @@ def test_resume_uses_the_newest_checkpoint_and_its_journal(tmp_path: Path) -> No
         write(tmp_path, version)
     point = find_resume_point(tmp_path)
     assert point.checkpoint is not None
-    assert (point.run_dir, point.version, point.should_keep_journal) == (
-        tmp_path,
-        100,
-        True,
-    )
+    assert (point.run_dir, point.version, point.should_keep_journal) == (tmp_path, 100, True)
     assert (point.checkpoint.model_dir / "weights").read_text() == "100"
     assert point.checkpoint.get_role_dirs(POLICY)[1] == point.checkpoint.path / "trainer"
 
@@ -147,33 +142,13 @@ def test_resume_of_a_run_without_a_step_starts_again(tmp_path: Path) -> None:
     assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
 
 
-def test_resume_removes_partial_checkpoints(tmp_path: Path) -> None:
-    write(tmp_path, 5)
-    CheckpointWriter(tmp_path, 7)
-    find_resume_point(tmp_path).discard_later()
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
-
-
-def test_resume_from_the_named_newest_checkpoint_keeps_its_journal(tmp_path: Path) -> None:
-    write(tmp_path, 5)
-    last = write(tmp_path, 10)
-    point = find_resume_point(last)
-    assert (point.run_dir, point.version, point.should_keep_journal) == (
-        tmp_path,
-        10,
-        True,
-    )
-
-
-def test_resume_from_a_named_older_checkpoint_ignores_the_journal(tmp_path: Path) -> None:
-    first = write(tmp_path, 5)
-    write(tmp_path, 10)
-    point = find_resume_point(first)
-    assert (point.run_dir, point.version, point.should_keep_journal) == (
-        tmp_path,
-        5,
-        False,
-    )
+@pytest.mark.parametrize(("version", "keeps"), [(10, True), (5, False)])
+def test_resume_from_a_named_checkpoint_keeps_the_journal_if_it_is_the_newest(
+    tmp_path: Path, version: int, keeps: bool
+) -> None:
+    paths = {number: write(tmp_path, number) for number in (5, 10)}
+    point = find_resume_point(paths[version])
+    assert (point.run_dir, point.version, point.should_keep_journal) == (tmp_path, version, keeps)
 
 
 def test_resume_through_a_symlink_finds_the_run(tmp_path: Path) -> None:
@@ -189,24 +164,12 @@ def test_invalid_checkpoints_are_refused_with_one_line(tmp_path: Path) -> None:
         find_resume_point(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
         find_resume_point(tmp_path)
-    (tmp_path / "state.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"state\.json"):
-        find_resume_point(tmp_path)
-    (tmp_path / "state.json").write_text('{"a":' * 100_000)
-    with pytest.raises(ConfigError, match=r"state\.json: nested too deeply"):
-        find_resume_point(tmp_path)
-    (tmp_path / "state.json").write_text(json.dumps({"format": 1}))
-    with pytest.raises(ConfigError, match=f"not a checkpoint of format {CHECKPOINT_FORMAT}"):
-        find_resume_point(tmp_path)
     whole = {"format": CHECKPOINT_FORMAT, **state(1, {})}
     for name in CheckpointState.__required_keys__:
         lacking = {key: value for key, value in whole.items() if key != name}
         (tmp_path / "state.json").write_text(json.dumps(lacking))
         with pytest.raises(ConfigError, match=f"state.json: missing keys: {name}$"):
             find_resume_point(tmp_path)
-    (tmp_path / "state.json").write_text(json.dumps({**whole, "version": "x"}))
-    with pytest.raises(ConfigError, match="version 'x': must be a whole number"):
-        find_resume_point(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps(whole))
     assert read_checkpoint(tmp_path).version == 1
 
@@ -293,11 +256,7 @@ def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
     assert find_resume_point(older).has_contiguous_journal is False
     (lost / "state.json").unlink()
     point = find_resume_point(tmp_path)
-    assert (
-        point.version,
-        point.should_keep_journal,
-        point.has_contiguous_journal,
-    ) == (
+    assert (point.version, point.should_keep_journal, point.has_contiguous_journal) == (
         5,
         True,
         False,
@@ -322,9 +281,7 @@ def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
     assert find_resume_point(tmp_path).has_contiguous_journal
 
 
-def test_resume_after_losing_a_resharded_checkpoint_restores_the_old_layout(
-    tmp_path: Path,
-) -> None:
+def test_resume_after_losing_a_resharded_checkpoint_restores_the_old_layout(tmp_path: Path) -> None:
     write(tmp_path, 5, shard_0=3, books=2)
     write_segments(tmp_path, RUN_LOG_FOLDER, 1, 2, 3)
     write_segments(tmp_path, "shard-0.1", 4)
@@ -342,12 +299,6 @@ def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path)
     write(tmp_path, 5, shard_0=3, shard_1=8)
     last = write(tmp_path, 10, shard_0=5, shard_1=9)
     assert find_snapshot(tmp_path, "shard-1") == SnapshotBase(last / "queue" / "shard-1", 9)
-
-
-@pytest.mark.parametrize(("key", "value"), [("every", -1), ("keep", 0)])
-def test_invalid_checkpoint_settings_are_refused(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"checkpoint\.{key}={value}"):
-        CheckpointConfig(**{key: value})
 
 
 # Validation.
@@ -368,7 +319,7 @@ def test_a_missing_or_truncated_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, "not a checkpoint of format 3"),
+        ({"format": 2}, f"not a checkpoint of format {CHECKPOINT_FORMAT}"),
         ({"cuts": {"../../elsewhere": 1}}, "cuts: keys must be shard folders and books"),
         ({"cuts": {"shard-0": -1}}, "cuts: must be whole numbers"),
         ({"ledger": 3}, "ledger: must be a mapping"),

@@ -28,8 +28,7 @@ def _end_by(number: int, run_dir: Path, actor: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"),
-    [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")],
+    ("number", "reason"), [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")]
 )
 def test_a_crash_is_reported_once_and_its_stacks_are_kept(
     tmp_path: Path, number: int, reason: str

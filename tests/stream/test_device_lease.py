@@ -7,180 +7,160 @@ from typing import Any
 import pytest
 
 from streamrl.errors import DeadlineError
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
+from tests.virtual_time import in_virtual_time
 
 
-def test_holders_take_turns_without_overlap() -> None:
-    async def main() -> list[str]:
-        arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
+@in_virtual_time
+async def test_holders_take_turns_without_overlap() -> None:
+    arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
 
-        async def work(holder: str) -> None:
-            lease = SharedDeviceLease(arbiter, holder)
-            async with lease.hold("stage"):
-                log.append(f"{holder} in")
-                await asyncio.sleep(1.0)
-                log.append(f"{holder} out")
+    async def work(holder: str) -> None:
+        lease = SharedDeviceLease(arbiter, holder)
+        async with lease.hold("stage"):
+            log.append(f"{holder} in")
+            await asyncio.sleep(1.0)
+            log.append(f"{holder} out")
 
-        await asyncio.gather(work("a"), work("b"), work("c"))
-        return log
-
-    assert run_virtual(main()) == ["a in", "a out", "b in", "b out", "c in", "c out"]
+    await asyncio.gather(work("a"), work("b"), work("c"))
+    assert log == ["a in", "a out", "b in", "b out", "c in", "c out"]
 
 
-def test_work_of_a_holder_runs_concurrently() -> None:
-    async def main() -> float:
-        lease = SharedDeviceLease(DeviceArbiter(timeout_s=100.0), "generator-0")
+@in_virtual_time
+async def test_work_of_a_holder_runs_concurrently() -> None:
+    lease = SharedDeviceLease(DeviceArbiter(timeout_s=100.0), "generator-0")
 
-        async def work() -> None:
-            async with lease.hold("generate"):
-                await asyncio.sleep(5.0)
+    async def work() -> None:
+        async with lease.hold("generate"):
+            await asyncio.sleep(5.0)
 
-        await asyncio.gather(*(work() for _ in range(10)))
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == pytest.approx(5.0)
+    await asyncio.gather(*(work() for _ in range(10)))
+    assert asyncio.get_running_loop().time() == pytest.approx(5.0)
 
 
-def test_pool_is_held_until_the_last_work_ends() -> None:
-    async def main() -> float:
-        arbiter = DeviceArbiter(timeout_s=100.0)
-        generator_lease = SharedDeviceLease(arbiter, "generator-0")
+@in_virtual_time
+async def test_pool_is_held_until_the_last_work_ends() -> None:
+    arbiter = DeviceArbiter(timeout_s=100.0)
+    generator_lease = SharedDeviceLease(arbiter, "generator-0")
 
-        async def work(seconds: float) -> None:
-            async with generator_lease.hold("generate"):
-                await asyncio.sleep(seconds)
+    async def work(seconds: float) -> None:
+        async with generator_lease.hold("generate"):
+            await asyncio.sleep(seconds)
 
-        running = asyncio.gather(work(1.0), work(7.0))
-        await asyncio.sleep(0.5)
-        async with SharedDeviceLease(arbiter, "trainer").hold("train"):
-            acquired_at = asyncio.get_running_loop().time()
-        await running
-        return acquired_at
-
-    assert run_virtual(main()) == pytest.approx(7.0)
+    running = asyncio.gather(work(1.0), work(7.0))
+    await asyncio.sleep(0.5)
+    async with SharedDeviceLease(arbiter, "trainer").hold("train"):
+        acquired_at = asyncio.get_running_loop().time()
+    await running
+    assert acquired_at == pytest.approx(7.0)
 
 
-def test_lease_deadline_names_the_holder() -> None:
-    async def main() -> None:
-        arbiter = DeviceArbiter(timeout_s=3.0)
-        await arbiter.acquire("generator-0")
-        with pytest.raises(DeadlineError, match=r"trainer waited 3 s .* generator-0 has held it"):
-            await arbiter.acquire("trainer")
-
-    run_virtual(main())
+@in_virtual_time
+async def test_lease_deadline_names_the_holder() -> None:
+    arbiter = DeviceArbiter(timeout_s=3.0)
+    await arbiter.acquire("generator-0")
+    with pytest.raises(DeadlineError, match=r"trainer waited 3 s .* generator-0 has held it"):
+        await arbiter.acquire("trainer")
 
 
-def test_lease_deadline_restarts_with_progress() -> None:
-    async def main() -> None:
-        arbiter = DeviceArbiter(timeout_s=3.0)
-        trainer = SharedDeviceLease(arbiter, "trainer")
+@in_virtual_time
+async def test_lease_deadline_restarts_with_progress() -> None:
+    arbiter = DeviceArbiter(timeout_s=3.0)
+    trainer = SharedDeviceLease(arbiter, "trainer")
 
-        async def train() -> None:
-            async with trainer.hold("train"):
-                for _ in range(5):
-                    await asyncio.sleep(2.0)
-                    trainer.report_progress()
-                await asyncio.sleep(100.0)
+    async def train() -> None:
+        async with trainer.hold("train"):
+            for _ in range(5):
+                await asyncio.sleep(2.0)
+                trainer.report_progress()
+            await asyncio.sleep(100.0)
 
-        training = asyncio.create_task(train())
-        await asyncio.sleep(0.1)
-        with pytest.raises(DeadlineError, match=r"reward-0 waited 13 s .* trainer has held it for"):
-            await arbiter.acquire("reward-0")
-        training.cancel()
-
-    run_virtual(main())
+    training = asyncio.create_task(train())
+    await asyncio.sleep(0.1)
+    with pytest.raises(DeadlineError, match=r"reward-0 waited 13 s .* trainer has held it for"):
+        await arbiter.acquire("reward-0")
+    training.cancel()
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_grant_at_the_deadline_is_never_lost(order: int) -> None:
-    async def main() -> None:
-        arbiter = DeviceArbiter(timeout_s=3.0)
-        await arbiter.acquire("trainer")
+@in_virtual_time
+async def test_grant_at_the_deadline_is_never_lost(order: int) -> None:
+    arbiter = DeviceArbiter(timeout_s=3.0)
+    await arbiter.acquire("trainer")
 
-        async def train() -> None:
-            await asyncio.sleep(3.0)
-            await arbiter.release("trainer")
-
-        async def score() -> None:
-            await arbiter.acquire("reward-0")
-            await arbiter.release("reward-0")
-
-        both = [train(), score()][::order]
-        await asyncio.gather(*both, return_exceptions=True)
-        await arbiter.acquire("generator-0")
-
-    run_virtual(main())
-
-
-def test_end_of_one_piece_of_work_is_progress() -> None:
-    async def main() -> None:
-        arbiter = DeviceArbiter(timeout_s=3.0)
-        lease = SharedDeviceLease(arbiter, "generator-0")
-
-        async def sample(seconds: float) -> None:
-            async with lease.hold("generate"):
-                await asyncio.sleep(seconds)
-
-        running = [asyncio.create_task(sample(seconds)) for seconds in (2.0, 4.0, 6.0)]
-        await asyncio.sleep(0.1)
-        await arbiter.acquire("reward-0")
-        assert asyncio.get_running_loop().time() == pytest.approx(6.0)
-        await asyncio.gather(*running)
-
-    run_virtual(main())
-
-
-def test_failed_work_releases_the_pool() -> None:
-    async def main() -> None:
-        arbiter = DeviceArbiter(timeout_s=3.0)
-        with pytest.raises(RuntimeError, match="boom"):
-            async with SharedDeviceLease(arbiter, "a").hold("stage"):
-                raise RuntimeError("boom")
-        async with SharedDeviceLease(arbiter, "b").hold("stage"):
-            pass
-
-    run_virtual(main())
-
-
-def test_dead_waiter_gets_no_grant() -> None:
-    async def main() -> list[str]:
-        arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
-        await arbiter.acquire("trainer")
-
-        async def wait(holder: str) -> None:
-            await arbiter.acquire(holder)
-            log.append(holder)
-
-        dead = asyncio.create_task(arbiter.acquire("generator-0"))
-        await asyncio.sleep(1.0)
-        arbiter.remove_holder("generator-0")
-        others = [asyncio.create_task(wait(name)) for name in ("reward-0", "generator-0")]
-        await asyncio.sleep(1.0)
+    async def train() -> None:
+        await asyncio.sleep(3.0)
         await arbiter.release("trainer")
-        await dead
-        await others[0]
+
+    async def score() -> None:
+        await arbiter.acquire("reward-0")
         await arbiter.release("reward-0")
-        await others[1]
-        return log
 
-    assert run_virtual(main()) == ["reward-0", "generator-0"]
+    both = [train(), score()][::order]
+    await asyncio.gather(*both, return_exceptions=True)
+    await arbiter.acquire("generator-0")
 
 
-def test_pool_of_a_dead_holder_goes_to_the_next_waiter() -> None:
-    async def main() -> float:
-        arbiter = DeviceArbiter(timeout_s=100.0)
-        await arbiter.acquire("generator-0")
-        waiting = asyncio.create_task(arbiter.acquire("trainer"))
-        await asyncio.sleep(7.0)
-        arbiter.remove_holder("reward-0")
-        await asyncio.sleep(1.0)
-        assert not waiting.done(), "another one died"
-        arbiter.remove_holder("generator-0")
-        await waiting
-        return asyncio.get_running_loop().time()
+@in_virtual_time
+async def test_end_of_one_piece_of_work_is_progress() -> None:
+    arbiter = DeviceArbiter(timeout_s=3.0)
+    lease = SharedDeviceLease(arbiter, "generator-0")
 
-    assert run_virtual(main()) == pytest.approx(8.0)
+    async def sample(seconds: float) -> None:
+        async with lease.hold("generate"):
+            await asyncio.sleep(seconds)
+
+    running = [asyncio.create_task(sample(seconds)) for seconds in (2.0, 4.0, 6.0)]
+    await asyncio.sleep(0.1)
+    await arbiter.acquire("reward-0")
+    assert asyncio.get_running_loop().time() == pytest.approx(6.0)
+    await asyncio.gather(*running)
+
+
+@in_virtual_time
+async def test_failed_work_releases_the_pool() -> None:
+    arbiter = DeviceArbiter(timeout_s=3.0)
+    with pytest.raises(RuntimeError, match="boom"):
+        async with SharedDeviceLease(arbiter, "a").hold("stage"):
+            raise RuntimeError("boom")
+    async with SharedDeviceLease(arbiter, "b").hold("stage"):
+        pass
+
+
+@in_virtual_time
+async def test_dead_waiter_gets_no_grant() -> None:
+    arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
+    await arbiter.acquire("trainer")
+
+    async def wait(holder: str) -> None:
+        await arbiter.acquire(holder)
+        log.append(holder)
+
+    dead = asyncio.create_task(arbiter.acquire("generator-0"))
+    await asyncio.sleep(1.0)
+    arbiter.remove_holder("generator-0")
+    others = [asyncio.create_task(wait(name)) for name in ("reward-0", "generator-0")]
+    await asyncio.sleep(1.0)
+    await arbiter.release("trainer")
+    await dead
+    await others[0]
+    await arbiter.release("reward-0")
+    await others[1]
+    assert log == ["reward-0", "generator-0"]
+
+
+@in_virtual_time
+async def test_pool_of_a_dead_holder_goes_to_the_next_waiter() -> None:
+    arbiter = DeviceArbiter(timeout_s=100.0)
+    await arbiter.acquire("generator-0")
+    waiting = asyncio.create_task(arbiter.acquire("trainer"))
+    await asyncio.sleep(7.0)
+    arbiter.remove_holder("reward-0")
+    await asyncio.sleep(1.0)
+    assert not waiting.done(), "another one died"
+    arbiter.remove_holder("generator-0")
+    await waiting
+    assert asyncio.get_running_loop().time() == pytest.approx(8.0)
 
 
 class RemoteArbiter:
@@ -208,25 +188,23 @@ class RemoteArbiter:
         await asyncio.shield(task)
 
 
-def test_work_cancelled_while_waiting_releases_a_late_grant() -> None:
-    async def main() -> list[str]:
-        arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
-        generator_lease = SharedDeviceLease(RemoteArbiter(arbiter), "generator-0")
+@in_virtual_time
+async def test_work_cancelled_while_waiting_releases_a_late_grant() -> None:
+    arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
+    generator_lease = SharedDeviceLease(RemoteArbiter(arbiter), "generator-0")
 
-        async def work(name: str) -> None:
-            async with generator_lease.hold("generate"):
-                log.append(name)
+    async def work(name: str) -> None:
+        async with generator_lease.hold("generate"):
+            log.append(name)
 
-        await arbiter.acquire("trainer")
-        lost = asyncio.create_task(work("lost"))
-        await asyncio.sleep(1.0)
-        lost.cancel()
-        await asyncio.sleep(1.0)
-        kept = asyncio.create_task(work("kept"))
-        await asyncio.sleep(1.0)
-        await arbiter.release("trainer")
-        await kept
-        await arbiter.acquire("trainer")
-        return log
-
-    assert run_virtual(main()) == ["kept"]
+    await arbiter.acquire("trainer")
+    lost = asyncio.create_task(work("lost"))
+    await asyncio.sleep(1.0)
+    lost.cancel()
+    await asyncio.sleep(1.0)
+    kept = asyncio.create_task(work("kept"))
+    await asyncio.sleep(1.0)
+    await arbiter.release("trainer")
+    await kept
+    await arbiter.acquire("trainer")
+    assert log == ["kept"]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from streamrl.errors import DeadlineError
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
+from tests.virtual_time import in_virtual_time
 
 
 class Decoding:
@@ -33,24 +34,22 @@ class Decoding:
             self.computing -= 1
 
 
-def test_holders_of_a_phase_share_the_pool() -> None:
-    async def main() -> float:
-        arbiter = DeviceArbiter(timeout_s=100.0, slice_s=60.0)
+@in_virtual_time
+async def test_holders_of_a_phase_share_the_pool() -> None:
+    arbiter = DeviceArbiter(timeout_s=100.0, slice_s=60.0)
 
-        async def work(holder: str, phase: str, after_s: float) -> None:
-            await asyncio.sleep(after_s)
-            async with SharedDeviceLease(arbiter, holder, phase).hold(phase):
-                await asyncio.sleep(5.0)
+    async def work(holder: str, phase: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        async with SharedDeviceLease(arbiter, holder, phase).hold(phase):
+            await asyncio.sleep(5.0)
 
-        await asyncio.gather(
-            work("generator-0", "generate", 0.0),
-            work("trainer", "train", 1.0),
-            # Joins the phase although another waits: its slice is not over.
-            work("generator-1", "generate", 2.0),
-        )
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == pytest.approx(2.0 + 5.0 + 5.0)
+    await asyncio.gather(
+        work("generator-0", "generate", 0.0),
+        work("trainer", "train", 1.0),
+        # Joins the phase although another waits: its slice is not over.
+        work("generator-1", "generate", 2.0),
+    )
+    assert asyncio.get_running_loop().time() == pytest.approx(2.0 + 5.0 + 5.0)
 
 
 def test_rollouts_are_preempted_after_their_slice_and_resume() -> None:
@@ -81,37 +80,31 @@ def test_rollouts_are_preempted_after_their_slice_and_resume() -> None:
     assert ended == pytest.approx(6.0 + 3.0, abs=0.2)
 
 
-def test_preempted_rollouts_resume_however_late() -> None:
-    async def main() -> float:
-        arbiter, decoding = DeviceArbiter(timeout_s=10.0, slice_s=2.0), Decoding()
-        generator_lease = SharedDeviceLease(
-            arbiter, "generator-0", "generate", suspendable=decoding
-        )
+@in_virtual_time
+async def test_preempted_rollouts_resume_however_late() -> None:
+    arbiter, decoding = DeviceArbiter(timeout_s=10.0, slice_s=2.0), Decoding()
+    generator_lease = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
 
-        async def generate() -> None:
-            async with generator_lease.hold("generate"):
-                await decoding.work(6.0)
+    async def generate() -> None:
+        async with generator_lease.hold("generate"):
+            await decoding.work(6.0)
 
-        running = asyncio.create_task(generate())
-        await asyncio.sleep(0.5)
-        await _held(SharedDeviceLease(arbiter, "trainer"), 35.0)
-        await running
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == pytest.approx(6.0 + 35.0, abs=0.2)
+    running = asyncio.create_task(generate())
+    await asyncio.sleep(0.5)
+    await _held(SharedDeviceLease(arbiter, "trainer"), 35.0)
+    await running
+    assert asyncio.get_running_loop().time() == pytest.approx(6.0 + 35.0, abs=0.2)
 
 
-def test_unsuspendable_work_keeps_the_pool_until_finished() -> None:
-    async def main() -> float:
-        arbiter = DeviceArbiter(timeout_s=100.0, slice_s=2.0)
-        running = asyncio.create_task(_held(SharedDeviceLease(arbiter, "trainer"), 8.0))
-        await asyncio.sleep(0.5)
-        async with SharedDeviceLease(arbiter, "generator-0").hold("generate"):
-            acquired_at = asyncio.get_running_loop().time()
-        await running
-        return acquired_at
-
-    assert run_virtual(main()) == pytest.approx(8.0)
+@in_virtual_time
+async def test_unsuspendable_work_keeps_the_pool_until_finished() -> None:
+    arbiter = DeviceArbiter(timeout_s=100.0, slice_s=2.0)
+    running = asyncio.create_task(_held(SharedDeviceLease(arbiter, "trainer"), 8.0))
+    await asyncio.sleep(0.5)
+    async with SharedDeviceLease(arbiter, "generator-0").hold("generate"):
+        acquired_at = asyncio.get_running_loop().time()
+    await running
+    assert acquired_at == pytest.approx(8.0)
 
 
 async def _held(lease: SharedDeviceLease, seconds: float) -> None:
@@ -127,109 +120,92 @@ PIECES = st.lists(
 
 
 @given(PIECES, PIECES, st.floats(0.1, 5.0))
-def test_conflicting_phases_never_overlap_and_none_starves(
-    rollouts: list[tuple[str, float, float]],
-    steps: list[tuple[str, float, float]],
-    slice_s: float,
+@in_virtual_time
+async def test_conflicting_phases_never_overlap_and_none_starves(
+    rollouts: list[tuple[str, float, float]], steps: list[tuple[str, float, float]], slice_s: float
 ) -> None:
-    async def main() -> None:
-        arbiter = DeviceArbiter(timeout_s=1000.0, slice_s=slice_s)
-        decoding = {name: Decoding() for name in ("generator-0", "generator-1")}
-        leases = {
-            name: SharedDeviceLease(arbiter, name, "generate", suspendable=decoding[name])
-            for name in decoding
-        }
-        trainer = SharedDeviceLease(arbiter, "trainer", "train")
-        clock = asyncio.get_running_loop().time
+    arbiter = DeviceArbiter(timeout_s=1000.0, slice_s=slice_s)
+    decoding = {name: Decoding() for name in ("generator-0", "generator-1")}
+    leases = {
+        name: SharedDeviceLease(arbiter, name, "generate", suspendable=decoding[name])
+        for name in decoding
+    }
+    trainer = SharedDeviceLease(arbiter, "trainer", "train")
+    clock = asyncio.get_running_loop().time
 
-        async def generate(name: str, at: float, seconds: float) -> None:
-            await asyncio.sleep(at)
-            async with leases[name].hold("generate"):
-                await decoding[name].work(seconds)
+    async def generate(name: str, at: float, seconds: float) -> None:
+        await asyncio.sleep(at)
+        async with leases[name].hold("generate"):
+            await decoding[name].work(seconds)
 
-        async def train(at: float, seconds: float) -> None:
-            await asyncio.sleep(at)
-            waiting = clock()
-            async with trainer.hold("train"):
-                # A token boundary.
-                await asyncio.sleep(0.11)
-                assert not any(rollout.computing for rollout in decoding.values())
-                waited = clock() - waiting
-                assert waited <= slice_s + 1.0 + sum(seconds for _, _, seconds in steps)
-                await asyncio.sleep(seconds)
-                assert not any(rollout.computing for rollout in decoding.values())
+    async def train(at: float, seconds: float) -> None:
+        await asyncio.sleep(at)
+        waiting = clock()
+        async with trainer.hold("train"):
+            # A token boundary.
+            await asyncio.sleep(0.11)
+            assert not any(rollout.computing for rollout in decoding.values())
+            waited = clock() - waiting
+            assert waited <= slice_s + 1.0 + sum(seconds for _, _, seconds in steps)
+            await asyncio.sleep(seconds)
+            assert not any(rollout.computing for rollout in decoding.values())
 
-        async with asyncio.TaskGroup() as tasks:
-            for name, at, seconds in rollouts:
-                tasks.create_task(generate(name, at, seconds))
-            for _, at, seconds in steps:
-                tasks.create_task(train(at, seconds))
-        # Everything has been released.
-        await arbiter.acquire("somebody")
-
-    run_virtual(main())
+    async with asyncio.TaskGroup() as tasks:
+        for name, at, seconds in rollouts:
+            tasks.create_task(generate(name, at, seconds))
+        for _, at, seconds in steps:
+            tasks.create_task(train(at, seconds))
+    # Everything has been released.
+    await arbiter.acquire("somebody")
 
 
 PARTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}}
 
 
-def test_phases_without_a_common_device_run_in_parallel() -> None:
-    async def main() -> dict[str, tuple[float, float]]:
-        arbiter, clock = (
-            DeviceArbiter(timeout_s=100.0, slots=PARTS),
-            asyncio.get_running_loop().time,
-        )
-        times = {}
+@in_virtual_time
+async def test_phases_without_a_common_device_run_in_parallel() -> None:
+    arbiter, clock = (DeviceArbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time)
+    times = {}
 
-        async def work(phase: str) -> None:
-            async with SharedDeviceLease(arbiter, f"{phase}-0", phase).hold(phase):
-                started_at = clock()
-                await asyncio.sleep(5.0)
-                times[phase] = (started_at, clock())
+    async def work(phase: str) -> None:
+        async with SharedDeviceLease(arbiter, f"{phase}-0", phase).hold(phase):
+            started_at = clock()
+            await asyncio.sleep(5.0)
+            times[phase] = (started_at, clock())
 
-        await asyncio.gather(*(work(phase) for phase in PARTS))
-        return times
-
-    times = run_virtual(main())
+    await asyncio.gather(*(work(phase) for phase in PARTS))
     assert times["reference"] == times["reward"] == times["evaluate"] == (0.0, 5.0)
     assert times["train"] == (5.0, 10.0)
 
 
-def test_phase_on_many_devices_is_not_starved_by_single_device_phases() -> None:
-    async def main() -> float:
-        arbiter, clock = (
-            DeviceArbiter(timeout_s=100.0, slots=PARTS),
-            asyncio.get_running_loop().time,
-        )
+@in_virtual_time
+async def test_phase_on_many_devices_is_not_starved_by_single_device_phases() -> None:
+    arbiter, clock = (DeviceArbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time)
 
-        async def score(phase: str, after_s: float) -> None:
-            await asyncio.sleep(after_s)
-            while clock() < 50.0:
-                async with SharedDeviceLease(arbiter, f"{phase}-0", phase).hold(phase):
-                    await asyncio.sleep(4.0)
+    async def score(phase: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        while clock() < 50.0:
+            async with SharedDeviceLease(arbiter, f"{phase}-0", phase).hold(phase):
+                await asyncio.sleep(4.0)
 
-        scoring = [asyncio.create_task(score("reference", 0.0))]
-        scoring += [asyncio.create_task(score("reward", 2.0))]
-        await asyncio.sleep(3.0)
-        async with SharedDeviceLease(arbiter, "trainer", "train").hold("train"):
-            acquired_at = clock()
-        await asyncio.gather(*scoring)
-        return acquired_at
-
-    assert run_virtual(main()) == pytest.approx(6.0)
+    scoring = [asyncio.create_task(score("reference", 0.0))]
+    scoring += [asyncio.create_task(score("reward", 2.0))]
+    await asyncio.sleep(3.0)
+    async with SharedDeviceLease(arbiter, "trainer", "train").hold("train"):
+        acquired_at = clock()
+    await asyncio.gather(*scoring)
+    assert acquired_at == pytest.approx(6.0)
 
 
-def test_deadline_names_only_conflicting_holders() -> None:
-    async def main() -> None:
-        arbiter = DeviceArbiter(timeout_s=3.0, slots=PARTS)
-        await arbiter.acquire("reference-0", "reference")
-        await arbiter.acquire("reward-0", "reward")
-        arbiter.remove_holder("reward-0")
-        await arbiter.acquire("evaluate-0", "evaluate")
-        with pytest.raises(DeadlineError, match=r"lease; reference-0 has held it for 3 s$"):
-            await arbiter.acquire("trainer", "train")
-
-    run_virtual(main())
+@in_virtual_time
+async def test_deadline_names_only_conflicting_holders() -> None:
+    arbiter = DeviceArbiter(timeout_s=3.0, slots=PARTS)
+    await arbiter.acquire("reference-0", "reference")
+    await arbiter.acquire("reward-0", "reward")
+    arbiter.remove_holder("reward-0")
+    await arbiter.acquire("evaluate-0", "evaluate")
+    with pytest.raises(DeadlineError, match=r"lease; reference-0 has held it for 3 s$"):
+        await arbiter.acquire("trainer", "train")
 
 
 @given(
@@ -242,65 +218,58 @@ def test_deadline_names_only_conflicting_holders() -> None:
     ),
     st.sampled_from([0.0, 1.0, float("inf")]),
 )
-def test_no_device_is_in_two_phases_and_every_phase_gets_a_turn(
+@in_virtual_time
+async def test_no_device_is_in_two_phases_and_every_phase_gets_a_turn(
     slots: dict[str, set[int]], pieces: list[tuple[str, int, float, float]], slice_s: float
 ) -> None:
-    async def main() -> None:
-        arbiter, clock = DeviceArbiter(timeout_s=1e4, slice_s=slice_s, slots=slots), asyncio.sleep
-        computing: list[str] = []
+    arbiter, clock = DeviceArbiter(timeout_s=1e4, slice_s=slice_s, slots=slots), asyncio.sleep
+    computing: list[str] = []
 
-        async def work(phase: str, number: int, at: float, seconds: float) -> None:
-            await clock(at)
-            async with leases[phase, number].hold(phase):
-                for other in computing:
-                    devices = slots.get(other, {0, 1, 2, 3}) & slots.get(phase, {0, 1, 2, 3})
-                    assert other == phase or not devices, (other, phase)
-                computing.append(phase)
-                await clock(seconds)
-                computing.remove(phase)
+    async def work(phase: str, number: int, at: float, seconds: float) -> None:
+        await clock(at)
+        async with leases[phase, number].hold(phase):
+            for other in computing:
+                devices = slots.get(other, {0, 1, 2, 3}) & slots.get(phase, {0, 1, 2, 3})
+                assert other == phase or not devices, (other, phase)
+            computing.append(phase)
+            await clock(seconds)
+            computing.remove(phase)
 
-        leases = {
-            (phase, number): SharedDeviceLease(arbiter, f"{phase}-{number}", phase)
-            for phase in "abcde"
-            for number in (0, 1)
-        }
-        async with asyncio.TaskGroup() as tasks:
-            for piece in pieces:
-                tasks.create_task(work(*piece))
-        await arbiter.acquire("somebody")
-
-    run_virtual(main())
+    leases = {
+        (phase, number): SharedDeviceLease(arbiter, f"{phase}-{number}", phase)
+        for phase in "abcde"
+        for number in (0, 1)
+    }
+    async with asyncio.TaskGroup() as tasks:
+        for piece in pieces:
+            tasks.create_task(work(*piece))
+    await arbiter.acquire("somebody")
 
 
-def test_holder_is_preempted_for_each_conflicting_request() -> None:
+@in_virtual_time
+async def test_holder_is_preempted_for_each_conflicting_request() -> None:
     """Also if the previous request was given up."""
-
-    async def main() -> tuple[bool, float]:
-        arbiter, clock = DeviceArbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()
-        await arbiter.acquire("a")
-        waiting = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
-        rival = asyncio.create_task(arbiter.acquire("b"))
-        await asyncio.sleep(1.0)
-        rival.cancel()
-        await asyncio.sleep(4.0)
-        assert not waiting.done()
-        rival = asyncio.create_task(arbiter.acquire("c"))
-        preempted, at = await waiting, clock.time()
-        await arbiter.release("a")
-        await rival
-        return preempted, at
-
-    assert run_virtual(main()) == (True, 5.0)
+    arbiter, clock = DeviceArbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()
+    await arbiter.acquire("a")
+    waiting = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
+    rival = asyncio.create_task(arbiter.acquire("b"))
+    await asyncio.sleep(1.0)
+    rival.cancel()
+    await asyncio.sleep(4.0)
+    assert not waiting.done()
+    rival = asyncio.create_task(arbiter.acquire("c"))
+    preempted, at = await waiting, clock.time()
+    await arbiter.release("a")
+    await rival
+    assert (preempted, at) == (True, 5.0)
 
 
-def test_released_holder_is_not_preempted() -> None:
-    async def main() -> float:
-        arbiter, clock = DeviceArbiter(timeout_s=100.0), asyncio.get_running_loop()
-        await arbiter.acquire("a")
-        waiting = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
-        await asyncio.sleep(3.0)
-        await arbiter.release("a")
-        assert not await waiting
-        return clock.time()
-
-    assert run_virtual(main()) == 3.0
+@in_virtual_time
+async def test_released_holder_is_not_preempted() -> None:
+    arbiter, clock = DeviceArbiter(timeout_s=100.0), asyncio.get_running_loop()
+    await arbiter.acquire("a")
+    waiting = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
+    await asyncio.sleep(3.0)
+    await arbiter.release("a")
+    assert not await waiting
+    assert clock.time() == 3.0

@@ -15,6 +15,7 @@ from streamrl.stream.group_collector import GroupCollector
 from streamrl.stream.run_state import PipelineConfig
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import Plan
+from tests.virtual_time import in_virtual_time
 
 FILTERING = Plan(
     seed=3,
@@ -75,7 +76,8 @@ def ready(number: int, ended: GroupOutcome | None = None) -> Experience:
     return Experience(lease, 0, info=info, ready_version=0, outcome=ended)
 
 
-def test_error_during_the_last_groups_is_raised() -> None:
+@in_virtual_time
+async def test_error_during_the_last_groups_is_raised() -> None:
     """The last group is drawn while a filtered group of the same call is still being logged."""
     assembler = StepAssembler(max_staleness=0, groups_per_step=2)
     for number in range(3):
@@ -111,8 +113,7 @@ def test_error_during_the_last_groups_is_raised() -> None:
         max_attempts=1,
         finish_groups=finish_groups,
     )
-
-    async def train() -> None:
+    with pytest.raises(LedgerError):
         stage: Any = SimpleNamespace(name="train", queue=Queue())
         config = PipelineConfig(groups_per_step=2)
         async with GroupCollector(stage, cast(Any, control), config) as collector:
@@ -121,6 +122,3 @@ def test_error_during_the_last_groups_is_raised() -> None:
                 assembler.draw_groups(0)
                 await asyncio.sleep(10.0)
             assert assembler.is_complete
-
-    with pytest.raises(LedgerError):
-        run_virtual(train())

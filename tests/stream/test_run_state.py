@@ -23,7 +23,7 @@ from streamrl.buffer.admission.oversampling import OversamplingController
 from streamrl.buffer.admission.staleness_credits import compute_credit_limit
 from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.dataflow import POLICY
-from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, StaleGroupError
+from streamrl.errors import DropLimitError, FilterLimitError, StaleGroupError
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts
 from streamrl.simulator.replicas.virtual_loop import run_virtual
@@ -34,6 +34,7 @@ from tests.buffer.shards import STAGES
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import FakePrompts, Plan
+from tests.virtual_time import in_virtual_time
 
 FAILED = GroupOutcome("reward_error", "the verifier is down")
 STALE = GroupOutcome("stale", "tokens beyond pipeline.max_staleness")
@@ -164,19 +165,17 @@ def test_single_attempt_means_no_readmission() -> None:
     assert fake_queue.entered[6:] == [("0:6:0", 0)]
 
 
-def test_readmitted_prompt_is_inserted_at_its_logged_version() -> None:
-    async def main() -> list[tuple[str, int]]:
-        run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
-        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-        await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
-        run_state.admission.advance_version(1)
-        await run_state.finish_groups(fake_queue, {"0:2:0": FAILED})  # type: ignore[arg-type]
-        assert run_state.pending_inserts == {"0:1:1", "0:2:1"}
-        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-        assert not run_state.pending_inserts
-        return fake_queue.entered[6:]
-
-    assert run_virtual(main()) == [("0:1:1", 0), ("0:2:1", 1)]
+@in_virtual_time
+async def test_readmitted_prompt_is_inserted_at_its_logged_version() -> None:
+    run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
+    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
+    run_state.admission.advance_version(1)
+    await run_state.finish_groups(fake_queue, {"0:2:0": FAILED})  # type: ignore[arg-type]
+    assert run_state.pending_inserts == {"0:1:1", "0:2:1"}
+    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    assert not run_state.pending_inserts
+    assert fake_queue.entered[6:] == [("0:1:1", 0), ("0:2:1", 1)]
 
 
 def test_end_and_readmission_are_logged_together() -> None:
@@ -186,47 +185,43 @@ def test_end_and_readmission_are_logged_together() -> None:
     assert kinds == [("admit", uids(6)), ("end", None), ("admit", ["0:1:1"])]
 
 
-def test_readmitted_prompt_needs_no_credit() -> None:
-    async def main() -> float:
-        run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
-        admitting = asyncio.create_task(admit_prompts(run_state, fake_queue))  # type: ignore[arg-type]
-        await asyncio.sleep(10.05)
-        await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
-        ended_at = asyncio.get_running_loop().time()
-        while len(fake_queue.entered) < 7:
-            await asyncio.sleep(0.01)
-        run_state.stop_requested.set()
-        await admitting
-        assert fake_queue.entered[6] == ("0:1:1", 0)
-        return asyncio.get_running_loop().time() - ended_at
-
-    assert run_virtual(main()) < 1.5
+@in_virtual_time
+async def test_readmitted_prompt_needs_no_credit() -> None:
+    run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
+    admitting = asyncio.create_task(admit_prompts(run_state, fake_queue))  # type: ignore[arg-type]
+    await asyncio.sleep(10.05)
+    await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
+    ended_at = asyncio.get_running_loop().time()
+    while len(fake_queue.entered) < 7:
+        await asyncio.sleep(0.01)
+    run_state.stop_requested.set()
+    await admitting
+    assert fake_queue.entered[6] == ("0:1:1", 0)
+    assert (asyncio.get_running_loop().time() - ended_at) < 1.5
 
 
-def test_training_does_not_wait_for_capacity() -> None:
-    async def main() -> None:
-        # Capacity for four groups while six may be in flight: the shard is bounded in bytes.
-        bounds = ShardCapacity(100, max_bytes=4000, reserved_group_bytes=1000)
-        shard = LocalShard(STAGES, QueueConfig(max_attempts=1), bounds, log=MemoryLog())
-        run_state, queue = (
-            make_run_state(should_readmit_failed=True),
-            ExperienceQueue([shard], "coordinator"),
-        )
-        admitting = asyncio.create_task(admit_prompts(run_state, queue))
-        await asyncio.sleep(5.0)
-        assert len((await queue.get_stats()).uids) == 4
-        started = asyncio.get_running_loop().time()
-        # Its capacity goes to the fifth prompt, which has waited for it.
-        await run_state.finish_groups(queue, {"0:1:0": FAILED})
-        assert asyncio.get_running_loop().time() - started < 0.1
-        await asyncio.sleep(1.0)
-        assert len((await queue.get_stats()).uids) == 4
-        await queue.remove_groups(["0:0:0", "0:2:0"], 1)
-        await asyncio.sleep(1.0)
-        assert "0:1:1" in (await queue.get_stats()).uids
-        admitting.cancel()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_training_does_not_wait_for_capacity() -> None:
+    # Capacity for four groups while six may be in flight: the shard is bounded in bytes.
+    bounds = ShardCapacity(100, max_bytes=4000, reserved_group_bytes=1000)
+    shard = LocalShard(STAGES, QueueConfig(max_attempts=1), bounds, log=MemoryLog())
+    run_state, queue = (
+        make_run_state(should_readmit_failed=True),
+        ExperienceQueue([shard], "coordinator"),
+    )
+    admitting = asyncio.create_task(admit_prompts(run_state, queue))
+    await asyncio.sleep(5.0)
+    assert len((await queue.get_stats()).uids) == 4
+    started = asyncio.get_running_loop().time()
+    # Its capacity goes to the fifth prompt, which has waited for it.
+    await run_state.finish_groups(queue, {"0:1:0": FAILED})
+    assert asyncio.get_running_loop().time() - started < 0.1
+    await asyncio.sleep(1.0)
+    assert len((await queue.get_stats()).uids) == 4
+    await queue.remove_groups(["0:0:0", "0:2:0"], 1)
+    await asyncio.sleep(1.0)
+    assert "0:1:1" in (await queue.get_stats()).uids
+    admitting.cancel()
 
 
 async def watch_credit(stream: Stream) -> None:
@@ -266,35 +261,31 @@ class LateLog(MemoryLog):
         await asyncio.sleep(1.0)
 
 
-def test_log_and_ledger_agree_whenever_the_lock_is_free() -> None:
-    async def main() -> None:
-        log = LateLog()
-        run_state, fake_queue = make_run_state(log=log), FakeQueue()
-        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-        ending = asyncio.create_task(
-            run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
-        )
-        await asyncio.sleep(0.5)
-        assert log.records[-1].meta["kind"] == "end"
-        async with run_state.run_log_lock:
-            assert "0:1:0" not in run_state.admission.ledger.in_flight
-        await ending
-
-    run_virtual(main())
+@in_virtual_time
+async def test_log_and_ledger_agree_whenever_the_lock_is_free() -> None:
+    log = LateLog()
+    run_state, fake_queue = make_run_state(log=log), FakeQueue()
+    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    ending = asyncio.create_task(
+        run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
+    )
+    await asyncio.sleep(0.5)
+    assert log.records[-1].meta["kind"] == "end"
+    async with run_state.run_log_lock:
+        assert "0:1:0" not in run_state.admission.ledger.in_flight
+    await ending
 
 
-def test_reconcile_removes_unknown_groups_and_inserts_missing_ones() -> None:
-    async def main() -> None:
-        shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
-        run_state, queue = make_run_state(), ExperienceQueue([shard], "coordinator")
-        await run_state.run_log.record_admissions(uids(3), 0)
-        # One of the three was inserted, and so was one that the log no longer has in flight.
-        await queue.admit_prompts([FakePrompts.get_prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
-        await run_state.reconcile_queue(queue)
-        assert (await queue.get_stats()).uids == ("0:1:0",)
-        assert [prompt.uid for prompt in run_state.prompts_to_insert] == ["0:0:0", "0:2:0"]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_reconcile_removes_unknown_groups_and_inserts_missing_ones() -> None:
+    shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
+    run_state, queue = make_run_state(), ExperienceQueue([shard], "coordinator")
+    await run_state.run_log.record_admissions(uids(3), 0)
+    # One of the three was inserted, and so was one that the log no longer has in flight.
+    await queue.admit_prompts([FakePrompts.get_prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
+    await run_state.reconcile_queue(queue)
+    assert (await queue.get_stats()).uids == ("0:1:0",)
+    assert [prompt.uid for prompt in run_state.prompts_to_insert] == ["0:0:0", "0:2:0"]
 
 
 # Oversampling
@@ -310,70 +301,62 @@ async def oversampled(factor: float | None) -> tuple[RunState, FakeQueue]:
     return run_state, fake_queue
 
 
-def test_oversampling_undecided_group_spends_a_fraction_of_a_credit() -> None:
-    async def main() -> None:
-        run_state, fake_queue = await oversampled(4.0)
-        assert len(fake_queue.entered) == 24, "four for each of the six places"
-        fake_queue.kept = ["0:0:0"]
-        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-        # Five places are left: twenty undecided groups are enough, and there are 23.
-        assert len(fake_queue.entered) == 24
-        await run_state.finish_groups(fake_queue, dict.fromkeys(uids(5)[1:], FILTERED))  # type: ignore[arg-type]
-        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-        assert len(fake_queue.entered) == 25, "of 19 there is one missing"
-
-    run_virtual(main())
+@in_virtual_time
+async def test_oversampling_undecided_group_spends_a_fraction_of_a_credit() -> None:
+    run_state, fake_queue = await oversampled(4.0)
+    assert len(fake_queue.entered) == 24, "four for each of the six places"
+    fake_queue.kept = ["0:0:0"]
+    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    # Five places are left: twenty undecided groups are enough, and there are 23.
+    assert len(fake_queue.entered) == 24
+    await run_state.finish_groups(fake_queue, dict.fromkeys(uids(5)[1:], FILTERED))  # type: ignore[arg-type]
+    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    assert len(fake_queue.entered) == 25, "of 19 there is one missing"
 
 
-def test_oversampling_auto_follows_the_recent_keep_rate() -> None:
-    async def main() -> None:
-        run_state, fake_queue = await oversampled(None)
-        assert len(fake_queue.entered) == 6, "nothing is known yet"
-        await run_state.finish_groups(fake_queue, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
-        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-        assert len(fake_queue.entered) == 6 + 15, "2.5 for each place, as if four of ten were kept"
-
-    run_virtual(main())
+@in_virtual_time
+async def test_oversampling_auto_follows_the_recent_keep_rate() -> None:
+    run_state, fake_queue = await oversampled(None)
+    assert len(fake_queue.entered) == 6, "nothing is known yet"
+    await run_state.finish_groups(fake_queue, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
+    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    assert len(fake_queue.entered) == 6 + 15, "2.5 for each place, as if four of ten were kept"
 
 
-def test_surplus_prompts_are_readmitted_first() -> None:
-    async def main() -> None:
-        run_state, fake_queue = await oversampled(4.0)
-        for version in (1, 2):
-            run_state.admission.advance_version(version)
-        fake_queue.kept = [f"0:{n}:0" for n in range(14, 24)]
-        run_state.keep_groups(fake_queue.kept)
-        late = run_state.remove_late_groups()
-        assert len(late) == 24, "all were due at the step of version 1"
-        await run_state.finish_groups(fake_queue, {u: late[u] for u in uids(14)})  # type: ignore[arg-type]
-        assert dict(run_state.admission.ledger.counts.drops) == {"surplus": 14}
-        run_state.check_step_limits(late)  # nobody is to blame
-        assert not run_state.prompts_to_insert
-        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-        # Twelve may have been admitted while version 2 is the newest, and ten are kept.
-        assert fake_queue.entered[24:] == [(f"0:{n}:1", 2) for n in range(8)]
-        filtered = dict.fromkeys([f"0:{n}:1" for n in range(8)], FILTERED)
-        await run_state.finish_groups(fake_queue, filtered)  # type: ignore[arg-type]
-        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-        again = [f"0:{n}:1" for n in range(8, 14)]
-        assert [uid for uid, _ in fake_queue.entered[32:]] == [*again, "0:24:0", "0:25:0"]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_surplus_prompts_are_readmitted_first() -> None:
+    run_state, fake_queue = await oversampled(4.0)
+    for version in (1, 2):
+        run_state.admission.advance_version(version)
+    fake_queue.kept = [f"0:{n}:0" for n in range(14, 24)]
+    run_state.keep_groups(fake_queue.kept)
+    late = run_state.remove_late_groups()
+    assert len(late) == 24, "all were due at the step of version 1"
+    await run_state.finish_groups(fake_queue, {u: late[u] for u in uids(14)})  # type: ignore[arg-type]
+    assert dict(run_state.admission.ledger.counts.drops) == {"surplus": 14}
+    run_state.check_step_limits(late)  # nobody is to blame
+    assert not run_state.prompts_to_insert
+    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    # Twelve may have been admitted while version 2 is the newest, and ten are kept.
+    assert fake_queue.entered[24:] == [(f"0:{n}:1", 2) for n in range(8)]
+    filtered = dict.fromkeys([f"0:{n}:1" for n in range(8)], FILTERED)
+    await run_state.finish_groups(fake_queue, filtered)  # type: ignore[arg-type]
+    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    again = [f"0:{n}:1" for n in range(8, 14)]
+    assert [uid for uid, _ in fake_queue.entered[32:]] == [*again, "0:24:0", "0:25:0"]
 
 
-def test_late_group_is_an_error_without_oversampling() -> None:
-    async def main() -> None:
-        run_state, _ = await oversampled(1.0)
-        for version in (1, 2):
-            run_state.admission.advance_version(version)
-        assert run_state.remove_late_groups() == {}
-        info = GroupInfo((4,), 2, ((0, 2),))
-        lease = GroupLease(1, "0:0:0", "train", 1, float("inf"))
-        run_state.offer_groups([Experience(lease, 0, info=info, ready_version=0)])
-        with pytest.raises(StaleGroupError):
-            run_state.assembler.draw_groups(2)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_late_group_is_an_error_without_oversampling() -> None:
+    run_state, _ = await oversampled(1.0)
+    for version in (1, 2):
+        run_state.admission.advance_version(version)
+    assert run_state.remove_late_groups() == {}
+    info = GroupInfo((4,), 2, ((0, 2),))
+    lease = GroupLease(1, "0:0:0", "train", 1, float("inf"))
+    run_state.offer_groups([Experience(lease, 0, info=info, ready_version=0)])
+    with pytest.raises(StaleGroupError):
+        run_state.assembler.draw_groups(2)
 
 
 # Filter limit
@@ -425,24 +408,22 @@ def test_repeatedly_failing_prompts_end_the_run() -> None:
         ended(*ends, should_readmit_failed=True, max_attempts=100, max_dropped=2)
 
 
-def test_resumed_groups_do_not_count_as_dropped() -> None:
-    async def main() -> RunState:
-        shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
-        run_state, queue = make_run_state(max_dropped=0), ExperienceQueue([shard], "coordinator")
-        await run_state.run_log.record_admissions(
-            [prompt.uid for prompt in run_state.prompt_source.draw_prompts(2)], 0
-        )
-        await run_state.reconcile_queue(queue)
-        await run_state.admit_prompts(queue)
-        for ends in (dict.fromkeys(uids(2), FAILED), {"0:3:0": FAILED}):
-            await run_state.finish_groups(queue, ends)
-            if "0:3:0" not in ends:
-                run_state.check_step_limits(ends)
-        with pytest.raises(DropLimitError, match="step 0 has dropped 1 groups"):
-            run_state.check_step_limits({"0:3:0": FAILED})
-        return run_state
-
-    assert run_virtual(main()).drop_counts == {"reward_error": 1}
+@in_virtual_time
+async def test_resumed_groups_do_not_count_as_dropped() -> None:
+    shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
+    run_state, queue = make_run_state(max_dropped=0), ExperienceQueue([shard], "coordinator")
+    await run_state.run_log.record_admissions(
+        [prompt.uid for prompt in run_state.prompt_source.draw_prompts(2)], 0
+    )
+    await run_state.reconcile_queue(queue)
+    await run_state.admit_prompts(queue)
+    for ends in (dict.fromkeys(uids(2), FAILED), {"0:3:0": FAILED}):
+        await run_state.finish_groups(queue, ends)
+        if "0:3:0" not in ends:
+            run_state.check_step_limits(ends)
+    with pytest.raises(DropLimitError, match="step 0 has dropped 1 groups"):
+        run_state.check_step_limits({"0:3:0": FAILED})
+    assert run_state.drop_counts == {"reward_error": 1}
 
 
 # Settings
@@ -452,34 +433,3 @@ def test_depth_defaults_to_max_staleness() -> None:
     assert PipelineConfig(max_staleness=3).max_steps_ahead == 3
     assert PipelineConfig(max_staleness=3, depth=1).max_steps_ahead == 1
     assert PipelineConfig(max_staleness=3, depth=0).max_steps_ahead == 0
-
-
-def test_depth_above_max_staleness_raises_unless_on_stale_is_drop() -> None:
-    message = (
-        r"^pipeline.depth=2: \(2 \+ 1\) \* 8 groups in flight, but only"
-        r" \(pipeline.max_staleness 1 \+ 1\) \* 8 of them can be trained before they are too old;"
-        r" on_stale=drop would drop the others$"
-    )
-    with pytest.raises(ConfigError, match=message):
-        PipelineConfig(max_staleness=1, depth=2, groups_per_step=8)
-    assert (
-        PipelineConfig(max_staleness=1, depth=2, groups_per_step=8, on_stale="drop").max_steps_ahead
-        == 2
-    )
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "rule"),
-    [
-        ("max_staleness", -1, "must be 0 or more"),
-        ("depth", -1, "must be 0 or more"),
-        ("groups_per_step", 0, "must be above 0"),
-        ("micro_batch_tokens", 0, "must be above 0"),
-        ("stall_s", 0.0, "must be above 0"),
-        ("on_stale", "keep", "must be one of wait, drop"),
-        ("on_stall", "sleep", "must be one of abort, redeliver, warn"),
-    ],
-)
-def test_invalid_pipeline_settings_raise(key: str, value: Any, rule: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^pipeline\.{key}={value}: {rule}$"):
-        PipelineConfig(**{key: value})

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity
 from streamrl.errors import RewardError
 from streamrl.messages import Experience, FilteredGroup, GroupLease
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import StageContext
 from streamrl.stream.stage_worker import (
@@ -24,6 +23,7 @@ from streamrl.stream.stage_worker import (
 from streamrl.telemetry.spans import SpanRecorder
 from tests.buffer.shards import STAGES, prompt, rollouts
 from tests.fake_shards import LocalShard, MemoryLog
+from tests.virtual_time import in_virtual_time
 
 UIDS = [f"0:{i}:0" for i in range(6)]
 
@@ -75,129 +75,112 @@ async def admitted(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
 
 
 @pytest.mark.parametrize(("slots", "batch"), [(1, 1), (3, 1), (4, 2), (9, 9)])
-def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, batch: int) -> None:
-    async def main() -> None:
-        shard, sampler = shards_with(UIDS), Sampler()
-        queue = await admitted(shard, UIDS)
-        loop = await serving(shard, sampler, slots=slots, batch=batch)
-        await asyncio.sleep(20.0)
-        loop.cancel()
-        assert sorted(sampler.finished) == UIDS
-        assert sampler.most_at_once == min(slots, len(UIDS))
-        limits = await queue.read_columns(UIDS, ("lengths",))
-        assert all(columns["lengths"].tolist() == [5, 5] for columns in limits.values())
-
-    run_virtual(main())
+@in_virtual_time
+async def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, batch: int) -> None:
+    shard, sampler = shards_with(UIDS), Sampler()
+    queue = await admitted(shard, UIDS)
+    loop = await serving(shard, sampler, slots=slots, batch=batch)
+    await asyncio.sleep(20.0)
+    loop.cancel()
+    assert sorted(sampler.finished) == UIDS
+    assert sampler.most_at_once == min(slots, len(UIDS))
+    limits = await queue.read_columns(UIDS, ("lengths",))
+    assert all(columns["lengths"].tolist() == [5, 5] for columns in limits.values())
 
 
-def test_results_are_committed_filtered_or_failed_by_type() -> None:
-    async def main() -> None:
-        shard = shards_with(UIDS, max_attempts=1)
-        sampler = Sampler(uid_1=FilteredGroup("not worth it"), uid_2=RewardError("no verdict"))
-        queue = await admitted(shard, UIDS[:3])
-        loop = await serving(shard, sampler, slots=3, batch=3)
-        await asyncio.sleep(5.0)
-        loop.cancel()
-        ended = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-        causes = {group.uid: group.outcome.cause for group in ended if group.outcome}
-        assert causes == {"0:1:0": "filtered", "0:2:0": "reward_error"}
-        assert (await queue.read_columns(["0:0:0"], ("lengths",)))["0:0:0"]["lengths"].tolist() == [
-            5,
-            5,
-        ]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_results_are_committed_filtered_or_failed_by_type() -> None:
+    shard = shards_with(UIDS, max_attempts=1)
+    sampler = Sampler(uid_1=FilteredGroup("not worth it"), uid_2=RewardError("no verdict"))
+    queue = await admitted(shard, UIDS[:3])
+    loop = await serving(shard, sampler, slots=3, batch=3)
+    await asyncio.sleep(5.0)
+    loop.cancel()
+    ended = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    causes = {group.uid: group.outcome.cause for group in ended if group.outcome}
+    assert causes == {"0:1:0": "filtered", "0:2:0": "reward_error"}
+    assert (await queue.read_columns(["0:0:0"], ("lengths",)))["0:0:0"]["lengths"].tolist() == [
+        5,
+        5,
+    ]
 
 
-def test_leaving_stage_commits_finished_work_and_leases_nothing() -> None:
-    async def main() -> None:
-        shard, sampler = shards_with(UIDS), Sampler(seconds=10.0)
-        queue = await admitted(shard, UIDS)
-        stage = StageContext(
-            "generate", ExperienceQueue([shard], "me"), DedicatedDeviceLease(), SpanRecorder("me")
-        )
-        loop = asyncio.create_task(
-            serve_stage(stage, sampler, InFlightWork(ConcurrencyLimit(2)), columns=(), batch=1)
-        )
-        await asyncio.sleep(15.0)
-        stage.leave_requested.set()
-        await loop
-        assert await queue.release_holder("me", died=False) == 2
-        assert sampler.started == UIDS[:4] and sorted(sampler.finished) == UIDS[:2]
-        await asyncio.sleep(30.0)
-        other = ExperienceQueue([shard], "you")
-        remaining = await other.lease_groups("generate", max_groups=9, columns=(), wait_s=1.0)
-        assert [(group.uid, group.lease.attempt) for group in remaining] == [
-            (uid, 1) for uid in UIDS[2:]
-        ]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_leaving_stage_commits_finished_work_and_leases_nothing() -> None:
+    shard, sampler = shards_with(UIDS), Sampler(seconds=10.0)
+    queue = await admitted(shard, UIDS)
+    stage = StageContext(
+        "generate", ExperienceQueue([shard], "me"), DedicatedDeviceLease(), SpanRecorder("me")
+    )
+    loop = asyncio.create_task(
+        serve_stage(stage, sampler, InFlightWork(ConcurrencyLimit(2)), columns=(), batch=1)
+    )
+    await asyncio.sleep(15.0)
+    stage.leave_requested.set()
+    await loop
+    assert await queue.release_holder("me", died=False) == 2
+    assert sampler.started == UIDS[:4] and sorted(sampler.finished) == UIDS[:2]
+    await asyncio.sleep(30.0)
+    other = ExperienceQueue([shard], "you")
+    remaining = await other.lease_groups("generate", max_groups=9, columns=(), wait_s=1.0)
+    assert [(group.uid, group.lease.attempt) for group in remaining] == [
+        (uid, 1) for uid in UIDS[2:]
+    ]
 
 
-def test_slow_work_is_kept_by_renewals() -> None:
-    async def main() -> None:
-        shard, sampler = shards_with(UIDS, lease_s=4.0), Sampler(seconds=60.0)
-        await admitted(shard, UIDS[:1])
-        loop = await serving(shard, sampler)
-        other = await serving(shard, Sampler(), holder="you")
-        await asyncio.sleep(70.0)
-        loop.cancel()
-        other.cancel()
-        assert sampler.finished == UIDS[:1]
-        figures = await shard.end_step([], 1)
-        assert figures.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
-
-    run_virtual(main())
+@in_virtual_time
+async def test_slow_work_is_kept_by_renewals() -> None:
+    shard, sampler = shards_with(UIDS, lease_s=4.0), Sampler(seconds=60.0)
+    await admitted(shard, UIDS[:1])
+    loop = await serving(shard, sampler)
+    other = await serving(shard, Sampler(), holder="you")
+    await asyncio.sleep(70.0)
+    loop.cancel()
+    other.cancel()
+    assert sampler.finished == UIDS[:1]
+    figures = await shard.end_step([], 1)
+    assert figures.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
 
 
-def test_lost_work_is_cancelled_and_frees_its_slot() -> None:
-    async def main() -> None:
-        shard, sampler = shards_with(UIDS), Sampler(seconds=30.0)
-        queue = await admitted(shard, UIDS[:1])
-        loop = await serving(shard, sampler, slots=1)
-        await asyncio.sleep(5.0)
-        await queue.remove_groups(UIDS[:1], 0)
-        await queue.admit_prompts([prompt(UIDS[1])], 0)
-        await asyncio.sleep(40.0)
-        loop.cancel()
-        assert sampler.started == UIDS[:2]
-        assert sampler.finished == [UIDS[1]], "the first was in vain after some seconds"
-
-    run_virtual(main())
+@in_virtual_time
+async def test_lost_work_is_cancelled_and_frees_its_slot() -> None:
+    shard, sampler = shards_with(UIDS), Sampler(seconds=30.0)
+    queue = await admitted(shard, UIDS[:1])
+    loop = await serving(shard, sampler, slots=1)
+    await asyncio.sleep(5.0)
+    await queue.remove_groups(UIDS[:1], 0)
+    await queue.admit_prompts([prompt(UIDS[1])], 0)
+    await asyncio.sleep(40.0)
+    loop.cancel()
+    assert sampler.started == UIDS[:2]
+    assert sampler.finished == [UIDS[1]], "the first was in vain after some seconds"
 
 
-def test_group_lost_and_leased_again_by_the_same_holder_is_processed() -> None:
-    async def main() -> None:
-        shard, sampler = shards_with(UIDS, max_attempts=9), Sampler(seconds=3.0)
-        queue = await admitted(shard, UIDS[:1])
-        loop = await serving(shard, sampler)
-        await asyncio.sleep(1.0)
-        # Requeued as stalled: the same holder leases it again before it learns of the loss.
-        await queue.requeue_overdue(await queue.find_overdue(0.5))
-        await asyncio.sleep(30.0)
-        loop.cancel()
-        assert len(sampler.started) == 2
-        assert (await queue.read_columns(UIDS[:1], ("lengths",)))[UIDS[0]]["lengths"].tolist() == [
-            5,
-            5,
-        ]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_group_lost_and_leased_again_by_the_same_holder_is_processed() -> None:
+    shard, sampler = shards_with(UIDS, max_attempts=9), Sampler(seconds=3.0)
+    queue = await admitted(shard, UIDS[:1])
+    loop = await serving(shard, sampler)
+    await asyncio.sleep(1.0)
+    # Requeued as stalled: the same holder leases it again before it learns of the loss.
+    await queue.requeue_overdue(await queue.find_overdue(0.5))
+    await asyncio.sleep(30.0)
+    loop.cancel()
+    assert len(sampler.started) == 2
+    assert (await queue.read_columns(UIDS[:1], ("lengths",)))[UIDS[0]]["lengths"].tolist() == [5, 5]
 
 
-def test_error_of_the_compute_function_ends_the_loop() -> None:
+@in_virtual_time
+async def test_error_of_the_compute_function_ends_the_loop() -> None:
     class Broken(Sampler):
         async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
             raise KeyError("lengths")
 
-    async def main() -> None:
-        shard = shards_with(UIDS)
-        await admitted(shard, UIDS)
-        with pytest.raises(ExceptionGroup) as error:
-            await (await serving(shard, Broken()))
-        assert error.group_contains(KeyError)
-
-    run_virtual(main())
+    shard = shards_with(UIDS)
+    await admitted(shard, UIDS)
+    with pytest.raises(ExceptionGroup) as error:
+        await (await serving(shard, Broken()))
+    assert error.group_contains(KeyError)
 
 
 # Slots
@@ -207,65 +190,59 @@ def experience(uid: str, token: int = 1, *, attempt: int = 1) -> Experience:
     return Experience(GroupLease(token, uid, "reward", attempt, 0.0), 0)
 
 
-def test_wait_for_slots_waits_until_a_slot_is_free() -> None:
-    async def main() -> None:
-        in_flight = InFlightWork(ConcurrencyLimit(3))
-        assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (3, True)
-        in_flight.add_task(
-            [experience("a"), experience("b")], asyncio.ensure_future(asyncio.sleep(5.0))
-        )
-        assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (1, False)
-        in_flight.add_task([experience("c")], asyncio.ensure_future(asyncio.sleep(3.0)))
-        assert (await in_flight.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 3.0)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_wait_for_slots_waits_until_a_slot_is_free() -> None:
+    in_flight = InFlightWork(ConcurrencyLimit(3))
+    assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (3, True)
+    in_flight.add_task(
+        [experience("a"), experience("b")], asyncio.ensure_future(asyncio.sleep(5.0))
+    )
+    assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (1, False)
+    in_flight.add_task([experience("c")], asyncio.ensure_future(asyncio.sleep(3.0)))
+    assert (await in_flight.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 3.0)
 
 
-def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one() -> None:
-    async def main() -> None:
-        in_flight = InFlightWork(ConcurrencyLimit(6, slots_per_group=4))
-        assert await in_flight.wait_for_slots() == 2
+@in_virtual_time
+async def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one() -> None:
+    in_flight = InFlightWork(ConcurrencyLimit(6, slots_per_group=4))
+    assert await in_flight.wait_for_slots() == 2
 
-        async def work() -> None:
-            clear = in_flight.make_slot_releaser()
-            for _ in range(3):
-                await asyncio.sleep(1.0)
-                clear()
+    async def work() -> None:
+        clear = in_flight.make_slot_releaser()
+        for _ in range(3):
             await asyncio.sleep(1.0)
-
-        for uid in "ab":
-            in_flight.add_task([experience(uid)], asyncio.ensure_future(work()))
-        # Two completions wait for a slot: three must end before one is free.
-        assert (await in_flight.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 2.0)
-        await asyncio.sleep(1.5)
-        assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (1, False)
+            clear()
         await asyncio.sleep(1.0)
-        assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (2, True)
 
-    run_virtual(main())
+    for uid in "ab":
+        in_flight.add_task([experience(uid)], asyncio.ensure_future(work()))
+    # Two completions wait for a slot: three must end before one is free.
+    assert (await in_flight.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 2.0)
+    await asyncio.sleep(1.5)
+    assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (1, False)
+    await asyncio.sleep(1.0)
+    assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (2, True)
 
 
-def test_task_that_ends_early_releases_all_slots_once() -> None:
-    async def main() -> int:
-        in_flight = InFlightWork(ConcurrencyLimit(4, slots_per_group=4))
+@in_virtual_time
+async def test_task_that_ends_early_releases_all_slots_once() -> None:
+    in_flight = InFlightWork(ConcurrencyLimit(4, slots_per_group=4))
 
-        async def work() -> None:
-            clear = in_flight.make_slot_releaser()
-            for _ in range(9):
-                clear()
-            raise RewardError("no")
+    async def work() -> None:
+        clear = in_flight.make_slot_releaser()
+        for _ in range(9):
+            clear()
+        raise RewardError("no")
 
-        task = asyncio.ensure_future(work())
-        in_flight.add_task([experience("a")], task)
-        await asyncio.wait([task])
-        await asyncio.sleep(0)
-        in_flight.add_task([experience("b")], asyncio.ensure_future(asyncio.sleep(9.0)))
-        waiting = asyncio.create_task(in_flight.wait_for_slots())
-        await asyncio.sleep(8.0)
-        assert not waiting.done()
-        return await waiting
-
-    assert run_virtual(main()) == 1
+    task = asyncio.ensure_future(work())
+    in_flight.add_task([experience("a")], task)
+    await asyncio.wait([task])
+    await asyncio.sleep(0)
+    in_flight.add_task([experience("b")], asyncio.ensure_future(asyncio.sleep(9.0)))
+    waiting = asyncio.create_task(in_flight.wait_for_slots())
+    await asyncio.sleep(8.0)
+    assert not waiting.done()
+    assert (await waiting) == 1
 
 
 @given(st.integers(1, 600), st.integers(1, 32), st.booleans())
@@ -285,17 +262,15 @@ def test_split_slots_is_proportional_to_completions(
         )
 
 
-def test_lost_lease_cancels_only_its_own_task() -> None:
-    async def main() -> list[bool]:
-        in_flight = InFlightWork(ConcurrencyLimit(2))
-        tasks = [asyncio.ensure_future(asyncio.sleep(100.0)) for _ in range(2)]
-        for token, task in enumerate(tasks):
-            in_flight.add_task([experience("a", token)], task)
-        in_flight.abandon_lease(experience("a", 0).lease)
-        await asyncio.sleep(1.0)
-        return [task.cancelled() for task in tasks]
-
-    assert run_virtual(main()) == [True, False]
+@in_virtual_time
+async def test_lost_lease_cancels_only_its_own_task() -> None:
+    in_flight = InFlightWork(ConcurrencyLimit(2))
+    tasks = [asyncio.ensure_future(asyncio.sleep(100.0)) for _ in range(2)]
+    for token, task in enumerate(tasks):
+        in_flight.add_task([experience("a", token)], task)
+    in_flight.abandon_lease(experience("a", 0).lease)
+    await asyncio.sleep(1.0)
+    assert [task.cancelled() for task in tasks] == [True, False]
 
 
 def test_batches_keep_order_and_size() -> None:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from streamrl.errors import GenerationError
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
+from tests.virtual_time import in_virtual_time
 
 
 class Stuck:
@@ -29,24 +29,22 @@ class Stuck:
 
 
 @pytest.mark.parametrize("fails", ["suspend", "resume"])
-def test_failed_suspend_raises_and_releases_the_pool(fails: str) -> None:
-    async def main() -> None:
-        arbiter = DeviceArbiter(timeout_s=20.0, slice_s=0.0)
-        generator = SharedDeviceLease(arbiter, "generator-0", suspendable=Stuck(fails))
+@in_virtual_time
+async def test_failed_suspend_raises_and_releases_the_pool(fails: str) -> None:
+    arbiter = DeviceArbiter(timeout_s=20.0, slice_s=0.0)
+    generator = SharedDeviceLease(arbiter, "generator-0", suspendable=Stuck(fails))
 
-        async def sample() -> None:
-            async with generator.hold("generate"):
-                await asyncio.sleep(5.0)
+    async def sample() -> None:
+        async with generator.hold("generate"):
+            await asyncio.sleep(5.0)
 
-        async def train() -> None:
-            async with SharedDeviceLease(arbiter, "trainer").hold("train"):
-                await asyncio.sleep(1.0)
+    async def train() -> None:
+        async with SharedDeviceLease(arbiter, "trainer").hold("train"):
+            await asyncio.sleep(1.0)
 
-        sampling = asyncio.create_task(sample())
-        await asyncio.sleep(1.0)
-        await train()
-        with pytest.raises(GenerationError, match=f"{fails} failed"):
-            await sampling
-        await train()
-
-    run_virtual(main())
+    sampling = asyncio.create_task(sample())
+    await asyncio.sleep(1.0)
+    await train()
+    with pytest.raises(GenerationError, match=f"{fails} failed"):
+        await sampling
+    await train()

@@ -21,6 +21,15 @@ from streamrl.stream.stage_worker import POLL_WAIT_S
 from streamrl.stream.train_step import ReadyRounds, add_metric_sums, replay_step
 from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
+from tests.virtual_time import in_virtual_time
+
+PACE = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
+
+
+async def stop_after_an_update(stream: Stream) -> None:
+    while not stream.trainer.num_updates:
+        await asyncio.sleep(0.01)
+    stream.control.request_stop()
 
 
 def trained(stream: Stream) -> list[list[str]]:
@@ -50,23 +59,19 @@ def test_step_is_checked_against_the_queue() -> None:
         assert outcome.results_by_role[POLICY].metric_sums["rollouts"] == 8
 
 
-def test_steps_after_the_last_checkpoint_are_replayed_identically() -> None:
+@in_virtual_time
+async def test_steps_after_the_last_checkpoint_are_replayed_identically() -> None:
     plan = Plan(seed=5, steps=6, train_s=1.0)
-
-    async def main() -> tuple[Stream, Stream]:
-        disk = Disk.empty(plan)
-        first = build_stream(plan, disk)
-        await first.control.reconcile_queue(first.queue)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(14.0):
-                await run_loops(first, checkpoint_every=2)
-        second = build_stream(plan, disk, session="second")
-        await second.control.reconcile_queue(second.queue)
-        assert second.control.run_log.steps_to_replay, "some steps are on the books only"
-        await run_loops(second)
-        return first, second
-
-    first, second = run_virtual(main())
+    disk = Disk.empty(plan)
+    first = build_stream(plan, disk)
+    await first.control.reconcile_queue(first.queue)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(14.0):
+            await run_loops(first, checkpoint_every=2)
+    second = build_stream(plan, disk, session="second")
+    await second.control.reconcile_queue(second.queue)
+    assert second.control.run_log.steps_to_replay, "some steps are on the books only"
+    await run_loops(second)
     again = first.trainer.digests.keys() & second.trainer.digests.keys()
     assert again
     for version in again:
@@ -112,9 +117,7 @@ def test_stop_between_two_updates_leaves_a_partial_update() -> None:
             await asyncio.sleep(0.01)
         stream.control.stop_requested.set()
 
-    plan = Plan(
-        steps=1000, pace=UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
-    )
+    plan = Plan(steps=1000, pace=PACE)
     stream = run_virtual(run_stream(plan, disturb=stop))
     assert stream.control.has_partial_update
     assert stream.trainer.version == 0
@@ -125,14 +128,8 @@ def test_stop_between_two_updates_leaves_a_partial_update() -> None:
 def test_stop_between_two_updates_finishes_the_step_within_the_grace_period(
     train_s: float, ends: bool
 ) -> None:
-    async def stop(stream: Stream) -> None:
-        while not stream.trainer.num_updates:
-            await asyncio.sleep(0.01)
-        stream.control.request_stop()
-
-    pace = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
-    plan = Plan(steps=1000, pace=pace, train_s=train_s, critic=True)
-    stream = run_virtual(run_stream(plan, disturb=stop))
+    plan = Plan(steps=1000, pace=PACE, train_s=train_s, critic=True)
+    stream = run_virtual(run_stream(plan, disturb=stop_after_an_update))
     assert stream.control.has_partial_update is not ends
     assert len(stream.outcomes) == stream.control.admission.version == int(ends)
 
@@ -141,9 +138,7 @@ def test_stop_between_two_updates_finishes_the_step_within_the_grace_period(
     seed=st.integers(0, 1000),
     stop_s=st.floats(0.0, 6.0),
     train_s=st.sampled_from([0.05, 0.08]),
-    pace=st.sampled_from(
-        [UpdatePlan(), UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)]
-    ),
+    pace=st.sampled_from([UpdatePlan(), PACE]),
 )
 def test_stop_at_any_time_leaves_short_steps_complete(
     seed: int, stop_s: float, train_s: float, pace: UpdatePlan
@@ -179,32 +174,27 @@ def test_stop_before_the_first_update_makes_none(
         await asyncio.sleep(0.1)
         stream.control.request_stop()
 
-    pace = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
-    stream = run_virtual(
-        run_stream(Plan(steps=9, pace=pace, train_s=train_s, critic=critic), disturb=stop)
-    )
+    plan = Plan(steps=9, pace=PACE, train_s=train_s, critic=critic)
+    stream = run_virtual(run_stream(plan, disturb=stop))
     assert not stream.control.has_partial_update
     assert not stream.outcomes
 
 
 @pytest.mark.parametrize("train_s", [1.0, 2.0, 3.0, 4.0])
-def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: float) -> None:
+@in_virtual_time
+async def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: float) -> None:
     took: list[float] = []
 
-    async def main() -> Stream:
-        async def stop(stream: Stream) -> None:
-            while not stream.trainer.num_updates:
-                await asyncio.sleep(0.01)
-            stream.control.request_stop()
-            took.append(asyncio.get_running_loop().time())
-
-        pace = UpdatePlan(requires_full_step=True, num_epochs=4, num_mini_batches=2)
-        plan = Plan(steps=9, pace=pace, train_s=train_s, critic=True)
-        stream = await run_stream(plan, disturb=stop)
+    async def stop(stream: Stream) -> None:
+        while not stream.trainer.num_updates:
+            await asyncio.sleep(0.01)
+        stream.control.request_stop()
         took.append(asyncio.get_running_loop().time())
-        return stream
 
-    stream = run_virtual(main())
+    pace = UpdatePlan(requires_full_step=True, num_epochs=4, num_mini_batches=2)
+    plan = Plan(steps=9, pace=pace, train_s=train_s, critic=True)
+    stream = await run_stream(plan, disturb=stop)
+    took.append(asyncio.get_running_loop().time())
     assert stream.control.has_partial_update and not stream.outcomes
     # Work in progress: a round and an update of the slower trainer.
     assert took[1] - took[0] < 4 * train_s + POLL_WAIT_S + 0.1
@@ -216,8 +206,7 @@ def test_stop_before_an_update_leaves_no_partial_update() -> None:
             await asyncio.sleep(0.01)
         stream.control.request_stop()
 
-    pace = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
-    plan = Plan(steps=1000, pace=pace, micro_batch_tokens=11)
+    plan = Plan(steps=1000, pace=PACE, micro_batch_tokens=11)
     stream = run_virtual(run_stream(plan, disturb=stop))
     assert not stream.control.has_partial_update
 

@@ -1,5 +1,4 @@
 import io
-import logging
 import re
 import sys
 from dataclasses import replace
@@ -7,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from streamrl.telemetry.console import ConsoleLogHandler, PlainConsole
+from streamrl.telemetry.console import PlainConsole
 from streamrl.telemetry.live_console import LiveConsole
 from tests.telemetry.rows import Clock, facts, full_row
 
@@ -269,20 +268,14 @@ def test_the_cursor_is_restored_after_an_interrupt(live):
     assert sys.stdout is not None and not hasattr(sys.stdout, "rich_proxied_file")
 
 
-def test_evaluations_events_and_logs_are_lines_above_the_view(live):
+def test_evaluations_and_events_are_lines_above_the_view(live):
     live.start({})
-    logger = logging.Logger("room")
-    logger.addHandler(ConsoleLogHandler(live))
     live.log_step(1, full_row(1) | {"eval/pass_at_1": 0.5})
     live.log_event("death", {"actor": "scorer-1"})
-    logger.warning("slow %s", "disk")
-    logger.info("not of interest")
     live.close({})
     printed = [" ".join(line.split()) for line in lines(live.console)]
     assert "eval step=1 pass_at_1=0.500" in printed
     assert "death actor=scorer-1" in printed
-    assert "warning slow disk" in printed
-    assert not any("not of interest" in line for line in printed)
 
 
 def test_markup_in_names_is_printed_verbatim(plain):

@@ -7,7 +7,7 @@ from typing import Any
 from streamrl.actors.actor_context import MAX_LEASE_WAIT_S
 from streamrl.actors.coordination.step_reporter import RoleActors
 from streamrl.actors.transport.ray_calls import await_reply
-from streamrl.config import RunConfig
+from streamrl.config.run_config import RunConfig
 from streamrl.errors import (
     ActorLostError,
     DeadlineError,
@@ -86,7 +86,7 @@ class RunEvaluator:
             try:
                 return await self._await_reply(reply, f"{name}.{method}")
             except (ActorLostError, GenerationError, WeightsError):
-                may_recover = self._can_restart or not replicas.has_replica(name)
+                may_recover = self._can_restart or name not in replicas.role.names
                 deadline = deadline or asyncio.get_running_loop().time() + self._timeout_s
                 if not may_recover or asyncio.get_running_loop().time() > deadline:
                     raise
@@ -106,17 +106,14 @@ class RoundRobinReplicas:
     """Selects the current replicas of a role in turn."""
 
     def __init__(self, role: RoleActors) -> None:
-        self._role = role
+        self.role = role
         self._next = 0
 
     def next_replica(self) -> tuple[str, Any]:
         """Return the name and the actor of the next replica."""
-        index = self._next % len(self._role.actors)
+        index = self._next % len(self.role.actors)
         self._next = index + 1
-        return self._role.names[index], self._role.actors[index]
-
-    def has_replica(self, name: str) -> bool:
-        return name in self._role.names
+        return self.role.names[index], self.role.actors[index]
 
 
 def _make_unqueued_group(prompt: Prompt, rollouts: Sequence[Rollout], version: int) -> Experience:

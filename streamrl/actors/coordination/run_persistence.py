@@ -15,8 +15,8 @@ from streamrl.actors.transport.ray_calls import gather_replies
 from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.buffer import Ledger, RunLog
 from streamrl.buffer.log.journal import Journal, NullRecordLog
-from streamrl.config import RunConfig
 from streamrl.config.resume_checks import load_run_log, redraw_prompts
+from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.errors import CheckpointError, StreamError
 from streamrl.run_dir.checkpoint import (

@@ -13,7 +13,7 @@ from streamrl.actors.coordination.driver_events import DriverEvents, StepReport
 from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.algorithms import step_loss_denominator, summarise_policy
 from streamrl.algorithms.math.step_metrics import SHARED_CRITIC_PREFIX, summarise_critic
-from streamrl.config import RunConfig
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, CallKind, ModelCall
 from streamrl.errors import ActorLostError, DeadlineError
 from streamrl.rewards.metric_means import sums_to_means

@@ -35,9 +35,9 @@ from streamrl.actors.scorer import ScorerActor
 from streamrl.actors.trainer import RendezvousInfo, TrainerActor
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.actors.transport.shard_proxy import RemoteShard
-from streamrl.config import RunConfig
 from streamrl.config.preflight import PreparedRun, list_resource_demands
 from streamrl.config.role_counts import assign_slots
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, POLICY, REFERENCE_CALL, CallKind, ModelCall
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.vllm.rank_groups import assign_rank_groups

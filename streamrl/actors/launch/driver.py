@@ -12,18 +12,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors.actor_context import ActorContext
 from streamrl.actors.coordination.driver_events import DriverReport, EventReport
-from streamrl.actors.coordinator import CoordinatorActor, RoleActorMap, RunResult, RunStart
+from streamrl.actors.coordinator import CoordinatorActor, RunResult, RunStart
 from streamrl.actors.launch.actor_registry import ActorRegistry
-from streamrl.actors.launch.elastic import ReplicaScaler
-from streamrl.actors.launch.startup import PendingStarts
+from streamrl.actors.launch.elastic import PendingStarts, ReplicaScaler
 from streamrl.actors.launch.transport_plan import plan_transport
 from streamrl.actors.liveness import LivenessMonitor, name_unresponsive
 from streamrl.actors.protocols import EngineFactory
 from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, fetch_reply, has_died
 from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan, StageSchema
-from streamrl.config import RunConfig
 from streamrl.config.preflight import PreparedRun, compute_max_group_bytes
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import POLICY, CallKind
 from streamrl.errors import (
     ActorError,
@@ -123,7 +122,7 @@ class RunSession:
         )
         status("publishing the first weights")
         roles = list(registry.roles.values())
-        start_reply = coordinator.start.remote(context, RoleActorMap(registry.stream_roles), start)
+        start_reply = coordinator.start.remote(context, registry.stream_roles, start)
         fetch_reply(start_reply, "coordinator.start", self._first_publish_timeout_s)
         for role in roles:
             if role.kind is not CallKind.TRAIN:
@@ -197,7 +196,12 @@ class RunSession:
         for name in self._liveness.ping_actors({**self._irreplaceable, **actors}):
             reason = f"{name} has not answered for {self._config.run.silent_s:g} s (run.silent_s)"
             if name not in actors:
-                explanation = f"{reason}: {_explain_irreplaceable(self._liveness.find_pid(name))}"
+                pid = self._liveness.find_pid(name)
+                explanation = (
+                    f"{reason}: {f'process {pid}' if pid else 'its process'} cannot be restarted,"
+                    " so the run waits for it. If it was stopped, kill -CONT continues it;"
+                    " otherwise stop the run and use streamrl train --resume"
+                )
                 handle(EventReport("silent", {"actor": name, "reason": explanation}))
                 continue
             if not self._registry.restarts.can_restart(name):
@@ -338,12 +342,3 @@ class RunSession:
                 )
             self._pending_starts.raise_if_late()
         return corrupt_lines
-
-
-def _explain_irreplaceable(pid: str) -> str:
-    """Return text that tells the user what to do about an unresponsive process."""
-    process = f"process {pid}" if pid else "its process"
-    return (
-        f"{process} cannot be restarted, so the run waits for it. If it was stopped, kill -CONT"
-        " continues it; otherwise stop the run and use streamrl train --resume"
-    )

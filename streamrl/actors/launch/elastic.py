@@ -12,15 +12,14 @@ does not end the run.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streamrl.actors.coordination.driver_events import DriverReport, EventReport
 from streamrl.actors.launch.actor_registry import RESTARTABLE_KINDS, ActorRegistry
-from streamrl.actors.launch.startup import PendingStarts
-from streamrl.config import RunConfig
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, POLICY
-from streamrl.errors import ConfigError, StreamError
+from streamrl.errors import ConfigError, DeadlineError, StreamError
 from streamrl.run_dir.control_requests import (
     LEAVE_TIMEOUT_S,
     PLACE_TIMEOUT_S,
@@ -77,6 +76,52 @@ class ScaleChange:
         return f"{ROLE_LABELS.get(role, role)}: {self.counts_before[role]} -> {now} ({details})"
 
 
+class PendingStarts:
+    """Pending replies of actors' `start` calls, each with a deadline `timeout_s` after the call.
+
+    Iteration yields the replies. Times are seconds of `clock`.
+    """
+
+    def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeout_s = timeout_s
+        self._clock = clock
+        self._deadlines: dict[Any, tuple[str, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._deadlines)
+
+    @property
+    def actor_names(self) -> str:
+        """Names of the actors that are starting, as text."""
+        return ", ".join(sorted(name for name, _ in self._deadlines.values()))
+
+    def add_actor(self, reply: Any, name: str) -> None:
+        self._deadlines[reply] = name, self._clock() + self.timeout_s
+
+    def pop_actor(self, reply: Any) -> str:
+        """Remove a finished reply and return the name of its actor."""
+        return self._deadlines.pop(reply)[0]
+
+    def drop_actor(self, name: str) -> bool:
+        """Stop waiting for an actor; return whether the actor was starting."""
+        replies = [
+            reply for reply, (pending_name, _) in self._deadlines.items() if pending_name == name
+        ]
+        for reply in replies:
+            del self._deadlines[reply]
+        return bool(replies)
+
+    def raise_if_late(self) -> None:
+        """Raise DeadlineError if an actor has not started by its deadline."""
+        now = self._clock()
+        late = sorted(name for name, deadline in self._deadlines.values() if now > deadline)
+        if late:
+            raise DeadlineError(f"{', '.join(late)}: not ready within {self.timeout_s:g} s")
+
+
 class ReplicaScaler:
     """Carries out the scale requests of a run, in turn. Times are seconds of `clock`.
 
@@ -109,10 +154,6 @@ class ReplicaScaler:
         self._requests: deque[ScaleRequest] = deque()
         self._change: ScaleChange | None = None
         self._polled_at_s = -POLL_INTERVAL_S
-        self._milestone_handlers = {
-            "has a place": self._start_replica,
-            "started": self._register_replica,
-        }
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._pending_replies)
@@ -151,8 +192,10 @@ class ReplicaScaler:
             return
         if pending.milestone == "serves":
             self._finish_join(pending, value, handle)
+        elif pending.milestone == "has a place":
+            self._start_replica(pending)
         else:
-            self._milestone_handlers[pending.milestone](pending)
+            self._register_replica(pending)
 
     def reject_if_unserved(self, name: str, reason: str) -> bool:
         """Remove a joining replica after its loops ended before it loaded weights.
@@ -178,7 +221,6 @@ class ReplicaScaler:
         roles = self._registry.roles
         try:
             for role in request.counts:
-                _check_role(role, roles)
                 self._check_scalable(role)
             self._registry.check_capacity(request.counts)
         except ConfigError as error:
@@ -189,15 +231,26 @@ class ReplicaScaler:
         for role, count in request.counts.items():
             for _ in range(count - counts_before[role]):
                 name, placed_reply = self._registry.spawn_replica(role)
-                self._add_pending(
-                    placed_reply,
-                    PendingReply(name, role, "has a place", self._clock() + PLACE_TIMEOUT_S),
+                deadline = self._clock() + PLACE_TIMEOUT_S
+                self._pending_replies[placed_reply] = PendingReply(
+                    name, role, "has a place", deadline
                 )
-            for name in sorted(roles[role].names, key=_parse_replica_index)[count:]:
+            in_order = sorted(roles[role].names, key=lambda name: int(name.rpartition("-")[2]))
+            for name in in_order[count:]:
                 self._drain_replica(name, role, handle)
 
     def _check_scalable(self, role: str) -> None:
-        """Raise ConfigError for the generators of hybrid workers, which cannot be scaled."""
+        """Raise ConfigError for a role without replicas, and for generators of hybrid workers."""
+        serving = [
+            name
+            for name, role_actors in self._registry.roles.items()
+            if role_actors.kind in RESTARTABLE_KINDS
+        ]
+        if role not in serving:
+            labels = ", ".join(ROLE_LABELS.get(name, name) for name in serving)
+            raise ConfigError(
+                f"this run has no {ROLE_LABELS.get(role, role)} to scale; scalable: {labels}"
+            )
         if self._placement.is_hybrid and role == GENERATE_CALL.role:
             ranks = len(self._registry.roles[POLICY].names)
             raise ConfigError(
@@ -205,22 +258,19 @@ class ReplicaScaler:
                 " has a generator in its process; generators cannot be scaled"
             )
 
-    def _add_pending(self, reply: Any, pending: PendingReply) -> None:
-        self._pending_replies[reply] = pending
-
     # Join.
 
     def _start_replica(self, pending: PendingReply) -> None:
         deadline = self._clock() + self._start_timeout_s
         reply = self._registry.start_replica(pending.name, pending.role)
-        self._add_pending(reply, PendingReply(pending.name, pending.role, "started", deadline))
+        self._pending_replies[reply] = replace(pending, milestone="started", deadline=deadline)
 
     def _register_replica(self, pending: PendingReply) -> None:
         """Add a started replica to the run; the join completes once it serves a version."""
         loop, serving = self._registry.register_replica(pending.name, pending.role)
         self._loop_replies[loop] = pending.name
         deadline = self._clock() + self._serve_timeout_s
-        self._add_pending(serving, PendingReply(pending.name, pending.role, "serves", deadline))
+        self._pending_replies[serving] = replace(pending, milestone="serves", deadline=deadline)
 
     def _finish_join(self, pending: PendingReply, version: int, handle: ReportHandler) -> None:
         """Record that a joining replica serves; from now on its failure concerns the run."""
@@ -255,7 +305,7 @@ class ReplicaScaler:
             self._finish_leave(pending, handle)  # a restarting replica holds no group
             return
         for loop in self._pop_loops(name):
-            self._add_pending(loop, pending)
+            self._pending_replies[loop] = pending
 
     def _pop_loops(self, name: str) -> list[Any]:
         replies = [reply for reply, actor_name in self._loop_replies.items() if actor_name == name]
@@ -300,16 +350,3 @@ class ReplicaScaler:
         self._request_inbox.write_answer(
             change.request.id, ScaleAnswer(lines, not change.failure_lines)
         )
-
-
-def _check_role(role: str, roles: Mapping[str, Any]) -> None:
-    serving = [name for name, role_actors in roles.items() if role_actors.kind in RESTARTABLE_KINDS]
-    if role not in serving:
-        labels = ", ".join(ROLE_LABELS.get(name, name) for name in serving)
-        raise ConfigError(
-            f"this run has no {ROLE_LABELS.get(role, role)} to scale; scalable: {labels}"
-        )
-
-
-def _parse_replica_index(name: str) -> int:
-    return int(name.rpartition("-")[2])

@@ -174,7 +174,11 @@ def start_fork_server(levels: Sequence[ForkLevel] = FORK_LEVELS) -> None:
         return
     sockets = f"streamrl-{os.getpid()}-{os.urandom(8).hex()}"
     try:
-        listeners = {level.name: _open_listener(sockets, level) for level in levels}
+        listeners = {level.name: socket.socket(socket.AF_UNIX) for level in levels}
+        for name, listener in listeners.items():
+            # The abstract namespace leaves no file behind, however the command ends.
+            listener.bind(make_socket_address(sockets, name))
+            listener.listen(BACKLOG)
         files = {name: listener.fileno() for name, listener in listeners.items()}
         request = json.dumps([os.getpid(), files, [asdict(level) for level in levels]])
         _server_state.process = subprocess.Popen(
@@ -215,15 +219,6 @@ def stop_fork_server() -> None:
         _server_state.process.kill()
         _server_state.process.wait()
         _server_state.process = None
-
-
-def _open_listener(sockets: str, level: ForkLevel) -> socket.socket:
-    """Open the socket on which a level accepts requests to fork a worker."""
-    listener = socket.socket(socket.AF_UNIX)
-    # The abstract namespace leaves no file behind, however the command ends.
-    listener.bind(make_socket_address(sockets, level.name))
-    listener.listen(BACKLOG)
-    return listener
 
 
 def main() -> None:
@@ -286,7 +281,9 @@ def _serve_launcher(level: ForkLevel, connection: socket.socket, listener: socke
     connection.settimeout(REQUEST_TIMEOUT_S)
     if not is_same_user(connection):
         return
-    request, files = _receive_request(connection)
+    _, files, _, _ = socket.recv_fds(connection, 1, len(STANDARD_STREAMS))
+    with connection.makefile("rb") as lines:
+        request = json.loads(lines.readline())
     pid, is_forked = os.getpid(), False
     try:
         # A launcher that timed out has closed its end and starts the worker itself.
@@ -315,14 +312,6 @@ def _import_modules(level: ForkLevel) -> None:
     finally:
         for name in absent:
             del sys.modules[name]
-
-
-def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the request of a `launch_worker` and its open standard streams."""
-    _, files, _, _ = socket.recv_fds(connection, 1, len(STANDARD_STREAMS))
-    with connection.makefile("rb") as lines:
-        line = lines.readline()
-    return json.loads(line), files
 
 
 def _is_forkable() -> bool:

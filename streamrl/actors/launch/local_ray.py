@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import ray
@@ -156,13 +157,13 @@ def _patch_lean_ray() -> Iterator[None]:
     if is_serving():
         changes["setup_worker_path"] = str(LAUNCHER_PATH)
     with (
-        _patch_attribute(parameter, "RayParams", partial(parameter.RayParams, **changes)),
-        _patch_attribute(node.Node, "start_api_server", _skip_api_server),
-        _patch_attribute(
+        mock.patch.object(parameter, "RayParams", partial(parameter.RayParams, **changes)),
+        mock.patch.object(node.Node, "start_api_server", _skip_api_server),
+        mock.patch.object(
             utils, "get_dashboard_dependency_error", lambda: ImportError("no dashboard")
         ),
-        _patch_attribute(services, "get_node", _wait_for_node),
-        _patch_attribute(services, "resolve_ip_for_localhost", str),
+        mock.patch.object(services, "get_node", _wait_for_node),
+        mock.patch.object(services, "resolve_ip_for_localhost", str),
     ):
         yield
 
@@ -185,14 +186,3 @@ def _wait_for_node(gcs_address: str, node_id: str) -> Any:
             raise TimeoutError(f"its node has not registered within {NODE_TIMEOUT_S:g} s")
         time.sleep(NODE_POLL_INTERVAL_S)
     return state.get_node(node_id)
-
-
-@contextlib.contextmanager
-def _patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which an attribute of `owner` has another value."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -205,11 +205,7 @@ class DedicatedSlots:
     """
 
     def __init__(
-        self,
-        demands: Mapping[str, ResourceDemand],
-        *,
-        node: str,
-        waiting: Callable[[str], None],
+        self, demands: Mapping[str, ResourceDemand], *, node: str, waiting: Callable[[str], None]
     ) -> None:
         self._groups: dict[str, PlacementGroup] = {}
         self._bundles: dict[str, list[int]] = {}

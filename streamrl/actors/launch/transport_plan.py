@@ -9,7 +9,7 @@ import torch
 
 from streamrl.actors.launch.ray_cluster import get_object_store_bytes
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
-from streamrl.config import RunConfig
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.memory.memory_model import has_shared_weights
@@ -82,18 +82,13 @@ def plan_transport(
 def _describe_hybrid_transport(config: RunConfig, *, on_gpu: bool) -> str:
     """Return a line about how weights reach the generator in the trainer's own process."""
     if config.generator.tensor_parallel > 1:
-        return _describe_rank_groups(config)
+        groups = assign_rank_groups(config.trainer, config.generator.tensor_parallel)
+        ranks = ", ".join("-".join(map(str, group)) for group in groups)
+        return f"weights: each rank fills its shard of its group's generator; ranks {ranks}"
     if config.trainer.has_sharded_params:
         return FROM_RANKS_REASON
     shares = has_shared_weights(config.trainer, config.generator, on_gpu=on_gpu)
     return IN_PLACE_REASON if shares else WITHIN_PROCESS_REASON
-
-
-def _describe_rank_groups(config: RunConfig) -> str:
-    """Return a line about which trainer ranks form a generator."""
-    rank_groups = assign_rank_groups(config.trainer, config.generator.tensor_parallel)
-    ranks = ", ".join("-".join(map(str, rank_group)) for rank_group in rank_groups)
-    return f"weights: each rank fills its shard of its group's generator; ranks {ranks}"
 
 
 def _list_published_models(

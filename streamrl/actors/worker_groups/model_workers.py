@@ -30,9 +30,9 @@ from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.algorithms.math.step_metrics import summarise_critic
 from streamrl.buffer.assembly.micro_batch_schedule import StepScheduler, UpdatePlan
 from streamrl.buffer.assembly.packing import RolloutIndex, pack_rollouts
-from streamrl.config import RunConfig
 from streamrl.config.preflight import check_worker_memory
 from streamrl.config.role_counts import with_placement_mode
+from streamrl.config.run_config import RunConfig
 from streamrl.controller import PROTOCOLS, Batch, WorkerContext, add_protocol, transfers
 from streamrl.dataflow import (
     BASELINE_CALL,

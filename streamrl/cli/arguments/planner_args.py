@@ -10,7 +10,7 @@ from typing import Any
 from streamrl.calibration.run_trace import load_run_lengths
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.output.text_table import format_inner_percent
-from streamrl.config import RunConfig, load_config
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.config.to_planner_problem import (
     PlannerRequest,
     build_planner_problem,

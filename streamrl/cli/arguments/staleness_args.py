@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from streamrl.cli.arguments.planner_args import read_config
-from streamrl.config import RunConfig
+from streamrl.config.run_config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.placements import MAX_STALENESS
 from streamrl.placement.search import ExcludedBound

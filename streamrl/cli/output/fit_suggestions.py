@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from streamrl.config import RunConfig, with_settings
+from streamrl.config.run_config import RunConfig, with_settings
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, PlacementProblem
 from streamrl.placement.problem import PlacementCosts

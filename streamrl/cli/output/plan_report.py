@@ -13,7 +13,7 @@ from streamrl.cli.output.text_table import (
     format_seconds,
     format_table,
 )
-from streamrl.config import RunConfig
+from streamrl.config.run_config import RunConfig
 from streamrl.placement import Mesh, PlacementEstimate, PlacementProblem
 from streamrl.placement.search import (
     WHOLE_STEPS_SUFFIX,

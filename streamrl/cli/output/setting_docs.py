@@ -12,7 +12,21 @@ from omegaconf import MISSING
 REQUIRED = "required"
 
 
-def parse_docstring_keys(settings: type) -> dict[str, str]:
+def read_meanings(settings: type) -> dict[str, str]:
+    """Return the meaning of each field of a settings dataclass, by field name.
+
+    Meanings stand in `name: ...` lines of docstrings and in `#:` comments. The text of a class wins
+    over the text of its base classes.
+    """
+    meanings: dict[str, str] = {}
+    for owner in settings.__mro__:
+        if dataclasses.is_dataclass(owner):
+            for name, meaning in (_parse_docstring_keys(owner) | _parse_comments(owner)).items():
+                meanings.setdefault(name, meaning)
+    return meanings
+
+
+def _parse_docstring_keys(settings: type) -> dict[str, str]:
     """Return meanings by key from the `key: meaning` lines in the docstring of a class.
 
     Indented lines continue the meaning above them.
@@ -20,6 +34,15 @@ def parse_docstring_keys(settings: type) -> dict[str, str]:
     text = inspect.cleandoc(vars(settings).get("__doc__") or "")
     matches = re.findall(r"^(\w+): (.+(?:\n[ ]+\S.*)*)", text, flags=re.MULTILINE)
     return {key: " ".join(meaning.split()).removesuffix(".") for key, meaning in matches}
+
+
+def _parse_comments(settings: type) -> dict[str, str]:
+    """Return the `#:` comment above each field of a settings dataclass, by field name."""
+    source = inspect.cleandoc(inspect.getsource(settings))
+    comments = re.findall(r"((?:^ *#: .*\n)+) *(\w+):", source, flags=re.MULTILINE)
+    return {
+        name: " ".join(text.replace("#: ", "").split()).removesuffix(".") for text, name in comments
+    }
 
 
 def format_default(field: "dataclasses.Field[Any]") -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from streamrl.algorithms.adaptive_params import AdaptiveParams
-from streamrl.config import RunConfig, RunSettings, load_config
+from streamrl.config.run_config import RunConfig, RunSettings, load_config
 from streamrl.dataflow import CRITIC, POLICY, CallKind
 from streamrl.engines.reference_config import LEGACY_REFERENCE_FILE, REFERENCE_FILE
 from streamrl.errors import ConfigError

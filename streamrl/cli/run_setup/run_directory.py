@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from streamrl.cli.run_setup.resume import RunDirClaim, claim_new_run, is_fork
-from streamrl.config import RunConfig, dump_config
+from streamrl.config.run_config import RunConfig, dump_config
 from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import write_atomic
 from streamrl.run_dir.checkpoint import QueueLayout, ResumePoint, find_resume_point, link_checkpoint
 from streamrl.run_dir.run_lock import RunLock, acquire_run_lock
-from streamrl.telemetry.rollout_log import RolloutLog
-from streamrl.telemetry.sinks import METRICS_FILE
+from streamrl.telemetry.sinks import METRICS_FILE, RolloutLog
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.actors.coordination.evaluator import RoundRobinReplicas, RunEvaluator
 from streamrl.actors.coordination.step_reporter import RoleActors
-from streamrl.config import ModelConfig, RunConfig
+from streamrl.config.run_config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generator_config import GeneratorConfig
@@ -30,7 +30,6 @@ def test_round_robin_follows_joining_and_leaving_replicas() -> None:
     role.remove_replica("generator-2")
     role.remove_replica("generator-0")
     assert [replicas.next_replica() for _ in range(2)] == [("generator-1", "b")] * 2
-    assert replicas.has_replica("generator-1") and not replicas.has_replica("generator-2")
 
 
 class Replica:

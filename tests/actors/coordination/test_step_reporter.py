@@ -22,13 +22,13 @@ from streamrl.actors.coordination.step_reporter import (
 from streamrl.buffer.books.ledger import LedgerCounts
 from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.buffer.wire_types import ShardStats
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import DeadlineError
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.protocols import StepResult, TrainStepResult
 from streamrl.telemetry.spans import SpanRecorder
+from tests.virtual_time import in_virtual_time
 
 RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 SUMS = {
@@ -99,124 +99,110 @@ class Reported:
         return reports  # type: ignore[return-value]
 
 
-def test_a_span_across_a_step_boundary_counts_in_both_steps_and_is_traced_once() -> None:
-    async def scenario() -> None:
-        run = Reported()
-        working = asyncio.create_task(run.generator.work(3.0))
-        await asyncio.sleep(2.0)
-        run.reporter.add_step(snapshot(0, ended_at=2.0))
-        await asyncio.sleep(2.0)
-        run.reporter.add_step(snapshot(1, ended_at=4.0))
-        first, second = await run.finish()
-        await working
-        assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0, 0.5])
-        assert (first.row["idle/train"], second.row["idle/train"]) == (1.0, 1.0)
-        assert list(first.spans) == []
-        assert [(span.start_s, span.end_s) for span in second.spans] == [(0.0, 3.0)]
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_span_across_a_step_boundary_counts_in_both_steps_and_is_traced_once() -> None:
+    run = Reported()
+    working = asyncio.create_task(run.generator.work(3.0))
+    await asyncio.sleep(2.0)
+    run.reporter.add_step(snapshot(0, ended_at=2.0))
+    await asyncio.sleep(2.0)
+    run.reporter.add_step(snapshot(1, ended_at=4.0))
+    first, second = await run.finish()
+    await working
+    assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0, 0.5])
+    assert (first.row["idle/train"], second.row["idle/train"]) == (1.0, 1.0)
+    assert list(first.spans) == []
+    assert [(span.start_s, span.end_s) for span in second.spans] == [(0.0, 3.0)]
 
 
-def test_fast_steps_share_a_drain_but_keep_separate_windows() -> None:
-    async def scenario() -> None:
-        run = Reported()
-        await asyncio.sleep(1.0)
-        run.reporter.add_step(snapshot(0, ended_at=1.0))
-        for version in range(1, 6):
-            start = asyncio.get_running_loop().time()
-            await run.rank.work(0.01)
-            await asyncio.sleep(0.01)
-            run.reporter.add_step(snapshot(version, ended_at=start + 0.02))
-        reports = await run.finish()
-        assert run.rank.drains == pytest.approx([1.0, 1.0 + DRAIN_EVERY_S])
-        assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6]
-        assert [report.row["idle/train"] for report in reports[2:]] == pytest.approx([0.5] * 4)
-        assert sum(len(report.spans) for report in reports) == 5
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_fast_steps_share_a_drain_but_keep_separate_windows() -> None:
+    run = Reported()
+    await asyncio.sleep(1.0)
+    run.reporter.add_step(snapshot(0, ended_at=1.0))
+    for version in range(1, 6):
+        start = asyncio.get_running_loop().time()
+        await run.rank.work(0.01)
+        await asyncio.sleep(0.01)
+        run.reporter.add_step(snapshot(version, ended_at=start + 0.02))
+    reports = await run.finish()
+    assert run.rank.drains == pytest.approx([1.0, 1.0 + DRAIN_EVERY_S])
+    assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6]
+    assert [report.row["idle/train"] for report in reports[2:]] == pytest.approx([0.5] * 4)
+    assert sum(len(report.spans) for report in reports) == 5
 
 
-def test_a_replica_counts_from_joining_until_leaving() -> None:
-    async def scenario() -> None:
-        run, more = Reported(), Worker("generator-1")
-        generators = run.roles[0]
-        joining = asyncio.create_task(more.work(2.0))
-        generators.add_replica("generator-1", more)
-        await asyncio.sleep(2.0)
-        run.reporter.add_step(snapshot(0, ended_at=2.0))
-        await asyncio.sleep(1.0)
-        await joining
-        generators.remove_replica("generator-1")
-        generators.remove_replica("generator-1")
-        await run.generator.work(1.0)
-        run.reporter.add_step(snapshot(1, ended_at=4.0))
-        first, second = await run.finish()
-        assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0.5] * 2)
-        assert (len(more.drains), len(run.generator.drains)) == (1, 2)
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_replica_counts_from_joining_until_leaving() -> None:
+    run, more = Reported(), Worker("generator-1")
+    generators = run.roles[0]
+    joining = asyncio.create_task(more.work(2.0))
+    generators.add_replica("generator-1", more)
+    await asyncio.sleep(2.0)
+    run.reporter.add_step(snapshot(0, ended_at=2.0))
+    await asyncio.sleep(1.0)
+    await joining
+    generators.remove_replica("generator-1")
+    generators.remove_replica("generator-1")
+    await run.generator.work(1.0)
+    run.reporter.add_step(snapshot(1, ended_at=4.0))
+    first, second = await run.finish()
+    assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0.5] * 2)
+    assert (len(more.drains), len(run.generator.drains)) == (1, 2)
 
 
-def test_busy_cores_count_each_process_of_the_stages_once() -> None:
-    async def scenario() -> None:
-        run = Reported()
-        # Both actors share a process, whose CPU time counts once.
-        run.generator.process_time = run.rank.process_time = {"both": 5.0}
-        run.reporter.add_step(snapshot(0, ended_at=1.0))
-        await asyncio.sleep(2.0)
-        run.generator.process_time = run.rank.process_time = {"both": 6.5}
-        run.reporter.add_step(snapshot(1, ended_at=2.0))
-        first, second = [dict[str, Any](report.row) for report in await run.finish()]
-        assert math.isnan(first["cpu/stages"])
-        assert second["cpu/stages"] == pytest.approx(1.5 / (2.0 - DRAIN_EVERY_S))
-        assert second["cpu/machine"] >= 0.0 and second["cpu/queue"] >= 0.0
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_busy_cores_count_each_process_of_the_stages_once() -> None:
+    run = Reported()
+    # Both actors share a process, whose CPU time counts once.
+    run.generator.process_time = run.rank.process_time = {"both": 5.0}
+    run.reporter.add_step(snapshot(0, ended_at=1.0))
+    await asyncio.sleep(2.0)
+    run.generator.process_time = run.rank.process_time = {"both": 6.5}
+    run.reporter.add_step(snapshot(1, ended_at=2.0))
+    first, second = [dict[str, Any](report.row) for report in await run.finish()]
+    assert math.isnan(first["cpu/stages"])
+    assert second["cpu/stages"] == pytest.approx(1.5 / (2.0 - DRAIN_EVERY_S))
+    assert second["cpu/machine"] >= 0.0 and second["cpu/queue"] >= 0.0
 
 
-def test_a_sample_is_reported_with_the_step_that_trained_its_group() -> None:
-    async def scenario() -> None:
-        run = Reported()
-        run.generator.samples = [{"uid": uid} for uid in "ab"]
-        run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
-        await asyncio.sleep(1.0)
-        run.generator.samples = [{"uid": "c"}]
-        run.reporter.add_step(snapshot(1, ended_at=2.0, uid="c"))
-        await asyncio.sleep(1.0)
-        run.generator.samples = []
-        run.reporter.add_step(snapshot(2, ended_at=3.0, uid="b"))
-        await asyncio.sleep(1.0)
-        run.generator.samples = [{"uid": "dropped"} for _ in range(MAX_PENDING_SAMPLES)]
-        run.reporter.add_step(snapshot(3, ended_at=4.0, uid="d"))
-        reported = [[sample["uid"] for sample in r.samples] for r in await run.finish()]
-        assert reported == [["a"], ["c"], ["b"], []]
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_sample_is_reported_with_the_step_that_trained_its_group() -> None:
+    run = Reported()
+    run.generator.samples = [{"uid": uid} for uid in "ab"]
+    run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
+    await asyncio.sleep(1.0)
+    run.generator.samples = [{"uid": "c"}]
+    run.reporter.add_step(snapshot(1, ended_at=2.0, uid="c"))
+    await asyncio.sleep(1.0)
+    run.generator.samples = []
+    run.reporter.add_step(snapshot(2, ended_at=3.0, uid="b"))
+    await asyncio.sleep(1.0)
+    run.generator.samples = [{"uid": "dropped"} for _ in range(MAX_PENDING_SAMPLES)]
+    run.reporter.add_step(snapshot(3, ended_at=4.0, uid="d"))
+    reported = [[sample["uid"] for sample in r.samples] for r in await run.finish()]
+    assert reported == [["a"], ["c"], ["b"], []]
 
 
-def test_a_wall_clock_set_back_gives_a_step_of_no_length() -> None:
-    async def scenario() -> None:
-        run = Reported()
-        for version, ended_at in enumerate((9.0, 5.0, 12.0)):
-            run.reporter.add_step(snapshot(version, ended_at=ended_at))
-        lengths = [report.row["time/step_s"] for report in await run.finish()]
-        assert lengths == pytest.approx([9.0, 0.0, 3.0], abs=0.01)
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_wall_clock_set_back_gives_a_step_of_no_length() -> None:
+    run = Reported()
+    for version, ended_at in enumerate((9.0, 5.0, 12.0)):
+        run.reporter.add_step(snapshot(version, ended_at=ended_at))
+    lengths = [report.row["time/step_s"] for report in await run.finish()]
+    assert lengths == pytest.approx([9.0, 0.0, 3.0], abs=0.01)
 
 
-def test_a_hung_actor_delays_a_report_only_briefly() -> None:
-    async def scenario() -> None:
-        run = Reported()
-        await run.rank.work(1.0)
-        run.generator.collect_report = Hung()  # type: ignore[assignment]
-        run.reporter.add_step(snapshot(0, ended_at=2.0))
-        began = asyncio.get_running_loop().time()
-        (report,) = await run.finish()
-        assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + DRAIN_EVERY_S
-        assert report.row["idle/train"] == pytest.approx(0.5)
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_hung_actor_delays_a_report_only_briefly() -> None:
+    run = Reported()
+    await run.rank.work(1.0)
+    run.generator.collect_report = Hung()  # type: ignore[assignment]
+    run.reporter.add_step(snapshot(0, ended_at=2.0))
+    began = asyncio.get_running_loop().time()
+    (report,) = await run.finish()
+    assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + DRAIN_EVERY_S
+    assert report.row["idle/train"] == pytest.approx(0.5)
 
 
 class Hung:
@@ -227,56 +213,50 @@ class Hung:
         raise AssertionError("the caller waited for the hung actor")
 
 
-def test_a_failed_drain_ends_the_wait_for_reports() -> None:
-    async def scenario() -> None:
-        run = Reported()
+@in_virtual_time
+async def test_a_failed_drain_ends_the_wait_for_reports() -> None:
+    run = Reported()
 
-        async def fail() -> ActorReport:
-            raise RuntimeError("gone")
+    async def fail() -> ActorReport:
+        raise RuntimeError("gone")
 
-        run.rank.remote = fail  # type: ignore[method-assign]
-        run.reporter.add_step(snapshot(0, ended_at=1.0))
-        with pytest.raises(RuntimeError, match="gone"):
-            await run.finish()
-
-    run_virtual(scenario())
+    run.rank.remote = fail  # type: ignore[method-assign]
+    run.reporter.add_step(snapshot(0, ended_at=1.0))
+    with pytest.raises(RuntimeError, match="gone"):
+        await run.finish()
 
 
-def test_a_report_counts_as_delivered_when_the_reader_asks_for_later_ones() -> None:
-    async def main() -> list[float]:
-        events, times = DriverEvents(), list[float]()
-        clock = asyncio.get_running_loop().time
-        events.post_report(EventReport("note", {}))
+@in_virtual_time
+async def test_a_report_counts_as_delivered_when_the_reader_asks_for_later_ones() -> None:
+    events, times = DriverEvents(), list[float]()
+    clock = asyncio.get_running_loop().time
+    events.post_report(EventReport("note", {}))
 
-        async def wait() -> None:
-            await events.wait_until_delivered(10.0)
-            times.append(clock())
+    async def wait() -> None:
+        await events.wait_until_delivered(10.0)
+        times.append(clock())
 
-        waiting = asyncio.create_task(wait())
-        await asyncio.sleep(1.0)
-        assert len(await events.read_after(0, 1.0)) == 1, "sent, but not yet acknowledged"
-        await asyncio.sleep(1.0)
-        events.post_report(EventReport("later", {}))
-        assert not times
-        await events.read_after(1, 1.0)
-        await waiting
-        with pytest.raises(DeadlineError, match="the driver left 1 reports unread"):
-            await events.wait_until_delivered(5.0)
-        return [*times, clock()]
-
-    assert run_virtual(main()) == [2.0, 7.0]
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(1.0)
+    assert len(await events.read_after(0, 1.0)) == 1, "sent, but not yet acknowledged"
+    await asyncio.sleep(1.0)
+    events.post_report(EventReport("later", {}))
+    assert not times
+    await events.read_after(1, 1.0)
+    await waiting
+    with pytest.raises(DeadlineError, match="the driver left 1 reports unread"):
+        await events.wait_until_delivered(5.0)
+    assert [*times, clock()] == [2.0, 7.0]
 
 
-def test_update_metrics_are_averaged_over_the_updates_of_a_model() -> None:
-    async def scenario() -> None:
-        run, step = Reported(), snapshot(0, ended_at=1.0)
-        results = {
-            "policy": TrainStepResult(SUMS, [{"policy/grad_norm": 1.0}, {"policy/grad_norm": 3.0}]),
-            "critic": TrainStepResult({}, [{"critic/grad_norm": 3.0}]),
-        }
-        run.reporter.add_step(replace(step, outcome=replace(step.outcome, results_by_role=results)))
-        (report,) = await run.finish()
-        assert report.row["policy/grad_norm"] == 2.0
-        assert report.row["critic/grad_norm"] == 3.0
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_update_metrics_are_averaged_over_the_updates_of_a_model() -> None:
+    run, step = Reported(), snapshot(0, ended_at=1.0)
+    results = {
+        "policy": TrainStepResult(SUMS, [{"policy/grad_norm": 1.0}, {"policy/grad_norm": 3.0}]),
+        "critic": TrainStepResult({}, [{"critic/grad_norm": 3.0}]),
+    }
+    run.reporter.add_step(replace(step, outcome=replace(step.outcome, results_by_role=results)))
+    (report,) = await run.finish()
+    assert report.row["policy/grad_norm"] == 2.0
+    assert report.row["critic/grad_norm"] == 3.0

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 from streamrl.actors.coordination.step_reporter import RoleActors
-from streamrl.actors.launch.elastic import LEAVE_TIMEOUT_S, PLACE_TIMEOUT_S, ReplicaScaler
-from streamrl.actors.launch.startup import PendingStarts
-from streamrl.config import load_config
+from streamrl.actors.launch.elastic import (
+    LEAVE_TIMEOUT_S,
+    PLACE_TIMEOUT_S,
+    PendingStarts,
+    ReplicaScaler,
+)
+from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
-from streamrl.errors import ActorLostError, ConfigError, WeightsError
+from streamrl.errors import ActorLostError, ConfigError, DeadlineError, WeightsError
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.run_dir.control_requests import (
     REQUESTS_FOLDER,
@@ -158,9 +162,7 @@ def test_joining_replicas_are_placed_started_and_serve(tmp_path: Path) -> None:
     assert run.events == [("joined", "generator-2"), ("joined", "generator-3")]
 
 
-def test_replicas_with_the_highest_numbers_leave_and_their_loops_may_end(
-    tmp_path: Path,
-) -> None:
+def test_replicas_with_the_highest_numbers_leave_and_their_loops_may_end(tmp_path: Path) -> None:
     run = Run(3, tmp_path)
     run.ask(generator=1)
     assert sorted(run.registry.drained) == ["generator-1", "generator-2"]
@@ -271,9 +273,7 @@ def test_no_op_and_impossible_requests_are_answered_at_once(
     assert run.line == line
 
 
-def test_a_colocated_run_scales_scorers_but_not_generators(
-    tmp_path: Path,
-) -> None:
+def test_a_colocated_run_scales_scorers_but_not_generators(tmp_path: Path) -> None:
     run = Run(1, tmp_path, "placement.mode=colocated")
     run.ask(generator=2)
     assert run.line == (
@@ -292,3 +292,27 @@ def test_the_inbox_closes_when_the_run_ends(tmp_path: Path) -> None:
     run.ask(generator=3)
     run.scaling.close()
     assert not (tmp_path / REQUESTS_FOLDER).exists()
+
+
+def test_each_start_has_its_own_deadline_and_late_actors_are_named() -> None:
+    now = 0.0
+    starting = PendingStarts(30.0, clock=lambda: now)
+    starting.add_actor("reply a", "generator-1")
+    starting.add_actor("reply b", "generator-0")
+    assert starting.actor_names == "generator-0, generator-1"
+    now = 20.0
+    starting.add_actor("reply c", "reference-0")
+    now = 30.0
+    starting.raise_if_late()
+    now = 31.0
+    with pytest.raises(DeadlineError, match=r"^generator-0, generator-1: not ready within 30 s$"):
+        starting.raise_if_late()
+    assert (starting.pop_actor("reply a"), starting.pop_actor("reply b")) == (
+        "generator-1",
+        "generator-0",
+    )
+    starting.raise_if_late()
+    assert list(starting) == ["reply c"]
+    now = 51.0
+    with pytest.raises(DeadlineError, match=r"^reference-0: not ready within 30 s$"):
+        starting.raise_if_late()

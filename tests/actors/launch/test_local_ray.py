@@ -80,9 +80,7 @@ def test_a_directory_that_cannot_be_created_is_a_one_line_error(
         _make_private_folder()
 
 
-def test_the_users_ray_environment_is_restored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_users_ray_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv(TOKEN_VARIABLE, "of a cluster")
     with override_ray_environment({**TOKEN_AUTH_ENV, TOKEN_VARIABLE: "own", "STREAMRL_TEST": "1"}):

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from streamrl.actors.launch import placement_groups as seats_module
 from streamrl.actors.launch.placement_groups import (

@@ -8,8 +8,8 @@ import ray
 
 from streamrl.actors.launch import transport_plan
 from streamrl.actors.launch.transport_plan import plan_transport
-from streamrl.config import RunConfig, load_config
 from streamrl.config.preflight import PreparedRun, list_resource_demands
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.placement import ResourceDemand
 from tests.engines.tiny_qwen import save, tiny_model
@@ -98,10 +98,7 @@ PPO = ["algorithm.name=ppo", "critic.replicas=3"]
     ],
 )
 def test_published_models_are_counted_with_their_followers(
-    model_path: str,
-    tmp_path: Path,
-    overrides: list[str],
-    published: dict[str, tuple[int, int]],
+    model_path: str, tmp_path: Path, overrides: list[str], published: dict[str, tuple[int, int]]
 ) -> None:
     assert counted(config_of(model_path, tmp_path, *overrides)) == published
 

@@ -49,9 +49,7 @@ def test_an_impossible_file_name_is_not_a_run(
     assert error.endswith((": no run: no such directory\n", ": not a run: no such directory\n"))
 
 
-def test_an_impossible_file_name_is_not_a_model(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_impossible_file_name_is_not_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal(capsys, "plan", *ASKED, "--prompt-tokens", "9", "--model", "x" * 400)
     assert "neither a known model name" in error
 

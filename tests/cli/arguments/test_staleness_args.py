@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from tests.cli.test_plan import TINY, refusal, run
 
 PLAN = ["plan", *TINY, "--json"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config import load_config
+from streamrl.config.run_config import load_config
 from streamrl.config.to_placement import RunnablePlacementCosts, apply_placement
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError

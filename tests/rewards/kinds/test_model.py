@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from streamrl.config import load_config
 from streamrl.config.preflight import PROCESS_GIB, list_resource_demands, prepare_run
+from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
