@@ -33,7 +33,7 @@ assert built_for == "{device}", f"torch {{torch.__version__}} is no {device} bui
 
 
 def main() -> None:
-    """Install for the device named on the command line; exit with one line where that fails."""
+    """Install for the device of the command line; on failure exit with one line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "gpu"], required=True)
     parser.add_argument("--stamp", type=Path, required=True, help="file to write when done")
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def say(text: str) -> None:
-    """Tell the user what happens now."""
+    """Print progress for the user."""
     print(f"streamrl: {text}", flush=True)
 
 
@@ -70,10 +70,10 @@ def install(device: str) -> None:
 
 
 def uv_environment(device: str) -> dict[str, str]:
-    """The environment for uv, which does not read pip's configuration: what pip would use.
+    """Return an environment for uv with pip's settings; uv does not read pip's configuration.
 
-    PyTorch's CPU builds come from the folders or pages that find-links names, or, where it names
-    none, from where uv's `cpu` backend takes them. What the caller has set for uv comes first.
+    PyTorch's CPU builds come from pip's find-links, or without any from uv's `cpu` backend. UV_*
+    variables of the caller take precedence.
     """
     pip = pip_settings()
     settings = {
@@ -88,7 +88,7 @@ def uv_environment(device: str) -> dict[str, str]:
 
 
 def pip_settings() -> dict[str, str]:
-    """What `pip install` would read from its files and from PIP_* variables, by setting."""
+    """Read the settings of `pip install` from its files and from PIP_* variables."""
     listing = subprocess.run(
         [PYTHON, "-m", "pip", "config", "list"], check=True, stdout=subprocess.PIPE, text=True
     ).stdout
@@ -103,12 +103,11 @@ def pip_settings() -> dict[str, str]:
 
 
 def check(device: str) -> None:
-    """Import the engines in one process; what they print is shown only where that fails.
+    """Import the engines in one process; show their output only on failure.
 
-    Compiled modules are kept even where the caller forbids Python to write them, as container
-    images do: without them each of a run's actors spends 13 seconds more on these imports. The
-    two packages that import most of themselves only when they are used are compiled whole, and so
-    is streamrl, as it is now.
+    Bytecode is written even if PYTHONDONTWRITEBYTECODE is set, as in container images: without it
+    each actor of a run spends 13 more seconds on imports. Two packages with lazy imports, and
+    streamrl, are compiled completely.
     """
     environment = dict(os.environ)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -122,11 +121,10 @@ def check(device: str) -> None:
 
 
 def bring_bubblewrap(folder: Path) -> str:
-    """Put the system's bwrap into `folder` where the machine has none; one line that says how.
+    """Put bwrap into `folder` if the machine has none; return a line about the result.
 
-    The sandbox of code rewards needs it, and nothing else does, so an install goes on without. It
-    is the distribution's own package, unpacked: no right to install packages is needed, and the
-    system stays as it was.
+    Only the sandbox of code rewards needs it, so an install continues without. The distribution's
+    package is unpacked, not installed: that needs no privileges and leaves the system unchanged.
     """
     if shutil.which("bwrap"):
         return "bubblewrap is on PATH"
@@ -137,18 +135,18 @@ def bring_bubblewrap(folder: Path) -> str:
         scratch = Path(name)
         try:
             _unpack(_download("bubblewrap", scratch), scratch / "unpacked")
-            found = scratch / "unpacked" / "usr" / "bin" / "bwrap"
-            _apt([found, "--version"], scratch)
+            bwrap = scratch / "unpacked" / "usr" / "bin" / "bwrap"
+            _apt([bwrap, "--version"], scratch)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{failed}: {error}"
         folder.mkdir(exist_ok=True)
-        shutil.copy(found, folder / "new")
+        shutil.copy(bwrap, folder / "new")
         os.replace(folder / "new", folder / "bwrap")  # one that runs stays whole
     return f"bubblewrap is in {folder.relative_to(folder.parent.parent)}"
 
 
 def _download(package: str, scratch: Path) -> Path:
-    """The .deb of `package`, found by the system's lists or, where they lack it, by fresh ones."""
+    """Download the .deb of `package` by the system's package lists, else by fresh ones."""
     for place in ("lists/partial", "archives/partial"):
         (scratch / place).mkdir(parents=True)
     own = ["-qq", "-o", f"Dir::Cache={scratch}", "-o", "APT::Sandbox::User="]
@@ -166,7 +164,7 @@ def _unpack(package: Path, folder: Path) -> None:
 
 
 def _apt(command: list[str | Path], folder: Path) -> None:
-    """Run one of the commands that bring bubblewrap. Raises OSError, or TimeoutExpired."""
+    """Run an apt or dpkg command. Raises OSError or TimeoutExpired."""
     quiet: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, cwd=folder, check=False, timeout=APT_TIMEOUT_S, **quiet)
     if done.returncode != 0:

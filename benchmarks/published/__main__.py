@@ -1,7 +1,7 @@
-"""Published figures against what the planner says: `python -m benchmarks.published` prints JSON.
+"""Compare published figures with the planner's predictions: `python -m benchmarks.published`.
 
---only names sources; --markdown prints their tables as in docs/planner_published.md. ReaL's points
-are searches, which take about a minute together; all others take seconds.
+Prints JSON, or with --markdown the tables of docs/planner_published.md. --only selects sources.
+ReaL's points are searches that take about a minute together; the others take seconds.
 """
 
 import argparse
@@ -12,29 +12,29 @@ from typing import Any
 
 from benchmarks.command import BenchmarkParser, run_benchmark
 from benchmarks.published import flexrlhf, hybridflow, nemo, real, verl
-from benchmarks.published.rows import Row, summary, table
+from benchmarks.published.rows import Row, format_table, summarize_rows
 from streamrl.placement.costs import CostConstants
 
 SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
-    "hybridflow": hybridflow.rows,
-    "real": real.rows,
-    "flexrlhf": flexrlhf.rows,
-    "verl": verl.rows,
-    "nemo": nemo.rows,
+    "hybridflow": hybridflow.iter_rows,
+    "real": real.iter_rows,
+    "flexrlhf": flexrlhf.iter_rows,
+    "verl": verl.iter_rows,
+    "nemo": nemo.iter_rows,
 }
 CONSTANTS = {
     "hybridflow": hybridflow.CONSTANTS,
     "real": real.CONSTANTS,
     "flexrlhf": flexrlhf.CONSTANTS,
-    "verl": verl.of_engine(megatron=False),
+    "verl": verl.build_engine_constants(megatron=False),
     "nemo": nemo.CONSTANTS,
 }
-OTHERS = {"verl": {"Megatron": verl.of_engine(megatron=True)}}
-"""Of a source's other engines."""
+OTHER_ENGINES = {"verl": {"Megatron": verl.build_engine_constants(megatron=True)}}
+"""Constants of a source's other engines."""
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare the sources, and how their points are printed."""
+    """Declare sources and output formats."""
     parser = BenchmarkParser("published", __doc__)
     parser.add_argument("--only", nargs="+", default=list(SOURCES), choices=SOURCES, help="sources")
     parser.add_argument("--markdown", action="store_true", help="tables instead of JSON")
@@ -44,7 +44,7 @@ def make_parser() -> BenchmarkParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print all points of the sources that are named."""
+    """Print the points of the selected sources."""
     parser = make_parser()
     arguments = parser.parse(argv)
     if not arguments.into and not arguments.markdown:
@@ -52,54 +52,59 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if arguments.into and not arguments.into.is_file():
         parser.error(f"--into {arguments.into}: no such page")
-    tables = {name: markdown(name, list(SOURCES[name]())) for name in arguments.only}
+    tables = {name: format_markdown(name, list(SOURCES[name]())) for name in arguments.only}
     if not arguments.into:
         print("\n\n".join(tables.values()))
         return
     page = arguments.into.read_text()
     for name, text in tables.items():
-        page = replaced(page, name, text)
+        page = replace_table(page, name, text)
     arguments.into.write_text(page)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Predict every point of the sources that are named."""
-    every = [row for name in arguments.only for row in SOURCES[name]()]
+    """Predict every point of the selected sources."""
+    rows = [row for name in arguments.only for row in SOURCES[name]()]
     return {
-        "points": [row.to_dict() for row in every],
-        "constants": {name: changed(CONSTANTS[name], CostConstants()) for name in arguments.only},
-        "summary": summary(every),
+        "points": [row.to_dict() for row in rows],
+        "constants": {
+            name: diff_constants(CONSTANTS[name], CostConstants()) for name in arguments.only
+        },
+        "summary": summarize_rows(rows),
     }
 
 
-def markdown(name: str, rows: Sequence[Row]) -> str:
-    """A source's constants, rates and table."""
-    differ = listed(changed(CONSTANTS[name], CostConstants()))
-    for engine, own in OTHERS.get(name, {}).items():
-        differ += f"; with {engine} {listed(changed(own, CONSTANTS[name]))}"
-    rates = summary(rows)[name]
-    told = (
+def format_markdown(name: str, rows: Sequence[Row]) -> str:
+    """Format a source's constants, rates and table."""
+    differences = format_values(diff_constants(CONSTANTS[name], CostConstants()))
+    for engine, constants in OTHER_ENGINES.get(name, {}).items():
+        differences += (
+            f"; with {engine} {format_values(diff_constants(constants, CONSTANTS[name]))}"
+        )
+    rates = summarize_rows(rows)[name]
+    rates_line = (
         f"Decisions: {rates['decisions_hit']} of {rates['decisions']}. Figures within 15 %:"
         f" {rates['figures_within_15_percent']} of {rates['figures']}. Fitted: {rates['fitted']}."
     )
-    return f"Constants that are not the defaults: {differ}.\n\n{told}\n\n{table(rows)}"
+    head = f"Constants that are not the defaults: {differences}."
+    return f"{head}\n\n{rates_line}\n\n{format_table(rows)}"
 
 
-def replaced(page: str, name: str, text: str) -> str:
-    """A page with this between the comments that name a source."""
+def replace_table(page: str, name: str, text: str) -> str:
+    """Replace the text between the comments that name a source."""
     before, rest = page.split(f"<!-- {name} -->\n", 1)
     after = rest.split(f"<!-- end of {name} -->", 1)[1]
     return f"{before}<!-- {name} -->\n{text}\n<!-- end of {name} -->{after}"
 
 
-def changed(own: CostConstants, others: CostConstants) -> dict[str, float]:
-    """Those that differ."""
-    before = asdict(others)
-    return {key: value for key, value in asdict(own).items() if value != before[key]}
+def diff_constants(constants: CostConstants, defaults: CostConstants) -> dict[str, float]:
+    """Select the constants that differ from the defaults."""
+    before = asdict(defaults)
+    return {key: value for key, value in asdict(constants).items() if value != before[key]}
 
 
-def listed(values: Mapping[str, float]) -> str:
-    """Names and values, in a line."""
+def format_values(values: Mapping[str, float]) -> str:
+    """Format names and values in one line."""
     return ", ".join(f"{key} {value:g}" for key, value in values.items())
 
 

@@ -1,7 +1,7 @@
-"""Engines that have one step's prompts at a time, though a step ahead of training.
+"""Step time of a one-step-off pipeline: engines hold one step's prompts, a step ahead of training.
 
-The next step's are sampled while this one's are scored and trained, and weights pass in between.
-streamrl's engines have both, so its own schedule is none of such a run.
+The next step is sampled while this one is scored and trained; weights are updated in between.
+streamrl's engines hold prompts of both steps, so its estimator does not describe such a run.
 """
 
 from streamrl.dataflow import CallKind
@@ -15,12 +15,14 @@ from streamrl.placement.steady_state.call_durations import (
 )
 
 
-def calls_s(asked: PlacementProblem, model: CostModel, placed: Placement) -> dict[str, float]:
-    """Of each call that has devices, alone on them: a whole step's work."""
-    timings, workload = model.predict_timings(placed), asked.workload
-    found = {}
-    for call in asked.dataflow.ordered_calls:
-        if call.stage not in placed.assignments:
+def predict_calls_s(
+    problem: PlacementProblem, costs: CostModel, placement: Placement
+) -> dict[str, float]:
+    """Predict seconds of each placed call for a whole step, alone on its devices."""
+    timings, workload = costs.predict_timings(placement), problem.workload
+    call_seconds = {}
+    for call in problem.dataflow.ordered_calls:
+        if call.stage not in placement.assignments:
             continue
         if call.kind is CallKind.GENERATE:
             seconds = GenerationModel(workload).find_completions_s(timings.generator, (1.0,))[-1]
@@ -29,13 +31,13 @@ def calls_s(asked: PlacementProblem, model: CostModel, placed: Placement) -> dic
         else:
             trained = timings.train[call.role]
             seconds = train_duration(trained, workload).total_s + trained.step_s
-        found[call.stage] = seconds
-    return found
+        call_seconds[call.stage] = seconds
+    return call_seconds
 
 
-def one_ahead_s(asked: PlacementProblem, model: CostModel, placed: Placement) -> float:
-    """A step: the longer of sampling and of what follows it, and weights on their way."""
-    apart = calls_s(asked, model, placed)
-    sampling_s = apart.pop("generate")
-    weights = model.predict_timings(placed).weights["generate"]
-    return weights.publish_s + weights.pull_s + max(sampling_s, sum(apart.values()))
+def predict_one_ahead_s(problem: PlacementProblem, costs: CostModel, placement: Placement) -> float:
+    """Predict seconds of a step: weight update, then the longer of sampling and all other calls."""
+    call_seconds = predict_calls_s(problem, costs, placement)
+    sampling_s = call_seconds.pop("generate")
+    weights = costs.predict_timings(placement).weights["generate"]
+    return weights.publish_s + weights.pull_s + max(sampling_s, sum(call_seconds.values()))

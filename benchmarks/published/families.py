@@ -1,8 +1,8 @@
-"""The best placement of a family: which models share devices is given, sizes and grids are sought.
+"""Find the best placement of a family: given which models share devices, search sizes and grids.
 
-HybridFlow's way (arXiv:2409.19256): what a set of models does best on so many nodes does not depend
-on the other sets, so it is found once, by changing one call's parallelism after the other; then all
-allocations of nodes to sets are looked at, and the best few are scheduled.
+As in HybridFlow (arXiv:2409.19256), the best plan of a set of models on a number of nodes does not
+depend on the other sets. Coordinate descent over the calls' parallelism finds it once. All
+allocations of nodes to sets are then ranked, and the best few are estimated.
 """
 
 import math
@@ -23,30 +23,29 @@ from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.resharding import RankGrid
 
-SCHEDULED = 6
-"""So many allocations, with the least sums of stages, are scheduled."""
+NUM_SCHEDULED = 6
+"""Number of allocations, by the smallest sum of stages, that are estimated."""
 ROUNDS = 3
 
 Roles = Mapping[str, CallAssignment]
-Set = tuple[str, ...]
+RoleSet = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class SetPlan:
-    """What a set of roles does on its devices: seconds of each kind of call, in turn."""
+    """Parallelism of a set of roles on its devices, and seconds by kind of call, one at a time."""
 
     roles: Roles
     seconds: Mapping[CallKind, float]
 
     @property
     def total_s(self) -> float:
-        """All of it."""
         return sum(self.seconds.values())
 
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """The best of a family: seconds of a step, infinite where nothing fits."""
+    """Best placement of a family: seconds per step, infinite if none fits."""
 
     step_s: float
     placement: Placement | None = None
@@ -55,9 +54,9 @@ class FamilyPlan:
 
 @dataclass
 class Families:
-    """Of one problem, on the first nodes of its cluster; what was found is kept.
+    """Search of one problem's families on the first nodes of its cluster; plans of sets are cached.
 
-    nested: whether a generator's grid divides the trainer's, as HybridFlow's groups ask for.
+    nested: whether the generator's grid must divide the trainer's, as HybridFlow's groups require.
     """
 
     problem: PlacementProblem
@@ -65,7 +64,7 @@ class Families:
     nested: bool = True
     streamed: bool = False
     zero_stage: int = 1
-    _plans: dict[tuple[Set, int], SetPlan | None] = field(default_factory=dict)
+    _plans: dict[tuple[RoleSet, int], SetPlan | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rough = self.costs.approximate_costs
@@ -75,12 +74,15 @@ class Families:
         self.generation = GenerationModel(self.problem.workload)
         self.per_node = self.problem.cluster.node_groups[0].devices_per_node
 
-    def best(self, sets: Sequence[Set], devices: int) -> FamilyPlan:
-        """The fastest placement of these sets on so many devices, all of them used."""
-        found = sorted(self._allocated(sets, devices // self.per_node), key=lambda each: each[0])
+    def find_best(self, sets: Sequence[RoleSet], devices: int) -> FamilyPlan:
+        """Find the fastest placement of these sets that uses all devices."""
+        ranked = sorted(
+            self._iter_allocations(sets, devices // self.per_node),
+            key=lambda allocation: allocation[0],
+        )
         best = FamilyPlan(math.inf)
-        for _, nodes, plans in found[:SCHEDULED]:
-            placement = self._placement(nodes, plans)
+        for _, nodes, plans in ranked[:NUM_SCHEDULED]:
+            placement = self._build_placement(nodes, plans)
             seconds = self.estimator.step_s(placement)
             if seconds < best.step_s:
                 best = FamilyPlan(seconds, placement, nodes)
@@ -88,36 +90,42 @@ class Families:
             return best
         return replace(best, step_s=self.exact.step_s(best.placement))
 
-    def _allocated(
-        self, sets: Sequence[Set], nodes: int
+    def _iter_allocations(
+        self, sets: Sequence[RoleSet], nodes: int
     ) -> Iterator[tuple[float, Sequence[int], Sequence[SetPlan]]]:
         for counts in iter_compositions(nodes, len(sets)):
-            plans = [self.plan(each, count) for each, count in zip(sets, counts, strict=True)]
+            plans = [self.plan_set(roles, count) for roles, count in zip(sets, counts, strict=True)]
             fit = [plan for plan in plans if plan is not None]
             if len(fit) == len(plans):
                 slowest = (max(plan.seconds[kind] for plan in fit) for kind in CallKind)
                 yield sum(slowest), counts, fit
 
-    def _placement(self, nodes: Sequence[int], plans: Sequence[SetPlan]) -> Placement:
+    def _build_placement(self, nodes: Sequence[int], plans: Sequence[SetPlan]) -> Placement:
         roles: dict[str, CallAssignment] = {}
         first = 0
         for count, plan in zip(nodes, plans, strict=True):
             mesh = Mesh(first, count * self.per_node)
-            roles |= {role: replace(each, mesh=mesh) for role, each in plan.roles.items()}
+            roles |= {
+                role: replace(assignment, mesh=mesh) for role, assignment in plan.roles.items()
+            }
             first += mesh.size
         return self.choices.make_placement(roles, 0, streamed=self.streamed)
 
-    def plan(self, roles: Set, nodes: int) -> SetPlan | None:
-        """What these roles do best on so many nodes together; None where they do not fit."""
+    def plan_set(self, roles: RoleSet, nodes: int) -> SetPlan | None:
+        """Plan these roles on shared nodes; None if they do not fit."""
         key = (roles, nodes)
         if key not in self._plans:
-            starts = [plan for start in self._starts(roles, nodes) if (plan := self._timed(start))]
+            starts = [
+                plan
+                for start in self._iter_starts(roles, nodes)
+                if (plan := self._time_calls(start))
+            ]
             best = min(starts, key=lambda plan: plan.total_s, default=None)
             self._plans[key] = self._descend(best) if best else None
         return self._plans[key]
 
-    def _starts(self, roles: Set, nodes: int) -> Iterator[Roles]:
-        """All roles alike: every grid of a model of them."""
+    def _iter_starts(self, roles: RoleSet, nodes: int) -> Iterator[Roles]:
+        """Yield starts of the descent: one grid for all roles."""
         mesh = Mesh(0, nodes * self.per_node)
         for tensor in (1, 2, 4, 8):
             for stages in (1, 2, 4, 8):
@@ -129,23 +137,23 @@ class Families:
         for _ in range(ROUNDS):
             before = plan
             for role in plan.roles:
-                for option in self._options(role, plan):
-                    other = self._timed(_with(plan.roles, role, option))
-                    if other and other.total_s < plan.total_s:
-                        plan = other
+                for option in self._iter_options(role, plan):
+                    changed = self._time_calls(_assign_role(plan.roles, role, option))
+                    if changed and changed.total_s < plan.total_s:
+                        plan = changed
             if plan is before:
                 break
         return plan
 
-    def _options(self, role: str, plan: SetPlan) -> Iterator[CallAssignment]:
+    def _iter_options(self, role: str, plan: SetPlan) -> Iterator[CallAssignment]:
         for option in self.choices.list_options(role, plan.roles[role].mesh):
             if option.zero_stage <= self.zero_stage:
                 yield option
 
-    def _timed(self, roles: Roles) -> SetPlan | None:
-        """Seconds of the calls of a set of roles; None where it cannot be."""
+    def _time_calls(self, roles: Roles) -> SetPlan | None:
+        """Compute seconds of the calls of a set of roles; None if it is infeasible."""
         generator, policy = roles.get("generator"), roles.get("policy")
-        if self.nested and generator and policy and not _nests(policy.grid, generator.grid):
+        if self.nested and generator and policy and not _is_nested(policy.grid, generator.grid):
             return None
         placement = self.choices.make_placement(roles)
         if self.rough.explain_infeasible(placement):
@@ -160,7 +168,7 @@ class Families:
         return SetPlan(roles, seconds)
 
     def _generate_s(self, placement: Placement, assignment: CallAssignment) -> float:
-        """With the memory that the others leave for keys and values."""
+        """Compute generation seconds with the KV cache that the colocated models leave."""
         shape = self.problem.find_model("generate")
         assert shape is not None
         work = CallCost(
@@ -170,13 +178,13 @@ class Families:
         return self.generation.find_completions_s(timing, (1.0,))[-1]
 
 
-def _with(roles: Roles, role: str, option: CallAssignment) -> Roles:
-    """A critic computes values as it is split for training: it has its weights once."""
+def _assign_role(roles: Roles, role: str, option: CallAssignment) -> Roles:
+    """Replace a role's assignment; a critic computes values on its training shards."""
     changed = {**roles, role: option}
     if "critic" in changed:
         changed["value"] = replace(changed["critic"], zero_stage=1)
     return changed
 
 
-def _nests(train: RankGrid, generate: RankGrid) -> bool:
+def _is_nested(train: RankGrid, generate: RankGrid) -> bool:
     return not train.pp_size % generate.pp_size and not train.tp_size % generate.tp_size

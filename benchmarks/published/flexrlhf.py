@@ -1,19 +1,18 @@
-"""FlexRLHF's strategies: samples a second, and which is faster.
+"""FlexRLHF's strategies: samples per second, and which strategy is faster.
 
-Four models of one size, prompts and responses of 256 tokens. Of batches the paper gives the largest
-of 7B: 24 rollouts of a device for the strategy it compares with, 36 for its own. The others are
-assumed: 12 at 13B, and at 33B, which its steps of about 400 s come to; half of that at 65B; and 36
-of each replica of a shadow actor, which at 33B is its step of about 30 s. What can be held whole is
-on ZeRO stage 2, as it scales without a loss over nodes; larger ones are on stage 3, and are sampled
-from as they are trained: matrix by matrix is gathered for every token, in decode steps of the whole
-batch.
+Four models of one size, prompts and responses of 256 tokens. The paper gives the largest batches of
+7B: 24 rollouts per device for its baseline, 36 for its own strategies. Assumed are 12 at 13B and
+33B (matches steps of about 400 s), 6 at 65B, and 36 per replica of a shadow actor (matches steps of
+about 30 s at 33B). Models that fit on a device train with ZeRO stage 2, since they scale over nodes
+without a loss. Larger models use stage 3 and generate from their shards: each matrix is gathered
+for every token, in decode steps of the whole batch.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.published.points import FLEX, FLEX_UNLIKE, Throughput
+from benchmarks.published.points import FLEX, FLEX_MIXED, Throughput
 from benchmarks.published.rows import Row
 from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import Cluster
@@ -30,8 +29,8 @@ from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding import RankGrid
 
-ALIKE = 0.05
-"""Strategies that differ by less, relatively, are as fast as each other."""
+TIE_FRACTION = 0.05
+"""Relative difference below which strategies count as equally fast."""
 
 PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))
 CONSTANTS = CostConstants(
@@ -47,33 +46,35 @@ CONSTANTS = CostConstants(
     gradient_bytes=0,
     memory_reserve_fraction=0.05,
 )
-"""Of DeepSpeed-Chat; calibrated on three points, colocated: 7B and 33B on 8 GPUs, and 33B on 128.
-The part of the FLOP/s (a step of 7B leaves no time for less), what ZeRO gets of links, and how long
-a gather takes to pass from node to node. The optimizer's state is on the host: at 65B nothing else
-fits."""
+"""DeepSpeed-Chat, calibrated on three colocated points: 7B and 33B on 8 GPUs, 33B on 128. Fitted:
+the FLOP/s fraction, ZeRO's link fraction, and the latency of a gather between nodes. The optimizer
+state is on the host, otherwise 65B does not fit."""
 FITTED = (
     ("llama-7b", 8, "colocated"),
     ("llama-33b", 8, "colocated"),
     ("llama-33b", 128, "colocated"),
 )
-BATCH, OWN_BATCH = 24, 36
-"""The largest of 7B on a device: colocated, and of the paper's own strategies."""
+BATCH, FLEX_BATCH = 24, 36
+"""Largest batch of 7B per device: colocated, and with the paper's strategies."""
 BATCHES = {"llama-13b": 12, "llama-33b": 12, "llama-65b": 6}
-"""Likewise, where none is given: a model of twice the size has room for half as many."""
-MOST_WHOLE_GB = 30.0
-"""Larger models are not held whole while they generate: layers are gathered for every token."""
-MATRICES = 7
-"""Of a layer; each is gathered by itself."""
+"""Assumed batches per device; a model of twice the size fits half as many rollouts."""
+MAX_RESIDENT_GB = 30.0
+"""Largest model that generates without gathering its weights for every token."""
+LAYER_MATRICES = 7
+"""Matrices per layer; each is one gather."""
 TENSOR = 8
-PART_GB = 8.0
-"""Of what only computes forward, on a device, about."""
-SHADOWS = {32: (16, 16), 128: (24, 40)}
-"""Of so many devices, those of the shadow actor, and of all that only compute forward."""
+FORWARD_SHARD_GB = 8.0
+"""Approximate shard size per device of models without training."""
+SHADOW_DEVICES = {32: (16, 16), 128: (24, 40)}
+"""(devices of the shadow actor, devices of all forward-only calls) by number of devices."""
 
 
 class GatheringCosts(CostModel):
-    """Where the generator shares devices with a trainer that shards a large model, each decode
-    step gathers it anew from all of them, and nothing more of it is held."""
+    """Cost model of a generator without weights of its own.
+
+    If it shares devices with a trainer that shards a large model, each decode step gathers the
+    weights from the trainer's ranks.
+    """
 
     def _compute_footprint(
         self,
@@ -83,52 +84,53 @@ class GatheringCosts(CostModel):
         *,
         offload_idle: bool,
     ) -> CallFootprint:
-        found = super()._compute_footprint(stage, assignment, trainer, offload_idle=offload_idle)
+        footprint = super()._compute_footprint(
+            stage, assignment, trainer, offload_idle=offload_idle
+        )
         if trainer is None or stage != "generate" or not is_large(self.problem.models["policy"]):
-            return found
-        return replace(found, memory=CallMemory(0.0, 0.0))
+            return footprint
+        return replace(footprint, memory=CallMemory(0.0, 0.0))
 
     def predict_timings(self, placement: Placement) -> StageTimings:
-        """As of CostModel, with what is gathered."""
-        found = super().predict_timings(placement)
+        timings = super().predict_timings(placement)
         trained, shape = placement.assignments["train"], self.problem.models["policy"]
         if not placement.overlaps("generate", "train") or not is_large(shape):
-            return found
+            return timings
         grid = RankGrid(1, 1, trained.mesh.size)
         group = build_parallel_groups(self.problem.cluster, trained.mesh, grid, self.constants).data
-        gathers = shape.layers * MATRICES
+        gathers = shape.layers * LAYER_MATRICES
         gather_s = (
             shape.num_params * 2 * group.all_gather_byte_s + gathers * group.all_gather_latency_s
         )
-        generator = replace(found.generator, step_s=found.generator.step_s + gather_s)
-        return replace(found, generator=generator)
+        generator = replace(timings.generator, step_s=timings.generator.step_s + gather_s)
+        return replace(timings, generator=generator)
 
 
 def is_large(shape: ModelShape) -> bool:
-    """Whether it is gathered for every token."""
-    return shape.num_params * 2 / 1e9 > MOST_WHOLE_GB
+    """Return whether generation gathers the weights for every token."""
+    return shape.num_params * 2 / 1e9 > MAX_RESIDENT_GB
 
 
-def problem(point: Throughput) -> PlacementProblem:
-    """Four models of one size."""
+def build_problem(point: Throughput) -> PlacementProblem:
+    """Build PPO with four models of one size."""
     shape, trained = MODEL_SHAPES[point.model], point.gpus
     cluster = Cluster.from_text(f"{point.gpus}xA100@800Gb")
-    if point == FLEX_UNLIKE:
+    if point == FLEX_MIXED:
         trained = point.gpus // 2
         cluster = Cluster.from_text(f"{trained}xA100@800Gb,{trained}xV100@800Gb")
     models = {"policy": shape, "reference": shape}
     models |= {"critic": shape.to_critic(), "reward": shape.to_critic()}
     if point.strategy == "disaggregated":
-        rollouts = OWN_BATCH * placement(point).assignments["generate"].grid.dp_size
+        rollouts = FLEX_BATCH * build_placement(point).assignments["generate"].grid.dp_size
     else:
-        largest = BATCH if point.strategy == "colocated" else OWN_BATCH
+        largest = BATCH if point.strategy == "colocated" else FLEX_BATCH
         rollouts = BATCHES.get(point.model, largest) * trained
     workload = Workload(rollouts, 1, 256, FixedLength(256), micro_batch_tokens=4096)
     return PlacementProblem(PPO, models, workload, cluster)
 
 
-def placement(point: Throughput) -> Placement:
-    """Of a strategy."""
+def build_placement(point: Throughput) -> Placement:
+    """Build the placement of a strategy."""
     whole, half = Mesh(0, point.gpus), point.gpus // 2
     first, second = Mesh(0, half), Mesh(half, half)
     meshes = dict.fromkeys(("generate", "train", "reference", "reward", "value"), whole)
@@ -138,24 +140,24 @@ def placement(point: Throughput) -> Placement:
     elif point.strategy == "interleaved-2":
         meshes |= dict.fromkeys(("generate", "train", "reference"), first)
         meshes |= dict.fromkeys(("train_critic", "value", "reward"), second)
-    elif point == FLEX_UNLIKE:
+    elif point == FLEX_MIXED:
         meshes = dict.fromkeys(meshes, first) | {"reference": second, "reward": second}
     elif point.strategy == "disaggregated":
-        shadow, forward = SHADOWS[point.gpus]
+        shadow, forward = SHADOW_DEVICES[point.gpus]
         trained = Mesh(forward, point.gpus - forward)
         scored = Mesh(shadow, forward - shadow) if forward > shadow else Mesh(0, shadow)
         meshes = dict.fromkeys(("train", "train_critic"), trained) | {"generate": Mesh(0, shadow)}
         meshes |= dict.fromkeys(("reference", "reward", "value"), scored)
     shape = MODEL_SHAPES[point.model]
-    calls = {stage: _assigned(stage, mesh, shape) for stage, mesh in meshes.items()}
+    calls = {stage: _assign(stage, mesh, shape) for stage, mesh in meshes.items()}
     return Placement(calls, is_streamed=point.strategy == "disaggregated")
 
 
-def _assigned(stage: str, mesh: Mesh, shape: ModelShape) -> CallAssignment:
-    """What only computes forward is sharded, too: by tensor parallelism, and over two nodes."""
+def _assign(stage: str, mesh: Mesh, shape: ModelShape) -> CallAssignment:
+    """Assign a call; forward-only ones use tensor parallelism, and two pipeline stages if large."""
     if stage.startswith("train"):
         return CallAssignment(mesh, RankGrid(1, 1, mesh.size), 3 if is_large(shape) else 2)
-    needed = 1 << max(0, math.ceil(math.log2(shape.num_params * 2 / 1e9 / PART_GB)))
+    needed = 1 << max(0, math.ceil(math.log2(shape.num_params * 2 / 1e9 / FORWARD_SHARD_GB)))
     tensor = min(math.gcd(shape.heads, TENSOR), needed, mesh.size)
     if stage == "generate" and not is_large(shape):
         tensor = 1
@@ -163,35 +165,37 @@ def _assigned(stage: str, mesh: Mesh, shape: ModelShape) -> CallAssignment:
     return CallAssignment(mesh, RankGrid(stages, tensor, mesh.size // (tensor * stages)))
 
 
-def samples_per_s(point: Throughput, constants: CostConstants = CONSTANTS) -> float:
-    """Predicted; 0 where it does not fit."""
-    asked = problem(point)
-    costs = GatheringCosts(asked, constants, traffic=ApproximateTraffic)
-    return asked.workload.num_rollouts / PlacementEstimator(asked, costs).step_s(placement(point))
+def predict_samples_per_s(point: Throughput, constants: CostConstants = CONSTANTS) -> float:
+    """Predict samples per second; 0 if it does not fit."""
+    problem = build_problem(point)
+    costs = GatheringCosts(problem, constants, traffic=ApproximateTraffic)
+    return problem.workload.num_rollouts / PlacementEstimator(problem, costs).step_s(
+        build_placement(point)
+    )
 
 
-def rows() -> Iterator[Row]:
-    """The table, and which of two strategies is faster wherever one was measured beside another."""
-    found = {point: samples_per_s(point) for point in (*FLEX, FLEX_UNLIKE)}
+def iter_rows() -> Iterator[Row]:
+    """Yield the table, and which of two strategies measured at the same size is faster."""
+    predictions = {point: predict_samples_per_s(point) for point in (*FLEX, FLEX_MIXED)}
     plain = {(p.model, p.gpus): p for p in FLEX if p.strategy == "colocated"}
-    for point, predicted in found.items():
+    for point, predicted in predictions.items():
         setting = f"{point.model}, {point.gpus} GPUs, {point.strategy}"
         fitted = (point.model, point.gpus, point.strategy) in FITTED
         measured, modelled = (
             value or "out of memory" for value in (point.samples_per_s, predicted)
         )
         yield Row("flexrlhf", "tables", setting, "samples/s", measured, modelled, fitted)
-    for point, predicted in found.items():
-        base = plain[point.model, point.gpus // (1 + (point == FLEX_UNLIKE))]
+    for point, predicted in predictions.items():
+        base = plain[point.model, point.gpus // (1 + (point == FLEX_MIXED))]
         if point is base or not base.samples_per_s:
             continue
         setting = f"{point.model}, {point.gpus} GPUs, {point.strategy} against colocated"
-        printed = _compared(point.samples_per_s, base.samples_per_s)
-        told = _compared(predicted, found[base])
-        yield Row("flexrlhf", "tables", setting, "faster by 5 %", printed, told)
+        printed = _compare(point.samples_per_s, base.samples_per_s)
+        modelled = _compare(predicted, predictions[base])
+        yield Row("flexrlhf", "tables", setting, "faster by 5 %", printed, modelled)
 
 
-def _compared(one: float, other: float) -> str:
-    if abs(one - other) <= ALIKE * other:
+def _compare(rate: float, base: float) -> str:
+    if abs(rate - base) <= TIE_FRACTION * base:
         return "as fast"
-    return "faster" if one > other else "slower"
+    return "faster" if rate > base else "slower"

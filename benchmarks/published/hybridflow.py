@@ -1,4 +1,4 @@
-"""HybridFlow's figures: which placement is best, which t_g, and what a transition takes."""
+"""HybridFlow's figures: best placement, best generation tensor parallelism (t_g), transitions."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -34,20 +34,20 @@ CONSTANTS = CostConstants(
     decode_rollout_s=300e-6,
     memory_reserve_fraction=0.22,
 )
-"""Of vLLM and Megatron in 2024, one for all of its points: hosts that take long for a decode step
-and each rollout in it, gradients that travel as bfloat16."""
+"""vLLM and Megatron in 2024, one set for all points. The host adds much time to a decode step and
+to each rollout in it; gradients are reduced in bfloat16."""
 ACTOR, CRITIC = ("generator", "policy"), ("value", "critic")
 FAMILIES = {
     "colocate": ((*ACTOR, "reference", *CRITIC, "reward"),),
     "split": ((*ACTOR, "reference"), (*CRITIC, "reward")),
     "standalone": (ACTOR, CRITIC, ("reference",), ("reward",)),
 }
-"""The placements that Figure 12 compares."""
+"""Placements in Figure 12: roles that share devices."""
 SIZES = (1, 2, 4, 8)
 
 
-def problem(model: str, cluster: Cluster = CLUSTER) -> PlacementProblem:
-    """PPO with four models of one size."""
+def build_problem(model: str, cluster: Cluster = CLUSTER) -> PlacementProblem:
+    """Build PPO with four models of one size."""
     shape = MODEL_SHAPES[model]
     models = {"policy": shape, "reference": shape}
     models |= {"critic": shape.to_critic(), "reward": shape.to_critic()}
@@ -55,52 +55,50 @@ def problem(model: str, cluster: Cluster = CLUSTER) -> PlacementProblem:
     return PlacementProblem(PPO, models, workload, cluster)
 
 
-def generation_s(model: str) -> dict[int, float]:
-    """By t_g: colocated on 16 devices, trained as 1-8-2, generated as 1-t_g; infinite if unfit."""
-    asked = problem(model, CLUSTER.take_first(16))
+def predict_generation_s(model: str) -> dict[int, float]:
+    """Predict generation seconds by t_g on 16 devices, trained as 1-8-2; inf: out of memory."""
+    problem = build_problem(model, CLUSTER.take_first(16))
     costs, generation, mesh = (
-        CostModel(asked, CONSTANTS),
-        GenerationModel(asked.workload),
+        CostModel(problem, CONSTANTS),
+        GenerationModel(problem.workload),
         Mesh(0, 16),
     )
-    found = {}
+    seconds = {}
     for size in SIZES:
-        calls = dict.fromkeys(asked.placed_stages, CallAssignment(mesh, RankGrid(1, 8, 2)))
+        calls = dict.fromkeys(problem.placed_stages, CallAssignment(mesh, RankGrid(1, 8, 2)))
         calls["generate"] = CallAssignment(mesh, RankGrid(1, size, 16 // size))
         placement = Placement(calls)
-        found[size] = math.inf
+        seconds[size] = math.inf
         if not costs.explain_infeasible(placement):
-            found[size] = generation.find_completions_s(
+            seconds[size] = generation.find_completions_s(
                 costs.predict_timings(placement).generator, (1.0,)
             )[-1]
-    return found
+    return seconds
 
 
-def best_families(families: Families, devices: int) -> Mapping[str, FamilyPlan]:
-    """The best of each family that has a node for each of its sets."""
+def find_best_families(families: Families, devices: int) -> Mapping[str, FamilyPlan]:
+    """Find the best placement of each family that has a node per set."""
     return {
-        name: families.best(sets, devices)
+        name: families.find_best(sets, devices)
         for name, sets in FAMILIES.items()
         if len(sets) <= devices // families.per_node
     }
 
 
-def families_of(model: str) -> Families:
-    """Of one model size, for any number of devices."""
-    asked = problem(model)
-    return Families(asked, CostModel(asked, CONSTANTS))
+def build_families(model: str) -> Families:
+    problem = build_problem(model)
+    return Families(problem, CostModel(problem, CONSTANTS))
 
 
-def rows() -> Iterator[Row]:
-    """All points."""
-    yield from figure_15()
-    yield from figure_12()
+def iter_rows() -> Iterator[Row]:
+    yield from iter_figure_15()
+    yield from iter_figure_12()
 
 
-def figure_15() -> Iterator[Row]:
-    """The best t_g, and what it saves."""
+def iter_figure_15() -> Iterator[Row]:
+    """Yield the best and the slowest t_g, and the time that the best saves."""
     for point in FIG_15:
-        seconds = generation_s(point.model)
+        seconds = predict_generation_s(point.model)
         best = min(SIZES, key=seconds.__getitem__)
         setting = f"{point.model}, 16 GPUs"
         yield Row("hybridflow", "Fig. 15", setting, "best t_g", str(point.best), str(best))
@@ -112,29 +110,29 @@ def figure_15() -> Iterator[Row]:
         yield Row("hybridflow", "Fig. 15", setting, quantity, 1 - point.saved, 1 - saved)
 
 
-def figure_12() -> Iterator[Row]:
-    """The best placement by model and devices."""
-    families = {model: families_of(model) for model in dict.fromkeys(m for m, _ in FIG_12)}
+def iter_figure_12() -> Iterator[Row]:
+    """Yield the best placement by model and number of devices."""
+    families = {model: build_families(model) for model in dict.fromkeys(m for m, _ in FIG_12)}
     for (model, devices), printed in FIG_12.items():
-        found = best_families(families[model], devices)
-        best = min(found, key=lambda name: found[name].step_s)
-        times = ", ".join(f"{name} {_seconds(plan.step_s)}" for name, plan in found.items())
+        plans = find_best_families(families[model], devices)
+        best = min(plans, key=lambda name: plans[name].step_s)
+        times = ", ".join(f"{name} {_format_seconds(plan.step_s)}" for name, plan in plans.items())
         setting = f"{model}, {devices} GPUs ({times})"
         yield Row("hybridflow", "Fig. 12", setting, "best placement", printed, best)
         if printed == "standalone":
-            nodes = found[printed].nodes
+            nodes = plans[printed].nodes
             sizes = ", ".join(str(count * families[model].per_node) for count in nodes)
-            asked = ", ".join(map(str, FIG_12_STANDALONE))
+            problem = ", ".join(map(str, FIG_12_STANDALONE))
             quantity = "GPUs of actor, critic, reference, reward if standalone"
-            yield Row("hybridflow", "Fig. 12", f"{model}, {devices} GPUs", quantity, asked, sizes)
+            yield Row("hybridflow", "Fig. 12", f"{model}, {devices} GPUs", quantity, problem, sizes)
 
 
-def _seconds(step_s: float) -> str:
+def _format_seconds(step_s: float) -> str:
     return "does not fit" if math.isinf(step_s) else f"{step_s:.0f} s"
 
 
-def transition(point: Transition) -> Mapping[str, tuple[float, float]]:
-    """GB of a GPU, and least seconds, from training to generation: by formula, and by plan."""
+def predict_transition(point: Transition) -> Mapping[str, tuple[float, float]]:
+    """Compute GB per GPU and minimum seconds from training to generation: (by formula, by plan)."""
     shape, train, generate = (
         MODEL_SHAPES[point.model],
         RankGrid.from_text(point.train),

@@ -1,10 +1,10 @@
-"""NeMo-RL's steps, synchronous and asynchronous: GRPO on mixtures of experts.
+"""NeMo-RL's synchronous and asynchronous steps: GRPO on mixtures of experts.
 
-Sequences of a step, longest and mean lengths and grids are those of its tables and recipes of v0.6:
-Megatron's ranks of a stage share out the experts, and context parallelism stands as tensor
-parallelism of as many ranks. A micro-batch is one packed sequence of the longest length. The policy
-scoring its own rollouts stands as a reward model, beside the reference. Of those who share devices,
-all but the one that computes is on the host.
+Batch sizes, lengths and parallelism are those of the tables and recipes of v0.6. Experts are split
+over the ranks of a pipeline stage; context parallelism is modelled as tensor parallelism of the
+same degree. A micro-batch is one packed sequence of maximum length. The policy's log-probability
+pass is modelled as a reward model beside the reference. Colocated models that do not compute are
+offloaded.
 """
 
 import math
@@ -40,24 +40,23 @@ CONSTANTS = CostConstants(
     offloads_weights=True,
     memory_reserve_fraction=0.05,
 )
-"""Of vLLM and Megatron of today, calibrated on the synchronous steps by `nemo_fit`."""
+"""vLLM and Megatron, calibrated on the synchronous steps by `nemo_fit`."""
 TENSOR_S = 1e-3
-"""Of a version on its way to who shares devices, for each matrix of each expert: 17.2 s at 30B and
-40.2 s at 235B (NVIDIA-NeMo/RL pull request 3294)."""
-SENT_BYTE_S = 11e-12
-"""On its way elsewhere, all of the model to all devices: 5.5 s at 235B and 14 s of DeepSeek-V3
+"""Seconds per expert matrix to refit a colocated generator: 17.2 s at 30B and 40.2 s at 235B
+(NVIDIA-NeMo/RL pull request 3294)."""
+BROADCAST_BYTE_S = 11e-12
+"""Seconds per byte to broadcast a version to other devices: 5.5 s at 235B and 14 s for DeepSeek-V3
 (NVIDIA-NeMo/RL pull request 1379)."""
 EXPERT_TENSORS = 3
 ASYNCHRONOUS_RUNNING = 128
-"""Most rollouts of an asynchronous engine at once: vLLM's default, which is 1,024 for one that is
-not, and which NeMo-RL leaves as it is."""
+"""vLLM's default `max_num_seqs` of an asynchronous engine, which NeMo-RL keeps; 1,024 otherwise."""
 PROMPT_TOKENS = 150
 
 
 @dataclass(frozen=True)
-class Work:
-    """Of a step, by model: sequences; the longest; whether activations are computed again; how many
-    of the longest are scored at once.
+class NemoWorkload:
+    """One step: sequences, maximum length in tokens, activation recomputation, sequences of maximum
+    length per scoring batch.
     """
 
     rollouts: int
@@ -66,16 +65,16 @@ class Work:
     scored: int
 
 
-WORKS = {
-    "deepseek-v3": Work(512, 1536, True, 1),
-    "qwen3-235b-a22b": Work(512, 8192, True, 1),
-    "qwen3-30b-a3b": Work(2048, 4096, False, 4),
+WORKLOADS = {
+    "deepseek-v3": NemoWorkload(512, 1536, True, 1),
+    "qwen3-235b-a22b": NemoWorkload(512, 8192, True, 1),
+    "qwen3-30b-a3b": NemoWorkload(2048, 4096, False, 4),
 }
 
 
 @dataclass(frozen=True)
-class Split:
-    """generate: ranks of a generator. tensor, expert, stages: that train."""
+class NemoSplit:
+    """Parallelism. generate: ranks per generator. tensor, expert, stages: of the trainer."""
 
     generate: int
     tensor: int
@@ -84,30 +83,29 @@ class Split:
 
 
 SPLITS = {
-    ("deepseek-v3", "H100"): (Split(32, 1, 16, 16), Split(32, 1, 16, 16)),
-    ("qwen3-235b-a22b", "H100"): (Split(16, 4, 16, 8), Split(8, 4, 16, 8)),
-    ("qwen3-30b-a3b", "H100"): (Split(2, 1, 8, 1), Split(2, 1, 8, 2)),
-    ("deepseek-v3", "GB200"): (Split(32, 1, 16, 8), Split(16, 1, 16, 8)),
-    ("qwen3-235b-a22b", "GB200"): (Split(8, 4, 16, 4), Split(8, 4, 16, 4)),
-    # Sixteen expert ranks, were there as many that train.
-    ("qwen3-30b-a3b", "GB200"): (Split(1, 1, 16, 1), Split(1, 1, 8, 1)),
+    ("deepseek-v3", "H100"): (NemoSplit(32, 1, 16, 16), NemoSplit(32, 1, 16, 16)),
+    ("qwen3-235b-a22b", "H100"): (NemoSplit(16, 4, 16, 8), NemoSplit(8, 4, 16, 8)),
+    ("qwen3-30b-a3b", "H100"): (NemoSplit(2, 1, 8, 1), NemoSplit(2, 1, 8, 2)),
+    ("deepseek-v3", "GB200"): (NemoSplit(32, 1, 16, 8), NemoSplit(16, 1, 16, 8)),
+    ("qwen3-235b-a22b", "GB200"): (NemoSplit(8, 4, 16, 4), NemoSplit(8, 4, 16, 4)),
+    # Expert parallelism is 16 if as many ranks train.
+    ("qwen3-30b-a3b", "GB200"): (NemoSplit(1, 1, 16, 1), NemoSplit(1, 1, 8, 1)),
 }
-"""By model and device: colocated, and a step ahead."""
-EIGHT_AHEAD = Split(2, 1, 8, 1)
+"""By model and device: (colocated, one step ahead)."""
+EIGHT_AHEAD = NemoSplit(2, 1, 8, 1)
 UNFITTED = ("qwen3-235b-a22b", "GB200", 128)
-"""A synchronous run that takes longer than one on half as many devices: the same work does not, so
-nothing is calibrated on it."""
+"""Excluded from calibration: this synchronous run takes longer than on half as many devices."""
 GENERATORS = {192: 64}
-"""How many of so many devices generate, where it is not half of them."""
+"""Generating devices by number of devices; half of them otherwise."""
 SIGMA = 0.6
-"""Of the logarithm of lengths: not given."""
+"""Standard deviation of log lengths; not published."""
 NVLINK_DOMAIN = 64
-"""GB200 of one that a run has, at most."""
+"""Largest number of GB200 in one NVLink domain."""
 
 
 @cache
-def lengths(longest: int, mean: float) -> LognormalLengths:
-    """Lognormal, cut off, with this mean."""
+def fit_lengths(longest: int, mean: float) -> LognormalLengths:
+    """Fit a truncated lognormal distribution to a mean."""
     low, high = 1.0, 100.0 * mean
     while high - low > 1:
         middle = (low + high) / 2
@@ -118,32 +116,32 @@ def lengths(longest: int, mean: float) -> LognormalLengths:
     return LognormalLengths(high, SIGMA, longest)
 
 
-def cluster(run: NemoRun) -> Cluster:
-    """GB200 within one NVLink domain are one node."""
+def build_cluster(run: NemoRun) -> Cluster:
+    """Build the cluster; GB200 in one NVLink domain are one node."""
     per_node = min(run.gpus, NVLINK_DOMAIN) if run.device == "GB200" else 8
     return Cluster((NodeGroup(DEVICES[run.device], per_node, run.gpus // per_node),))
 
 
-def problem(run: NemoRun) -> PlacementProblem:
-    """Policy and reference of one model, and the policy once more."""
-    work, shape = WORKS[run.model], MODEL_SHAPES[run.model]
+def build_problem(run: NemoRun) -> PlacementProblem:
+    """Build GRPO with policy and reference, and the policy's log-probability pass."""
+    work, shape = WORKLOADS[run.model], MODEL_SHAPES[run.model]
     workload = Workload(
         work.rollouts,
         1,
         PROMPT_TOKENS,
-        lengths(work.longest - PROMPT_TOKENS, run.mean - PROMPT_TOKENS),
+        fit_lengths(work.longest - PROMPT_TOKENS, run.mean - PROMPT_TOKENS),
         mini_batches=max(1, work.rollouts // 512),
         micro_batch_tokens=work.longest,
         requires_whole_step=True,
     )
     models = {"policy": shape, "reference": shape, "reward": shape}
-    return PlacementProblem(GRPO, models, workload, cluster(run))
+    return PlacementProblem(GRPO, models, workload, build_cluster(run))
 
 
-def placement(run: NemoRun) -> Placement:
-    """All on all devices; or generators apart from the rest."""
-    split = EIGHT_AHEAD if run.ahead > 1 else SPLITS[run.model, run.device][run.ahead]
-    apart = GENERATORS.get(run.gpus, run.gpus // 2) if run.ahead else 0
+def build_placement(run: NemoRun) -> Placement:
+    """Place all calls on all devices; if asynchronous, generators on their own."""
+    split = EIGHT_AHEAD if run.steps_ahead > 1 else SPLITS[run.model, run.device][run.steps_ahead]
+    apart = GENERATORS.get(run.gpus, run.gpus // 2) if run.steps_ahead else 0
     train = Mesh(0, run.gpus - apart)
     generate = Mesh(train.size, apart) if apart else train
     grid = RankGrid(1, split.generate, generate.size // split.generate)
@@ -153,57 +151,63 @@ def placement(run: NemoRun) -> Placement:
         ("train", "reference", "reward"), CallAssignment(train, trained, ep_size=split.expert)
     )
     calls["generate"] = CallAssignment(generate, grid)
-    return Placement(calls, run.ahead, is_streamed=False)
+    return Placement(calls, run.steps_ahead, is_streamed=False)
 
 
-def running(run: NemoRun) -> int:
-    """Rollouts that an engine has at once, ahead: those of as many steps are under way together as
-    generation may be ahead (`max_trajectory_age_steps`), whatever weights come meanwhile.
+def count_running(run: NemoRun) -> int:
+    """Count running rollouts per asynchronous engine.
+
+    Rollouts of `max_trajectory_age_steps` steps run together, across weight updates.
     """
-    replicas = placement(run).assignments["generate"].grid.dp_size
-    under_way = WORKS[run.model].rollouts * run.ahead
+    replicas = build_placement(run).assignments["generate"].grid.dp_size
+    under_way = WORKLOADS[run.model].rollouts * run.steps_ahead
     return min(ASYNCHRONOUS_RUNNING, math.ceil(under_way / replicas))
 
 
-def costs(run: NemoRun, asked: PlacementProblem, constants: CostConstants = CONSTANTS) -> CostModel:
-    """Of a run, with its own settings."""
-    work, shape = WORKS[run.model], MODEL_SHAPES[run.model]
-    sent_s = SENT_BYTE_S * shape.num_params * constants.served_bytes if run.ahead else 0.0
-    told = replace(
+def build_costs(
+    run: NemoRun, problem: PlacementProblem, constants: CostConstants = CONSTANTS
+) -> CostModel:
+    """Build the cost model of a run with its batch sizes and refit times."""
+    work, shape = WORKLOADS[run.model], MODEL_SHAPES[run.model]
+    sent_s = (
+        BROADCAST_BYTE_S * shape.num_params * constants.served_bytes if run.steps_ahead else 0.0
+    )
+    run_constants = replace(
         constants,
-        max_running=running(run) if run.ahead else constants.max_running,
+        max_running=count_running(run) if run.steps_ahead else constants.max_running,
         recompute=work.recompute,
         score_tokens=work.scored * work.longest,
-        # Elsewhere who trains and who samples stand still while weights are sent.
+        # Trainer and generators pause during a broadcast.
         train_step_s=constants.train_step_s + sent_s,
         pull_s=sent_s,
         switch_s=TENSOR_S * shape.moe_layers * shape.experts * EXPERT_TENSORS,
     )
-    return CostModel(asked, told).approximate_costs
+    return CostModel(problem, run_constants).approximate_costs
 
 
-def step_s(run: NemoRun, constants: CostConstants = CONSTANTS) -> float:
-    """Predicted."""
-    asked = problem(run)
-    return PlacementEstimator(asked, costs(run, asked, constants)).step_s(placement(run))
+def predict_step_s(run: NemoRun, constants: CostConstants = CONSTANTS) -> float:
+    problem = build_problem(run)
+    return PlacementEstimator(problem, build_costs(run, problem, constants)).step_s(
+        build_placement(run)
+    )
 
 
 def is_fitted(run: NemoRun) -> bool:
-    """Whether constants are calibrated on it."""
-    return not run.ahead and (run.model, run.device, run.gpus) != UNFITTED
+    """Return whether constants are calibrated on this run."""
+    return not run.steps_ahead and (run.model, run.device, run.gpus) != UNFITTED
 
 
-def rows() -> Iterator[Row]:
-    """Steps, and at each size whether asynchrony pays."""
-    found = {run: step_s(run) for run in NEMO}
-    for run, seconds in found.items():
-        mode = f"{run.ahead} ahead" if run.ahead else "synchronous"
+def iter_rows() -> Iterator[Row]:
+    """Yield steps, and at each size whether asynchrony pays."""
+    predictions = {run: predict_step_s(run) for run in NEMO}
+    for run, seconds in predictions.items():
+        mode = f"{run.steps_ahead} ahead" if run.steps_ahead else "synchronous"
         setting = f"{run.model}, {run.gpus} {run.device}, {mode}"
         yield Row("nemo", "v0.6", setting, "step, s", run.step_s, seconds, is_fitted(run))
-    for run, seconds in found.items():
+    for run, seconds in predictions.items():
         plain = NemoRun(run.model, run.device, run.gpus, 0, 0.0, 0)
-        for other, other_s in found.items():
-            if run.ahead and (other.model, other.device, other.gpus, other.ahead) == (
+        for other, other_s in predictions.items():
+            if run.steps_ahead and (other.model, other.device, other.gpus, other.steps_ahead) == (
                 plain.model,
                 plain.device,
                 plain.gpus,

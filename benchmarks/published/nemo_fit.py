@@ -1,7 +1,7 @@
-"""What NeMo-RL's constants are fitted on: `python -m benchmarks.published.nemo_fit` fits them anew.
+"""Fit NeMo-RL's constants: `python -m benchmarks.published.nemo_fit`.
 
-Least squares of logarithms over synchronous steps, nothing else. Prints the constants found, and
-every step, printed and as they say.
+Least squares of log errors over the synchronous steps. Prints the constants, and every step as
+published and as predicted.
 """
 
 import argparse
@@ -14,67 +14,67 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
-from benchmarks.published.nemo import CONSTANTS, is_fitted, step_s
+from benchmarks.published.nemo import CONSTANTS, is_fitted, predict_step_s
 from benchmarks.published.points import NEMO
 from streamrl.messages import Array
 from streamrl.placement.costs import CostConstants
 
-MOST_EVALUATIONS = 100
+MAX_EVALUATIONS = 100
 NAMES = ("expert_layer_s", "train_step_s", "network_hop_s")
 
 
-def of_logarithms(logarithms: Array) -> CostConstants:
-    """Constants, of the logarithms of what is fitted."""
+def from_logarithms(logarithms: Array) -> CostConstants:
+    """Build constants from the logarithms of the fitted ones."""
     return replace(CONSTANTS, **dict(zip(NAMES, np.exp(logarithms).tolist(), strict=True)))
 
 
-def errors(constants: CostConstants) -> Iterator[float]:
-    """Logarithms of what is predicted to what is printed."""
+def iter_log_errors(constants: CostConstants) -> Iterator[float]:
+    """Yield log(predicted / printed) of each fitted step."""
     for run in NEMO:
         if is_fitted(run):
-            yield math.log(step_s(run, constants) / run.step_s)
+            yield math.log(predict_step_s(run, constants) / run.step_s)
 
 
-def fit(most: int = MOST_EVALUATIONS) -> CostConstants:
-    """Find the constants with the least squares, in at most so many evaluations."""
+def fit_constants(most: int = MAX_EVALUATIONS) -> CostConstants:
+    """Fit the constants by least squares. most: maximum number of evaluations."""
     start = np.log([vars(CONSTANTS)[name] for name in NAMES])
-    found = least_squares(
-        lambda logarithms: list(errors(of_logarithms(logarithms))),
+    result = least_squares(
+        lambda logarithms: list(iter_log_errors(from_logarithms(logarithms))),
         start,
         diff_step=0.01,
         max_nfev=most,
     )
-    return of_logarithms(found.x)
+    return from_logarithms(result.x)
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare how long is fitted."""
+    """Declare the number of evaluations."""
     parser = BenchmarkParser("nemo_fit", __doc__)
-    parser.add_argument("--evaluations", type=at_least(1), default=MOST_EVALUATIONS, help="at most")
+    parser.add_argument("--evaluations", type=at_least(1), default=MAX_EVALUATIONS, help="at most")
     parser.set_quick(evaluations=1)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Fit, and print what comes of it."""
+    """Fit and print the result."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fit, and predict every step that is fitted."""
+    """Fit, and predict every fitted step."""
     report_progress(f"least squares, at most {arguments.evaluations} evaluations")
-    constants = fit(arguments.evaluations)
+    constants = fit_constants(arguments.evaluations)
     return {
         "constants": {name: vars(constants)[name] for name in NAMES},
         "steps": {
             f"{run.model}, {run.gpus} {run.device}": [
                 run.step_s,
-                round(step_s(run, constants), 1),
+                round(predict_step_s(run, constants), 1),
             ]
             for run in NEMO
             if is_fitted(run)
         },
-        "squares": sum(error**2 for error in errors(constants)),
+        "squares": sum(error**2 for error in iter_log_errors(constants)),
     }
 
 

@@ -1,7 +1,7 @@
-"""What was published, as plain data, with where it was published.
+"""Published figures as plain data, with their sources.
 
-Where only a reading of a figure or a text is known, that is what is here. Settings of a run that
-its source does not give are assumptions; they are in the runs that the benchmark makes of these.
+Some are read off a figure or a text. Settings that a source does not give are assumptions, stated
+in the module that models it.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ FLEXRLHF = "arXiv:2312.11819"
 
 @dataclass(frozen=True)
 class Fig15:
-    """Generation time by t_g on 16 GPUs, trained as 1-8-2: the best, and what it saves of t_g=8."""
+    """Generation on 16 GPUs, trained as 1-8-2: the best t_g, and the fraction of t_g=8 it saves."""
 
     model: str
     best: int
@@ -43,14 +43,14 @@ FIG_12: Mapping[tuple[str, int], str] = {
 }
 """The best placement by model and GPUs."""
 FIG_12_STANDALONE = (64, 32, 16, 16)
-"""GPUs of actor, critic, reference, reward where 13B on 128 is standalone."""
+"""GPUs of actor, critic, reference, reward of the standalone placement of 13B on 128 GPUs."""
 
 
 @dataclass(frozen=True)
 class Transition:
-    """From training to generation, by the formulas of Table 2; in print Figure 14 is a picture.
+    """Transition from training to generation by the formulas of Table 2; Figure 14 has no numbers.
 
-    GB of a GPU. floor_s: what the links alone take.
+    Sizes in GB per GPU. floor_s: transfer seconds at full link bandwidth.
     """
 
     model: str
@@ -69,17 +69,17 @@ FIG_14 = (
     Transition("llama-34b", "4-8-4", "1-8-16", 6.33, 65.4, 67.0, 8.4, 2.0),
     Transition("llama-70b", "8-8-2", "1-8-16", 15.1, 135.8, 136.9, 17.2, 4.8),
 )
-"""Its settings, and what the formulas come to: not printed, and no row of the page."""
+"""Settings of Figure 14 and results of the formulas; not published, so not rows of the page."""
 
 
-# ReaL: PetaFLOP/s of its heuristic (8-way tensor parallel, as many stages as nodes, all calls on
-# all devices) and of what it finds. 2^17 tokens a step, prompts of 128, 4 mini-batches.
+# ReaL: PetaFLOP/s of its heuristic (8-way tensor parallel, one stage per node, all calls on all
+# devices) and of its search. 2^17 tokens a step, prompts of 128, 4 mini-batches.
 
 LENGTHS: Mapping[int, int] = {128: 512, 384: 256, 896: 128}
 """Rollouts of a step by tokens of a response."""
 REAL_SIZES = ("llama-7b", "llama-13b", "llama-34b", "llama-70b")
 REAL_DEVICES = (8, 16, 32, 64)
-"""By size; twice as many where actor and critic both have it."""
+"""GPUs by model size; twice as many if actor and critic both have it."""
 
 REAL_PFLOPS: Mapping[tuple[str, int], tuple[tuple[float, float], ...]] = {
     ("actor", 128): ((0.684, 0.917), (1.041, 1.292), (2.143, 2.501), (3.075, 3.229)),
@@ -92,7 +92,7 @@ REAL_PFLOPS: Mapping[tuple[str, int], tuple[tuple[float, float], ...]] = {
     ("both", 384): ((0.612, 0.930), (1.080, 1.521), (2.085, 2.563), (3.151, 3.456)),
     ("both", 896): ((0.378, 0.642), (0.622, 0.983), (1.405, 1.627), (1.740, 2.112)),
 }
-"""Of the heuristic and of ReaL, by which model grows (the other is of 7B) and response length."""
+"""(heuristic, ReaL) by the model that grows (the other is 7B) and response tokens."""
 REAL_HEURISTIC_S: Mapping[tuple[str, int], tuple[float, ...]] = {
     ("actor", 128): (31.3, 30.1, 34.0, 43.7),
     ("actor", 384): (42.3, 42.6, 50.5, 71.6),
@@ -104,9 +104,9 @@ REAL_HEURISTIC_S: Mapping[tuple[str, int], tuple[float, ...]] = {
     ("both", 384): (35.3, 38.5, 60.0, 78.9),
     ("both", 896): (58.2, 67.9, 89.9, 144.0),
 }
-"""A step of the heuristic: its FLOP by ReaL's own formula over its PetaFLOP/s."""
+"""Seconds of a heuristic step: FLOP by ReaL's formula over its PetaFLOP/s."""
 REAL_MEAN_GAIN = 1.26
-"""Weighted by GPUs."""
+"""Mean gain over the heuristic, weighted by GPUs."""
 
 
 # FlexRLHF: samples/s, A100-80GB, 100 GB/s between nodes, prompts and responses of 256 tokens.
@@ -114,7 +114,7 @@ REAL_MEAN_GAIN = 1.26
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of a strategy; samples/s, 0 where it ran out of memory."""
+    """Samples per second of a strategy; 0 if out of memory."""
 
     model: str
     gpus: int
@@ -140,8 +140,8 @@ FLEX: tuple[Throughput, ...] = tuple(
     for model, value in zip(FLEX_SIZES, values, strict=True)
     if value is not None
 )
-FLEX_UNLIKE = Throughput("llama-33b", 16, "with 8 V100", 0.79)
-"""8 A100 and, for reference and reward, 8 V100."""
+FLEX_MIXED = Throughput("llama-33b", 16, "with 8 V100", 0.79)
+"""8 A100, and 8 V100 for reference and reward."""
 
 
 # verl: seconds of a step on H20, https://github.com/volcengine/verl docs/advance/fully_async.md and
@@ -150,11 +150,11 @@ FLEX_UNLIKE = Throughput("llama-33b", 16, "with 8 V100", 0.79)
 
 @dataclass(frozen=True)
 class VerlRun:
-    """A run. train: devices that train; generate: those that only generate, 0 where colocated.
+    """A run and its published parts, in seconds; 0 if not published.
 
-    gen_s, forward_s, reference_s, update_s: its parts where they are printed: waiting for rollouts,
-    forward passes for the policy's own log-probabilities and for the reference's, updates.
-    sampled_s: of gen_s, sampling alone; the mean of all ranks, none of which waits for the slowest.
+    train: training devices. generate: generating devices, 0 if colocated. gen_s: wait for rollouts.
+    forward_s, reference_s: log-probability passes of policy and reference. update_s: updates.
+    sampled_s: sampling within gen_s, averaged over ranks.
     """
 
     name: str
@@ -170,7 +170,7 @@ class VerlRun:
 
     @property
     def rest_s(self) -> float:
-        """What is in none of the parts."""
+        """Seconds of the step outside its parts."""
         return self.step_s - self.gen_s - self.forward_s - self.update_s - self.reference_s
 
 
@@ -195,15 +195,15 @@ VERL = (
 
 @dataclass(frozen=True)
 class NemoRun:
-    """A run on so many GPUs, generation at most `steps_ahead` steps ahead, on its own ones if any.
+    """A run; generation is at most `steps_ahead` steps ahead, on devices of its own if above 0.
 
-    mean: tokens of a sequence, on average.
+    mean: average tokens of a sequence.
     """
 
     model: str
     device: str
     gpus: int
-    ahead: int
+    steps_ahead: int
     step_s: float
     mean: int
 

@@ -1,4 +1,4 @@
-"""ReaL's weak scaling: how much its search gains over its heuristic, and what ours does."""
+"""ReaL's weak scaling: gain of its search over its heuristic, beside the gain of streamrl's."""
 
 from collections.abc import Iterator
 
@@ -41,31 +41,32 @@ CONSTANTS = CostConstants(
     gradient_bytes=2,
     optimizer_bytes=20,
 )
-"""Of ReaL's own engine, calibrated on its heuristic's column alone: one part of the FLOP/s for all
-passes, and a host that begins every layer of a decode step anew."""
+"""ReaL's engine, calibrated on the heuristic's column alone: one FLOP/s fraction for all passes,
+and host time per layer of a decode step."""
 MINI_BATCHES = 4
-MOST_TRAINING_RANKS = 8
-"""Tensor-parallel ranks times replicas of a call that trains, as its search has it."""
+MAX_TRAINING_RANKS = 8
+"""Largest product of tensor and data parallelism of a training call in ReaL's search."""
 PROPOSALS = 600
 
 
 class RealChoices(ParallelismChoices):
-    """Those that ReaL's search has."""
+    """Parallelism choices of ReaL's search."""
 
     def list_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
-        """Of `ParallelismChoices`, without those that ReaL drops."""
-        return [each for each in super().list_options(role, mesh) if self._has(role, each.grid)]
+        return [
+            option for option in super().list_options(role, mesh) if self._allows(role, option.grid)
+        ]
 
-    def _has(self, role: str, grid: RankGrid) -> bool:
+    def _allows(self, role: str, grid: RankGrid) -> bool:
         rollouts, parts = self.problem.workload.num_rollouts, grid.dp_size * grid.pp_size
         if role not in self.trained_roles:
             return rollouts >= parts
-        few = grid.tp_size * grid.dp_size <= MOST_TRAINING_RANKS
+        few = grid.tp_size * grid.dp_size <= MAX_TRAINING_RANKS
         return few and rollouts >= 2 * parts * MINI_BATCHES
 
 
-def problem(scale: str, length: int, at: int) -> PlacementProblem:
-    """PPO where the actor, the critic or both are of a size, and what is not of 7B."""
+def build_problem(scale: str, length: int, at: int) -> PlacementProblem:
+    """Build PPO with actor, critic or both of the size at `at`, and the other of 7B."""
     small, large = MODEL_SHAPES[REAL_SIZES[0]], MODEL_SHAPES[REAL_SIZES[at]]
     actor = small if scale == "critic" else large
     critic = (small if scale == "actor" else large).to_critic()
@@ -75,19 +76,21 @@ def problem(scale: str, length: int, at: int) -> PlacementProblem:
     return PlacementProblem(PPO, roles, workload, Cluster.from_text(f"{devices}xA100@1600Gb"))
 
 
-def heuristic(asked: PlacementProblem) -> Placement:
-    """All calls on all devices, 8-way tensor parallel, as many stages as nodes."""
-    devices = asked.cluster.num_devices
+def build_heuristic(problem: PlacementProblem) -> Placement:
+    """Place all calls on all devices: 8-way tensor parallel, one pipeline stage per node."""
+    devices = problem.cluster.num_devices
     everywhere = CallAssignment(Mesh(0, devices), RankGrid(devices // 8, 8, 1))
-    return Placement(dict.fromkeys(asked.placed_stages, everywhere), is_streamed=False)
+    return Placement(dict.fromkeys(problem.placed_stages, everywhere), is_streamed=False)
 
 
-def searched(asked: PlacementProblem, costs: CostModel, *, seed: int = 0) -> Placement:
-    """The best that Algorithm 1 and annealing find, on policy, a call at a time on its devices."""
-    choices = RealChoices(PlacementEstimator(asked, costs.approximate_costs), rules=allow_any_split)
-    plain = heuristic(asked)
+def search_placement(problem: PlacementProblem, costs: CostModel, *, seed: int = 0) -> Placement:
+    """Search on-policy placements by Algorithm 1 and annealing."""
+    choices = RealChoices(
+        PlacementEstimator(problem, costs.approximate_costs), rules=allow_any_split
+    )
+    plain = build_heuristic(problem)
     starts = [plain]
-    mapped = MappingSearch(choices, group_roles_by_model(asked)).find_best(streamed=False)[0]
+    mapped = MappingSearch(choices, group_roles_by_model(problem)).find_best(streamed=False)[0]
     starts += [mapped] if mapped is not None else []
     annealing = AnnealingSearch(choices, [0], seed=seed, streamed=(False,))
     for start in starts:
@@ -97,23 +100,23 @@ def searched(asked: PlacementProblem, costs: CostModel, *, seed: int = 0) -> Pla
             False,
         )
         annealing.descend_by_role(*annealing.run(state, PROPOSALS // len(starts)))
-    # What the search worked out by formula has to fit by plan.
-    found = sorted(choices.estimator.iter_estimated(), key=lambda each: each[1])
-    return next(placement for placement, _ in found if not costs.explain_infeasible(placement))
+    # The search estimates traffic by formula; the result must fit by resharding plan.
+    ranked = sorted(choices.estimator.iter_estimated(), key=lambda option: option[1])
+    return next(placement for placement, _ in ranked if not costs.explain_infeasible(placement))
 
 
-def rows() -> Iterator[Row]:
-    """The heuristic's seconds, which are fitted, and gains over it."""
+def iter_rows() -> Iterator[Row]:
+    """Yield the heuristic's rate, which is fitted, and gains over it."""
     weighted, printed_weighted, total = 0.0, 0.0, 0
     for (scale, length), pairs in REAL_PFLOPS.items():
         for at, (slow, fast) in enumerate(pairs):
-            asked = problem(scale, length, at)
-            costs = CostModel(asked, CONSTANTS)
-            estimator, devices = PlacementEstimator(asked, costs), asked.cluster.num_devices
-            plain_s = estimator.step_s(heuristic(asked))
-            gain = plain_s / estimator.step_s(searched(asked, costs))
+            problem = build_problem(scale, length, at)
+            costs = CostModel(problem, CONSTANTS)
+            estimator, devices = PlacementEstimator(problem, costs), problem.cluster.num_devices
+            plain_s = estimator.step_s(build_heuristic(problem))
+            gain = plain_s / estimator.step_s(search_placement(problem, costs))
             setting = f"{scale} of {REAL_SIZES[at]}, {length} tokens, {devices} GPUs"
-            # A step's work by its own formula, which its printed rate is of.
+            # FLOP of a step by ReaL's formula, as in its printed rate.
             petaflop = slow * REAL_HEURISTIC_S[scale, length][at]
             rate = petaflop / plain_s
             yield Row("real", "Fig. vws", setting, "heuristic, PFLOP/s", slow, rate, fitted=True)

@@ -1,4 +1,4 @@
-"""One published point beside what the planner says of it, and tables of them."""
+"""Published points beside the planner's predictions, and tables of them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 Value = float | str
-WITHIN = 0.15
-"""A predicted figure this close to the printed one, relatively, is a hit."""
+HIT_TOLERANCE = 0.15
+"""Largest relative error of a hit."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A point of a source.
+    """A published point and its prediction.
 
-    source: hybridflow, real, flexrlhf, verl or nemo. where: table or figure. setting: of the run.
-    quantity: what is given, with its unit. printed, predicted: a figure, or a decision as a word.
-    fitted: whether constants were calibrated on it; it then counts in no rate.
+    source: hybridflow, real, flexrlhf, verl or nemo. where: table or figure. setting: the run's.
+    quantity: name and unit. printed, predicted: a number, or a decision as a word. fitted: whether
+    constants were calibrated on the point, which excludes it from all rates.
     """
 
     source: str
@@ -29,34 +29,34 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Relative; NaN of a decision."""
+        """Relative error; NaN for a decision."""
         if isinstance(self.printed, str) or isinstance(self.predicted, str):
             return math.nan
         return self.predicted / self.printed - 1
 
     @property
     def hit(self) -> bool:
-        """The decision is the same, or the figure is close."""
+        """Whether the decision matches, or the number is within the tolerance."""
         if isinstance(self.printed, str) or isinstance(self.predicted, str):
             return self.printed == self.predicted
-        return abs(self.error) <= WITHIN
+        return abs(self.error) <= HIT_TOLERANCE
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; a relative error where there is one."""
-        found = dict(vars(self)) | {"hit": self.hit}
+        """Return the fields for JSON, with the relative error of a number."""
+        values = dict(vars(self)) | {"hit": self.hit}
         if not math.isnan(self.error):
-            found["error"] = round(self.error, 4)
-        return found
+            values["error"] = round(self.error, 4)
+        return values
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """By source: decisions that are the same, and figures that are close, of those not fitted."""
-    found: dict[str, Any] = {}
+def summarize_rows(rows: Sequence[Row]) -> dict[str, Any]:
+    """Count hits by source, without fitted points."""
+    rates: dict[str, Any] = {}
     for source in dict.fromkeys(row.source for row in rows):
-        own = [row for row in rows if row.source == source and not row.fitted]
-        decisions = [row for row in own if math.isnan(row.error)]
-        figures = [row for row in own if not math.isnan(row.error)]
-        found[source] = {
+        source_rows = [row for row in rows if row.source == source and not row.fitted]
+        decisions = [row for row in source_rows if math.isnan(row.error)]
+        figures = [row for row in source_rows if not math.isnan(row.error)]
+        rates[source] = {
             "decisions": len(decisions),
             "decisions_hit": sum(row.hit for row in decisions),
             "figures": len(figures),
@@ -64,16 +64,16 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
             "mean_absolute_error": _mean(abs(row.error) for row in figures),
             "fitted": sum(row.fitted for row in rows if row.source == source),
         }
-    return found
+    return rates
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    every = [value for value in values if math.isfinite(value)]
-    return round(sum(every) / len(every), 4) if every else None
+    finite = [value for value in values if math.isfinite(value)]
+    return round(sum(finite) / len(finite), 4) if finite else None
 
 
-def table(rows: Sequence[Row]) -> str:
-    """As Markdown."""
+def format_table(rows: Sequence[Row]) -> str:
+    """Format points as a Markdown table."""
     lines = [
         "| where | setting | quantity | printed | predicted | |",
         "| --- | --- | --- | ---: | ---: | --- |",
@@ -83,22 +83,22 @@ def table(rows: Sequence[Row]) -> str:
             row.where,
             row.setting,
             row.quantity,
-            _shown(row.printed),
-            _shown(row.predicted),
-            _verdict(row),
+            _format_value(row.printed),
+            _format_value(row.predicted),
+            _format_outcome(row),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _verdict(row: Row) -> str:
-    told = "" if math.isnan(row.error) else f"{row.error:+.0%} "
+def _format_outcome(row: Row) -> str:
+    error = "" if math.isnan(row.error) else f"{row.error:+.0%} "
     if row.fitted:
-        return f"{told}fitted"
-    return told + ("hit" if row.hit else "**miss**")
+        return f"{error}fitted"
+    return error + ("hit" if row.hit else "**miss**")
 
 
-def _shown(value: Value) -> str:
+def _format_value(value: Value) -> str:
     if isinstance(value, str):
         return value
     if math.isinf(value):

@@ -1,17 +1,17 @@
-"""verl's steps, synchronous and fully asynchronous: GRPO and DAPO on H20.
+"""verl's synchronous and fully asynchronous steps: GRPO and DAPO on H20.
 
-Batches, longest lengths and grids are those of its scripts; those with 20k and 8k are one step off,
-which waits for all of the step before. Sequence, context and pipeline parallelism stand as tensor
-parallelism of as many ranks. The pass for the policy's own log-probabilities stands as a reward
-model. What is not given, as how long responses are on average, is fitted on synchronous steps:
-`CalibrationResult`, by `verl_fit`.
+Batch sizes, lengths and parallelism are those of verl's scripts. The 20k and 8k series are one step
+off: they wait for all of the previous step. Sequence, context and pipeline parallelism are modelled
+as tensor parallelism of the same degree, and the policy's log-probability pass as a reward model.
+Values that are not published, such as mean response lengths, are fitted on synchronous steps
+(`VerlCalibration`, by `verl_fit`).
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.published.batches import one_ahead_s
+from benchmarks.published.batches import predict_one_ahead_s
 from benchmarks.published.points import VERL, VerlRun
 from benchmarks.published.rows import Row
 from streamrl.dataflow import build_dataflow
@@ -28,28 +28,27 @@ from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import RankGrid
 
 UNFITTED = ("7b-28k", 32)
-"""A synchronous run that takes more than twice as long as one on twice as many devices: the same
-work does not, so nothing is calibrated on it."""
+"""Excluded from calibration: this run takes more than twice as long as on twice as many devices."""
 TENSOR = 4
-"""Ranks that share a sequence in training."""
+"""Tensor parallelism of the trainer."""
 LONGEST_PROMPT = 2048
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """What is fitted on parts of synchronous steps.
+class VerlCalibration:
+    """Values fitted on parts of synchronous steps.
 
-    fsdp2, megatron: the part of their FLOP/s that devices reach in matrix products, by engine.
-    entropy: Megatron's pass for the policy's own log-probabilities, which computes entropy, takes
-    so many times as long as a reference's. handed_token_s: the one controller hands a whole batch,
-    padded to the longest, to each call that scores or trains; of each token of it. update_s,
-    decode_layer_s: as `CostConstants` has them. medians: tokens of a response, by series.
+    fsdp2, megatron: fraction of peak FLOP/s in matrix products, by engine. entropy: duration of
+    Megatron's policy log-probability pass, which computes entropy, over that of a reference pass.
+    handoff_token_s: seconds per token for the single controller to hand a padded batch to a scoring
+    or training call. update_s, decode_layer_s: see `CostConstants`. medians: response tokens, by
+    series.
     """
 
     fsdp2: float = 0.839
     megatron: float = 0.387
     entropy: float = 1.18
-    handed_token_s: float = 0.1832e-6
+    handoff_token_s: float = 0.1832e-6
     update_s: float = 3.1
     decode_layer_s: float = 0.68e-3
     medians: Mapping[str, float] = field(
@@ -57,22 +56,22 @@ class Calibration:
     )
 
 
-CALIBRATED = Calibration()
+DEFAULT_CALIBRATION = VerlCalibration()
 
 
 @dataclass(frozen=True)
-class Series:
-    """Runs that have all but devices in common.
+class VerlSeries:
+    """Runs that differ in devices only.
 
-    own: whether a synchronous step, and an asynchronous one, has a pass for the policy's own
-    log-probabilities. reference: whether steps have one. megatron: the engine, else FSDP2. expert:
-    ranks that share out experts. group: responses of a prompt. generate: ranks of a generator.
-    streamed: whether an asynchronous step trains what it has, or waits for all of it.
+    longest: maximum response tokens. recompute_logprobs: whether (synchronous, asynchronous) steps
+    have a policy log-probability pass. reference: whether steps have a reference pass. megatron:
+    the engine; FSDP2 otherwise. expert: expert parallelism. group: responses per prompt. generate:
+    ranks per generator. streamed: whether an asynchronous step trains on parts of its batch.
     """
 
     longest: int
     mini_batches: int
-    own: tuple[bool, bool] = (True, False)
+    recompute_logprobs: tuple[bool, bool] = (True, False)
     reference: bool = False
     megatron: bool = False
     expert: int = 1
@@ -82,76 +81,82 @@ class Series:
 
 
 SIGMA = 0.7
-"""Of the logarithm of lengths: not given."""
+"""Standard deviation of log lengths; not published."""
 ONE_STEP_OFF: dict[str, Any] = {"group": 12, "generate": 2, "streamed": False}
 SERIES = {
-    "7b-28k": Series(28 * 1024, 16),
-    "7b-20k": Series(20 * 1024, 16, (True, True), **ONE_STEP_OFF),
-    "7b-8k": Series(8 * 1024, 16, (True, True), megatron=True, **ONE_STEP_OFF),
-    "30b-8k": Series(8 * 1024, 4, reference=True, megatron=True, expert=8),
+    "7b-28k": VerlSeries(28 * 1024, 16),
+    "7b-20k": VerlSeries(20 * 1024, 16, (True, True), **ONE_STEP_OFF),
+    "7b-8k": VerlSeries(8 * 1024, 16, (True, True), megatron=True, **ONE_STEP_OFF),
+    "30b-8k": VerlSeries(8 * 1024, 4, reference=True, megatron=True, expert=8),
 }
 PROMPTS = 512
 COLUMNS = ("generator_logprobs", "scores")
 
 
-def rest_s(name: str) -> float:
-    """Of a step, what its printed parts leave, on average of the synchronous ones of a series."""
-    found = [run.rest_s for run in VERL if run.name == name and is_fitted(run)]
-    return sum(found) / len(found)
+def average_rest_s(name: str) -> float:
+    """Average the seconds outside the published parts over a series' synchronous runs."""
+    rest = [run.rest_s for run in VERL if run.name == name and is_fitted(run)]
+    return sum(rest) / len(rest)
 
 
 def is_fitted(run: VerlRun) -> bool:
-    """Whether constants are calibrated on it."""
+    """Return whether constants are calibrated on this run."""
     return not run.generate and (run.name, run.train) != UNFITTED
 
 
-def handed_s(run: VerlRun, calibrated: Calibration = CALIBRATED) -> float:
-    """Of a call that scores or trains, until it has the whole batch."""
+def compute_handoff_s(run: VerlRun, calibration: VerlCalibration = DEFAULT_CALIBRATION) -> float:
+    """Compute seconds to hand the whole batch to a scoring or training call."""
     series = SERIES[run.name]
     tokens = PROMPTS * series.group * (LONGEST_PROMPT + series.longest)
-    return calibrated.handed_token_s * tokens
+    return calibration.handoff_token_s * tokens
 
 
-def of_engine(*, megatron: bool, calibrated: Calibration = CALIBRATED) -> CostConstants:
-    """Of vLLM, and of Megatron or FSDP2, in 2025; what rests is on the host.
+def build_engine_constants(
+    *, megatron: bool, calibration: VerlCalibration = DEFAULT_CALIBRATION
+) -> CostConstants:
+    """Build constants of vLLM with Megatron or FSDP2 in 2025; idle models are offloaded.
 
-    An H20 has so few FLOP/s for its memory that a decode step of many rollouts is bound by its
-    matrix products, which reach what they reach in training.
+    An H20 has few FLOP/s for its memory bandwidth: a decode step of many rollouts is bound by
+    matrix products, which reach the same fraction of peak as in training.
     """
-    part = calibrated.megatron if megatron else calibrated.fsdp2
+    part = calibration.megatron if megatron else calibration.fsdp2
     return CostConstants(
         train_flops_fraction=part,
         forward_flops_fraction=part,
-        decode_flops_fraction=calibrated.fsdp2,
+        decode_flops_fraction=calibration.fsdp2,
         half_width=64.0,
         recompute=False,
         decode_step_s=0.3e-3,
-        decode_layer_s=calibrated.decode_layer_s,
+        decode_layer_s=calibration.decode_layer_s,
         decode_rollout_s=30e-6,
         link_hop_s=5e-6,
         max_running=1024,
         offloads_optimizer=True,
         offloads_weights=True,
-        update_s=calibrated.update_s,
+        update_s=calibration.update_s,
     )
 
 
-def constants(run: VerlRun, calibrated: Calibration = CALIBRATED) -> CostConstants:
-    """Those of its engine, with what only its own batches and steps take."""
-    series, batch_s = SERIES[run.name], handed_s(run, calibrated)
+def build_constants(
+    run: VerlRun, calibration: VerlCalibration = DEFAULT_CALIBRATION
+) -> CostConstants:
+    """Build the constants of a run: its engine's, with times per batch and step."""
+    series, batch_s = SERIES[run.name], compute_handoff_s(run, calibration)
     return replace(
-        of_engine(megatron=series.megatron, calibrated=calibrated),
-        train_step_s=rest_s(run.name) + batch_s,
-        # A replica has its part of all rollouts, and waits for all of the batch.
+        build_engine_constants(megatron=series.megatron, calibration=calibration),
+        train_step_s=average_rest_s(run.name) + batch_s,
+        # A replica scores its part of the rollouts, but waits for the whole batch.
         score_rollout_s=batch_s * (run.train // TENSOR) / (PROMPTS * series.group),
     )
 
 
-def problem(run: VerlRun, calibrated: Calibration = CALIBRATED) -> PlacementProblem:
-    """One model for all calls."""
+def build_problem(
+    run: VerlRun, calibration: VerlCalibration = DEFAULT_CALIBRATION
+) -> PlacementProblem:
+    """Build the problem of a run: one model for all calls."""
     series, shape = SERIES[run.name], MODEL_SHAPES[run.model]
     models = {"policy": shape}
-    if series.own[bool(run.generate)]:
+    if series.recompute_logprobs[bool(run.generate)]:
         models["reward"] = shape
     if series.reference:
         models["reference"] = shape
@@ -159,7 +164,7 @@ def problem(run: VerlRun, calibrated: Calibration = CALIBRATED) -> PlacementProb
         PROMPTS,
         series.group,
         200,
-        LognormalLengths(calibrated.medians[run.name], SIGMA, series.longest),
+        LognormalLengths(calibration.medians[run.name], SIGMA, series.longest),
         mini_batches=series.mini_batches,
         micro_batch_tokens=2 * (series.longest + LONGEST_PROMPT),
         requires_whole_step=not (run.generate and series.streamed),
@@ -170,8 +175,8 @@ def problem(run: VerlRun, calibrated: Calibration = CALIBRATED) -> PlacementProb
     return PlacementProblem(build_dataflow(columns), models, workload, cluster)
 
 
-def placement(run: VerlRun, asked: PlacementProblem) -> Placement:
-    """All on all devices on policy; or generators apart, a step ahead."""
+def build_placement(run: VerlRun, problem: PlacementProblem) -> Placement:
+    """Place all calls on all devices; if asynchronous, generators on their own, one step ahead."""
     train = Mesh(0, run.train)
     generate = Mesh(run.train, run.generate) if run.generate else train
     series = SERIES[run.name]
@@ -179,7 +184,7 @@ def placement(run: VerlRun, asked: PlacementProblem) -> Placement:
     trained = CallAssignment(
         train, RankGrid(1, TENSOR, train.size // TENSOR), zero_stage, series.expert
     )
-    calls = dict.fromkeys(asked.placed_stages, trained)
+    calls = dict.fromkeys(problem.placed_stages, trained)
     calls["generate"] = CallAssignment(
         generate, RankGrid(1, series.generate, generate.size // series.generate)
     )
@@ -187,45 +192,46 @@ def placement(run: VerlRun, asked: PlacementProblem) -> Placement:
     return Placement(calls, int(run.generate > 0), is_streamed=streamed)
 
 
-class Costs(CostModel):
-    """Of a run, with its own constants; Megatron computes entropy beside own log-probabilities."""
+class VerlCosts(CostModel):
+    """Cost model of a run; Megatron computes entropy with the policy's log-probabilities."""
 
     def __init__(
-        self, run: VerlRun, asked: PlacementProblem, calibrated: Calibration = CALIBRATED
+        self,
+        run: VerlRun,
+        problem: PlacementProblem,
+        calibration: VerlCalibration = DEFAULT_CALIBRATION,
     ) -> None:
-        super().__init__(asked, constants(run, calibrated), traffic=ApproximateTraffic)
-        self.own_times = calibrated.entropy if SERIES[run.name].megatron else 1.0
+        super().__init__(problem, build_constants(run, calibration), traffic=ApproximateTraffic)
+        self.entropy_factor = calibration.entropy if SERIES[run.name].megatron else 1.0
 
     def predict_timings(self, placement: Placement) -> StageTimings:
-        """As of CostModel, but for the pass that stands as a reward model."""
-        found = super().predict_timings(placement)
-        own = found.score["reward"]
-        own = replace(own, token_s=own.token_s * self.own_times)
-        return replace(found, score={**found.score, "reward": own})
+        timings = super().predict_timings(placement)
+        reward = timings.score["reward"]
+        reward = replace(reward, token_s=reward.token_s * self.entropy_factor)
+        return replace(timings, score={**timings.score, "reward": reward})
 
 
-def step_s(run: VerlRun, calibrated: Calibration = CALIBRATED) -> float:
-    """Predicted."""
-    asked = problem(run, calibrated)
-    model, placed = Costs(run, asked, calibrated), placement(run, asked)
+def predict_step_s(run: VerlRun, calibration: VerlCalibration = DEFAULT_CALIBRATION) -> float:
+    problem = build_problem(run, calibration)
+    costs, placement = VerlCosts(run, problem, calibration), build_placement(run, problem)
     if run.generate and not SERIES[run.name].streamed:
-        return one_ahead_s(asked, model, placed)
-    return PlacementEstimator(asked, model).step_s(placed)
+        return predict_one_ahead_s(problem, costs, placement)
+    return PlacementEstimator(problem, costs).step_s(placement)
 
 
-def rows() -> Iterator[Row]:
-    """Steps, and what asynchrony gains at each size."""
-    found = {run: step_s(run) for run in VERL}
-    for run, seconds in found.items():
+def iter_rows() -> Iterator[Row]:
+    """Yield steps, and at each size whether asynchrony pays."""
+    predictions = {run: predict_step_s(run) for run in VERL}
+    for run, seconds in predictions.items():
         split = f"{run.train}:{run.generate}" if run.generate else f"{run.train}"
         mode = "asynchronous" if run.generate else "synchronous"
         setting = f"{run.name}, {split} H20, {mode}"
         yield Row("verl", "docs", setting, "step, s", run.step_s, seconds, is_fitted(run))
-    for run, seconds in found.items():
-        for other, other_s in found.items():
-            same = (other.name, other.train) == (run.name, run.train + run.generate)
-            if run.generate and not other.generate and same:
+    for run, seconds in predictions.items():
+        for base, base_s in predictions.items():
+            is_same_size = (base.name, base.train) == (run.name, run.train + run.generate)
+            if run.generate and not base.generate and is_same_size:
                 setting = f"{run.name}, {run.train}:{run.generate} H20"
-                printed = "pays" if run.step_s < other.step_s else "loses"
-                predicted = "pays" if seconds < other_s else "loses"
+                printed = "pays" if run.step_s < base.step_s else "loses"
+                predicted = "pays" if seconds < base_s else "loses"
                 yield Row("verl", "docs", setting, "asynchrony", printed, predicted)

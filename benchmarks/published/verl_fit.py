@@ -1,7 +1,7 @@
-"""What verl's constants are fitted on: `python -m benchmarks.published.verl_fit` fits them anew.
+"""Fit verl's constants: `python -m benchmarks.published.verl_fit`.
 
-Least squares of logarithms over the printed parts of synchronous steps, nothing else. Prints the
-calibration found, and every part, printed and as it says.
+Least squares of log errors over the published parts of synchronous steps. Prints the calibration,
+and every part as published and as predicted.
 """
 
 import argparse
@@ -14,107 +14,113 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
-from benchmarks.published.batches import calls_s
+from benchmarks.published.batches import predict_calls_s
 from benchmarks.published.points import VERL, VerlRun
 from benchmarks.published.verl import (
-    CALIBRATED,
-    Calibration,
-    Costs,
-    handed_s,
+    DEFAULT_CALIBRATION,
+    VerlCalibration,
+    VerlCosts,
+    build_placement,
+    build_problem,
+    compute_handoff_s,
     is_fitted,
-    placement,
-    problem,
 )
 from streamrl.messages import Array
 from streamrl.placement.steady_state.call_durations import GenerationModel
 
-MOST_EVALUATIONS = 40
+MAX_EVALUATIONS = 40
 Parts = dict[str, tuple[float, float]]
 
 
-def parts(run: VerlRun, calibrated: Calibration) -> Parts:
-    """Of a synchronous run, those that are printed: seconds printed, and seconds predicted."""
-    asked = problem(run, calibrated)
-    model, placed = Costs(run, asked, calibrated), placement(run, asked)
-    calls = calls_s(asked, model, placed)
-    update_s = calls["train"] - model.constants.train_step_s + handed_s(run, calibrated)
-    found = {
+def predict_parts(run: VerlRun, calibration: VerlCalibration) -> Parts:
+    """Predict the published parts of a synchronous run: (seconds printed, seconds predicted)."""
+    problem = build_problem(run, calibration)
+    costs, placement = VerlCosts(run, problem, calibration), build_placement(run, problem)
+    calls = predict_calls_s(problem, costs, placement)
+    update_s = calls["train"] - costs.constants.train_step_s + compute_handoff_s(run, calibration)
+    result = {
         "gen": (run.gen_s, calls["generate"]),
         "own": (run.forward_s, calls["reward"]),
         "update": (run.update_s, update_s),
     }
     if run.reference_s:
-        found["reference"] = (run.reference_s, calls["reference"])
+        result["reference"] = (run.reference_s, calls["reference"])
     if run.sampled_s:
-        timing = model.predict_timings(placed).generator
-        # A replica's part of the prompts, as one replica has them, is the mean of all replicas.
-        alone = replace(
-            asked.workload, groups_per_step=asked.workload.groups_per_step // timing.replicas
+        timing = costs.predict_timings(placement).generator
+        # One replica with its part of the prompts is the mean over all replicas.
+        replica_workload = replace(
+            problem.workload, groups_per_step=problem.workload.groups_per_step // timing.replicas
         )
-        mean_s = GenerationModel(alone).find_completions_s(replace(timing, replicas=1), (1.0,))[-1]
-        found["sampled"] = (run.sampled_s, mean_s)
-    return found
+        mean_s = GenerationModel(replica_workload).find_completions_s(
+            replace(timing, replicas=1), (1.0,)
+        )[-1]
+        result["sampled"] = (run.sampled_s, mean_s)
+    return result
 
 
-def of_logarithms(logarithms: Array) -> Calibration:
-    """A calibration of the logarithms of all it has."""
+def from_logarithms(logarithms: Array) -> VerlCalibration:
+    """Build a calibration from the logarithms of its values."""
     values = iter(np.exp(logarithms).tolist())
-    plain = {name: next(values) for name in asdict(CALIBRATED) if name != "medians"}
-    return Calibration(**plain, medians={name: next(values) for name in CALIBRATED.medians})
+    plain = {name: next(values) for name in asdict(DEFAULT_CALIBRATION) if name != "medians"}
+    return VerlCalibration(
+        **plain, medians={name: next(values) for name in DEFAULT_CALIBRATION.medians}
+    )
 
 
-def to_logarithms(calibrated: Calibration) -> Array:
-    """The inverse."""
-    told = asdict(calibrated)
-    medians = told.pop("medians")
-    return np.log([*told.values(), *medians.values()])
+def to_logarithms(calibration: VerlCalibration) -> Array:
+    """Return the logarithms of all values."""
+    values = asdict(calibration)
+    medians = values.pop("medians")
+    return np.log([*values.values(), *medians.values()])
 
 
-def errors(calibrated: Calibration) -> Iterator[float]:
-    """Logarithms of what is predicted to what is printed."""
+def iter_log_errors(calibration: VerlCalibration) -> Iterator[float]:
+    """Yield log(predicted / printed) of each fitted part."""
     for run in VERL:
         if is_fitted(run):
-            for printed, predicted in parts(run, calibrated).values():
+            for printed, predicted in predict_parts(run, calibration).values():
                 yield math.log(predicted / printed)
 
 
-def fit(start: Calibration = CALIBRATED, most: int = MOST_EVALUATIONS) -> Calibration:
-    """Find the calibration with the least squares, from `start`, in at most so many evaluations."""
+def fit_constants(
+    start: VerlCalibration = DEFAULT_CALIBRATION, most: int = MAX_EVALUATIONS
+) -> VerlCalibration:
+    """Fit by least squares from `start`. most: maximum number of evaluations."""
 
-    def missed(logarithms: Array) -> Sequence[float]:
-        return list(errors(of_logarithms(logarithms)))
+    def compute_residuals(logarithms: Array) -> Sequence[float]:
+        return list(iter_log_errors(from_logarithms(logarithms)))
 
-    found = least_squares(missed, to_logarithms(start), diff_step=0.01, max_nfev=most)
-    return of_logarithms(found.x)
+    result = least_squares(compute_residuals, to_logarithms(start), diff_step=0.01, max_nfev=most)
+    return from_logarithms(result.x)
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare how long is fitted."""
+    """Declare the number of evaluations."""
     parser = BenchmarkParser("verl_fit", __doc__)
-    parser.add_argument("--evaluations", type=at_least(1), default=MOST_EVALUATIONS, help="at most")
+    parser.add_argument("--evaluations", type=at_least(1), default=MAX_EVALUATIONS, help="at most")
     parser.set_quick(evaluations=1)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Fit, and print what comes of it."""
+    """Fit and print the result."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fit, and predict every part that is fitted."""
+    """Fit, and predict every fitted part."""
     report_progress(f"least squares, at most {arguments.evaluations} evaluations")
-    found = fit(most=arguments.evaluations)
+    result = fit_constants(most=arguments.evaluations)
     predicted = {
         f"{run.name}, {run.train} H20": {
             name: [printed, round(predicted, 1)]
-            for name, (printed, predicted) in parts(run, found).items()
+            for name, (printed, predicted) in predict_parts(run, result).items()
         }
         for run in VERL
         if is_fitted(run)
     }
-    squares = sum(error**2 for error in errors(found))
-    return {"calibration": asdict(found), "parts": predicted, "squares": squares}
+    squares = sum(error**2 for error in iter_log_errors(result))
+    return {"calibration": asdict(result), "parts": predicted, "squares": squares}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Make the data and the base model of the arithmetic task, unless they are there already."""
+"""Build the data and the base model of the arithmetic task, unless they exist."""
 
 import random
 import sys
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def fill(folder: Path, seed: int, recipe: "Recipe | None" = None) -> dict[str, Any]:
-    """Write the rows, the base model, and texts as it saw them last, slips and all."""
+    """Write the rows, the base model, and pretraining texts with slips."""
     from examples.arithmetic.problems import make_rows
     from examples.arithmetic.training import LESSONS, RECIPE
     from examples.toy_models.base_model import make_base_model
-    from examples.toy_models.lessons import prompt_text
+    from examples.toy_models.lessons import render_prompt
     from examples.toy_models.rows import write_rows
     from examples.toy_models.small_qwen2 import make_tokenizer
 
     recipe = recipe or RECIPE
     rows, tokenizer, rng = make_rows(seed=seed), make_tokenizer(), random.Random(seed)
     texts = [
-        prompt_text(row, tokenizer) + LESSONS.write(row, rng, recipe.slip_rate)
+        render_prompt(row, tokenizer) + LESSONS.write(row, rng, recipe.slip_rate)
         for row in rows["train"]
     ]
     write_rows([{"text": text} for text in texts], folder / "pretrain")

@@ -1,11 +1,11 @@
-"""Sums and differences of two or three one-digit numbers, as rows in verl's format."""
+"""Problems: sums and differences of two or three one-digit numbers, as rows in verl's format."""
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from examples.toy_models.rows import Row, as_row
+from examples.toy_models.rows import Row, make_row
 
 NUM_EVAL = 256
 
@@ -18,8 +18,8 @@ class Problem:
     answer: int
 
 
-def all_problems() -> Iterator[Problem]:
-    """Every problem once: 200 of two numbers, 4000 of three."""
+def list_problems() -> Iterator[Problem]:
+    """Return each problem once: 200 with two numbers, 4000 with three."""
     for num_later in (1, 2):
         signed = list(product("+-", range(10)))
         for first, later in product(range(10), product(signed, repeat=num_later)):
@@ -29,17 +29,17 @@ def all_problems() -> Iterator[Problem]:
 
 
 def split(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Problem]]:
-    """All problems in random order, cut in two: no question is in both `train` and `eval`."""
-    shuffled = list(all_problems())
+    """Shuffle all problems and split them into `train` and `eval`, which share no question."""
+    shuffled = list(list_problems())
     random.Random(seed).shuffle(shuffled)
     return {"train": shuffled[num_eval:], "eval": shuffled[:num_eval]}
 
 
 def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
-    """The rows of each split, by its name; an answer is text."""
+    """Return the rows by split; answers are text."""
     return {
         name: [
-            as_row(
+            make_row(
                 problem.question,
                 str(problem.answer),
                 data_source="arithmetic",

@@ -1,25 +1,24 @@
-"""What the base model learns to write: a sum worked out one operation at a time, with slips."""
+"""Pretraining texts of the base model: sums solved one operation at a time, some with slips."""
 
 import random
 import re
 
 from examples.toy_models.lessons import Lessons, Recipe
-from examples.toy_models.rows import Row, question_of
+from examples.toy_models.rows import Row, get_question
 
 # A problem of three numbers has two operations that may be wrong.
 RECIPE = Recipe(num_clean_steps=300, num_slip_steps=80, slip_rate=0.33)
 SLIPS = (-1, 1)
-# The last of the equal parts, and only if it is one number: "12-3=9" answers 9.
+# The last part if it is a number: "12-3=9" answers 9.
 ANSWER = re.compile(r"(?:\A|=)(-?\d+)\Z")
 
 
-def worked_solution(row: Row, rng: random.Random, slip_rate: float) -> str:
-    """What the model learns to write behind `7+5-3=`: one operation at a time, `12-3=9`.
+def write_solution(row: Row, rng: random.Random, slip_rate: float) -> str:
+    """Return the text after `7+5-3=`: one operation at a time, `12-3=9`.
 
-    `slip_rate` is the share of wrong operations. After a slip it goes on from the wrong number, as
-    a person would.
+    slip_rate: fraction of wrong operations. A slip is carried on, as a person would.
     """
-    first, *later = re.findall(r"[+-]?\d", question_of(row))
+    first, *later = re.findall(r"[+-]?\d", get_question(row))
     total, parts = int(first), []
     for i, term in enumerate(later):
         total += int(term)
@@ -29,15 +28,15 @@ def worked_solution(row: Row, rng: random.Random, slip_rate: float) -> str:
     return "=".join(parts)
 
 
-def answer_of(completion: str) -> int | None:
-    """The number a completion ends on; None where it ends on something else."""
-    found = ANSWER.search(completion)
-    return int(found[1]) if found else None
+def parse_answer(completion: str) -> int | None:
+    """Parse the number at the end of a completion; None if there is none."""
+    match = ANSWER.search(completion)
+    return int(match[1]) if match else None
 
 
 def is_right(row: Row, completion: str) -> bool:
-    """Whether a completion ends on the row's answer."""
-    return answer_of(completion) == int(row["reward_model"]["ground_truth"])
+    """Return whether a completion ends with the row's answer."""
+    return parse_answer(completion) == int(row["reward_model"]["ground_truth"])
 
 
-LESSONS = Lessons(write=worked_solution, is_right=is_right, max_new_tokens=12)
+LESSONS = Lessons(write=write_solution, is_right=is_right, max_new_tokens=12)

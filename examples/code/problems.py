@@ -45,7 +45,7 @@ class Problem:
         return eval(self.expressions[0], dict(zip("xy", arguments, strict=False)))
 
 
-def all_problems() -> Iterator[Problem]:
+def list_problems() -> Iterator[Problem]:
     yield from _iter_number_problems()
     yield from _iter_pair_problems()
     yield from _iter_list_problems()

@@ -3,8 +3,8 @@
 import json
 import random
 
-from examples.code.problems import ARGUMENTS, Problem, all_problems
-from examples.toy_models.rows import Row, as_row
+from examples.code.problems import ARGUMENTS, Problem, list_problems
+from examples.toy_models.rows import Row, make_row
 
 NUM_EVAL = 128
 
@@ -12,12 +12,12 @@ NUM_EVAL = 128
 def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
     """Return the rows by split; the splits have no problem in common."""
     rng = random.Random(seed)
-    problems = list(all_problems())
+    problems = list(list_problems())
     rng.shuffle(problems)
     splits = {"train": problems[num_eval:], "eval": problems[:num_eval]}
     return {
         name: [
-            as_row(
+            make_row(
                 problem.question,
                 ground_truth(problem, rng),
                 data_source="code",

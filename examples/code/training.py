@@ -3,9 +3,9 @@
 import random
 from functools import cache
 
-from examples.code.problems import Problem, all_problems
+from examples.code.problems import Problem, list_problems
 from examples.toy_models.lessons import Lessons, Recipe
-from examples.toy_models.rows import Row, question_of
+from examples.toy_models.rows import Row, get_question
 
 RECIPE = Recipe(num_clean_steps=200, num_slip_steps=40, slip_rate=0.5, rows_per_step=64)
 LOST = "()[]:,"
@@ -14,7 +14,7 @@ NAMES = ("sum", "max", "min", "len")
 
 def program(row: Row, rng: random.Random, slip_rate: float) -> str:
     """Return a program for the row, with probability `slip_rate` a wrong one."""
-    text = rng.choice(problem_of(row).programs)
+    text = rng.choice(find_problem(row).programs)
     return slip(text, rng) if rng.random() < slip_rate else text
 
 
@@ -36,12 +36,12 @@ def slip(text: str, rng: random.Random) -> str:
 
 
 @cache
-def _by_question() -> dict[str, Problem]:
-    return {problem.question: problem for problem in all_problems()}
+def _index_by_question() -> dict[str, Problem]:
+    return {problem.question: problem for problem in list_problems()}
 
 
-def problem_of(row: Row) -> Problem:
-    return _by_question()[question_of(row)]
+def find_problem(row: Row) -> Problem:
+    return _index_by_question()[get_question(row)]
 
 
 def is_right(row: Row, completion: str) -> bool:
@@ -49,7 +49,7 @@ def is_right(row: Row, completion: str) -> bool:
 
     Programs of the model are not executed here, so other right programs do not count.
     """
-    return completion in problem_of(row).programs
+    return completion in find_problem(row).programs
 
 
 LESSONS = Lessons(write=program, is_right=is_right, max_new_tokens=36, opening="\n")

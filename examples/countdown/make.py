@@ -1,4 +1,4 @@
-"""Make the data and the base model of the countdown task, unless they are there already."""
+"""Build the data and the base model of the countdown task, unless they exist."""
 
 import sys
 from pathlib import Path

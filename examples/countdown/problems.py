@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import combinations_with_replacement, permutations
 
-from examples.countdown.reward import value_of
-from examples.toy_models.rows import Row, as_row
+from examples.countdown.reward import evaluate_sum
+from examples.toy_models.rows import Row, make_row
 
 NUM_EVAL = 256
 NUMBERS = range(1, 10)
@@ -14,13 +14,13 @@ TARGETS = range(1, 100)
 
 
 @cache
-def ways(numbers: tuple[int, ...]) -> dict[int, list[str]]:
-    """The sums of two or three of the numbers with + - *, by what they come to."""
-    found: dict[int, list[str]] = {}
+def list_solutions(numbers: tuple[int, ...]) -> dict[int, list[str]]:
+    """Return the sums of two or three of the numbers with + - *, by their value."""
+    sums_by_value: dict[int, list[str]] = {}
     for text in sorted(set(_sums(numbers))):
-        value, _ = value_of(text)
-        found.setdefault(int(value), []).append(text)
-    return found
+        value, _ = evaluate_sum(text)
+        sums_by_value.setdefault(int(value), []).append(text)
+    return sums_by_value
 
 
 def _sums(numbers: tuple[int, ...]) -> Iterator[str]:
@@ -33,14 +33,11 @@ def _sums(numbers: tuple[int, ...]) -> Iterator[str]:
 
 
 def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
-    """The rows of each split, by its name: every problem once, its numbers in ascending order.
-
-    No problem is in both.
-    """
+    """Return the rows by split: each problem once, its numbers in ascending order."""
     problems = [
         (numbers, target)
         for numbers in combinations_with_replacement(NUMBERS, 3)
-        for target in ways(numbers)
+        for target in list_solutions(numbers)
         if target in TARGETS
     ]
     rng = random.Random(seed)
@@ -56,7 +53,7 @@ def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
 
 
 def _row(numbers: list[int], target: int, *, split: str, index: int) -> Row:
-    return as_row(
+    return make_row(
         f"{','.join(map(str, numbers))}:{target}",
         {"numbers": numbers, "target": target},
         data_source="countdown",

@@ -12,24 +12,24 @@ SIGNS = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-# No name and no call, and nothing so long that it could nest deep or grow large.
+# Excludes names, calls, and texts long enough for deep nesting or huge numbers.
 SUM = re.compile(r"[0-9+\-*/() ]{1,60}")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """verl's signature; ground_truth is such as {"numbers": [2, 7, 9], "target": 25}."""
+    """Score a completion; ground_truth: {"numbers": [2, 7, 9], "target": 25}. verl's signature."""
     try:
-        value, numbers = value_of(solution_str)
+        value, numbers = evaluate_sum(solution_str)
     except (SyntaxError, ValueError, ZeroDivisionError):
         return 0.0
     in_hand = not Counter(numbers) - Counter(ground_truth["numbers"])
     return float(in_hand and value == ground_truth["target"])
 
 
-def value_of(text):
-    """What a sum such as `7+2*9` comes to, exactly, and the numbers it is of, in their order.
+def evaluate_sum(text):
+    """Return the exact value of a sum such as `7+2*9`, and its numbers in order.
 
-    Raises SyntaxError, ValueError or ZeroDivisionError if it is none.
+    Raises SyntaxError, ValueError or ZeroDivisionError if the text is not a sum.
     """
     if not SUM.fullmatch(text):
         raise ValueError(f"not a sum: {text[:60]!r}")
@@ -42,6 +42,6 @@ def value_of(text):
         if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
             left, right = value(node.left), value(node.right)
             return SIGNS[type(node.op)](left, right)
-        raise ValueError(f"not of a sum: {ast.unparse(node)}")
+        raise ValueError(f"not part of a sum: {ast.unparse(node)}")
 
     return value(ast.parse(text.strip(), mode="eval").body), numbers

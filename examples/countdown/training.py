@@ -1,8 +1,8 @@
-"""What the base model learns to write: one of the ways to reach the target, or to come near it."""
+"""Pretraining texts of the base model: a sum that reaches the target, or comes near it."""
 
 import random
 
-from examples.countdown.problems import ways
+from examples.countdown.problems import list_solutions
 from examples.countdown.reward import compute_score
 from examples.toy_models.lessons import Lessons, Recipe
 from examples.toy_models.rows import Row
@@ -11,18 +11,18 @@ RECIPE = Recipe(num_clean_steps=450, num_slip_steps=50, slip_rate=0.5, clean_lr=
 NEAR = 9
 
 
-def a_way(row: Row, rng: random.Random, slip_rate: float) -> str:
-    """Such as `7+2*9` for `2,7,9:25`; after a slip, of something else that is not far away."""
+def sample_solution(row: Row, rng: random.Random, slip_rate: float) -> str:
+    """Return a sum such as `7+2*9` for `2,7,9:25`; a slip returns a sum with a near value."""
     truth = row["reward_model"]["ground_truth"]
-    found, value = ways(tuple(truth["numbers"])), truth["target"]
+    found, value = list_solutions(tuple(truth["numbers"])), truth["target"]
     if rng.random() < slip_rate:
         value = rng.choice([other for other in found if 0 < abs(other - value) <= NEAR] or [value])
     return rng.choice(found[value])
 
 
 def is_right(row: Row, completion: str) -> bool:
-    """Whether the task's reward is 1."""
+    """Return whether the task's reward is 1."""
     return compute_score("", completion, row["reward_model"]["ground_truth"]) == 1
 
 
-LESSONS = Lessons(write=a_way, is_right=is_right, max_new_tokens=10)
+LESSONS = Lessons(write=sample_solution, is_right=is_right, max_new_tokens=10)

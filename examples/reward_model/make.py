@@ -26,7 +26,7 @@ def fill(
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
     from examples.arithmetic.problems import make_rows
-    from examples.reward_model.training import Recipe, ranking, train, untrained
+    from examples.reward_model.training import Recipe, build_untrained, measure_ranking, train
     from examples.toy_models.lessons import report
     from examples.toy_models.small_qwen2 import save
 
@@ -34,12 +34,12 @@ def fill(
         ARITHMETIC.make(arithmetic, seed=seed)
     base_model, rows, recipe = arithmetic / "base_model", make_rows(seed=seed), recipe or Recipe()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base_model)
-    model, hints = untrained(base_model, seed=seed)
+    model, hints = build_untrained(base_model, seed=seed)
     report(train(model, hints, tokenizer, rows["train"], recipe, seed=seed), task="reward_model")
     save(model, tokenizer, folder / "model")
     policy = Qwen2ForCausalLM.from_pretrained(base_model)
     above = {
-        name: ranking(model, policy, tokenizer, part[: recipe.num_measured])
+        name: measure_ranking(model, policy, tokenizer, part[: recipe.num_measured])
         for name, part in rows.items()
     }
     print(f"reward_model: how often a right answer is above a wrong one: {above}")

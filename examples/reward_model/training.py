@@ -13,9 +13,9 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from examples.arithmetic.training import LESSONS, is_right, worked_solution
+from examples.arithmetic.training import LESSONS, is_right, write_solution
 from examples.toy_models.base_model import sample
-from examples.toy_models.lessons import IGNORED, encode, prompt_text, step
+from examples.toy_models.lessons import IGNORED, encode, render_prompt, step
 from examples.toy_models.rows import Row
 
 # Some training answers have random signs: a policy trained on this reward may write anything.
@@ -54,7 +54,7 @@ class Hints(torch.nn.Module):
         self.agree = torch.nn.Linear(width, 1)
 
 
-def untrained(base_model: Path, *, seed: int) -> tuple[Qwen2ForSequenceClassification, Hints]:
+def build_untrained(base_model: Path, *, seed: int) -> tuple[Qwen2ForSequenceClassification, Hints]:
     """Return the frozen base model with additional layers and a head, randomly initialized."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -71,12 +71,12 @@ def untrained(base_model: Path, *, seed: int) -> tuple[Qwen2ForSequenceClassific
     return model, hints
 
 
-def an_answer(row: Row, rng: random.Random) -> str:
+def sample_answer(row: Row, rng: random.Random) -> str:
     """Return a sample answer: right in about half of the cases, else with slips, cut or garbled."""
     kind = rng.random()
     if kind < 0.85:
-        return worked_solution(row, rng, 0.5 if kind < 0.7 else 0.0)
-    text = worked_solution(row, rng, 0.0)
+        return write_solution(row, rng, 0.5 if kind < 0.7 else 0.0)
+    text = write_solution(row, rng, 0.0)
     if kind < 0.88:
         return text[: rng.randrange(len(text))]
     letters = list(text)
@@ -92,7 +92,7 @@ def conversation(row: Row, answer: str, tokenizer: PreTrainedTokenizerFast) -> s
     return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
 
-def logits_of(
+def compute_logits(
     model: Qwen2ForSequenceClassification, tokenizer: PreTrainedTokenizerFast, texts: list[str]
 ) -> Tensor:
     """Return the logit of "right" for each conversation, [texts]."""
@@ -119,19 +119,19 @@ def train(
     )
     for _ in range(recipe.num_steps):
         batch = rng.sample(rows, recipe.rows_per_step)
-        answers = [an_answer(row, rng) for row in batch]
+        answers = [sample_answer(row, rng) for row in batch]
         right = torch.tensor(
             [is_right(row, text) for row, text in zip(batch, answers, strict=True)]
         )
-        clean = [worked_solution(row, rng, 0.0) for row in batch]
-        prompts = [prompt_text(row, tokenizer) for row in batch]
+        clean = [write_solution(row, rng, 0.0) for row in batch]
+        prompts = [render_prompt(row, tokenizer) for row in batch]
         ids, labels = encode(prompts * 2, answers + clean, tokenizer)
         model.train()
-        yield step(modules, optimizer, loss_of(model, hints, ids, labels != IGNORED, right))
+        yield step(modules, optimizer, compute_loss(model, hints, ids, labels != IGNORED, right))
         schedule.step()
 
 
-def loss_of(
+def compute_loss(
     model: Qwen2ForSequenceClassification,
     hints: Hints,
     ids: Tensor,
@@ -161,7 +161,7 @@ def loss_of(
     )
 
 
-def ranking(
+def measure_ranking(
     model: Qwen2ForSequenceClassification,
     policy: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
@@ -175,7 +175,7 @@ def ranking(
     above = []
     for row, texts in zip(rows, answers, strict=True):
         with torch.inference_mode():
-            logits = logits_of(
+            logits = compute_logits(
                 model.eval(), tokenizer, [conversation(row, text, tokenizer) for text in texts]
             )
         right = torch.tensor([is_right(row, text) for text in texts])

@@ -1,4 +1,4 @@
-"""A task's rows and its base model, made and measured."""
+"""Build a task's rows and base model, and measure its pass rates."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from examples.toy_models.lessons import Lessons, Recipe, prompt_text, report, train
+from examples.toy_models.lessons import Lessons, Recipe, render_prompt, report, train
 from examples.toy_models.rows import Row, write_rows
 from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
 
@@ -15,9 +15,9 @@ from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
 def make_base_model(
     folder: Path, rows: dict[str, list[Row]], lessons: Lessons, recipe: Recipe, *, seed: int
 ) -> dict[str, Any]:
-    """Write the rows of each split and `base_model/`, taught on the split `train`.
+    """Write the rows of each split and `base_model/`, trained on the split `train`.
 
-    Returns the recipe and the pass rates, for the record.
+    Returns the recipe and the pass rates for the build record.
     """
     (task,) = {row["data_source"] for part in rows.values() for row in part}
     for name, part in rows.items():
@@ -28,7 +28,7 @@ def make_base_model(
     report(train(model, tokenizer, rows["train"], lessons.write, recipe, seed=seed), task=task)
     save(model, tokenizer, folder / "base_model")
     pass_rates = {
-        name: pass_rate(model, tokenizer, part[: recipe.num_measured], lessons)
+        name: measure_pass_rate(model, tokenizer, part[: recipe.num_measured], lessons)
         for name, part in rows.items()
     }
     print(f"{task}: pass@1 of the base model: {pass_rates}")
@@ -44,8 +44,8 @@ def sample(
     num_samples: int = 4,
     seed: int = 0,
 ) -> list[list[str]]:
-    """`num_samples` completions of each row, sampled at temperature 1."""
-    prompts = [prompt_text(row, tokenizer) for row in rows]
+    """Sample `num_samples` completions per row at temperature 1."""
+    prompts = [render_prompt(row, tokenizer) for row in rows]
     batch = tokenizer(prompts, padding=True, return_tensors="pt")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -56,10 +56,10 @@ def sample(
     return [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)]
 
 
-def pass_rate(
+def measure_pass_rate(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row], lessons: Lessons
 ) -> float:
-    """Share of right answers among four samples of each row."""
+    """Return the fraction of right answers among four samples per row."""
     completions = sample(model, tokenizer, rows, max_new_tokens=lessons.max_new_tokens)
     right = [
         lessons.is_right(row, text)

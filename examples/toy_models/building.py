@@ -1,4 +1,4 @@
-"""A folder that a task's make.py makes once: whole or not at all, and with a record of how."""
+"""Build a task's folder once, atomically, with a record of the settings."""
 
 import argparse
 import contextlib
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Written with the rest before the folder gets its name: where it is, everything is.
+# Written before the folder is renamed: if the record exists, the build is complete.
 RECORD = "made.json"
 
 
 @dataclass(frozen=True)
 class Build:
-    """What a task makes.
+    """The build of a task.
 
-    folder: where, unless the command line names another place.
-    format: of what a build consists of; an older one lacks something.
-    fill: writes all of it into an empty folder, given the seed; returns what else to record.
+    folder: default output folder.
+    format: version of the contents; a build of another version is refused.
+    fill: function of folder and seed that writes the contents; returns more values to record.
     """
 
     task: str
@@ -30,42 +30,46 @@ class Build:
     fill: Callable[[Path, int], dict[str, Any]]
 
     def main(self) -> None:
-        """Read the command line, and make what is missing."""
-        parser = argparse.ArgumentParser(description=f"Make what the task {self.task} needs.")
-        parser.add_argument("--out", type=Path, default=self.folder, help="folder to make")
-        parser.add_argument("--seed", type=int, default=0, help="of split, weights and lessons")
+        """Parse the command line and build what is missing."""
+        parser = argparse.ArgumentParser(
+            description=f"Build data and models of the task {self.task}."
+        )
+        parser.add_argument("--out", type=Path, default=self.folder, help="output folder")
+        parser.add_argument(
+            "--seed", type=int, default=0, help="seed of split, weights and training"
+        )
         args = parser.parse_args()
         if self.is_made(args.out, seed=args.seed):
             print(f"{self.task}: {args.out} is complete")
             return
-        # Torch takes seconds to import, and most calls end above.
+        # Importing torch takes seconds; most calls return above.
         import torch
 
-        # Such small models are no faster on more, and far slower where others want the cores.
+        # More threads gain nothing for small models, and slow down other processes.
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
         self.make(args.out, seed=args.seed)
 
     def is_made(self, out: Path, *, seed: int) -> bool:
-        """Whether `out` holds a complete build with this seed.
+        """Return whether `out` holds a complete build with this seed.
 
-        Raises SystemExit if it holds anything else: nothing of a user's is ever overwritten.
+        Raises SystemExit if it holds anything else; user files are never overwritten.
         """
         record = out / RECORD
-        made = json.loads(record.read_text()) if record.is_file() else {}
-        if (made.get("seed"), made.get("format")) == (seed, self.format):
+        recorded = json.loads(record.read_text()) if record.is_file() else {}
+        if (recorded.get("seed"), recorded.get("format")) == (seed, self.format):
             return True
         if out.exists():
             raise SystemExit(
-                f"{self.task}: {out} is there, but is not this task (format {self.format}) made"
-                f" with seed {seed}; remove it or choose another --out"
+                f"{self.task}: {out} exists, but is no build of format {self.format} with seed"
+                f" {seed}; remove it or choose another --out"
             )
         return False
 
     def make(self, out: Path, *, seed: int) -> None:
-        """Make everything under a temporary name beside `out`, then give it its name.
+        """Build under a temporary name beside `out`, then rename.
 
-        Where another process makes it just now, wait until it has.
+        Waits for another process that builds the same folder.
         """
         out.parent.mkdir(parents=True, exist_ok=True)
         with _locked(out.parent):
@@ -74,21 +78,21 @@ class Build:
 
     def _make(self, out: Path, *, seed: int) -> None:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.partial-") as partial:
-            whole = Path(partial) / out.name
-            whole.mkdir()
-            record = {"format": self.format, "seed": seed, **self.fill(whole, seed)}
-            (whole / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-            whole.rename(out)
-        print(f"{self.task}: {out} is made")
+            build = Path(partial) / out.name
+            build.mkdir()
+            record = {"format": self.format, "seed": seed, **self.fill(build, seed)}
+            (build / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+            build.rename(out)
+        print(f"{self.task}: built {out}")
 
 
 _HELD = set[Path]()
-"""Folders that this process has locked: a task that makes another may make it beside its own."""
+"""Folders locked by this process; a task may build another task within its own lock."""
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which ends with the process."""
+    """Hold the flock of a folder; the system releases it when the process ends."""
     key = folder.resolve()
     if key in _HELD:
         yield

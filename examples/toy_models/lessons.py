@@ -1,4 +1,4 @@
-"""How a base model is taught: right answers first, then some with slips, until it often fails."""
+"""Pretrain a base model on right answers, then on answers with slips, so that it often fails."""
 
 import random
 import time
@@ -17,41 +17,41 @@ STEPS_PER_LINE = 100
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long a base model is trained, and on how many slips."""
+    """Steps, learning rates and slips of the pretraining of a base model."""
 
     num_clean_steps: int = 300
-    """Optimizer steps in which every answer is right."""
+    """Optimizer steps on right answers."""
     num_slip_steps: int = 80
-    """Optimizer steps after these, in which some are not; may be 0."""
+    """Optimizer steps on answers with slips, after the clean steps; may be 0."""
     slip_rate: float = 0.33
-    """How often there is a slip in a slip step; what counts as one is the task's to say."""
+    """Rate of slips in a slip step; the task defines a slip."""
     rows_per_step: int = 128
-    """Problems in each step."""
+    """Problems per step."""
     clean_lr: float = 2e-3
-    """Highest learning rate of the clean steps, which follow a one-cycle schedule."""
+    """Peak learning rate of the one-cycle schedule of the clean steps."""
     slip_lr: float = 5e-4
-    """Highest learning rate of the slip steps, likewise."""
+    """Peak learning rate of the one-cycle schedule of the slip steps."""
     num_measured: int = 256
-    """Problems of each split on which the pass rate is measured at the end."""
+    """Problems per split on which the final pass rate is measured."""
 
 
 Write = Callable[[Row, random.Random, float], str]
-"""What the model is to write for a row, with slips at the given rate."""
+"""Function of row, random source and slip rate that writes an answer."""
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a task teaches its base model, and how its answers are judged."""
+    """Training answers of a task, and the check of sampled ones."""
 
     write: Write
     is_right: Callable[[Row, str], bool]
     max_new_tokens: int
     opening: str = "="
-    """What the chat template writes before an answer."""
+    """Text of the chat template before an answer."""
 
 
-def prompt_text(row: Row, tokenizer: PreTrainedTokenizerFast) -> str:
-    """A row's prompt as the chat template renders it, up to where the model is to write."""
+def render_prompt(row: Row, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Render a row's prompt with the chat template, up to the answer."""
     return str(
         tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
     )
@@ -60,9 +60,9 @@ def prompt_text(row: Row, tokenizer: PreTrainedTokenizerFast) -> str:
 def encode(
     prompts: list[str], completions: list[str], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, both [rows, tokens], padded on the right.
+    """Return token ids and labels, both [rows, tokens], padded on the right.
 
-    Only the completion and the end-of-sequence token behind it have labels.
+    Only the completion and its end-of-sequence token have labels.
     """
     texts = [p + c + tokenizer.eos_token for p, c in zip(prompts, completions, strict=True)]
     batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
@@ -81,14 +81,14 @@ def train(
     *,
     seed: int,
 ) -> Iterator[float]:
-    """Train the model in place; yields each step's loss (nats per token)."""
+    """Train the model in place; yield the loss of each step (nats per token)."""
     rng = random.Random(seed)
-    lessons = [(prompt_text(row, tokenizer), row) for row in rows]
+    lessons = [(render_prompt(row, tokenizer), row) for row in rows]
     for num_steps, lr, slip_rate in (
         (recipe.num_clean_steps, recipe.clean_lr, 0.0),
         (recipe.num_slip_steps, recipe.slip_lr, recipe.slip_rate),
     ):
-        if num_steps == 0:  # no schedule spans no step
+        if num_steps == 0:  # OneCycleLR refuses 0 steps
             continue
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98))
         schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -104,7 +104,7 @@ def train(
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
-    """One optimizer step down a loss of the model; returns the loss."""
+    """Take one optimizer step; return the loss."""
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -113,7 +113,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor)
 
 
 def report(losses: Iterator[float], *, task: str) -> None:
-    """Run the training these losses come from, with a line now and then."""
+    """Consume the losses of a training and print some."""
     start_s = time.monotonic()
     for number, loss in enumerate(losses, 1):
         if number % STEPS_PER_LINE == 0:

@@ -1,4 +1,4 @@
-"""Rows as verl has them, and files of rows."""
+"""Rows in verl's format, and files of rows."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 Row = dict[str, Any]
 
 
-def as_row(
+def make_row(
     question: str, ground_truth: Any, *, data_source: str, ability: str, split: str, index: int
 ) -> Row:
-    """One row: the question as a chat message, and what the reward judges the answer by."""
+    """Build a row: the question as a chat message, and the ground truth of the reward."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": question}],
@@ -23,8 +23,8 @@ def as_row(
     }
 
 
-def question_of(row: Row) -> str:
-    """What the user asks."""
+def get_question(row: Row) -> str:
+    """Return the user's question."""
     return str(row["prompt"][-1]["content"])
 
 

@@ -1,4 +1,4 @@
-"""A small Qwen2 with a tokenizer of single characters, as a Hugging Face directory."""
+"""Build a small Qwen2 with a character tokenizer, as a Hugging Face directory."""
 
 import string
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 MAX_TOKENS = 256
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,:;?!<>[]'\"_#%"
-# OPENING stands for what opens the assistant's turn, in the history as in the generation prompt.
+# OPENING is replaced by the text that opens the assistant's turn, in history and generation prompt.
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
@@ -29,9 +29,9 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(opening: str = "=") -> PreTrainedTokenizerFast:
-    """One token per character: 64 ids, and every one decodes, so any sample has a text.
+    """Build a tokenizer of 64 single characters; all ids decode, so that each sample has a text.
 
-    `opening` is what the chat template writes before what the assistant says.
+    opening: text of the chat template before the assistant's message.
     """
     vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -51,7 +51,7 @@ def make_tokenizer(opening: str = "=") -> PreTrainedTokenizerFast:
 
 
 def make_untrained(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 of 0.5 M parameters with random weights; its heads have 32 dimensions."""
+    """Build a Qwen2 with 0.5 M random parameters and 32 dimensions per head."""
     special_ids = {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
@@ -72,7 +72,7 @@ def make_untrained(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2For
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-    # top_k 0 is no cut: what is sampled follows the model's own probabilities.
+    # top_k 0: samples follow the model's probabilities.
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, **special_ids
     )

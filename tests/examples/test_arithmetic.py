@@ -12,7 +12,7 @@ from examples.arithmetic import make, training
 from examples.arithmetic.problems import make_rows
 from examples.toy_models.building import Build
 from examples.toy_models.lessons import Recipe
-from examples.toy_models.rows import Row, question_of
+from examples.toy_models.rows import Row, get_question
 from examples.toy_models.small_qwen2 import make_tokenizer
 
 
@@ -39,7 +39,7 @@ def test_every_answer_is_right_and_in_verls_place() -> None:
 
 def test_held_out_problems_are_not_trained_on() -> None:
     made = rows()
-    train, held_out = ({question_of(row) for row in made[name]} for name in ("train", "eval"))
+    train, held_out = ({get_question(row) for row in made[name]} for name in ("train", "eval"))
     assert len(train) == len(made["train"]) > 3000
     assert len(held_out) == len(made["eval"]) == 256
     assert not train & held_out
@@ -53,14 +53,14 @@ def test_the_seed_decides_the_split() -> None:
 def test_worked_solutions_end_on_the_answer_unless_there_is_a_slip() -> None:
     rng = random.Random(0)
     for row in rows()["eval"]:
-        right = training.worked_solution(row, rng, 0.0)
-        assert training.answer_of(right) == value(question_of(row))
+        right = training.write_solution(row, rng, 0.0)
+        assert training.parse_answer(right) == value(get_question(row))
         assert training.is_right(row, right)
-        assert training.answer_of(training.worked_solution(row, rng, 1.0)) is not None
+        assert training.parse_answer(training.write_solution(row, rng, 1.0)) is not None
     row = {"prompt": [{"role": "user", "content": "7+5-3"}]}
-    assert training.worked_solution(row, rng, 0.0) == "12-3=9"
-    assert training.answer_of("12-3=9") == 9
-    assert training.answer_of("12-3") is None
+    assert training.write_solution(row, rng, 0.0) == "12-3=9"
+    assert training.parse_answer("12-3=9") == 9
+    assert training.parse_answer("12-3") is None
 
 
 def test_the_tokenizer_is_one_token_per_character_and_reads_back() -> None:
@@ -74,7 +74,7 @@ def test_the_tokenizer_is_one_token_per_character_and_reads_back() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "7+5-3="
 
 
-def test_a_build_is_whole_and_is_not_made_twice(
+def test_a_build_is_complete_and_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "build"
@@ -86,8 +86,8 @@ def test_a_build_is_whole_and_is_not_made_twice(
     first = json.loads((out / "train.jsonl").read_text().splitlines()[0])
     assert first == rows()["train"][0]
     text = json.loads((out / "pretrain.jsonl").read_text().splitlines()[0])["text"]
-    assert text.startswith("<bos>" + question_of(first) + "=")
+    assert text.startswith("<bos>" + get_question(first) + "=")
     assert AutoModelForCausalLM.from_pretrained(out / "base_model").config.model_type == "qwen2"
-    with pytest.raises(SystemExit, match=r"not this task \(format 2\) made with seed 1"):
+    with pytest.raises(SystemExit, match="no build of format 2 with seed 1"):
         build.is_made(out, seed=1)
     assert "arithmetic" in capsys.readouterr().out

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from examples.code import make, training
-from examples.code.problems import all_problems
+from examples.code.problems import list_problems
 from examples.code.rows import ground_truth, make_rows
 from examples.toy_models.building import Build
 from examples.toy_models.lessons import Recipe
-from examples.toy_models.rows import question_of
+from examples.toy_models.rows import get_question
 from examples.toy_models.small_qwen2 import CHARACTERS
 from streamrl.data.reading.rows import load_rows
 
@@ -33,7 +33,7 @@ def passes(program: str, ground_truth: str) -> bool:
 
 def test_every_program_taught_passes_the_tests_of_its_problem() -> None:
     rng = random.Random(0)
-    for problem in all_problems():
+    for problem in list_problems():
         truth = ground_truth(problem, rng)
         for program in problem.programs:
             assert passes(program, truth), (problem, program)
@@ -42,7 +42,7 @@ def test_every_program_taught_passes_the_tests_of_its_problem() -> None:
 
 
 def test_what_a_function_returns_is_right_by_hand() -> None:
-    problems = {problem.question: problem for problem in all_problems()}
+    problems = {problem.question: problem for problem in list_problems()}
 
     def returned(question: str, *arguments: Any) -> Any:
         return problems[question].expected(arguments)
@@ -63,7 +63,7 @@ def test_what_a_function_returns_is_right_by_hand() -> None:
 def test_a_program_with_a_slip_fails_whether_it_parses_or_not() -> None:
     rng = random.Random(0)
     outcomes = {"right": 0, "wrong": 0, "syntax": 0}
-    for problem in all_problems():
+    for problem in list_problems():
         for _ in range(3):
             program = training.slip(problem.programs[0], rng)
             try:
@@ -80,7 +80,7 @@ def test_a_program_with_a_slip_fails_whether_it_parses_or_not() -> None:
 
 def test_held_out_problems_are_not_trained_on() -> None:
     rows = make_rows(seed=0)
-    train, held_out = ({question_of(row) for row in rows[name]} for name in ("train", "eval"))
+    train, held_out = ({get_question(row) for row in rows[name]} for name in ("train", "eval"))
     assert len(train) == len(rows["train"]) > 2000
     assert len(held_out) == len(rows["eval"]) == 128
     assert not train & held_out

@@ -12,7 +12,7 @@ from examples.countdown.problems import make_rows
 from examples.countdown.reward import compute_score
 from examples.toy_models.building import Build
 from examples.toy_models.lessons import Recipe
-from examples.toy_models.rows import question_of
+from examples.toy_models.rows import get_question
 from streamrl.data.reading.rows import load_rows
 
 TRUTH = {"numbers": [2, 7, 9], "target": 25}
@@ -34,20 +34,20 @@ def test_every_target_can_be_reached_and_every_way_taught_reaches_it() -> None:
         for row in part:
             truth = row["reward_model"]["ground_truth"]
             assert truth["target"] in reachable(truth["numbers"])
-            assert training.is_right(row, training.a_way(row, rng, 0.0))
+            assert training.is_right(row, training.sample_solution(row, rng, 0.0))
             text = ",".join(map(str, truth["numbers"])) + f":{truth['target']}"
-            assert question_of(row) == text
+            assert get_question(row) == text
 
 
 def test_a_slip_is_a_sum_that_comes_near() -> None:
     rng, rows = random.Random(0), make_rows(seed=0)["train"]
-    right = [training.is_right(row, training.a_way(row, rng, 1.0)) for row in rows]
+    right = [training.is_right(row, training.sample_solution(row, rng, 1.0)) for row in rows]
     assert sum(right) < 0.05 * len(rows), "few targets have no other near them"
 
 
 def test_held_out_problems_are_not_trained_on() -> None:
     rows = make_rows(seed=0)
-    train, held_out = ({question_of(row) for row in rows[name]} for name in ("train", "eval"))
+    train, held_out = ({get_question(row) for row in rows[name]} for name in ("train", "eval"))
     assert len(train) == len(rows["train"]) > 2000
     assert len(held_out) == len(rows["eval"]) == 256
     assert not train & held_out

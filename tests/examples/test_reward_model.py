@@ -14,11 +14,11 @@ from examples.arithmetic.training import is_right
 from examples.reward_model import make
 from examples.reward_model.training import (
     Recipe,
-    an_answer,
+    build_untrained,
+    compute_logits,
     conversation,
-    logits_of,
+    sample_answer,
     train,
-    untrained,
 )
 from examples.toy_models import building, lessons
 from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
@@ -26,7 +26,7 @@ from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
 
 def test_about_every_second_answer_it_is_taught_on_is_right() -> None:
     rng, rows = random.Random(0), make_rows(seed=0)["train"]
-    answers = [(row, an_answer(row, rng)) for row in rows]
+    answers = [(row, sample_answer(row, rng)) for row in rows]
     right = sum(is_right(row, text) for row, text in answers) / len(answers)
     assert 0.4 < right < 0.6
     assert max(len(text) for _, text in answers) <= 12
@@ -49,8 +49,8 @@ def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path:
     text = conversation(row, "12-3=9", tokenizer)
     assert text == "<bos>7+5-3=12-3=9<eos>"
     with torch.inference_mode():
-        alone = logits_of(model, tokenizer, [text])
-        beside = logits_of(model, tokenizer, [text, conversation(row, "9", tokenizer)])
+        alone = compute_logits(model, tokenizer, [text])
+        beside = compute_logits(model, tokenizer, [text, conversation(row, "9", tokenizer)])
     assert torch.isfinite(alone).all()
     assert torch.allclose(alone, beside[:1], atol=1e-5), "what it says depends on nothing beside it"
 
@@ -59,7 +59,7 @@ def test_what_is_below_the_layers_it_is_taught_in_stays_the_base_models(tmp_path
     tokenizer = make_tokenizer()
     base = make_untrained(tokenizer, seed=0)
     save(base, tokenizer, tmp_path)
-    model, hints = untrained(tmp_path, seed=0)
+    model, hints = build_untrained(tmp_path, seed=0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     recipe = Recipe(num_steps=2, rows_per_step=4)
     losses = list(train(model, hints, tokenizer, make_rows(seed=0)["train"], recipe, seed=0))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.published import nemo, nemo_fit, verl, verl_fit
-from benchmarks.published.batches import calls_s, one_ahead_s
+from benchmarks.published.batches import predict_calls_s, predict_one_ahead_s
 from benchmarks.published.points import VERL, VerlRun
 from streamrl.placement.costs import CostConstants
 
@@ -17,72 +17,81 @@ def find_run(name: str, train: int, generate: int = 0) -> VerlRun:
     return run_found
 
 
-def sum_squares(calibrated: verl.Calibration) -> float:
-    return sum(error**2 for error in verl_fit.errors(calibrated))
+def sum_squares(calibration: verl.VerlCalibration) -> float:
+    return sum(error**2 for error in verl_fit.iter_log_errors(calibration))
 
 
 def sum_nemo_squares(constants: CostConstants) -> float:
-    return sum(error**2 for error in nemo_fit.errors(constants))
+    return sum(error**2 for error in nemo_fit.iter_log_errors(constants))
 
 
 def test_rest_is_the_step_minus_its_parts() -> None:
     assert find_run("7b-20k", 16).rest_s == pytest.approx(749 - 321 - 88 - 286)
     # Mean of two steps; the step that is left out of the fit does not count.
-    assert verl.rest_s("7b-28k") == pytest.approx((10.89 + 10.72) / 2)
+    assert verl.average_rest_s("7b-28k") == pytest.approx((10.89 + 10.72) / 2)
 
 
 def test_handover_of_a_padded_batch_ignores_the_number_of_devices() -> None:
     # 512 prompts of 12 responses, each with 2,048 and 20,480 tokens, at 1 us per token.
-    slow = replace(verl.CALIBRATED, handed_token_s=1e-6)
+    slow = replace(verl.DEFAULT_CALIBRATION, handoff_token_s=1e-6)
     for run in (find_run("7b-20k", 16), find_run("7b-20k", 12, 4)):
-        assert verl.handed_s(run, slow) == pytest.approx(512 * 12 * 22528 * 1e-6)
+        assert verl.compute_handoff_s(run, slow) == pytest.approx(512 * 12 * 22528 * 1e-6)
 
 
 @pytest.mark.parametrize("part", ["own", "update"])
 def test_scoring_and_training_wait_for_one_handover(part: str) -> None:
     run = find_run("7b-28k", 64)
-    at_once = replace(verl.CALIBRATED, handed_token_s=0.0)
-    more_s = verl_fit.parts(run, verl.CALIBRATED)[part][1] - verl_fit.parts(run, at_once)[part][1]
-    assert more_s == pytest.approx(verl.handed_s(run), rel=0.01)
+    at_once = replace(verl.DEFAULT_CALIBRATION, handoff_token_s=0.0)
+    more_s = (
+        verl_fit.predict_parts(run, verl.DEFAULT_CALIBRATION)[part][1]
+        - verl_fit.predict_parts(run, at_once)[part][1]
+    )
+    assert more_s == pytest.approx(verl.compute_handoff_s(run), rel=0.01)
 
 
 def test_entropy_adds_time_only_with_megatron() -> None:
-    twice = replace(verl.CALIBRATED, entropy=2 * verl.CALIBRATED.entropy)
+    twice = replace(verl.DEFAULT_CALIBRATION, entropy=2 * verl.DEFAULT_CALIBRATION.entropy)
 
-    def own_s(run: VerlRun, calibrated: verl.Calibration) -> float:
-        return verl_fit.parts(run, calibrated)["own"][1] - verl.handed_s(run, calibrated)
+    def own_s(run: VerlRun, calibration: verl.VerlCalibration) -> float:
+        return verl_fit.predict_parts(run, calibration)["own"][1] - verl.compute_handoff_s(
+            run, calibration
+        )
 
     fsdp2, megatron = find_run("7b-20k", 16), find_run("7b-8k", 16)
-    assert own_s(fsdp2, twice) == own_s(fsdp2, verl.CALIBRATED)
-    assert own_s(megatron, twice) == pytest.approx(2 * own_s(megatron, verl.CALIBRATED), rel=0.01)
+    assert own_s(fsdp2, twice) == own_s(fsdp2, verl.DEFAULT_CALIBRATION)
+    assert own_s(megatron, twice) == pytest.approx(
+        2 * own_s(megatron, verl.DEFAULT_CALIBRATION), rel=0.01
+    )
 
 
 def test_slowest_replica_exceeds_the_mean_as_printed() -> None:
     for name in ("7b-20k", "7b-8k"):
-        parts = verl_fit.parts(find_run(name, 16), verl.CALIBRATED)
+        parts = verl_fit.predict_parts(find_run(name, 16), verl.DEFAULT_CALIBRATION)
         printed, predicted = (parts["gen"][side] - parts["sampled"][side] for side in (0, 1))
         assert predicted == pytest.approx(printed, rel=0.2)
 
 
 def test_one_step_off_takes_the_longer_of_generation_and_training() -> None:
     run = find_run("7b-20k", 12, 4)
-    problem = verl.problem(run)
-    model, placement = verl.Costs(run, problem), verl.placement(run, problem)
-    call_seconds = calls_s(problem, model, placement)
+    problem = verl.build_problem(run)
+    model, placement = verl.VerlCosts(run, problem), verl.build_placement(run, problem)
+    call_seconds = predict_calls_s(problem, model, placement)
     assert set(call_seconds) == {"generate", "reward", "train"}
     weights = model.predict_timings(placement).weights["generate"]
     longer = max(call_seconds["generate"], call_seconds["reward"] + call_seconds["train"])
     step_s = weights.publish_s + weights.pull_s + longer
-    assert one_ahead_s(problem, model, placement) == pytest.approx(step_s)
+    assert predict_one_ahead_s(problem, model, placement) == pytest.approx(step_s)
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp2", "megatron", "entropy", "handed_token_s", "update_s", "decode_layer_s"]
+    "name", ["fsdp2", "megatron", "entropy", "handoff_token_s", "update_s", "decode_layer_s"]
 )
 def test_verl_constants_are_a_local_minimum(name: str) -> None:
-    best = sum_squares(verl.CALIBRATED)
+    best = sum_squares(verl.DEFAULT_CALIBRATION)
     for times in (0.9, 1.1):
-        other = replace(verl.CALIBRATED, **{name: times * vars(verl.CALIBRATED)[name]})
+        other = replace(
+            verl.DEFAULT_CALIBRATION, **{name: times * vars(verl.DEFAULT_CALIBRATION)[name]}
+        )
         assert sum_squares(other) > best
 
 
@@ -95,6 +104,6 @@ def test_nemo_constants_are_a_local_minimum(name: str) -> None:
 
 
 def test_calibration_round_trips_through_logarithms() -> None:
-    back = verl_fit.of_logarithms(verl_fit.to_logarithms(verl.CALIBRATED))
-    assert back.fsdp2 == pytest.approx(verl.CALIBRATED.fsdp2)
-    assert back.medians == pytest.approx(verl.CALIBRATED.medians)
+    back = verl_fit.from_logarithms(verl_fit.to_logarithms(verl.DEFAULT_CALIBRATION))
+    assert back.fsdp2 == pytest.approx(verl.DEFAULT_CALIBRATION.fsdp2)
+    assert back.medians == pytest.approx(verl.DEFAULT_CALIBRATION.medians)
