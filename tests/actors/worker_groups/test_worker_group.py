@@ -342,7 +342,7 @@ def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup) 
     with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
         group.fail(put({"x": np.arange(4.0)})).get()
     with pytest.raises(
-        AttributeError, match="doubel is not a method of the group; its methods: counted, "
+        AttributeError, match="doubel is not a method of the group; its methods: die, double, "
     ):
         group.doubel  # noqa: B018
     with pytest.raises(ValueError, match=r"batches of different lengths in a call: \[2, 3\] rows"):
