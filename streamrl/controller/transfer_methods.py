@@ -117,7 +117,7 @@ def find_transfer_methods(worker: type) -> dict[str, TransferMethod]:
     methods = {}
     for base in reversed(worker.__mro__):
         for name, value in vars(base).items():
-            function = getattr(value, "__func__", value)
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if inspect.isfunction(function) and function in _PROTOCOL_BY_FUNCTION:
                 methods[name] = _make_transfer_method(worker, name, _PROTOCOL_BY_FUNCTION[function])
     return methods
