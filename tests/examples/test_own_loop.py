@@ -459,7 +459,7 @@ def test_a_shadow_critic_scores_with_the_weights_that_the_critic_published(
         return critics[-1]
 
     monkeypatch.setattr(Stage, "group", group)
-    overrides = ["run.steps=3", "pipeline.groups_per_step=9", "critic.warmup_alone=9"]
+    overrides = ["run.steps=3", "pipeline.groups_per_step=8", "critic.warmup_alone=9"]
     play(names["shadowed_ppo"], load_config(PPO, overrides), Narrow(pool, 1))
     differences = [
         max(
