@@ -72,11 +72,21 @@ class TransferMethod:
         return f"{self.worker}-{rank}.{self.name}"
 
     def distribute_calls(self, mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
-        """Return the arguments of each rank's call; ValueError if the protocol refuses them."""
+        """Return the arguments of each rank's call.
+
+        Raises ValueError if the protocol refuses them or makes no call or None for each rank.
+        """
+        name = f"{self.worker}.{self.name}"
         try:
-            return self.protocol.distribute_calls(mesh, arguments)
+            calls = self.protocol.distribute(mesh, arguments)
         except ValueError as error:
-            raise ValueError(f"{self.worker}.{self.name}: {error}") from error
+            raise ValueError(f"{name}: {error}") from error
+        if len(calls) != mesh.size or not all(isinstance(c, tuple | None) for c in calls):
+            raise ValueError(
+                f"{name}: the protocol distributed {len(calls)} calls to {mesh.size} ranks: must be"
+                " a tuple of arguments or None for each"
+            )
+        return calls
 
     def collect_answers(self, mesh: WorkerMesh, calls: RankCalls, answers: Sequence[Any]) -> Any:
         """Combine the answers of all ranks by the protocol.

@@ -48,26 +48,13 @@ class TransferProtocol:
     collect: CollectFn
     keeps_rows: bool = False
 
-    def distribute_calls(self, mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
-        """Split the arguments of a call over the ranks of the mesh.
 
-        Raises ValueError if the distribute function does not return a call or None per rank.
-        """
-        calls = self.distribute(mesh, arguments)
-        if len(calls) != mesh.size or not all(isinstance(c, tuple | None) for c in calls):
-            raise ValueError(
-                f"the protocol distributed {len(calls)} calls to {mesh.size} ranks: must be a tuple"
-                " of arguments or None for each"
-            )
-        return calls
+def split_rows(get_assignment: SelectLayout) -> TransferProtocol:
+    """Make the protocol that splits the rows of batches over the model replicas of a layout.
 
-
-def split_by_replica(get_assignment: SelectLayout) -> DistributeFn:
-    """Make a distribute function that splits the rows of batches over the model replicas.
-
-    get_assignment: selects the layout of a mesh that defines replicas. All ranks of a replica get
-    the same rows; the first replicas may get one row more. Values other than batches go to all
-    ranks.
+    get_assignment: selects the layout of a mesh. All ranks of a replica get the same rows; the
+    first replicas may get one row more. Values other than batches go to all ranks. The answer of a
+    replica is that of its last pipeline stage, tp_rank 0; the rows of all replicas are joined.
     """
 
     def distribute(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
@@ -77,23 +64,12 @@ def split_by_replica(get_assignment: SelectLayout) -> DistributeFn:
         lengths = {len(value) for value in arguments if isinstance(value, BatchRef)}
         if len(lengths) > 1:
             raise ValueError(f"batches of different lengths in a call: {sorted(lengths)} rows")
+        num_replicas = assignment.dp_size
         shares = [
-            value.split(assignment.dp_size)
-            if isinstance(value, BatchRef)
-            else [value] * assignment.dp_size
+            value.split(num_replicas) if isinstance(value, BatchRef) else [value] * num_replicas
             for value in arguments
         ]
         return [tuple(share[at.dp_rank] for share in shares) for at in assignment.coordinates]
-
-    return distribute
-
-
-def collect_from_replicas(get_assignment: SelectLayout) -> CollectFn:
-    """Make a collect function that joins the rows of all model replicas.
-
-    The answer of a replica is that of its last pipeline stage, tp_rank 0.
-    get_assignment: selects the layout of a mesh that defines replicas.
-    """
 
     def collect(mesh: WorkerMesh, answers: Sequence[Any]) -> Any:
         assignment = get_assignment(mesh)
@@ -104,7 +80,7 @@ def collect_from_replicas(get_assignment: SelectLayout) -> CollectFn:
         }
         return join_answers([answer_of_replica[replica] for replica in range(assignment.dp_size)])
 
-    return collect
+    return TransferProtocol(distribute, collect, keeps_rows=True)
 
 
 def join_answers(answers: Sequence[Any]) -> Any:
@@ -176,22 +152,16 @@ def _make_flat_layout(mesh: WorkerMesh) -> RankAssignment:
     return RankGrid(1, 1, mesh.size).assign_ranks()
 
 
-def split_rows(get_assignment: SelectLayout) -> TransferProtocol:
-    """Make the protocol that splits rows over the replicas of a layout and joins their answers."""
-    return TransferProtocol(
-        split_by_replica(get_assignment), collect_from_replicas(get_assignment), keeps_rows=True
-    )
-
-
+SPLIT_OVER_ALL = split_rows(_make_flat_layout)
 PROTOCOLS: dict[str, TransferProtocol] = {
     "ONE_TO_ALL": TransferProtocol(broadcast_to_all, collect_from_all),
     "ALL_TO_ALL": TransferProtocol(scatter_lists, collect_from_all),
-    "DP": split_rows(_make_flat_layout),
+    "DP": SPLIT_OVER_ALL,
     "P3D": split_rows(_get_train_layout),
     "P3D_ALL_MICRO_DP": split_rows(_get_serving_layout),
     "P3D_PP_ONLY": TransferProtocol(broadcast_to_all, collect_from_stages),
     # Metrics stay a list with an item per rank.
-    "DP_METRIC": TransferProtocol(split_by_replica(_make_flat_layout), collect_from_all),
+    "DP_METRIC": TransferProtocol(SPLIT_OVER_ALL.distribute, collect_from_all),
     "RANK_ZERO": TransferProtocol(send_to_first, collect_from_first),
     "TO_ALL_FROM_FIRST": TransferProtocol(broadcast_to_all, collect_from_first),
 }

@@ -42,7 +42,7 @@ def calls_of(calls: RankCalls) -> list[tuple[Any, ...]]:
 
 def through(name: str, mesh: WorkerMesh, rows: BatchRef) -> tuple[list, BatchRef]:
     """Return each rank's rows, and the result if each rank answers with its input."""
-    calls = PROTOCOLS[name].distribute_calls(mesh, (rows,))
+    calls = PROTOCOLS[name].distribute(mesh, (rows,))
     answers = [call and call[0] for call in calls]
     return answers, collected(name, mesh, calls, answers)
 
@@ -144,7 +144,7 @@ def test_metrics_come_from_every_rank() -> None:
 
 def test_rows_are_split_as_evenly_as_possible_and_a_row_may_become_several() -> None:
     mesh = WorkerMesh(RankGrid.from_text("1-1-4").assign_ranks())
-    calls = PROTOCOLS["DP"].distribute_calls(mesh, (batch(6),))
+    calls = PROTOCOLS["DP"].distribute(mesh, (batch(6),))
     assert [rows_of(call[0]) for call in calls_of(calls)] == [[0, 1], [2, 3], [4], [5]]
     # Two rollouts per prompt.
     assert len(collected("DP", mesh, calls, make_answers(4, 4, 2, 2))) == 12
@@ -152,7 +152,7 @@ def test_rows_are_split_as_evenly_as_possible_and_a_row_may_become_several() -> 
 
 def test_a_rank_without_rows_may_answer_with_no_columns() -> None:
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    calls = PROTOCOLS["DP"].distribute_calls(mesh, (batch(1),))
+    calls = PROTOCOLS["DP"].distribute(mesh, (batch(1),))
     (answer,) = make_answers(1)
     assert collected("DP", mesh, calls, [answer, {}]) == answer
     assert collected("DP", mesh, calls, [answer, None]) == [answer, None]
@@ -169,14 +169,14 @@ def test_a_rank_without_rows_may_answer_with_no_columns() -> None:
 def test_wrong_row_counts_per_rank_are_refused(counts: tuple[int, int], message: str) -> None:
     """The totals may fit: as many rows as distributed."""
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    calls = PROTOCOLS["DP"].distribute_calls(mesh, (batch(4),))
+    calls = PROTOCOLS["DP"].distribute(mesh, (batch(4),))
     with pytest.raises(ValueError, match=message):
         collected("DP", mesh, calls, make_answers(*counts))
 
 
 def test_stages_before_the_last_return_no_rows() -> None:
     mesh = WorkerMesh(RankGrid.from_text("2-1-2").assign_ranks())
-    calls = PROTOCOLS["P3D"].distribute_calls(mesh, (batch(3),))
+    calls = PROTOCOLS["P3D"].distribute(mesh, (batch(3),))
     first, last = make_answers(2, 1)
     assert len(collected("P3D", mesh, calls, [None, first, None, last])) == 3
 
@@ -201,9 +201,9 @@ def test_a_plain_dict_of_columns_is_refused() -> None:
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     for name in ("DP", "P3D", "DP_METRIC"):
         with pytest.raises(ValueError, match=r"a dict of columns .*: pass put"):
-            PROTOCOLS[name].distribute_calls(mesh, ({"x": np.arange(3)},))
+            PROTOCOLS[name].distribute(mesh, ({"x": np.arange(3)},))
     for settings in ({"lr": 0.5}, {}):
-        assert PROTOCOLS["DP"].distribute_calls(mesh, (settings,)) == [(settings,)] * 2
+        assert PROTOCOLS["DP"].distribute(mesh, (settings,)) == [(settings,)] * 2
 
 
 def test_batches_of_a_call_must_have_equal_lengths() -> None:
