@@ -73,7 +73,9 @@ async def admit_prompts(
 ) -> None:
     """Insert prompts into the queue as staleness credits allow, until the run stops.
 
-    Waits for: credits. Produces: prompts in the queue, tagged with the version at admission.
+    Consumes: the stream of prompts, and prompts to readmit. Waits for: staleness credits. Produces:
+    prompts in the queue, tagged with the version at admission. Unblocked by: `train_policy`, since
+    each step raises the version and returns credits, and by dropped groups.
     """
     while not run_state.stop_requested.is_set():
         # Readmitted prompts need no credit, and may arrive during the wait for one.
@@ -95,9 +97,10 @@ async def generate_rollouts(
 ) -> None:
     """Sample groups of rollouts, several at once, until the stage must leave.
 
-    Waits for: a prompt, a free slot, the version at which the prompt was admitted. Produces: the
-    columns that `sample` returns, such as the rollouts of the group. While running, the loop saves
-    partial rollouts so that another generator can resume them.
+    Consumes: prompts. Waits for: a prompt, a free slot, the version at which the prompt was
+    admitted. Produces: the columns that `sample` returns, such as the rollouts of the group.
+    Unblocked by: `admit_prompts`, its own finished rollouts, and `follow_weights`. While running,
+    the loop saves partial rollouts so that another generator can resume them.
     """
     partial_saver = PartialRolloutSaver(stage.queue, exclude_unverified(read_partials, served))
     in_flight = InFlightWork(limit)
@@ -193,8 +196,9 @@ async def score_groups(
 ) -> None:
     """Compute reward or model columns for groups of rollouts, until the stage must leave.
 
-    Waits for: groups with the required columns and, if the scorer follows a trained model, the
-    version at which they were admitted. Produces: the declared columns.
+    Consumes: groups with the required columns. Waits for: such groups and, if the scorer follows a
+    trained model, the version at which they were admitted. Produces: the declared columns.
+    Unblocked by: `generate_rollouts` and other scorers, which commit columns, and `follow_weights`.
     """
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[StageResult]:
@@ -223,7 +227,9 @@ async def train_policy(
 ) -> None:
     """Run training steps until the run is finished or stopping; `report` each step's result.
 
-    Waits for: the groups of a step, trained as they arrive. Produces: the next version.
+    Consumes: groups with all columns. Waits for: the groups of a step, trained as they arrive.
+    Produces: the next version. Unblocked by: `generate_rollouts` and `score_groups`, whichever
+    commits the last column of a group.
     """
     while not run_state.admission.is_finished:
         outcome = await train_step(stage, run_state, trainers, config)
@@ -238,9 +244,10 @@ async def follow_weights(
 ) -> None:
     """Load every new version of a trained model into a follower, forever.
 
-    Waits for: a version newer than the served one. Produces: that version in the follower. If
-    verification fails, the follower keeps serving the old version and reports the fault with its
-    next request. After PULL_ATTEMPTS consecutive failures the last WeightsError is raised.
+    Consumes: published versions. Waits for: a version newer than the served one. Produces: that
+    version in the follower. Unblocked by: `train_policy`, which publishes. If verification fails,
+    the follower keeps serving the old version and reports the fault with its next request. After
+    PULL_ATTEMPTS consecutive failures the last WeightsError is raised.
     """
     state, failures, retry_s = ReaderState(served.version), 0, SUPERSEDED_RETRY_S
     while True:
@@ -319,7 +326,8 @@ async def verify_weights(
 async def watch_stalls(run_state: RunState, queue: ExperienceQueue, config: PipelineConfig) -> None:
     """Report stalled work, and requeue it if `on_stall` is "redeliver", until the run stops.
 
-    Waits for: leases older than `stall_s`. Produces: a report per stall and, if set, a redelivery.
+    Consumes: leases older than `stall_s`. Waits for: the next check, a quarter of `stall_s` later.
+    Produces: a report per stall and, if set, a redelivery. Unblocked by: the clock.
     """
     reported: set[tuple[str, str, int]] = set()
     clock = asyncio.get_running_loop().time

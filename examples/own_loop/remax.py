@@ -3,20 +3,18 @@
 from collections.abc import Iterator
 
 from examples.own_loop.stage import Stage, Step, main
-from streamrl.actors.worker_groups.model_workers import PolicyWorker, ReferenceWorker, RewardWorker
+from streamrl.actors.worker_groups.model_workers import PolicyWorker, ScorerWorker
 
 
 def remax(stage: Stage) -> Iterator[Step]:
     """Train with ReMax: no critic; the baseline is the reward of the greedy completion."""
-    policy = stage.group(PolicyWorker, stage.max_length)
-    reference = stage.group(ReferenceWorker, stage.max_length, ranks=1)
-    reward = stage.group(RewardWorker, ranks=1)
+    policy = stage.group(PolicyWorker)
+    reference = stage.group(ScorerWorker, "reference", ranks=1)
+    reward = stage.group(ScorerWorker, "reward", ranks=1)
 
     for batch in stage.batches:
         batch |= policy.generate_sequences(batch) | policy.generate_greedy(batch)
-        ref_logprobs = reference.compute_ref_logprobs(batch)
-        rewards, baselines = reward.compute_rewards(batch), reward.compute_baselines(batch)
-        batch |= ref_logprobs | rewards | baselines
+        batch |= reference.score(batch) | reward.score(batch)
         batch |= policy.compute_advantages(batch)
         yield (policy.update_policy(batch),)
 

@@ -11,21 +11,17 @@ from pathlib import Path
 
 from streamrl.actors.launch.fork_server import start_fork_server
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
-from streamrl.actors.worker_groups.model_workers import (
-    TrainedWorker,
-    make_engine_env,
-    make_loop_config,
-    plan_loop_memory,
-)
+from streamrl.actors.worker_groups.model_workers import TrainedWorker, make_engine_env
 from streamrl.actors.worker_groups.worker_group import (
     ResourcePool,
     WorkerGroup,
     WorkerGroupReply,
     put,
 )
-from streamrl.cli.main import OneLineParser
+from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, OneLineParser
 from streamrl.cli.run_setup.signals import interrupt_on_signals
-from streamrl.config.preflight import prepare_run
+from streamrl.config.own_loop import make_loop_config
+from streamrl.config.preflight import check_worker_memory, prepare_run
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.controller import BatchRef, WorkerMesh
 from streamrl.data.prompt_stream import PromptStream
@@ -34,7 +30,6 @@ from streamrl.resharding import RankGrid
 
 Step = Sequence[WorkerGroupReply]
 """Replies of a step's updates, the policy's first; each gives metrics."""
-BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 MOST_GROUPS = 8
 
 
@@ -58,8 +53,8 @@ class Stage:
     def group(self, worker: type, *arguments: object, ranks: int | None = None) -> WorkerGroup:
         """Start workers of a class in the first `ranks` slots; by default in every slot.
 
-        Training ranks are tensor parallel as `trainer.tensor_parallel` says; each rank generates
-        alone.
+        Workers get config, max_length and then `arguments`. Training ranks are tensor parallel as
+        `trainer.tensor_parallel` says; each rank generates alone.
         """
         ranks = ranks or self.pool.slots
         tp_size = tensor_parallel(self.config, ranks) if issubclass(worker, TrainedWorker) else 1
@@ -68,7 +63,8 @@ class Stage:
             RankGrid(1, tp_size, ranks // tp_size).assign_ranks(),
             RankGrid(1, 1, ranks).assign_ranks(),
         )
-        group = WorkerGroup(self.pool, worker, self.config, *arguments, mesh=mesh, env=env)
+        settings = (self.config, self.max_length, *arguments)
+        group = WorkerGroup(self.pool, worker, *settings, mesh=mesh, env=env)
         self.groups.append(group)
         return group
 
@@ -144,11 +140,11 @@ def main(loop: Loop, recipe: str, *overrides: str) -> None:
         check_algorithm(load_config(Path(arguments.config), settings), recipe)
         run(loop, load_config(Path(arguments.config), (*overrides, *settings)), arguments.workers)
     except ConfigError as error:
-        end(str(error), BAD_INPUT)
+        end(str(error), EXIT_BAD_INPUT)
     except StreamError as error:
-        end(str(error), FAILED)
+        end(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
-        end("interrupted", INTERRUPTED)
+        end("interrupted", EXIT_INTERRUPTED)
 
 
 def check_algorithm(config: RunConfig, recipe: str) -> None:
@@ -166,11 +162,8 @@ def run(loop: Loop, config: RunConfig, workers: int) -> None:
         raise ConfigError(f"--workers={workers}: must be at least 1")
     with stage(config, workers) as loop_stage:
         interrupt_on_signals()
-        print(
-            plan_loop_memory(
-                make_loop_config(config, workers), on_gpu=loop_stage.on_gpu
-            ).summary_line
-        )
+        memory = check_worker_memory(make_loop_config(config, workers), on_gpu=loop_stage.on_gpu)
+        print(memory.summary_line if memory else "")
         print(f"{config.algorithm.name}: starting {workers} workers of each kind", flush=True)
         for number, metrics in enumerate(steps_of(loop, loop_stage), 1):
             print(line(number, metrics), flush=True)

@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import uuid
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,17 @@ import ray
 
 from streamrl.actors.liveness import PingableActor
 from streamrl.actors.transport.object_store import ObjectStoreBlob, store_blob, unpack_commits
+from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.actors.transport.rpc import RpcEndpoint, RpcServer
 from streamrl.actors.transport.shard_proxy import RemoteShard, RpcRequest, UseObjectStore
-from streamrl.buffer import ShardHost, ShardPlan
+from streamrl.buffer import (
+    QueueConfig,
+    ShardCapacity,
+    ShardFiles,
+    ShardHost,
+    ShardPlan,
+    StageSchema,
+)
 from streamrl.buffer.wire_types import LeaseGrant
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 
@@ -124,6 +134,39 @@ def create_shards(
         crashes = None if run_dir is None else (run_dir, name)
         actor = (create_actor or _create_actor)(name, ShardActor, (plan, crashes), options=options)
         shards.append(RemoteShard(name, actor, is_restartable=has_journal))
+    return shards
+
+
+def start_shards(
+    stages: Mapping[str, StageSchema],
+    folder: Path | None,
+    *,
+    bounds: ShardCapacity,
+    config: QueueConfig | None = None,
+) -> list[RemoteShard]:
+    """Start the shards of a queue without a run; return their proxies. Ray must be initialized.
+
+    stages: columns that each stage requires and commits. bounds: capacity of a shard.
+    folder: folder for the journals; None for a queue without journals.
+
+    Shards recover the groups that an earlier program left in the folder, unleased; a warning names
+    each unreadable record.
+    """
+    config, session = config or QueueConfig(), uuid.uuid4().hex
+    plans = {
+        name: ShardPlan(
+            stages,
+            config,
+            bounds,
+            session,
+            ShardFiles(folder.absolute() / name) if folder is not None else None,
+        )
+        for name in (f"shard-{i}" for i in range(config.shards))
+    }
+    shards = create_shards(plans)
+    for shard in shards:
+        for text in fetch_reply(shard.actor.open_shard.remote(), f"{shard.name}.open_shard"):
+            warnings.warn(f"{text}; its groups are lost or must be made again", stacklevel=2)
     return shards
 
 

@@ -1,15 +1,16 @@
-"""Batches by reference: slice and join rows without loading them.
+"""Batches by reference: join, split and rename columns and rows without loading them.
 
 Data through the controller would make it the bottleneck of a cluster. The controller handles object
-references and row numbers; a worker fetches the rows it needs.
+references, column names and row numbers; a worker fetches the rows it needs.
 
-    BatchRef   = ColumnBlock | ColumnBlock ...     side by side: more columns, equal rows
-    ColumnBlock = RowSlice, RowSlice, ...          below each other: more rows, equal columns
-    RowSlice   = rows start:stop of one stored batch
+    BatchRef  = columns by name, with equal numbers of rows
+    ColumnRef = RowSlice, RowSlice, ...          below each other: more rows
+    RowSlice  = rows start:stop of a column of one stored batch
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,12 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows start:stop of a stored batch.
-
-    is_padding: the rows are repeated ones, which only make the ranks' batches equally long.
-    """
+    """Rows start:stop of a column of a stored batch."""
 
     reference: Any
+    column: str
     start: int
     stop: int
-    is_padding: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
@@ -38,112 +36,137 @@ class RowSlice:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class ColumnBlock:
-    """Some columns of a batch: slices of stored batches with these columns, in row order."""
-
-    slices: tuple[RowSlice, ...] = ()
-
-    def __len__(self) -> int:
-        return sum(map(len, self.slices))
-
-    def slice_rows(self, start: int, stop: int) -> "ColumnBlock":
-        slices = []
-        offset = 0
-        for row_slice in self.slices:
-            low, high = max(start - offset, 0), min(stop - offset, len(row_slice))
-            if low < high:
-                slices.append(
-                    replace(row_slice, start=row_slice.start + low, stop=row_slice.start + high)
-                )
-            offset += len(row_slice)
-        # An empty slice keeps the reference, and so the columns.
-        empty = tuple(replace(row_slice, stop=row_slice.start) for row_slice in self.slices[:1])
-        return ColumnBlock(tuple(slices) or empty)
-
-    def to_padding(self) -> "ColumnBlock":
-        """Return the same rows, marked as padding."""
-        return ColumnBlock(tuple(replace(row_slice, is_padding=True) for row_slice in self.slices))
-
-    @property
-    def num_padding(self) -> int:
-        """Number of padding rows, which must be the last rows; otherwise raises ValueError."""
-        marks = [row_slice.is_padding for row_slice in self.slices]
-        if marks != sorted(marks):
-            raise ValueError(
-                "real rows after padding: a rank's padding must be at the end of its rows"
-            )
-        return sum(len(row_slice) for row_slice in self.slices if row_slice.is_padding)
+ColumnRef = tuple[RowSlice, ...]
 
 
 @dataclass(frozen=True)
 class BatchRef:
-    """Reference to a batch: blocks of columns side by side, with equal numbers of rows."""
+    """Reference to a batch: columns by name, with equal numbers of rows."""
 
-    blocks: tuple[ColumnBlock, ...] = ()
+    columns: Mapping[str, ColumnRef]
 
     def __post_init__(self) -> None:
-        lengths = {len(block) for block in self.blocks}
+        lengths = {sum(map(len, column)) for column in self.columns.values()}
+        if not lengths:
+            raise ValueError("a batch must have at least one column")
         if len(lengths) > 1:
             raise ValueError(
                 f"cannot put columns of {sorted(lengths)} rows side by side: lengths must be equal"
             )
 
     @classmethod
-    def from_slices(cls, *slices: RowSlice) -> "BatchRef":
-        return cls((ColumnBlock(slices),))
+    def from_stored(cls, reference: Any, names: Iterable[str], num_rows: int) -> "BatchRef":
+        """Return the reference to all rows of a stored batch with columns `names`."""
+        return cls({name: (RowSlice(reference, name, 0, num_rows),) for name in names})
 
     def __len__(self) -> int:
-        return len(self.blocks[0]) if self.blocks else 0
+        return sum(map(len, next(iter(self.columns.values()))))
 
     def __or__(self, other: "BatchRef") -> "BatchRef":
-        """Return the batch with the columns of both batches, which have the same rows."""
+        """Return the batch with the columns of both batches, which have the same rows.
+
+        Raises ValueError if both have a column; `replace` replaces it.
+        """
         if not isinstance(other, BatchRef):
             return NotImplemented
-        return BatchRef(self.blocks + other.blocks)
+        if duplicates := sorted(self.columns.keys() & other.columns.keys()):
+            raise ValueError(f"columns {', '.join(duplicates)} are in both of the joined batches")
+        return BatchRef({**self.columns, **other.columns})
+
+    def replace(self, other: "BatchRef") -> "BatchRef":
+        """Return the batch with the columns of `other` in the place of its own of these names."""
+        self._check_names("replace", other.columns)
+        return BatchRef({**self.columns, **other.columns})
+
+    def drop(self, *names: str) -> "BatchRef":
+        self._check_names("drop", names)
+        return BatchRef({name: self.columns[name] for name in self.columns if name not in names})
+
+    def select(self, *names: str) -> "BatchRef":
+        self._check_names("select", names)
+        return BatchRef({name: self.columns[name] for name in names})
+
+    def rename(self, new_names: Mapping[str, str]) -> "BatchRef":
+        """Return the batch with columns renamed from the keys of `new_names` to its values."""
+        self._check_names("rename", new_names)
+        renamed = [new_names.get(name, name) for name in self.columns]
+        if duplicates := sorted({name for name in renamed if renamed.count(name) > 1}):
+            raise ValueError(f"rename: two columns would be named {', '.join(duplicates)}")
+        return BatchRef(dict(zip(renamed, self.columns.values(), strict=True)))
+
+    def _check_names(self, verb: str, names: Iterable[str]) -> None:
+        if missing := sorted(set(names) - self.columns.keys()):
+            raise ValueError(
+                f"{verb}: the batch has no column {', '.join(missing)}; its columns:"
+                f" {', '.join(self.columns)}"
+            )
 
     def slice_rows(self, start: int, stop: int) -> "BatchRef":
-        return BatchRef(tuple(block.slice_rows(start, stop) for block in self.blocks))
+        columns = self.columns.items()
+        return BatchRef({name: _slice_column(column, start, stop) for name, column in columns})
 
     def split(self, count: int) -> list["BatchRef"]:
-        """Split the rows into `count` batches of equal length, in order.
-
-        Raises ValueError if the number of rows is not divisible.
-        """
+        """Split the rows into `count` batches in order; the first may have one row more."""
         length, remainder = divmod(len(self), count)
-        if remainder:
-            raise ValueError(f"{len(self)} rows do not split into {count} equal parts")
-        return [self.slice_rows(index * length, (index + 1) * length) for index in range(count)]
-
-    def pad_to_multiple(self, multiple: int) -> "BatchRef":
-        """Return the batch with its first rows repeated as padding, up to a multiple of `multiple`.
-
-        3 rows padded to a multiple of 8: rows 0 1 2, then 0 1 2 0 1 as padding. An empty batch
-        stays empty.
-        """
-        padded = self
-        num_missing = -len(self) % multiple if len(self) else 0
-        while num_missing:
-            padding = BatchRef(
-                tuple(block.to_padding() for block in self.slice_rows(0, num_missing).blocks)
-            )
-            padded, num_missing = join_batches([padded, padding]), num_missing - len(padding)
-        return padded
+        stops = [(i + 1) * length + min(i + 1, remainder) for i in range(count)]
+        return [self.slice_rows(*rows) for rows in pairwise([0, *stops])]
 
     @property
-    def num_padding(self) -> int:
-        return max((block.num_padding for block in self.blocks), default=0)
+    def references(self) -> list[Any]:
+        """References of the stored batches that have the rows, without repetition."""
+        columns = self.columns.values()
+        return list(dict.fromkeys(rows.reference for column in columns for rows in column))
+
+    def resolve_columns(self, stored: Mapping[Any, Batch]) -> dict[str, Any]:
+        """Return the columns of the batch by value; `stored` maps references to stored batches."""
+        return {
+            name: _concat_rows(
+                [stored[rows.reference][rows.column][rows.start : rows.stop] for rows in column]
+            )
+            for name, column in self.columns.items()
+        }
 
 
 def join_batches(batches: Sequence[BatchRef]) -> BatchRef:
-    """Return a batch with the rows of all batches, which must have equally many column blocks."""
-    blocks_by_position = zip(*(batch.blocks for batch in batches), strict=True)
-    return BatchRef(tuple(_concat_blocks(blocks) for blocks in blocks_by_position))
+    """Return a batch with the rows of all batches, which must have the same columns."""
+    names = batches[0].columns.keys()
+    if any(batch.columns.keys() != names for batch in batches):
+        described = " and ".join(sorted({str(sorted(batch.columns)) for batch in batches}))
+        raise ValueError(f"cannot join batches with different columns: {described}")
+    return BatchRef(
+        {
+            name: _omit_empty([rows for batch in batches for rows in batch.columns[name]])
+            for name in names
+        }
+    )
 
 
-def _concat_blocks(blocks: Sequence[ColumnBlock]) -> ColumnBlock:
-    slices = tuple(row_slice for block in blocks for row_slice in block.slices)
-    return ColumnBlock(tuple(row_slice for row_slice in slices if len(row_slice)) or slices[:1])
+def _slice_column(column: ColumnRef, start: int, stop: int) -> ColumnRef:
+    slices, offset = [], 0
+    for rows in column:
+        low = min(max(start - offset, 0), len(rows))
+        high = max(min(stop - offset, len(rows)), low)
+        slices.append(replace(rows, start=rows.start + low, stop=rows.start + high))
+        offset += len(rows)
+    return _omit_empty(slices)
+
+
+def _omit_empty(slices: Sequence[RowSlice]) -> ColumnRef:
+    """Return the slices with rows; one without if there are no others, to keep the column."""
+    return tuple(rows for rows in slices if len(rows)) or tuple(slices[:1])
+
+
+def _concat_rows(pieces: Sequence[Any]) -> Any:
+    """Concatenate pieces of a column: arrays and tensors along the first dimension, or lists."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if isinstance(pieces[0], np.ndarray):
+        return np.concatenate(pieces)
+    if isinstance(pieces[0], list | tuple):
+        return [row for piece in pieces for row in piece]
+    import torch
+
+    return torch.cat(list(pieces))
 
 
 def is_batch(value: Any) -> bool:
@@ -162,35 +185,3 @@ def count_rows(batch: Batch) -> int:
         described = ", ".join(f"{name}: {length}" for name, length in lengths.items())
         raise ValueError(f"columns of different lengths ({described})")
     return next(iter(lengths.values()), 0)
-
-
-def slice_columns(batch: Batch, start: int, stop: int) -> dict[str, Any]:
-    """Return rows start:stop of every column of a batch."""
-    return {name: column[start:stop] for name, column in batch.items()}
-
-
-def concat_columns(batches: Sequence[Batch]) -> dict[str, Any]:
-    """Return a batch with the rows of all batches, which have the same columns.
-
-    Arrays and tensors are joined along the first dimension, lists as lists.
-    """
-    if not batches:
-        return {}
-    names = batches[0].keys()
-    if any(batch.keys() != names for batch in batches):
-        described = " and ".join(sorted({str(sorted(batch)) for batch in batches}))
-        raise ValueError(f"cannot concatenate batches with different columns: {described}")
-    return {name: _concat_column([batch[name] for batch in batches]) for name in names}
-
-
-def _concat_column(columns: Sequence[Any]) -> Any:
-    first = columns[0]
-    if len(columns) == 1:
-        return first
-    if isinstance(first, np.ndarray):
-        return np.concatenate(columns)
-    if isinstance(first, list | tuple):
-        return [row for column in columns for row in column]
-    import torch
-
-    return torch.cat(list(columns))

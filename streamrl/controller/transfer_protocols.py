@@ -1,20 +1,21 @@
 """Transfer protocols: which rank of a worker group gets which rows, and which answers count.
 
-The first six protocols are those of HybridFlow (arXiv:2409.19256, Table 3); the last two are common
-beside them. A protocol is a distribute and a collect function over the mesh of a group; users add
-their own with `add_protocol`. Protocols handle references and never load data.
+The first six protocols are those of HybridFlow (arXiv:2409.19256, Table 3). A protocol is a
+distribute and a collect function over the mesh of a group. Protocols handle references and never
+load data.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from streamrl.controller.batches import BatchRef, is_batch, join_batches
 from streamrl.resharding import RankAssignment, RankGrid
 
-#: Positional arguments of a rank's call.
 CallArguments = tuple[Any, ...]
+"""Positional arguments of a rank's call."""
+RankCalls = Sequence[CallArguments | None]
+"""Arguments of a method for every rank, in rank order; None for a rank that is not called."""
 
 
 @dataclass(frozen=True)
@@ -29,68 +30,31 @@ class WorkerMesh:
         return len(self.train.coordinates)
 
 
-@dataclass(frozen=True)
-class RankCalls:
-    """Arguments of a method for every rank, in rank order; None for a rank that is not called."""
-
-    calls: tuple[CallArguments | None, ...]
-
-
-class AnswerKind(Enum):
-    """Relation of a rank's answer to the rows that the rank received.
-
-    ANY: no relation. ROWS: the answer has rows derived from the input rows. METRICS: the answer is
-    a set of numbers about the input rows.
-    """
-
-    ANY = "any"
-    ROWS = "rows"
-    METRICS = "figures"
-
-
 DistributeFn = Callable[[WorkerMesh, CallArguments], RankCalls]
 CollectFn = Callable[[WorkerMesh, Sequence[Any]], Any]
+SelectLayout = Callable[[WorkerMesh], RankAssignment]
 
 
 @dataclass(frozen=True)
 class TransferProtocol:
-    """Named rule for calling a method on a worker group.
+    """Rule for calling a method on a worker group.
 
     distribute: splits the arguments of a call over the ranks.
-    collect: combines the answers, in rank order, None for ranks that were not called. Padding is
-    already removed.
-    answer_kind: relation of the answers to the rows, by which padding is removed.
+    collect: combines the answers, in rank order, None for ranks that were not called.
+    keeps_rows: batches in the answers have rows derived from the input rows, as many for each.
     """
 
-    name: str
     distribute: DistributeFn
     collect: CollectFn
-    answer_kind: AnswerKind = AnswerKind.ANY
-
-    def distribute_calls(self, mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
-        """Split the arguments of a call over the ranks of the mesh.
-
-        Raises ValueError if the distribute function returns no RankCalls or not one per rank.
-        """
-        rank_calls = self.distribute(mesh, arguments)
-        if not isinstance(rank_calls, RankCalls):
-            type_name = type(rank_calls).__name__
-            raise ValueError(
-                f"protocol {self.name}: distribute returned a {type_name}, must be RankCalls"
-            )
-        if len(rank_calls.calls) != mesh.size:
-            raise ValueError(
-                f"protocol {self.name}: distribute returned {len(rank_calls.calls)} calls for"
-                f" {mesh.size} ranks: must be a call or None for each"
-            )
-        return rank_calls
+    keeps_rows: bool = False
 
 
-def split_by_replica(get_assignment: Callable[[WorkerMesh], RankAssignment]) -> DistributeFn:
-    """Make a distribute function that splits the rows of batches over the model replicas.
+def split_rows(get_assignment: SelectLayout) -> TransferProtocol:
+    """Make the protocol that splits the rows of batches over the model replicas of a layout.
 
-    get_assignment: selects the layout of a mesh that defines replicas. All ranks of a replica get
-    the same rows; values other than batches go to all ranks.
+    get_assignment: selects the layout of a mesh. All ranks of a replica get the same rows; the
+    first replicas may get one row more. Values other than batches go to all ranks. The answer of a
+    replica is that of its last pipeline stage, tp_rank 0; the rows of all replicas are joined.
     """
 
     def distribute(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
@@ -100,24 +64,12 @@ def split_by_replica(get_assignment: Callable[[WorkerMesh], RankAssignment]) -> 
         lengths = {len(value) for value in arguments if isinstance(value, BatchRef)}
         if len(lengths) > 1:
             raise ValueError(f"batches of different lengths in a call: {sorted(lengths)} rows")
+        num_replicas = assignment.dp_size
         shares = [
-            value.pad_to_multiple(assignment.dp_size).split(assignment.dp_size)
-            if isinstance(value, BatchRef)
-            else [value] * assignment.dp_size
+            value.split(num_replicas) if isinstance(value, BatchRef) else [value] * num_replicas
             for value in arguments
         ]
-        calls = (tuple(share[at.dp_rank] for share in shares) for at in assignment.coordinates)
-        return RankCalls(tuple(calls))
-
-    return distribute
-
-
-def collect_from_replicas(get_assignment: Callable[[WorkerMesh], RankAssignment]) -> CollectFn:
-    """Make a collect function that joins the rows of all model replicas.
-
-    The answer of a replica is that of its last pipeline stage, tp_rank 0.
-    get_assignment: selects the layout of a mesh that defines replicas.
-    """
+        return [tuple(share[at.dp_rank] for share in shares) for at in assignment.coordinates]
 
     def collect(mesh: WorkerMesh, answers: Sequence[Any]) -> Any:
         assignment = get_assignment(mesh)
@@ -128,19 +80,22 @@ def collect_from_replicas(get_assignment: Callable[[WorkerMesh], RankAssignment]
         }
         return join_answers([answer_of_replica[replica] for replica in range(assignment.dp_size)])
 
-    return collect
+    return TransferProtocol(distribute, collect, keeps_rows=True)
 
 
 def join_answers(answers: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all answers, or a list if any answer is no batch."""
-    if all(isinstance(answer, BatchRef) for answer in answers):
-        return join_batches(answers)
+    """Return one batch with the rows of all answers, or a list if any answer is no batch.
+
+    The answer {} of a rank without rows counts as a batch without rows.
+    """
+    batches = [answer for answer in answers if isinstance(answer, BatchRef)]
+    if batches and all(isinstance(a, BatchRef) or (isinstance(a, dict) and not a) for a in answers):
+        return join_batches(batches)
     return list(answers)
 
 
 def broadcast_to_all(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
-    """Call all ranks with the same arguments."""
-    return RankCalls((arguments,) * mesh.size)
+    return [arguments] * mesh.size
 
 
 def scatter_lists(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
@@ -153,12 +108,11 @@ def scatter_lists(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
             raise ValueError(f"a {type(value).__name__}: must be a list with a value for each rank")
         if len(value) != mesh.size:
             raise ValueError(f"{len(value)} values for {mesh.size} ranks")
-    return RankCalls(tuple(tuple(value[rank] for value in arguments) for rank in range(mesh.size)))
+    return [tuple(value[rank] for value in arguments) for rank in range(mesh.size)]
 
 
 def send_to_first(mesh: WorkerMesh, arguments: CallArguments) -> RankCalls:
-    """Call only rank 0."""
-    return RankCalls((arguments, *(None,) * (mesh.size - 1)))
+    return [arguments] + [None] * (mesh.size - 1)
 
 
 def collect_from_all(mesh: WorkerMesh, answers: Sequence[Any]) -> list[Any]:
@@ -182,11 +136,11 @@ def collect_from_stages(mesh: WorkerMesh, answers: Sequence[Any]) -> Any:
     return join_answers([answer_of_stage[stage] for stage in range(mesh.train.pp_size)])
 
 
-def _get_train_assignment(mesh: WorkerMesh) -> RankAssignment:
+def _get_train_layout(mesh: WorkerMesh) -> RankAssignment:
     return mesh.train
 
 
-def _get_serving_assignment(mesh: WorkerMesh) -> RankAssignment:
+def _get_serving_layout(mesh: WorkerMesh) -> RankAssignment:
     if mesh.serving is None:
         raise ValueError(
             "P3D_ALL_MICRO_DP: the mesh of the group has no layout for generation (serving=...)"
@@ -194,55 +148,20 @@ def _get_serving_assignment(mesh: WorkerMesh) -> RankAssignment:
     return mesh.serving
 
 
-def _make_flat_assignment(mesh: WorkerMesh) -> RankAssignment:
+def _make_flat_layout(mesh: WorkerMesh) -> RankAssignment:
     return RankGrid(1, 1, mesh.size).assign_ranks()
 
 
+SPLIT_OVER_ALL = split_rows(_make_flat_layout)
 PROTOCOLS: dict[str, TransferProtocol] = {
-    protocol.name: protocol
-    for protocol in (
-        TransferProtocol("ONE_TO_ALL", broadcast_to_all, collect_from_all),
-        TransferProtocol("ALL_TO_ALL", scatter_lists, collect_from_all),
-        TransferProtocol(
-            "DP",
-            split_by_replica(_make_flat_assignment),
-            collect_from_replicas(_make_flat_assignment),
-            AnswerKind.ROWS,
-        ),
-        TransferProtocol(
-            "P3D",
-            split_by_replica(_get_train_assignment),
-            collect_from_replicas(_get_train_assignment),
-            AnswerKind.ROWS,
-        ),
-        TransferProtocol(
-            "P3D_ALL_MICRO_DP",
-            split_by_replica(_get_serving_assignment),
-            collect_from_replicas(_get_serving_assignment),
-            AnswerKind.ROWS,
-        ),
-        TransferProtocol("P3D_PP_ONLY", broadcast_to_all, collect_from_stages),
-        # Metrics stay a list with an item per rank.
-        TransferProtocol(
-            "DP_METRIC",
-            split_by_replica(_make_flat_assignment),
-            collect_from_all,
-            AnswerKind.METRICS,
-        ),
-        TransferProtocol("RANK_ZERO", send_to_first, collect_from_first),
-    )
+    "ONE_TO_ALL": TransferProtocol(broadcast_to_all, collect_from_all),
+    "ALL_TO_ALL": TransferProtocol(scatter_lists, collect_from_all),
+    "DP": SPLIT_OVER_ALL,
+    "P3D": split_rows(_get_train_layout),
+    "P3D_ALL_MICRO_DP": split_rows(_get_serving_layout),
+    "P3D_PP_ONLY": TransferProtocol(broadcast_to_all, collect_from_stages),
+    # Metrics stay a list with an item per rank.
+    "DP_METRIC": TransferProtocol(SPLIT_OVER_ALL.distribute, collect_from_all),
+    "RANK_ZERO": TransferProtocol(send_to_first, collect_from_first),
+    "TO_ALL_FROM_FIRST": TransferProtocol(broadcast_to_all, collect_from_first),
 }
-"""Transfer protocols by name, including those that `add_protocol` adds."""
-
-
-def add_protocol(
-    name: str, distribute: DistributeFn, collect: CollectFn, answers: AnswerKind = AnswerKind.ANY
-) -> TransferProtocol:
-    """Register a transfer protocol under a new name, for `@transfers`.
-
-    Raises ValueError if the name is taken.
-    """
-    if name in PROTOCOLS:
-        raise ValueError(f"protocol {name} exists already: choose another name")
-    PROTOCOLS[name] = TransferProtocol(name, distribute, collect, answers)
-    return PROTOCOLS[name]

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from streamrl.buffer.books.ledger import LedgerCounts
 from streamrl.buffer.books.run_log import TrainedGroup
@@ -75,6 +76,12 @@ def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     row |= _filter_metrics(facts)
     row |= _time_metrics(facts)
     return {**row, **facts.metrics}
+
+
+def average_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: fmean(row[name] for row in rows if name in row) for name in names}
 
 
 def _reward_metrics(sums: Mapping[str, float]) -> dict[str, float | Histogram]:

@@ -21,19 +21,20 @@ from examples.own_loop.stage import Loop, Stage, Step, line, steps_of
 from streamrl.actors.launch.fork_server import start_fork_server, stop_fork_server
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.worker_groups import worker_group
-from streamrl.actors.worker_groups.model_workers import (
-    TO_ALL_FROM_FIRST,
-    CriticWorker,
-    PolicyWorker,
-    make_loop_config,
-    plan_loop_memory,
-    set_world_size,
-)
+from streamrl.actors.worker_groups.model_workers import CriticWorker, PolicyWorker
 from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup
-from streamrl.config.preflight import prepare_run
+from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from streamrl.config.own_loop import make_loop_config, set_world_size
+from streamrl.config.preflight import check_worker_memory, prepare_run
 from streamrl.config.run_config import RunConfig, load_config
-from streamrl.controller import Batch, WorkerContext, WorkerMesh, transfer_protocols, transfers
-from streamrl.controller.register import find_transfer_methods
+from streamrl.controller import (
+    PROTOCOLS,
+    Batch,
+    WorkerContext,
+    WorkerMesh,
+    transfers,
+)
+from streamrl.controller.transfer_methods import find_transfer_methods
 from streamrl.dataflow import CRITIC
 from streamrl.errors import ConfigError, StreamError
 from streamrl.placement import PlacementConfig
@@ -81,7 +82,7 @@ def play(loop: Loop, config: RunConfig, pool: Any) -> list[Mapping[str, float]]:
 class Watched(PolicyWorker):
     """Tells what it holds of its optimizer while it does not train."""
 
-    @transfers(TO_ALL_FROM_FIRST)
+    @transfers("TO_ALL_FROM_FIRST")
     def update_policy(self, batch: Batch) -> dict[str, float]:
         figures = super().update_policy(batch)
         backend = self._trainer._backend
@@ -97,7 +98,7 @@ class Watched(PolicyWorker):
 class Failing(PolicyWorker):
     """Whose updates fail half-way."""
 
-    @transfers(TO_ALL_FROM_FIRST)
+    @transfers("TO_ALL_FROM_FIRST")
     def fail(self, batch: Batch) -> None:
         self._loop.run(self._train_next_version(batch))
 
@@ -108,7 +109,8 @@ class Failing(PolicyWorker):
 def on_a_budget(overrides: list[str], *, workers: int) -> RunConfig:
     """PPO's settings, within the least that its workers can do with."""
     config = load_config(PPO, [*overrides, f"generator.kv_cache_mb={KV_MB}"])
-    held = plan_loop_memory(make_loop_config(config, workers), on_gpu=False)
+    held = check_worker_memory(make_loop_config(config, workers), on_gpu=False)
+    assert held is not None
     budget_mb = -(-(held.generate_bytes - held.optimizer) // MB)
     return replace(config, placement=replace(config.placement, memory_mb=budget_mb))
 
@@ -182,9 +184,11 @@ def test_ppo_with_two_workers_learns_the_same(
     config = load_config(PPO, ODD)
     monkeypatch.setattr("examples.own_loop.ppo.PolicyWorker", Watched)
     both = play(ppo, config, pool)
-    # What came to the controller are numbers of rows and figures.
+    # What came to the controller are numbers of rows, names of columns and figures.
     assert len(fetched) > 30
-    assert {type(value) for value in fetched} <= {int, type(None), dict}
+    assert {type(value) for value in fetched} <= {tuple, type(None), dict}
+    shapes = [value for value in fetched if isinstance(value, tuple)]
+    assert all(isinstance(rows, int) and set(map(type, names)) == {str} for rows, names in shapes)
     assert {type(v) for one in fetched if isinstance(one, dict) for v in one.values()} == {float}
 
     assert both[-1]["optimizer_bytes"] > MB
@@ -212,7 +216,7 @@ class OnPaper:
         self.called = set[str]()
 
     def group(self, worker: type, *arguments: object, ranks: int | None = None) -> "OnPaperGroup":
-        inspect.signature(worker).bind("place", "config", *arguments)
+        inspect.signature(worker).bind("context", "config", self.max_length, *arguments)
         return OnPaperGroup(self, worker)
 
 
@@ -242,7 +246,7 @@ def test_a_loop_calls_what_its_workers_have_and_yields_the_updates_of_each_model
     stage = OnPaper()
     steps = list(loop(cast(Stage, stage)))
     assert [len(step) for step in steps] == [models, models]
-    assert stage.called >= {"generate_sequences", "compute_rewards", "update_policy"}
+    assert stage.called >= {"generate_sequences", "score", "update_policy"}
     assert ("update_critic" in stage.called) == (models > 1)
 
 
@@ -290,7 +294,7 @@ def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool) -> None:
     split = ["trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_parallel=2"]
     there = Stage(load_config(PPO, split), pool, None, 64)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel=2: must divide --workers=1"):
-        there.group(PolicyWorker, 64, ranks=1)
+        there.group(PolicyWorker, ranks=1)
     seating = RankGrid(1, 1, 2).assign_ranks()
     mesh = WorkerMesh(seating, seating)
     group = WorkerGroup(pool, CriticWorker, there.config, 64, mesh=mesh)
@@ -305,7 +309,7 @@ def test_who_samples_after_an_update_that_failed_is_told(pool: ResourcePool) -> 
     config = load_config(PPO, ["run.steps=1", "pipeline.groups_per_step=2"])
     prepared = prepare_run(config)
     there = Stage(config, Narrow(pool, 1), prepared.prompts, prepared.max_length)  # type: ignore[arg-type]
-    policy = there.group(Failing, there.max_length)
+    policy = there.group(Failing)
     (batch,) = there.batches
     sampled = policy.generate_sequences(batch)
     with pytest.raises(StreamError, match="no gradient"):
@@ -379,7 +383,7 @@ def test_bad_input_is_one_line(
     monkeypatch.setattr("sys.argv", ["ppo", *words])
     with pytest.raises(SystemExit) as left:
         own_loop.main(ppo, str(PPO), "critic.warmup_alone=2")
-    assert left.value.code == own_loop.BAD_INPUT
+    assert left.value.code == EXIT_BAD_INPUT
     (said,) = capsys.readouterr().err.splitlines()
     assert told in said
 
@@ -389,7 +393,7 @@ def test_a_worker_refuses_what_it_cannot_do_to_who_starts_it_without_a_stage(
     pool: ResourcePool,
 ) -> None:
     there = Stage(load_config(PPO, ["reference.every=2"]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
-    group = there.group(PolicyWorker, 64)
+    group = there.group(PolicyWorker)
     with pytest.raises(ConfigError, match=r"reference\.every=2: "):
         group.wait_until_ready()
     group.close()
@@ -416,24 +420,63 @@ def test_a_line_has_what_a_step_has() -> None:
 
 
 def test_the_page_has_every_protocol() -> None:
-    """Those of streamrl itself: workers and tests may have added others."""
-    own = re.findall(
-        r"^ +TransferProtocol\(\s*\"(\w+)\"",
-        Path(transfer_protocols.__file__).read_text(),
-        re.MULTILINE,
-    )
-    assert len(own) == 8
-    assert re.findall(r"^\| `([A-Z_0-9]+)` \|", PAGE.read_text(), re.MULTILINE) == own
+    assert re.findall(r"^\| `([A-Z_0-9]+)` \|", PAGE.read_text(), re.M) == list(PROTOCOLS)
 
 
 @pytest.mark.slow
 def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
-    first, second = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    first, second, _ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
     (tmp_path / "page.py").write_text(first + second)
     run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="page")
     assert run.wait(300.0) == 0, run.output
     assert str({"text": ["a", "bb", "ccc"], "number": [101, 102, 103]}) in run.output
     assert str([{"rows": 2, "letters": 3}, {"rows": 1, "letters": 3}]) in run.output
+    assert str({"text": ["a", "bb", "ccc"], "old": [101, 102, 103]}) in run.output
+
+
+class RecordingCritic:
+    """A critic's group that keeps both columns of values of the batches it is trained on."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group, self.batches = group, list[dict[str, Any]]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def update_critic(self, batch: Any) -> Any:
+        self.batches.append(batch.select("values", "shadow_values").load())
+        return self._group.update_critic(batch)
+
+
+def test_a_shadow_critic_scores_with_the_weights_that_the_critic_published(
+    pool: ResourcePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    critics: list[RecordingCritic] = []
+    start_group = Stage.group
+
+    def group(stage: Stage, worker: type, *arguments: object, ranks: int | None = None) -> Any:
+        started = start_group(stage, worker, *arguments, ranks=ranks)
+        if worker is not CriticWorker:
+            return started
+        critics.append(RecordingCritic(started))
+        return critics[-1]
+
+    monkeypatch.setattr(Stage, "group", group)
+    overrides = ["run.steps=3", "pipeline.groups_per_step=8", "critic.warmup_alone=9"]
+    play(names["shadowed_ppo"], load_config(PPO, overrides), Narrow(pool, 1))
+    differences = [
+        max(
+            float(abs(mine - shadow).max())
+            for mine, shadow in zip(batch["values"], batch["shadow_values"], strict=True)
+        )
+        for batch in critics[0].batches
+    ]
+    # The critic publishes before the first and the third step; the second sees one update more.
+    assert differences[0] < 1e-5 < differences[1]
+    assert differences[2] < 1e-5
 
 
 @pytest.mark.slow
@@ -442,7 +485,7 @@ def test_an_interrupt_ends_a_loop_with_one_line(tmp_path: Path) -> None:
     run = Launched(words, tmp_path, module="examples.own_loop.remax")
     run.until(lambda: "step   2" in run.output)
     run.interrupt()
-    assert run.wait(60.0) == own_loop.INTERRUPTED
+    assert run.wait(60.0) == EXIT_INTERRUPTED
     assert run.output.splitlines()[-1] == "own_loop: interrupted"
     assert "Traceback" not in run.output
     assert run.orphans() == []

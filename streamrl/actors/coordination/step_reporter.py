@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from statistics import fmean
 from typing import Any
 
 from streamrl.actors.actor_context import ActorReport
@@ -18,7 +17,12 @@ from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, CallKind, ModelC
 from streamrl.errors import ActorLostError, DeadlineError
 from streamrl.rewards.metric_means import sums_to_means
 from streamrl.stream.protocols import StepResult
-from streamrl.stream.step_metrics import StageActivity, StepFacts, compute_step_metrics
+from streamrl.stream.step_metrics import (
+    StageActivity,
+    StepFacts,
+    average_metrics,
+    compute_step_metrics,
+)
 from streamrl.telemetry.cpu_usage import CoreMeter, read_machine_time, read_process_time
 from streamrl.telemetry.metric_names import validate_row
 from streamrl.telemetry.spans import Span
@@ -270,13 +274,8 @@ class StepReporter:
         for role in results:
             if role in CRITIC_BY_COLUMN.values():
                 metrics |= summarise_critic(results[role].metric_sums, role)
-            metrics |= _average_metrics(results[role].update_metrics)
+            metrics |= average_metrics(results[role].update_metrics)
         counts, self._counts = sums_to_means(self._counts), Counter()
         peaks, self._memory_peaks = self._memory_peaks, {}
         measured = {**counts, **peaks, **self._busy_cores}
         return {**metrics, **measured, **snapshot.weights, **snapshot.evaluation}
-
-
-def _average_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: fmean(row[name] for row in rows if name in row) for name in names}

@@ -1,1 +1,1 @@
-"""Worker groups with real engines, and a queue without a run, for own loops."""
+"""Worker groups with real engines, for own loops."""

@@ -1,7 +1,6 @@
 """Workers with real engines for own loops: policy, critics, reference, rewards, costs.
 
-A row of a batch is a group: a cell for its prompt and a cell per column of `messages.COLUMN_SPECS`.
-Advantages and returns of a group form the column `derived`.
+A row of a batch is a group, as in `controller/group_rows.py`.
 
 Scoring splits a batch by rows. An update receives the whole batch on every rank, since advantages
 may compare all groups of a step; the ranks share the rollouts by length without padding. So the
@@ -10,14 +9,12 @@ result does not depend on the number of ranks.
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,58 +22,60 @@ from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.fork_server import GENERATOR_LEVEL, STAGE_ENV, make_level_env
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import make_logprob_check
+from streamrl.actors.transport.object_store_weights import ObjectStoreReader, ObjectStoreWriter
 from streamrl.algorithms import step_loss_denominator, summarise_policy
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.algorithms.math.step_metrics import summarise_critic
 from streamrl.buffer.assembly.micro_batch_schedule import StepScheduler, UpdatePlan
-from streamrl.buffer.assembly.packing import RolloutIndex, pack_rollouts
+from streamrl.buffer.assembly.packing import pack_rollouts
+from streamrl.config.own_loop import make_loop_config, set_world_size
 from streamrl.config.preflight import check_worker_memory
-from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig
-from streamrl.controller import PROTOCOLS, Batch, WorkerContext, add_protocol, transfers
+from streamrl.controller import Batch, WorkerContext, transfers
+from streamrl.controller.group_rows import (
+    DERIVED_COLUMN,
+    PROMPT_COLUMN,
+    compute_concatenated,
+    get_group_columns,
+    map_groups_by_uid,
+    to_batch,
+)
 from streamrl.dataflow import (
-    BASELINE_CALL,
-    COST_CALL,
     CRITIC,
     CRITIC_BY_COLUMN,
     GENERATE_CALL,
     GREEDY_CALL,
     POLICY,
-    REWARD_CALL,
-    SEQUENCE_COLUMNS,
+    SOURCE_CALLS,
+    CallKind,
+    ModelCall,
 )
 from streamrl.distributed.process_group import translate_collective_errors
 from streamrl.engines.generation.requests_in_flight import do_nothing
 from streamrl.engines.memory.peak_memory import release_freed_memory, release_large_blocks_eagerly
-from streamrl.engines.models.forward import ModelLoadOptions, compute_token_values, get_local_device
+from streamrl.engines.models.forward import compute_token_values, get_local_device
 from streamrl.engines.training.collate import derive_columns
-from streamrl.engines.training.forward_scorers import LogprobScorer, compute_token_column
+from streamrl.engines.training.forward_scorers import compute_token_column
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import ConfigError, StreamError
 from streamrl.files.hf_config import make_trusted_env
 from streamrl.messages import (
-    COLUMN_SPECS,
     Array,
     Columns,
     Experience,
     GroupLease,
     Prompt,
-    is_component_column,
 )
 from streamrl.pipeline import verify_weights
-from streamrl.placement import WorkerMemory
 from streamrl.stream.protocols import FetchedWeights
+from streamrl.stream.step_metrics import average_metrics
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightLoadStats, WeightManifest
 from streamrl.weights.logprob_check import is_logprob_check_due
+from streamrl.weights.pack import publish_version
+from streamrl.weights.unpack import unpack_tensors
 
-PROMPT_COLUMN = "prompt"
-DERIVED_COLUMN = "derived"
-#: Every rank gets the whole batch, and rank 0 answers for all: their results are equal.
-TO_ALL_FROM_FIRST = add_protocol(
-    "TO_ALL_FROM_FIRST", PROTOCOLS["ONE_TO_ALL"].distribute, PROTOCOLS["RANK_ZERO"].collect
-).name
 Metrics = dict[str, float]
 TrainResult = tuple[dict[str, float], Metrics]
 """Result of a step: sums over all ranks, and the mean metrics of its updates."""
@@ -90,51 +89,6 @@ def make_engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
     return {**STAGE_ENV, **vllm_env, **accelerator, **trusted, **make_level_env(GENERATOR_LEVEL)}
 
 
-def set_world_size(config: RunConfig, ranks: int) -> RunConfig:
-    """Return the config with trainer.world_size set to a number of ranks.
-
-    Sets the critic's world size too if the config has one.
-    """
-    trainer, critic = replace(config.trainer, world_size=ranks), config.critic
-    if "world_size" in critic.trainer:
-        critic = replace(critic, trainer={**critic.trainer, "world_size": ranks})
-    return replace(config, trainer=trainer, critic=critic)
-
-
-def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
-    """Return the config of PolicyWorkers on `ranks` ranks: each worker trains and samples.
-
-    Raises ConfigError for settings that have no effect in an own loop or are not supported there.
-    """
-    mode, tensor_parallel = config.placement.mode, config.generator.tensor_parallel
-    every = config.reference.every
-    fixed_settings = (
-        ("filter.kind", config.filter.kind, "none", "filters no groups"),
-        ("reference.every", every, 0, "has a fixed reference"),
-        ("generator.tensor_parallel", tensor_parallel, 1, "has a whole generator in each worker"),
-    )
-    for key, value, required, reason in fixed_settings:
-        if value != required:
-            raise ConfigError(f"{key}={value}: an own loop {reason}; must be {required}")
-    if mode not in ("auto", "colocated"):
-        raise ConfigError(
-            f"placement.mode={mode}: in an own loop the policy's workers both train and"
-            " generate; must be auto or colocated"
-        )
-    return with_placement_mode(set_world_size(config, ranks), "colocated")
-
-
-def plan_loop_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory:
-    """Return the memory budget of a PolicyWorker.
-
-    config: as `make_loop_config` returns it. Raises ConfigError with the arithmetic if the worker
-    cannot stay within placement.memory_mb.
-    """
-    memory = check_worker_memory(config, on_gpu=on_gpu)
-    assert memory is not None
-    return memory
-
-
 class TrainedWorker:
     """Base class of workers that train: a rank of the policy or of a critic."""
 
@@ -143,7 +97,7 @@ class TrainedWorker:
     ) -> None:
         self._max_length = max_length
         self._config = config = set_world_size(config, context.size)
-        self._context = context
+        self._context, self._role = context, role
         self._trainer_config = trainer_config = config.get_trainer_config(role)
         self._timeout_s = trainer_config.collective_timeout_s
         dp_ranks = [trainer_config.get_dp_rank(rank) for rank in range(context.size)]
@@ -158,62 +112,68 @@ class TrainedWorker:
         self._trainer = RealEngineFactory().make_trainer(config, max_length, context.rank, role)
         self._version = 0
 
+    @transfers("TO_ALL_FROM_FIRST")
+    def publish_weights(self) -> WeightManifest | None:
+        """Store the current weights in Ray's object store, for `load_weights` of a ScorerWorker."""
+        tensors, manifest = iter(self._trainer.full_state()), None
+        if self._context.rank == 0:
+            bucket_bytes = self._config.weights.bucket_bytes
+            manifest = publish_version(
+                tensors,
+                version=self._version,
+                bucket_bytes=bucket_bytes,
+                writer=ObjectStoreWriter(),
+            )
+        for _ in tensors:  # gathering a sharded parameter is a collective
+            pass
+        return manifest
+
     def _train_step(self, batch: Batch) -> TrainResult:
         """Run a training step on this rank's share of a batch, with all its updates.
 
         Returns the sums over all ranks, and the mean metrics of the updates.
         """
-        groups = map_groups_by_uid(batch)
+        groups, settings = map_groups_by_uid(batch), self._config.algorithm_settings
         self._trainer.plan_step(groups, dict(zip(groups, batch[DERIVED_COLUMN], strict=True)))
-        settings, dp_rank = (
-            self._config.algorithm_settings,
-            self._trainer_config.get_dp_rank(self._context.rank),
+        scheduler = StepScheduler(
+            UpdatePlan(settings.scope == "step", settings.epochs, settings.mini_batches),
+            world_size=self._trainer_config.dp_size,
+            micro_batch_tokens=self._config.pipeline.micro_batch_tokens,
         )
-        update_plan = UpdatePlan(settings.scope == "step", settings.epochs, settings.mini_batches)
-        budget = self._config.pipeline.micro_batch_tokens
-        dp_size = self._trainer_config.dp_size
-        scheduler = StepScheduler(update_plan, world_size=dp_size, micro_batch_tokens=budget)
         for uid, columns in groups.items():
             scheduler.add_group(uid, columns["lengths"].tolist())
-        rounds = scheduler.take_rounds(complete=True)
-        self._precompute_logprobs(
-            groups, [round_.micro_batches[dp_rank] for round_ in rounds if round_.epoch == 0]
-        )
-        step_sums: dict[str, float] = {}
-        update_sums: dict[str, float] = {}
-        updates = []
-        for round_ in rounds:
-            rollouts = round_.micro_batches[dp_rank]
-            own_groups = {uid: groups[uid] for uid, _ in rollouts}
+        dp_rank = self._trainer_config.get_dp_rank(self._context.rank)
+        rounds = [
+            (scheduled, picks, {uid: groups[uid] for uid, _ in picks})
+            for scheduled in scheduler.take_rounds(complete=True)
+            for picks in [scheduled.micro_batches[dp_rank]]
+        ]
+        if self._role == POLICY and settings.should_recompute_logprobs:
+            for scheduled, picks, own_groups in rounds:
+                if scheduled.epoch == 0:
+                    self._trainer.precompute_logprobs(own_groups, picks)
+            self._trainer.sync_plan()
+        step_sums, update_sums, updates = dict[str, float](), dict[str, float](), []
+        for scheduled, picks, own_groups in rounds:
             add_metric_sums(
-                update_sums, self._trainer.train_micro_batch(own_groups, rollouts, self._version)
+                update_sums, self._trainer.train_micro_batch(own_groups, picks, self._version)
             )
-            if round_.is_last_of_update:
+            if scheduled.is_last_of_update:
                 update_sums = self._sum_over_ranks(update_sums)
                 updates.append(
                     self._trainer.step(self._trainer.compute_loss_denominator(update_sums))
                 )
                 add_metric_sums(step_sums, update_sums)
                 update_sums = {}
-        return step_sums, _average_metrics(updates)
-
-    def _precompute_logprobs(
-        self, groups: Mapping[str, Columns], micro_batches: Sequence[Sequence[RolloutIndex]]
-    ) -> None:
-        """Store log-probabilities under the model before the step, for algorithms that need them.
-
-        Does nothing here; PolicyWorker overrides it.
-        """
+        return step_sums, average_metrics(updates)
 
     def _sum_over_ranks(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the sums over all data-parallel ranks; a collective.
 
         Tensor-parallel ranks have equal sums, so only the first of each counts.
         """
-        total: dict[str, float] = {}
-        for rank_sums in self._all_gather(dict(sums), "sums")[
-            :: self._trainer_config.tensor_parallel
-        ]:
+        total, tp_size = dict[str, float](), self._trainer_config.tensor_parallel
+        for rank_sums in self._all_gather(dict(sums), "sums")[::tp_size]:
             add_metric_sums(total, rank_sums)
         return total
 
@@ -242,7 +202,9 @@ class PolicyWorker(TrainedWorker):
                 "generator.kv_cache_mb=null: must be set where a generator shares a GPU, here with"
                 " its trainer; otherwise the KV cache takes all free memory"
             )
-        self._worker_memory = plan_loop_memory(config, on_gpu=on_gpu)
+        memory = check_worker_memory(config, on_gpu=on_gpu)
+        assert memory is not None  # a loop's config is colocated
+        self._worker_memory = memory
         if config.placement.memory_mb is not None:
             release_large_blocks_eagerly()
         self._shared_weights = SharedWeights()
@@ -269,14 +231,15 @@ class PolicyWorker(TrainedWorker):
         derived = derive_columns(self._config.algorithm.spec, settings, map_groups_by_uid(batch))
         return {DERIVED_COLUMN: list(derived.values())}
 
-    @transfers(TO_ALL_FROM_FIRST)
+    @transfers("TO_ALL_FROM_FIRST")
     def update_policy(self, batch: Batch) -> Metrics:
         """Train the policy on a batch, load the new weights into the generator, return metrics.
 
         During critic warm-up (critic.warmup_alone) the policy stays unchanged.
         """
         groups, adaptive_params = map_groups_by_uid(batch), dict(self._adaptive_params.values)
-        rollout_sums = sum_rollouts(groups, list_rollouts(groups))
+        rollouts = [(uid, i) for uid, group in groups.items() for i in range(len(group["lengths"]))]
+        rollout_sums = sum_rollouts(groups, rollouts)
         metrics = _average_scores(rollout_sums)
         self._trainer.set_adaptive_params(adaptive_params)
         trains = self._version >= self._config.critic.warmup_alone
@@ -292,7 +255,7 @@ class PolicyWorker(TrainedWorker):
         metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}
         return {**metrics, **transfer_metrics, **self._gather_memory_peaks()}
 
-    @transfers(TO_ALL_FROM_FIRST)
+    @transfers("TO_ALL_FROM_FIRST")
     def save_model(self, folder: Path) -> None:
         """Write the policy as a Hugging Face directory, on the node of rank 0."""
         self._trainer.save_model(folder)
@@ -300,10 +263,9 @@ class PolicyWorker(TrainedWorker):
     async def _start_generator(self) -> None:
         if self._worker_memory.offloads_optimizer:
             self._trainer.offload_optimizer()
-        generator_start = RealEngineFactory().make_generator(
+        self._generator = await RealEngineFactory().make_generator(
             self._config, self._max_length, self._context.rank
         )
-        self._generator = await generator_start
         await self._shared_weights.attach_generator(
             self._generator, should_fill_storage=self._config.needs_resharding
         )
@@ -375,25 +337,14 @@ class PolicyWorker(TrainedWorker):
 
         return to_batch(self._loop.run(sample_all()))
 
-    def _precompute_logprobs(
-        self, groups: Mapping[str, Columns], micro_batches: Sequence[Sequence[RolloutIndex]]
-    ) -> None:
-        if self._settings.should_recompute_logprobs:
-            for rollouts in micro_batches:
-                self._trainer.precompute_logprobs(
-                    {uid: groups[uid] for uid, _ in rollouts}, rollouts
-                )
-            self._trainer.sync_plan()
-
 
 class CriticWorker(TrainedWorker):
     """Worker of a critic rank; the role selects the critic of rewards or of costs."""
 
     def __init__(
-        self, place: WorkerContext, config: RunConfig, max_length: int, role: str = CRITIC
+        self, context: WorkerContext, config: RunConfig, max_length: int, role: str = CRITIC
     ) -> None:
-        super().__init__(place, config, max_length, role)
-        self._role = role
+        super().__init__(context, config, max_length, role)
         (self._column,) = (column for column, critic in CRITIC_BY_COLUMN.items() if critic == role)
 
     @transfers("P3D")
@@ -432,7 +383,7 @@ class CriticWorker(TrainedWorker):
                 self._trainer.forward, rows["token_ids"], rows["attention_mask"]
             )
 
-    @transfers(TO_ALL_FROM_FIRST)
+    @transfers("TO_ALL_FROM_FIRST")
     def update_critic(self, batch: Batch) -> Metrics:
         """Train the critic on a batch; return metrics."""
         sums, updates = self._train_step(batch)
@@ -440,126 +391,83 @@ class CriticWorker(TrainedWorker):
         return summarise_critic(sums, self._role) | updates
 
 
-class ReferenceWorker:
-    """Worker with the fixed reference model: the policy as it was at the start of the loop."""
+class ScorerWorker:
+    """Worker that scores groups in a role as a scorer of the stream does.
 
-    def __init__(self, context: WorkerContext, config: RunConfig, max_length: int) -> None:
-        self._model = LogprobScorer(
-            config.model.path,
-            temperature=config.generator.temperature,
-            micro_batch_tokens=config.pipeline.micro_batch_tokens,
-            threads=config.trainer.threads,
-            dtype=config.trainer.dtype,
-            options=ModelLoadOptions(config.trainer.attention, max_length),
-        )
-
-    @transfers("DP")
-    def compute_ref_logprobs(self, batch: Batch) -> dict[str, list[Array]]:
-        """Compute the reference model's log-probability of each token: the column ref_logprobs."""
-        name = "ref_logprobs"
-        return {
-            name: compute_concatenated(
-                batch, lambda columns: self._model.compute_ref_logprobs(columns)[name]
-            )
-        }
-
-
-class RewardWorker:
-    """Worker that scores rollouts with the rewards of the config, or with its costs.
-
-    role: "reward", or "cost" for the costs.
+    role: reward, cost, reference, value or cost_value. The last three have a model of their own,
+    which starts as the policy or the critic of the config; `load_weights` changes its weights.
     """
 
     def __init__(
-        self, context: WorkerContext, config: RunConfig, role: str = REWARD_CALL.role
+        self, context: WorkerContext, config: RunConfig, max_length: int, role: str
     ) -> None:
+        self._calls = [c for c in SOURCE_CALLS if (c.role, c.kind) == (role, CallKind.SCORE)]
+        if not self._calls:
+            roles = dict.fromkeys(c.role for c in SOURCE_CALLS if c.kind is CallKind.SCORE)
+            raise ConfigError(f"ScorerWorker: role={role}: must be one of {', '.join(roles)}")
+        self._role = role
         self._loop = asyncio.Runner()
-        # max_length 0: text scorers have no length limit.
-        self._scorer = self._loop.run(RealEngineFactory().make_scorer(config, 0, role))
+        self._scorer = self._loop.run(RealEngineFactory().make_scorer(config, max_length, role))
 
     @transfers("DP")
-    def compute_rewards(self, batch: Batch) -> dict[str, list[Array]]:
-        """Score all rollouts; return the column scores and a column per reward component."""
-        return self._score_groups(REWARD_CALL.stage, batch)
+    def score(self, batch: Batch) -> dict[str, list[Array]]:
+        """Compute the columns of every stage of the role whose required columns the batch has.
 
-    @transfers("DP")
-    def compute_baselines(self, batch: Batch) -> dict[str, list[Array]]:
-        """Score the greedy completions; return the column baseline_scores."""
-        return self._score_groups(BASELINE_CALL.stage, batch)
+        A reward scorer scores rollouts, greedy completions (column greedy_ids) or both.
+        """
+        calls = [call for call in self._calls if batch.keys() >= {*call.needs}]
+        if not calls:
+            needs = " or ".join(", ".join(call.needs) for call in self._calls)
+            raise ValueError(f"the batch lacks columns: a {self._role} scorer needs {needs}")
+        scored: dict[str, list[Array]] = {}
+        for call in calls:
+            scored |= self._score_stage(call, batch)
+        return scored
 
-    @transfers("DP")
-    def compute_costs(self, batch: Batch) -> dict[str, list[Array]]:
-        """Compute the costs of all rollouts; return column costs and a column per component."""
-        return self._score_groups(COST_CALL.stage, batch)
+    @transfers("ONE_TO_ALL")
+    def load_weights(self, weights: WeightManifest) -> None:
+        """Load the weights that `publish_weights` of a trained worker returned."""
+        follower = self._scorer.follower
+        if follower is None:
+            raise ConfigError(f"load_weights: a {self._role} scorer has no model of its own")
+        tensors = unpack_tensors(weights, ObjectStoreReader(self._role).fetch_buckets(weights))
+        self._loop.run(_await_result(follower.load_weights(tensors, weights.version)))
 
-    def _score_groups(self, stage: str, batch: Batch) -> dict[str, list[Array]]:
-        groups = [
+    def _score_stage(self, call: ModelCall, batch: Batch) -> dict[str, list[Array]]:
+        if self._scorer.follower is None:
+            groups = zip(batch[PROMPT_COLUMN], get_group_columns(batch), strict=True)
+            return to_batch(self._score_groups(call.stage, list(groups)))
+        # A model reads no prompts, and has the fewest micro-batches if all groups are one.
+        (name,) = call.produces
+
+        def compute(columns: Columns) -> Array:
+            return self._score_groups(call.stage, [(None, columns)])[0][name]
+
+        return {name: compute_concatenated(batch, compute)}
+
+    def _score_groups(
+        self, stage: str, groups: Sequence[tuple[Prompt | None, Columns]]
+    ) -> list[Columns]:
+        experiences = [
             Experience(
-                GroupLease(0, prompt.uid, stage, 0, float("inf")), 0, prompt=prompt, columns=columns
+                GroupLease(0, prompt.uid if prompt else "", stage, 0, float("inf")),
+                0,
+                prompt=prompt,
+                columns=columns,
             )
-            for prompt, columns in zip(batch[PROMPT_COLUMN], get_group_columns(batch), strict=True)
+            for prompt, columns in groups
         ]
-        results = self._loop.run(_await_result(self._scorer.stages[stage](groups)))
+        results = self._loop.run(_await_result(self._scorer.stages[stage](experiences)))
         for result in results:
             if isinstance(result, StreamError):
                 raise result
-        return to_batch(results)
+        return list(results)
 
 
 async def _await_result(results: Any) -> Any:
     return await results
 
 
-def to_batch(groups: Sequence[Columns]) -> dict[str, list[Array]]:
-    """Return groups as a batch: a row per group, a list of arrays per column."""
-    return {name: [columns[name] for columns in groups] for name in (groups[0] if groups else ())}
-
-
-def get_group_columns(batch: Batch) -> list[Columns]:
-    """Return the stored columns of every group of a batch, without derived ones."""
-    names = [name for name in batch if name in COLUMN_SPECS or is_component_column(name)]
-    return [
-        dict(zip(names, cells, strict=True))
-        for cells in zip(*(batch[name] for name in names), strict=True)
-    ]
-
-
-def map_groups_by_uid(batch: Batch) -> dict[str, Columns]:
-    """Return the columns of each group of a batch, by uid; ValueError for a repeated group."""
-    uids = [prompt.uid for prompt in batch[PROMPT_COLUMN]]
-    if len(set(uids)) < len(uids):
-        duplicate = next(uid for uid in uids if uids.count(uid) > 1)
-        raise ValueError(
-            f"prompt {duplicate} occurs twice in the batch; a step trains a group once"
-        )
-    return dict(zip(uids, get_group_columns(batch), strict=True))
-
-
-def compute_concatenated(batch: Batch, compute: Callable[[Columns], Array]) -> list[Array]:
-    """Compute a column with a value per token for all groups of a batch in a single call.
-
-    compute: receives the sequences of all groups together, and returns their column. Returns the
-    column of each group.
-    """
-    groups = get_group_columns(batch)
-    if not groups:
-        return []
-    concatenated = {
-        name: np.concatenate([columns[name] for columns in groups]) for name in SEQUENCE_COLUMNS
-    }
-    ends = np.cumsum([len(columns["token_ids"]) for columns in groups])
-    return np.split(compute(concatenated), ends[:-1])
-
-
-def list_rollouts(groups: Mapping[str, Columns]) -> list[RolloutIndex]:
-    return [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
-
-
 def _average_scores(sums: Mapping[str, float]) -> Metrics:
     names = {"score_sum": "reward/mean", "cost_sum": "cost/mean"}
     return {mean: sums[name] / sums["rollouts"] for name, mean in names.items() if name in sums}
-
-
-def _average_metrics(rows: Sequence[Mapping[str, float]]) -> Metrics:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: fmean(row[name] for row in rows if name in row) for name in names}

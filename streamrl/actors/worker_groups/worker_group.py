@@ -25,22 +25,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from streamrl.actors.launch.placement_groups import order_bundles, reserve_bundles
 from streamrl.actors.transport.ray_calls import fetch_reply, unwrap_error
 from streamrl.actors.transport.rendezvous import find_rendezvous
-from streamrl.controller.batches import (
-    Batch,
-    BatchRef,
-    RowSlice,
-    concat_columns,
-    count_rows,
-    is_batch,
-    slice_columns,
-)
-from streamrl.controller.collect import RankAnswers, RankInput, make_rank_inputs
-from streamrl.controller.register import WorkerContext, find_transfer_methods
-from streamrl.controller.transfer_protocols import PROTOCOLS, TransferProtocol, WorkerMesh
+from streamrl.controller import Batch, BatchRef, WorkerContext, WorkerMesh
+from streamrl.controller.batches import count_rows, is_batch
+from streamrl.controller.transfer_methods import TransferMethod, find_transfer_methods
+from streamrl.controller.transfer_protocols import RankCalls
 from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 
 GROUP_CALL_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 600.0  # includes loading the models
+BatchShape = tuple[int, tuple[str, ...]]
+"""Number of rows and names of the columns of a stored batch."""
 NODE_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -152,19 +146,19 @@ class WorkerHost:
         return None
 
     def call_method(
-        self, method: str, arguments: Sequence[Any], named: Mapping[str, int]
-    ) -> tuple[Any, int | WorkerFailure | None]:
-        """Call a method of the worker; return the result and its number of rows.
+        self, method: str, arguments: Sequence[Any]
+    ) -> tuple[Any, BatchShape | WorkerFailure | None]:
+        """Call a method of the worker; return the result and its shape, None if it is no batch.
 
-        Batches among the arguments are fetched first. The second value is None if the result is no
-        batch, and a WorkerFailure if the method failed.
+        Batches among the arguments are fetched first. If the method fails, a WorkerFailure takes
+        the place of the shape.
         """
         try:
             inputs = [
                 fetch_rows(value) if isinstance(value, BatchRef) else value for value in arguments
             ]
-            result = methodcaller(method, *inputs, **named)(self._worker)
-            return result, count_rows(result) if is_batch(result) else None
+            result = methodcaller(method, *inputs)(self._worker)
+            return result, (count_rows(result), tuple(result)) if is_batch(result) else None
         except Exception as error:  # noqa: BLE001
             return None, WorkerFailure.from_exception(error)
 
@@ -181,29 +175,21 @@ def put(batch: Batch) -> BatchRef:
         raise ValueError(
             "put: a batch must be a dict of columns: lists, arrays or tensors with a row per sample"
         )
-    return BatchRef.from_slices(RowSlice(ray.put(dict(batch)), 0, count_rows(batch)))
+    return BatchRef.from_stored(ray.put(dict(batch)), batch, count_rows(batch))
 
 
 def fetch_rows(batch: BatchRef) -> dict[str, Any]:
-    """Fetch all columns of a batch. Raises ValueError if a column is in two of its blocks."""
-    columns_so_far: dict[str, Any] = {}
-    for block in batch.blocks:
-        batches = fetch_reply([row_slice.reference for row_slice in block.slices], "a batch")
-        pieces = [
-            slice_columns(batch_of_slice, row_slice.start, row_slice.stop)
-            for batch_of_slice, row_slice in zip(batches, block.slices, strict=True)
-        ]
-        columns = concat_columns(pieces)
-        if duplicates := sorted(columns_so_far.keys() & columns.keys()):
-            raise ValueError(f"columns {', '.join(duplicates)} are in both of the joined batches")
-        columns_so_far |= columns
-    return columns_so_far
+    """Fetch all columns of a batch."""
+    references = batch.references
+    stored = fetch_reply(references, "a batch")
+    return batch.resolve_columns(dict(zip(references, stored, strict=True)))
 
 
 class WorkerGroupReply:
     """Reply of a worker group's call, usable as an argument of further calls before it arrives.
 
-    `a | b` is the batch with the columns of both.
+    `a | b` is the batch with the columns of both; replace, drop, select and rename are those of a
+    BatchRef.
     """
 
     def __init__(self, collect: Callable[[], Any]) -> None:
@@ -229,6 +215,18 @@ class WorkerGroupReply:
 
     def __ror__(self, other: BatchRef) -> "WorkerGroupReply":
         return WorkerGroupReply(lambda: _require_batch(other) | _require_batch(self))
+
+    def replace(self, other: "WorkerGroupReply | BatchRef") -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(self).replace(_require_batch(other)))
+
+    def drop(self, *names: str) -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(self).drop(*names))
+
+    def select(self, *names: str) -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(self).select(*names))
+
+    def rename(self, new_names: Mapping[str, str]) -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(self).rename(new_names))
 
 
 def resolve_reply(value: Any) -> Any:
@@ -256,8 +254,8 @@ class WorkerGroup:
     timeout_s: deadline of a call. The start has START_TIMEOUT_S.
 
     The constructor does not wait for the workers; `wait_until_ready` or the first call does. Raises
-    ConfigError if the pool is closed or too small, if a method names an unknown protocol, or if a
-    method has the name of a method of WorkerGroup.
+    ConfigError if the pool is closed or too small, or if a method has the name of a method of
+    WorkerGroup.
     """
 
     def __init__(
@@ -272,13 +270,12 @@ class WorkerGroup:
     ) -> None:
         self._name = worker.__name__
         self._mesh, self._timeout_s = mesh, timeout_s
-        self._methods = {
-            name: (
-                _get_protocol(f"{self._name}.{name}", transfer_method.protocol),
-                transfer_method.knows_padding,
+        self._methods = find_transfer_methods(worker)
+        for method in self._methods.keys() & set(dir(WorkerGroup)):
+            raise ConfigError(
+                f"{self._name}.{method}: WorkerGroup itself has a method of this name; rename the"
+                " worker's"
             )
-            for name, transfer_method in find_transfer_methods(worker).items()
-        }
         slots = range(first_slot, first_slot + mesh.size)
         if first_slot < 0 or slots.stop > pool.slots:
             raise ConfigError(
@@ -334,52 +331,38 @@ class WorkerGroup:
 
     def _call_ranks(self, method: str, *arguments: Any, **named: Any) -> WorkerGroupReply:
         """Call a method on the ranks that its transfer protocol selects; return a lazy reply."""
-        call_name = f"{self._name}.{method}"
         if named:
             raise ValueError(
-                f"{call_name}: {', '.join(named)} passed by name; arguments must be positional"
+                f"{self._name}.{method}: {', '.join(named)} passed by name; arguments must be"
+                " positional"
             )
         self.wait_until_ready()
-        protocol, knows_padding = self._methods[method]
-        values = tuple(map(resolve_reply, arguments))
-        try:
-            rank_calls = protocol.distribute_calls(self._mesh, values)
-        except ValueError as error:
-            raise ValueError(f"{call_name}: {error}") from error
-        rank_inputs = make_rank_inputs(rank_calls, protocol, call_name, knows_padding=knows_padding)
+        transfer_method = self._methods[method]
+        calls = transfer_method.distribute_calls(self._mesh, tuple(map(resolve_reply, arguments)))
         replies = {
-            rank: self._hosts[rank]
-            .call_method.options(num_returns=2)
-            .remote(method, call, {"real": rank_inputs[rank].num_real} if knows_padding else {})
-            for rank, call in enumerate(rank_calls.calls)
+            rank: self._hosts[rank].call_method.options(num_returns=2).remote(method, call)
+            for rank, call in enumerate(calls)
             if call is not None
         }
-        return WorkerGroupReply(partial(self._collect_answers, method, rank_inputs, replies))
+        return WorkerGroupReply(partial(self._collect_answers, transfer_method, calls, replies))
 
     def _collect_answers(
-        self, method: str, rank_inputs: Sequence[RankInput], replies: Mapping[int, tuple[Any, Any]]
+        self, method: TransferMethod, calls: RankCalls, replies: Mapping[int, tuple[Any, Any]]
     ) -> Any:
         """Wait for the answers of a method and combine them by its transfer protocol.
 
-        replies: by rank, references to the value and to its number of rows.
+        replies: by rank, references to the value and to its shape.
         """
-        count_replies = {rank: count for rank, (_, count) in replies.items()}
-        counts = self._fetch_answers(count_replies, method, self._timeout_s)
-        value_replies = {rank: replies[rank][0] for rank, count in counts.items() if count is None}
-        answers = self._fetch_answers(value_replies, method, self._timeout_s)
-        answers |= {
-            rank: BatchRef.from_slices(RowSlice(replies[rank][0], 0, count))
-            for rank, count in counts.items()
-            if count is not None
-        }
-        protocol, knows_padding = self._methods[method]
-        ranks = range(self._mesh.size)
-        names = [f"{self._name}-{rank}.{method}" for rank in ranks]
-        in_order = [answers.get(rank) for rank in ranks]
-        rank_answers = RankAnswers(
-            in_order, rank_inputs, protocol.answer_kind, names, knows_padding=knows_padding
-        )
-        return protocol.collect(self._mesh, rank_answers)
+        shape_replies = {rank: shape for rank, (_, shape) in replies.items()}
+        shapes = self._fetch_answers(shape_replies, method.name, self._timeout_s)
+        value_replies = {rank: replies[rank][0] for rank, shape in shapes.items() if shape is None}
+        answers = self._fetch_answers(value_replies, method.name, self._timeout_s)
+        for rank, shape in shapes.items():
+            if shape is not None:
+                num_rows, names = shape
+                answers[rank] = BatchRef.from_stored(replies[rank][0], names, num_rows)
+        in_order = [answers.get(rank) for rank in range(self._mesh.size)]
+        return method.collect_answers(self._mesh, calls, in_order)
 
     def _fetch_answers(
         self, replies: Mapping[int, Any], method: str, timeout_s: float
@@ -405,17 +388,3 @@ class WorkerGroup:
                 if isinstance(answer, WorkerFailure):
                     raise answer.to_error(name)
         return answers
-
-
-def _get_protocol(method: str, name: str) -> TransferProtocol:
-    """Return the transfer protocol of this name for a worker's method.
-
-    Raises ConfigError if the protocol is unknown or WorkerGroup itself has a method of that name.
-    """
-    if method.rpartition(".")[2] in dir(WorkerGroup):
-        raise ConfigError(
-            f"{method}: WorkerGroup itself has a method of this name; rename the worker's"
-        )
-    if name not in PROTOCOLS:
-        raise ConfigError(f"{method}: protocol {name}: must be one of {', '.join(PROTOCOLS)}")
-    return PROTOCOLS[name]

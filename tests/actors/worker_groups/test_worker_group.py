@@ -13,12 +13,12 @@ from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup
 from streamrl.controller import (
     PROTOCOLS,
     BatchRef,
-    RankCalls,
+    TransferProtocol,
     WorkerContext,
     WorkerMesh,
-    add_protocol,
     transfers,
 )
+from streamrl.controller.transfer_protocols import RankCalls
 from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError
 from streamrl.resharding import RankGrid
 from tests.e2e.launched import Launched
@@ -45,10 +45,6 @@ class Doubler:
     @transfers("DP_METRIC")
     def mean(self, batch):
         return {"mean": float(batch["x"].mean()), "rows": len(batch["x"])}
-
-    @transfers("DP_METRIC")
-    def counted(self, batch, *, real):
-        return {"sum": float(batch["x"][:real].sum()), "rows": real}
 
     @transfers("DP")
     def uneven(self, batch):
@@ -93,13 +89,13 @@ def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
     group.close()
 
 
-def test_a_batch_is_split_over_ranks_and_collected_in_order_without_padding(
+def test_a_batch_is_split_over_ranks_and_collected_in_order(
     group: WorkerGroup,
 ) -> None:
     batch = put({"x": np.arange(5.0)})
     found = group.double(batch, 100).load()
     assert found["x"].tolist() == [100, 102, 104, 106, 108]
-    # Two replicas of two stages: three rows each, one of them padding; the last stages answer.
+    # Two replicas of two stages, of which the last ones answer: three rows, and two.
     assert found["rank"].tolist() == [1, 1, 1, 3, 3]
     nothing_at_all = group.double(put({"x": np.arange(0.0)})).load()
     assert {name: len(column) for name, column in nothing_at_all.items()} == {"x": 0, "rank": 0}
@@ -130,7 +126,19 @@ def test_two_batches_are_joined_column_beside_column(group: WorkerGroup) -> None
     joined = put({"z": np.arange(4.0)}) | group.double(prompts)
     assert set(joined.load()) == {"x", "z", "rank"}
     with pytest.raises(ValueError, match="columns x are in both"):
-        fetch_rows(prompts | prompts)
+        (prompts | group.double(prompts)).load()
+
+
+def test_columns_of_a_reply_are_replaced_dropped_selected_and_renamed(group: WorkerGroup) -> None:
+    prompts = put({"x": np.arange(4.0), "y": np.arange(4.0)})
+    doubled = group.double(prompts)
+    assert prompts.replace(doubled.drop("rank").get()).columns["y"] == prompts.columns["y"]
+    replaced = doubled.replace(prompts.select("x")).rename({"x": "first"}).select("first")
+    assert {name: column.tolist() for name, column in replaced.load().items()} == {
+        "first": [0, 1, 2, 3]
+    }
+    with pytest.raises(ValueError, match="drop: the batch has no column y; its columns: x, rank"):
+        doubled.drop("y").get()
 
 
 def test_ranks_know_their_context_and_rendezvous(group: WorkerGroup) -> None:
@@ -142,16 +150,8 @@ def test_ranks_know_their_context_and_rendezvous(group: WorkerGroup) -> None:
 
 
 def test_metrics_come_from_every_rank(group: WorkerGroup) -> None:
-    found = group.mean(put({"x": np.arange(8.0)})).get()
-    assert [each["mean"] for each in found] == [0.5, 2.5, 4.5, 6.5]
-
-
-def test_padding_counts_in_no_metric(group: WorkerGroup) -> None:
-    batch = put({"x": np.arange(1.0, 6.0)})
-    found = group.counted(batch).get()
-    assert [(each["rows"], each["sum"]) for each in found] == [(2, 3), (2, 7), (1, 5), (0, 0)]
-    with pytest.raises(ValueError, match=r"Doubler\.mean: 3 of 8 rows are padding, which would"):
-        group.mean(batch)
+    found = group.mean(put({"x": np.arange(6.0)})).get()
+    assert [(each["mean"], each["rows"]) for each in found] == [(0.5, 2), (2.5, 2), (4, 1), (5, 1)]
 
 
 def test_a_rank_must_return_as_many_rows_as_it_got(group: WorkerGroup) -> None:
@@ -191,12 +191,6 @@ class Gone(Doubler):
     where = None  # type: ignore[assignment]
 
 
-class Unknown(Doubler):
-    @transfers("dp")
-    def lower(self, batch):
-        return batch
-
-
 @pytest.mark.parametrize(
     ("worker", "message"),
     [
@@ -204,7 +198,6 @@ class Unknown(Doubler):
         (Asynchronous, "Asynchronous.soon is async: must be a plain method"),
         (Static, "Static.alone is a staticmethod: must be a plain method"),
         (Gone, "Gone.where is a NoneType: must be a plain method"),
-        (Unknown, "Unknown.lower: protocol dp: must be one of ONE_TO_ALL, "),
     ],
 )
 def test_invalid_transfer_methods_are_refused(
@@ -212,6 +205,11 @@ def test_invalid_transfer_methods_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         WorkerGroup(pool, worker, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()))
+
+
+def test_an_unknown_protocol_is_refused() -> None:
+    with pytest.raises(ConfigError, match="protocol dp: must be one of ONE_TO_ALL, "):
+        transfers("dp")
 
 
 def test_invalid_arguments_of_a_call_are_refused(group: WorkerGroup) -> None:
@@ -344,7 +342,7 @@ def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup) 
     with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
         group.fail(put({"x": np.arange(4.0)})).get()
     with pytest.raises(
-        AttributeError, match="doubel is not a method of the group; its methods: counted, "
+        AttributeError, match="doubel is not a method of the group; its methods: die, double, "
     ):
         group.doubel  # noqa: B018
     with pytest.raises(ValueError, match=r"batches of different lengths in a call: \[2, 3\] rows"):
@@ -381,10 +379,7 @@ def backwards(mesh: WorkerMesh, arguments: tuple[object, ...]) -> RankCalls:
     """Send the first rows to the last rank."""
     (batch,) = arguments
     assert isinstance(batch, BatchRef)
-    return RankCalls(tuple((piece,) for piece in reversed(batch.split(mesh.size))))
-
-
-add_protocol("BACKWARDS", backwards, PROTOCOLS["DP"].collect)
+    return [(piece,) for piece in reversed(batch.split(mesh.size))]
 
 
 class Served(Doubler):
@@ -394,7 +389,7 @@ class Served(Doubler):
     def serve(self, batch):
         return self.double(batch)
 
-    @transfers("BACKWARDS")
+    @transfers(TransferProtocol(backwards, PROTOCOLS["DP"].collect, keeps_rows=True))
     def back(self, batch):
         return self.double(batch)
 
