@@ -212,12 +212,8 @@ class GenerationEngine:
             for index, rollout in enumerate(rollouts)
             if budgets[index]
         )
-        request = RequestInFlight(
-            rollouts,
-            [sequence.index for sequence in sequences],
-            self._thread.create_future(),
-            watch,
-        )
+        missing = [sequence.index for sequence in sequences]
+        request = RequestInFlight(rollouts, missing, self._thread.create_future(), watch)
         if sequences:
             settings = sampling or SamplingSettings(config.temperature)
             await self._run_request(

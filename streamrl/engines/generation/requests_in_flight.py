@@ -46,6 +46,8 @@ class RequestInFlight:
         self.sampled_sequences: dict[int, SampledSequence] = {}
         self._partials = partials
         self._report_finished(len(partials) - len(self.missing_indices))
+        if not self.missing_indices:
+            done.set_result(None)
 
     def add_sampled(self, sampled: SampledSequence) -> None:
         """Store the tokens of a finished sequence; the request's last sequence resolves `done`."""

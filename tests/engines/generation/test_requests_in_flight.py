@@ -1,11 +1,37 @@
-"""Timeouts of an engine's requests are suspended while it is paused."""
+"""Requests in flight: when they are done, and timeouts that are suspended during a pause."""
 
 import asyncio
 
+import numpy as np
 import pytest
 
-from streamrl.engines.generation.requests_in_flight import PauseState
+from streamrl.engines.generation.requests_in_flight import (
+    PauseState,
+    ProgressWatch,
+    RequestInFlight,
+)
+from streamrl.messages import FinishReason, Rollout
 from streamrl.simulator.replicas.virtual_loop import run_virtual
+
+
+def test_a_request_of_finished_rollouts_is_done_at_once() -> None:
+    finished = Rollout.from_single_turn(
+        np.array([1, 2], np.int32),
+        [3],
+        logprobs=[-1.0],
+        versions=[0],
+        finish_reason=FinishReason.STOP,
+    )
+    calls: list[None] = []
+
+    async def main() -> None:
+        done = asyncio.get_running_loop().create_future()
+        watch = ProgressWatch("uid", lambda: calls.append(None))
+        request = RequestInFlight([finished, finished], (), done, watch)
+        assert done.done() and len(calls) == 2
+        assert all(rollout is finished for rollout in request.build_rollouts())
+
+    run_virtual(main())
 
 
 def test_a_timeout_is_suspended_while_the_engine_is_paused() -> None:
