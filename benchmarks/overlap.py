@@ -23,7 +23,6 @@ from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
 from benchmarks.timed_engines import TimedEngines
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
-from streamrl.actors.protocols import EngineFactory
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.placement import PlacementConfig
 
@@ -140,7 +139,7 @@ class Echo:
 
 
 def measure_run(
-    description: str, engines: EngineFactory, steps: int, settings: Sequence[str]
+    description: str, engines: RealEngineFactory, steps: int, settings: Sequence[str]
 ) -> dict[str, Any]:
     """Return medians over the steps of a run, without the first ones."""
     report_progress(f"{description}: {steps} steps")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import ROOT, run_command
-from streamrl.actors.protocols import EngineFactory
+from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.cli.train import train
 from streamrl.config import RunConfig, load_config
 
@@ -37,7 +37,7 @@ def load_quiet(recipe: Path, settings: Sequence[str]) -> RunConfig:
     return load_config(recipe, [*QUIET, *settings])
 
 
-def play(config: RunConfig, engines: EngineFactory, *, skip: int = 0) -> list[Row]:
+def play(config: RunConfig, engines: RealEngineFactory, *, skip: int = 0) -> list[Row]:
     """Train, and return the metrics of each step after the first `skip`."""
     train(config, None, engines)
     lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Engines that only sleep, to measure the pipeline itself. Picklable; see EngineFactory."""
+"""Engines that only sleep, to measure the pipeline itself. Picklable."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from streamrl.actors.protocols import HostedScorer
+from streamrl.actors.engine_factory import HostedScorer, RealEngineFactory
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
@@ -39,7 +39,7 @@ COMPLETION_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class TimedEngines:
+class TimedEngines(RealEngineFactory):
     """generate_s per group, score_s per call, train_s per rollout of a rank; all 0: no work."""
 
     generate_s: float = 0.0

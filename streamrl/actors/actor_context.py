@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streamrl.actors.protocols import EngineFactory
+from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.buffer import ExperienceQueue
@@ -58,7 +58,7 @@ class ActorContext:
     run_dir: Path
     shards: tuple[RemoteShard, ...]
     coordinator: Any
-    engines: EngineFactory
+    engines: RealEngineFactory
     transport: TransportSpec
     memory: WorkerMemory | None = None
 

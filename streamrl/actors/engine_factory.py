@@ -5,11 +5,11 @@ Engines are imported inside functions: every actor unpickles the factory, few ne
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from streamrl.actors.protocols import HostedScorer
 from streamrl.config import RunConfig
 from streamrl.config.cross_checks import count_trained_steps
 from streamrl.dataflow import (
@@ -24,7 +24,8 @@ from streamrl.dataflow import (
 )
 from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.messages import Array, Columns, Experience
-from streamrl.stream.stage_worker import StageResult
+from streamrl.stream.protocols import FollowerProtocol
+from streamrl.stream.stage_worker import ComputeFunction, StageResult
 from streamrl.weights import WeightLoadStats
 
 if TYPE_CHECKING:
@@ -36,6 +37,29 @@ if TYPE_CHECKING:
     from streamrl.engines.training.trainer import ModelTrainer
     from streamrl.engines.vllm.engine import EngineSpec
     from streamrl.engines.vllm.follower_rank import FollowerRank
+
+
+async def _do_nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class HostedScorer:
+    """Compute functions of a scorer actor by stage name, with their life cycle.
+
+    A compute function returns an error in place of a group that it cannot score.
+
+    follower: loads new weights; None if no stage uses a model that is trained.
+    drain_samples, drain_counts: return scored texts and metric counts since the last call.
+    start, close: start and stop the models and processes that the stages need.
+    """
+
+    stages: Mapping[str, ComputeFunction]
+    follower: FollowerProtocol | None = None
+    drain_samples: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+    drain_counts: Callable[[], Mapping[str, float]] = dict
+    start: Callable[[], Awaitable[Any]] = _do_nothing
+    close: Callable[[], Awaitable[None]] = _do_nothing
 
 
 class FollowerScorer:
@@ -73,7 +97,10 @@ class FollowerScorer:
 
 
 class RealEngineFactory:
-    """Builds vLLM generators, transformers scorers, and DeepSpeed or torch trainers."""
+    """Builds vLLM generators, transformers scorers, and DeepSpeed or torch trainers.
+
+    Each method runs in the process that hosts the engine. Subclasses must be picklable.
+    """
 
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from streamrl.actors.actor_context import ActorContext, ActorReport
-from streamrl.actors.protocols import HostedScorer
+from streamrl.actors.engine_factory import HostedScorer
 from streamrl.actors.replica import ReplicaActor, identity_version
 from streamrl.dataflow import EMA_REFERENCE, REWARD_CALL, ModelCall
 from streamrl.errors import ActorLostError

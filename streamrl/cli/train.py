@@ -17,7 +17,6 @@ from streamrl.actors.coordination.driver_events import (
 )
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.fork_server import describe_refusal, start_fork_server
-from streamrl.actors.protocols import EngineFactory
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import Ledger
 from streamrl.cli.arguments.arg_types import parse_path
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 def train(
     config: RunConfig,
     resume: ResumePoint | None,
-    engines: EngineFactory,
+    engines: RealEngineFactory,
     claim: RunDirClaim | None = None,
 ) -> "RunResult":
     """Train a new, resumed or forked run, and write its run directory.
@@ -107,9 +106,8 @@ def train(
 
     origin = resume
     prepared, layout = _prepare_training(config, resume)
-    if isinstance(engines, RealEngineFactory):
-        # `cli.main` has done this already; callers of `train` from Python have not.
-        start_fork_server()
+    # `cli.main` has done this already; callers of `train` from Python have not.
+    start_fork_server()
     # Import wandb in the background while Ray starts.
     preload_wandb(config.telemetry.wandb)
     with uninterrupted_exit_stack() as exit_stack:

@@ -13,12 +13,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from streamrl.actors.actor_context import ActorContext
 from streamrl.actors.coordination.driver_events import DriverReport, EventReport
 from streamrl.actors.coordinator import CoordinatorActor, RoleActorMap, RunResult, RunStart
+from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.actor_registry import ActorRegistry
 from streamrl.actors.launch.elastic import ReplicaScaler
 from streamrl.actors.launch.startup import PendingStarts
 from streamrl.actors.launch.transport_plan import plan_transport
 from streamrl.actors.liveness import LivenessMonitor, name_unresponsive
-from streamrl.actors.protocols import EngineFactory
 from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, fetch_reply, has_died
 from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan, StageSchema
@@ -62,7 +62,7 @@ class RunSession:
         on_gpu: bool,
         shard_bytes: int,
         memory: WorkerMemory | None = None,
-        engines: EngineFactory,
+        engines: RealEngineFactory,
     ) -> None:
         self._config = config
         self._shard_bytes = shard_bytes
