@@ -5,6 +5,7 @@ on the other sets, so it is found once, by changing one call's parallelism after
 allocations of nodes to sets are looked at, and the best few are scheduled.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,6 @@ from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
-from streamrl.placement.search.partitions import iter_compositions
 from streamrl.placement.search.split_rules import allow_any_split
 from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.steady_state.estimator import PlacementEstimator
@@ -91,7 +91,8 @@ class Families:
     def _allocated(
         self, sets: Sequence[Set], nodes: int
     ) -> Iterator[tuple[float, Sequence[int], Sequence[SetPlan]]]:
-        for counts in iter_compositions(nodes, len(sets)):
+        for cuts in itertools.combinations(range(1, nodes), len(sets) - 1):
+            counts = [b - a for a, b in itertools.pairwise((0, *cuts, nodes))]
             plans = [self.plan(each, count) for each, count in zip(sets, counts, strict=True)]
             fit = [plan for plan in plans if plan is not None]
             if len(fit) == len(plans):

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -121,9 +121,6 @@ class Placement:
             return PlacementMode.ASYNCHRONOUS if self.max_staleness else PlacementMode.DISAGGREGATED
         meshes = [assignment.mesh for assignment in self.assignments.values()]
         return PlacementMode.COLOCATED if len(set(meshes)) == 1 else PlacementMode.SPLIT
-
-    def with_staleness(self, max_staleness: int) -> "Placement":
-        return replace(self, max_staleness=max_staleness)
 
     def __str__(self) -> str:
         return "; ".join(f"{stage} {assignment}" for stage, assignment in self.assignments.items())

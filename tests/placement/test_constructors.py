@@ -1,6 +1,7 @@
 """Sets, ratios and meshes as notations of one placement."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_shadow_separates_forward_only_from_trained_roles() -> None:
         == Mesh(8, 8)
     )
     assert placement.classify_mode(PPO) is PlacementMode.DISAGGREGATED
-    assert placement.with_staleness(2).classify_mode(PPO) is PlacementMode.ASYNCHRONOUS
+    assert replace(placement, max_staleness=2).classify_mode(PPO) is PlacementMode.ASYNCHRONOUS
 
 
 REAL_1X8 = {
@@ -149,7 +150,7 @@ def make_grpo_placement(**changes: tuple[str, str]) -> Placement:
         (make_grpo_placement(train=("4-7", "1-1-2")), "1-1-2 is 2 ranks; devices 4-7 are 4"),
         (make_grpo_placement(prune=("4-7", "1-1-4")), "placement.prune: no such call"),
         (placement_from_meshes({"train": ("0-3", "1-1-4")}), "placement.generate: missing"),
-        (make_grpo_placement().with_staleness(-1), "max_staleness=-1"),
+        (replace(make_grpo_placement(), max_staleness=-1), "max_staleness=-1"),
     ],
 )
 def test_check_valid_names_the_invalid_call(placement: Placement, message: str) -> None:

@@ -260,9 +260,3 @@ class ParallelismChoices:
         return sum(call_memory.resident_bytes for call_memory in memory.values()) + max(
             call_memory.active_bytes for call_memory in memory.values()
         )
-
-
-def auto_parallel(choices: ParallelismChoices, role: str, mesh: Mesh) -> CallAssignment | None:
-    """Return the fastest parallelism of a role on a mesh; None if the role's model does not fit."""
-    options = choices.list_options(role, mesh)
-    return options[0] if options else None

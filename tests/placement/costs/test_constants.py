@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
@@ -14,7 +15,7 @@ from streamrl.placement.costs.constants import UPPER_BOUNDS
 
 def test_constants_round_trip_through_yaml(tmp_path: Path) -> None:
     path, constants = tmp_path / "c.yaml", CostConstants(decode_rollout_s=3e-5, recompute=False)
-    constants.write_yaml(path)
+    path.write_text(yaml.safe_dump(constants.to_dict()))
     assert CostConstants.from_yaml(path) == constants
 
 
