@@ -25,7 +25,7 @@ from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.protocols import EngineFactory
 from streamrl.actors.transport.ray_calls import fetch_reply
-from streamrl.placement import PlacementConfig
+from streamrl.placement.config import PlacementConfig
 
 WARM_UP_STEPS = 4
 KINDS = ("generate", "score", "train")

@@ -37,7 +37,7 @@ from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CostModel
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.model_shapes import MODEL_SHAPES, load_model_shape
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices

@@ -5,7 +5,7 @@ streamrl's engines have both, so its own schedule is none of such a run.
 """
 
 from streamrl.dataflow import CallKind
-from streamrl.placement.costs import CostModel
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.steady_state.call_durations import (

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from streamrl.dataflow import CallKind
-from streamrl.placement.costs import CostModel
 from streamrl.placement.costs.call_cost import CallCost
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.costs.generate import generator_timing
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
@@ -21,7 +21,7 @@ from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
 from streamrl.placement.search.split_rules import allow_any_split
 from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.steady_state.estimator import PlacementEstimator
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 SCHEDULED = 6
 """So many allocations, with the least sums of stages, are scheduled."""

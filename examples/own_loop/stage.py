@@ -30,7 +30,7 @@ from streamrl.config.preflight import prepare_run
 from streamrl.controller import BatchRef, WorkerMesh
 from streamrl.data import PromptStream
 from streamrl.errors import ConfigError, StreamError
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 Step = Sequence[WorkerGroupReply]
 """Replies of a step's updates, the policy's first; each gives metrics."""

@@ -12,7 +12,7 @@ from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_m
 from streamrl.calibration.run_trace import RunTrace, load_run_trace
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.output.output_files import check_output_file, write_output_file
-from streamrl.placement import Cluster
+from streamrl.placement.clusters import Cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

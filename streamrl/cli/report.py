@@ -21,7 +21,7 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.output import advice_report
 from streamrl.errors import ConfigError
 from streamrl.messages import parse_uid
-from streamrl.placement import Cluster
+from streamrl.placement.clusters import Cluster
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.sinks import EVENTS_FILE, read_jsonl
 

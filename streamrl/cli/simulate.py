@@ -28,15 +28,13 @@ from streamrl.dataflow import GENERATE_CALL, CallKind
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json
 from streamrl.files.typed_settings import describe_read_error
-from streamrl.placement import Placement, PlacementProblem
-from streamrl.placement.costs import CostModel
-from streamrl.simulator import (
-    FailureModel,
-    SimulationResult,
-    choose_num_steps,
-    estimate_simulation_s,
-    run_simulation,
-)
+from streamrl.placement.costs.cost_model import CostModel
+from streamrl.placement.placements import Placement
+from streamrl.placement.problem import PlacementProblem
+from streamrl.simulator.quick_run import choose_num_steps, estimate_simulation_s
+from streamrl.simulator.replicas.failures import FailureModel
+from streamrl.simulator.results import SimulationResult
+from streamrl.simulator.simulation import run_simulation
 from streamrl.telemetry.sinks import check_no_run
 
 DEFAULT_STEPS = 20

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from streamrl.controller.batches import BatchRef, is_batch, join_batches
-from streamrl.resharding import RankAssignment, RankGrid
+from streamrl.resharding.grids import RankAssignment, RankGrid
 
 #: Positional arguments of a rank's call.
 CallArguments = tuple[Any, ...]

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from streamrl.dataflow import Dataflow
 from streamrl.drawing.dataflow_graph import KIND_BORDERS, KIND_FILLS
-from streamrl.placement import Mesh, Placement
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Placement
 from streamrl.placement.problem import DeviceInterval
 
 LABEL_PX, NAME_PX = 11, 13

@@ -13,7 +13,7 @@ from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import read_settings
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 MAX_TP_SIZE = 8
 """The planner does not consider wider tensor parallelism; a node usually has 8 devices."""

@@ -12,7 +12,7 @@ from streamrl.actors.trainer import RendezvousInfo, TrainerActor
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import POLICY, CallKind, ModelCall
-from streamrl.placement import WorkerMemory
+from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.telemetry.spans import SpanRecorder
 

@@ -27,7 +27,8 @@ from streamrl.controller.transfer_protocols import (
     collect_from_replicas,
     split_by_replica,
 )
-from streamrl.resharding import GenerationSizes, RankGrid, assign_zero_redundancy
+from streamrl.resharding.grids import RankGrid
+from streamrl.resharding.grouping import GenerationSizes, assign_zero_redundancy
 
 
 def batch(rows: int, name: str = "x") -> BatchRef:
@@ -100,9 +101,9 @@ def test_generation_gets_a_share_per_generating_replica(rows: int, sizes) -> Non
         "P3D_ALL_MICRO_DP", WorkerMesh(train.assign_ranks(), serving), batch(rows)
     )
     assert rows_of(back) == list(range(rows))
-    for group in serving.list_replica_groups():
+    for group in serving.group_ranks("dp_rank"):
         assert len({answers[rank] for rank in group}) == 1, "all ranks of a replica get the same"
-    shares = {answers[group[0]] for group in serving.list_replica_groups()}
+    shares = {answers[group[0]] for group in serving.group_ranks("dp_rank")}
     assert sum(len(share) for share in shares) >= rows
 
 

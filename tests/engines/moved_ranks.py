@@ -19,7 +19,7 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
 from streamrl.engines.training.in_place_update import LazyWeightResharder
 from streamrl.engines.training.optimizer_offload import OptimizerOffload
-from streamrl.resharding import TensorBox
+from streamrl.resharding.boxes import TensorBox
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import ParameterSet
 from tests.engines.mesh_ranks import make

@@ -65,7 +65,7 @@ from streamrl.messages import (
     is_component_column,
 )
 from streamrl.pipeline import verify_weights
-from streamrl.placement import WorkerMemory
+from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightLoadStats, WeightManifest
 from streamrl.weights.logprob_probe import is_logprob_check_due

@@ -20,16 +20,16 @@ from streamrl.config.to_planner_problem import (
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MIB, parse_json, read_small_text, read_small_yaml
 from streamrl.files.typed_settings import describe_read_error
-from streamrl.placement import (
-    Cluster,
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.workload import (
     EmpiricalLengths,
     FixedLength,
     LengthDistribution,
     LognormalLengths,
-    PlacementProblem,
     Workload,
 )
-from streamrl.placement.costs import CostConstants
 
 MAX_LENGTHS_BYTES = 16 * MIB
 """Room for millions of lengths."""

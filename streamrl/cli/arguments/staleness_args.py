@@ -13,7 +13,7 @@ from streamrl.cli.arguments.planner_args import read_config
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.placements import MAX_STALENESS
-from streamrl.placement.search import ExcludedBound
+from streamrl.placement.search.pareto import ExcludedBound
 
 DEFAULT_BOUNDS = "0,1,2,4"
 

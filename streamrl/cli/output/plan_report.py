@@ -14,16 +14,17 @@ from streamrl.cli.output.text_table import (
     format_table,
 )
 from streamrl.config import RunConfig
-from streamrl.placement import Mesh, PlacementEstimate, PlacementProblem
-from streamrl.placement.search import (
-    WHOLE_STEPS_SUFFIX,
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.problem import PlacementEstimate, PlacementProblem
+from streamrl.placement.search.pareto import (
     ExcludedBound,
     ParetoPoint,
     PlacementCandidate,
     PlanResult,
     compare_to_winner,
 )
-from streamrl.simulator import SimulationResult
+from streamrl.placement.search.planner import WHOLE_STEPS_SUFFIX
+from streamrl.simulator.results import SimulationResult
 
 GB = 1e9
 

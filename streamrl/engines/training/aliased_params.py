@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from streamrl.resharding import TensorShard
+from streamrl.resharding.layouts import TensorShard
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import group_for_fusion
 

@@ -34,7 +34,7 @@ from streamrl.engines.trainer_config import BUCKET_ELEMENTS
 from streamrl.engines.training.aliased_params import make_sisters_contiguous
 from streamrl.engines.training.optimizer_offload import iter_optimizer_tensors
 from streamrl.errors import CheckpointError
-from streamrl.resharding import TensorShard, create_whole_shard
+from streamrl.resharding.layouts import TensorShard, create_whole_shard
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import order_for_fusion
 

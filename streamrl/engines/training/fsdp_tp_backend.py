@@ -36,8 +36,9 @@ from streamrl.engines.models.tensor_parallel import iter_layers, parallelize_lay
 from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE
 from streamrl.engines.training.aliased_params import find_alias_view
 from streamrl.engines.training.optimizer_offload import iter_optimizer_tensors
-from streamrl.resharding import TensorShard, TensorSpec, create_tensor_shard
+from streamrl.resharding.layouts import TensorShard, create_tensor_shard
 from streamrl.resharding.storage import ShardStorage
+from streamrl.resharding.tensor_specs import TensorSpec
 from streamrl.weights.parameters import order_for_fusion
 
 if TYPE_CHECKING:

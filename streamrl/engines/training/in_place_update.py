@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamrl.resharding import ModelLayout, ModelSpec, NodeTopology, TensorShard, TensorSpec
+from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.executors import (
     ReshardingExecutor,
     ReshardingStats,
     create_least_bytes_executor,
 )
+from streamrl.resharding.layouts import ModelLayout, TensorShard
 from streamrl.resharding.storage import ShardStorage, create_from_buffers
+from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 
 BUCKET_BYTES = 16 * 2**20
 """Bytes that a transfer has in flight at a time; gloo buffers as much again."""

@@ -17,7 +17,7 @@ from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment
 from streamrl.engines.training.aliased_params import make_sisters_contiguous
 from streamrl.engines.training.optimizer_offload import iter_optimizer_tensors
-from streamrl.resharding import TensorShard, create_whole_shard
+from streamrl.resharding.layouts import TensorShard, create_whole_shard
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import order_for_fusion
 

@@ -46,8 +46,8 @@ from streamrl.engines.training.torch_backend import TorchBackend
 from streamrl.errors import DeadlineError, StreamError, WeightsError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
 from streamrl.messages import Array, Columns
-from streamrl.resharding import TensorShard
 from streamrl.resharding.executors import ReshardingStats
+from streamrl.resharding.layouts import TensorShard
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.lora_merge import LORA_SCALE, build_full_weights
 from streamrl.weights.parameters import ParameterSet

@@ -18,7 +18,7 @@ from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.search.partitions import list_placed_roles
 from streamrl.placement.search.split_rules import SplitRules
 from streamrl.placement.steady_state.estimator import PlacementEstimator, find_fullest_device
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 MAX_FIXES = 64
 """Maximum changes of parallelism to make models that share devices fit into memory."""

@@ -12,7 +12,7 @@ from streamrl.actors.transport.transport_spec import TransportSpec
 from streamrl.config import RunConfig, load_config
 from streamrl.config.preflight import PreparedRun, list_resource_demands
 from streamrl.errors import ConfigError
-from streamrl.placement import ResourceDemand
+from streamrl.placement.resource_demand import ResourceDemand
 from streamrl.weights.config import DELTA, OBJECT_STORE, TRANSPORTS
 from streamrl.weights.transport_choice import TransportDecision
 from tests.engines.tiny_qwen import save, tiny_model

@@ -9,7 +9,7 @@ import pytest
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.in_place_update import make_nodes
 from streamrl.engines.vllm.rank_groups import RankGroup, assign_rank_groups, make_rank_group
-from streamrl.resharding import NodeTopology
+from streamrl.resharding.byte_report import NodeTopology
 from tests import forked
 from tests.engines.conftest import list_cases
 from tests.engines.dying_team import TEAM, member

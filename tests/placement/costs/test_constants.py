@@ -9,8 +9,7 @@ import yaml
 
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CPU_CONSTANTS, CostConstants
-from streamrl.placement.costs.constants import UPPER_BOUNDS
+from streamrl.placement.costs.constants import CPU_CONSTANTS, UPPER_BOUNDS, CostConstants
 
 
 def test_constants_round_trip_through_yaml(tmp_path: Path) -> None:

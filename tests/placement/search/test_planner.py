@@ -31,7 +31,7 @@ from streamrl.placement.search.planner import (
     plan_placement,
 )
 from streamrl.placement.workload import FixedLength, LognormalLengths
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 from tests.placement.search.problems import FIXED, LONG_TAILED, choices, grpo, ppo
 from tests.placement.simple_costs import SimpleCosts
 

@@ -31,7 +31,7 @@ from streamrl.placement.stage_timings import (
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.steady_state.list_scheduler import JobDependency
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 from tests.placement.simple_costs import SimpleCosts, sampler
 
 SMALL = load_model_shape("qwen2.5-0.5b")
