@@ -4,12 +4,12 @@ The command reads only the config; model and data need not exist.
 """
 
 import argparse
-import os
 from pathlib import Path
 
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.arg_types import parse_nonempty
+from streamrl.cli.arguments.run_config import add_config_arguments, read_config
 from streamrl.cli.output.output_files import check_output_file, write_output_file
-from streamrl.config import RunConfig, load_config
+from streamrl.config import RunConfig
 from streamrl.drawing.dataflow_graph import DataflowGraph
 from streamrl.drawing.graph_text import render_dot, render_mermaid, render_svg, render_text
 from streamrl.errors import ConfigError
@@ -22,12 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "streamrl graph CONFIG [key=value ...] [--text | --dot | --mermaid | --svg FILE]"
         " [--steps N]"
     )
-    parser.add_argument(
-        "config", type=parse_path, metavar="CONFIG", help="YAML file or run directory"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the config"
-    )
+    add_config_arguments(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="print as text (default)")
     form.add_argument("--dot", action="store_true", help="print in Graphviz's DOT language")
@@ -46,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.steps <= MAX_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MAX_STEPS}")
-    path: Path = arguments.config
-    source = path / "config.yaml" if os.path.isdir(path) else path
-    config = load_config(source, arguments.overrides)
+    config = read_config(arguments.config, arguments.overrides)
     graph = DataflowGraph.from_dataflow(
         config.dataflow,
         name=config.algorithm.name,

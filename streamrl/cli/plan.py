@@ -14,9 +14,9 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
-    read_config,
     read_planner_inputs,
 )
+from streamrl.cli.arguments.run_config import read_config
 from streamrl.cli.arguments.staleness_args import (
     DEFAULT_BOUNDS,
     parse_bounds,

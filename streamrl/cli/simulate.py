@@ -12,10 +12,11 @@ from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
     describe_problem,
-    read_config,
-    read_problem,
+    read_planner_inputs,
 )
+from streamrl.cli.arguments.run_config import read_config
 from streamrl.cli.output.output_files import check_output_dir
+from streamrl.cli.output.plan_report import simulation_to_json
 from streamrl.cli.output.text_table import (
     format_count,
     format_percent,
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     failures = _parse_failures(arguments)
     chosen = _read_placement(arguments.placement) if arguments.placement is not None else None
     config = read_config(arguments.config, arguments.overrides)
-    problem, constants = read_problem(arguments, config)
+    problem, constants = read_planner_inputs(arguments, config).build_problem(config)
     placement = _choose_placement(arguments, config, problem, chosen)
     costs = CostModel(problem, constants)
     if why := costs.explain_infeasible(placement):
@@ -248,12 +249,8 @@ def _compute_mean_depth(result: SimulationResult, stage: str) -> float:
 def to_json(result: SimulationResult) -> dict[str, Any]:
     """Return the results of a simulation as JSON-serializable values."""
     return {
-        "step_s": result.mean_step_s,
+        **simulation_to_json(result),
         "step_s_median": result.median_step_s,
-        "tokens_per_s": result.tokens_per_s,
-        "idle": dict(result.idle_fractions),
-        "staleness_mean": result.staleness_mean,
-        "staleness_max": result.staleness_max,
         "staleness": {
             str(age): tokens for age, tokens in sorted(result.tokens_by_staleness.items())
         },

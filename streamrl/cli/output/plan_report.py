@@ -238,7 +238,7 @@ class PlanReport:
         return {
             "max_staleness": point.max_staleness,
             **_candidate_to_json(point.candidate),
-            "simulated": _simulated_to_json(result),
+            "simulated": simulation_to_json(result),
             "run_hours": hours,
             "run_device_hours": hours * self.problem.cluster.num_devices,
         }
@@ -274,7 +274,7 @@ def _estimate_to_json(estimate: PlacementEstimate) -> dict[str, Any]:
     }
 
 
-def _simulated_to_json(result: SimulationResult) -> dict[str, Any]:
+def simulation_to_json(result: SimulationResult) -> dict[str, Any]:
     return {
         "step_s": result.mean_step_s,
         "tokens_per_s": result.tokens_per_s,
