@@ -24,7 +24,7 @@ from benchmarks.timed_engines import TimedEngines
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.transport.ray_calls import fetch_reply
-from streamrl.placement import PlacementConfig
+from streamrl.placement.config import PlacementConfig
 
 WARM_UP_STEPS = 4
 KINDS = ("generate", "score", "train")

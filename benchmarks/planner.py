@@ -32,14 +32,14 @@ from benchmarks.command import (
     run_benchmark,
     run_command,
 )
+from benchmarks.exhaustive import ExhaustiveSearch
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CostModel
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.model_shapes import MODEL_SHAPES, load_model_shape
 from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.search.exhaustive import ExhaustiveSearch
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
 from streamrl.placement.search.planner import DEFAULT_PROPOSALS, PlacementPlanner
 from streamrl.placement.search.split_rules import allow_any_split

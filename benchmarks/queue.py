@@ -60,7 +60,7 @@ from streamrl.buffer import (
 )
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS, Experience, Prompt, make_uid
-from streamrl.placement import PlacementConfig
+from streamrl.placement.config import PlacementConfig
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import StageContext
 from streamrl.stream.stage_worker import StageResult

@@ -35,35 +35,27 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.command import BenchmarkError, BenchmarkParser, at_least, run_benchmark
-from streamrl.errors import ConfigError
-from streamrl.resharding import (
-    GROUPINGS,
-    RANK_ORDERS,
-    BytesReport,
-    CopyPlan,
-    FusedComponent,
-    GatherPlan,
-    GenerationSizes,
-    ModelLayout,
-    ModelSpec,
-    NodeTopology,
-    RankAssignment,
-    RankGrid,
-    TensorSpec,
-    assign_generation_ranks,
+from benchmarks.shard_memory import allocate_overlapping, allocate_storage
+from benchmarks.table_2 import (
     compute_table_2,
-    create_layout,
-    list_micro_dp_groups,
-    partition_zero3,
-    plan_copies,
-    plan_gather,
+    count_link_bytes,
+    peak_fraction,
+    received_fraction,
+    redundant_fraction,
 )
+from streamrl.errors import ConfigError
+from streamrl.resharding.byte_report import BytesReport, NodeTopology
 from streamrl.resharding.executors import (
     GroupGatherExecutor,
     PointToPointExecutor,
     ReshardingExecutor,
 )
-from streamrl.resharding.storage import ShardStorage, allocate_overlapping, allocate_storage
+from streamrl.resharding.grids import RANK_ORDERS, RankAssignment, RankGrid
+from streamrl.resharding.grouping import GROUPINGS, GenerationSizes, assign_generation_ranks
+from streamrl.resharding.layouts import ModelLayout, create_layout, partition_zero3
+from streamrl.resharding.plans import CopyPlan, GatherPlan, plan_copies, plan_gather
+from streamrl.resharding.storage import ShardStorage
+from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
 
 MOST_RANKS = 16
 MOST_BYTES = 64 << 20
@@ -98,11 +90,21 @@ class Switch:
             ),
         }
         if self.grouping != "overlap":
-            replicas = self.train.assign_ranks().list_replica_groups()
+            replicas = self.train.assign_ranks().group_ranks("dp_rank")
             zero = self.grouping == "zero"
             groups = list_micro_dp_groups(self.train, self.serving) if zero else replicas
             plans["in_groups"] = plan_gather(self.held, target, self.cluster, groups)
         return plans
+
+
+def list_micro_dp_groups(train: RankGrid, generation: RankAssignment) -> list[list[int]]:
+    """Return the groups of ranks of a training replica that serve the same generation shard."""
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for rank in generation.ranks:
+        coords = generation.get_coordinates(rank)
+        key = (train.get_coordinates(rank).dp_rank, coords.pp_rank, coords.tp_rank)
+        groups.setdefault(key, []).append(rank)
+    return sorted(groups.values())
 
 
 def make_parser() -> BenchmarkParser:
@@ -231,10 +233,10 @@ def execute(
         "bucket_bytes": bucket_bytes,
         "groups": {
             "train_tensor": train.list_tp_groups(),
-            "train_pipeline": train.list_pp_groups(),
+            "train_pipeline": train.group_ranks("dp_rank", "tp_rank"),
             "train_data": train.list_dp_groups(),
             "generate_tensor": serving.list_tp_groups(),
-            "generate_pipeline": serving.list_pp_groups(),
+            "generate_pipeline": serving.group_ranks("dp_rank", "tp_rank"),
             "micro_data": list_micro_dp_groups(switch.train, serving),
         },
         "ranks_without_overlap": [
@@ -276,14 +278,14 @@ def figures(
     return {
         "bit_exact": all(row["bit_exact"] for row in seen),
         "received_of_M": of_model(received),
-        "planned_of_M": [str(report.received_fraction(rank)) for rank in report.rank_bytes],
+        "planned_of_M": [str(received_fraction(report, rank)) for rank in report.rank_bytes],
         "table_2": table,
-        "over_network_of_M": str(Fraction(report.count_link_bytes("network"), report.model_bytes)),
+        "over_network_of_M": str(Fraction(count_link_bytes(report, "network"), report.model_bytes)),
         "copied_of_M": of_model([row["copied_bytes"] for row in seen]),
-        "peak_in_one_piece_of_M": [str(report.peak_fraction(rank)) for rank in report.rank_bytes],
+        "peak_in_one_piece_of_M": [str(peak_fraction(report, rank)) for rank in report.rank_bytes],
         "peak_of_M": of_model([row["peak_bytes"] for row in seen]),
         "planned_peak_of_M": of_model([row["planned_peak_bytes"] for row in seen]),
-        "redundant_of_M": [str(report.redundant_fraction(rank)) for rank in report.rank_bytes],
+        "redundant_of_M": [str(redundant_fraction(report, rank)) for rank in report.rank_bytes],
         "buckets": max(row["rounds"] for row in seen),
         "seconds": statistics.median(slowest),
         "all_gather_seconds": statistics.median(peers) if moves else None,

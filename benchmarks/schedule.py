@@ -18,7 +18,8 @@ from benchmarks.command import BenchmarkParser, at_least, report_progress, run_b
 from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CostConstants, CostModel
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.model_shapes import load_model_shape
 from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementProblem

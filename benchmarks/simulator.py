@@ -23,7 +23,7 @@ from streamrl.placement.stage_timings import (
     WeightsTiming,
 )
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 from streamrl.simulator.simulation import run_simulation
 
 FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))

@@ -28,7 +28,7 @@ from benchmarks.weights_actors import Generator, Publisher
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.engines.vllm.environment import make_vllm_env
-from streamrl.placement import PlacementConfig
+from streamrl.placement.config import PlacementConfig
 from streamrl.weights.config import AUTO, TRANSPORTS
 
 WARM_UP_VERSIONS = 3

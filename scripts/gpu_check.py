@@ -1456,7 +1456,7 @@ def switch_twice(layout: Layout, path: str, groups: Mapping[str, Columns]) -> Fo
 
 def storage_of(tensors: Mapping[str, Tensor]) -> ShardStorage:
     """Describe whole tensors as what a generator serves."""
-    from streamrl.resharding import TensorBox
+    from streamrl.resharding.boxes import TensorBox
     from streamrl.resharding.storage import ShardStorage
 
     def whole(tensor: Tensor) -> Iterable[tuple[TensorBox, Tensor]]:

@@ -40,21 +40,18 @@ from streamrl.engines.models.tensor_parallel_support import (
 )
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_config
-from streamrl.placement import (
-    CallAssignment,
-    Cluster,
-    ClusterCapacity,
-    FixedLength,
-    Mesh,
-    Placement,
-    choose_mode,
-    find_model_role,
-)
-from streamrl.placement.costs import CostConstants, CostModel
-from streamrl.placement.search import ParallelismChoices
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.constructors import find_model_role
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.resource_demand import ClusterCapacity, choose_mode
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
 from streamrl.placement.search.partitions import iter_allocations, iter_set_partitions
 from streamrl.placement.steady_state.estimator import PlacementEstimator
-from streamrl.resharding import RankGrid
+from streamrl.placement.workload import FixedLength
+from streamrl.resharding.grids import RankGrid
 from tests.rewards.tiny_classifier import write_classifier
 from tests.toy import write_toy
 

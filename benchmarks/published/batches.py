@@ -5,7 +5,7 @@ streamrl's engines hold prompts of both steps, so its estimator does not describ
 """
 
 from streamrl.dataflow import CallKind
-from streamrl.placement.costs import CostModel
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.steady_state.call_durations import (

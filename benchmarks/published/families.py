@@ -5,23 +5,23 @@ depend on the other sets. Coordinate descent over the calls' parallelism finds i
 allocations of nodes to sets are then ranked, and the best few are estimated.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from streamrl.dataflow import CallKind
-from streamrl.placement.costs import CostModel
 from streamrl.placement.costs.call_cost import CallCost
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.costs.generate import generator_timing
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
-from streamrl.placement.search.partitions import iter_compositions
 from streamrl.placement.search.split_rules import allow_any_split
 from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.steady_state.estimator import PlacementEstimator
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 NUM_SCHEDULED = 6
 """Number of allocations, by the smallest sum of stages, that are estimated."""
@@ -93,7 +93,8 @@ class Families:
     def _iter_allocations(
         self, sets: Sequence[RoleSet], nodes: int
     ) -> Iterator[tuple[float, Sequence[int], Sequence[SetPlan]]]:
-        for counts in iter_compositions(nodes, len(sets)):
+        for cuts in itertools.combinations(range(1, nodes), len(sets) - 1):
+            counts = [b - a for a, b in itertools.pairwise((0, *cuts, nodes))]
             plans = [self.plan_set(roles, count) for roles, count in zip(sets, counts, strict=True)]
             fit = [plan for plan in plans if plan is not None]
             if len(fit) == len(plans):

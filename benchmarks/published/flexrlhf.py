@@ -16,9 +16,10 @@ from benchmarks.published.points import FLEX, FLEX_MIXED, Throughput
 from benchmarks.published.rows import Row
 from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.placement.costs.approximate_traffic import ApproximateTraffic
 from streamrl.placement.costs.collectives import build_parallel_groups
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.costs.device_memory import CallFootprint
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape
@@ -27,7 +28,7 @@ from streamrl.placement.problem import CallMemory, PlacementProblem
 from streamrl.placement.stage_timings import StageTimings
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 TIE_FRACTION = 0.05
 """Relative difference below which strategies count as equally fast."""

@@ -11,16 +11,19 @@ from benchmarks.published.points import (
     Transition,
 )
 from benchmarks.published.rows import Row
+from benchmarks.table_2 import compute_table_2
 from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CostConstants, CostModel, WeightTraffic
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
+from streamrl.placement.costs.traffic import WeightTraffic
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.resharding import RankGrid, compute_table_2
+from streamrl.resharding.grids import RankGrid
 
 PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))
 CLUSTER = Cluster.from_text("16x8xA100@200Gb")

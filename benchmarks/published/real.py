@@ -13,7 +13,8 @@ from benchmarks.published.points import (
 from benchmarks.published.rows import Row
 from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CostConstants, CostModel
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES
 from streamrl.placement.placements import CallAssignment, Placement
@@ -25,7 +26,7 @@ from streamrl.placement.search.partitions import group_roles_by_model
 from streamrl.placement.search.split_rules import allow_any_split
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))
 CONSTANTS = CostConstants(

@@ -16,8 +16,9 @@ from benchmarks.published.points import VERL, VerlRun
 from benchmarks.published.rows import Row
 from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
-from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.placement.costs.approximate_traffic import ApproximateTraffic
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES
 from streamrl.placement.placements import CallAssignment, Placement
@@ -25,7 +26,7 @@ from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.stage_timings import StageTimings
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 UNFITTED = ("7b-28k", 32)
 """Excluded from calibration: this run takes more than twice as long as on twice as many devices."""

@@ -26,7 +26,7 @@ from streamrl.config.run_config import RunConfig, load_config
 from streamrl.controller import BatchRef, WorkerMesh
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.errors import ConfigError, StreamError
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 Step = Sequence[WorkerGroupReply]
 """Replies of a step's updates, the policy's first; each gives metrics."""

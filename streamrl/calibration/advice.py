@@ -11,7 +11,8 @@ from streamrl.calibration.run_trace import RunTrace
 from streamrl.config.run_config import RunConfig, with_settings
 from streamrl.dataflow import COST_CALL, CRITIC, EMA_REFERENCE, REWARD_CALL
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster, StageTimings
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.stage_timings import StageTimings
 from streamrl.rewards.group_filter import AUTO_OVERSAMPLE
 
 MIN_ERROR = 0.02

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 
 from streamrl.calibration.fit_timings import CoefficientEstimate, FittedTimings
 from streamrl.dataflow import GENERATE_CALL, POLICY, CallKind
-from streamrl.placement import Placement, PlacementProblem, ScoreTiming, StageTimings
-from streamrl.placement.costs import CostConstants, CostModel
-from streamrl.placement.costs.constants import UPPER_BOUNDS
+from streamrl.placement.costs.constants import UPPER_BOUNDS, CostConstants
+from streamrl.placement.costs.cost_model import CostModel
+from streamrl.placement.placements import Placement
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.stage_timings import ScoreTiming, StageTimings
 
 MIN_FRACTION = 1e-6
 SOLVER_ROUNDS = 3

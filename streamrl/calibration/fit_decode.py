@@ -17,7 +17,7 @@ from streamrl.calibration.cpu_clocks import Interval, PausableClock, WorkClock
 from streamrl.calibration.robust_fit import RobustFit, fit_parts
 from streamrl.calibration.run_trace import GeneratedGroup
 from streamrl.messages import Array
-from streamrl.placement import GeneratorTiming
+from streamrl.placement.stage_timings import GeneratorTiming
 from streamrl.simulator.replicas.engine import SimulatedEngine
 
 WINDOW_GROUPS = 800

@@ -23,7 +23,7 @@ from streamrl.calibration.robust_fit import RobustFit, fit_line, fit_median
 from streamrl.calibration.run_trace import RunTrace
 from streamrl.config.role_counts import count_actors
 from streamrl.dataflow import FILTER_COLUMN, GENERATE_CALL, GREEDY_CALL, POLICY, CallKind, ModelCall
-from streamrl.placement import (
+from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
     StageTimings,

@@ -8,7 +8,7 @@ import numpy as np
 
 from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
 from streamrl.messages import Array
-from streamrl.placement import EmpiricalLengths
+from streamrl.placement.workload import EmpiricalLengths
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,12 @@ from streamrl.config.to_planner_problem import (
 from streamrl.dataflow import GENERATE_CALL, POLICY
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster, GeneratorTiming, Placement, PlacementProblem, StageTimings
-from streamrl.placement.costs import CostConstants, CostModel
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
+from streamrl.placement.placements import Placement
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.stage_timings import GeneratorTiming, StageTimings
 from streamrl.simulator.simulation import run_simulation
 
 SIMULATED_STEPS = 60

@@ -20,7 +20,7 @@ from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import GENERATE_CALL
 from streamrl.errors import ConfigError, JournalError
-from streamrl.placement import EmpiricalLengths
+from streamrl.placement.workload import EmpiricalLengths
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_spans
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl

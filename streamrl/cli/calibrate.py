@@ -10,18 +10,15 @@ from streamrl.calibration.fit_constants import CalibrationResult, FittedConstant
 from streamrl.calibration.fit_timings import FittedTimings, fit_timings
 from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
 from streamrl.calibration.run_trace import RunTrace, load_run_trace
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.arg_types import parse_path
+from streamrl.cli.arguments.run_config import add_run_cluster_argument, read_run_cluster
+from streamrl.cli.output.advice_report import describe_excluded_steps
 from streamrl.cli.output.output_files import check_output_file, write_output_file
-from streamrl.placement import Cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="a run directory")
-    parser.add_argument(
-        "--cluster",
-        type=parse_nonempty,
-        help="cluster that the run used, e.g. 8xH100; not needed for the CPU cores of one machine",
-    )
+    add_run_cluster_argument(parser)
     parser.add_argument(
         "-o",
         dest="output",
@@ -36,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run `streamrl calibrate`. Raises ConfigError if the run has too few measurements."""
     if arguments.output is not None:
         check_output_file("-o", arguments.output)
-    cluster = None if arguments.cluster is None else Cluster.from_text(arguments.cluster)
+    cluster = read_run_cluster(arguments)
     trace = load_run_trace(arguments.run_dir)
     planned = PlannedRun.from_trace(trace, trace.config, cluster)
     fitted = fit_timings(trace, planned.base_timings)
@@ -96,10 +93,9 @@ def describe_calibration(
 
     errors: prediction and relative error by metric of the simulated run.
     """
-    excluded = ", ".join(f"{count} {why}" for why, count in trace.excluded_steps.items() if count)
     lines = [
         f"{trace.run_dir}: {len(trace.steps)} steps of {trace.mean_step_s:.3g} s"
-        + (f"; left out: {excluded}" if excluded else ""),
+        f"{describe_excluded_steps(trace)}",
         f"{'constant':<24}{'value':>12}{'default':>12}{'+-':>8}{'off':>8}  measured",
     ]
     lines += [

@@ -1,36 +1,37 @@
-"""`streamrl graph`: print the model calls of a config and their inputs as text, DOT or SVG.
+"""`streamrl graph`: print the model calls of a config and their inputs as text or a graph.
 
 The command reads only the config; model and data need not exist.
 """
 
 import argparse
-import os
 from pathlib import Path
 
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.output.output_files import write_output_file
-from streamrl.config.run_config import RunConfig, load_config
+from streamrl.cli.arguments.arg_types import parse_nonempty
+from streamrl.cli.arguments.run_config import add_config_arguments, read_config
+from streamrl.cli.output.output_files import check_output_file, write_output_file
+from streamrl.config.run_config import RunConfig
 from streamrl.drawing.dataflow_graph import DataflowGraph
-from streamrl.drawing.graph_svg import render_svg
-from streamrl.drawing.graph_text import render_dot, render_text
+from streamrl.drawing.graph_text import render_dot, render_mermaid, render_svg, render_text
 from streamrl.errors import ConfigError
 
 MAX_STEPS = 100  # more steps make an illegible graph
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "streamrl graph CONFIG [key=value ...] [--text | --dot | --svg FILE] [--steps N]"
-    parser.add_argument(
-        "config", type=parse_path, metavar="CONFIG", help="YAML file or run directory"
+    parser.usage = (
+        "streamrl graph CONFIG [key=value ...] [--text | --dot | --mermaid | --svg FILE]"
+        " [--steps N]"
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the config"
-    )
+    add_config_arguments(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="print as text (default)")
     form.add_argument("--dot", action="store_true", help="print in Graphviz's DOT language")
+    form.add_argument("--mermaid", action="store_true", help="print as a Mermaid flowchart")
     form.add_argument(
-        "--svg", type=parse_nonempty, metavar="FILE", help="write SVG to FILE; - prints it"
+        "--svg",
+        type=parse_nonempty,
+        metavar="FILE",
+        help="write SVG to FILE, drawn by Graphviz's dot; - prints it",
     )
     parser.add_argument(
         "--steps", type=int, default=1, metavar="N", help="number of optimizer steps to draw (1)"
@@ -40,23 +41,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.steps <= MAX_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MAX_STEPS}")
-    path: Path = arguments.config
-    source = path / "config.yaml" if os.path.isdir(path) else path
-    config = load_config(source, arguments.overrides)
+    config = read_config(arguments.config, arguments.overrides)
     graph = DataflowGraph.from_dataflow(
         config.dataflow,
         name=config.algorithm.name,
         steps=arguments.steps,
         max_staleness=min(config.pipeline.max_steps_ahead, config.pipeline.max_staleness),
     )
-    if arguments.svg is None:
-        shown = render_dot(graph) if arguments.dot else render_text(graph, _list_notes(config))
-        print(shown, end="")
-    elif arguments.svg == "-":
-        print(render_svg(graph), end="")
-    else:
+    if arguments.svg is not None and arguments.svg != "-":
+        check_output_file("--svg", Path(arguments.svg))
         write_output_file("--svg", Path(arguments.svg), render_svg(graph))
         print(f"{arguments.svg}: {graph.title}")
+    elif arguments.svg:
+        print(render_svg(graph), end="")
+    elif arguments.mermaid:
+        print(render_mermaid(graph), end="")
+    elif arguments.dot:
+        print(render_dot(graph), end="")
+    else:
+        print(render_text(graph, _list_notes(config)), end="")
     return 0
 
 

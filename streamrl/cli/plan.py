@@ -14,9 +14,9 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
-    read_config,
     read_planner_inputs,
 )
+from streamrl.cli.arguments.run_config import read_config
 from streamrl.cli.arguments.staleness_args import (
     DEFAULT_BOUNDS,
     parse_bounds,
@@ -36,28 +36,25 @@ from streamrl.config.to_placement import (
 )
 from streamrl.drawing.timeline import render_timeline
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster, PlacementProblem
-from streamrl.placement.costs import CostModel
-from streamrl.placement.problem import PlacementCosts
-from streamrl.placement.search import (
-    DEFAULT_PROPOSALS,
-    DEFAULT_RUNNERS_UP,
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs.cost_model import CostModel
+from streamrl.placement.problem import PlacementCosts, PlacementProblem
+from streamrl.placement.search.pareto import (
     ExcludedBound,
     ParetoPoint,
     PlacementCandidate,
     PlanResult,
-    SplitRules,
-    allow_any_split,
-    plan_placement,
 )
-from streamrl.simulator import (
-    SimulationResult,
+from streamrl.placement.search.planner import DEFAULT_PROPOSALS, DEFAULT_RUNNERS_UP, plan_placement
+from streamrl.placement.search.split_rules import SplitRules, allow_any_split
+from streamrl.simulator.quick_run import (
     estimate_quick_run_groups,
     estimate_quick_run_s,
     estimate_simulation_s,
     run_quick_simulation,
     split_workload,
 )
+from streamrl.simulator.results import SimulationResult
 
 MAX_PROPOSALS = 100_000
 MAX_RUNNER_UP_GROUPS = 512

@@ -18,10 +18,10 @@ from streamrl.calibration.advice import recommend_settings
 from streamrl.calibration.prediction import PlannedRun
 from streamrl.calibration.run_trace import describe_missing_run, load_run_trace
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.run_config import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output import advice_report
 from streamrl.errors import ConfigError
 from streamrl.messages import parse_uid
-from streamrl.placement import Cluster
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.sinks import EVENTS_FILE, read_jsonl
 
@@ -46,11 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="simulate other settings and report their effect (takes some seconds)",
     )
-    parser.add_argument(
-        "--cluster",
-        type=parse_nonempty,
-        help="cluster that the run used, e.g. 8xH100; not needed for the CPU cores of one machine",
-    )
+    add_run_cluster_argument(parser)
     parser.add_argument(
         "--ledger",
         type=parse_path,
@@ -102,7 +98,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 def _print_run_report(arguments: argparse.Namespace) -> int:
     measured = load_run_trace(arguments.run_dir)
-    cluster = None if arguments.cluster is None else Cluster.from_text(arguments.cluster)
+    cluster = read_run_cluster(arguments)
     if arguments.what_if:
         # Raises ConfigError for a cluster that the run does not fit, before any output.
         PlannedRun.from_trace(measured, measured.config, cluster)

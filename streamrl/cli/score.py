@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.completion_files import CompletionGroup, read_completion_groups
+from streamrl.cli.arguments.run_config import read_config
 from streamrl.cli.output.score_summary import summarize_scores
-from streamrl.config.run_config import RunConfig, build_config, load_config
+from streamrl.config.run_config import RunConfig, build_config
 from streamrl.data.files import DataFile
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.python_module import split_reference
@@ -124,7 +125,7 @@ def _load_score_config(
     named = [f"rewards=[{entries}]", "scorer.combine=''"] if rewards else []
     changes = [*named, *overrides]
     if recipe is not None:
-        return load_config(recipe / "config.yaml" if recipe.is_dir() else recipe, changes)
+        return read_config(recipe, changes)
     if not rewards:
         raise ConfigError("score: give --reward (see `streamrl rewards`) or --config")
     # RunConfig requires these two keys; scoring reads neither.

@@ -12,10 +12,11 @@ from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
     describe_problem,
-    read_config,
-    read_problem,
+    read_planner_inputs,
 )
+from streamrl.cli.arguments.run_config import read_config
 from streamrl.cli.output.output_files import check_output_dir
+from streamrl.cli.output.plan_report import simulation_to_json
 from streamrl.cli.output.text_table import (
     format_count,
     format_percent,
@@ -28,15 +29,13 @@ from streamrl.dataflow import GENERATE_CALL, CallKind
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json
 from streamrl.files.typed_settings import describe_read_error
-from streamrl.placement import Placement, PlacementProblem
-from streamrl.placement.costs import CostModel
-from streamrl.simulator import (
-    FailureModel,
-    SimulationResult,
-    choose_num_steps,
-    estimate_simulation_s,
-    run_simulation,
-)
+from streamrl.placement.costs.cost_model import CostModel
+from streamrl.placement.placements import Placement
+from streamrl.placement.problem import PlacementProblem
+from streamrl.simulator.quick_run import choose_num_steps, estimate_simulation_s
+from streamrl.simulator.replicas.failures import FailureModel
+from streamrl.simulator.results import SimulationResult
+from streamrl.simulator.simulation import run_simulation
 from streamrl.telemetry.sinks import check_no_run
 
 DEFAULT_STEPS = 20
@@ -86,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     failures = _parse_failures(arguments)
     chosen = _read_placement(arguments.placement) if arguments.placement is not None else None
     config = read_config(arguments.config, arguments.overrides)
-    problem, constants = read_problem(arguments, config)
+    problem, constants = read_planner_inputs(arguments, config).build_problem(config)
     placement = _choose_placement(arguments, config, problem, chosen)
     costs = CostModel(problem, constants)
     if why := costs.explain_infeasible(placement):
@@ -250,12 +249,8 @@ def _compute_mean_depth(result: SimulationResult, stage: str) -> float:
 def to_json(result: SimulationResult) -> dict[str, Any]:
     """Return the results of a simulation as JSON-serializable values."""
     return {
-        "step_s": result.mean_step_s,
+        **simulation_to_json(result),
         "step_s_median": result.median_step_s,
-        "tokens_per_s": result.tokens_per_s,
-        "idle": dict(result.idle_fractions),
-        "staleness_mean": result.staleness_mean,
-        "staleness_max": result.staleness_max,
         "staleness": {
             str(age): tokens for age, tokens in sorted(result.tokens_by_staleness.items())
         },

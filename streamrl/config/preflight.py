@@ -44,7 +44,8 @@ from streamrl.files.hf_config import (
 )
 from streamrl.files.typed_settings import rename_error_section
 from streamrl.messages import Prompt
-from streamrl.placement import SHARED_SLOTS, PlacementOption, ResourceDemand, WorkerMemory
+from streamrl.placement.colocated_memory import WorkerMemory
+from streamrl.placement.resource_demand import SHARED_SLOTS, PlacementOption, ResourceDemand
 from streamrl.rewards.group_filter import build_group_filter
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY
-from streamrl.placement import SlotMap, lay_out_slots
+from streamrl.placement.pools import SlotMap, lay_out_slots
 
 
 def with_placement_mode(config: RunConfig, mode: str) -> RunConfig:

@@ -39,7 +39,7 @@ from streamrl.files.typed_settings import (
     format_as_list,
     rename_error_section,
 )
-from streamrl.placement import PlacementConfig
+from streamrl.placement.config import PlacementConfig
 from streamrl.rewards.group_filter import FilterConfig
 from streamrl.rewards.interface.config import (
     RewardConfig,

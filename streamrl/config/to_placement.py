@@ -31,23 +31,16 @@ from streamrl.engines.models.tensor_parallel_support import (
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
 from streamrl.errors import ConfigError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX
-from streamrl.placement import (
-    POOL_STRATEGIES,
-    CallAssignment,
-    Cluster,
-    Mesh,
-    Placement,
-    PlacementConfig,
-    PlacementProblem,
-    StageTimings,
-    find_model_role,
-    lay_out_slots,
-)
-from streamrl.placement.config import MIN_POOL_FRACTION, MIXED
-from streamrl.placement.pools import RolePool, has_colocated_actor
-from streamrl.placement.problem import CallMemory, PlacementCosts
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.config import MIN_POOL_FRACTION, MIXED, PlacementConfig
+from streamrl.placement.constructors import find_model_role
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.pools import POOL_STRATEGIES, RolePool, has_colocated_actor, lay_out_slots
+from streamrl.placement.problem import CallMemory, PlacementCosts, PlacementProblem
 from streamrl.placement.search.split_rules import SplitRules
-from streamrl.resharding import RankGrid
+from streamrl.placement.stage_timings import StageTimings
+from streamrl.resharding.grids import RankGrid
 from streamrl.weights.config import SHARED_MEMORY
 from streamrl.weights.transport_choice import describe_node_obstacle
 

@@ -9,18 +9,13 @@ from streamrl.data.training_files import open_training_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, CallKind
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
-from streamrl.placement import (
-    Cluster,
-    ModelShape,
-    PlacementProblem,
-    RunOptions,
-    Workload,
-    load_model_shape,
-)
-from streamrl.placement.costs import CostConstants
-from streamrl.placement.costs.constants import UPPER_BOUNDS
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs.constants import UPPER_BOUNDS, CostConstants
 from streamrl.placement.lora_params import add_lora_adapters
-from streamrl.placement.workload import FixedLength, LengthDistribution
+from streamrl.placement.model_shapes import ModelShape, load_model_shape
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.run_options import RunOptions
+from streamrl.placement.workload import FixedLength, LengthDistribution, Workload
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.kinds.model import ModelOptions
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.controller.batches import BatchRef, is_batch, join_batches
-from streamrl.resharding import RankAssignment, RankGrid
+from streamrl.resharding.grids import RankAssignment, RankGrid
 
 CallArguments = tuple[Any, ...]
 """Positional arguments of a rank's call."""

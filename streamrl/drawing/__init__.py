@@ -1,1 +1,1 @@
-"""Drawings of a dataflow graph as SVG, text or DOT, and of a placement's timeline as SVG."""
+"""Dataflow graphs as text, DOT and Mermaid, and timelines of placements as SVG."""

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import networkx as nx
-
 from streamrl.dataflow import CallKind, Dataflow, EdgeKind, ModelCall, StepNode
 
 KIND_FILLS = {CallKind.GENERATE: "#dbeafe", CallKind.SCORE: "#dcfce7", CallKind.TRAIN: "#ffedd5"}
@@ -71,14 +69,6 @@ class DataflowGraph:
         title = f"{name}: {len(flow.calls)} stages, versions at most {max_staleness} behind"
         calls = {node: graph.nodes[node]["call"] for node in graph}
         return cls(title, calls, tuple(edges), steps, max_staleness)
-
-    @property
-    def forward_graph(self) -> "nx.DiGraph[StepNode]":
-        """Graph of all nodes, with all edges except back edges."""
-        graph: nx.DiGraph[StepNode] = nx.DiGraph()
-        graph.add_nodes_from(self.calls)
-        graph.add_edges_from((e.source, e.target) for e in self.edges if not e.is_back_edge)
-        return graph
 
     def format_node(self, node: StepNode) -> str:
         """Return a node's label: the stage, with several steps followed by the number of the step.

@@ -1,5 +1,8 @@
-"""Output of `streamrl graph` as text and in Graphviz's DOT language."""
+"""Output of `streamrl graph` as text, and in the languages of Graphviz (DOT) and Mermaid."""
 
+import json
+import shutil
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 
 from streamrl.dataflow import EdgeKind, ModelCall
@@ -10,6 +13,7 @@ from streamrl.drawing.dataflow_graph import (
     DataflowGraph,
     GraphEdge,
 )
+from streamrl.errors import ConfigError
 
 WAIT_STYLES = {EdgeKind.DATA: "solid", EdgeKind.VERSION: "dashed", EdgeKind.ORDER: "dotted"}
 
@@ -104,3 +108,58 @@ def _format_attributes(facts: Mapping[str, str]) -> str:
 def _quote_name(name: str) -> str:
     escaped = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
+
+
+def render_mermaid(picture: DataflowGraph) -> str:
+    """Return a dataflow graph as a Mermaid flowchart, with a subgraph for each of several steps."""
+    lines = ["---", f"title: {json.dumps(picture.title)}", "---", "flowchart LR"]
+    names = {node: f"n{i}" for i, node in enumerate(picture.calls)}
+    for step in range(picture.num_steps):
+        nodes = [
+            f"  {names[node]}[{_quote_lines(picture.format_node(node), call.role)}]"
+            f":::{call.kind.value}"
+            for node, call in picture.calls.items()
+            if node[0] == step
+        ]
+        if picture.num_steps > 1:
+            nodes = [f'  subgraph s{step}["step {step + 1}"]', *nodes, "  end"]
+        lines += nodes
+    for edge in picture.edges:
+        arrow = "-->" if edge.wait is EdgeKind.DATA else "-.->"
+        label = f"|{_quote_lines(*edge.label.split(', '))}|" if edge.label else ""
+        lines.append(f"  {names[edge.source]} {arrow}{label} {names[edge.target]}")
+    for wait, stroke in WAIT_STROKES.items():
+        numbers = [str(i) for i, edge in enumerate(picture.edges) if edge.wait is wait]
+        if numbers:
+            lines.append(f"  linkStyle {','.join(numbers)} stroke:{stroke}")
+    for kind in dict.fromkeys(call.kind for call in picture.calls.values()):
+        style = f"fill:{KIND_FILLS[kind]},stroke:{KIND_BORDERS[kind]},color:#0f172a"
+        lines.append(f"  classDef {kind.value} {style}")
+    return "\n".join(lines) + "\n"
+
+
+def _quote_lines(*lines: str) -> str:
+    """Quote a Mermaid label of several lines, with special characters as `#` entities."""
+    escaped = (
+        line.replace("#", "#35;").replace('"', "#quot;").replace("<", "#lt;") for line in lines
+    )
+    return f'"{"<br/>".join(escaped)}"'
+
+
+def render_svg(picture: DataflowGraph) -> str:
+    """Return a dataflow graph as SVG, drawn by Graphviz's `dot`.
+
+    Raises ConfigError without `dot` on PATH.
+    """
+    program = shutil.which("dot")
+    if program is None:
+        raise ConfigError(
+            "--svg: Graphviz's dot is not on PATH; install it, or draw the output of --mermaid"
+            " (or of --dot) elsewhere"
+        )
+    drawn = subprocess.run(
+        [program, "-Tsvg"], input=render_dot(picture), capture_output=True, text=True, check=False
+    )
+    if drawn.returncode:
+        raise ConfigError(f"--svg: {program}: {drawn.stderr.strip() or drawn.returncode}")
+    return drawn.stdout

@@ -14,7 +14,7 @@ from streamrl.errors import ConfigError
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.pools import RolePool, lay_out_slots
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 StageGrids = Mapping[str, RankGrid]
 """Parallelism by stage; a stage without a grid has one replica per device."""

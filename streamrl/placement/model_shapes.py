@@ -9,7 +9,7 @@ from typing import Any
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json
 from streamrl.files.typed_settings import describe_read_error, suggest_nearest
-from streamrl.resharding import FusedComponent, ModelSpec, TensorSpec
+from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
 
 BF16_BYTES = 2
 MAX_LAYERS, MAX_SIZE = 10_000, 10_000_000

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -13,7 +13,7 @@ from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import read_settings
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 MAX_TP_SIZE = 8
 """The planner does not consider wider tensor parallelism; a node usually has 8 devices."""
@@ -121,9 +121,6 @@ class Placement:
             return PlacementMode.ASYNCHRONOUS if self.max_staleness else PlacementMode.DISAGGREGATED
         meshes = [assignment.mesh for assignment in self.assignments.values()]
         return PlacementMode.COLOCATED if len(set(meshes)) == 1 else PlacementMode.SPLIT
-
-    def with_staleness(self, max_staleness: int) -> "Placement":
-        return replace(self, max_staleness=max_staleness)
 
     def __str__(self) -> str:
         return "; ".join(f"{stage} {assignment}" for stage, assignment in self.assignments.items())

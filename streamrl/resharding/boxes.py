@@ -115,14 +115,6 @@ def count_elements(boxes: Iterable[TensorBox]) -> int:
     return sum(box.numel for box in boxes)
 
 
-def count_union_elements(boxes: Iterable[TensorBox]) -> int:
-    """Return the number of elements in at least one of the boxes, which may overlap."""
-    disjoint: list[TensorBox] = []
-    for box in boxes:
-        disjoint.extend(subtract_boxes([box], disjoint))
-    return count_elements(disjoint)
-
-
 def iter_flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorBox]:
     """Yield boxes that cover elements `start` to `stop` of a tensor, counted in row-major order.
 

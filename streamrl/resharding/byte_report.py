@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 #: Kinds of links between two ranks: the same rank's memory, within a node, or the network.
 LINK_KINDS = ("local", "node", "network")
@@ -64,25 +63,6 @@ class BytesReport:
     model_bytes: int
     rank_bytes: Mapping[int, RankBytes]
 
-    def received_fraction(self, rank: int) -> Fraction:
-        """Return the bytes that a rank receives, as a fraction of the model's bytes."""
-        return Fraction(self.rank_bytes[rank].received_bytes, self.model_bytes)
-
-    def peak_fraction(self, rank: int) -> Fraction:
-        """Return the bytes that a rank holds at its peak, as a fraction of the model's bytes."""
-        return Fraction(self.rank_bytes[rank].peak_bytes, self.model_bytes)
-
-    def redundant_fraction(self, rank: int) -> Fraction:
-        """Return a rank's redundant bytes as a fraction of the model's bytes.
-
-        Training weights that a rank keeps beside its generation weights are redundant.
-        """
-        return Fraction(self.rank_bytes[rank].redundant_bytes, self.model_bytes)
-
-    def count_link_bytes(self, link: str) -> int:
-        """Return the bytes that all ranks together receive over a kind of link."""
-        return sum(rank.received_by_link[link] for rank in self.rank_bytes.values())
-
 
 def count_transfers(
     ranks: Mapping[int, RankBytes],
@@ -123,40 +103,3 @@ def _add_link_bytes(
     """Add `num_bytes` times a count to each kind of link; counts are in the order of LINK_KINDS."""
     for link, count in zip(LINK_KINDS, counts_by_link, strict=True):
         bytes_by_link[link] += num_bytes * count
-
-
-@dataclass(frozen=True)
-class ExpectedFractions:
-    """Bytes per rank as fractions of the model's bytes: a column of Table 2 of arXiv:2409.19256."""
-
-    received: Fraction
-    peak: Fraction
-    redundant: Fraction
-
-
-def compute_table_2(
-    stages: int, tensor: int, replicas: int, *, serving_stages: int, serving_tensor: int
-) -> dict[str, ExpectedFractions]:
-    """Return the bytes per rank of each resharding scheme by Table 2 of arXiv:2409.19256.
-
-    The model must divide evenly. stages, tensor, replicas: sizes of pipeline, tensor and data
-    parallelism in training; serving_stages, serving_tensor: those of a generation replica.
-    full_gather is DeepSpeed-Chat's scheme, vanilla HybridFlow-V's, zero HybridFlow's. `redundant`
-    of vanilla applies to a rank whose training and generation shards are disjoint.
-    """
-    model_ranks = stages * tensor
-    world = model_ranks * replicas
-    serving = serving_stages * serving_tensor
-    return {
-        "full_gather": ExpectedFractions(
-            Fraction(world - 1, world), Fraction(1), Fraction(1, world)
-        ),
-        "vanilla": ExpectedFractions(
-            Fraction(model_ranks - 1, model_ranks), Fraction(1), Fraction(1, model_ranks)
-        ),
-        "zero": ExpectedFractions(
-            Fraction(model_ranks - serving, serving * model_ranks),
-            Fraction(1, serving),
-            Fraction(0),
-        ),
-    }

@@ -63,17 +63,9 @@ class RankAssignment:
         """Return the ranks of each tensor-parallel group, in the order of their tensor ranks."""
         return self.group_ranks("dp_rank", "pp_rank")
 
-    def list_pp_groups(self) -> list[list[int]]:
-        """Return the ranks of each pipeline, in the order of their stages."""
-        return self.group_ranks("dp_rank", "tp_rank")
-
     def list_dp_groups(self) -> list[list[int]]:
         """Return the groups of ranks that hold the same shards, in the order of their replicas."""
         return self.group_ranks("pp_rank", "tp_rank")
-
-    def list_replica_groups(self) -> list[list[int]]:
-        """Return the ranks that hold each replica of the model, in the order of their stages."""
-        return self.group_ranks("dp_rank")
 
     def group_ranks(self, *names: str) -> list[list[int]]:
         """Return the ranks grouped by equal coordinates, such as "dp_rank"; each group is sorted.

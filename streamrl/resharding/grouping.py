@@ -226,13 +226,3 @@ def assign_generation_ranks(
         validate_sizes(train, generate)
         return assign_max_overlap(training_layout, generate)
     raise ValueError(f"grouping {grouping}: must be one of {', '.join(GROUPINGS)}")
-
-
-def list_micro_dp_groups(train: RankGrid, generation: RankAssignment) -> list[list[int]]:
-    """Return the groups of ranks of a training replica that serve the same generation shard."""
-    groups: dict[tuple[int, int, int], list[int]] = {}
-    for rank in generation.ranks:
-        coords = generation.get_coordinates(rank)
-        key = (train.get_coordinates(rank).dp_rank, coords.pp_rank, coords.tp_rank)
-        groups.setdefault(key, []).append(rank)
-    return sorted(groups.values())

@@ -150,20 +150,6 @@ def split_stages_evenly(num_positions: int, stages: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise(ends))
 
 
-def merge_stages(counts: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Merge consecutive pipeline stages into `stages` stages, and return their sizes.
-
-    counts: pipeline positions of each stage before. Zero-redundancy resharding requires generation
-    stages to consist of whole training stages; if the sizes of the training stages are configured,
-    this function gives those of generation. Raises ValueError if the numbers of stages do not
-    divide.
-    """
-    if stages < 1 or len(counts) % stages:
-        raise ValueError(f"{len(counts)} stages cannot be merged into {stages}")
-    ratio = len(counts) // stages
-    return tuple(sum(counts[start : start + ratio]) for start in range(0, len(counts), ratio))
-
-
 def list_stage_positions(counts: Sequence[int]) -> list[range]:
     """Return the pipeline positions of every stage, given the number of positions in each."""
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]

@@ -20,7 +20,7 @@ from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.placement import WorkerMemory
+from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightBucket, WeightManifest, WeightsConfig

@@ -47,7 +47,7 @@ from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
-from streamrl.placement import PlacementConfig
+from streamrl.placement.config import PlacementConfig
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import publish_version, unpack_tensors
@@ -179,7 +179,7 @@ CONNECT = """
 import os, sys
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.errors import ConfigError
-from streamrl.placement import PlacementConfig
+from streamrl.placement.config import PlacementConfig
 try:
     with connect_cluster(PlacementConfig(address=sys.argv[1]), disaggregated_only) as cluster:
         print(os.environ.get("RAY_AUTH_MODE"), cluster.machine_facts["nodes"])

@@ -23,7 +23,7 @@ from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.buffer import ShardPlan
 from streamrl.errors import ActorLostError
-from streamrl.placement import PlacementConfig
+from streamrl.placement.config import PlacementConfig
 
 LONGEST_S = 120.0
 WORKERS: dict[str, Any] = {"producers": 1, "consumers": 1, "batch": 8}

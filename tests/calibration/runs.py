@@ -13,15 +13,14 @@ from streamrl.calibration.fit_timings import CROWDING
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.config.to_placement import build_run_placement
 from streamrl.dataflow import POLICY
-from streamrl.placement import (
-    EmpiricalLengths,
+from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
     StageTimings,
     TrainTiming,
     WeightsTiming,
-    Workload,
 )
+from streamrl.placement.workload import EmpiricalLengths, Workload
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.simulator.results import SimulationResult
 from streamrl.simulator.simulation import run_simulation

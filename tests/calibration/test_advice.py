@@ -14,7 +14,7 @@ from streamrl.calibration.advice import (
 )
 from streamrl.calibration.run_trace import RunTrace, load_run_trace
 from streamrl.cli.output.advice_report import describe_run, run_to_json
-from streamrl.placement import StageTimings, TrainTiming
+from streamrl.placement.stage_timings import StageTimings, TrainTiming
 from streamrl.rewards.group_filter import FilterConfig
 from tests.calibration.runs import TRUE, play, recipe, write_run
 

@@ -8,7 +8,7 @@ import pytest
 from streamrl.calibration.fit_decode import WINDOW_GROUPS, DecodeReplay, GroupWindow, fit_decode
 from streamrl.calibration.run_trace import GeneratedGroup
 from streamrl.messages import Array
-from streamrl.placement import GeneratorTiming
+from streamrl.placement.stage_timings import GeneratorTiming
 
 TRUE = GeneratorTiming(1, 512, 1e6, 2e-4, 1e-7, 1.5e-5, 4e-3, 5e-5, 3e-5, group_s=3e-4)
 START = replace(TRUE, step_s=4e-3, rollout_s=1e-4, prefill_token_s=5e-5)

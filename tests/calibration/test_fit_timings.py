@@ -8,7 +8,7 @@ import pytest
 from streamrl.calibration.fit_timings import FittedTimings, fit_timings
 from streamrl.calibration.prediction import PlannedRun
 from streamrl.calibration.run_trace import load_run_trace
-from streamrl.placement import StageTimings
+from streamrl.placement.stage_timings import StageTimings
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
 

@@ -10,7 +10,7 @@ from streamrl.calibration.fit_timings import fit_timings
 from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
 from streamrl.calibration.run_trace import MIN_CORES, load_run_trace
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster
+from streamrl.placement.clusters import Cluster
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from streamrl.cli.main import main
-from streamrl.placement.costs import CostConstants
+from streamrl.placement.costs.constants import CostConstants
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
 

@@ -1,9 +1,9 @@
-"""`streamrl graph`: a config's model calls as text, DOT and SVG, from the config alone."""
+"""`streamrl graph`: a config's model calls as text, DOT, Mermaid and SVG, from the config alone."""
 
+import os
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -11,14 +11,12 @@ import pytest
 from streamrl.cli.main import main
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import POLICY, CallKind, Dataflow, ModelCall
-from streamrl.drawing.dataflow_graph import KIND_FILLS, DataflowGraph
-from streamrl.drawing.graph_text import render_dot
-from streamrl.drawing.svg import CHARACTER_EM
+from streamrl.drawing.dataflow_graph import DataflowGraph
+from streamrl.drawing.graph_text import render_dot, render_mermaid
 
 ROOT = Path(__file__).parents[2]
 PPO = str(ROOT / "configs" / "ppo_arithmetic.yaml")
 GRPO = str(ROOT / "configs" / "grpo_arithmetic.yaml")
-SVG = "{http://www.w3.org/2000/svg}"
 
 SAMPLED = "token_ids, loss_mask, generator_logprobs, policy_version, lengths, finish_reason"
 GRPO_TEXT = f"""\
@@ -112,7 +110,7 @@ def test_neither_model_nor_data_nor_runtime_is_loaded(tmp_path: Path) -> None:
         "names = ('ray', 'vllm', 'deepspeed', 'transformers')\n"
         "print(code, [name for name in names if name in sys.modules])"
     )
-    words = [sys.executable, "-c", code, "graph", str(config), "--svg", str(tmp_path / "a.svg")]
+    words = [sys.executable, "-c", code, "graph", str(config)]
     process = subprocess.run(words, capture_output=True, text=True, check=True)
     assert process.stdout.splitlines()[-1] == "0 []"
 
@@ -167,29 +165,82 @@ def test_dot_quotes_every_stage_name() -> None:
     assert [name.replace('\\"', '"').replace("\\\\", "\\") for name in nodes] == [odd]
 
 
-def test_svg_boxes_have_the_color_of_their_kind(capsys, tmp_path: Path) -> None:
-    path = tmp_path / "ppo.svg"
+GRPO_MERMAID = """\
+---
+title: "grpo: 3 stages, versions at most 1 behind"
+---
+flowchart LR
+  n0["generate<br/>generator"]:::generate
+  n1["reward<br/>reward"]:::score
+  n2["train<br/>policy"]:::train
+  n0 -->|"{sampled}"| n1
+  n0 -->|"{sampled}"| n2
+  n1 -->|"scores"| n2
+  n2 -.->|"version of policy"| n0
+  linkStyle 0,1,2 stroke:#475569
+  linkStyle 3 stroke:#7c3aed
+  classDef generate fill:#dbeafe,stroke:#1d4ed8,color:#0f172a
+  classDef score fill:#dcfce7,stroke:#15803d,color:#0f172a
+  classDef train fill:#ffedd5,stroke:#c2410c,color:#0f172a
+""".replace("{sampled}", SAMPLED.replace(", ", "<br/>"))
+
+
+def test_mermaid_has_every_stage_and_edge(capsys) -> None:
+    assert read_output(capsys, GRPO, "--mermaid") == GRPO_MERMAID
+
+
+def test_mermaid_of_several_steps_has_a_subgraph_per_step(capsys) -> None:
+    text = read_output(capsys, GRPO, "--mermaid", "--steps", "3")
+    assert [line for line in text.splitlines() if line.startswith("  subgraph")] == [
+        f'  subgraph s{i}["step {i + 1}"]' for i in range(3)
+    ]
+    assert text.count("\n  end\n") == 3
+    assert '  n0["generate[1]<br/>generator"]:::generate\n' in text
+    assert {line for line in text.splitlines() if "-.->" in line} == {
+        "  n2 -.-> n5",
+        "  n5 -.-> n8",
+        '  n2 -.->|"version of policy"| n6',
+    }
+
+
+def test_mermaid_escapes_every_label() -> None:
+    flow = Dataflow([ModelCall('a "b" #1 <c>', POLICY, CallKind.TRAIN, (), ())])
+    text = render_mermaid(DataflowGraph.from_dataflow(flow, name="own", steps=1, max_staleness=0))
+    assert 'n0["a #quot;b#quot; #35;1 #lt;c><br/>policy"]' in text
+
+
+@pytest.fixture
+def fake_dot(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a `dot` on PATH that wraps its arguments and its input in an <svg> element."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "dot").write_text('#!/bin/sh\necho "<svg>$*"\ncat\necho "</svg>"\n')
+    (folder / "dot").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+@pytest.mark.usefixtures("fake_dot")
+def test_svg_is_drawn_by_graphviz_from_the_dot_output(capsys, tmp_path: Path) -> None:
+    path, source = tmp_path / "ppo.svg", read_output(capsys, PPO, "--dot")
+    assert read_output(capsys, PPO, "--svg", "-") == f"<svg>-Tsvg\n{source}</svg>\n"
     assert read_output(capsys, PPO, "--svg", str(path)) == (
         f"{path}: ppo: 6 stages, versions at most 1 behind\n"
     )
+    assert path.read_text() == f"<svg>-Tsvg\n{source}</svg>\n"
     assert [entry.name for entry in tmp_path.iterdir()] == ["ppo.svg"]
-    root = ET.fromstring(path.read_text())
-    assert root.tag == f"{SVG}svg"
-    colors = {}
-    for group in root.findall(f"{SVG}g"):
-        if (title := group.find(f"{SVG}title")) is not None:
-            colors[str(title.text)] = group.findall(f"{SVG}rect")[0].get("fill")
-    assert colors == {
-        f"{call.stage}: {call.kind.value}, role {call.role}": KIND_FILLS[call.kind]
-        for call in load_config(Path(PPO)).dataflow.calls
-    }
-    dashed = [p for p in root.findall(f"{SVG}path") if p.get("stroke-dasharray") == "6 4"]
-    assert len(dashed) == 2
-    words = " ".join(str(text.text) for text in root.iter(f"{SVG}text"))
-    assert words.count("ref_logprobs") == 2
-    assert "version of critic" in words
 
 
+def test_svg_without_graphviz_names_the_alternatives(
+    capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["graph", PPO, "--svg", str(tmp_path / "ppo.svg")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("streamrl: --svg: Graphviz's dot is not on PATH; install it")
+    assert "--mermaid" in captured.err and captured.err.count("\n") == 1
+    assert not captured.out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("fake_dot")
 def test_writing_to_a_symlink_replaces_its_target(capsys, tmp_path: Path) -> None:
     link, drawing = tmp_path / "link.svg", tmp_path / "drawing.svg"
     link.symlink_to(drawing)
@@ -197,34 +248,6 @@ def test_writing_to_a_symlink_replaces_its_target(capsys, tmp_path: Path) -> Non
     read_output(capsys, GRPO, "--svg", str(link))
     assert link.is_symlink()
     assert drawing.read_text().startswith("<svg")
-
-
-def test_svg_on_stdout_is_deterministic(capsys) -> None:
-    first = read_output(capsys, PPO, "--svg", "-", "--steps", "3")
-    assert first == read_output(capsys, PPO, "--svg", "-", "--steps", "3")
-    assert len(ET.fromstring(first).findall(f"{SVG}g/{SVG}title")) == 18
-
-
-@pytest.mark.parametrize("recipe", ["grpo_arithmetic", "remax_arithmetic", "safe_rlhf_toy"])
-def test_svg_texts_neither_overlap_nor_leave_the_canvas(capsys, recipe: str) -> None:
-    config = str(ROOT / "configs" / f"{recipe}.yaml")
-    for words in ([], ["--steps", "3"], ["--steps", "3", "pipeline.max_staleness=0"]):
-        root = ET.fromstring(read_output(capsys, config, "--svg", "-", *words))
-        width, height = (float(root.attrib[name]) for name in ("width", "height"))
-        texts = [_extent(text) for text in root.iter(f"{SVG}text")]
-        for i, (left, top, right, bottom) in enumerate(texts):
-            assert 0 <= left < right <= width
-            assert 0 <= top < bottom <= height
-            for other in texts[:i]:
-                apart = right <= other[0] or other[2] <= left
-                assert apart or bottom <= other[1] or other[3] <= top
-
-
-def _extent(text: ET.Element) -> tuple[float, float, float, float]:
-    x, y, size = (float(text.attrib[name]) for name in ("x", "y", "font-size"))
-    width = len(str(text.text)) * size * CHARACTER_EM
-    left = x - width / 2 if text.get("text-anchor") == "middle" else x
-    return left, y - 0.8 * size, left + width, y + 0.2 * size
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,12 @@ from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Rollout, parse_uid, rollouts_to_columns
-from streamrl.placement import SHARED_SLOTS, ClusterCapacity, check_fits, choose_mode
+from streamrl.placement.resource_demand import (
+    SHARED_SLOTS,
+    ClusterCapacity,
+    check_fits,
+    choose_mode,
+)
 from tests.toy import write_toy
 
 MB = 1 << 20

@@ -19,16 +19,13 @@ from streamrl.config.to_planner_problem import (
 )
 from streamrl.dataflow import CallKind
 from streamrl.errors import ConfigError
-from streamrl.placement import (
-    Cluster,
-    FixedLength,
-    Placement,
-    RunOptions,
-    placement_from_meshes,
-    placement_from_ratios,
-)
-from streamrl.placement.costs import CostConstants
-from streamrl.resharding import RankGrid
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.constructors import placement_from_meshes, placement_from_ratios
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.placements import Placement
+from streamrl.placement.run_options import RunOptions
+from streamrl.placement.workload import FixedLength
+from streamrl.resharding.grids import RankGrid
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"policy": "llama-7b", "critic": "llama-7b", "reference": "llama-7b"}

@@ -17,7 +17,8 @@ from streamrl.controller.transfer_protocols import (
     TransferProtocol,
     WorkerMesh,
 )
-from streamrl.resharding import GenerationSizes, RankGrid, assign_zero_redundancy
+from streamrl.resharding.grids import RankGrid
+from streamrl.resharding.grouping import GenerationSizes, assign_zero_redundancy
 
 
 def batch(rows: int, reference: str = "x") -> BatchRef:
@@ -82,7 +83,7 @@ def test_generation_gets_a_share_per_generating_replica(rows: int, sizes) -> Non
         "P3D_ALL_MICRO_DP", WorkerMesh(train.assign_ranks(), serving), batch(rows)
     )
     assert rows_of(back) == list(range(rows))
-    for group in serving.list_replica_groups():
+    for group in serving.group_ranks("dp_rank"):
         assert all(answers[rank] == answers[group[0]] for rank in group)
 
 

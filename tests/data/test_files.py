@@ -8,8 +8,9 @@ import pytest
 from streamrl.config.run_config import dump_config, load_config
 from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.config import DataConfig
+from streamrl.data.prompt_file import PromptFile
 from streamrl.data.prompts import load_prompts
-from streamrl.data.training_files import PromptFile, classify_training_files
+from streamrl.data.training_files import classify_training_files
 from streamrl.errors import ConfigError
 
 

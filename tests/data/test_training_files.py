@@ -17,9 +17,10 @@ from datasets import Dataset
 from streamrl.data import training_files
 from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.files import parse_data_files
+from streamrl.data.prompt_file import PromptFile
 from streamrl.data.prompt_stream import PromptStream, is_full_fingerprint
 from streamrl.data.reading import indexed_table as table
-from streamrl.data.training_files import PromptFile, TrainingFiles, classify_training_files
+from streamrl.data.training_files import TrainingFiles, classify_training_files
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import parse_uid
 

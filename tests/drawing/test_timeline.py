@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from streamrl.dataflow import build_dataflow
 from streamrl.drawing.timeline import assign_lanes, list_device_rows, render_timeline, round_tick
-from streamrl.placement import Mesh, placement_from_meshes
+from streamrl.placement.constructors import placement_from_meshes
+from streamrl.placement.meshes import Mesh
 from streamrl.placement.problem import DeviceInterval
 
 GRPO = build_dataflow(("generator_logprobs", "scores"))

@@ -37,8 +37,8 @@ from streamrl.controller import (
 from streamrl.controller.transfer_methods import find_transfer_methods
 from streamrl.dataflow import CRITIC
 from streamrl.errors import ConfigError, StreamError
-from streamrl.placement import PlacementConfig
-from streamrl.resharding import RankGrid
+from streamrl.placement.config import PlacementConfig
+from streamrl.resharding.grids import RankGrid
 from tests.e2e.launched import Launched
 from tests.e2e.shared_runs import PPO_ODD, Ended, make_builds
 

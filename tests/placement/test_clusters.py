@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError
-from streamrl.placement import DEVICES, Cluster, NodeGroup
+from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 
 
 def test_cluster_fills_nodes_of_the_usual_size() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError
-from streamrl.placement import WorkerMemory
+from streamrl.placement.colocated_memory import WorkerMemory
 
 MB = 1 << 20
 SIZES = (

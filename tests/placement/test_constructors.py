@@ -1,22 +1,22 @@
 """Sets, ratios and meshes as notations of one placement."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from streamrl.dataflow import Dataflow, build_dataflow
 from streamrl.errors import ConfigError
-from streamrl.placement import (
-    POOL_STRATEGIES,
-    Cluster,
-    Mesh,
-    Placement,
-    PlacementMode,
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.constructors import (
     placement_from_meshes,
     placement_from_ratios,
     placement_from_sets,
 )
-from streamrl.resharding import RankGrid
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Placement, PlacementMode
+from streamrl.placement.pools import POOL_STRATEGIES
+from streamrl.resharding.grids import RankGrid
 
 PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))
 GRPO = build_dataflow(("generator_logprobs", "scores"))
@@ -93,7 +93,7 @@ def test_shadow_separates_forward_only_from_trained_roles() -> None:
         == Mesh(8, 8)
     )
     assert placement.classify_mode(PPO) is PlacementMode.DISAGGREGATED
-    assert placement.with_staleness(2).classify_mode(PPO) is PlacementMode.ASYNCHRONOUS
+    assert replace(placement, max_staleness=2).classify_mode(PPO) is PlacementMode.ASYNCHRONOUS
 
 
 REAL_1X8 = {
@@ -149,7 +149,7 @@ def make_grpo_placement(**changes: tuple[str, str]) -> Placement:
         (make_grpo_placement(train=("4-7", "1-1-2")), "1-1-2 is 2 ranks; devices 4-7 are 4"),
         (make_grpo_placement(prune=("4-7", "1-1-4")), "placement.prune: no such call"),
         (placement_from_meshes({"train": ("0-3", "1-1-4")}), "placement.generate: missing"),
-        (make_grpo_placement().with_staleness(-1), "max_staleness=-1"),
+        (replace(make_grpo_placement(), max_staleness=-1), "max_staleness=-1"),
     ],
 )
 def test_check_valid_names_the_invalid_call(placement: Placement, message: str) -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster, Mesh
-from streamrl.placement.meshes import iter_meshes, list_node_runs
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.meshes import Mesh, iter_meshes, list_node_runs
 
 
 def test_iter_meshes_lists_all_meshes_of_two_nodes() -> None:

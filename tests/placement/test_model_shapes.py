@@ -15,8 +15,11 @@ from transformers import (
 )
 
 from streamrl.errors import ConfigError
-from streamrl.placement import MODEL_SHAPES, load_model_shape
-from streamrl.resharding import NodeTopology, RankGrid, create_layout, plan_copies
+from streamrl.placement.model_shapes import MODEL_SHAPES, load_model_shape
+from streamrl.resharding.byte_report import NodeTopology
+from streamrl.resharding.grids import RankGrid
+from streamrl.resharding.layouts import create_layout
+from streamrl.resharding.plans import plan_copies
 
 
 @pytest.mark.parametrize(

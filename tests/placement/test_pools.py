@@ -8,8 +8,15 @@ from omegaconf import OmegaConf
 from streamrl.config.role_counts import assign_slots
 from streamrl.config.run_config import RunConfig, parse_settings
 from streamrl.errors import ConfigError
-from streamrl.placement import POOL_STRATEGIES, SlotMap, lay_out_slots
-from streamrl.placement.pools import FOLLOWED_ROLES, POOL_ROLES, RolePool, has_colocated_actor
+from streamrl.placement.pools import (
+    FOLLOWED_ROLES,
+    POOL_ROLES,
+    POOL_STRATEGIES,
+    RolePool,
+    SlotMap,
+    has_colocated_actor,
+    lay_out_slots,
+)
 
 PPO = {"generator": 2, "reference": 1, "reward": 1, "value": 1, "policy": 2, "critic": 2}
 

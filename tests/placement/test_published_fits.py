@@ -7,7 +7,7 @@ import pytest
 from benchmarks.published import nemo, nemo_fit, verl, verl_fit
 from benchmarks.published.batches import predict_calls_s, predict_one_ahead_s
 from benchmarks.published.points import VERL, VerlRun
-from streamrl.placement.costs import CostConstants
+from streamrl.placement.costs.constants import CostConstants
 
 
 def find_run(name: str, train: int, generate: int = 0) -> VerlRun:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.placement import (
+from streamrl.placement.workload import (
     EmpiricalLengths,
     FixedLength,
     LengthDistribution,

@@ -1,7 +1,10 @@
-"""Small models for layouts: an evenly divisible one and a transformer; and their grids."""
+"""Small models for layouts, their grids and stages; the elements that boxes cover."""
+
+from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
+from streamrl.resharding.boxes import TensorBox, count_elements, subtract_boxes
 from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
 
@@ -50,3 +53,25 @@ def transformer(
     if not tied:
         tensors.append(TensorSpec("head", (words, width), (head_position,), 0))
     return ModelSpec(tuple(tensors), head_position + 1)
+
+
+def merge_stages(counts: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Merge consecutive pipeline stages into `stages` stages, and return their sizes.
+
+    counts: pipeline positions of each stage before. Zero-redundancy resharding requires generation
+    stages to consist of whole training stages; if the sizes of the training stages are configured,
+    this function gives those of generation. Raises ValueError if the numbers of stages do not
+    divide.
+    """
+    if stages < 1 or len(counts) % stages:
+        raise ValueError(f"{len(counts)} stages cannot be merged into {stages}")
+    ratio = len(counts) // stages
+    return tuple(sum(counts[start : start + ratio]) for start in range(0, len(counts), ratio))
+
+
+def count_union_elements(boxes: Iterable[TensorBox]) -> int:
+    """Return the number of elements in at least one of the boxes, which may overlap."""
+    disjoint: list[TensorBox] = []
+    for box in boxes:
+        disjoint.extend(subtract_boxes([box], disjoint))
+    return count_elements(disjoint)

@@ -15,31 +15,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from benchmarks.shard_memory import allocate_overlapping, allocate_storage, create_from_storage
 from streamrl.errors import WeightsError
-from streamrl.resharding import (
-    ModelLayout,
-    ModelSpec,
-    NodeTopology,
-    RankAssignment,
-    RankGrid,
-    create_layout,
-    partition_fsdp2,
-    partition_zero3,
-    plan_copies,
-    plan_gather,
-)
+from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.executors import (
     GroupGatherExecutor,
     PointToPointExecutor,
     ReshardingExecutor,
     create_least_bytes_executor,
 )
-from streamrl.resharding.storage import (
-    ShardStorage,
-    allocate_overlapping,
-    allocate_storage,
-    create_from_storage,
-)
+from streamrl.resharding.grids import RankAssignment, RankGrid
+from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2, partition_zero3
+from streamrl.resharding.plans import plan_copies, plan_gather
+from streamrl.resharding.storage import ShardStorage
+from streamrl.resharding.tensor_specs import ModelSpec
 from tests.resharding.models import transformer
 
 WORLD = 4

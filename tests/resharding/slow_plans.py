@@ -3,15 +3,11 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from streamrl.resharding.boxes import (
-    TensorBox,
-    count_elements,
-    count_union_elements,
-    subtract_boxes,
-)
+from streamrl.resharding.boxes import TensorBox, count_elements, subtract_boxes
 from streamrl.resharding.byte_report import LINK_KINDS, NodeTopology
 from streamrl.resharding.layouts import ModelLayout
 from streamrl.resharding.plans import BoxCopy, NamedBox
+from tests.resharding.models import count_union_elements
 
 
 def copies(source: ModelLayout, target: ModelLayout, cluster: NodeTopology) -> list[BoxCopy]:

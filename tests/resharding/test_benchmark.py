@@ -9,7 +9,10 @@ import sys
 import pytest
 
 from benchmarks import resharding
-from streamrl.resharding import GenerationSizes, RankGrid, create_layout
+from benchmarks.table_2 import redundant_fraction
+from streamrl.resharding.grids import RankGrid
+from streamrl.resharding.grouping import GenerationSizes
+from streamrl.resharding.layouts import create_layout
 
 
 def make_arguments(train: str, generate: str, **more: object) -> list[str]:
@@ -41,7 +44,7 @@ def test_zero_redundancy_is_planned_for_all_sizes_that_divide_evenly(order: str)
         plans = switch.plans()
         for way in ("point_to_point", "in_groups"):
             report = plans[way].report_bytes()
-            assert not any(report.redundant_fraction(rank) for rank in report.rank_bytes), (
+            assert not any(redundant_fraction(report, rank) for rank in report.rank_bytes), (
                 train,
                 generate,
                 way,

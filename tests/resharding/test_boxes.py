@@ -6,13 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.resharding.boxes import (
-    TensorBox,
-    count_elements,
-    count_union_elements,
-    iter_flat_boxes,
-    subtract_boxes,
-)
+from streamrl.resharding.boxes import TensorBox, count_elements, iter_flat_boxes, subtract_boxes
+from tests.resharding.models import count_union_elements
 
 
 def elements(box: TensorBox) -> set[tuple[int, ...]]:

@@ -6,24 +6,23 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.resharding import (
-    ModelSpec,
-    RankGrid,
-    TensorSpec,
-    create_layout,
-    create_whole_shard,
-    executors,
-    partition_fsdp2,
-    partition_zero3,
-    plan_copies,
-    plan_gather,
-)
+from benchmarks.shard_memory import allocate_storage
+from streamrl.resharding import executors
 from streamrl.resharding.executors import (
     PointToPointExecutor,
     get_collective_device,
     is_gather_least_bytes,
 )
-from streamrl.resharding.storage import allocate_storage, create_from_buffers
+from streamrl.resharding.grids import RankGrid
+from streamrl.resharding.layouts import (
+    create_layout,
+    create_whole_shard,
+    partition_fsdp2,
+    partition_zero3,
+)
+from streamrl.resharding.plans import plan_copies, plan_gather
+from streamrl.resharding.storage import create_from_buffers
+from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests import forked
 from tests.resharding.ranks import (
     CLUSTER,

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from benchmarks.resharding import list_micro_dp_groups
+from benchmarks.table_2 import received_fraction, redundant_fraction
 from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.grids import RankCoordinates, RankGrid
 from streamrl.resharding.grouping import (
@@ -14,25 +16,23 @@ from streamrl.resharding.grouping import (
     assign_max_overlap,
     assign_vanilla,
     assign_zero_redundancy,
-    list_micro_dp_groups,
 )
 from streamrl.resharding.layouts import create_layout
 from streamrl.resharding.plans import plan_copies, plan_gather
-from streamrl.resharding.tensor_specs import merge_stages
-from tests.resharding.models import even, transformer
+from tests.resharding.models import even, merge_stages, transformer
 
 
 def test_training_groups_of_figure_8_of_the_paper() -> None:
     assignment = RankGrid.from_text("1-4-2").assign_ranks()
     assert assignment.list_tp_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert assignment.list_dp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert assignment.list_replica_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert assignment.group_ranks("dp_rank") == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_mcore_order_matches_megatron_and_real() -> None:
     # The second node of two, ranks 8 to 15.
     assignment = RankGrid.from_text("2-2-2", "mcore").assign_ranks()
-    assert assignment.list_pp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert assignment.group_ranks("dp_rank", "tp_rank") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert assignment.list_tp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert assignment.list_dp_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
@@ -47,9 +47,9 @@ def test_ranks_and_coordinates_are_a_bijection(order: str, data: st.DataObject) 
     )
     for groups in (
         grid.assign_ranks().list_tp_groups(),
-        grid.assign_ranks().list_pp_groups(),
+        grid.assign_ranks().group_ranks("dp_rank", "tp_rank"),
         grid.assign_ranks().list_dp_groups(),
-        grid.assign_ranks().list_replica_groups(),
+        grid.assign_ranks().group_ranks("dp_rank"),
     ):
         assert sorted(rank for group in groups for rank in group) == list(range(grid.num_ranks))
 
@@ -94,7 +94,7 @@ def test_zero_redundancy_matches_the_paper_and_overlap_agrees(
         grouping, grid, GenerationSizes.from_text(generate), training_layout
     )
     assert serving.list_tp_groups() == tensor
-    assert serving.list_pp_groups() == pipeline
+    assert serving.group_ranks("dp_rank", "tp_rank") == pipeline
     assert list_micro_dp_groups(grid, serving) == micro
 
 
@@ -156,13 +156,13 @@ def test_zero_redundancy_for_all_dividing_sizes_and_overlap_keeps_as_much(
     report = plan_copies(training_layout, served, NodeTopology()).report_bytes()
     expected = (sizes.micro_dp_size - 1) / grid.ranks_per_replica
     assert all(
-        report.received_fraction(rank) == pytest.approx(expected) for rank in report.rank_bytes
+        received_fraction(report, rank) == pytest.approx(expected) for rank in report.rank_bytes
     )
-    assert all(report.redundant_fraction(rank) == 0 for rank in report.rank_bytes)
+    assert all(redundant_fraction(report, rank) == 0 for rank in report.rank_bytes)
     other = create_layout(model, assign_max_overlap(training_layout, sizes))
     best = plan_copies(training_layout, other, NodeTopology()).report_bytes()
-    assert sum(best.received_fraction(rank) for rank in best.rank_bytes) == sum(
-        report.received_fraction(rank) for rank in report.rank_bytes
+    assert sum(received_fraction(best, rank) for rank in best.rank_bytes) == sum(
+        received_fraction(report, rank) for rank in report.rank_bytes
     )
 
 
@@ -189,7 +189,7 @@ def test_zero_redundancy_with_unequal_stages(
     ):
         report = plan.report_bytes()
         for rank in report.rank_bytes:
-            assert report.redundant_fraction(rank) == 0
+            assert redundant_fraction(report, rank) == 0
             assert report.rank_bytes[rank].peak_bytes == served.count_bytes(rank)
 
 
@@ -224,7 +224,7 @@ def test_with_more_tensor_ranks_than_in_training_neighbors_stay_together() -> No
     report = plan_copies(
         training_layout, create_layout(even(2), serving), NodeTopology()
     ).report_bytes()
-    assert all(report.received_fraction(rank) == 0 for rank in report.rank_bytes)
+    assert all(received_fraction(report, rank) == 0 for rank in report.rank_bytes)
     assert [sorted(group) for group in serving.list_tp_groups()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 

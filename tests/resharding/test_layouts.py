@@ -5,7 +5,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from streamrl.resharding.boxes import TensorBox, count_elements, count_union_elements
+from benchmarks.shard_memory import allocate_storage, create_from_storage
+from streamrl.resharding.boxes import TensorBox, count_elements
 from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.layouts import (
     ModelLayout,
@@ -14,14 +15,8 @@ from streamrl.resharding.layouts import (
     partition_fsdp2,
     partition_zero3,
 )
-from streamrl.resharding.storage import allocate_storage, create_from_storage
-from streamrl.resharding.tensor_specs import (
-    FusedComponent,
-    TensorSpec,
-    merge_stages,
-    split_stages_evenly,
-)
-from tests.resharding.models import even, transformer
+from streamrl.resharding.tensor_specs import FusedComponent, TensorSpec, split_stages_evenly
+from tests.resharding.models import count_union_elements, even, merge_stages, transformer
 
 FLOAT = torch.float32
 
@@ -125,7 +120,7 @@ def assert_covers(layout: ModelLayout, ranks: list[int]) -> None:
 def test_a_replica_covers_every_element(sizes: str, order: str) -> None:
     seating = RankGrid.from_text(sizes, order).assign_ranks()
     layout = create_layout(transformer(), seating)
-    for group in seating.list_replica_groups():
+    for group in seating.group_ranks("dp_rank"):
         assert_covers(layout, group)
 
 

@@ -7,8 +7,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from streamrl.resharding.boxes import count_elements, count_union_elements, is_nested
-from streamrl.resharding.byte_report import NodeTopology, compute_table_2
+from benchmarks.resharding import list_micro_dp_groups
+from benchmarks.table_2 import (
+    compute_table_2,
+    count_link_bytes,
+    peak_fraction,
+    received_fraction,
+    redundant_fraction,
+)
+from streamrl.resharding.boxes import count_elements, is_nested
+from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.grids import RankAssignment, RankCoordinates, RankGrid
 from streamrl.resharding.grouping import (
     GROUPINGS,
@@ -17,12 +25,11 @@ from streamrl.resharding.grouping import (
     assign_max_overlap,
     assign_vanilla,
     assign_zero_redundancy,
-    list_micro_dp_groups,
 )
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2, partition_zero3
 from streamrl.resharding.plans import CopyPlan, plan_copies, plan_gather
 from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
-from tests.resharding.models import GRIDS, even, transformer
+from tests.resharding.models import GRIDS, count_union_elements, even, transformer
 
 CLUSTER = NodeTopology(4)
 PAPER = [("1-4-2", "1-2-2-2"), ("1-2-2", "1-1-2-2"), ("2-4-1", "1-2-4-1"), ("4-2-1", "2-1-4-1")]
@@ -49,7 +56,7 @@ def test_table_2_of_the_paper_in_exact_fractions(train: str, generate: str, orde
     plans = {
         "zero": plan_gather(trained, zero, CLUSTER, list_micro_dp_groups(grid, serving)),
         "vanilla": plan_gather(
-            trained, side_by_side, CLUSTER, grid.assign_ranks().list_replica_groups()
+            trained, side_by_side, CLUSTER, grid.assign_ranks().group_ranks("dp_rank")
         ),
         "full_gather": plan_gather(
             partitioned, zero, CLUSTER, [list(range(grid.num_ranks))], keeps_copy=True
@@ -58,16 +65,16 @@ def test_table_2_of_the_paper_in_exact_fractions(train: str, generate: str, orde
     for scheme, plan in plans.items():
         report = plan.report_bytes()
         for rank in range(grid.num_ranks):
-            assert report.received_fraction(rank) == expected[scheme].received, scheme
-            assert report.peak_fraction(rank) == expected[scheme].peak, scheme
-        max_redundant = max(report.redundant_fraction(rank) for rank in range(grid.num_ranks))
+            assert received_fraction(report, rank) == expected[scheme].received, scheme
+            assert peak_fraction(report, rank) == expected[scheme].peak, scheme
+        max_redundant = max(redundant_fraction(report, rank) for rank in range(grid.num_ranks))
         without = [
             r for r in report.rank_bytes if not report.rank_bytes[r].received_by_link["local"]
         ]
         if scheme != "vanilla" or without:
             assert max_redundant == expected[scheme].redundant, scheme
     exact = plan_copies(trained, zero, CLUSTER).report_bytes()
-    assert {exact.received_fraction(rank) for rank in range(grid.num_ranks)} == {
+    assert {received_fraction(exact, rank) for rank in range(grid.num_ranks)} == {
         expected["zero"].received
     }
 
@@ -78,12 +85,12 @@ def test_fractions_of_figure_8_of_the_paper() -> None:
     served = create_layout(even(2), assign_vanilla(grid, sizes))
     exact = plan_copies(trained, served, CLUSTER).report_bytes()
     quarter, half = Fraction(1, 4), Fraction(1, 2)
-    received = [exact.received_fraction(rank) for rank in range(8)]
+    received = [received_fraction(exact, rank) for rank in range(8)]
     assert received == [quarter, half, half, quarter] * 2
     gathered = plan_gather(
-        trained, served, CLUSTER, grid.assign_ranks().list_replica_groups()
+        trained, served, CLUSTER, grid.assign_ranks().group_ranks("dp_rank")
     ).report_bytes()
-    assert {gathered.received_fraction(rank) for rank in range(8)} == {Fraction(3, 4)}
+    assert {received_fraction(gathered, rank) for rank in range(8)} == {Fraction(3, 4)}
 
 
 def mesh(stages: int, replicas: int, first: int = 0) -> RankAssignment:
@@ -100,8 +107,8 @@ def test_reals_example_on_eight_devices_balances_the_senders() -> None:
     )
     plan = plan_copies(train, generate, NodeTopology(8))
     report = plan.report_bytes()
-    assert sum(report.received_fraction(rank) for rank in range(8)) == 3
-    assert report.received_fraction(0) == report.received_fraction(1) == 0
+    assert sum(received_fraction(report, rank) for rank in range(8)) == 3
+    assert received_fraction(report, 0) == received_fraction(report, 1) == 0
     pairs = {(c.source, c.destination) for c in plan.copies if c.source != c.destination}
     assert pairs == {(0, 2), (1, 3), (2, 4), (3, 5), (2, 6), (3, 7)}
     sent = Counter({rank: report.rank_bytes[rank].sent_bytes for rank in range(4)})
@@ -119,7 +126,7 @@ def test_a_holder_on_the_same_node_is_preferred() -> None:
         *((1, 0), (1, 2), (1, 3)),
         *((5, 4), (5, 6), (5, 7)),
     }
-    assert plan.report_bytes().count_link_bytes("network") == 0
+    assert count_link_bytes(plan.report_bytes(), "network") == 0
 
 
 def test_a_holder_of_a_smaller_box_on_the_same_node_is_preferred() -> None:
@@ -130,11 +137,11 @@ def test_a_holder_of_a_smaller_box_on_the_same_node_is_preferred() -> None:
     source = ModelLayout(model, {0: full_shard, 2: halves[0]})
     plan = plan_copies(source, ModelLayout(model, {3: halves[0]}), NodeTopology(2))
     assert [(c.source, c.destination) for c in plan.copies] == [(2, 3)]
-    assert plan.report_bytes().count_link_bytes("network") == 0
+    assert count_link_bytes(plan.report_bytes(), "network") == 0
     plan_of_both = plan_copies(source, ModelLayout(model, {3: full_shard}), NodeTopology(2))
     assert_complete(plan_of_both)
     report = plan_of_both.report_bytes()
-    assert (report.count_link_bytes("node"), report.count_link_bytes("network")) == (64, 64)
+    assert (count_link_bytes(report, "node"), count_link_bytes(report, "network")) == (64, 64)
 
 
 def mixed(model: ModelSpec, data: st.DataObject) -> ModelLayout:
@@ -196,7 +203,7 @@ def test_copies_between_disjoint_pools() -> None:
     plan = plan_copies(train, create_layout(model, pool), CLUSTER)
     assert_complete(plan)
     report = plan.report_bytes()
-    assert report.count_link_bytes("local") == report.count_link_bytes("node") == 0
+    assert count_link_bytes(report, "local") == count_link_bytes(report, "node") == 0
     assert all(report.rank_bytes[rank].received_bytes == 0 for rank in range(8))
     sent = [report.rank_bytes[rank].sent_bytes for rank in range(8)]
     assert max(sent) < 2 * report.model_bytes / 8 * 1.5
@@ -267,7 +274,7 @@ def test_gather_plans_send_no_element_twice(grid: RankGrid, grouping: str, ratio
     trained = create_layout(model, grid.assign_ranks())
     serving = assign_generation_ranks(grouping, grid, sizes, trained)
     target = create_layout(model, serving)
-    plan = plan_gather(trained, target, CLUSTER, grid.assign_ranks().list_replica_groups())
+    plan = plan_gather(trained, target, CLUSTER, grid.assign_ranks().group_ranks("dp_rank"))
     for group in plan.groups:
         for spec in model.tensors:
             contributed = [
@@ -328,7 +335,7 @@ def test_equal_layouts_need_no_copies() -> None:
         serving = assign_max_overlap(trained, sizes)
         report = plan_copies(trained, create_layout(trained.model, serving), CLUSTER).report_bytes()
         assert all(
-            report.received_fraction(rank) == 0 == report.redundant_fraction(rank)
+            received_fraction(report, rank) == 0 == redundant_fraction(report, rank)
             for rank in report.rank_bytes
         )
         assert serving.get_coordinates(0) == RankCoordinates(0, 0, 0)

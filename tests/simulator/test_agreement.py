@@ -17,7 +17,7 @@ from streamrl.placement.stage_timings import (
     WeightsTiming,
 )
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 from streamrl.simulator.simulation import run_simulation
 from tests.fake_stream import GROUPS_AT_ONCE
 from tests.fakes import Plan

@@ -10,14 +10,15 @@ from streamrl.placement.constructors import placement_from_meshes
 from streamrl.placement.run_options import RunOptions
 from streamrl.placement.stage_timings import GeneratorTiming, ScoreTiming, StageTimings, TrainTiming
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
-from streamrl.simulator import run_quick_simulation, run_simulation
 from streamrl.simulator.quick_run import (
     choose_num_parts,
     choose_num_steps,
     estimate_quick_run_s,
     estimate_simulation_s,
+    run_quick_simulation,
     split_timings,
 )
+from streamrl.simulator.simulation import run_simulation
 
 GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 LENGTHS = LognormalLengths(200, 0.6, 400)

@@ -11,7 +11,7 @@ from tests.simulator.test_simulation import APART, TIMINGS, TOGETHER, WORKLOAD, 
 
 
 def test_rows_follow_the_metrics_contract() -> None:
-    result = run(placement=APART.with_staleness(1))
+    result = run(placement=replace(APART, max_staleness=1))
     for row in result.metrics_rows:
         validate_row(row)
         assert find_missing_metrics(row) == []
@@ -29,7 +29,7 @@ def test_rows_follow_the_metrics_contract() -> None:
 
 
 def test_the_trace_matches_that_of_a_run(tmp_path: Path) -> None:
-    result = run(placement=TOGETHER.with_staleness(1))
+    result = run(placement=replace(TOGETHER, max_staleness=1))
     result.write_run_files(tmp_path)
     events = json.loads((tmp_path / "trace.json").read_text())
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -52,7 +52,7 @@ def test_completion_lengths_depend_only_on_prompt_and_seed() -> None:
             for outcome in run(TIMINGS, placement, workload=workload).outcomes
             for group in outcome.groups
         }
-        for placement in (APART, TOGETHER, APART.with_staleness(1))
+        for placement in (APART, TOGETHER, replace(APART, max_staleness=1))
     ]
     assert lengths[0] == lengths[1] == lengths[2]
     assert len(set(lengths[0].values())) > 1

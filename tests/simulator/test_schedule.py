@@ -9,7 +9,8 @@ import pytest
 from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CostConstants, CostModel
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import load_model_shape
 from streamrl.placement.placements import CallAssignment, Placement
@@ -17,8 +18,8 @@ from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.run_options import RunOptions
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
-from streamrl.resharding import RankGrid
-from streamrl.simulator import run_simulation
+from streamrl.resharding.grids import RankGrid
+from streamrl.simulator.simulation import run_simulation
 
 MODEL = load_model_shape("qwen2.5-1.5b")
 FIXED = FixedLength(512)

@@ -18,7 +18,7 @@ from streamrl.placement.stage_timings import (
     WeightsTiming,
 )
 from streamrl.placement.workload import EmpiricalLengths, FixedLength, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 from streamrl.simulator.results import SimulationResult
 from streamrl.simulator.simulation import run_simulation
 from tests.placement.simple_costs import sampler
@@ -71,7 +71,7 @@ def test_one_step_ahead_samples_while_it_trains() -> None:
     # Four groups are sampled by 14. The second step has its gradients at 19.5, and updates once the
     # first version is published, at 20.5. It is loaded at 24.5, the second one at 28.5: in the
     # middle of the groups of the third step, which finish at 34.5.
-    result = run(placement=APART.with_staleness(1))
+    result = run(placement=replace(APART, max_staleness=1))
     assert result.step_ends == [17.5, 21.5, 38.0]
     assert [o.groups[0].info.version_tokens for o in result.outcomes] == [
         ((0, 10),),
@@ -84,7 +84,7 @@ def test_one_step_ahead_samples_while_it_trains() -> None:
 def test_a_weight_update_pauses_running_rollouts() -> None:
     # The groups of the third step pause from 24.5 to 28.5.
     weights = {"generate": WeightsTiming(publish_s=3.0, pull_s=4.0, pause_s=4.0)}
-    result = run(replace(TIMINGS, weights=weights), APART.with_staleness(1))
+    result = run(replace(TIMINGS, weights=weights), replace(APART, max_staleness=1))
     assert result.step_ends == [17.5, 21.5, 42.0]
 
 
@@ -125,7 +125,9 @@ def test_short_rollouts_of_a_group_free_their_slots() -> None:
         8, 16, 1, EmpiricalLengths.from_samples(range(10, 161, 10)), micro_batch_tokens=9999
     )
     timings = replace(TIMINGS, generator=sampler(1.0, max_running=16, kv_tokens=10**6), weights={})
-    result = run(timings, APART.with_staleness(2), workload=workload, steps=12).exclude_steps(4)
+    result = run(
+        timings, replace(APART, max_staleness=2), workload=workload, steps=12
+    ).exclude_steps(4)
     assert result.mean_step_s == pytest.approx(8 * 85, rel=0.15)
 
 
@@ -281,7 +283,9 @@ def test_weights_are_published_before_the_devices_are_released() -> None:
 
 
 def test_cool_down_steps_do_not_count() -> None:
-    result = run_simulation(FLOW, APART.with_staleness(4), TIMINGS, WORKLOAD, steps=30, seed=1)
+    result = run_simulation(
+        FLOW, replace(APART, max_staleness=4), TIMINGS, WORKLOAD, steps=30, seed=1
+    )
     assert (result.warm_up_steps, result.cool_down_steps) == (8, 4)
     assert result.mean_step_s == pytest.approx((result.step_ends[25] - result.step_ends[7]) / 18)
     assert result.exclude_steps(0).cool_down_steps == 0

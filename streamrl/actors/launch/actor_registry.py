@@ -43,7 +43,7 @@ from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.vllm.rank_groups import assign_rank_groups
 from streamrl.errors import ActorLostError
 from streamrl.files.hf_config import make_trusted_env
-from streamrl.placement import ClusterCapacity, ResourceDemand, check_fits
+from streamrl.placement.resource_demand import ClusterCapacity, ResourceDemand, check_fits
 from streamrl.run_dir.checkpoint import Checkpoint
 
 RESTARTABLE_KINDS = (CallKind.GENERATE, CallKind.SCORE)

@@ -32,7 +32,7 @@ from streamrl.errors import (
     StreamError,
     WeightsError,
 )
-from streamrl.placement import WorkerMemory
+from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.run_dir.checkpoint import Checkpoint, find_snapshot, get_journal_dir, read_layout
 from streamrl.run_dir.control_requests import ScaleRequestInbox
 from streamrl.run_dir.crash_stacks import CrashWatch

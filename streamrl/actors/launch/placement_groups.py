@@ -19,7 +19,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamrl.errors import ConfigError
-from streamrl.placement import ResourceDemand, SlotMap
+from streamrl.placement.pools import SlotMap
+from streamrl.placement.resource_demand import ResourceDemand
 
 CAPACITY_WAIT_S = 60.0
 """Longest wait until the resources for all slots are free."""

@@ -15,9 +15,9 @@ from ray.exceptions import AuthenticationError, RayError
 from streamrl.actors.launch.fork_server import stop_fork_server
 from streamrl.actors.launch.local_ray import start_local_ray
 from streamrl.errors import ConfigError
-from streamrl.placement import (
+from streamrl.placement.config import PlacementConfig
+from streamrl.placement.resource_demand import (
     ClusterCapacity,
-    PlacementConfig,
     PlacementDecision,
     PlacementOption,
     choose_mode,

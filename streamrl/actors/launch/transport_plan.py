@@ -18,7 +18,7 @@ from streamrl.engines.models.lora import count_trained_params
 from streamrl.engines.models.param_count import count_trained_params_from_config
 from streamrl.engines.models.two_heads import add_value_head
 from streamrl.engines.vllm.rank_groups import assign_rank_groups
-from streamrl.placement import ResourceDemand
+from streamrl.placement.resource_demand import ResourceDemand
 from streamrl.weights.config import SHARED_MEMORY
 from streamrl.weights.transport import TransportSpec, load_transport
 from streamrl.weights.transport_choice import (

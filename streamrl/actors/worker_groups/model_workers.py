@@ -22,7 +22,6 @@ from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.fork_server import GENERATOR_LEVEL, STAGE_ENV, make_level_env
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import make_logprob_check
-from streamrl.actors.transport.object_store_weights import ObjectStoreReader, ObjectStoreWriter
 from streamrl.algorithms import step_loss_denominator, summarise_policy
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.algorithms.math.step_metrics import summarise_critic
@@ -72,9 +71,9 @@ from streamrl.stream.protocols import FetchedWeights
 from streamrl.stream.step_metrics import average_metrics
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightLoadStats, WeightManifest
+from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.logprob_check import is_logprob_check_due
-from streamrl.weights.pack import publish_version
-from streamrl.weights.unpack import unpack_tensors
+from streamrl.weights.transports.object_store import ObjectStoreReader, ObjectStoreWriter
 
 Metrics = dict[str, float]
 TrainResult = tuple[dict[str, float], Metrics]

@@ -9,8 +9,9 @@ from typing import Any
 
 from streamrl.calibration.run_trace import load_run_lengths
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.run_config import add_config_arguments
 from streamrl.cli.output.text_table import format_inner_percent
-from streamrl.config.run_config import RunConfig, load_config
+from streamrl.config.run_config import RunConfig
 from streamrl.config.to_planner_problem import (
     PlannerRequest,
     build_planner_problem,
@@ -20,16 +21,16 @@ from streamrl.config.to_planner_problem import (
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MIB, parse_json, read_small_text, read_small_yaml
 from streamrl.files.typed_settings import describe_read_error
-from streamrl.placement import (
-    Cluster,
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.workload import (
     EmpiricalLengths,
     FixedLength,
     LengthDistribution,
     LognormalLengths,
-    PlacementProblem,
     Workload,
 )
-from streamrl.placement.costs import CostConstants
 
 MAX_LENGTHS_BYTES = 16 * MIB
 """Room for millions of lengths."""
@@ -43,16 +44,7 @@ LENGTHS_HELP = (
 
 def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that define the planner problem: run, cluster, models, lengths."""
-    parser.add_argument(
-        "config", type=parse_path, metavar="CONFIG", help="YAML file or run directory"
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="settings that override the config",
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--cluster",
         type=parse_nonempty,
@@ -119,13 +111,6 @@ class PlannerInputs:
         return problem, build_run_constants(config, self.constants, on_gpu=not cluster.is_cpu)
 
 
-def read_problem(
-    arguments: argparse.Namespace, config: RunConfig
-) -> tuple[PlacementProblem, CostConstants]:
-    """Build the planner problem and the cost constants from the command line and a config."""
-    return read_planner_inputs(arguments, config).build_problem(config)
-
-
 def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> PlannerInputs:
     """Read the planner options of the command line. Raises ConfigError for an invalid option.
 
@@ -168,12 +153,6 @@ def check_simulation_time(seconds: float, workload: Workload, *, place: str) -> 
             f" algorithm.group_size={workload.group_size}: about {seconds / HOUR_S:.3g} h to"
             " simulate; the limit is 1 h"
         )
-
-
-def read_config(path: Path, overrides: list[str]) -> RunConfig:
-    """Load a run's config from a YAML file or a run directory, and apply key=value overrides."""
-    source = path / "config.yaml" if os.path.isdir(path) else path
-    return load_config(source, overrides)
 
 
 def read_cluster(text: str) -> Cluster:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from streamrl.cli.arguments.planner_args import read_config
+from streamrl.cli.arguments.run_config import read_config
 from streamrl.config.run_config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.placements import MAX_STALENESS
-from streamrl.placement.search import ExcludedBound
+from streamrl.placement.search.pareto import ExcludedBound
 
 DEFAULT_BOUNDS = "0,1,2,4"
 

@@ -58,14 +58,19 @@ def advice_to_json(advice: SettingsAdvice) -> dict[str, Any]:
 def describe_run(trace: RunTrace) -> list[str]:
     """Format the measurements of a run: bottleneck, load of each stage, cost of its filter."""
     loads = measure_stage_loads(trace)
-    excluded = ", ".join(f"{count} {why}" for why, count in trace.excluded_steps.items() if count)
     return [
         f"{trace.run_dir}: {len(trace.steps)} steps of {trace.mean_step_s:.3g} s,"
-        f" staleness {trace.staleness_mean:.2g}" + (f"; left out: {excluded}" if excluded else ""),
+        f" staleness {trace.staleness_mean:.2g}{describe_excluded_steps(trace)}",
         f"bound by    {_describe_bottleneck(loads[0])}",
         *_describe_loads(loads),
         *_describe_filter(trace),
     ]
+
+
+def describe_excluded_steps(trace: RunTrace) -> str:
+    """Return a clause about the steps that are not measured, by reason; "" without such steps."""
+    excluded = ", ".join(f"{count} {why}" for why, count in trace.excluded_steps.items() if count)
+    return f"; left out: {excluded}" if excluded else ""
 
 
 def describe_advice(trace: RunTrace, advice: SettingsAdvice) -> list[str]:

@@ -7,9 +7,11 @@ from typing import Any
 
 from streamrl.config.run_config import RunConfig, with_settings
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster, PlacementProblem
-from streamrl.placement.problem import PlacementCosts
-from streamrl.placement.search import ParallelismChoices, SplitRules, can_fit
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.problem import PlacementCosts, PlacementProblem
+from streamrl.placement.search.feasibility import can_fit
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
+from streamrl.placement.search.split_rules import SplitRules
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 
 MICRO_BATCH_FRACTIONS = 16

@@ -14,16 +14,17 @@ from streamrl.cli.output.text_table import (
     format_table,
 )
 from streamrl.config.run_config import RunConfig
-from streamrl.placement import Mesh, PlacementEstimate, PlacementProblem
-from streamrl.placement.search import (
-    WHOLE_STEPS_SUFFIX,
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.problem import PlacementEstimate, PlacementProblem
+from streamrl.placement.search.pareto import (
     ExcludedBound,
     ParetoPoint,
     PlacementCandidate,
     PlanResult,
     compare_to_winner,
 )
-from streamrl.simulator import SimulationResult
+from streamrl.placement.search.planner import WHOLE_STEPS_SUFFIX
+from streamrl.simulator.results import SimulationResult
 
 GB = 1e9
 
@@ -237,7 +238,7 @@ class PlanReport:
         return {
             "max_staleness": point.max_staleness,
             **_candidate_to_json(point.candidate),
-            "simulated": _simulated_to_json(result),
+            "simulated": simulation_to_json(result),
             "run_hours": hours,
             "run_device_hours": hours * self.problem.cluster.num_devices,
         }
@@ -273,7 +274,7 @@ def _estimate_to_json(estimate: PlacementEstimate) -> dict[str, Any]:
     }
 
 
-def _simulated_to_json(result: SimulationResult) -> dict[str, Any]:
+def simulation_to_json(result: SimulationResult) -> dict[str, Any]:
     return {
         "step_s": result.mean_step_s,
         "tokens_per_s": result.tokens_per_s,

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from streamrl.errors import CheckpointError
 from streamrl.files.bounded_read import parse_json, read_small_json
-from streamrl.resharding import TensorBox, TensorShard
-from streamrl.resharding.boxes import subtract_boxes
-from streamrl.resharding.layouts import ShardPiece
+from streamrl.resharding.boxes import TensorBox, subtract_boxes
+from streamrl.resharding.layouts import ShardPiece, TensorShard
 
 FORMAT_VERSION = 2
 PROGRESS_FILE = "trainer.json"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_config
-from streamrl.placement import ModelShape
+from streamrl.placement.model_shapes import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -23,8 +23,9 @@ from streamrl.engines.vllm.weight_loader import (
     use_onednn,
 )
 from streamrl.errors import WeightsError
-from streamrl.resharding import FusedComponent, TensorBox, TensorSpec
+from streamrl.resharding.boxes import TensorBox
 from streamrl.resharding.storage import ShardStorage
+from streamrl.resharding.tensor_specs import FusedComponent, TensorSpec
 from streamrl.weights import LoadVerification
 from streamrl.weights.lora_merge import load_stored_weights
 from streamrl.weights.parameters import ParameterSet

@@ -12,17 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE
-from streamrl.resharding import (
-    GenerationSizes,
-    ModelLayout,
-    ModelSpec,
-    RankGrid,
-    TensorSpec,
-    assign_max_overlap,
-    assign_zero_redundancy,
-    create_layout,
-    partition_fsdp2,
-)
+from streamrl.resharding.grids import RankGrid
+from streamrl.resharding.grouping import GenerationSizes, assign_max_overlap, assign_zero_redundancy
+from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2
+from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
     from streamrl.engines.trainer_config import TrainerConfig

@@ -31,7 +31,7 @@ from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.vllm.load_check import FingerprintsByDtype, LoadCheck, list_source_names
 from streamrl.errors import WeightsError
 from streamrl.files.hf_config import RECOMPUTED_TENSORS
-from streamrl.resharding import TensorBox
+from streamrl.resharding.boxes import TensorBox
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import LoadVerification
 from streamrl.weights.logprob_check import NUM_INITIAL_CHECKS

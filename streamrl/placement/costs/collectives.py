@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.meshes import Mesh
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_yaml
 from streamrl.files.typed_settings import describe_read_error, read_settings
@@ -263,9 +261,6 @@ class CostConstants:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    def write_yaml(self, path: Path) -> None:
-        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
 
 
 CPU_CONSTANTS = CostConstants(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.placement.clusters import DeviceSpec
@@ -65,16 +65,14 @@ class CostModel:
             call.role: call.stage for call in problem.dataflow.select_calls(CallKind.TRAIN)
         }
         self._model_shapes = {stage: problem.find_model(stage) for stage in self._call_by_stage}
-        self._call_costs: dict[tuple[str, CallAssignment], CallCost] = {}
-        self._score_timings: dict[tuple[str, CallAssignment, bool], ScoreTiming] = {}
-        self._train_timings: dict[tuple[str, CallAssignment, bool], TrainTiming] = {}
-        self._call_durations: dict[tuple[str, CallAssignment], float] = {}
-        self._generation_models: dict[str, GenerationModel] = {}
-        self._footprints: dict[
-            tuple[str, CallAssignment, CallAssignment | None, bool], CallFootprint
-        ] = {}
-        self._weights_timings: dict[tuple[str, CallAssignment, CallAssignment], WeightsTiming] = {}
-        self._misfits: dict[tuple[str, CallAssignment], str] = {}
+        self._call_cost = cache(self._make_call_cost)
+        self._score_timing = cache(self._compute_score_timing)
+        self._train_timing = cache(self._compute_train_timing)
+        self._weights_timing = cache(self._compute_weights_timing)
+        self._generation_model = cache(self._make_generation_model)
+        self._call_duration = cache(self._compute_call_duration)
+        self._call_footprint = cache(self._compute_footprint)
+        self._find_misfit = cache(self._compute_misfit)
 
     @cached_property
     def approximate_costs(self) -> "CostModel":
@@ -110,9 +108,10 @@ class CostModel:
             score,
             train,
             weights={
-                stage: self._weights_timing(call, placement)
+                stage: self._weights_timing(stage, placement.assignments[source], assignment)
                 for stage, call in self._call_by_stage.items()
-                if stage in placement.assignments and self._source_stage(call)
+                if (assignment := placement.assignments.get(stage))
+                and (source := self._source_stage(call))
             },
             hop_s=self._hop_s(),
             step_s=self.constants.between_steps_s,
@@ -136,10 +135,7 @@ class CostModel:
 
         The result is inf if the call does not fit.
         """
-        key = (stage, assignment)
-        if key not in self._call_durations:
-            self._call_durations[key] = self._compute_call_duration(stage, assignment)
-        return self._call_durations[key]
+        return self._call_duration(stage, assignment)
 
     def kv_capacity_bytes(self, placement: Placement) -> float:
         """Return bytes available for the KV cache on each generating device.
@@ -213,12 +209,11 @@ class CostModel:
 
         kv_bytes: size of the KV cache per device.
         """
-        cost = self._call_cost(stage, assignment)
-        if stage not in self._generation_models:
-            self._generation_models[stage] = GenerationModel(cost.workload.sampled_workload)
-        return self._generation_models[stage].find_completions_s(
-            generator_timing(cost, kv_bytes), cuts
-        )[0]
+        timing = generator_timing(self._call_cost(stage, assignment), kv_bytes)
+        return self._generation_model(stage).find_completions_s(timing, cuts)[0]
+
+    def _make_generation_model(self, stage: str) -> GenerationModel:
+        return GenerationModel(self._call_workload(stage).sampled_workload)
 
     def _free_bytes_alone(self, stage: str, assignment: CallAssignment) -> float | None:
         """Return the bytes that a call leaves free on devices without other calls.
@@ -242,17 +237,11 @@ class CostModel:
         ]
         return usable_bytes(min(device.memory_bytes for device in devices), self.constants)
 
-    def _find_misfit(self, stage: str, assignment: CallAssignment) -> str:
+    def _compute_misfit(self, stage: str, assignment: CallAssignment) -> str:
         """Return why a stage cannot run on its rank grid; empty if it can.
 
         A dimension of the model does not divide, or replicas outnumber rollouts.
         """
-        key = (stage, assignment)
-        if key not in self._misfits:
-            self._misfits[key] = self._compute_misfit(stage, assignment)
-        return self._misfits[key]
-
-    def _compute_misfit(self, stage: str, assignment: CallAssignment) -> str:
         grid, workload = assignment.grid, self._call_workload(stage)
         try:
             stage_params(self._model_shape(stage), grid.pp_size, grid.tp_size, assignment.ep_size)
@@ -277,43 +266,30 @@ class CostModel:
             return replace(workload, group_size=1)
         return workload
 
-    def _call_cost(self, stage: str, assignment: CallAssignment) -> CallCost:
-        key = (stage, assignment)
-        if key not in self._call_costs:
-            self._call_costs[key] = CallCost(
-                self._model_shape(stage),
-                assignment,
-                self._call_workload(stage),
-                self.problem.cluster,
-                self._role_constants.get(self._call_by_stage[stage].role, self.constants),
-            )
-        return self._call_costs[key]
+    def _make_call_cost(self, stage: str, assignment: CallAssignment) -> CallCost:
+        return CallCost(
+            self._model_shape(stage),
+            assignment,
+            self._call_workload(stage),
+            self.problem.cluster,
+            self._role_constants.get(self._call_by_stage[stage].role, self.constants),
+        )
 
-    def _score_timing(
+    def _compute_score_timing(
         self, stage: str, assignment: CallAssignment | None, *, offload_idle: bool = False
     ) -> ScoreTiming:
         if assignment is None:
             return rule_timing(self.constants)
-        key = (stage, assignment, offload_idle)
-        if key not in self._score_timings:
-            cost = self._call_cost(stage, assignment)
-            # A follower gets its weights from the trainer.
-            loads_weights = offload_idle and not self._source_stage(self._call_by_stage[stage])
-            self._score_timings[key] = score_timing(
-                cost, weight_load_s(cost) if loads_weights else 0.0
-            )
-        return self._score_timings[key]
+        cost = self._call_cost(stage, assignment)
+        # A follower gets its weights from the trainer.
+        loads_weights = offload_idle and not self._source_stage(self._call_by_stage[stage])
+        return score_timing(cost, weight_load_s(cost) if loads_weights else 0.0)
 
-    def _train_timing(
+    def _compute_train_timing(
         self, stage: str, assignment: CallAssignment, *, offload_idle: bool = False
     ) -> TrainTiming:
-        key = (stage, assignment, offload_idle)
-        if key not in self._train_timings:
-            cost = self._call_cost(stage, assignment)
-            self._train_timings[key] = train_timing(
-                cost, state_offload_s(cost) if offload_idle else 0.0
-            )
-        return self._train_timings[key]
+        cost = self._call_cost(stage, assignment)
+        return train_timing(cost, state_offload_s(cost) if offload_idle else 0.0)
 
     def _is_offloaded_when_idle(self, stage: str, placement: Placement) -> bool:
         """Return whether a stage offloads memory while idle.
@@ -334,20 +310,13 @@ class CostModel:
             POLICY if call.followed_role == EMA_REFERENCE else call.followed_role, ""
         )
 
-    def _weights_timing(self, call: ModelCall, placement: Placement) -> WeightsTiming:
-        key = (
-            call.stage,
-            placement.assignments[self._source_stage(call)],
-            placement.assignments[call.stage],
-        )
-        if key not in self._weights_timings:
-            self._weights_timings[key] = self._compute_weights_timing(call, placement)
-        return self._weights_timings[key]
-
-    def _compute_weights_timing(self, call: ModelCall, placement: Placement) -> WeightsTiming:
-        transfer, constants = self.estimate_transfer(call.stage, placement), self.constants
-        assert transfer is not None
-        if placement.overlaps(self._source_stage(call), call.stage):
+    def _compute_weights_timing(
+        self, stage: str, source: CallAssignment, target: CallAssignment
+    ) -> WeightsTiming:
+        """Return the timing of a version on its way from the trainer `source` to a stage."""
+        transfer = self._estimate_transfer(self._model_shape(stage), source, target)
+        constants = self.constants
+        if source.mesh.overlaps(target.mesh):
             # On shared devices the follower computes nothing during the whole transfer.
             switch_s = transfer.seconds + constants.switch_s
             return WeightsTiming(0.0, switch_s, switch_s)
@@ -375,7 +344,7 @@ class CostModel:
             )
         return DeviceMemory(placement, footprints, self.problem.cluster, self.constants)
 
-    def _call_footprint(
+    def _compute_footprint(
         self,
         stage: str,
         assignment: CallAssignment,
@@ -388,21 +357,6 @@ class CostModel:
         trainer: assignment of the trainer that the call follows, if both share a mesh.
         offload_idle: whether the call offloads memory while idle.
         """
-        key = (stage, assignment, trainer, offload_idle)
-        if key not in self._footprints:
-            self._footprints[key] = self._compute_footprint(
-                stage, assignment, trainer, offload_idle=offload_idle
-            )
-        return self._footprints[key]
-
-    def _compute_footprint(
-        self,
-        stage: str,
-        assignment: CallAssignment,
-        trainer: CallAssignment | None,
-        *,
-        offload_idle: bool,
-    ) -> CallFootprint:
         call, cost, shape = (
             self._call_by_stage[stage],
             self._call_cost(stage, assignment),

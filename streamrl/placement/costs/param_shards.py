@@ -3,8 +3,7 @@
 from functools import cache
 
 from streamrl.placement.model_shapes import ModelShape
-from streamrl.resharding import ModelSpec, TensorSpec
-from streamrl.resharding.tensor_specs import split_stages_evenly
+from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec, split_stages_evenly
 
 
 @cache

@@ -18,21 +18,12 @@ from streamrl.placement.costs.param_shards import build_model_spec, max_stage_pa
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.placements import CallAssignment
-from streamrl.resharding import (
-    BytesReport,
-    CopyPlan,
-    GenerationSizes,
-    ModelLayout,
-    ModelSpec,
-    NodeTopology,
-    RankAssignment,
-    RankGrid,
-    assign_generation_ranks,
-    create_layout,
-    partition_zero3,
-    plan_copies,
-)
-from streamrl.resharding.tensor_specs import split_stages_evenly
+from streamrl.resharding.byte_report import BytesReport, NodeTopology
+from streamrl.resharding.grids import RankAssignment, RankGrid
+from streamrl.resharding.grouping import GenerationSizes, assign_generation_ranks
+from streamrl.resharding.layouts import ModelLayout, create_layout, partition_zero3
+from streamrl.resharding.plans import CopyPlan, plan_copies
+from streamrl.resharding.tensor_specs import ModelSpec, split_stages_evenly
 
 SHARDS_PARAMETERS = 3
 """ZeRO stage that shards the weights over replicas."""

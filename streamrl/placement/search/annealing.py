@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -321,18 +322,16 @@ class _MeshNeighbors:
         self._meshes = list(meshes)
         self._mesh_set = set(meshes)
         self._num_devices = cluster.num_devices
-        self._neighbors: dict[Mesh, list[Mesh]] = {}
+        self.find_neighbors = cache(self._list_neighbors)
 
-    def find_neighbors(self, mesh: Mesh) -> list[Mesh]:
+    def _list_neighbors(self, mesh: Mesh) -> list[Mesh]:
         """Return the meshes with the same start or end, and the adjacent meshes of equal size."""
-        if mesh not in self._neighbors:
-            self._neighbors[mesh] = [
-                other
-                for other in self._meshes
-                if other != mesh
-                and (self._have_common_edge(mesh, other) or self._are_adjacent(mesh, other))
-            ] or [mesh]
-        return self._neighbors[mesh]
+        return [
+            other
+            for other in self._meshes
+            if other != mesh
+            and (self._have_common_edge(mesh, other) or self._are_adjacent(mesh, other))
+        ] or [mesh]
 
     def _have_common_edge(self, mesh: Mesh, other: Mesh) -> bool:
         return mesh.first == other.first or mesh.first + mesh.size == other.first + other.size

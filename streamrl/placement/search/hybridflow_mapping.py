@@ -2,8 +2,7 @@
 
 The search enumerates every set partition of the models and every allocation of nodes to the sets,
 and caches the fitted parallelism of a set on a mesh. The objective is the step time of the
-schedule; `find_best_by_stages` uses the paper's objective instead, the sum over stages of the
-slowest set (`compute_d_cost`).
+schedule, where the paper's is the sum over stages of the slowest set.
 """
 
 import heapq
@@ -14,10 +13,8 @@ from dataclasses import dataclass
 
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.problem import PlacementCosts, PlacementProblem
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
 from streamrl.placement.search.partitions import iter_allocations, iter_set_partitions
-from streamrl.placement.steady_state.estimator import compute_d_cost
 
 RoleSet = tuple[str, ...]
 BOUND_SLACK = 0.95
@@ -140,22 +137,6 @@ class MappingSearch:
                 return
             count, num_yielded = 4 * count, count
 
-    def find_best_by_stages(self) -> Placement | None:
-        """Return the on-policy placement that minimizes HybridFlow's objective,
-        `compute_d_cost`."""
-        problem, costs = self._choices.problem, self._choices.estimator.costs
-        placements = (
-            placement
-            for allocation in self.iter_allocations(0)
-            for placement in self._iter_placements(allocation, 0, streamed=False)
-            if not costs.explain_infeasible(placement)
-        )
-        return min(
-            placements,
-            key=lambda allocation: _compute_d_cost(problem, allocation, costs),
-            default=None,
-        )
-
     def _iter_placements(
         self, allocation: MeshAllocation, ahead: int, *, streamed: bool
     ) -> Iterator[Placement]:
@@ -204,10 +185,3 @@ class _LowerBounds:
             if options
             else math.inf
         )
-
-
-def _compute_d_cost(
-    problem: PlacementProblem, placement: Placement, costs: PlacementCosts
-) -> float:
-    """Return HybridFlow's step time: the sum over its stages of the slowest set, in seconds."""
-    return compute_d_cost(problem, placement, costs)

@@ -7,7 +7,7 @@ pipeline stages as nodes.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from streamrl.dataflow import CallKind, Dataflow
 from streamrl.placement.clusters import Cluster
@@ -18,7 +18,7 @@ from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.search.partitions import list_placed_roles
 from streamrl.placement.search.split_rules import SplitRules
 from streamrl.placement.steady_state.estimator import PlacementEstimator, find_fullest_device
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 MAX_FIXES = 64
 """Maximum changes of parallelism to make models that share devices fit into memory."""
@@ -64,10 +64,10 @@ class ParallelismChoices:
             role: [call.stage for call in self.problem.dataflow.calls_by_role[role]]
             for role in self.roles
         }
-        self._alone_durations: dict[tuple[str, CallAssignment], float] = {}
-        self._role_bytes: dict[tuple[str, CallAssignment], float] = {}
-        self._options: dict[tuple[str, Mesh], list[CallAssignment]] = {}
-        self._mesh_options: dict[tuple[tuple[str, ...], Mesh], RoleAssignments | None] = {}
+        self._alone_duration_s = cache(self._compute_alone_duration)
+        self._find_role_bytes = cache(self._compute_role_bytes)
+        self._sorted_options = cache(self._sort_options)
+        self._fit_on_canonical = cache(self._fit_on_one_mesh)
         self._is_uniform = self.problem.cluster.is_uniform
 
     @cached_property
@@ -94,13 +94,11 @@ class ParallelismChoices:
         canonical = self.canonical_mesh(assignment.mesh)
         if canonical != assignment.mesh:
             assignment = replace(assignment, mesh=canonical)
-        key = (role, assignment)
-        if key not in self._alone_durations:
-            costs = self.estimator.costs
-            self._alone_durations[key] = sum(
-                costs.call_duration_s(s, assignment) for s in self._list_timed_stages(role)
-            )
-        return self._alone_durations[key]
+        return self._alone_duration_s(role, assignment)
+
+    def _compute_alone_duration(self, role: str, assignment: CallAssignment) -> float:
+        costs = self.estimator.costs
+        return sum(costs.call_duration_s(s, assignment) for s in self._list_timed_stages(role))
 
     def _list_timed_stages(self, role: str) -> list[str]:
         """Return the stages of a role whose times add up; all generating calls run as the first."""
@@ -129,10 +127,7 @@ class ParallelismChoices:
 
     def list_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
         """Return the parallelisms of a role that fit alone on a mesh, fastest first."""
-        key = (role, mesh)
-        if key not in self._options:
-            self._options[key] = self._sort_options(role, mesh)
-        return self._options[key]
+        return self._sorted_options(role, mesh)
 
     def find_smallest(self, role: str, mesh: Mesh) -> CallAssignment:
         """Return a role's parallelism on a mesh with the least memory, whether or not it fits."""
@@ -185,13 +180,13 @@ class ParallelismChoices:
         """Return the fastest parallelisms of roles that fit together on a mesh; None if not
         found."""
         canonical = self.canonical_mesh(mesh)
-        key = (tuple(roles), canonical)
-        if key not in self._mesh_options:
-            self._mesh_options[key] = self.fit_on_meshes(dict.fromkeys(roles, canonical))
-        options = self._mesh_options[key]
+        options = self._fit_on_canonical(tuple(roles), canonical)
         if options is None or canonical == mesh:
             return options
         return {role: replace(option, mesh=mesh) for role, option in options.items()}
+
+    def _fit_on_one_mesh(self, roles: tuple[str, ...], mesh: Mesh) -> RoleAssignments | None:
+        return self.fit_on_meshes(dict.fromkeys(roles, mesh))
 
     def fit_on_meshes(self, meshes: Mapping[str, Mesh]) -> RoleAssignments | None:
         """Return fast parallelisms of roles on their meshes that fit together; None if not found.
@@ -248,21 +243,9 @@ class ParallelismChoices:
                     best = (slowdown_per_byte, role, i)
         return None if best is None else best[1:]
 
-    def _find_role_bytes(self, role: str, assignment: CallAssignment) -> float:
-        key = (role, assignment)
-        if key not in self._role_bytes:
-            self._role_bytes[key] = self._compute_role_bytes(role, assignment)
-        return self._role_bytes[key]
-
     def _compute_role_bytes(self, role: str, assignment: CallAssignment) -> float:
         """Return the peak bytes per device of a role's calls, which compute in turn."""
         memory = self.estimator.costs.predict_memory(self.make_placement({role: assignment}))
         return sum(call_memory.resident_bytes for call_memory in memory.values()) + max(
             call_memory.active_bytes for call_memory in memory.values()
         )
-
-
-def auto_parallel(choices: ParallelismChoices, role: str, mesh: Mesh) -> CallAssignment | None:
-    """Return the fastest parallelism of a role on a mesh; None if the role's model does not fit."""
-    options = choices.list_options(role, mesh)
-    return options[0] if options else None

@@ -14,14 +14,12 @@ SIGNIFICANT_FRACTION = 0.02
 class PlacementCandidate:
     """Best placement of a kind, such as colocated, next to the winner of the search.
 
-    slower_s: step time beyond the winner's.
     reason: cause of the loss, or why the placement is infeasible; empty for the winner.
     """
 
     label: str
     placement: Placement
     estimate: PlacementEstimate
-    slower_s: float = 0.0
     reason: str = ""
 
     @property
@@ -90,13 +88,9 @@ def find_pareto_front(points: Iterable[ParetoPoint]) -> list[ParetoPoint]:
 
 
 def compare_to_winner(winner: PlacementCandidate, other: PlacementCandidate) -> PlacementCandidate:
-    """Return the other candidate with its slowdown and the reason why it loses to the winner."""
-    if other.estimate.infeasible_reason:
-        slower, why = other.step_s, other.estimate.infeasible_reason
-    else:
-        slower = other.step_s - winner.step_s
-        why = _explain_loss(winner, other)
-    return PlacementCandidate(other.label, other.placement, other.estimate, slower, why)
+    """Return the other candidate with the reason why it loses to the winner."""
+    reason = other.estimate.infeasible_reason or _explain_loss(winner, other)
+    return PlacementCandidate(other.label, other.placement, other.estimate, reason)
 
 
 def _explain_loss(best: PlacementCandidate, candidate: PlacementCandidate) -> str:

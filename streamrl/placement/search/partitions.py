@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from math import comb
 from typing import TypeVar
 
 from streamrl.dataflow import EMA_REFERENCE, Dataflow
@@ -53,21 +52,6 @@ def iter_set_partitions(items: Sequence[T]) -> Iterator[list[list[T]]]:
         for i in range(len(subsets)):
             yield [[*subset, last] if i == j else subset for j, subset in enumerate(subsets)]
         yield [*subsets, [last]]
-
-
-def iter_compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to write `total` as an ordered sum of `parts` positive integers."""
-    for cuts in itertools.combinations(range(1, total), parts - 1):
-        edges = (0, *cuts, total)
-        yield tuple(late - early for early, late in itertools.pairwise(edges))
-
-
-def count_allocations(items: int, units: int) -> int:
-    """Count the ways to split `items` roles into sets and divide `units` nodes among the sets.
-
-    Each set gets at least a unit, which is a device on a cluster of a single node.
-    """
-    return sum(comb(units - 1, len(parts) - 1) for parts in iter_set_partitions(range(items)))
 
 
 def accept_any_mesh(number: int, mesh: Mesh) -> bool:

@@ -223,11 +223,6 @@ class PlacementPlanner:
             state, cost = annealing.rearrange_roles(state, cost)
         return state if math.isfinite(cost) else None
 
-    def to_placement(self, state: SearchState) -> Placement:
-        return self.choices.make_placement(
-            state.assignments, state.steps_ahead, streamed=state.is_streamed
-        )
-
     # Build the result from all evaluated placements.
 
     def _build_result(self, bounds: Sequence[int], run_bound: int | None) -> PlanResult:

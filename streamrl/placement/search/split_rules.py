@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from streamrl.dataflow import CallKind, ModelCall
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 SplitRules = Callable[[ModelCall, RankGrid], Sequence[int]]
 """ZeRO stages allowed for a call on a grid, plainest first; empty if the grid is not allowed."""

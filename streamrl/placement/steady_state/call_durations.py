@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -53,15 +54,11 @@ class GenerationModel:
         self.workload = workload
         self._replaced_fraction = replaced
         self.rollouts_per_group = workload.group_size + extra
-        self._completions_s: dict[
-            tuple[GeneratorTiming, tuple[float, ...], float], list[float]
-        ] = {}
-        self._replica_schedules: dict[tuple[int, int, float], list[ReplicaSchedule]] = {}
-        self._replica_loads: dict[int, ReplicaLoads] = {}
+        self._completions_s = cache(self._compute_completions_s)
+        self._replica_schedules = cache(self._make_replica_schedules)
         self._in_flight_steps: dict[int, float] = {}
-        self._rollout_profiles: dict[
-            tuple[GeneratorTiming, tuple[float, ...], int], RolloutProfile
-        ] = {}
+        self._sample_loads = cache(self._draw_loads)
+        self._rollout_profile = cache(self._build_rollout_profile)
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean_length = float(np.mean(quantiles))
         square = float(np.mean(quantiles**2))
@@ -85,10 +82,7 @@ class GenerationModel:
         cuts: fractions of the step's groups; the last is 1.0.
         link_s: time from the end of a filtered group to the request of its replacement.
         """
-        key = (timing, cuts, link_s)
-        if key not in self._completions_s:
-            self._completions_s[key] = self._compute_completions_s(*key)
-        return self._completions_s[key]
+        return self._completions_s(timing, cuts, link_s)
 
     def _compute_completions_s(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float
@@ -163,12 +157,8 @@ class GenerationModel:
             )
         return self._in_flight_steps[window]
 
-    def _sample_loads(self, replicas: int) -> ReplicaLoads:
-        if replicas not in self._replica_loads:
-            self._replica_loads[replicas] = sample_loads(
-                self.workload, self.rollouts_per_group, replicas
-            )
-        return self._replica_loads[replicas]
+    def _draw_loads(self, replicas: int) -> ReplicaLoads:
+        return sample_loads(self.workload, self.rollouts_per_group, replicas)
 
     def find_rollout_profile(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
@@ -178,10 +168,7 @@ class GenerationModel:
         cuts: fractions of the step's groups.
         window: training steps in flight together.
         """
-        key = (timing, cuts, window)
-        if key not in self._rollout_profiles:
-            self._rollout_profiles[key] = self._build_rollout_profile(*key)
-        return self._rollout_profiles[key]
+        return self._rollout_profile(timing, cuts, window)
 
     def _build_rollout_profile(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
@@ -246,22 +233,15 @@ class GenerationModel:
 
         The longest rollout of the step is among their rollouts.
         """
-        unlimited = (timing.replicas, timing.max_running, math.inf)
-        if unlimited not in self._replica_schedules:
-            self._replica_schedules[unlimited] = self._make_replica_schedules(*unlimited)
-        peak = max(
-            float(schedule.resident_tokens.max()) for schedule in self._replica_schedules[unlimited]
-        )
+        unlimited = self._replica_schedules(timing.replicas, timing.max_running, math.inf)
+        peak = max(float(schedule.resident_tokens.max()) for schedule in unlimited)
         if timing.kv_tokens > peak * (1 + CAPACITY_TOLERANCE):
-            return self._replica_schedules[unlimited]
+            return unlimited
         # Round the KV cache size down, so that similar sizes share schedules.
         token_capacity = (1 + CAPACITY_TOLERANCE) ** math.floor(
             math.log(timing.kv_tokens) / math.log(1 + CAPACITY_TOLERANCE)
         )
-        key = (timing.replicas, timing.max_running, token_capacity)
-        if key not in self._replica_schedules:
-            self._replica_schedules[key] = self._make_replica_schedules(*key)
-        return self._replica_schedules[key]
+        return self._replica_schedules(timing.replicas, timing.max_running, token_capacity)
 
     def _make_replica_schedules(
         self, replicas: int, max_running: int, token_capacity: float

@@ -43,16 +43,6 @@ FINE_CUTS = STEP_CUTS[max(STEP_CUTS)]
 PlacementKey = tuple[tuple[tuple[str, CallAssignment], ...], int, bool]
 
 
-def estimate_placement(
-    problem: PlacementProblem, placement: Placement, costs: PlacementCosts
-) -> PlacementEstimate:
-    """Estimate a single placement.
-
-    `PlacementEstimator` is faster for several placements of a problem, because it caches results.
-    """
-    return PlacementEstimator(problem, costs).estimate(placement)
-
-
 class PlacementEstimator:
     """Estimator of the placements of a problem; caches their step times."""
 
@@ -209,22 +199,3 @@ def find_fullest_device(
         if capacity - used < worst[2]:
             worst = (device, used, capacity - used)
     return worst
-
-
-def compute_d_cost(problem: PlacementProblem, placement: Placement, costs: PlacementCosts) -> float:
-    """Return HybridFlow's cost of a placement (`d_cost` in arXiv:2409.19256, Algorithm 1), s.
-
-    Generation, scoring and training follow each other. Within each of these phases, calls on the
-    same mesh follow each other, and the slowest mesh counts.
-    """
-    total = 0.0
-    for kind in CallKind:
-        per_mesh: dict[str, float] = {}
-        for call in problem.dataflow.select_calls(kind):
-            assignment = placement.assignments.get(call.stage)
-            if assignment is not None:
-                mesh = str(assignment.mesh)
-                seconds = costs.call_duration_s(call.stage, assignment)
-                per_mesh[mesh] = per_mesh.get(mesh, 0.0) + seconds
-        total += max(per_mesh.values(), default=0.0)
-    return total

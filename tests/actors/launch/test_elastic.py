@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 
 from streamrl.actors.coordination.step_reporter import RoleActors
-from streamrl.actors.launch.elastic import (
-    LEAVE_TIMEOUT_S,
-    PLACE_TIMEOUT_S,
-    PendingStarts,
-    ReplicaScaler,
-)
+from streamrl.actors.launch.elastic import PendingStarts, ReplicaScaler
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ActorLostError, ConfigError, DeadlineError, WeightsError
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.run_dir.control_requests import (
+    LEAVE_TIMEOUT_S,
+    PLACE_TIMEOUT_S,
     REQUESTS_FOLDER,
     ScaleAnswer,
     ScaleRequest,

@@ -17,7 +17,8 @@ from streamrl.actors.launch.placement_groups import (
     reserve_bundles,
 )
 from streamrl.errors import ConfigError
-from streamrl.placement import ResourceDemand, lay_out_slots
+from streamrl.placement.pools import lay_out_slots
+from streamrl.placement.resource_demand import ResourceDemand
 from tests.actors.conftest import CPUS
 
 pytestmark = pytest.mark.xdist_group("ray")

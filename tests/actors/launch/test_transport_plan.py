@@ -11,7 +11,7 @@ from streamrl.actors.launch.transport_plan import plan_transport
 from streamrl.config.preflight import PreparedRun, list_resource_demands
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
-from streamrl.placement import ResourceDemand
+from streamrl.placement.resource_demand import ResourceDemand
 from tests.engines.tiny_qwen import save, tiny_model
 
 WHOLE = 78_400

@@ -20,7 +20,7 @@ from streamrl.controller import (
 )
 from streamrl.controller.transfer_protocols import RankCalls
 from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 from tests.e2e.launched import Launched
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -278,7 +278,7 @@ import ray
 from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup, put
 from streamrl.controller import WorkerMesh, transfers
 from streamrl.errors import ActorError
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 
 class Broken:

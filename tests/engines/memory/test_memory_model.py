@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.memory.memory_model import estimate_worker_memory
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.placement import WorkerMemory
+from streamrl.placement.colocated_memory import WorkerMemory
 from tests import forked
 from tests.engines.memory_ranks import CASES, TOKENS, Case, one_rank
 from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CPU_CONSTANTS, CostConstants
-from streamrl.placement.costs.constants import UPPER_BOUNDS
+from streamrl.placement.costs.constants import CPU_CONSTANTS, UPPER_BOUNDS, CostConstants
 
 
 def test_constants_round_trip_through_yaml(tmp_path: Path) -> None:
     path, constants = tmp_path / "c.yaml", CostConstants(decode_rollout_s=3e-5, recompute=False)
-    constants.write_yaml(path)
+    path.write_text(yaml.safe_dump(constants.to_dict()))
     assert CostConstants.from_yaml(path) == constants
 
 

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import DEVICES, Cluster, DeviceSpec, NodeGroup
-from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.call_memory import TrainStateBytes
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.costs.train import train_timing
 from streamrl.placement.lora_params import add_lora_adapters
 from streamrl.placement.meshes import Mesh
@@ -19,7 +20,7 @@ from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 PPO = build_dataflow(("scores", "ref_logprobs", "values", "generator_logprobs"))
 GRPO = build_dataflow(("scores", "generator_logprobs"))

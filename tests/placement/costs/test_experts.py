@@ -12,20 +12,20 @@ from streamrl.config.run_config import load_config
 from streamrl.config.to_placement import RunnablePlacementCosts, apply_placement
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
-from streamrl.placement import Placement
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
-from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.collectives import build_parallel_groups
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.costs.generate import decode_step_params
 from streamrl.placement.costs.param_shards import max_stage_params
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape
-from streamrl.placement.placements import CallAssignment
+from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.search.hybridflow_parallel import list_ep_sizes
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 CONFIG = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 GRPO = build_dataflow(("scores", "generator_logprobs"))

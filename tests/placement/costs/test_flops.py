@@ -2,7 +2,7 @@
 
 import pytest
 
-from streamrl.placement.costs import CostConstants
+from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.flops import (
     achieved_fraction,
     forward_flops,

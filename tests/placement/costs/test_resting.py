@@ -6,15 +6,15 @@ import pytest
 
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
-from streamrl.placement import Placement
 from streamrl.placement.clusters import GB, Cluster
-from streamrl.placement.costs import CostConstants, CostModel
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES
-from streamrl.placement.placements import CallAssignment
+from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 
 GRPO = build_dataflow(("scores", "ref_logprobs", "generator_logprobs"))
 SHAPE = MODEL_SHAPES["llama-7b"]

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from benchmarks.table_2 import compute_table_2
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CostConstants, WeightTraffic
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.traffic import WeightTraffic
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.placement.placements import CallAssignment
-from streamrl.resharding import RankGrid, compute_table_2
+from streamrl.resharding.grids import RankGrid
 
 SMALL = ModelShape("small", 6, 64, 128, 8, 8, 256, 8)
 FULL_SPEED = CostConstants(link_fraction=1.0, network_fraction=1.0)

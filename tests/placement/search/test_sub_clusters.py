@@ -7,10 +7,11 @@ import pytest
 from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CostModel
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.model_shapes import load_model_shape
 from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.search import PlanResult, plan_placement
+from streamrl.placement.search.pareto import PlanResult
+from streamrl.placement.search.planner import plan_placement
 from streamrl.placement.search.sub_clusters import iter_sub_problems
 from streamrl.placement.workload import LognormalLengths, Workload
 

@@ -15,7 +15,12 @@ from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import load_model_shape
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.problem import CallMemory, PlacementCosts, PlacementProblem
+from streamrl.placement.problem import (
+    CallMemory,
+    PlacementCosts,
+    PlacementEstimate,
+    PlacementProblem,
+)
 from streamrl.placement.run_options import RunOptions
 from streamrl.placement.stage_timings import (
     ScoreTiming,
@@ -23,14 +28,10 @@ from streamrl.placement.stage_timings import (
     TrainTiming,
     WeightsTiming,
 )
-from streamrl.placement.steady_state.estimator import (
-    PlacementEstimator,
-    compute_d_cost,
-    estimate_placement,
-)
+from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.steady_state.list_scheduler import JobDependency
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 from tests.placement.simple_costs import SimpleCosts, sampler
 
 SMALL = load_model_shape("qwen2.5-0.5b")
@@ -95,6 +96,12 @@ def assign_meshes(**meshes: str) -> dict[str, CallAssignment]:
         mesh = Mesh.from_text(text)
         assignments[stage] = CallAssignment(mesh, RankGrid(1, 1, mesh.size))
     return assignments
+
+
+def estimate_placement(
+    problem: PlacementProblem, placement: Placement, costs: PlacementCosts
+) -> PlacementEstimate:
+    return PlacementEstimator(problem, costs).estimate(placement)
 
 
 def estimate_step_s(
@@ -252,15 +259,6 @@ def test_staleness_of_tokens_ahead() -> None:
     assert 0 < estimate.staleness_mean < 1
 
 
-def test_paper_cost_has_a_barrier_after_every_stage() -> None:
-    calls = assign_meshes(
-        generate="0-7", reference="0-3", value="4-7", train="0-3", train_critic="4-7"
-    )
-    assert compute_d_cost(make_problem(PPO), Placement(calls), FixedCosts()) == 10 + max(
-        3, 2
-    ) + max(5, 3)
-
-
 def test_generation_ahead_loses_on_few_devices() -> None:
     cluster = Cluster.from_text("2xA100")
     small = PlacementProblem(GRPO, {"policy": SMALL, "reference": SMALL}, WORKLOAD, cluster)
@@ -333,7 +331,7 @@ def test_estimator_caches_step_times() -> None:
     estimator = PlacementEstimator(make_problem(), FixedCosts())
     assert estimator.step_s(placement) == estimator.step_s(placement)
     assert [seconds for _, seconds in estimator.iter_estimated()] == [pytest.approx(18)]
-    assert math.isinf(estimator.step_s(placement.with_staleness(1), limit_s=1.0))
+    assert math.isinf(estimator.step_s(replace(placement, max_staleness=1), limit_s=1.0))
 
 
 def test_ahead_replacements_of_filtered_groups_overlap() -> None:

@@ -11,7 +11,7 @@ from streamrl.placement.stage_timings import ScoreTiming, StageTimings, TrainTim
 from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.steady_state.jobs import CallGraph, JobGraph, make_ahead_job
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.resharding import RankGrid
+from streamrl.resharding.grids import RankGrid
 from tests.placement.simple_costs import sampler
 
 GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
