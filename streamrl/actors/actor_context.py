@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.actors.protocols import EngineFactory
+from streamrl.actors.queue_shard import RemoteShard
 from streamrl.actors.transport.ray_calls import await_reply
-from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.actors.transport.transport_spec import TransportSpec
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
