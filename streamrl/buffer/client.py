@@ -102,17 +102,8 @@ class ExperienceQueue:
         Raises DeadlineError if a shard admits no prompt within `wait_s`; some prompts may be in the
         queue then. Pass an infinite `wait_s` only if the consumer of these groups has a deadline.
         """
-
-        async def enter(
-            shard: ShardProxy, batch: Sequence[tuple[str, bytes, int]], wait_s: float
-        ) -> list[str]:
-            return await shard.call(QueueShard.admit_prompts, batch, wait_s=wait_s)
-
-        entries = [_encode_entry(prompt, version) for prompt in prompts]
-        await _gather_all(
-            _enter_batches(partial(enter, shard), batch, wait_s, on_entered)
-            for shard, batch in self._select_owners(entries)
-        )
+        rows = [(_encode_entry(prompt, version),) for prompt in prompts]
+        await self._enter_groups(QueueShard.admit_prompts, rows, wait_s, on_entered)
 
     async def add_groups(
         self,
@@ -128,25 +119,29 @@ class ExperienceQueue:
         survive the death of this process and of the shard; until then the columns must not change.
         Raises ContractError for columns that differ from the declaration of `stage`.
         """
-
-        async def enter(
-            shard: ShardProxy,
-            batch: Sequence[tuple[tuple[str, bytes, int], ColumnCommit]],
-            wait_s: float,
-        ) -> list[str]:
-            entries, commits = [entry for entry, _ in batch], [commit for _, commit in batch]
-            return await shard.call(QueueShard.add_groups, entries, commits, wait_s=wait_s)
-
-        pairs = [
+        rows = [
             (
                 _encode_entry(prompt, version),
                 _make_commit(GroupLease(0, prompt.uid, stage, 0, 0.0), columns),
             )
             for prompt, columns in groups
         ]
+        await self._enter_groups(QueueShard.add_groups, rows, wait_s)
+
+    async def _enter_groups(
+        self,
+        method: Callable[..., Coroutine[Any, Any, list[str]]],
+        rows: Sequence[tuple[Any, ...]],
+        wait_s: float,
+        on_entered: Callable[[Collection[str]], None] = lambda uids: None,
+    ) -> None:
+        """Insert groups by a method of the shards that returns the uids that found capacity.
+
+        rows: of each group, its item of each list that the method takes.
+        """
         await _gather_all(
-            _enter_batches(partial(enter, shard), batch, wait_s)
-            for shard, batch in self._select_owners(pairs)
+            _enter_batches(partial(shard.call, method), batch, wait_s, on_entered)
+            for shard, batch in self._select_owners(rows)
         )
 
     async def lease_groups(
@@ -474,29 +469,24 @@ async def _gather_first(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T
 
 
 async def _enter_batches(
-    enter: Callable[[list[E], float], Awaitable[list[str]]],
-    entries: list[E],
+    enter: Callable[..., Awaitable[list[str]]],
+    rows: list[tuple[Any, ...]],
     wait_s: float,
-    on_entered: Callable[[Collection[str]], None] = lambda uids: None,
+    on_entered: Callable[[Collection[str]], None],
 ) -> None:
-    """Enter groups into a shard, in batches that find capacity.
-
-    enter: sends entries to the shard, with the longest wait for capacity; returns the uids that
-    have entered.
-
-    Raises DeadlineError if no batch finds capacity within `wait_s`.
-    """
+    """Insert groups into a shard, in batches that find capacity, as `_enter_groups` does."""
     deadline = _loop_time() + wait_s
-    while entries:
+    while rows:
         remaining_s = deadline - _loop_time()
+        columns = map(list, zip(*rows, strict=True))
         try:
-            entered = set(await enter(entries, min(remaining_s, CAPACITY_WAIT_S)))
+            entered = set(await enter(*columns, wait_s=min(remaining_s, CAPACITY_WAIT_S)))
         except DeadlineError:
             if remaining_s <= CAPACITY_WAIT_S:
                 raise
             continue
         on_entered(entered)
-        entries = [entry for entry in entries if _get_uid(entry) not in entered]
+        rows = [row for row in rows if _get_uid(row) not in entered]
         deadline = _loop_time() + wait_s
 
 
