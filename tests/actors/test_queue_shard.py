@@ -15,6 +15,7 @@ from streamrl.actors import queue_shard
 from streamrl.actors.queue_shard import RemoteShard, create_shards
 from streamrl.actors.transport.rpc import RpcEndpoint
 from streamrl.buffer import (
+    DurableShard,
     ExperienceQueue,
     QueueConfig,
     QueueShard,
@@ -24,6 +25,8 @@ from streamrl.buffer import (
     StageSchema,
 )
 from streamrl.buffer.codec import LARGE_BLOB_BYTES
+from streamrl.buffer.log.segment_file import list_segments
+from streamrl.buffer.recovery import SnapshotBase, recover_state
 from streamrl.errors import ActorLostError, ContractError
 from streamrl.messages import ROLLOUT_COLUMNS, Columns, Prompt
 
@@ -188,6 +191,25 @@ def test_requests_are_retried_until_a_dead_shard_is_back(make: Make) -> None:
         assert (await waiting)[0].uid in SIZES
 
     asyncio.run(main())
+
+
+def test_a_snapshot_replaces_the_journal_segments_before_its_cut(
+    make: Make, tmp_path: Path
+) -> None:
+    shard, snapshot = make(), tmp_path / "snapshot"
+
+    async def main() -> int:
+        await ExperienceQueue([shard], "me").admit_prompts(prompts(), 0)
+        cut = await shard.call(DurableShard.rotate_journal)
+        await shard.call(DurableShard.write_snapshot, cut, snapshot)
+        await shard.call(DurableShard.discard_before, cut)
+        await shard.call(DurableShard.close)
+        return cut
+
+    cut = asyncio.run(main())
+    assert list_segments(tmp_path / "shard-0") == [cut]
+    state, _ = recover_state(STAGES, None, SnapshotBase(snapshot))
+    assert state.groups.keys() == SIZES.keys()
 
 
 def test_a_shard_without_a_journal_does_not_come_back(make: Make) -> None:
