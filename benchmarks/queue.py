@@ -48,8 +48,7 @@ from benchmarks.queue_peers import (
 )
 from streamrl import pipeline
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
-from streamrl.actors.queue_shard import create_shards
-from streamrl.actors.transport.shard_proxy import RemoteShard
+from streamrl.actors.queue_shard import RemoteShard, create_shards
 from streamrl.buffer import (
     ExperienceQueue,
     QueueConfig,

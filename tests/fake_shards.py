@@ -1,23 +1,21 @@
 """Shards in the same process that can be killed: what they wrote survives, nothing else does."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from msgspec.structs import replace
 
-from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, ShardStats, StageSchema
-from streamrl.buffer.codec import Blob, count_blob_bytes, join_pieces
+from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
+from streamrl.buffer.codec import count_blob_bytes, join_pieces
 from streamrl.buffer.group import ShardState
-from streamrl.buffer.leases import LeaseRequest, OverdueLease
 from streamrl.buffer.log.segment_file import JournalRecord
-from streamrl.buffer.wire_types import ColumnCommit, FinishedGroup, LeaseGrant
-from streamrl.errors import StreamError
-from streamrl.messages import FilteredGroup, GroupLease
+from streamrl.buffer.wire_types import ColumnCommit
 
 CALL_S = 0.001
 RETRY_S = 0.2
-Result = TypeVar("Result")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class MemoryLog:
@@ -57,7 +55,7 @@ class MemoryLog:
 
 
 class LocalShard:
-    """ShardFace over a Shard in the same process, with a little delay on every call.
+    """ShardProxy of a shard in the same process, with a little delay on every call.
 
     `kill` ends the shard with all that is under way in it; `revive` is what Ray does. A call that
     was under way is made again, as RemoteShard does. `loses` says whether the connection is lost
@@ -99,7 +97,28 @@ class LocalShard:
         self.shard = self._make(self.log)
         self._up.set()
 
-    async def _call(self, work: Callable[[QueueShard], Awaitable[Result]]) -> Result:
+    async def call(
+        self,
+        method: Callable[Concatenate[QueueShard, P], Coroutine[Any, Any, T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        async def work(shard: QueueShard) -> T:
+            return await method(shard, *args, **kwargs)
+
+        if method.__name__ == "save_partials":
+            self.notes += len(cast(Sequence[ColumnCommit], args[0]))
+        result = await self._retry(work)
+        if method.__name__ == "commit_columns" and self._repeats():
+            again = cast(list[str], await self._retry(work))
+            # What was refused may be taken now: a shard that died has forgotten that a lease ended.
+            commits, refused = cast(Sequence[ColumnCommit], args[0]), cast(list[str], result)
+            taken = {commit.uid for commit in commits} - set(refused)
+            assert taken <= set(again), "a commit was taken twice"
+        return result
+
+    async def _retry(self, work: Callable[[QueueShard], Coroutine[Any, Any, T]]) -> T:
         while True:
             await self._up.wait()
             deaths = self.deaths
@@ -116,88 +135,11 @@ class LocalShard:
                 if self.deaths == deaths:
                     raise
 
-    async def _ask(self, work: Callable[[QueueShard], Result]) -> Result:
-        async def ask(shard: QueueShard) -> Result:
-            return work(shard)
-
-        return await self._call(ask)
-
-    async def _one(self, work: Callable[[QueueShard], Awaitable[Result]]) -> Result:
+    async def _one(self, work: Callable[[QueueShard], Coroutine[Any, Any, T]]) -> T:
         await asyncio.sleep(CALL_S)
         result = await work(self.shard)
         await asyncio.sleep(CALL_S)
         return result
-
-    async def admit_prompts(
-        self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float
-    ) -> list[str]:
-        return await self._call(lambda shard: shard.admit_prompts(entries, wait_s=wait_s))
-
-    async def add_groups(
-        self,
-        entries: Sequence[tuple[str, bytes, int]],
-        commits: Sequence[ColumnCommit],
-        *,
-        wait_s: float,
-    ) -> list[str]:
-        return await self._call(lambda shard: shard.add_groups(entries, commits, wait_s=wait_s))
-
-    async def lease_groups(self, request: LeaseRequest, *, wait_s: float) -> list[LeaseGrant]:
-        return await self._call(lambda shard: shard.lease_groups(request, wait_s=wait_s))
-
-    async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:
-        refused = await self._call(lambda shard: shard.commit_columns(commits))
-        if self._repeats():
-            again = await self._call(lambda shard: shard.commit_columns(commits))
-            # What was refused may be taken now: a shard that died has forgotten that a lease ended.
-            taken = {commit.lease.uid for commit in commits} - set(refused)
-            assert taken <= set(again), "a commit was taken twice"
-        return refused
-
-    async def save_partials(self, commits: Sequence[ColumnCommit]) -> None:
-        self.notes += len(commits)
-        await self._ask(lambda shard: shard.save_partials(commits))
-
-    async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
-        await self._ask(lambda shard: shard.fail_groups(entries))
-
-    async def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
-        await self._ask(lambda shard: shard.filter_groups(entries))
-
-    async def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
-        return await self._ask(lambda shard: shard.renew_leases(leases))
-
-    async def read_columns(
-        self, uids: Sequence[str], columns: Sequence[str]
-    ) -> list[Sequence[Blob]]:
-        return await self._ask(lambda shard: shard.read_columns(uids, columns))
-
-    async def find_uids_with(self, column: str) -> list[str]:
-        return await self._ask(lambda shard: shard.find_uids_with(column))
-
-    async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
-        return await self._call(lambda shard: shard.wait_for_finished(wait_s=wait_s))
-
-    async def remove_groups(self, uids: Sequence[str], version: int) -> None:
-        await self._call(lambda shard: shard.remove_groups(uids, version))
-
-    async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
-        return await self._call(lambda shard: shard.end_step(uids, version))
-
-    async def get_stats(self) -> ShardStats:
-        return await self._ask(lambda shard: shard.get_stats())
-
-    async def release_holder(self, holder: str, *, died: bool = True) -> int:
-        return await self._ask(lambda shard: shard.release_holder(holder, died=died))
-
-    async def find_overdue(self, age_s: float) -> list[OverdueLease]:
-        return await self._ask(lambda shard: shard.find_overdue(age_s))
-
-    async def requeue_overdue(self, found: Sequence[OverdueLease]) -> None:
-        await self._ask(lambda shard: shard.requeue_overdue(found))
-
-    async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
-        return await self._ask(lambda shard: shard.locate_groups(uids))
 
 
 def recover(stages: Mapping[str, StageSchema], log: MemoryLog) -> ShardState:

@@ -17,8 +17,7 @@ import psutil
 import ray
 
 from streamrl.actors.launch.local_ray import start_local_ray
-from streamrl.actors.queue_shard import start_shards
-from streamrl.actors.transport.shard_proxy import RemoteShard
+from streamrl.actors.queue_shard import RemoteShard, start_shards
 from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity, StageSchema
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Experience, Prompt, make_uid
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.actors.engine_factory import RealEngineFactory
+from streamrl.actors.queue_shard import RemoteShard
 from streamrl.actors.transport.ray_calls import await_reply
-from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.buffer import ExperienceQueue
 from streamrl.config.role_counts import assign_slots
 from streamrl.config.run_config import RunConfig

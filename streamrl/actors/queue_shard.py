@@ -1,41 +1,64 @@
-"""Actor that hosts a shard of the experience queue."""
+"""Actor that hosts a shard of the experience queue, and the proxy that calls it."""
 
 import asyncio
-import inspect
+import math
+import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
 from streamrl.actors.liveness import PingableActor
-from streamrl.actors.transport.object_store import ObjectStoreBlob, store_blob, unpack_commits
-from streamrl.actors.transport.ray_calls import fetch_reply
-from streamrl.actors.transport.rpc import RpcEndpoint, RpcServer
-from streamrl.actors.transport.shard_proxy import RemoteShard, RpcRequest, UseObjectStore
-from streamrl.buffer import (
-    QueueConfig,
-    ShardCapacity,
-    ShardFiles,
-    ShardHost,
-    ShardPlan,
-    StageSchema,
+from streamrl.actors.transport.object_store import (
+    has_stored_blobs,
+    is_large,
+    resolve_reply,
+    store_blob,
 )
-from streamrl.buffer.wire_types import LeaseGrant
+from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply, fetch_reply
+from streamrl.actors.transport.rpc import RpcConnection, RpcEndpoint, RpcServer
+from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
+from streamrl.buffer.durable_shard import DurableShard, ShardFiles, ShardPlan, open_shard
+from streamrl.buffer.wire_types import ColumnCommit
+from streamrl.errors import ActorLostError
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 
+P = ParamSpec("P")
+T = TypeVar("T")
 MAX_SHARD_RESTARTS = 10
 """Restarts that Ray may make of a shard with a journal."""
+RECONNECT_S = 60.0
+"""Longest wait for a dead or unreachable shard to come back."""
+RETRY_INTERVAL_S = 0.2
+SNAPSHOT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class ShardRequest:
+    """Call of a method of a shard."""
+
+    method: Callable[..., Coroutine[Any, Any, Any]]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class UseObjectStore:
+    """Reply of a shard that cannot go over an RPC connection: it holds object references.
+
+    The client then repeats the request as an actor call, because only Ray transfers the ownership
+    of objects.
+    """
 
 
 class ShardActor(PingableActor):
     """Actor that hosts a shard of the experience queue on its event loop.
 
-    The first call after each start of the process recovers the shard from its journal. Clients call
-    over RPC connections; a reply with object-store references needs an actor call, because only Ray
-    transfers the ownership of objects.
+    The first call after each start of the process recovers the shard from its journal.
     """
 
     def __init__(self, plan: ShardPlan, crashes: tuple[Path, str] | None = None) -> None:
@@ -46,20 +69,20 @@ class ShardActor(PingableActor):
         if crashes is not None:
             record_crash_stacks(*crashes)
         self._plan = plan
-        self._open_host: ShardHost | None = None
+        self._opened_shard: QueueShard | None = None
         self._rpc_server = RpcServer(ray.util.get_node_ip_address(), self._handle_rpc)
 
     @property
-    def _shard_host(self) -> ShardHost:
-        if self._open_host is None:
-            self._open_host = ShardHost(self._plan, store_blob)
-        return self._open_host
+    def _shard(self) -> QueueShard:
+        if self._opened_shard is None:
+            self._opened_shard = open_shard(self._plan, store_blob)
+        return self._opened_shard
 
     async def open_shard(self) -> list[str]:
         """Recover the shard from its journal; return a line for each unreadable journal record."""
         return [
             f"{record.file}, byte {record.position.offset}: {record.reason}"
-            for record in self._shard_host.corrupt_records
+            for record in self._shard.corrupt_records
         ]
 
     async def run(self) -> None:
@@ -69,43 +92,125 @@ class ShardActor(PingableActor):
     async def get_endpoint(self) -> RpcEndpoint:
         return await self._rpc_server.get_endpoint()
 
-    async def handle_request(self, request: RpcRequest) -> Any:
-        """Call a method of the shard; the reply may hold object-store references."""
-        arguments = request.arguments
-        if request.method in ("commit_columns", "add_groups", "save_partials"):
-            *others, commits = arguments
-            arguments = (*others, unpack_commits(commits))
-        reply = getattr(self._shard_host.shard, request.method)(*arguments, **request.options)
-        return await reply if inspect.isawaitable(reply) else reply
+    async def handle_request(self, request: ShardRequest) -> Any:
+        """Run a method of the shard; the reply may hold object-store references."""
+        return await request.method(self._shard, *request.args, **request.kwargs)
 
-    async def _handle_rpc(self, request: RpcRequest) -> Any:
-        """Handle a request of an RPC connection.
-
-        Returns UseObjectStore if the reply holds object-store references and needs an actor call.
-        """
+    async def _handle_rpc(self, request: ShardRequest) -> Any:
         reply = await self.handle_request(request)
-        if request.method in ("lease_groups", "read_columns") and any(
-            map(_has_stored_blobs, reply)
-        ):
-            return UseObjectStore()
-        return reply
-
-    async def rotate_journal(self) -> int:
-        return await self._shard_host.rotate_journal()
-
-    async def write_snapshot(self, cut: int, out: Path) -> None:
-        await self._shard_host.write_snapshot(cut, out)
-
-    async def discard_before(self, cut: int) -> None:
-        self._shard_host.discard_before(cut)
-
-    async def close(self) -> None:
-        await self._shard_host.close()
+        return UseObjectStore() if has_stored_blobs(reply) else reply
 
 
-def _has_stored_blobs(group: LeaseGrant | Sequence[Any]) -> bool:
-    blobs = (*group.blobs, *group.partial_rollouts) if isinstance(group, LeaseGrant) else group
-    return any(isinstance(blob, ObjectStoreBlob) for blob in blobs)
+class RemoteShard:
+    """Proxy of a shard actor. Picklable.
+
+    Requests travel over an RPC connection of the process, or as an actor call if they carry large
+    blobs. A request to a dead shard is repeated until the shard is back; a shard applies a repeated
+    request only once.
+    """
+
+    def __init__(self, name: str, actor: Any, *, is_restartable: bool) -> None:
+        self.name = name
+        self.actor = actor
+        self.is_restartable = is_restartable
+        self._reconnect_s = RECONNECT_S if is_restartable else 0.0
+        self._connection_tasks: dict[asyncio.AbstractEventLoop, asyncio.Task[RpcConnection]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_connection_tasks": {}}
+
+    async def call(
+        self,
+        method: Callable[Concatenate[DurableShard, P], Coroutine[Any, Any, T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Run a method of the shard and return its result, with large blobs fetched.
+
+        Methods of DurableShard need a shard with a journal. Raises ActorLostError if the shard
+        does not come back, DeadlineError, and the errors of the method.
+        """
+        request = ShardRequest(method, args, kwargs)
+        call_name = f"{self.name}.{method.__name__}"
+        by_actor = _has_large_blobs(args)
+        timeout_s = CALL_TIMEOUT_S + request.kwargs.get("wait_s", 0.0)
+        if request.method is DurableShard.write_snapshot:
+            timeout_s = SNAPSHOT_TIMEOUT_S
+
+        async def attempt() -> Any:
+            reply: Any = UseObjectStore()
+            if not by_actor:
+                connection = await self._get_connection()
+                reply = await connection.call(request, call_name, timeout_s)
+            if isinstance(reply, UseObjectStore):
+                reply = await await_reply(
+                    self.actor.handle_request.remote(request), call_name, timeout_s
+                )
+            return await resolve_reply(reply)
+
+        result: T = await self._retry_until_back(attempt, call_name, timeout_s)
+        return result
+
+    async def _retry_until_back(
+        self, attempt: Callable[[], Awaitable[Any]], call_name: str, timeout_s: float
+    ) -> Any:
+        """Repeat a call until it succeeds or the shard has been down for its reconnect time.
+
+        attempt: makes the call once. While connections open but keep breaking, retries for
+        `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        lost_at = math.inf
+        while True:
+            try:
+                return await attempt()
+            except ActorLostError as error:
+                actor_lost, wait_s = error, self._reconnect_s
+            except ConnectionError as error:
+                # The next attempt asks the actor for its endpoint, and Ray then reports a death.
+                actor_lost, wait_s = ActorLostError(f"{call_name}: {error}"), RECONNECT_S
+                if isinstance(error, ConnectionResetError) and time.monotonic() < deadline:
+                    lost_at = math.inf  # the shard was reachable until this reset
+            now = time.monotonic()
+            lost_at = min(lost_at, now)
+            if now >= lost_at + wait_s:
+                raise actor_lost
+            await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def _get_connection(self) -> RpcConnection:
+        """Return the RPC connection that all requests of this event loop share.
+
+        Opens a new connection at the first call, and after the last one was lost.
+        """
+        loop = asyncio.get_running_loop()
+        opening = self._connection_tasks.get(loop)
+        if opening is None or _is_disconnected(opening):
+            connection_tasks = {
+                open_loop: task
+                for open_loop, task in self._connection_tasks.items()
+                if not open_loop.is_closed()
+            }
+            opening = asyncio.create_task(self._open_connection())
+            self._connection_tasks = {**connection_tasks, loop: opening}
+        return await asyncio.shield(opening)
+
+    async def _open_connection(self) -> RpcConnection:
+        endpoint = await await_reply(self.actor.get_endpoint.remote(), f"{self.name}.get_endpoint")
+        assert isinstance(endpoint, RpcEndpoint)
+        return await RpcConnection.open(endpoint)
+
+
+def _is_disconnected(opening: "asyncio.Task[RpcConnection]") -> bool:
+    if not opening.done():
+        return False
+    return bool(opening.cancelled() or opening.exception() or not opening.result().is_open)
+
+
+def _has_large_blobs(args: Sequence[Any]) -> bool:
+    """Return whether a commit among the arguments of a request has a large blob."""
+    items = (item for arg in args if isinstance(arg, list) for item in arg)
+    return any(isinstance(item, ColumnCommit) and is_large(item.blob) for item in items)
 
 
 def create_shards(

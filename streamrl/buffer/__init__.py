@@ -6,12 +6,13 @@ from streamrl.buffer.books.ledger import Ledger
 from streamrl.buffer.books.run_log import RunLog
 from streamrl.buffer.client import ExperienceQueue
 from streamrl.buffer.config import QueueConfig, ShardCapacity, StageSchema
+from streamrl.buffer.durable_shard import DurableShard, ShardFiles, ShardPlan
 from streamrl.buffer.shard import QueueShard
-from streamrl.buffer.shard_host import ShardFiles, ShardHost, ShardPlan
-from streamrl.buffer.wire_types import ShardStats
+from streamrl.buffer.shard_stats import ShardStats
 
 __all__ = [
     "AdmissionController",
+    "DurableShard",
     "ExperienceQueue",
     "Ledger",
     "QueueConfig",
@@ -19,7 +20,6 @@ __all__ = [
     "RunLog",
     "ShardCapacity",
     "ShardFiles",
-    "ShardHost",
     "ShardPlan",
     "ShardStats",
     "StageSchema",

@@ -5,30 +5,18 @@ import itertools
 import math
 import uuid
 from collections import deque
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from itertools import chain
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from streamrl.buffer.codec import Blob, decode_columns, encode_columns
 from streamrl.buffer.leases import LeaseRequest, OverdueLease
 from streamrl.buffer.prompt_codec import decode_prompt, encode_prompt
-from streamrl.buffer.wire_types import (
-    ColumnCommit,
-    FinishedGroup,
-    LeaseGrant,
-    ShardStats,
-    get_shard_index,
-    merge_stats,
-)
+from streamrl.buffer.shard import QueueShard
+from streamrl.buffer.shard_stats import ShardStats, merge_stats
+from streamrl.buffer.wire_types import ColumnCommit, FinishedGroup, LeaseGrant, get_shard_index
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
@@ -42,6 +30,8 @@ from streamrl.messages import (
     measure_columns,
 )
 
+P = ParamSpec("P")
+E = TypeVar("E")
 T = TypeVar("T")
 CAPACITY_WAIT_S = 600.0
 """Longest wait for capacity, of a prompt in total and of a single request to a shard, s."""
@@ -50,57 +40,18 @@ LEASE_REQUEST_WAIT_S = 20.0
 _ROLLOUT_COLUMN_NAMES = set(ROLLOUT_COLUMNS)
 
 
-class ShardProtocol(Protocol):
-    """Interface of a queue shard as its clients call it, in the same process or through Ray.
+class ShardProxy(Protocol):
+    """Handle of a queue shard, through which clients call the shard's methods."""
 
-    Column blobs in replies arrive as bytes.
-    """
-
-    async def admit_prompts(
-        self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float
-    ) -> list[str]: ...
-
-    async def add_groups(
+    async def call(
         self,
-        entries: Sequence[tuple[str, bytes, int]],
-        commits: Sequence[ColumnCommit],
-        *,
-        wait_s: float,
-    ) -> list[str]: ...
-
-    async def lease_groups(self, request: LeaseRequest, *, wait_s: float) -> list[LeaseGrant]: ...
-
-    async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]: ...
-
-    async def save_partials(self, commits: Sequence[ColumnCommit]) -> None: ...
-
-    async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None: ...
-
-    async def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None: ...
-
-    async def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]: ...
-
-    async def read_columns(
-        self, uids: Sequence[str], columns: Sequence[str]
-    ) -> list[Sequence[Blob]]: ...
-
-    async def find_uids_with(self, column: str) -> list[str]: ...
-
-    async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]: ...
-
-    async def remove_groups(self, uids: Sequence[str], version: int) -> None: ...
-
-    async def end_step(self, uids: Sequence[str], version: int) -> ShardStats: ...
-
-    async def get_stats(self) -> ShardStats: ...
-
-    async def release_holder(self, holder: str, *, died: bool = True) -> int: ...
-
-    async def find_overdue(self, age_s: float) -> list[OverdueLease]: ...
-
-    async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None: ...
-
-    async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]: ...
+        method: Callable[Concatenate[QueueShard, P], Coroutine[Any, Any, T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Run a method of the shard and return its result; column blobs in it arrive as bytes."""
+        ...
 
 
 class ExperienceQueue:
@@ -114,7 +65,7 @@ class ExperienceQueue:
 
     def __init__(
         self,
-        shards: Sequence[ShardProtocol],
+        shards: Sequence[ShardProxy],
         holder: str,
         *,
         max_renew_interval_s: float = math.inf,
@@ -151,12 +102,8 @@ class ExperienceQueue:
         Raises DeadlineError if a shard admits no prompt within `wait_s`; some prompts may be in the
         queue then. Pass an infinite `wait_s` only if the consumer of these groups has a deadline.
         """
-        entries = [_encode_entry(prompt, version) for prompt in prompts]
-        by_shard = self._route_entries([(entry[0], entry) for entry in entries])
-        await _gather_all(
-            _admit_entries(self.shards[i], batch, wait_s, on_entered)
-            for i, batch in by_shard.items()
-        )
+        rows = [(_encode_entry(prompt, version),) for prompt in prompts]
+        await self._enter_groups(QueueShard.admit_prompts, rows, wait_s, on_entered)
 
     async def add_groups(
         self,
@@ -172,16 +119,29 @@ class ExperienceQueue:
         survive the death of this process and of the shard; until then the columns must not change.
         Raises ContractError for columns that differ from the declaration of `stage`.
         """
-        entries = [
+        rows = [
             (
                 _encode_entry(prompt, version),
                 _make_commit(GroupLease(0, prompt.uid, stage, 0, 0.0), columns),
             )
             for prompt, columns in groups
         ]
-        by_shard = self._route_entries([(entry[0], (entry, commit)) for entry, commit in entries])
+        await self._enter_groups(QueueShard.add_groups, rows, wait_s)
+
+    async def _enter_groups(
+        self,
+        method: Callable[..., Coroutine[Any, Any, list[str]]],
+        rows: Sequence[tuple[Any, ...]],
+        wait_s: float,
+        on_entered: Callable[[Collection[str]], None] = lambda uids: None,
+    ) -> None:
+        """Insert groups by a method of the shards that returns the uids that found capacity.
+
+        rows: of each group, its item of each list that the method takes.
+        """
         await _gather_all(
-            _add_entries(self.shards[i], batch, wait_s) for i, batch in by_shard.items()
+            _enter_batches(partial(shard.call, method), batch, wait_s, on_entered)
+            for shard, batch in self._select_owners(rows)
         )
 
     async def lease_groups(
@@ -289,12 +249,10 @@ class ExperienceQueue:
             future.cancel()
         self._requests.clear()
 
-    async def _request_grants(
-        self, shard: ShardProtocol, request: LeaseRequest
-    ) -> list[LeaseGrant]:
+    async def _request_grants(self, shard: ShardProxy, request: LeaseRequest) -> list[LeaseGrant]:
         """Request leases from one shard; count the granted leases as active."""
         # Pending grants count as active leases: renewals must include them.
-        grants = await shard.lease_groups(request, wait_s=LEASE_REQUEST_WAIT_S)
+        grants = await shard.call(QueueShard.lease_groups, request, wait_s=LEASE_REQUEST_WAIT_S)
         if not self._active_leases:
             self._renewed_at = _loop_time()
         self._active_leases.update((_lease_key(grant.lease), grant.lease) for grant in grants)
@@ -310,12 +268,9 @@ class ExperienceQueue:
         shape or dtype.
         """
         commits = [_make_commit(lease, columns) for lease, columns in entries]
-        by_shard = self._route_entries([(commit.lease.uid, commit) for commit in commits])
-        refused = await _gather_all(
-            self.shards[i].commit_columns(batch) for i, batch in by_shard.items()
-        )
+        refused = await self._call_owners(QueueShard.commit_columns, commits)
         self._forget_leases(lease for lease, _ in entries)
-        return [uid for uids in refused for uid in uids]
+        return list(chain.from_iterable(refused))
 
     async def save_partials(self, entries: Sequence[tuple[GroupLease, Columns]]) -> None:
         """Save partial rollouts of leased groups, so that the next holder can resume them.
@@ -323,21 +278,15 @@ class ExperienceQueue:
         A save replaces the previous save of the group, unless that is longer. The next holder gets
         the columns as `Experience.partial_rollouts`, unless the shard dies first.
         """
-        by_shard = self._route_entries(
-            [(lease.uid, _make_commit(lease, columns)) for lease, columns in entries]
-        )
-        await _gather_all(self.shards[i].save_partials(batch) for i, batch in by_shard.items())
+        commits = [_make_commit(lease, columns) for lease, columns in entries]
+        await self._call_owners(QueueShard.save_partials, commits)
 
     async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
-        by_shard = self._route_entries([(lease.uid, (lease, error)) for lease, error in entries])
-        await _gather_all(self.shards[i].fail_groups(batch) for i, batch in by_shard.items())
+        await self._call_owners(QueueShard.fail_groups, entries)
         self._forget_leases(lease for lease, _ in entries)
 
     async def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
-        by_shard = self._route_entries(
-            [(lease.uid, (lease, verdict)) for lease, verdict in entries]
-        )
-        await _gather_all(self.shards[i].filter_groups(batch) for i, batch in by_shard.items())
+        await self._call_owners(QueueShard.filter_groups, entries)
         self._forget_leases(lease for lease, _ in entries)
 
     async def renew_leases(self) -> list[GroupLease]:
@@ -348,13 +297,8 @@ class ExperienceQueue:
 
     async def _renew_active(self) -> list[GroupLease]:
         self._renewed_at = _loop_time()
-        by_shard = self._route_entries(
-            [(lease.uid, lease) for lease in self._active_leases.values()]
-        )
-        lost = await _gather_all(
-            self.shards[i].renew_leases(batch) for i, batch in by_shard.items()
-        )
-        newly_lost = [lease for leases in lost for lease in leases]
+        lost = await self._call_owners(QueueShard.renew_leases, list(self._active_leases.values()))
+        newly_lost = list(chain.from_iterable(lost))
         self._forget_leases(newly_lost)
         for pending in self._pending_grants.values():
             active = self._select_active(pending)
@@ -379,34 +323,32 @@ class ExperienceQueue:
 
         The ranks of a trainer read groups this way that the coordinator has leased.
         """
-        by_shard = self._route_entries([(uid, uid) for uid in uids])
-        shard_blobs = await _gather_all(
-            self.shards[i].read_columns(batch, columns) for i, batch in by_shard.items()
+        routed = self._select_owners(uids)
+        replies = await _gather_all(
+            shard.call(QueueShard.read_columns, batch, columns) for shard, batch in routed
         )
         return {
             uid: _select_columns(blobs, columns)
-            for batch, groups in zip(by_shard.values(), shard_blobs, strict=True)
+            for (_, batch), groups in zip(routed, replies, strict=True)
             for uid, blobs in zip(batch, groups, strict=True)
         }
 
     async def find_uids_with(self, column: str) -> list[str]:
         """Return the uids of all groups in the queue that have a column."""
-        shard_uids = await _gather_all(shard.find_uids_with(column) for shard in self.shards)
-        return [uid for uids in shard_uids for uid in uids]
+        return list(chain.from_iterable(await self._call_all(QueueShard.find_uids_with, column)))
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
         """Wait for filtered or dropped groups that are still in the queue; [] after `wait_s`."""
-        return await _gather_first(shard.wait_for_finished(wait_s=wait_s) for shard in self.shards)
+        return await _gather_first(
+            shard.call(QueueShard.wait_for_finished, wait_s=wait_s) for shard in self.shards
+        )
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
         """Remove trained, filtered or dropped groups from the queue.
 
         version: policy version that is in training from now on.
         """
-        by_shard = self._route_entries([(uid, uid) for uid in uids])
-        await _gather_all(
-            self.shards[i].remove_groups(batch, version) for i, batch in by_shard.items()
-        )
+        await self._call_owners(QueueShard.remove_groups, uids, version)
         self._forget_groups(uids)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
@@ -414,42 +356,38 @@ class ExperienceQueue:
 
         version: policy version that is in training from now on.
         """
-        by_shard = self._route_entries([(uid, uid) for uid in uids])
-        steps = (
-            shard.end_step(by_shard.get(i, []), version) for i, shard in enumerate(self.shards)
+        # Also the shards without groups of this step learn the version.
+        stats = await _gather_all(
+            shard.call(QueueShard.end_step, batch, version)
+            for shard, batch in zip(self.shards, self._route_entries(uids), strict=True)
         )
-        stats = merge_stats(await _gather_all(steps))
         self._forget_groups(uids)
-        return stats
+        return merge_stats(stats)
 
     async def get_stats(self) -> ShardStats:
-        return merge_stats(await _gather_all(shard.get_stats() for shard in self.shards))
+        return merge_stats(await self._call_all(QueueShard.get_stats))
 
     async def release_holder(self, holder: str, *, died: bool = True) -> int:
         """Requeue all groups leased by a process (`holder`) that died or left; return their number.
 
         died: count a failed attempt for each group.
         """
-        return sum(
-            await _gather_all(shard.release_holder(holder, died=died) for shard in self.shards)
-        )
+        return sum(await self._call_all(QueueShard.release_holder, holder, died=died))
 
     async def find_overdue(self, age_s: float) -> list[OverdueLease]:
-        shard_leases = await _gather_all(shard.find_overdue(age_s) for shard in self.shards)
-        return [lease for leases in shard_leases for lease in leases]
+        return list(chain.from_iterable(await self._call_all(QueueShard.find_overdue, age_s)))
 
     async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
         """End overdue leases that are still active, and requeue their groups."""
-        by_shard = self._route_entries([(lease.uid, lease) for lease in overdue])
-        await _gather_all(self.shards[i].requeue_overdue(batch) for i, batch in by_shard.items())
+        await self._call_owners(QueueShard.requeue_overdue, overdue)
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
         """Describe the holders of each group, by uid, for a stall message.
 
         For a group without a holder, the text names the stages that may lease the group.
         """
-        shard_phrases = await _gather_all(shard.locate_groups(uids) for shard in self.shards)
-        return {uid: phrase for phrases in shard_phrases for uid, phrase in phrases.items()}
+        replies = await self._call_owners(QueueShard.locate_groups, uids)
+        return {uid: phrase for phrases in replies for uid, phrase in phrases.items()}
 
     def _select_active(self, grants: Iterable[LeaseGrant]) -> list[LeaseGrant]:
         """Return the grants with a lease that is still active."""
@@ -464,12 +402,48 @@ class ExperienceQueue:
         gone = set(uids)
         self._forget_leases([lease for lease in self._active_leases.values() if lease.uid in gone])
 
-    def _route_entries(self, entries: Sequence[tuple[str, T]]) -> Mapping[int, list[T]]:
-        """Sort (uid, entry) pairs by the index of the shard that owns the uid."""
-        by_shard: dict[int, list[T]] = {}
-        for uid, entry in entries:
-            by_shard.setdefault(self.get_shard_index(uid), []).append(entry)
-        return by_shard
+    async def _call_owners(
+        self,
+        method: Callable[Concatenate[QueueShard, Sequence[E], P], Coroutine[Any, Any, T]],
+        entries: Iterable[E],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        """Run a method on the shards that own the entries, each with its own entries."""
+        return await _gather_all(
+            shard.call(method, batch, *args, **kwargs)
+            for shard, batch in self._select_owners(entries)
+        )
+
+    async def _call_all(
+        self,
+        method: Callable[Concatenate[QueueShard, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        return await _gather_all(shard.call(method, *args, **kwargs) for shard in self.shards)
+
+    def _select_owners(self, entries: Iterable[E]) -> list[tuple[ShardProxy, list[E]]]:
+        """Return the shards that own groups of the entries, each with its entries."""
+        pairs = zip(self.shards, self._route_entries(entries), strict=True)
+        return [(shard, batch) for shard, batch in pairs if batch]
+
+    def _route_entries(self, entries: Iterable[E]) -> list[list[E]]:
+        """Return for each shard the entries about groups that it owns."""
+        batches: list[list[E]] = [[] for _ in self.shards]
+        for entry in entries:
+            batches[self.get_shard_index(_get_uid(entry))].append(entry)
+        return batches
+
+
+def _get_uid(entry: Any) -> str:
+    """Return the uid of the group that an entry of a call is about.
+
+    A tuple begins with what has the uid: a uid itself, a lease, or another tuple.
+    """
+    if isinstance(entry, tuple):
+        return _get_uid(entry[0])
+    return entry if isinstance(entry, str) else str(entry.uid)
 
 
 async def _gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -494,44 +468,26 @@ async def _gather_first(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T
             future.cancel()
 
 
-async def _admit_entries(
-    shard: ShardProtocol,
-    entries: list[tuple[str, bytes, int]],
+async def _enter_batches(
+    enter: Callable[..., Awaitable[list[str]]],
+    rows: list[tuple[Any, ...]],
     wait_s: float,
     on_entered: Callable[[Collection[str]], None],
 ) -> None:
-    """Admit entries (uid, encoded prompt, version) at a shard, in batches that find capacity."""
-    while entries:
-        enter = partial(shard.admit_prompts, entries)
-        entered = set(await _retry_until_capacity(wait_s, enter))
-        on_entered(entered)
-        entries = [entry for entry in entries if entry[0] not in entered]
-
-
-async def _add_entries(
-    shard: ShardProtocol, pairs: list[tuple[tuple[str, bytes, int], ColumnCommit]], wait_s: float
-) -> None:
-    """Add groups with their columns to a shard, in batches that find capacity."""
-    while pairs:
-        entries, commits = [e for e, _ in pairs], [c for _, c in pairs]
-        entered = set(
-            await _retry_until_capacity(wait_s, partial(shard.add_groups, entries, commits))
-        )
-        pairs = [pair for pair in pairs if pair[0][0] not in entered]
-
-
-async def _retry_until_capacity(
-    wait_s: float, enter: Callable[..., Awaitable[list[str]]]
-) -> list[str]:
-    """Call `enter` until the shard has capacity; raise DeadlineError after `wait_s`."""
-    deadline = asyncio.get_running_loop().time() + wait_s
-    while True:
-        remaining_s = deadline - asyncio.get_running_loop().time()
+    """Insert groups into a shard, in batches that find capacity, as `_enter_groups` does."""
+    deadline = _loop_time() + wait_s
+    while rows:
+        remaining_s = deadline - _loop_time()
+        columns = map(list, zip(*rows, strict=True))
         try:
-            return await enter(wait_s=min(remaining_s, CAPACITY_WAIT_S))
+            entered = set(await enter(*columns, wait_s=min(remaining_s, CAPACITY_WAIT_S)))
         except DeadlineError:
             if remaining_s <= CAPACITY_WAIT_S:
                 raise
+            continue
+        on_entered(entered)
+        rows = [row for row in rows if _get_uid(row) not in entered]
+        deadline = _loop_time() + wait_s
 
 
 def _loop_time() -> float:

@@ -7,6 +7,7 @@ in pieces; sending makes the first copy.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,6 +19,9 @@ Blob = Buffer | tuple[Buffer, ...]
 """Bytes in one piece, or in consecutive pieces."""
 LARGE_BLOB_BYTES = 100 * 1024
 """Size above which a blob comes in pieces: its header, then each column."""
+
+OUT_OF_BAND_BYTES = 4 * 1024
+"""Buffers above this size travel beside the pickle without a copy."""
 
 _DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "I8": np.dtype(np.int8),
@@ -91,3 +95,17 @@ def count_blob_bytes(blob: Blob) -> int:
 
 def join_pieces(blob: Blob) -> bytes:
     return b"".join(split_pieces(blob))
+
+
+def to_message(blob: Blob) -> Any:
+    """Return a blob in picklable form: bytes, or numpy views without a copy if large."""
+    if isinstance(blob, tuple):
+        return [to_message(piece) for piece in blob]
+    return np.frombuffer(blob, np.uint8) if len(blob) > OUT_OF_BAND_BYTES else bytes(blob)
+
+
+def from_message(blob: Any) -> Blob:
+    """Invert `to_message`; views are not copied."""
+    if isinstance(blob, list):
+        return tuple(map(memoryview, blob))
+    return blob if isinstance(blob, bytes) else memoryview(blob)

@@ -18,30 +18,38 @@ from streamrl.buffer import group as transitions
 from streamrl.buffer.admission.capacity import CapacityLimiter, PendingAdmission
 from streamrl.buffer.codec import Blob, count_blob_bytes, join_pieces
 from streamrl.buffer.config import QueueConfig, ShardCapacity
-from streamrl.buffer.finished_groups import FinishedGroupNotifier
 from streamrl.buffer.group import GroupState, ReadyQueue, ShardState, StageColumns
 from streamrl.buffer.leases import LeaseRequest, LeaseTable, OverdueLease
 from streamrl.buffer.log.journal import NullRecordLog, RecordLog
-from streamrl.buffer.log.segment_file import JournalRecord
+from streamrl.buffer.log.segment_file import CorruptRecord, JournalRecord
 from streamrl.buffer.recovery import read_blob
 from streamrl.buffer.schema import ColumnContract
-from streamrl.buffer.shard_stats import ShardStatsRecorder
-from streamrl.buffer.wire_types import ColumnCommit, FinishedGroup, LeaseGrant, ShardStats
+from streamrl.buffer.shard_stats import ShardStats, ShardStatsRecorder
+from streamrl.buffer.wire_types import ColumnBlobs, ColumnCommit, FinishedGroup, LeaseGrant
 from streamrl.errors import StreamError
 from streamrl.messages import FilteredGroup, GroupInfo, GroupLease, GroupOutcome
+
+MIN_WAIT_S = 0.001
+"""Shortest timeout passed to asyncio; a shorter timeout may not advance a coarse clock."""
 
 
 class QueueShard:
     """Owner of a part of the groups in flight. All methods run on the same event loop.
 
+    Every method is a coroutine function, which clients run by `ShardProxy.call`: as soon as a
+    method stands here, it can be called from any process.
+
     state: empty, or recovered from the journal of a predecessor.
     session: identifies the run; leases of another session are void.
     log: journal of the shard.
     store: puts a blob of columns into the object store and returns its reference.
+    corrupt_records: damaged records of the journal, without which the shard was recovered.
 
     The last stage is the stage that produces no columns. It also receives filtered and dropped
     groups, so that the coordinator can account for each.
     """
+
+    corrupt_records: Sequence[CorruptRecord] = ()
 
     def __init__(
         self,
@@ -61,7 +69,7 @@ class QueueShard:
         self._store = store
         self._ready_queues = {stage: ReadyQueue() for stage in state.stages}
         self._wake_events = {stage: asyncio.Event() for stage in state.stages}
-        self._finished_notifier = FinishedGroupNotifier()
+        self._group_finished = asyncio.Event()
         self._num_waiting: Counter[str] = Counter()
         self._release_counts: Counter[str] = Counter()
         self._latest_requests: dict[tuple[str, str], object] = {}
@@ -209,8 +217,7 @@ class QueueShard:
                 return []
             self._wake_events[stage].clear()
             pause = min(deadline, self._lease_table.next_change_time(stage)) - now
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake_events[stage].wait(), max(pause, 0.001))
+            await _wait_for_event(self._wake_events[stage], pause)
 
     async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:
         """Commit the columns computed for leased groups; return the uids without an active lease.
@@ -250,7 +257,7 @@ class QueueShard:
             for commit, group in zip(commits, groups, strict=True):
                 group.committing_stages.discard(commit.lease.stage)
 
-    def save_partials(self, commits: Sequence[ColumnCommit]) -> None:
+    async def save_partials(self, commits: Sequence[ColumnCommit]) -> None:
         """Save partial rollouts of leased groups; the next holder of a group resumes them.
 
         Kept in memory only: partial rollouts are lost if the shard dies, and discarded once the
@@ -263,25 +270,25 @@ class QueueShard:
                 _save_partial(group, commit, self._store)
                 self._capacity_limiter.update_reservation(group)
 
-    def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
+    async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
         """End leases after failed work; requeue each group, or drop it after its last attempt."""
         for lease, error in entries:
             if group := self._state.find_leased_group(lease):
                 outcome = GroupOutcome(error.cause, str(error))
                 self._nack_lease(group, lease, outcome, is_final=error.is_final)
 
-    def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
+    async def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
         """End leased groups that the group filter rejected, and ignore inactive leases."""
         for lease, filtered in entries:
             if self._state.find_leased_group(lease) is not None:
                 outcome = GroupOutcome("filtered", filtered.reason, filtered=True)
                 self._post_records(transitions.make_finish_record(lease.uid, outcome))
 
-    def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
+    async def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
         self._expire_leases()
         return self._lease_table.renew_leases(leases)
 
-    def read_columns(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Any]]:
+    async def read_columns(self, uids: Sequence[str], columns: Sequence[str]) -> list[ColumnBlobs]:
         """Return, per uid, the blobs that contain `columns`.
 
         Reads the blobs of removed groups from the journal.
@@ -291,11 +298,23 @@ class QueueShard:
 
     # Calls of the coordinator.
 
-    def find_uids_with(self, column: str) -> list[str]:
+    async def find_uids_with(self, column: str) -> list[str]:
         return [group.uid for group in self._state.groups.values() if column in group.column_names]
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
-        return await self._finished_notifier.wait_for_finished(self._state.groups.values(), wait_s)
+        """Wait for filtered or dropped groups that are still in the shard; [] after `wait_s`."""
+        deadline = self._clock() + wait_s
+        while True:
+            self._group_finished.clear()
+            finished = [
+                FinishedGroup(group.uid, group.outcome, group.info)
+                for group in self._state.groups.values()
+                if group.outcome is not None
+            ]
+            remaining_s = deadline - self._clock()
+            if finished or remaining_s <= 0:
+                return finished
+            await _wait_for_event(self._group_finished, remaining_s)
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
         """Remove trained, filtered or dropped groups from the shard. Idempotent.
@@ -314,10 +333,10 @@ class QueueShard:
         await self.remove_groups(uids, version)
         return self._stats_recorder.end_step(version, self._clock())
 
-    def get_stats(self) -> ShardStats:
+    async def get_stats(self) -> ShardStats:
         return self._stats_recorder.compute_stats(self._clock())
 
-    def release_holder(self, holder: str, *, died: bool = True) -> int:
+    async def release_holder(self, holder: str, *, died: bool = True) -> int:
         """Requeue all groups leased by a process that died or left; return their number."""
         self._release_counts[holder] += 1
         for wake in self._wake_events.values():
@@ -331,21 +350,17 @@ class QueueShard:
                 self._post_records(transitions.make_nack_record(lease, failed=False))
         return len(leases)
 
-    def find_overdue(self, age_s: float) -> list[OverdueLease]:
+    async def find_overdue(self, age_s: float) -> list[OverdueLease]:
         return self._lease_table.find_overdue(age_s)
 
-    def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
+    async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
         for stall, group, lease in self._lease_table.select_active(overdue):
             reason = f"{stall.holder} held the lease for {stall.age_s:.0f} s (pipeline.stall_s)"
             self._nack_lease(group, lease, GroupOutcome(f"{stall.stage}_stalled", reason))
 
-    def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
+    async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
         groups = {uid: self._state.groups[uid] for uid in uids if uid in self._state.groups}
         return {uid: _describe_group(self._state, group) for uid, group in groups.items()}
-
-    def forget_retired(self) -> None:
-        """Forget the columns of removed groups: no training step needs them for a replay now."""
-        self._state.retired_groups.clear()
 
     # Transitions: journal a record and apply its effect.
 
@@ -374,7 +389,7 @@ class QueueShard:
         for group in groups:
             self._capacity_limiter.update_reservation(group)
             if group.outcome is not None:
-                self._finished_notifier.notify_waiters()
+                self._group_finished.set()
 
     def _nack_lease(
         self, group: GroupState, lease: GroupLease, outcome: GroupOutcome, *, is_final: bool = False
@@ -392,6 +407,11 @@ class QueueShard:
         for group, lease in self._lease_table.pop_expired():
             reason = f"{lease.holder} was silent for {self._config.lease_s:g} s (queue.lease_s)"
             self._nack_lease(group, lease, GroupOutcome(f"{lease.stage}_lease_expired", reason))
+
+
+async def _wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), max(timeout_s, MIN_WAIT_S))
 
 
 def _start_commit(state: ShardState, commit: ColumnCommit, group: GroupState | None) -> bool:
@@ -471,7 +491,7 @@ def _describe_group(state: ShardState, group: GroupState) -> str:
     return f"{status}, admitted {now - group.admitted_at:.1f} s ago"
 
 
-def _read_blobs(state: ShardState, uid: str, wanted: set[str]) -> Sequence[Any]:
+def _read_blobs(state: ShardState, uid: str, wanted: set[str]) -> ColumnBlobs:
     """Return the blobs that contain the `wanted` columns of a group, from memory or the journal.
 
     The group may be removed already. Raises StreamError if a column is lost.
@@ -485,7 +505,7 @@ def _read_blobs(state: ShardState, uid: str, wanted: set[str]) -> Sequence[Any]:
     selected = [
         columns for columns in stage_columns.values() if not wanted.isdisjoint(columns.column_names)
     ]
-    return tuple(
+    return ColumnBlobs(
         join_pieces(read_blob(columns)) if columns.data is None else columns.data
         for columns in selected
     )

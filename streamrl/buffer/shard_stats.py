@@ -2,14 +2,89 @@
 
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from streamrl.buffer.depth_metric import DepthMeter
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.log.journal import RecordLog
-from streamrl.buffer.wire_types import ShardStats
 
 LEASE_COUNTERS = ("redelivered", "hedged", "refused")
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """Statistics of one queue shard, or of all shards together.
+
+    `depth`: time-weighted mean of ready groups per stage since the last training step ended.
+    `num_bytes`, `uids`: size and uids of the groups in the shard now.
+    `oldest_age_s`: time since the earliest admission among these groups.
+    `counts`: redelivered, hedged and refused leases since the last step; refusals without a fault,
+    such as the slower of two hedges, are left out.
+    `fsync_s`: time spent in fsync since the last step.
+    `cpu_s`: CPU time of the process since its start.
+    """
+
+    depth: Mapping[str, float]
+    num_bytes: int
+    oldest_age_s: float
+    uids: tuple[str, ...]
+    counts: Mapping[str, int]
+    journal_bytes: int = 0
+    fsync_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+def merge_stats(shard_stats: Sequence[ShardStats]) -> ShardStats:
+    return ShardStats(
+        depth={s: sum(stats.depth[s] for stats in shard_stats) for s in shard_stats[0].depth},
+        num_bytes=sum(stats.num_bytes for stats in shard_stats),
+        oldest_age_s=max(stats.oldest_age_s for stats in shard_stats),
+        uids=tuple(uid for stats in shard_stats for uid in stats.uids),
+        counts={
+            name: sum(stats.counts[name] for stats in shard_stats) for name in shard_stats[0].counts
+        },
+        journal_bytes=sum(stats.journal_bytes for stats in shard_stats),
+        fsync_s=sum(stats.fsync_s for stats in shard_stats),
+        cpu_s=sum(stats.cpu_s for stats in shard_stats),
+    )
+
+
+class DepthMeter:
+    """Computes the time-weighted mean of the number of groups ready for each stage.
+
+    The mean covers a window, usually one training step. Times in s.
+    """
+
+    def __init__(self, stages: Iterable[str], now: float) -> None:
+        self._depths = dict.fromkeys(stages, 0)
+        self._depth_seconds = dict.fromkeys(self._depths, 0.0)
+        self._since = dict.fromkeys(self._depths, now)
+        self._window_start = now
+
+    def observe_depth(self, stage: str, level: int, now: float) -> None:
+        """Record that `level` groups are ready for a stage from `now` on."""
+        self._depth_seconds[stage] += self._depths[stage] * (now - self._since[stage])
+        self._depths[stage] = level
+        self._since[stage] = now
+
+    def compute_means(self, now: float) -> dict[str, float]:
+        """Return the mean number of ready groups per stage since the window began.
+
+        In a window of no length, return the current number.
+        """
+        window = now - self._window_start
+        means = {}
+        for stage, level in list(self._depths.items()):
+            self.observe_depth(stage, level, now)
+            means[stage] = self._depth_seconds[stage] / window if window > 0 else float(level)
+        return means
+
+    def restart_window(self, now: float) -> None:
+        """Begin a new averaging window at `now`."""
+        for stage, level in list(self._depths.items()):
+            self.observe_depth(stage, level, now)
+            self._depth_seconds[stage] = 0.0
+        self._window_start = now
 
 
 class ShardStatsRecorder:

@@ -1,13 +1,12 @@
-"""Messages between a shard and its clients: leased groups, commits, statistics."""
+"""Messages between a shard and its clients: leased groups and commits."""
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from streamrl.buffer.codec import Blob
+from streamrl.buffer.codec import Blob, from_message, to_message
 from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 
 
@@ -28,6 +27,12 @@ class LeaseGrant(msgspec.Struct, frozen=True, eq=False):
     partial_rollouts: tuple[Any, ...] = ()
 
 
+class ColumnBlobs(tuple[Any, ...]):
+    """Blobs that contain the requested columns of a group, and possibly more columns."""
+
+    __slots__ = ()
+
+
 class ColumnCommit(msgspec.Struct, frozen=True, eq=False):
     """Encoded columns that a stage commits for a leased group.
 
@@ -39,6 +44,20 @@ class ColumnCommit(msgspec.Struct, frozen=True, eq=False):
     column_sizes: Mapping[str, int]
     info: GroupInfo | None = None
 
+    @property
+    def uid(self) -> str:
+        return self.lease.uid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        message = to_message(self.blob)
+        return _unpickle_commit, (self.lease, message, self.column_sizes, self.info)
+
+
+def _unpickle_commit(
+    lease: GroupLease, message: Any, column_sizes: Mapping[str, int], info: GroupInfo | None
+) -> ColumnCommit:
+    return ColumnCommit(lease, from_message(message), column_sizes, info)
+
 
 class FinishedGroup(msgspec.Struct, frozen=True):
     """A filtered or dropped group that the coordinator has not yet removed from the queue.
@@ -49,44 +68,6 @@ class FinishedGroup(msgspec.Struct, frozen=True):
     uid: str
     outcome: GroupOutcome
     info: GroupInfo | None
-
-
-@dataclass(frozen=True)
-class ShardStats:
-    """Statistics of one queue shard, or of all shards together.
-
-    `depth`: time-weighted mean of ready groups per stage since the last training step ended.
-    `num_bytes`, `uids`: size and uids of the groups in the shard now.
-    `oldest_age_s`: time since the earliest admission among these groups.
-    `counts`: redelivered, hedged and refused leases since the last step; refusals without a fault,
-    such as the slower of two hedges, are left out.
-    `fsync_s`: time spent in fsync since the last step.
-    `cpu_s`: CPU time of the process since its start.
-    """
-
-    depth: Mapping[str, float]
-    num_bytes: int
-    oldest_age_s: float
-    uids: tuple[str, ...]
-    counts: Mapping[str, int]
-    journal_bytes: int = 0
-    fsync_s: float = 0.0
-    cpu_s: float = 0.0
-
-
-def merge_stats(shard_stats: Sequence[ShardStats]) -> ShardStats:
-    return ShardStats(
-        depth={s: sum(stats.depth[s] for stats in shard_stats) for s in shard_stats[0].depth},
-        num_bytes=sum(stats.num_bytes for stats in shard_stats),
-        oldest_age_s=max(stats.oldest_age_s for stats in shard_stats),
-        uids=tuple(uid for stats in shard_stats for uid in stats.uids),
-        counts={
-            name: sum(stats.counts[name] for stats in shard_stats) for name in shard_stats[0].counts
-        },
-        journal_bytes=sum(stats.journal_bytes for stats in shard_stats),
-        fsync_s=sum(stats.fsync_s for stats in shard_stats),
-        cpu_s=sum(stats.cpu_s for stats in shard_stats),
-    )
 
 
 def get_shard_index(uid: str, count: int) -> int:

@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from streamrl.buffer.log.segment_file import check_first_segment
+from streamrl.buffer.log.segment_file import check_first_segment, delete_segments_from
 from streamrl.buffer.recovery import SnapshotBase
-from streamrl.buffer.shard_host import delete_segments_from
 from streamrl.dataflow import POLICY
 from streamrl.errors import CheckpointError, ConfigError, JournalError
 from streamrl.files.atomic_write import sync_and_rename, wrap_checkpoint_errors, write_atomic

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from streamrl.buffer.books.ledger import LedgerCounts
 from streamrl.buffer.books.run_log import TrainedGroup
-from streamrl.buffer.wire_types import ShardStats
+from streamrl.buffer.shard_stats import ShardStats
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.stream.protocols import FilterTally
 from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histogram

@@ -27,9 +27,8 @@ from streamrl.actors.launch.fork_server import TOKEN_AUTH_ENV
 from streamrl.actors.launch.local_ray import TOKEN_VARIABLE, override_ray_environment
 from streamrl.actors.launch.placement_groups import release_placement_groups, reserve_bundles
 from streamrl.actors.launch.ray_cluster import NO_TOKEN_MESSAGE
-from streamrl.actors.queue_shard import create_shards
+from streamrl.actors.queue_shard import RemoteShard, create_shards
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
-from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.buffer import (
     ExperienceQueue,

@@ -19,8 +19,7 @@ from benchmarks import queue, queue_peers
 from benchmarks.actors import start_actor, wait_for_all
 from benchmarks.command import ROOT, BenchmarkError
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
-from streamrl.actors.queue_shard import create_shards
-from streamrl.actors.transport.shard_proxy import RemoteShard
+from streamrl.actors.queue_shard import RemoteShard, create_shards
 from streamrl.buffer import ShardPlan
 from streamrl.errors import ActorLostError
 from streamrl.placement.config import PlacementConfig

@@ -87,7 +87,7 @@ class Life:
         if move in act:
             await act[move](rng)
         elif self.leased:
-            self._at_once(move, rng)
+            await self._at_once(move, rng)
 
     async def _admit(self, rng: random.Random) -> None:
         fresh = [f"0:{len(self.uids) + i}:0" for i in range(rng.randint(1, 3))]
@@ -143,19 +143,19 @@ class Life:
     async def _wait(self, rng: random.Random) -> None:
         await asyncio.sleep(rng.choice([0.001, 0.1, 3.0, 6.0, 11.0]))
 
-    def _at_once(self, move: str, rng: random.Random) -> None:
+    async def _at_once(self, move: str, rng: random.Random) -> None:
         lease = rng.choice(list(self.leased.values())).lease
         if move == "fail":
-            self.shard.fail_groups([(lease, DeadlineError("no verdict"))])
+            await self.shard.fail_groups([(lease, DeadlineError("no verdict"))])
         elif move == "filter":
-            self.shard.filter_groups([(lease, FilteredGroup("all rewards are equal"))])
+            await self.shard.filter_groups([(lease, FilteredGroup("all rewards are equal"))])
         elif move == "renew":
-            self.shard.renew_leases([group.lease for group in self.leased.values()])
+            await self.shard.renew_leases([group.lease for group in self.leased.values()])
         elif move == "release":
-            self.shard.release_holder(rng.choice(HOLDERS))
+            await self.shard.release_holder(rng.choice(HOLDERS))
         else:
             assert move == "stall"
-            self.shard.requeue_overdue(self.shard.find_overdue(rng.choice([2.0, 8.0])))
+            await self.shard.requeue_overdue(await self.shard.find_overdue(rng.choice([2.0, 8.0])))
 
 
 def made(lease: GroupLease, rng: random.Random) -> Columns:

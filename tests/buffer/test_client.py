@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from streamrl.buffer import ExperienceQueue
+from streamrl.buffer import ExperienceQueue, QueueShard
 from streamrl.buffer.codec import LARGE_BLOB_BYTES
 from streamrl.buffer.leases import OverdueLease
 from streamrl.errors import ContractError, DeadlineError
@@ -99,7 +99,7 @@ def test_shard_index_is_equal_in_every_process() -> None:
         assert indices == [zlib.crc32(uid.encode()) % 3 for uid in UIDS]
         for i, shard in enumerate(shards):
             shard_uids = {uid for uid, index in zip(UIDS, indices, strict=True) if index == i}
-            assert set((await shard.get_stats()).uids) == shard_uids != set()
+            assert set((await shard.call(QueueShard.get_stats)).uids) == shard_uids != set()
 
     run_virtual(main())
 

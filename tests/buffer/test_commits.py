@@ -45,7 +45,7 @@ def test_late_and_duplicate_commits_are_refused() -> None:
         assert await put(shard, (slow.lease, rollouts())) == ["a"]
         assert await put(shard, (again.lease, rollouts())) == []
         assert await put(shard, (again.lease, rollouts())) == ["a"], "a duplicate commit is refused"
-        assert shard.get_stats().counts == {"redelivered": 1, "hedged": 0, "refused": 2}
+        assert (await shard.get_stats()).counts == {"redelivered": 1, "hedged": 0, "refused": 2}
 
     on_shard(test)
 
@@ -56,11 +56,11 @@ def test_commit_for_an_ended_group_is_refused_but_not_counted() -> None:
         (group,) = await take(shard, "generate")
         await put(shard, (group.lease, rollouts()))
         (judged,), (referred,) = await take(shard, "reward"), await take(shard, "reference")
-        shard.filter_groups([(judged.lease, FilteredGroup("not worth it"))])
+        await shard.filter_groups([(judged.lease, FilteredGroup("not worth it"))])
         assert await put(shard, (referred.lease, REFERENCE)) == ["a"]
-        assert shard.get_stats().counts["refused"] == 0
+        assert (await shard.get_stats()).counts["refused"] == 0
         assert await put(shard, (referred.lease, REFERENCE)) == ["a"], "told once"
-        assert shard.get_stats().counts["refused"] == 1
+        assert (await shard.get_stats()).counts["refused"] == 1
 
     on_shard(test)
 
@@ -70,9 +70,9 @@ def test_commit_for_a_removed_group_is_refused_but_not_counted() -> None:
         await admit(shard, "a", "b")
         first, second = await take(shard, "generate")
         await shard.remove_groups(["a"], 1)
-        assert shard.renew_leases([first.lease, second.lease]) == [first.lease]
+        assert await shard.renew_leases([first.lease, second.lease]) == [first.lease]
         assert await put(shard, (first.lease, rollouts()), (second.lease, rollouts())) == ["a"]
-        assert shard.get_stats().counts["refused"] == 0
+        assert (await shard.get_stats()).counts["refused"] == 0
 
     on_shard(test)
 
@@ -88,7 +88,7 @@ def test_wait_for_finished_reports_groups_until_removal() -> None:
         first, _ = await take(shard, "reward")
         waiting = asyncio.create_task(shard.wait_for_finished(wait_s=60.0))
         await asyncio.sleep(1.0)
-        shard.filter_groups([(first.lease, FilteredGroup("not worth it"))])
+        await shard.filter_groups([(first.lease, FilteredGroup("not worth it"))])
         began = clock()
         for finished in (await waiting, await shard.wait_for_finished(wait_s=60.0)):
             (farewell,) = finished
@@ -106,10 +106,10 @@ def test_find_uids_with_returns_groups_that_have_the_column() -> None:
         await admit(shard, "a", "b", "c")
         await put(shard, *((group.lease, rollouts()) for group in await take(shard, "generate")))
         first, second, _ = await take(shard, "reward")
-        assert shard.find_uids_with("scores") == []
+        assert await shard.find_uids_with("scores") == []
         await put(shard, (first.lease, SCORES))
-        shard.filter_groups([(second.lease, FilteredGroup("not worth it"))])
-        assert shard.find_uids_with("scores") == ["a"]
+        await shard.filter_groups([(second.lease, FilteredGroup("not worth it"))])
+        assert await shard.find_uids_with("scores") == ["a"]
 
     on_shard(test)
 
@@ -136,13 +136,13 @@ def test_group_is_not_granted_while_its_commit_is_written() -> None:
         writing = asyncio.create_task(put(shard, (group.lease, rollouts())))
         await asyncio.sleep(1.0)
         assert not await take(shard, "generate", holder="you", wait_s=15.0)
-        assert shard.renew_leases([group.lease]) == [group.lease]
+        assert await shard.renew_leases([group.lease]) == [group.lease]
         assert not await take(shard, "reward"), "what is not yet safe is not handed on"
         assert await writing == []
         scoring, reference = await take(shard, "reward"), await take(shard, "reference")
         writing = asyncio.create_task(put(shard, (scoring[0].lease, SCORES)))
         await asyncio.sleep(1.0)
-        shard.fail_groups([(reference[0].lease, DeadlineError("no"))])
+        await shard.fail_groups([(reference[0].lease, DeadlineError("no"))])
         assert not await take(shard, "reward", holder="you"), "though the group has changed"
         assert await writing == []
 
@@ -161,13 +161,13 @@ def test_commit_is_void_if_its_group_ends_while_it_is_written() -> None:
             put(shard, *((group.lease, REFERENCE) for group in references))
         )
         await asyncio.sleep(1.0)
-        shard.fail_groups([(ending.lease, DeadlineError("no verdict"))])
+        await shard.fail_groups([(ending.lease, DeadlineError("no verdict"))])
         await removing
         await writing
-        assert leaving.uid == "b" and shard.get_stats().uids == ("a",)
+        assert leaving.uid == "b" and (await shard.get_stats()).uids == ("a",)
         (ended,) = await take(shard, "train")
         assert ended.outcome == GroupOutcome("deadline", "no verdict")
-        assert shard.get_stats().num_bytes == 0
+        assert (await shard.get_stats()).num_bytes == 0
 
     run_virtual(main())
 
@@ -210,7 +210,7 @@ def test_extra_columns_are_kept() -> None:
         (scoring,) = await take(shard, "reward")
         extra_columns = {**SCORES, "reward/exact": np.zeros(2, np.float32)}
         await put(shard, (scoring.lease, extra_columns))
-        (blobs,) = shard.read_columns(["a"], ["reward/exact"])
+        (blobs,) = await shard.read_columns(["a"], ["reward/exact"])
         assert len(blobs) == 1
 
     on_shard(test)
@@ -272,7 +272,7 @@ def test_half_inserted_group_is_completed_once() -> None:
         await asyncio.gather(
             *(shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0) for _ in range(2))
         )
-        assert shard.get_stats().num_bytes == len(encode_columns(rollouts()))
+        assert (await shard.get_stats()).num_bytes == len(encode_columns(rollouts()))
         (lease,) = (group.lease for group in await take(shard, "generate"))
         late = shard.add_groups([entry("b")], [made("b", rollouts(version=9))], wait_s=1.0)
         refused, _ = await asyncio.gather(put(shard, (lease, rollouts(version=1))), late)
@@ -361,7 +361,7 @@ def test_add_groups_with_invalid_columns_inserts_nothing() -> None:
             await shard.add_groups(
                 [entry("a"), entry("b")], [made("a", rollouts()), bad], wait_s=1.0
             )
-        assert shard.get_stats().uids == ()
+        assert (await shard.get_stats()).uids == ()
 
     on_shard(test)
 

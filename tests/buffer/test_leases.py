@@ -49,9 +49,9 @@ def test_renewed_lease_is_kept_and_expired_lease_is_lost() -> None:
         kept, lost = (group.lease for group in await take(shard, "generate", holder="generator-0"))
         for _ in range(5):
             await asyncio.sleep(6.0)
-            shard.renew_leases([kept])
+            await shard.renew_leases([kept])
         assert [g.uid for g in await take(shard, "generate", holder="generator-1")] == ["b"]
-        assert shard.renew_leases([kept, lost]) == [lost]
+        assert await shard.renew_leases([kept, lost]) == [lost]
         assert await put(shard, (kept, rollouts()), (lost, rollouts())) == ["b"]
 
     on_shard(test)
@@ -62,7 +62,7 @@ def test_renewal_restarts_the_full_term() -> None:
         await admit(shard, "a")
         (group,) = await take(shard, "generate")
         await asyncio.sleep(7.0)
-        shard.renew_leases([group.lease])
+        await shard.renew_leases([group.lease])
         await take(shard, "generate", wait_s=60.0)
         assert now() == pytest.approx(17.0, abs=0.1)
 
@@ -75,8 +75,8 @@ def test_renewal_reports_ended_and_removed_groups_as_lost() -> None:
         leases = [group.lease for group in await take(shard, "generate")]
         await put(shard, (leases[0], rollouts()))
         await shard.remove_groups(["b"], 0)
-        shard.fail_groups([(leases[2], DeadlineError("no"))])
-        assert shard.renew_leases(leases) == leases
+        await shard.fail_groups([(leases[2], DeadlineError("no"))])
+        assert await shard.renew_leases(leases) == leases
 
     on_shard(test)
 
@@ -102,7 +102,7 @@ def test_failures_and_expiries_count_as_attempts_alike() -> None:
         await do(shard, "generate")
         await take(shard, "reward")
         (again,) = await take(shard, "reward", wait_s=60.0)
-        shard.fail_groups([(again.lease, DeadlineError("no verdict"))])
+        await shard.fail_groups([(again.lease, DeadlineError("no verdict"))])
         (ended,) = await take(shard, "train")
         assert ended.outcome == GroupOutcome("deadline", "no verdict")
 
@@ -119,7 +119,7 @@ def test_commit_before_expiry_is_accepted() -> None:
         # The lease expires at 10 s; the commit is durable at 14 s.
         assert not await take(shard, "generate", wait_s=3.0)
         assert await writing == []
-        assert shard.get_stats().counts["redelivered"] == 0
+        assert (await shard.get_stats()).counts["redelivered"] == 0
 
     run_virtual(main())
 
@@ -155,10 +155,10 @@ def test_coordinator_leases_last_until_removal() -> None:
         (ready,) = await take(shard, "train", holder="coordinator")
         await asyncio.sleep(1000.0)
         assert not await take(shard, "train", holder="coordinator")
-        assert shard.renew_leases([ready.lease]) == []
-        assert shard.find_overdue(1.0) == []
+        assert await shard.renew_leases([ready.lease]) == []
+        assert await shard.find_overdue(1.0) == []
         await shard.remove_groups(["a"], 1)
-        assert shard.renew_leases([ready.lease]) == [ready.lease]
+        assert await shard.renew_leases([ready.lease]) == [ready.lease]
 
     on_shard(test)
 
@@ -173,11 +173,11 @@ def test_hedge_gives_slow_work_to_a_second_holder_and_first_commit_wins() -> Non
         (quick,) = await take(shard, "generate", holder="generator-1", wait_s=60.0)
         assert now() == pytest.approx(4.0, abs=0.01), "not before its age"
         assert quick.lease.attempt == 1, "nobody has failed"
-        assert shard.renew_leases([slow.lease, quick.lease]) == []
+        assert await shard.renew_leases([slow.lease, quick.lease]) == []
         assert await put(shard, (quick.lease, rollouts())) == []
-        assert shard.renew_leases([slow.lease, quick.lease]) == [slow.lease, quick.lease]
+        assert await shard.renew_leases([slow.lease, quick.lease]) == [slow.lease, quick.lease]
         assert await put(shard, (slow.lease, rollouts())) == ["a"]
-        assert shard.get_stats().counts == {"redelivered": 0, "hedged": 1, "refused": 0}
+        assert (await shard.get_stats()).counts == {"redelivered": 0, "hedged": 1, "refused": 0}
 
     on_shard(test, hedge_s=4.0)
 
@@ -226,7 +226,7 @@ def test_slowest_work_is_hedged_first_and_only_granted_hedges_count() -> None:
         # Each group has 10 tokens.
         (group,) = await take(shard, "reward", holder="reward-1", max_tokens=10)
         assert group.uid == "a"
-        assert shard.get_stats().counts["hedged"] == 1
+        assert (await shard.get_stats()).counts["hedged"] == 1
 
     on_shard(test, hedge_s=4.0)
 
@@ -237,7 +237,7 @@ def test_hedged_group_is_requeued_after_both_holders_failed() -> None:
         (slow,) = await take(shard, "generate", holder="generator-0")
         await asyncio.sleep(5.0)
         (quick,) = await take(shard, "generate", holder="generator-1")
-        shard.fail_groups([(slow.lease, DeadlineError("first"))])
+        await shard.fail_groups([(slow.lease, DeadlineError("first"))])
         assert not await take(shard, "train"), "the other one may yet commit"
         assert await put(shard, (quick.lease, rollouts())) == []
 
@@ -251,7 +251,7 @@ def test_hedged_group_is_dropped_with_the_last_cause() -> None:
         await asyncio.sleep(5.0)
         (quick,) = await take(shard, "generate", holder="generator-1")
         for group, text in ((quick, "second"), (slow, "first")):
-            shard.fail_groups([(group.lease, DeadlineError(text))])
+            await shard.fail_groups([(group.lease, DeadlineError(text))])
         (ended,) = await take(shard, "train")
         assert ended.outcome == GroupOutcome("deadline", "first")
 
@@ -268,12 +268,12 @@ def test_release_requeues_work_of_a_dead_holder_in_every_stage() -> None:
         (scoring,) = await take(shard, "reward", holder="worker-0")
         (sampling,) = await take(shard, "generate", holder="worker-0", max_groups=1)
         (other,) = await take(shard, "generate", holder="worker-1")
-        assert shard.release_holder("worker-0") == 2
-        assert shard.release_holder("worker-0") == 0
+        assert await shard.release_holder("worker-0") == 2
+        assert await shard.release_holder("worker-0") == 0
         assert [g.uid for g in await take(shard, "reward", holder="worker-2")] == [scoring.uid]
         (again,) = await take(shard, "generate", holder="worker-2")
         assert (again.uid, again.lease.attempt) == (sampling.uid, 2)
-        assert shard.renew_leases([other.lease]) == []
+        assert await shard.renew_leases([other.lease]) == []
         assert await put(shard, (scoring.lease, SCORES)) == ["a"]
 
     on_shard(test)
@@ -286,7 +286,7 @@ def test_pending_request_of_a_dead_holder_gets_nothing() -> None:
         waiting = asyncio.create_task(take(shard, "generate", holder="worker-0", wait_s=20.0))
         other = asyncio.create_task(take(shard, "generate", holder="worker-1", wait_s=20.0))
         await asyncio.sleep(1.0)
-        assert shard.release_holder("worker-0") == 1
+        assert await shard.release_holder("worker-0") == 1
         assert [g.uid for g in await other] == ["a"]
         assert await waiting == []
         assert now() == pytest.approx(1.0, abs=0.1), "it has left the line at once"
@@ -301,7 +301,7 @@ def test_group_is_dropped_after_its_holders_died_too_often() -> None:
         await admit(shard, "a")
         for i in range(2):
             await take(shard, "generate", holder=f"generator-{i}")
-            shard.release_holder(f"generator-{i}")
+            await shard.release_holder(f"generator-{i}")
         (ended,) = await take(shard, "train")
         assert ended.outcome == GroupOutcome(
             "generate_died", "generator-1 died while holding the lease"
@@ -316,12 +316,12 @@ def test_overdue_work_is_found_even_if_renewed() -> None:
         (slow,) = await take(shard, "generate", holder="generator-0", max_groups=1)
         for _ in range(4):
             await asyncio.sleep(6.0)
-            shard.renew_leases([slow.lease])
+            await shard.renew_leases([slow.lease])
         await take(shard, "generate", holder="generator-1")
-        overdue = shard.find_overdue(20.0)
+        overdue = await shard.find_overdue(20.0)
         assert overdue == [OverdueLease("a", "generate", "generator-0", 1, 24.0)]
         assert overdue[0].stall_key == ("a", "generate", 1)
-        assert shard.renew_leases([slow.lease]) == [], "it was only named"
+        assert await shard.renew_leases([slow.lease]) == [], "it was only named"
 
     on_shard(test)
 
@@ -332,11 +332,11 @@ def test_overdue_work_can_be_requeued() -> None:
         for attempt in (1, 2):
             (slow,) = await take(shard, "generate", holder="generator-0")
             await asyncio.sleep(9.0)
-            (overdue,) = shard.find_overdue(8.0)
+            (overdue,) = await shard.find_overdue(8.0)
             assert overdue.attempt == attempt
             for _ in range(2):
-                shard.requeue_overdue([overdue])
-            assert shard.renew_leases([slow.lease]) == [slow.lease]
+                await shard.requeue_overdue([overdue])
+            assert await shard.renew_leases([slow.lease]) == [slow.lease]
         (ended,) = await take(shard, "train")
         assert ended.outcome == GroupOutcome(
             "generate_stalled", "generator-0 held the lease for 9 s (pipeline.stall_s)"
@@ -390,7 +390,7 @@ def test_restart_keeps_leases_of_the_same_session_with_full_term() -> None:
         await log.append([])
         shard = make_shard(log=log, book=recover(STAGES, log), session="run", hedge_s=8.0)
         restart = now()
-        assert shard.find_overdue(5.0) == [], "it cannot have stalled yet"
+        assert await shard.find_overdue(5.0) == [], "it cannot have stalled yet"
         assert len(await take(shard, "generate", holder="you")) == 1, "only b is free"
         (again,) = await take(shard, "generate", request="me/0")
         assert again.lease.token == first[0].lease.token
@@ -426,7 +426,7 @@ def test_leases_of_another_session_are_void() -> None:
         (old,) = await take(shard, "generate")
         await log.append([])
         shard = make_shard(log=log, book=recover(STAGES, log), session="resumed")
-        assert shard.renew_leases([old.lease]) == [old.lease]
+        assert await shard.renew_leases([old.lease]) == [old.lease]
         (again,) = await take(shard, "generate")
         assert again.lease.attempt == 1, "nobody has failed"
         assert await put(shard, (old.lease, rollouts())) == ["a"]

@@ -186,7 +186,7 @@ async def lived(journal: RecordLog) -> QueueShard:
     await admit(shard, "ended", version=4)
     for _ in range(MAX_ATTEMPTS):
         (experience,) = await take(shard, "generate")
-        shard.release_holder("me")
+        await shard.release_holder("me")
     await admit(shard, "whole", version=4)
     await finish(shard)
     assert {experience.uid for experience in await take(shard, "train")} == {"ended", "whole"}
@@ -250,7 +250,7 @@ async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path) -> No
     load_columns(state, join_pieces)
     shard = make_shard(book=state, session="next")
     for uid in ("trained", "whole"):
-        (blobs,) = shard.read_columns([uid], ["token_ids", "scores"])
+        (blobs,) = await shard.read_columns([uid], ["token_ids", "scores"])
         columns = {name: column for blob in blobs for name, column in decode_columns(blob).items()}
         assert columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
         assert columns["scores"].tolist() == [1.0, 1.0]
@@ -265,7 +265,7 @@ async def test_trained_group_is_readable_if_removed_after_the_restart(
     shard = make_shard(book=state, session="next")
     # The coordinator died between logging the step and telling the shard.
     await shard.remove_groups(["whole"], 5)
-    (blobs,) = shard.read_columns(["whole"], ["scores", "ref_logprobs"])
+    (blobs,) = await shard.read_columns(["whole"], ["scores", "ref_logprobs"])
     assert [list(decode_columns(blob)) for blob in blobs] == [["scores"], ["ref_logprobs"]]
     assert all(
         stage_columns.data is None for stage_columns in state.retired_groups["whole"].values()
@@ -274,14 +274,6 @@ async def test_trained_group_is_readable_if_removed_after_the_restart(
     await finish(shard)
     await shard.remove_groups(["new"], 6)
     assert "new" not in state.retired_groups, "its step is made by a trainer that lives"
-
-
-async def test_checkpoint_forgets_removed_groups(tmp_path: Path) -> None:
-    await closed(tmp_path)
-    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
-    shard = make_shard(book=state, session="next")
-    shard.forget_retired()
-    assert not state.retired_groups
 
 
 async def test_snapshot_has_only_groups_in_flight(tmp_path: Path) -> None:
@@ -377,7 +369,7 @@ async def test_lease_on_lost_columns_is_void(tmp_path: Path) -> None:
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     assert not state.groups[active.uid].leases
     shard = make_shard(book=state, session="run")
-    assert shard.renew_leases([active.lease]) == [active.lease]
+    assert await shard.renew_leases([active.lease]) == [active.lease]
 
 
 async def test_group_with_a_lost_admission_is_absent(

@@ -44,8 +44,8 @@ def test_next_holder_gets_the_last_partial_rollouts(died: bool) -> None:
         await admit(shard, "0:0:0")
         lease = await leased(shard)
         for tokens in (1, 3):
-            shard.save_partials([commit(lease, partial(tokens))])
-        assert shard.release_holder("a", died=died) == 1
+            await shard.save_partials([commit(lease, partial(tokens))])
+        assert await shard.release_holder("a", died=died) == 1
         lease, tokens = await begun(shard, "b")
         assert (lease.attempt, tokens) == (1 + died, 3)
 
@@ -56,14 +56,16 @@ def test_partial_rollouts_count_as_bytes_until_the_commit() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease = await leased(shard)
-        assert shard.get_stats().num_bytes == 0
+        assert (await shard.get_stats()).num_bytes == 0
         for tokens in (1, 2):
-            shard.save_partials([commit(lease, partial(tokens))])
-            assert shard.get_stats().num_bytes == count_blob_bytes(encode_columns(partial(tokens)))
+            await shard.save_partials([commit(lease, partial(tokens))])
+            assert (await shard.get_stats()).num_bytes == count_blob_bytes(
+                encode_columns(partial(tokens))
+            )
         assert await shard.commit_columns([commit(lease, rollouts())]) == []
-        assert shard.get_stats().num_bytes == count_blob_bytes(encode_columns(rollouts()))
-        shard.save_partials([commit(lease, partial(2))])
-        assert shard.get_stats().num_bytes == count_blob_bytes(encode_columns(rollouts()))
+        assert (await shard.get_stats()).num_bytes == count_blob_bytes(encode_columns(rollouts()))
+        await shard.save_partials([commit(lease, partial(2))])
+        assert (await shard.get_stats()).num_bytes == count_blob_bytes(encode_columns(rollouts()))
 
     on_shard(test)
 
@@ -72,12 +74,12 @@ def test_partial_rollouts_without_an_active_lease_are_ignored() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         late = await leased(shard)
-        shard.release_holder("a")
-        shard.save_partials([commit(late, partial(3))])
+        await shard.release_holder("a")
+        await shard.save_partials([commit(late, partial(3))])
         lease, tokens = await begun(shard, "b")
         assert tokens == 0
-        shard.save_partials([commit(lease, partial(2)), commit(late, partial(3))])
-        shard.release_holder("b", died=False)
+        await shard.save_partials([commit(lease, partial(2)), commit(late, partial(3))])
+        await shard.release_holder("b", died=False)
         assert (await begun(shard, "a"))[1] == 2
 
     on_shard(test)
@@ -89,10 +91,10 @@ def test_longer_partial_rollouts_of_a_hedge_are_kept() -> None:
         first = await leased(shard)
         await asyncio.sleep(2.0)
         second = (await begun(shard, "b"))[0]
-        shard.save_partials([commit(first, partial(3))])
-        shard.save_partials([commit(second, partial(1))])
-        shard.release_holder("a")
-        shard.release_holder("b")
+        await shard.save_partials([commit(first, partial(3))])
+        await shard.save_partials([commit(second, partial(1))])
+        await shard.release_holder("a")
+        await shard.release_holder("b")
         assert (await begun(shard, "c"))[1] == 3
 
     on_shard(test, hedge_s=1.0, max_attempts=9)
@@ -102,10 +104,10 @@ def test_partial_rollouts_are_kept_per_stage() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease, other = await leased(shard), await leased(shard, stage="greedy")
-        shard.save_partials([commit(lease, partial(3))])
+        await shard.save_partials([commit(lease, partial(3))])
         with pytest.raises(ContractError, match=r"stage greedy committed .* without"):
-            shard.save_partials([commit(other, partial(3))])
-        shard.release_holder("a")
+            await shard.save_partials([commit(other, partial(3))])
+        await shard.release_holder("a")
         assert (await begun(shard, "b", "greedy"))[1] == 0
         assert (await begun(shard, "b"))[1] == 3
 

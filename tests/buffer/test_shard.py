@@ -59,7 +59,7 @@ def test_scorers_lease_the_same_group_in_parallel() -> None:
         assert training.info.lengths == (5, 5)
         assert training.info.num_loss_tokens == 6
         await shard.remove_groups(["a"], 1)
-        assert shard.get_stats().uids == ()
+        assert (await shard.get_stats()).uids == ()
 
     on_shard(test)
 
@@ -210,13 +210,13 @@ def test_group_is_dropped_after_max_attempts() -> None:
         for _ in range(2):
             assert not await take(shard, "train")
             (scoring,) = await take(shard, "reward")
-            shard.fail_groups([(scoring.lease, DeadlineError("no verdict"))])
+            await shard.fail_groups([(scoring.lease, DeadlineError("no verdict"))])
         (dropped,) = await take(shard, "train", ("scores",))
         assert dropped.outcome == GroupOutcome("deadline", "no verdict")
         assert not await take(shard, "reference"), "nobody works on what is given up"
-        assert shard.get_stats().num_bytes == 0
+        assert (await shard.get_stats()).num_bytes == 0
         await shard.remove_groups(["a"], 0)
-        assert shard.get_stats().uids == ()
+        assert (await shard.get_stats()).uids == ()
 
     on_shard(test)
 
@@ -226,7 +226,7 @@ def test_final_failure_drops_the_group_at_once() -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         (scoring,) = await take(shard, "reward")
-        shard.fail_groups([(scoring.lease, RewardError("f returned None"))])
+        await shard.fail_groups([(scoring.lease, RewardError("f returned None"))])
         (dropped,) = await take(shard, "train", ("scores",))
         assert dropped.outcome == GroupOutcome("reward_error", "f returned None")
 
@@ -239,7 +239,7 @@ def test_attempts_count_per_stage() -> None:
         await do(shard, "generate")
         for stage in ("reward", "reference"):
             (group,) = await take(shard, stage)
-            shard.fail_groups([(group.lease, DeadlineError("no verdict"))])
+            await shard.fail_groups([(group.lease, DeadlineError("no verdict"))])
         await do(shard, "reward", "reference")
         (training,) = await take(shard, "train")
         assert training.outcome is None
@@ -253,8 +253,8 @@ def test_filtered_group_reaches_the_coordinator_with_its_reason() -> None:
         await do(shard, "generate")
         (reference,) = await take(shard, "reference")
         (scoring,) = await take(shard, "reward")
-        shard.filter_groups([(scoring.lease, FilteredGroup("all 2 rewards are 1"))])
-        shard.filter_groups([(scoring.lease, FilteredGroup("again"))])
+        await shard.filter_groups([(scoring.lease, FilteredGroup("all 2 rewards are 1"))])
+        await shard.filter_groups([(scoring.lease, FilteredGroup("again"))])
         (out,) = await take(shard, "train")
         assert out.outcome == GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
         assert await put(shard, (reference.lease, REFERENCE)) == ["a"], "its work is in vain"
@@ -268,9 +268,9 @@ def test_inactive_lease_can_neither_fail_nor_filter_a_group() -> None:
         (slow,) = await take(shard, "generate")
         await asyncio.sleep(11.0)
         (again,) = await take(shard, "generate")
-        shard.fail_groups([(slow.lease, DeadlineError("late"))])
-        shard.filter_groups([(slow.lease, FilteredGroup("late"))])
-        assert shard.renew_leases([again.lease]) == []
+        await shard.fail_groups([(slow.lease, DeadlineError("late"))])
+        await shard.filter_groups([(slow.lease, FilteredGroup("late"))])
+        assert await shard.renew_leases([again.lease]) == []
         assert not await take(shard, "train")
 
     on_shard(test)
@@ -303,11 +303,11 @@ def test_stats_cover_the_time_since_the_last_step() -> None:
         for _ in range(2):
             # An ended group is removed in the middle of the step.
             await shard.remove_groups(["b"], 0)
-            figures = shard.get_stats()
+            figures = await shard.get_stats()
             assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
         figures = await shard.end_step([], 1)
         assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
-        assert shard.get_stats().counts == dict.fromkeys(figures.counts, 0)
+        assert (await shard.get_stats()).counts == dict.fromkeys(figures.counts, 0)
         await admit(shard, "c")
         again = await shard.end_step([], 1)
         assert (again.counts, again.depth) == (figures.counts, figures.depth)
@@ -323,7 +323,7 @@ def test_stats_have_column_bytes_and_oldest_age() -> None:
         await asyncio.sleep(2.0)
         await admit(shard, "b")
         await do(shard, "generate", "reward", max_groups=1)
-        stats = shard.get_stats()
+        stats = await shard.get_stats()
         assert stats.num_bytes == sum(len(encode_columns(WORK[s])) for s in ("generate", "reward"))
         assert stats.oldest_age_s == pytest.approx(2.0)
         assert stats.uids == ("a", "b")
@@ -336,7 +336,7 @@ def test_locate_groups_describes_holders_and_waiting_stages() -> None:
         await admit(shard, *"ab")
         await take(shard, "generate", max_groups=1, holder="generator-0")
         await asyncio.sleep(2.0)
-        assert shard.locate_groups(["a", "b", "c"]) == {
+        assert await shard.locate_groups(["a", "b", "c"]) == {
             "a": "held by generator-0 for 2.0 s (generate, attempt 1), admitted 2.0 s ago",
             "b": "ready for generate, admitted 2.0 s ago",
         }
@@ -348,13 +348,13 @@ def test_columns_can_be_read_without_a_lease() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await finish(shard)
-        blobs_by_group = shard.read_columns(["b", "a"], ["scores", "ref_logprobs"])
+        blobs_by_group = await shard.read_columns(["b", "a"], ["scores", "ref_logprobs"])
         assert [len(blobs) for blobs in blobs_by_group] == [2, 2]
         with pytest.raises(StreamError, match=r"group b: no \['loss', 'mask'\] are in the queue"):
-            shard.read_columns(["b"], ["mask", "scores", "loss"])
+            await shard.read_columns(["b"], ["mask", "scores", "loss"])
         await shard.remove_groups(["a"], 1)
         with pytest.raises(StreamError, match="group a is neither in the queue nor in its journal"):
-            shard.read_columns(["a"], ["scores"])
+            await shard.read_columns(["a"], ["scores"])
 
     on_shard(test)
 
@@ -365,7 +365,7 @@ def test_remove_groups_is_idempotent_and_versions_only_grow() -> None:
         await finish(shard)
         for version in (5, 4):
             await shard.remove_groups(["a", "unknown"], version)
-        assert shard.get_stats().uids == ()
+        assert (await shard.get_stats()).uids == ()
         await admit(shard, "b", version=4)
         await finish(shard)
         (ready,) = await take(shard, "train")

@@ -138,7 +138,7 @@ async def test_slow_work_is_kept_by_renewals() -> None:
     loop.cancel()
     other.cancel()
     assert sampler.finished == UIDS[:1]
-    figures = await shard.end_step([], 1)
+    figures = await ExperienceQueue([shard], "me").end_step([], 1)
     assert figures.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
 
 

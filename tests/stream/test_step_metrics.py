@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.buffer.books.ledger import LedgerCounts
 from streamrl.buffer.books.run_log import TrainedGroup
-from streamrl.buffer.wire_types import ShardStats
+from streamrl.buffer.shard_stats import ShardStats
 from streamrl.messages import GroupInfo
 from streamrl.stream.protocols import FilterTally
 from streamrl.stream.step_metrics import StageActivity, StepFacts, compute_step_metrics

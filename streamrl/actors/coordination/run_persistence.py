@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from streamrl.actors.queue_shard import RemoteShard
 from streamrl.actors.trainer_group import TrainerGroup
 from streamrl.actors.transport.ray_calls import gather_replies
-from streamrl.actors.transport.shard_proxy import RemoteShard
-from streamrl.buffer import Ledger, RunLog
+from streamrl.buffer import DurableShard, Ledger, RunLog
 from streamrl.buffer.log.journal import Journal, NullRecordLog
 from streamrl.config.resume_checks import load_run_log, redraw_prompts
 from streamrl.config.run_config import RunConfig
@@ -31,7 +31,6 @@ from streamrl.stream.run_state import RunState
 
 NO_SPACE_RETRY_STEPS = 10
 """Steps without checkpoints for large journals, after a checkpoint failed for lack of space."""
-SNAPSHOT_TIMEOUT_S = 600.0
 
 
 class RunPersistence:
@@ -112,7 +111,10 @@ class RunPersistence:
             self._retry_version = version + NO_SPACE_RETRY_STEPS
             raise
         await asyncio.gather(
-            *(shard.discard_before(cuts[name]) for name, shard in self._list_journaled_shards())
+            *(
+                shard.call(DurableShard.discard_before, cuts[name])
+                for name, shard in self._list_journaled_shards()
+            )
         )
         await asyncio.to_thread(remove_old_shards, self._run_dir, self._layout)
         return path
@@ -156,7 +158,7 @@ class RunPersistence:
         if self._journal is None:
             return {}
         cuts = await asyncio.gather(
-            *(shard.rotate_journal() for _, shard in self._list_journaled_shards())
+            *(shard.call(DurableShard.rotate_journal) for _, shard in self._list_journaled_shards())
         )
         names = (name for name, _ in self._list_journaled_shards())
         return {**dict(zip(names, cuts, strict=True)), RUN_LOG_FOLDER: await self._journal.rotate()}
@@ -165,7 +167,7 @@ class RunPersistence:
         """Let every shard write its state at the cut into a folder of the checkpoint."""
         await gather_replies(
             *(
-                shard.write_snapshot(cuts[name], folder / name, timeout_s=SNAPSHOT_TIMEOUT_S)
+                shard.call(DurableShard.write_snapshot, cuts[name], folder / name)
                 for name, shard in self._list_journaled_shards()
             )
         )
@@ -178,5 +180,7 @@ class RunPersistence:
 
     async def close(self) -> None:
         if self._journal is not None:
-            await asyncio.gather(*(shard.close() for _, shard in self._list_journaled_shards()))
+            await asyncio.gather(
+                *(shard.call(DurableShard.close) for _, shard in self._list_journaled_shards())
+            )
             await self._journal.close()

@@ -30,11 +30,10 @@ from streamrl.actors.launch.placement_groups import (
     reserve_large_bundles,
 )
 from streamrl.actors.launch.ray_cluster import GIB
-from streamrl.actors.queue_shard import MAX_SHARD_RESTARTS as SHARD_RESTARTS
+from streamrl.actors.queue_shard import MAX_SHARD_RESTARTS, RemoteShard
 from streamrl.actors.scorer import ScorerActor
 from streamrl.actors.trainer import RendezvousInfo, TrainerActor
 from streamrl.actors.transport.ray_calls import fetch_reply
-from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.config.preflight import PreparedRun, list_resource_demands
 from streamrl.config.role_counts import assign_slots
 from streamrl.config.run_config import RunConfig
@@ -397,7 +396,9 @@ class ActorRegistry:
         for shard in shards:
             if shard.is_restartable:
                 reopen = shard.actor.open_shard.options(max_task_retries=-1)
-                self.restarts.register_actor(shard.name, reopen.remote, max_restarts=SHARD_RESTARTS)
+                self.restarts.register_actor(
+                    shard.name, reopen.remote, max_restarts=MAX_SHARD_RESTARTS
+                )
         return {shard.actor.run.remote(): shard.name for shard in shards}
 
     def crash_actor(self, name: str) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
-import numpy as np
 import ray
 from msgspec.structs import replace
 
@@ -14,17 +13,17 @@ from streamrl.buffer.codec import (
     LARGE_BLOB_BYTES,
     Blob,
     count_blob_bytes,
+    from_message,
     join_pieces,
     split_pieces,
+    to_message,
 )
-from streamrl.buffer.wire_types import ColumnCommit, LeaseGrant
+from streamrl.buffer.wire_types import ColumnBlobs, LeaseGrant
 
 INLINE_BYTES = LARGE_BLOB_BYTES
 """Largest blob that a shard stores itself and sends inside messages. Ray inlines objects up to the
 same size, because an object costs as much as many copies of this many bytes.
 """
-OUT_OF_BAND_BYTES = 4 * 1024
-"""Buffers above this size travel beside the pickle without a copy."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,26 @@ def store_blob(blob: Blob) -> Any:
     return to_message(join_pieces(blob))
 
 
-def to_message(blob: Blob) -> Any:
-    """Return a blob in picklable form: bytes, or numpy views without a copy if large."""
-    if isinstance(blob, tuple):
-        return [to_message(piece) for piece in blob]
-    return np.frombuffer(blob, np.uint8) if len(blob) > OUT_OF_BAND_BYTES else bytes(blob)
+def list_blobs(item: Any) -> tuple[Any, ...]:
+    """Return the blobs that an item of a shard's reply holds; () if it holds none."""
+    if isinstance(item, LeaseGrant):
+        return (*item.blobs, *item.partial_rollouts)
+    return item if isinstance(item, ColumnBlobs) else ()
 
 
-def from_message(blob: Any) -> Blob:
-    """Invert `to_message`; views are not copied."""
-    if isinstance(blob, list):
-        return tuple(map(memoryview, blob))
-    return blob if isinstance(blob, bytes) else memoryview(blob)
+def has_stored_blobs(reply: Any) -> bool:
+    """Return whether a shard's reply holds references to objects in Ray's store."""
+    return isinstance(reply, list) and any(
+        isinstance(blob, ObjectStoreBlob) for item in reply for blob in list_blobs(item)
+    )
+
+
+async def resolve_reply(reply: Any) -> Any:
+    """Return a shard's reply with its large blobs fetched from Ray's object store."""
+    if not (isinstance(reply, list) and any(map(list_blobs, reply))):
+        return reply
+    resolved = await resolve_blobs([list_blobs(item) for item in reply])
+    return [_replace_blobs(item, blobs) for item, blobs in zip(reply, resolved, strict=True)]
 
 
 async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...]]:
@@ -78,33 +85,11 @@ async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...
     ]
 
 
-async def resolve_grants(grants: Sequence[LeaseGrant]) -> list[LeaseGrant]:
-    """Return leased groups with their large blobs fetched from Ray's object store."""
-    blobs_by_grant = await resolve_blobs(
-        [(*grant.blobs, *grant.partial_rollouts) for grant in grants]
-    )
-    return [
-        _resolve_grant(grant, blobs) for grant, blobs in zip(grants, blobs_by_grant, strict=True)
-    ]
-
-
-def _resolve_grant(grant: LeaseGrant, blobs: Sequence[Any]) -> LeaseGrant:
-    """Return a leased group with these blobs in place of its stored ones."""
-    if all(map(is_, (*grant.blobs, *grant.partial_rollouts), blobs)):
-        return grant
-    count = len(grant.blobs)
-    return replace(grant, blobs=tuple(blobs[:count]), partial_rollouts=tuple(blobs[count:]))
-
-
-def pack_commits(commits: Sequence[ColumnCommit]) -> list[ColumnCommit]:
-    """Return commits with their blobs in picklable form, to send them to a shard."""
-    return [_replace_blob(commit, to_message(commit.blob)) for commit in commits]
-
-
-def unpack_commits(commits: Sequence[ColumnCommit]) -> list[ColumnCommit]:
-    """Invert `pack_commits` in the process of the shard."""
-    return [_replace_blob(commit, from_message(commit.blob)) for commit in commits]
-
-
-def _replace_blob(commit: ColumnCommit, blob: Any) -> ColumnCommit:
-    return commit if blob is commit.blob else replace(commit, blob=blob)
+def _replace_blobs(item: Any, blobs: tuple[Blob, ...]) -> Any:
+    """Return an item of a reply with these blobs in place of its stored ones."""
+    if not isinstance(item, LeaseGrant):
+        return blobs
+    if all(map(is_, list_blobs(item), blobs)):
+        return item
+    count = len(item.blobs)
+    return replace(item, blobs=blobs[:count], partial_rollouts=blobs[count:])

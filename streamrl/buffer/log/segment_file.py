@@ -112,6 +112,14 @@ def list_segments(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in paths if path.stem.isdecimal())
 
 
+def delete_segments_from(journal: Path, first: int) -> None:
+    """Delete journal segments from number `first` on: a resumed run rewrites history from there."""
+    # Descending, so that a crash leaves no gap.
+    for number in reversed(list_segments(journal)):
+        if number >= first:
+            segment_path(journal, number).unlink()
+
+
 def check_first_segment(folder: Path, first: int) -> None:
     """Raise JournalError if the first segments of a journal, from number `first` on, are missing.
 

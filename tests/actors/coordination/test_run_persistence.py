@@ -1,6 +1,7 @@
 """Checkpoints on a full disk: nothing partial remains, and the run can continue."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +27,15 @@ class Shard:
         self._cut, self._snapshot = cut, snapshot
         self.discarded: list[int] = []
 
+    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        return await getattr(self, method.__name__)(*args)
+
     async def rotate_journal(self) -> int:
         if self._cut:
             raise self._cut
         return 1
 
-    async def write_snapshot(self, cut: int, out: Path, *, timeout_s: float) -> None:
+    async def write_snapshot(self, cut: int, out: Path) -> None:
         out.mkdir(parents=True)
         if self._snapshot:
             raise self._snapshot

@@ -21,7 +21,7 @@ from streamrl.actors.coordination.step_reporter import (
 )
 from streamrl.buffer.books.ledger import LedgerCounts
 from streamrl.buffer.books.run_log import TrainedGroup
-from streamrl.buffer.wire_types import ShardStats
+from streamrl.buffer.shard_stats import ShardStats
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import DeadlineError

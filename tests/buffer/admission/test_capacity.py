@@ -39,7 +39,7 @@ def test_full_shard_blocks_admission_until_a_removal() -> None:
         assert not blocked.done()
         await shard.remove_groups(["a"], 1)
         await blocked
-        assert shard.get_stats().uids == ("b",)
+        assert (await shard.get_stats()).uids == ("b",)
 
     on_shard(test, bounds=ShardCapacity(1))
 
@@ -48,7 +48,7 @@ def test_ended_group_occupies_capacity_until_removal() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (experience,) = await take(shard, "generate")
-        shard.fail_groups([(experience.lease, DeadlineError("no"))])
+        await shard.fail_groups([(experience.lease, DeadlineError("no"))])
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
         await asyncio.sleep(5.0)
         assert not blocked.done()
@@ -67,7 +67,7 @@ def test_admission_inserts_as_many_as_fit() -> None:
         assert not again.done()
         await shard.remove_groups(["a"], 1)
         assert await again == ["c"]
-        assert shard.get_stats().uids == ("b", "c")
+        assert (await shard.get_stats()).uids == ("b", "c")
 
     on_shard(test, bounds=ShardCapacity(2))
 
@@ -81,7 +81,7 @@ def test_admissions_being_journaled_occupy_capacity(bounds: ShardCapacity) -> No
         entering = [asyncio.create_task(admit(shard, uid, wait_s=5.0)) for uid in "abc"]
         await asyncio.wait(entering)
         assert [task.exception() is None for task in entering] == [True, True, False]
-        assert shard.get_stats().uids == ("a", "b")
+        assert (await shard.get_stats()).uids == ("a", "b")
 
     run_virtual(main())
 
@@ -92,7 +92,7 @@ def test_repeated_admission_is_ignored() -> None:
         (experience,) = await take(shard, "generate")
         await admit(shard, "a", version=3)
         assert not await take(shard, "generate"), "the first one stands, with its lease"
-        assert shard.renew_leases([experience.lease]) == []
+        assert await shard.renew_leases([experience.lease]) == []
 
     on_shard(test, bounds=ShardCapacity(1))
 
@@ -104,7 +104,7 @@ def test_admission_retried_while_waiting_is_inserted_once() -> None:
         await asyncio.sleep(1.0)
         await shard.remove_groups(["x"], 0)
         await asyncio.gather(*both)
-        assert shard.get_stats().uids == ("a",)
+        assert (await shard.get_stats()).uids == ("a",)
         assert len(await take(shard, "generate")) == 1
 
     on_shard(test, bounds=ShardCapacity(1))
@@ -120,7 +120,7 @@ def test_admission_retried_after_removal_does_not_bring_the_group_back() -> None
         await shard.remove_groups(["b"], 1)
         assert await shard.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
         assert await waiting == ["b"]
-        assert shard.get_stats().uids == ()
+        assert (await shard.get_stats()).uids == ()
 
     on_shard(test, bounds=ShardCapacity(1))
 
@@ -135,7 +135,7 @@ def test_seen_uids_survive_a_shard_restart_but_not_a_new_session() -> None:
         for session in ("first", "second"):
             successor = make_shard(book=recover(STAGES, log), session=session)
             assert await successor.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
-            removed[session] = successor.get_stats().uids
+            removed[session] = (await successor.get_stats()).uids
         assert removed == {"first": (), "second": ("a",)}
 
     run_virtual(main())
@@ -151,7 +151,7 @@ def test_seen_uids_are_bounded(
             await admit(shard, uid)
             await shard.remove_groups([uid], 1)
         await admit(shard, "a", "b", "c")
-        assert shard.get_stats().uids == ("a",)
+        assert (await shard.get_stats()).uids == ("a",)
 
     on_shard(test)
 
@@ -213,7 +213,7 @@ def test_ended_group_releases_its_bytes() -> None:
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
         await asyncio.sleep(1.0)
         assert not blocked.done()
-        shard.fail_groups([(experience.lease, DeadlineError("no"))])
+        await shard.fail_groups([(experience.lease, DeadlineError("no"))])
         await blocked
 
     on_shard(
@@ -226,7 +226,7 @@ def test_commit_never_waits_and_stays_within_reservations() -> None:
         await admit(shard, *"abc")
         await finish(shard)
         assert asyncio.get_running_loop().time() == 0.0
-        assert shard.get_stats().num_bytes == 3 * WHOLE_BYTES
+        assert (await shard.get_stats()).num_bytes == 3 * WHOLE_BYTES
 
     on_shard(
         test, bounds=ShardCapacity(3, max_bytes=3 * WHOLE_BYTES, reserved_group_bytes=WHOLE_BYTES)
@@ -256,7 +256,7 @@ def test_add_groups_reserves_its_column_bytes_before_insertion() -> None:
         await asyncio.sleep(0)  # it is being written
         assert await shard.add_groups(entries[2:], commits[2:], wait_s=1.0) == ["c"]
         assert await first == ["a", "b"]
-        assert shard.get_stats().num_bytes == 3 * size
+        assert (await shard.get_stats()).num_bytes == 3 * size
         with pytest.raises(DeadlineError, match="full shard"):
             await shard.add_groups(entries[3:], commits[3:], wait_s=1.0)
         await shard.remove_groups(["a", "b"], 1)

@@ -139,19 +139,25 @@ def wrap_async(owner, name, around):
     setattr(owner, name, wrapped)
 
 
+async def die_during(fault, work, role, moment):
+    """Await what a coroutine function returns, unless the moment is while it is at work."""
+    if not fault.is_due(role, moment):
+        return await work()
+    running = asyncio.ensure_future(work())
+    await asyncio.sleep(0)
+    fault.kill_later()
+    await running
+    fault.kill()
+
+
 def during_async(fault, owner, name, role, moment, named=None):
-    """The moment is while this coroutine function is at work, on a call with the argument `named`
-    if given.
-    """
+    """Fire while this coroutine function runs, on a call with the argument `named` if given."""
 
     async def around(original, *arguments, **keywords):
-        if named not in (None, *keywords) or not fault.is_due(role, moment):
-            return await original(*arguments, **keywords)
-        work = asyncio.ensure_future(original(*arguments, **keywords))
-        await asyncio.sleep(0)
-        fault.kill_later()
-        await work
-        fault.kill()
+        work = functools.partial(original, *arguments, **keywords)
+        if named not in (None, *keywords):
+            return await work()
+        return await die_during(fault, work, role, moment)
 
     wrap_async(owner, name, around)
 
@@ -226,13 +232,14 @@ def blobs(fault, module):
 
 
 def remote_shard(fault, module):
-    async def ask(original, self, *arguments, **named):
+    async def ask(original, self, method, *arguments, **named):
         asked.set(self.name)
-        return await original(self, *arguments, **named)
+        work = functools.partial(original, self, method, *arguments, **named)
+        if fault.role in ("generator", "scorer") and method.__name__ == "commit_columns":
+            return await die_during(fault, work, fault.role, "mid_put")
+        return await work()
 
-    wrap_async(module.RemoteShard, "_send_request", ask)
-    if fault.role in ("generator", "scorer"):
-        during_async(fault, module.RemoteShard, "commit_columns", fault.role, "mid_put")
+    wrap_async(module.RemoteShard, "call", ask)
 
 
 def generation_engine(fault, module):
@@ -252,12 +259,11 @@ def reward_scorer(fault, module):
 
 
 def keeper(fault, module):
-    def init(original, self, plan, store=bytes):
-        original(self, plan, store)
-        if plan.files is not None:
-            fault.arrive(os.path.basename(plan.files.journal_dir))
+    def init(original, self, plan, files, *arguments):
+        original(self, plan, files, *arguments)
+        fault.arrive(os.path.basename(files.journal_dir))
 
-    wrap(module.ShardHost, "__init__", init)
+    wrap(module.DurableShard, "__init__", init)
 
 
 def shard(fault, module):
@@ -268,13 +274,13 @@ def shard(fault, module):
             fault.at("shard", "after_take")
         return grants
 
-    def read(original, self, *arguments):
-        found = original(self, *arguments)
+    async def read(original, self, *arguments):
+        found = await original(self, *arguments)
         fault.at("shard", "mid_compute")
         return found
 
     wrap_async(module.QueueShard, "lease_groups", take)
-    wrap(module.QueueShard, "read_columns", read)
+    wrap_async(module.QueueShard, "read_columns", read)
 
 
 def journal(fault, module):
@@ -381,11 +387,11 @@ PATCHES = {
     "streamrl.telemetry.sinks": driver,
     "streamrl.buffer.client": queue_client,
     "streamrl.actors.transport.object_store": blobs,
-    "streamrl.actors.transport.shard_proxy": remote_shard,
+    "streamrl.actors.queue_shard": remote_shard,
     "streamrl.actors.replica": channel,
     "streamrl.engines.generation.generator": generation_engine,
     "streamrl.rewards.scorer": reward_scorer,
-    "streamrl.buffer.shard_host": keeper,
+    "streamrl.buffer.durable_shard": keeper,
     "streamrl.buffer.shard": shard,
     "streamrl.buffer.log.journal": journal,
     "streamrl.buffer.recovery": recovery,

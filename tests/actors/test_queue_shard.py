@@ -11,19 +11,22 @@ import numpy as np
 import pytest
 import ray
 
-from streamrl.actors.queue_shard import create_shards
-from streamrl.actors.transport import shard_proxy
+from streamrl.actors import queue_shard
+from streamrl.actors.queue_shard import RemoteShard, create_shards
 from streamrl.actors.transport.rpc import RpcEndpoint
-from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.buffer import (
+    DurableShard,
     ExperienceQueue,
     QueueConfig,
+    QueueShard,
     ShardCapacity,
     ShardFiles,
     ShardPlan,
     StageSchema,
 )
 from streamrl.buffer.codec import LARGE_BLOB_BYTES
+from streamrl.buffer.log.segment_file import list_segments
+from streamrl.buffer.recovery import SnapshotBase, recover_state
 from streamrl.errors import ActorLostError, ContractError
 from streamrl.messages import ROLLOUT_COLUMNS, Columns, Prompt
 
@@ -190,14 +193,33 @@ def test_requests_are_retried_until_a_dead_shard_is_back(make: Make) -> None:
     asyncio.run(main())
 
 
+def test_a_snapshot_replaces_the_journal_segments_before_its_cut(
+    make: Make, tmp_path: Path
+) -> None:
+    shard, snapshot = make(), tmp_path / "snapshot"
+
+    async def main() -> int:
+        await ExperienceQueue([shard], "me").admit_prompts(prompts(), 0)
+        cut = await shard.call(DurableShard.rotate_journal)
+        await shard.call(DurableShard.write_snapshot, cut, snapshot)
+        await shard.call(DurableShard.discard_before, cut)
+        await shard.call(DurableShard.close)
+        return cut
+
+    cut = asyncio.run(main())
+    assert list_segments(tmp_path / "shard-0") == [cut]
+    state, _ = recover_state(STAGES, None, SnapshotBase(snapshot))
+    assert state.groups.keys() == SIZES.keys()
+
+
 def test_a_shard_without_a_journal_does_not_come_back(make: Make) -> None:
     shard = make(journal=False)
 
     async def main() -> None:
-        await shard.get_stats()
+        await shard.call(QueueShard.get_stats)
         await asyncio.to_thread(kill, shard)
         with pytest.raises(ActorLostError, match=r"shard-0\.get_endpoint: the actor died"):
-            await shard.get_stats()
+            await shard.call(QueueShard.get_stats)
 
     asyncio.run(main())
 
@@ -205,7 +227,7 @@ def test_a_shard_without_a_journal_does_not_come_back(make: Make) -> None:
 def test_an_unreachable_shard_is_named_with_its_address(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_proxy, "RECONNECT_S", 0.5)
+    monkeypatch.setattr(queue_shard, "RECONNECT_S", 0.5)
     shard = make()
 
     async def nowhere(_: Any) -> RpcEndpoint:
@@ -215,7 +237,7 @@ def test_an_unreachable_shard_is_named_with_its_address(
         replies = type("Method", (), {"remote": staticmethod(lambda: nowhere(None))})
         shard.actor = type("Actor", (), {"get_endpoint": replies})
         with pytest.raises(ActorLostError, match=r"shard-0\.get_stats: 127\.0\.0\.1:1 cannot be"):
-            await shard.get_stats()
+            await shard.call(QueueShard.get_stats)
 
     asyncio.run(main())
 
@@ -224,7 +246,7 @@ def test_an_unreachable_shard_is_named_with_its_address(
 def test_a_long_call_survives_repeated_connection_losses(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_proxy, "RECONNECT_S", 0.5)
+    monkeypatch.setattr(queue_shard, "RECONNECT_S", 0.5)
     shard = make(groups=1)
 
     async def main() -> None:
@@ -237,10 +259,10 @@ def test_a_long_call_survives_repeated_connection_losses(
                 while not connection._pending_replies:
                     await asyncio.sleep(0.01)
             connection.close()
-        (first,) = (await shard.get_stats()).uids
+        (first,) = (await shard.call(QueueShard.get_stats)).uids
         await queue.remove_groups([first], 1)
         await admitting
-        assert {first, *(await shard.get_stats()).uids} == {"0:0:0", "0:1:0"}
+        assert {first, *(await shard.call(QueueShard.get_stats)).uids} == {"0:0:0", "0:1:0"}
 
     asyncio.run(main())
 
@@ -248,15 +270,15 @@ def test_a_long_call_survives_repeated_connection_losses(
 def test_every_event_loop_and_process_has_a_connection_of_its_own(make: Make) -> None:
     shard = make()
     with asyncio.Runner() as one, asyncio.Runner() as other:
-        one.run(shard.admit_prompts([("0:0:0", b"", 0)], wait_s=1.0))
+        one.run(shard.call(QueueShard.admit_prompts, [("0:0:0", b"", 0)], wait_s=1.0))
         for runner in (other, one, other):
-            assert runner.run(shard.get_stats()).uids == ("0:0:0",)
+            assert runner.run(shard.call(QueueShard.get_stats)).uids == ("0:0:0",)
     assert shard.actor.called == ["get_endpoint"] * 2
-    assert asyncio.run(shard.get_stats()).uids == ("0:0:0",)
+    assert asyncio.run(shard.call(QueueShard.get_stats)).uids == ("0:0:0",)
     shard.actor = shard.actor.actor
 
     @ray.remote(num_cpus=0)
     def elsewhere(shard: RemoteShard) -> Any:
-        return asyncio.run(shard.get_stats()).uids
+        return asyncio.run(shard.call(QueueShard.get_stats)).uids
 
     assert ray.get(elsewhere.remote(shard)) == ("0:0:0",)

@@ -1,0 +1,399 @@
+"""A shard and its files: kills, restarts, snapshots, rewinds."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.buffer import (
+    DurableShard,
+    QueueConfig,
+    ShardCapacity,
+    ShardFiles,
+    ShardPlan,
+    StageSchema,
+)
+from streamrl.buffer.codec import Blob, decode_columns, join_pieces
+from streamrl.buffer.durable_shard import open_shard
+from streamrl.buffer.log.journal import JournalConfig
+from streamrl.buffer.log.segment_file import delete_segments_from, list_segments, segment_path
+from streamrl.buffer.recovery import SnapshotBase
+from streamrl.errors import JournalError, StreamError
+from streamrl.run_dir.checkpoint import CheckpointState, CheckpointWriter, find_snapshot
+from tests.buffer.shards import STAGES, WITH_A_GREEDY_ONE, admit, do, finish, put, rollouts, take
+
+
+def plan(
+    run_dir: Path,
+    *,
+    session: str = "run",
+    enabled: bool = True,
+    stages: Mapping[str, StageSchema] = STAGES,
+) -> ShardPlan:
+    files = ShardFiles(run_dir / "journal", lambda: find_snapshot(run_dir, "shard-0"))
+    config = QueueConfig(lease_s=100.0, max_attempts=2, journal=JournalConfig(fsync_s=0.0))
+    return ShardPlan(stages, config, ShardCapacity(100), session, files if enabled else None)
+
+
+def open_durable(plan: ShardPlan, store: Callable[[Blob], Any] = join_pieces) -> DurableShard:
+    shard = open_shard(plan, store)
+    assert isinstance(shard, DurableShard)
+    return shard
+
+
+def lives(*parts: Callable[[], Awaitable[None]]) -> None:
+    """Run each part in an event loop of its own, like a process: only the disk persists.
+
+    Nothing is closed in between.
+    """
+    for process_run in parts:
+        asyncio.run(process_run())  # type: ignore[arg-type]
+
+
+async def columns(shard: DurableShard, uid: str, *names: str) -> dict[str, Any]:
+    (blobs,) = await shard.read_columns([uid], names)
+    return {name: column for blob in blobs for name, column in decode_columns(blob).items()}
+
+
+async def checkpoint(shard: DurableShard, run_dir: Path, version: int) -> None:
+    """Make a checkpoint like the coordinator."""
+    cut = await shard.rotate_journal()
+    writer = CheckpointWriter(run_dir, version)
+    await shard.write_snapshot(cut, writer.queue_dir / "shard-0")
+    cuts = {"shard-0": cut}
+    state = CheckpointState(version=version, ledger={}, prompts={}, dials={}, cuts=cuts)
+    writer.commit(state, keep=2)
+    await shard.discard_before(cut)
+
+
+def test_accepted_columns_survive_a_kill(tmp_path: Path) -> None:
+    async def first() -> None:
+        shard = open_durable(plan(tmp_path))
+        await admit(shard, "a", "b", version=3)
+        (group,) = await take(shard, "generate", max_groups=1)
+        assert await put(shard, (group.lease, rollouts(version=3))) == []
+
+    async def second() -> None:
+        shard = open_durable(plan(tmp_path, session="resumed"))
+        assert not shard.corrupt_records
+        assert (await shard.get_stats()).uids == ("a", "b")
+        (sampling,) = await take(shard, "generate")
+        assert (sampling.uid, sampling.admitted_version) == ("b", 3)
+        assert sampling.prompt is not None and sampling.prompt.token_ids.tolist() == [1, 2]
+        (scoring,) = await take(shard, "reward", ("policy_version",))
+        assert (
+            scoring.columns["policy_version"].tolist()
+            == rollouts(version=3)["policy_version"].tolist()
+        )
+        await finish(shard)
+        await shard.close()
+
+    lives(first, second)
+
+
+def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path) -> None:
+    greedy = {"greedy_ids": np.array([7, 8], np.int32)}
+
+    async def first() -> None:
+        shard = open_durable(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+        await admit(shard, "a")
+        (group,) = await take(shard, "greedy")
+        assert await put(shard, (group.lease, greedy)) == []
+
+    async def second() -> None:
+        shard = open_durable(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+        assert not shard.corrupt_records
+        assert await take(shard, "greedy") == []
+        (sampling,) = await take(shard, "generate")
+        assert await put(shard, (sampling.lease, rollouts())) == []
+
+    async def third() -> None:
+        shard = open_durable(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+        (judging,) = await take(shard, "baseline", ("greedy_ids", "lengths"))
+        assert judging.columns["greedy_ids"].tolist() == [7, 8]
+        assert judging.info is not None
+        await shard.close()
+
+    lives(first, second, third)
+
+
+def test_shard_recovers_from_repeated_deaths(tmp_path: Path) -> None:
+    async def life() -> None:
+        shard = open_durable(plan(tmp_path))
+        seen = len((await shard.get_stats()).uids)
+        await admit(shard, f"0:{seen}:0")
+        await do(shard, "generate")
+
+    async def last() -> None:
+        shard = open_durable(plan(tmp_path))
+        assert len(await take(shard, "reward")) == 5
+        assert (await shard.get_stats()).journal_bytes > 0
+        await shard.close()
+
+    lives(*[life] * 5, last)
+
+
+def test_store_is_used_before_and_after_a_restart(tmp_path: Path) -> None:
+    store: dict[int, bytes] = {}
+
+    def keep(blob: Any) -> int:
+        store[len(store)] = bytes(blob)
+        return len(store) - 1
+
+    async def first() -> None:
+        shard = open_durable(plan(tmp_path), keep)
+        await admit(shard, "a")
+        (group,) = await take(shard, "generate")
+        await put(shard, (group.lease, rollouts()))
+        assert await shard.read_columns(["a"], ["lengths"]) == [(0,)]
+
+    async def second() -> None:
+        shard = open_durable(plan(tmp_path), keep)
+        assert await shard.read_columns(["a"], ["lengths"]) == [(1,)]
+        assert store[1] == store[0]
+        await shard.close()
+
+    lives(first, second)
+
+
+def test_checkpoint_replaces_the_journal_before_its_cut(tmp_path: Path) -> None:
+    async def first() -> None:
+        shard = open_durable(plan(tmp_path))
+        await admit(shard, "trained", "ready", "fresh")
+        await finish(shard, max_groups=1)
+        await shard.remove_groups(["trained"], 1)
+        await finish(shard, max_groups=1)
+        await checkpoint(shard, tmp_path, 1)
+        assert list_segments(tmp_path / "journal") == [2]
+        await admit(shard, "later", version=1)
+
+    async def second() -> None:
+        shard = open_durable(plan(tmp_path))
+        assert (await shard.get_stats()).uids == ("ready", "fresh", "later")
+        assert (await columns(shard, "ready", "scores"))["scores"].tolist() == [1.0, 1.0]
+        with pytest.raises(StreamError, match="neither in the queue nor in its journal"):
+            await shard.read_columns(["trained"], ["scores"])
+        await shard.remove_groups(["ready"], 2)
+        assert (await columns(shard, "ready", "scores"))["scores"].tolist() == [1.0, 1.0]
+        await checkpoint(shard, tmp_path, 2)
+        with pytest.raises(StreamError, match="neither in the queue nor in its journal"):
+            await shard.read_columns(["ready"], ["scores"])
+        await shard.close()
+
+    async def third() -> None:
+        shard = open_durable(plan(tmp_path))
+        assert (await shard.get_stats()).uids == ("fresh", "later")
+        await shard.close()
+
+    lives(first, second, third)
+
+
+def test_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path) -> None:
+    async def first() -> None:
+        shard = open_durable(plan(tmp_path))
+        await admit(shard, "a")
+        cut = await shard.rotate_journal()
+        await admit(shard, "b")
+        await shard.write_snapshot(
+            cut, tmp_path / "checkpoints" / ".step_000001.partial" / "shard-0"
+        )
+
+    async def second() -> None:
+        shard = open_durable(plan(tmp_path))
+        assert (await shard.get_stats()).uids == ("a", "b")
+        await shard.close()
+
+    lives(first, second)
+
+
+def test_records_during_a_snapshot_lie_after_its_cut(tmp_path: Path) -> None:
+    async def main() -> None:
+        shard = open_durable(plan(tmp_path))
+        await admit(shard, "a")
+        await do(shard, "generate")
+        cut = await shard.rotate_journal()
+        making = asyncio.create_task(shard.write_snapshot(cut, tmp_path / "out"))
+        await admit(shard, "b")
+        await do(shard, "reward", "reference")
+        await shard.remove_groups(["a"], 1)
+        await making
+        await shard.close()
+
+    async def later() -> None:
+        files = ShardFiles(tmp_path / "nothing", lambda: SnapshotBase(tmp_path / "out", 99))
+        shard = open_durable(ShardPlan(STAGES, QueueConfig(), ShardCapacity(100), "run", files))
+        assert (await shard.get_stats()).uids == ("a",)
+        assert len(await take(shard, "reward")) == 1
+        await shard.close()
+
+    lives(main, later)
+
+
+def test_rewound_run_keeps_its_new_records(
+    tmp_path: Path,
+) -> None:
+    async def first() -> None:
+        shard = open_durable(plan(tmp_path))
+        await admit(shard, "a")
+        await checkpoint(shard, tmp_path, 1)
+        await admit(shard, "abandoned")
+        await checkpoint(shard, tmp_path, 2)
+
+    async def back() -> None:
+        newest = tmp_path / "checkpoints" / "step_000002"
+        newest.rename(tmp_path / "removed")
+        delete_segments_from(tmp_path / "journal", find_snapshot(tmp_path, "shard-0").first_segment)
+        assert list_segments(tmp_path / "journal") == []
+        shard = open_durable(plan(tmp_path))
+        assert (await shard.get_stats()).uids == ("a",)
+        await admit(shard, "another")
+
+    async def again() -> None:
+        shard = open_durable(plan(tmp_path))
+        assert (await shard.get_stats()).uids == ("a", "another")
+        await shard.close()
+
+    lives(first, back, again)
+
+
+def test_segments_are_deleted_from_the_end_so_that_a_crash_leaves_no_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (3, 4, 5, 6):
+        segment_path(tmp_path, number).touch()
+    unlink = Path.unlink
+
+    def dying(path: Path) -> None:
+        if path.name == "00000005.journal":
+            raise KeyboardInterrupt
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", dying)
+    with pytest.raises(KeyboardInterrupt):
+        delete_segments_from(tmp_path, 4)
+    assert list_segments(tmp_path) == [3, 4, 5]
+    monkeypatch.undo()
+    delete_segments_from(tmp_path, 4)
+    assert list_segments(tmp_path) == [3]
+
+
+def test_damage_is_reported_and_the_shard_continues(tmp_path: Path) -> None:
+    async def first() -> None:
+        shard = open_durable(plan(tmp_path))
+        await admit(shard, "a")
+        await do(shard, "generate")
+        await admit(shard, "b")
+        await shard.close()
+
+    async def second() -> None:
+        path = segment_path(tmp_path / "journal", 1)
+        content = path.read_bytes()
+        path.write_bytes(content.replace(b"generator_logprobs", b"generator_logprobz"))
+        shard = open_durable(plan(tmp_path, session="resumed"))
+        (bad,) = shard.corrupt_records
+        assert (bad.file, bad.reason) == (path, "the record does not match its checksum")
+        assert {group.uid for group in await take(shard, "generate")} == {"a", "b"}
+        await shard.close()
+
+    lives(first, second)
+
+
+def spoil(run_dir: Path, segment: int, text: bytes) -> None:
+    """Damage the first record of a segment that contains this text."""
+    path = segment_path(run_dir / "journal", segment)
+    content = path.read_bytes()
+    assert text in content
+    path.write_bytes(content.replace(text, text[:-1] + b"?", 1))
+
+
+def test_next_checkpoint_leaves_damage_behind(tmp_path: Path) -> None:
+    async def first() -> None:
+        shard = open_durable(plan(tmp_path))
+        await admit(shard, "a", "b")
+        await do(shard, "generate", max_groups=1)
+        await admit(shard, "c")
+
+    async def second() -> None:
+        spoil(tmp_path, 1, b"generator_logprobs")
+        shard = open_durable(plan(tmp_path, session="resumed"))
+        assert len(shard.corrupt_records) == 1
+        await do(shard, "generate", max_groups=1)
+        await checkpoint(shard, tmp_path, 1)
+
+    async def third() -> None:
+        shard = open_durable(plan(tmp_path, session="resumed again"))
+        assert not shard.corrupt_records
+        assert [group.uid for group in await take(shard, "reward")] == ["a"]
+        assert [group.uid for group in await take(shard, "generate")] == ["b", "c"]
+        await shard.close()
+
+    lives(first, second, third)
+
+
+def test_damage_first_found_by_a_snapshot_raises(tmp_path: Path) -> None:
+    async def main() -> None:
+        shard = open_durable(plan(tmp_path))
+        await admit(shard, "a")
+        await do(shard, "generate")
+        await admit(shard, "b")
+        cut = await shard.rotate_journal()
+        spoil(tmp_path, 1, b"generator_logprobs")
+        with pytest.raises(JournalError, match="does not match its checksum"):
+            await shard.write_snapshot(cut, tmp_path / "out")
+
+    lives(main)
+
+
+def test_scores_of_lost_rollouts_are_not_attached_to_new_rollouts(tmp_path: Path) -> None:
+    async def first() -> None:
+        shard = open_durable(plan(tmp_path))
+        await admit(shard, "a")
+        await finish(shard)
+
+    async def second() -> None:
+        spoil(tmp_path, 1, b"generator_logprobs")
+        shard = open_durable(plan(tmp_path))
+        await do(shard, "generate")
+        # Killed before the new rollouts are scored; the journal still has the old scores.
+
+    async def third() -> None:
+        shard = open_durable(plan(tmp_path))
+        assert not await take(shard, "train")
+        await finish(shard)
+        await checkpoint(shard, tmp_path, 1)
+
+    async def fourth() -> None:
+        shard = open_durable(plan(tmp_path, session="resumed"))
+        assert not shard.corrupt_records
+        assert [group.uid for group in await take(shard, "train")] == ["a"]
+        await shard.close()
+
+    lives(first, second, third, fourth)
+
+
+def test_fenced_process_cannot_write(tmp_path: Path) -> None:
+    async def main() -> None:
+        first, second = open_durable(plan(tmp_path)), open_durable(plan(tmp_path))
+        await admit(second, "a")
+        with pytest.raises(JournalError, match="another process has taken this journal over"):
+            await admit(first, "b")
+        await second.close()
+        reopened = open_durable(plan(tmp_path))
+        assert (await reopened.get_stats()).uids == ("a",)
+        await reopened.close()
+
+    lives(main)
+
+
+def test_shard_without_journal_works_and_writes_no_file(tmp_path: Path) -> None:
+    async def main() -> None:
+        shard = open_shard(plan(tmp_path, enabled=False))
+        await admit(shard, "a")
+        await finish(shard)
+        assert (await shard.get_stats()).journal_bytes == 0 and not shard.corrupt_records
+        assert list(tmp_path.iterdir()) == []
+
+    lives(main)
