@@ -22,6 +22,7 @@ from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.fork_server import GENERATOR_LEVEL, STAGE_ENV, make_level_env
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import make_logprob_check
+from streamrl.actors.transport.ray_calls import RAY_ACCESS
 from streamrl.algorithms import step_loss_denominator, summarise_policy
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.algorithms.math.step_metrics import summarise_critic
@@ -121,7 +122,7 @@ class TrainedWorker:
                 tensors,
                 version=self._version,
                 bucket_bytes=bucket_bytes,
-                writer=ObjectStoreWriter(),
+                writer=ObjectStoreWriter(RAY_ACCESS.put_object),
             )
         for _ in tensors:  # gathering a sharded parameter is a collective
             pass
@@ -429,7 +430,8 @@ class ScorerWorker:
         follower = self._scorer.follower
         if follower is None:
             raise ConfigError(f"load_weights: a {self._role} scorer has no model of its own")
-        tensors = unpack_tensors(weights, ObjectStoreReader(self._role).fetch_buckets(weights))
+        reader = ObjectStoreReader(self._role, RAY_ACCESS.fetch_objects)
+        tensors = unpack_tensors(weights, reader.fetch_buckets(weights))
         self._loop.run(_await_result(follower.load_weights(tensors, weights.version)))
 
     def _score_stage(self, call: ModelCall, batch: Batch) -> dict[str, list[Array]]:
