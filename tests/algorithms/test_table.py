@@ -156,19 +156,13 @@ def test_an_invalid_config_is_refused(settings, message):
             "algorithm.correction.proximal=reference: must be one of generator, trainer,"
             " interpolated",
         ),
-        (
-            {"reject": "k1"},
-            "algorithm.correction.reject=k1: needs reject_low or reject_high",
-        ),
+        ({"reject": "k1"}, "algorithm.correction.reject=k1: needs reject_low or reject_high"),
         (
             {"reject": "k3", "reject_low": 0.1},
             "algorithm.correction.reject_low=0.1: k3 is a divergence, which only has an upper"
             " bound. Use reject_high.",
         ),
-        (
-            {"weight_low": 3.0},
-            "algorithm.correction.weight_low=3.0: must be below weight_high=2.0",
-        ),
+        ({"weight_low": 3.0}, "algorithm.correction.weight_low=3.0: must be below weight_high=2.0"),
         ({"weight_high": -1.0}, "algorithm.correction.weight_high=-1.0: must be above 0"),
     ],
 )

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.command import (
-    BenchmarkError,
-    BenchmarkParser,
-    at_least,
-    run_benchmark,
-    run_command,
-)
+from benchmarks.command import BenchmarkError, BenchmarkParser, at_least, run_benchmark, run_command
 from streamrl.errors import ConfigError
 
 

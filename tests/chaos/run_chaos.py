@@ -11,12 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.bench import Bench, Verdict
-from tests.chaos.scenarios import (
-    Scenario,
-    all_scenarios,
-    more_scenarios,
-    short_scenarios,
-)
+from tests.chaos.scenarios import Scenario, all_scenarios, more_scenarios, short_scenarios
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -186,9 +186,7 @@ def test_its_generators_cannot_be_scaled(stopped: Ended, asked: list[Launched]) 
     )
 
 
-def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(
-    killed: Ended,
-) -> None:
+def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(killed: Ended) -> None:
     assert killed.code == 1, killed.run.output
     last = killed.run.output.strip().splitlines()[-1]
     assert last.startswith("streamrl: ") and "trainer-0" in last and "died" in last

@@ -26,9 +26,7 @@ MODES = {
     "whole": ["placement.mode=colocated"],
 }
 # Keys and values make room for training, on both ranks, and are there again to generate.
-TIGHT = [
-    *("generator.kv_cache_mb=56", "placement.memory_mb=60", "pipeline.micro_batch_tokens=512"),
-]
+TIGHT = [*("generator.kv_cache_mb=56", "placement.memory_mb=60", "pipeline.micro_batch_tokens=512")]
 
 
 def test_generators_of_ranks_that_split_layers_sample_the_same_tokens_and_the_losses_are_the_same(

@@ -42,10 +42,7 @@ def estimator(name: str, config: AlgoConfig | None = None) -> Callable[[Batch], 
 def grpo_mean_only(batch: Batch) -> Tensor:
     """verl's GRPO without the deviation, which is an argument there."""
     advantages_BT, _ = core_algos.compute_grpo_outcome_advantage(
-        outcome_rewards(batch),
-        batch.mask,
-        batch.group_ids.numpy(),
-        norm_adv_by_std_in_grpo=False,
+        outcome_rewards(batch), batch.mask, batch.group_ids.numpy(), norm_adv_by_std_in_grpo=False
     )
     return advantages_BT
 

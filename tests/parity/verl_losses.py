@@ -172,9 +172,7 @@ CASES = [
             b.log_ratio, b.advantages, b.loss_mask, **SEQUENCE_CLIP
         ),
         policy_loss(
-            "gspo",
-            actor(clip_ratio_low=0.05, clip_ratio_high=0.08),
-            mode="seq-mean-token-mean",
+            "gspo", actor(clip_ratio_low=0.05, clip_ratio_high=0.08), mode="seq-mean-token-mean"
         ),
     ),
     loss_case(

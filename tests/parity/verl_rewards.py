@@ -77,11 +77,7 @@ def theirs(function: Callable[..., Any], **options: Any) -> Callable[[str, str],
 
 CASES = [
     AnswerCase(
-        "gsm8k.judge, strict",
-        "gsm8k",
-        ours("s"),
-        theirs(gsm8k.compute_score),
-        GSM8K_STRICT,
+        "gsm8k.judge, strict", "gsm8k", ours("s"), theirs(gsm8k.compute_score), GSM8K_STRICT
     ),
     AnswerCase(
         "gsm8k.judge, flexible",

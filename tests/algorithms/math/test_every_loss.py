@@ -347,9 +347,7 @@ def test_the_first_on_policy_step_has_exactly_the_gradient_of_reinforce(name):
 
 
 @pytest.mark.parametrize("name", ["sapo", "gmpo"])
-def test_the_first_step_of_sapo_and_gmpo_is_reinforce_up_to_rounding(
-    name,
-):
+def test_the_first_step_of_sapo_and_gmpo_is_reinforce_up_to_rounding(name):
     for mode, seed in itertools.product(LOSS_AGGREGATIONS, range(8)):
         batch = ragged(seed)
         if name == "gmpo":
