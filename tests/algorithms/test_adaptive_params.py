@@ -71,9 +71,8 @@ LIMITED = AlgorithmConfig(name="safe_rlhf", params={"cost_limit": 0.2, "lagrange
 )
 def test_the_multiplier_rises_while_the_cost_exceeds_its_limit(cost, multiplier):
     params = make_adaptive_params(LIMITED)
-    params.update_after_step(
-        {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * cost}, num_rollouts=4
-    )
+    sums = {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * cost}
+    params.update_after_step(sums, num_rollouts=4)
     assert params.values == {"lagrange": pytest.approx(multiplier)}
     assert LIMITED.spec.params["lagrange"] == 1.0
 
@@ -95,10 +94,9 @@ def test_a_dial_that_returns_no_number_is_named():
         return None
 
     row = variant("mine", "a test", params={"tau": 1.0}, dials={"tau": broken})
+    chosen = replace(make_settings(AlgorithmConfig()), params=row.params)
+    sums = {"num_sampled": 1.0, "score_sum": 1.0}
     with pytest.raises(AlgorithmError, match="algorithm mine: dial tau returned None"):
-        chosen = replace(make_settings(AlgorithmConfig()), params=row.params)
-        AdaptiveParams(row, chosen).update_after_step(
-            {"num_sampled": 1.0, "score_sum": 1.0}, num_rollouts=1
-        )
+        AdaptiveParams(row, chosen).update_after_step(sums, num_rollouts=1)
     with pytest.raises(ValueError, match=r"dials \['other'\] are not in params"):
         variant("mine", "a test", params={"tau": 1.0}, dials={"other": broken})

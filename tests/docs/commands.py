@@ -44,7 +44,7 @@ class Command:
 
     @property
     def is_literal(self) -> bool:
-        """Whether it can be run as it stands: it names no RUN, CONFIG or <task>."""
+        """Whether the command has no placeholder such as RUN, CONFIG or <task>."""
         return not any(re.fullmatch(r"[A-Z]+|.*<\w+>.*", word) for word in self.words)
 
 

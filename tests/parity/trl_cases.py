@@ -196,12 +196,7 @@ CASES = [
         "advantages.leave_one_out",
         "RLOOTrainer",
         lambda b: advantages.leave_one_out_advantages(b.scores, b.group_ids),
-        compute_column(
-            make_trainer(
-                StubRLOOTrainer, RLOOConfig(**SETTINGS, beta=0.0, reward_weights=FIRST_REWARD)
-            ),
-            "advantages",
-        ),
+        compute_column(make_trainer(StubRLOOTrainer, RLOO), "advantages"),
         sizes=EQUAL,
     ),
     *(

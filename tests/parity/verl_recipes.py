@@ -58,8 +58,10 @@ def step_loss(variant: str) -> Callable[[Batch], Tensor]:
         }
         columns |= derive_group_columns(config.spec, settings, columns, batch.group_ids)
         columns["proximal_logprobs"] = batch.old_logprobs
-        policy = {"logprobs": batch.logprobs, "entropy": torch.zeros_like(batch.logprobs)}
-        loss, sums = policy_loss(config.spec, settings, columns, **policy)
+        entropy = torch.zeros_like(batch.logprobs)
+        loss, sums = policy_loss(
+            config.spec, settings, columns, logprobs=batch.logprobs, entropy=entropy
+        )
         return loss / step_loss_denominator(settings, {name: float(x) for name, x in sums.items()})
 
     return ours

@@ -56,9 +56,8 @@ def test_importance_weights_are_truncated_or_masked_by_hand():
 def test_weight_bounds_are_inclusive():
     same = torch.zeros(1, 2)
     for bounds in ({"low": 1.0}, {"high": 1.0}):
-        result = importance_weights(
-            same, torch.tensor([[True, True]]), level="token", mode="mask", **bounds
-        )
+        options: dict[str, Any] = {"level": "token", "mode": "mask", **bounds}
+        result = importance_weights(same, torch.tensor([[True, True]]), **options)
         assert result.tolist() == [[1, 1]]
 
 
@@ -75,12 +74,8 @@ BOUNDED: dict[str, dict[str, Any]] = {
 
 
 def weights_in_loops(row: list[float], level: str, mode: str, low: float, high: float):
-    total = math.fsum(row)
-    logs = {
-        "token": row,
-        "sequence": [total] * len(row),
-        "geometric": [total / len(row)] * len(row),
-    }
+    total, n = math.fsum(row), len(row)
+    logs = {"token": row, "sequence": [total] * n, "geometric": [total / n] * n}
     result = []
     for ratio in map(math.exp, logs[level]):
         outside = 0.0 if mode == "mask" else min(max(ratio, low), high)
@@ -128,10 +123,8 @@ def test_interpolated_proximal_equals_the_reference_in_python_loops(dtype):
         batch = ragged(seed, dtype)
         everything = batch | {"loss_mask": torch.ones_like(batch["loss_mask"])}
         versions = (batch["values"] * 2).long() + 3
-        result = interpolated_proximal(
-            batch["logprobs"], batch["old_logprobs"], versions, version=4
-        )
-        expected = []
+        columns = batch["logprobs"], batch["old_logprobs"], versions
+        result, expected = interpolated_proximal(*columns, version=4), []
         for row, sampled_by in zip(list_counted_rows(everything), versions.tolist(), strict=True):
             tokens = zip(row["logprobs"], row["old_logprobs"], sampled_by, strict=True)
             shares = [(p, q, 1 - 1 / (1 + max(4 - v, 0))) for p, q, v in tokens]

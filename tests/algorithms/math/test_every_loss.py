@@ -47,32 +47,27 @@ DPPO = {"low": NEAR, "high": FAR, "cap": CAP}
 COEF, VALUE_CLIP = 0.7, 0.5
 SEEDS = st.integers(0, 9999)
 
-# Of a batch that is masked already, as policy_loss does it: the loss, [B, T].
-POLICY_LOSSES: dict[str, Callable[[Batch], Tensor]] = {
-    "ppo": lambda b: clipped_surrogate_loss(b["log_ratio"], b["advantages"], **CLIP),
-    "dual": lambda b: clipped_surrogate_loss(
-        b["log_ratio"], b["advantages"], dual_clip=DUAL, **CLIP
-    ),
-    "gspo": lambda b: sequence_clipped_surrogate_loss(
-        b["log_ratio"], b["advantages"], b["loss_mask"], **CLIP
-    ),
-    "cispo": lambda b: clipped_importance_loss(
-        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], **CLIP
-    ),
-    "gmpo": lambda b: geometric_mean_loss(b["log_ratio"], b["advantages"], b["loss_mask"], **CLIP),
-    "sapo": lambda b: soft_adaptive_loss(b["log_ratio"], b["advantages"]),
-    "clip_cov": lambda b: covariance_clip_loss(
-        b["log_ratio"], b["advantages"], chosen=b["chosen"], **CLIP
-    ),
-    "kl_cov": lambda b: covariance_kl_loss(
-        b["log_ratio"], b["advantages"], chosen=b["chosen"], coef=COEF
-    ),
-    "dppo_tv": lambda b: divergence_masked_loss(
-        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind="tv", **DPPO
-    ),
-    "dppo_kl": lambda b: divergence_masked_loss(
-        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind="kl", **DPPO
-    ),
+Loss = Callable[[Batch], Tensor]
+
+
+def loss_of(function: Callable[..., Tensor], *columns: str, **options: float | str) -> Loss:
+    """Bind options; the loss takes log-ratio, advantages and these columns of a masked batch."""
+    return lambda b: function(
+        b["log_ratio"], b["advantages"], **{name: b[name] for name in columns}, **options
+    )
+
+
+POLICY_LOSSES: dict[str, Loss] = {
+    "ppo": loss_of(clipped_surrogate_loss, **CLIP),
+    "dual": loss_of(clipped_surrogate_loss, dual_clip=DUAL, **CLIP),
+    "gspo": loss_of(sequence_clipped_surrogate_loss, "loss_mask", **CLIP),
+    "cispo": loss_of(clipped_importance_loss, "logprobs", **CLIP),
+    "gmpo": loss_of(geometric_mean_loss, "loss_mask", **CLIP),
+    "sapo": loss_of(soft_adaptive_loss),
+    "clip_cov": loss_of(covariance_clip_loss, "chosen", **CLIP),
+    "kl_cov": loss_of(covariance_kl_loss, "chosen", coef=COEF),
+    "dppo_tv": loss_of(divergence_masked_loss, "logprobs", kind="tv", **DPPO),
+    "dppo_kl": loss_of(divergence_masked_loss, "logprobs", kind="kl", **DPPO),
     "reinforce": lambda b: score_function_loss(b["logprobs"], b["advantages"]),
 }
 
@@ -114,8 +109,8 @@ def select_result(name: str, part: int) -> Callable[[Batch], Tensor]:
     return lambda batch: run(name, batch)[part]
 
 
-# The same in plain Python: a row's tokens -> their losses and slopes (gradients by what is trained,
-# of the sum over the row).
+# References in plain Python: a row's tokens -> their losses and slopes (gradients of the row's sum
+# by the trained column).
 Row = dict[str, list]
 Slopes = list[tuple[float, float]]
 
@@ -289,21 +284,21 @@ def test_losses_of_distant_policies_are_finite(name):
 @given(batch=BATCHES)
 def test_advantages_may_be_per_rollout(name, batch):
     mask = batch["loss_mask"]
-    once = batch["advantages"][:, :1]
-    tokens = batch | {"log_ratio": apply_mask(batch["log_ratio"], mask), "advantages": once}
-    wide = tokens | {"advantages": once.expand(mask.shape)}
-    result, expected = POLICY_LOSSES[name](tokens), POLICY_LOSSES[name](wide)
-    torch.testing.assert_close(
-        apply_mask(result, mask), apply_mask(expected, mask), atol=1e-12, rtol=0
+    per_row = batch["advantages"][:, :1]
+    tokens = batch | {"log_ratio": apply_mask(batch["log_ratio"], mask)}
+    result, expected = (
+        apply_mask(POLICY_LOSSES[name](tokens | {"advantages": advantages}), mask)
+        for advantages in (per_row, per_row.expand(mask.shape))
     )
+    torch.testing.assert_close(result, expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "kl_cov"])
 @given(batch=BATCHES, factor=st.floats(0, 5))
 def test_the_loss_scales_with_the_advantages(name, batch, factor):
     scaled = run(name, batch | {"advantages": batch["advantages"] * factor})
-    for result, once in zip(scaled, run(name, batch), strict=True):
-        torch.testing.assert_close(result, once * factor, atol=1e-9, rtol=0)
+    for result, unscaled in zip(scaled, run(name, batch), strict=True):
+        torch.testing.assert_close(result, unscaled * factor, atol=1e-9, rtol=0)
 
 
 def first_step(loss: Callable[[Batch], Tensor], batch: Batch, mode: str) -> Tensor:
@@ -318,20 +313,13 @@ def first_step(loss: Callable[[Batch], Tensor], batch: Batch, mode: str) -> Tens
     return gradient(leaf)
 
 
-def dppo_masked(kind: str, bound: float) -> Callable[[Batch], Tensor]:
-    bounds = {"low": bound, "high": bound, "cap": 1.0}
-    return lambda b: divergence_masked_loss(
-        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind=kind, **bounds
-    )
-
-
 EXACTLY = {
     **{name: POLICY_LOSSES[name] for name in ("ppo", "dual", "cispo", "gspo", "kl_cov")},
-    "sapo at temperature 1": lambda b: soft_adaptive_loss(
-        b["log_ratio"], b["advantages"], temperature_negative=1.0
-    ),
+    "sapo at temperature 1": loss_of(soft_adaptive_loss, temperature_negative=1.0),
     **{
-        f"dppo {kind}, bounds {bound}": dppo_masked(kind, bound)
+        f"dppo {kind}, bounds {bound}": loss_of(
+            divergence_masked_loss, "logprobs", kind=kind, low=bound, high=bound, cap=1.0
+        )
         for kind in ("tv", "kl")
         for bound in (0.0, 0.2)
     },

@@ -28,12 +28,8 @@ def test_overlong_penalty_by_hand():
     penalties = soft_overlong_penalty(lengths, max_length=10, buffer=4)
     assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     assert penalties.dtype == torch.float32
-    assert soft_overlong_penalty(lengths, max_length=10, buffer=4, factor=3.0).tolist()[2:] == [
-        -0.75,
-        -1.5,
-        -3.0,
-        -3.0,
-    ]
+    tripled = soft_overlong_penalty(lengths, max_length=10, buffer=4, factor=3.0)
+    assert tripled.tolist() == [0.0, 0.0, -0.75, -1.5, -3.0, -3.0]
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(1, 30), st.floats(0.1, 10))
@@ -49,9 +45,10 @@ def test_overlong_penalty_is_linear_from_0_to_minus_factor(lengths, buffer, fact
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=9), SEEDS)
 def test_overlong_penalties_are_independent(lengths, seed):
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))
-    many = torch.tensor(lengths)
-    alone = [soft_overlong_penalty(n[None], max_length=40, buffer=7).item() for n in many[order]]
-    assert soft_overlong_penalty(many, max_length=40, buffer=7)[order].tolist() == alone
+    penalties = soft_overlong_penalty(torch.tensor(lengths), max_length=40, buffer=7)
+    rows = torch.tensor(lengths)[order, None]
+    expected = [soft_overlong_penalty(row, max_length=40, buffer=7).item() for row in rows]
+    assert penalties[order].tolist() == expected
 
 
 MASK = torch.tensor(
@@ -80,9 +77,8 @@ def test_token_rewards_equal_the_reference_in_python_loops(dtype):
         batch = ragged(seed, dtype)
         plain, penalised = [], []
         for row in list_counted_rows(batch):
-            plain.append(
-                [*[0.0 for _ in row["values"][1:]], *row["scores"]] if row["values"] else []
-            )
+            num_tokens = len(row["values"])
+            plain.append([0.0] * (num_tokens - 1) + row["scores"][:num_tokens])
             penalised.append([r - x for r, x in zip(plain[-1], row["values"], strict=True)])
         mask = batch["loss_mask"]
         assert_equals_reference(
