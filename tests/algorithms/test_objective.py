@@ -346,7 +346,9 @@ def test_kl_in_reward_shifts_scores_and_token_rewards():
     config = AlgorithmConfig(name="dr_grpo", kl_coef=0.5, kl_in="reward", kl_kind="k1")
     scores = step.columns["scores"] - 0.5 * divergence.sum(-1)
     close(derive_columns(config, step)["advantages"], scores - scores.mean())
-    config = replace(AlgorithmConfig(name="reinforce_pp", kl_coef=0.5), whiten_advantages=False)
+    config = AlgorithmConfig(
+        name="reinforce_pp", kl_coef=0.5, whiten_advantages=False, group_size=1
+    )
     to_go = derive_columns(config, step)["advantages"]
     first_token = mask.int().argmax(-1)
     close(to_go[torch.arange(2), first_token], scores)

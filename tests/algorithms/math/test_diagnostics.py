@@ -13,8 +13,8 @@ from streamrl.algorithms.math.step_metrics import (
     NUM_BINS_PER_SIDE,
     summarise_divergence,
 )
-from tests.algorithms import ragged as batches
-from tests.algorithms.ragged import BATCHES, BOUNDS, ragged, with_more_padding, with_nan_padding
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES, BOUNDS
 
 NAN = math.nan
 
@@ -55,8 +55,8 @@ def test_equal_policies_have_no_divergence():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_metrics_equal_the_reference_in_python_loops(dtype):
     for seed in range(1, 12):
-        batch = ragged(seed, dtype)
-        rows = [row["log_ratio"] for row in batches.list_counted_rows(batch)]
+        batch = ragged.make_batch(seed, dtype)
+        rows = [row["log_ratio"] for row in ragged.list_counted_rows(batch)]
         rows = [row for row in rows if row]
         tokens = [x for row in rows for x in row]
         n, ratios = len(tokens), [math.exp(x) for x in tokens]
@@ -75,16 +75,16 @@ def test_metrics_equal_the_reference_in_python_loops(dtype):
 
 @given(batch=BATCHES, seed=st.integers(0, 9999))
 def test_sums_add_up_over_any_micro_batches(batch, seed):
-    cuts = batches.shuffled_cuts(batch, seed)
-    parts = [sums_of(batches.take_rows(batch, rows)) for rows in cuts]
+    cuts = ragged.shuffled_cuts(batch, seed)
+    parts = [sums_of(ragged.take_rows(batch, rows)) for rows in cuts]
     total = {name: sum(part[name] for part in parts) for name in parts[0]}
     assert total == pytest.approx(sums_of(batch))
 
 
 @given(batch=BATCHES)
 def test_padding_has_no_effect(batch):
-    assert sums_of(with_nan_padding(batch)) == sums_of(batch)
-    assert sums_of(with_more_padding(batch)) == pytest.approx(sums_of(batch))
+    assert sums_of(ragged.with_nan_padding(batch)) == sums_of(batch)
+    assert sums_of(ragged.with_more_padding(batch)) == pytest.approx(sums_of(batch))
 
 
 @given(batch=BATCHES, spread=st.floats(-4, 1))

@@ -12,33 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from streamrl.algorithms.math import losses
 from streamrl.algorithms.math.kl import kl_estimate
-from streamrl.algorithms.math.losses import (
-    aggregate_loss,
-    clipped_importance_loss,
-    clipped_surrogate_loss,
-    covariance_clip_loss,
-    covariance_kl_loss,
-    divergence_masked_loss,
-    geometric_mean_loss,
-    score_function_loss,
-    sequence_clipped_surrogate_loss,
-    soft_adaptive_loss,
-    value_loss,
-)
 from streamrl.algorithms.math.masks import apply_mask
 from streamrl.algorithms.options import LOSS_AGGREGATIONS
-from tests.algorithms.ragged import (
-    BATCHES,
-    Batch,
-    assert_equals_reference,
-    assert_padding_has_no_effect,
-    assert_rows_are_independent,
-    gradient,
-    list_counted_rows,
-    place_on_tokens,
-    ragged,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES, Batch
 
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5
 CLIP = {"clip_low": LOW, "clip_high": HIGH}
@@ -58,17 +37,17 @@ def loss_of(function: Callable[..., Tensor], *columns: str, **options: float | s
 
 
 POLICY_LOSSES: dict[str, Loss] = {
-    "ppo": loss_of(clipped_surrogate_loss, **CLIP),
-    "dual": loss_of(clipped_surrogate_loss, dual_clip=DUAL, **CLIP),
-    "gspo": loss_of(sequence_clipped_surrogate_loss, "loss_mask", **CLIP),
-    "cispo": loss_of(clipped_importance_loss, "logprobs", **CLIP),
-    "gmpo": loss_of(geometric_mean_loss, "loss_mask", **CLIP),
-    "sapo": loss_of(soft_adaptive_loss),
-    "clip_cov": loss_of(covariance_clip_loss, "chosen", **CLIP),
-    "kl_cov": loss_of(covariance_kl_loss, "chosen", coef=COEF),
-    "dppo_tv": loss_of(divergence_masked_loss, "logprobs", kind="tv", **DPPO),
-    "dppo_kl": loss_of(divergence_masked_loss, "logprobs", kind="kl", **DPPO),
-    "reinforce": lambda b: score_function_loss(b["logprobs"], b["advantages"]),
+    "ppo": loss_of(losses.clipped_surrogate_loss, **CLIP),
+    "dual": loss_of(losses.clipped_surrogate_loss, dual_clip=DUAL, **CLIP),
+    "gspo": loss_of(losses.sequence_clipped_surrogate_loss, "loss_mask", **CLIP),
+    "cispo": loss_of(losses.clipped_importance_loss, "logprobs", **CLIP),
+    "gmpo": loss_of(losses.geometric_mean_loss, "loss_mask", **CLIP),
+    "sapo": loss_of(losses.soft_adaptive_loss),
+    "clip_cov": loss_of(losses.covariance_clip_loss, "chosen", **CLIP),
+    "kl_cov": loss_of(losses.covariance_kl_loss, "chosen", coef=COEF),
+    "dppo_tv": loss_of(losses.divergence_masked_loss, "logprobs", kind="tv", **DPPO),
+    "dppo_kl": loss_of(losses.divergence_masked_loss, "logprobs", kind="kl", **DPPO),
+    "reinforce": lambda b: losses.score_function_loss(b["logprobs"], b["advantages"]),
 }
 
 
@@ -78,8 +57,8 @@ def divergence_of(kind: str) -> Callable[[Batch], Tensor]:
 
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 LOSSES = POLICY_LOSSES | {
-    "value": lambda b: value_loss(b["values"], b["returns"], b["old_values"]),
-    "clipped value": lambda b: value_loss(
+    "value": lambda b: losses.value_loss(b["values"], b["returns"], b["old_values"]),
+    "clipped value": lambda b: losses.value_loss(
         b["values"], b["returns"], b["old_values"], clip=VALUE_CLIP
     ),
     **{kind: divergence_of(kind) for kind in KL_KINDS},
@@ -101,7 +80,7 @@ def run(name: str, batch: Batch) -> tuple[Tensor, Tensor]:
     tokens["log_ratio"] = tokens["logprobs"] - tokens["old_logprobs"]
     loss = apply_mask(LOSSES[name](tokens), mask)
     loss.sum().backward()
-    return loss.detach(), gradient(leaf)
+    return loss.detach(), ragged.gradient(leaf)
 
 
 def select_result(name: str, part: int) -> Callable[[Batch], Tensor]:
@@ -241,28 +220,28 @@ IN_LOOPS: dict[str, Callable[[Row], Slopes]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_gradients_equal_the_reference_in_python_loops(name, dtype):
     for seed in range(12):
-        batch = ragged(seed, dtype)
+        batch = ragged.make_batch(seed, dtype)
         expected = []
-        for row in list_counted_rows(batch):
+        for row in ragged.list_counted_rows(batch):
             ratios = zip(row["logprobs"], row["old_logprobs"], strict=True)
             expected.append(IN_LOOPS[name](row | {"log_ratio": [p - q for p, q in ratios]}))
         for i, result in enumerate(run(name, batch)):
             numbers = [[token[i] for token in row] for row in expected]
-            assert_equals_reference(result, place_on_tokens(numbers, batch["loss_mask"]), dtype)
+            ragged.assert_equals_rows(result, numbers, batch["loss_mask"], dtype)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(batch=BATCHES)
 def test_padding_has_no_effect_on_loss_or_gradient(name, batch):
     for i in range(2):
-        assert_padding_has_no_effect(select_result(name, i), batch)
+        ragged.assert_padding_has_no_effect(select_result(name, i), batch)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(batch=BATCHES, seed=SEEDS)
 def test_rows_are_independent(name, batch, seed):
     for i in range(2):
-        assert_rows_are_independent(select_result(name, i), batch, seed)
+        ragged.assert_rows_are_independent(select_result(name, i), batch, seed)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -308,17 +287,17 @@ def first_step(loss: Callable[[Batch], Tensor], batch: Batch, mode: str) -> Tens
     logprobs = apply_mask(leaf, mask)
     tokens = batch | {"logprobs": logprobs, "log_ratio": logprobs - logprobs.detach()}
     group_ids = torch.arange(len(mask)) // 2
-    total = aggregate_loss(loss(tokens), mask, mode=mode, max_length=9, group_ids=group_ids)
+    total = losses.aggregate_loss(loss(tokens), mask, mode=mode, max_length=9, group_ids=group_ids)
     total.backward()
-    return gradient(leaf)
+    return ragged.gradient(leaf)
 
 
 EXACTLY = {
     **{name: POLICY_LOSSES[name] for name in ("ppo", "dual", "cispo", "gspo", "kl_cov")},
-    "sapo at temperature 1": loss_of(soft_adaptive_loss, temperature_negative=1.0),
+    "sapo at temperature 1": loss_of(losses.soft_adaptive_loss, temperature_negative=1.0),
     **{
         f"dppo {kind}, bounds {bound}": loss_of(
-            divergence_masked_loss, "logprobs", kind=kind, low=bound, high=bound, cap=1.0
+            losses.divergence_masked_loss, "logprobs", kind=kind, low=bound, high=bound, cap=1.0
         )
         for kind in ("tv", "kl")
         for bound in (0.0, 0.2)
@@ -329,7 +308,7 @@ EXACTLY = {
 @pytest.mark.parametrize("name", EXACTLY)
 def test_the_first_on_policy_step_has_exactly_the_gradient_of_reinforce(name):
     for mode, seed in itertools.product(LOSS_AGGREGATIONS, range(8)):
-        batch = ragged(seed)
+        batch = ragged.make_batch(seed)
         expected = first_step(POLICY_LOSSES["reinforce"], batch, mode)
         assert torch.equal(first_step(EXACTLY[name], batch, mode), expected), mode
 
@@ -337,7 +316,7 @@ def test_the_first_on_policy_step_has_exactly_the_gradient_of_reinforce(name):
 @pytest.mark.parametrize("name", ["sapo", "gmpo"])
 def test_the_first_step_of_sapo_and_gmpo_is_reinforce_up_to_rounding(name):
     for mode, seed in itertools.product(LOSS_AGGREGATIONS, range(8)):
-        batch = ragged(seed)
+        batch = ragged.make_batch(seed)
         if name == "gmpo":
             batch["advantages"] = batch["scores"][:, None].expand_as(batch["advantages"])
         expected = first_step(POLICY_LOSSES["reinforce"], batch, mode)
@@ -346,7 +325,7 @@ def test_the_first_step_of_sapo_and_gmpo_is_reinforce_up_to_rounding(name):
 
 
 def test_the_first_step_of_gmpo_uses_the_mean_advantage_of_the_rollout():
-    batch = ragged(11)
+    batch = ragged.make_batch(11)
     mask = batch["loss_mask"]
     lengths = mask.sum(-1, keepdim=True).clamp(min=1)
     mean = apply_mask(batch["advantages"], mask).sum(-1, keepdim=True) / lengths

@@ -20,17 +20,8 @@ from streamrl.algorithms.math.losses import (
 from streamrl.algorithms.math.masks import apply_mask
 from streamrl.algorithms.math.step_metrics import loss_denominator
 from streamrl.algorithms.options import LOSS_AGGREGATIONS
-from tests.algorithms.ragged import (
-    BATCHES,
-    assert_equals_reference,
-    assert_padding_has_no_effect,
-    assert_rows_are_independent,
-    gradient,
-    list_counted_rows,
-    ragged,
-    with_more_padding,
-    with_nan_padding,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -57,7 +48,7 @@ def test_the_clip_mask_marks_tokens_without_gradient():
     clipped_surrogate_loss(log_ratio, advantages, **CLIP).sum().backward()
     stopped = outside_clip_mask(log_ratio, advantages, **CLIP)
     assert stopped.tolist() == [[True, False, False, False, True]]
-    assert torch.equal(gradient(log_ratio) == 0, stopped)
+    assert torch.equal(ragged.gradient(log_ratio) == 0, stopped)
 
 
 def test_clip_mask_by_hand_with_inclusive_bounds():
@@ -82,8 +73,8 @@ def test_the_clip_mask_ignores_padding_and_other_rows(batch, seed):
         x, a = (apply_mask(b[name], b["loss_mask"]) for name in ("log_ratio", "advantages"))
         return outside_clip_mask(x, a, **CLIP).double()
 
-    assert_padding_has_no_effect(stopped, batch)
-    assert_rows_are_independent(stopped, batch, seed)
+    ragged.assert_padding_has_no_effect(stopped, batch)
+    ragged.assert_rows_are_independent(stopped, batch, seed)
 
 
 def test_entropy_by_hand():
@@ -95,7 +86,7 @@ def test_entropy_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_entropy_and_gradient_equal_the_reference_in_python_loops(dtype):
     for seed in range(6):
-        logits = ragged(seed, dtype)["logits"].requires_grad_()
+        logits = ragged.make_batch(seed, dtype)["logits"].requires_grad_()
         result = entropy_from_logits(logits)
         result.sum().backward()
         expected, slopes = [], []
@@ -106,8 +97,10 @@ def test_entropy_and_gradient_equal_the_reference_in_python_loops(dtype):
             slopes.append([-math.exp(x) * (x + expected[-1]) for x in logs])
         shape = result.shape
         float64 = partial(torch.tensor, dtype=torch.float64)
-        assert_equals_reference(result, float64(expected).view(shape), dtype)
-        assert_equals_reference(gradient(logits), float64(slopes).view(*shape, -1), dtype)
+        ragged.assert_equals_reference(result, float64(expected).view(shape), dtype)
+        ragged.assert_equals_reference(
+            ragged.gradient(logits), float64(slopes).view(*shape, -1), dtype
+        )
 
 
 @given(batch=BATCHES, seed=st.integers(0, 9999), shift=st.floats(-50, 50))
@@ -115,8 +108,8 @@ def test_entropy_ignores_padding_other_rows_and_shifts_of_logits(batch, seed, sh
     def masked_entropy(b):
         return apply_mask(entropy_from_logits(b["logits"]), b["loss_mask"])
 
-    assert_padding_has_no_effect(masked_entropy, batch)
-    assert_rows_are_independent(masked_entropy, batch, seed)
+    ragged.assert_padding_has_no_effect(masked_entropy, batch)
+    ragged.assert_rows_are_independent(masked_entropy, batch, seed)
     torch.testing.assert_close(
         entropy_from_logits(batch["logits"] + shift), entropy_from_logits(batch["logits"])
     )
@@ -212,7 +205,7 @@ def test_masked_nan_reaches_neither_loss_nor_gradient(mode):
     clean = torch.where(MASK, LOSSES, 0.0).requires_grad_()
     aggregate_loss(clean, MASK, mode=mode, max_length=8, group_ids=TOGETHER).backward()
     assert loss.isfinite()
-    assert torch.equal(gradient(tokens), gradient(clean))
+    assert torch.equal(ragged.gradient(tokens), ragged.gradient(clean))
 
 
 @st.composite
@@ -265,20 +258,20 @@ def aggregate_in_loops(rows: list[list[float]], group_ids: list[int], mode: str)
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_aggregation_equals_the_reference_in_python_loops(mode, dtype):
     for seed in range(1, 9):
-        batch = ragged(seed, dtype)
+        batch = ragged.make_batch(seed, dtype)
         group_ids = torch.tensor([4, 9, 4, 1, 9, 4])[: len(batch["loss_mask"])]
-        rows = [row["values"] for row in list_counted_rows(batch)]
+        rows = [row["values"] for row in ragged.list_counted_rows(batch)]
         value = aggregate_in_loops(rows, group_ids.tolist(), mode)
         expected = torch.tensor(value, dtype=torch.float64)
-        for b in (batch, with_nan_padding(batch), with_more_padding(batch)):
+        for b in (batch, ragged.with_nan_padding(batch), ragged.with_more_padding(batch)):
             loss = aggregate_loss(
                 b["values"], b["loss_mask"], mode=mode, max_length=8, group_ids=group_ids
             )
-            assert_equals_reference(loss, expected, dtype)
+            ragged.assert_equals_reference(loss, expected, dtype)
             order = torch.arange(len(group_ids)).flip(0)
             options = {"mode": mode, "max_length": 8, "group_ids": group_ids[order]}
             reordered = aggregate_loss(b["values"][order], b["loss_mask"][order], **options)
-            assert_equals_reference(reordered, expected, dtype)
+            ragged.assert_equals_reference(reordered, expected, dtype)
 
 
 def test_unknown_modes_and_missing_counts_are_refused():

@@ -12,31 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamrl.algorithms.math.losses import (
-    aggregate_loss,
-    clipped_importance_loss,
-    covariance_band_mask,
-    covariance_clip_loss,
-    covariance_kl_loss,
-    covariance_top_mask,
-    divergence_masked_loss,
-    geometric_mean_loss,
-    score_function_loss,
-    sequence_clipped_surrogate_loss,
-    soft_adaptive_loss,
-    token_covariances,
-    value_loss,
-)
+from streamrl.algorithms.math import losses
 from streamrl.algorithms.math.masks import apply_mask
-from tests.algorithms.ragged import (
-    BATCHES,
-    assert_equals_reference,
-    assert_padding_has_no_effect,
-    assert_row_order_has_no_effect,
-    list_counted_rows,
-    place_on_tokens,
-    ragged,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -69,18 +48,18 @@ LOG_HALF, S1, S2 = math.log(0.5), 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))
 
 
 def gspo(x: Tensor, a: Tensor, clip: dict[str, float] = CLIP) -> Tensor:
-    return sequence_clipped_surrogate_loss(x, a, ALL, **clip)
+    return losses.sequence_clipped_surrogate_loss(x, a, ALL, **clip)
 
 
 def gmpo(x: Tensor, a: Tensor) -> Tensor:
-    return geometric_mean_loss(x, a, ALL, **GMPO_CLIP)
+    return losses.geometric_mean_loss(x, a, ALL, **GMPO_CLIP)
 
 
 def cispo(x: Tensor, a: Tensor) -> Tensor:
-    return clipped_importance_loss(x - BEHAVIOR, a, logprobs=x, **CLIP)
+    return losses.clipped_importance_loss(x - BEHAVIOR, a, logprobs=x, **CLIP)
 
 
-KL_COV = partial(covariance_kl_loss, chosen=CHOSEN, coef=0.7)
+KL_COV = partial(losses.covariance_kl_loss, chosen=CHOSEN, coef=0.7)
 E10, E25 = math.exp(0.1), math.exp(0.25)
 # Loss, ratios (probabilities for cispo and reinforce), advantages; expected losses and gradient.
 BY_HAND: list[tuple[Callable[..., Tensor], Any, Any, list[float], list[float]]] = [
@@ -101,23 +80,23 @@ BY_HAND: list[tuple[Callable[..., Tensor], Any, Any, list[float], list[float]]] 
     (gmpo, (math.exp(0.6), math.exp(-0.6)), (-1, -1), [E10, E10], [E10, 0]),
     # r = 1: half of 4 / tau. r = 2, tau = 1: 4 sigmoid(1), with a gradient of 4 s (1 - s) r.
     (
-        *(soft_adaptive_loss, (1, 1, 2), (3, -3, 1)),
+        *(losses.soft_adaptive_loss, (1, 1, 2), (3, -3, 1)),
         [-6, 6 / 1.05, -4 * S1],
         [-3, 3, -4 * S1 * (1 - S1) * 2],
     ),
     (
-        *(partial(soft_adaptive_loss, **TEMPERATURES), (1.5, 1.5), (1, -1)),
+        *(partial(losses.soft_adaptive_loss, **TEMPERATURES), (1.5, 1.5), (1, -1)),
         [-S1 * 2, S2],
         [-6 * S1 * (1 - S1), 6 * S2 * (1 - S2)],
     ),
     (
-        *(partial(covariance_clip_loss, chosen=CHOSEN, **CLIP), (1.1, 1.1, 2), (2, 2, 2)),
+        *(partial(losses.covariance_clip_loss, chosen=CHOSEN, **CLIP), (1.1, 1.1, 2), (2, 2, 2)),
         [0, -2.2, -2.56],
         [0, -2.2, 0],
     ),
     (KL_COV, (2, 2, 2), (3, 3, -1), [-6 - 0.7 * LOG_HALF, -6, 2], [-6 + 0.7, -6, 2]),
     (KL_COV, (0.5,) * 3, (3, 3, -1), [-1.5 - 0.7 * LOG_HALF, -1.5, 0.5], [-1.5 - 0.7, -1.5, 0.5]),
-    (score_function_loss, (0.5, 0.25), (2, -1), [-2 * LOG_HALF, 2 * LOG_HALF], [-2, 1]),
+    (losses.score_function_loss, (0.5, 0.25), (2, -1), [-2 * LOG_HALF, 2 * LOG_HALF], [-2, 1]),
 ]
 
 
@@ -129,12 +108,12 @@ def test_policy_losses_and_gradients_by_hand(loss, ratios, advantages, expected,
 
 def test_the_sequence_ratio_stays_finite():
     log_ratio = row(12.0, 12.0).requires_grad_()
-    loss = sequence_clipped_surrogate_loss(log_ratio, row(-1, -1), ALL, **CLIP)
+    loss = losses.sequence_clipped_surrogate_loss(log_ratio, row(-1, -1), ALL, **CLIP)
     check(loss, log_ratio, [math.exp(10)] * 2, [0, 0])
 
 
 def test_gspo_with_seq_mean_token_mean_has_the_papers_gradient():
-    batch = ragged(3)
+    batch = ragged.make_batch(3)
     mask, weights = batch["loss_mask"], batch["scores"][:, None]
     gradients = []
     for is_paper in (False, True):
@@ -146,8 +125,8 @@ def test_gspo_with_seq_mean_token_mean_has_the_papers_gradient():
             loss = loss[mask.any(-1)].mean()
         else:
             wide = {"clip_low": 1.0, "clip_high": 99.0}
-            losses = sequence_clipped_surrogate_loss(log_ratio, weights, mask, **wide)
-            loss = aggregate_loss(losses, mask, mode="seq-mean-token-mean")
+            token_losses = losses.sequence_clipped_surrogate_loss(log_ratio, weights, mask, **wide)
+            loss = losses.aggregate_loss(token_losses, mask, mode="seq-mean-token-mean")
         loss.backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
@@ -162,30 +141,33 @@ COV = COV_LOGPROBS, COV_ADVANTAGES, COV_MASK
 
 def test_covariances_by_hand():
     # (3 - 1)(-1 + 2), (0 - 1)(-2 + 2), (0 - 1)(-3 + 2)
-    assert token_covariances(*COV).tolist() == [[2.0, 0.0], [0.0, 1.0]]
+    assert losses.token_covariances(*COV).tolist() == [[2.0, 0.0], [0.0, 1.0]]
 
 
 def test_the_covariance_of_a_single_token_is_0():
-    assert token_covariances(row(-1, math.nan), row(3, 0), torch.tensor([[True, False]])).sum() == 0
+    assert (
+        losses.token_covariances(row(-1, math.nan), row(3, 0), torch.tensor([[True, False]])).sum()
+        == 0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_covariances_equal_the_reference_in_python_loops(dtype):
     for seed in range(1, 9):
-        batch = ragged(seed, dtype)
-        rows = list_counted_rows(batch)
+        batch = ragged.make_batch(seed, dtype)
+        rows = ragged.list_counted_rows(batch)
         mask, names = batch["loss_mask"], ("advantages", "logprobs")
         mean_a, mean_x = (mean([x for row in rows for x in row[name]]) for name in names)
         tokens = [zip(row["advantages"], row["logprobs"], strict=True) for row in rows]
         expected = [[(a - mean_a) * (x - mean_x) for a, x in row] for row in tokens]
-        result = token_covariances(batch["logprobs"], batch["advantages"], mask)
-        assert_equals_reference(result, place_on_tokens(expected, mask), torch.float64)
+        result = losses.token_covariances(batch["logprobs"], batch["advantages"], mask)
+        ragged.assert_equals_rows(result, expected, mask, torch.float64)
 
 
 OF_COVARIANCES: dict[str, Callable[..., Tensor]] = {
-    "covariances": token_covariances,
-    "top": partial(covariance_top_mask, fraction=0.3),
-    "band": partial(covariance_band_mask, low=-0.1, high=0.3, fraction=1.0),
+    "covariances": losses.token_covariances,
+    "top": partial(losses.covariance_top_mask, fraction=0.3),
+    "band": partial(losses.covariance_band_mask, low=-0.1, high=0.3, fraction=1.0),
 }
 
 
@@ -199,8 +181,8 @@ def test_covariances_ignore_padding_and_row_order(name, batch, seed):
         of = OF_COVARIANCES[name]
         return of(b["logprobs"], b["advantages"], b["loss_mask"]).double()
 
-    assert_padding_has_no_effect(result, batch)
-    assert_row_order_has_no_effect(result, batch, seed)
+    ragged.assert_padding_has_no_effect(result, batch)
+    ragged.assert_row_order_has_no_effect(result, batch, seed)
 
 
 @given(batch=BATCHES)
@@ -208,7 +190,7 @@ def test_covariances_accept_advantages_per_rollout(batch):
     per_row = batch["advantages"][:, :1]
     per_token = per_row.expand_as(batch["logprobs"])
     result, expected = (
-        token_covariances(batch["logprobs"], advantages, batch["loss_mask"])
+        losses.token_covariances(batch["logprobs"], advantages, batch["loss_mask"])
         for advantages in (per_row, per_token)
     )
     assert torch.equal(result, expected)
@@ -216,7 +198,7 @@ def test_covariances_accept_advantages_per_rollout(batch):
 
 def test_clip_cov_chooses_a_fraction_of_all_tokens_from_the_band():
     def chosen(low: float, high: float, fraction: float) -> list[list[bool]]:
-        return covariance_band_mask(*COV, low=low, high=high, fraction=fraction).tolist()
+        return losses.covariance_band_mask(*COV, low=low, high=high, fraction=fraction).tolist()
 
     assert chosen(0.5, 3.0, 1.0) == [[True, False], [False, True]]
     assert chosen(0.5, 3.0, 0.67) == [[True, False], [False, True]]  # 2 of 3
@@ -231,7 +213,9 @@ def test_clip_cov_chooses_a_fraction_of_all_tokens_from_the_band():
 def test_clip_cov_choices_follow_from_the_draws():
     def drawn(seed: int) -> list[list[bool]]:
         draws = torch.rand(2, 2, generator=torch.Generator().manual_seed(seed))
-        return covariance_band_mask(*COV, low=0.5, high=3.0, fraction=0.4, draws=draws).tolist()
+        return losses.covariance_band_mask(
+            *COV, low=0.5, high=3.0, fraction=0.4, draws=draws
+        ).tolist()
 
     assert [drawn(seed) for seed in range(9)] == [drawn(seed) for seed in range(9)]
     assert {str(drawn(seed)) for seed in range(9)} == {
@@ -241,18 +225,21 @@ def test_clip_cov_choices_follow_from_the_draws():
 
 
 def test_kl_cov_chooses_the_largest_covariances():
-    assert covariance_top_mask(*COV, fraction=0.67).tolist() == [[True, False], [False, True]]
+    assert losses.covariance_top_mask(*COV, fraction=0.67).tolist() == [
+        [True, False],
+        [False, True],
+    ]
     for fraction in (0.0, 0.34, 0.66):
-        chosen = covariance_top_mask(*COV, fraction=fraction)
+        chosen = losses.covariance_top_mask(*COV, fraction=fraction)
         assert chosen.tolist() == [[True, False], [False, False]]
-    assert covariance_top_mask(*COV, fraction=1.0).tolist() == COV_MASK.tolist()
+    assert losses.covariance_top_mask(*COV, fraction=1.0).tolist() == COV_MASK.tolist()
 
 
 def test_empty_batches_have_no_chosen_tokens():
     nothing = torch.zeros_like(COV_MASK)
-    assert not covariance_top_mask(COV_LOGPROBS, COV_ADVANTAGES, nothing, fraction=1.0).any()
+    assert not losses.covariance_top_mask(COV_LOGPROBS, COV_ADVANTAGES, nothing, fraction=1.0).any()
     band: dict[str, Any] = {"low": -1.0, "high": 9.0, "fraction": 1.0}
-    assert not covariance_band_mask(COV_LOGPROBS, COV_ADVANTAGES, nothing, **band).any()
+    assert not losses.covariance_band_mask(COV_LOGPROBS, COV_ADVANTAGES, nothing, **band).any()
 
 
 @pytest.mark.parametrize(
@@ -272,7 +259,7 @@ def test_dppo_masks_tokens_that_would_move_further_beyond_the_bound(kind, distan
             logprobs = logs(p)
             limits = {"low": 9.0, "high": 9.0} | {"high" if advantage > 0 else "low": bound}
             options = {"logprobs": logprobs, "kind": kind, "cap": 20.0, **limits}
-            loss = divergence_masked_loss(logprobs - math.log(q), row(advantage), **options)
+            loss = losses.divergence_masked_loss(logprobs - math.log(q), row(advantage), **options)
             slope = -ratio * advantage if stays else 0.0
             check(loss, logprobs, [slope * math.log(p)], [slope])
 
@@ -281,7 +268,9 @@ def test_dppo_masks_tokens_that_would_move_further_beyond_the_bound(kind, distan
 def test_dppo_caps_the_weight(kind):
     logprobs, bounds = logs(0.5, 0.25), {"low": 1.0, "high": 1.0, "cap": 1.5}
     log_ratio = logprobs - logs(0.25, 0.25).detach()
-    loss = divergence_masked_loss(log_ratio, row(1, 1), logprobs=logprobs, kind=kind, **bounds)
+    loss = losses.divergence_masked_loss(
+        log_ratio, row(1, 1), logprobs=logprobs, kind=kind, **bounds
+    )
     check(loss, logprobs, [-1.5 * math.log(0.5), -math.log(0.25)], [-1.5, -1])
 
 
@@ -296,7 +285,7 @@ def test_dppo_divergence_is_finite_for_tokens_of_probability_1(p, q, advantage, 
     for bound, stays in ((divergence + 0.01, True), (divergence - 0.01, False)):
         logprobs, bounds = logs(p), {"low": bound, "high": bound, "cap": 20.0, "kind": "kl"}
         log_ratio = logprobs - math.log(q)
-        loss = divergence_masked_loss(log_ratio, row(advantage), logprobs=logprobs, **bounds)
+        loss = losses.divergence_masked_loss(log_ratio, row(advantage), logprobs=logprobs, **bounds)
         slope = -p / q * advantage if stays else 0.0
         check(loss, logprobs, [slope * math.log(p)], [slope])
 
@@ -304,14 +293,14 @@ def test_dppo_divergence_is_finite_for_tokens_of_probability_1(p, q, advantage, 
 def test_dppo_refuses_an_unknown_divergence():
     with pytest.raises(ValueError, match="kind='js'"):
         options: dict[str, Any] = {"logprobs": row(0), "kind": "js"} | dict.fromkeys(BOUNDS, 1.0)
-        divergence_masked_loss(row(0), row(0), **options)
+        losses.divergence_masked_loss(row(0), row(0), **options)
 
 
 def test_value_loss_of_the_critic_by_hand():
     # Errors -2 and 2. Held within 0.2 of the old values: 0.7 - 3 is worse than -2, and where the
     # value is; 1.8 - 0 is better than 2, which stays.
     values = row(1, 2).requires_grad_()
-    check(value_loss(values, row(3, 0), row(0.5, 1.6)), values, [2, 2], [-2, 2])
+    check(losses.value_loss(values, row(3, 0), row(0.5, 1.6)), values, [2, 2], [-2, 2])
     values = row(1, 2).requires_grad_()
-    clipped = value_loss(values, row(3, 0), row(0.5, 1.6), clip=0.2)
+    clipped = losses.value_loss(values, row(3, 0), row(0.5, 1.6), clip=0.2)
     check(clipped, values, [2.3**2 / 2, 2], [0, 2])

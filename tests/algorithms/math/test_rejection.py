@@ -18,16 +18,8 @@ from streamrl.algorithms.math.correction import (
     second_moment_mask,
 )
 from streamrl.algorithms.options import REJECTION_KINDS, REJECTION_LEVELS
-from tests.algorithms.ragged import (
-    BATCHES,
-    Batch,
-    assert_padding_has_no_effect,
-    assert_row_order_has_no_effect,
-    assert_rows_are_independent,
-    list_counted_rows,
-    place_on_tokens,
-    ragged,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES, Batch
 
 NAN = math.nan
 SEEDS = st.integers(0, 9999)
@@ -131,11 +123,11 @@ def rejected_in_loops(row, kind: str, level: str, high: float, low: float = 0.0)
 def test_rejection_equals_the_reference_in_python_loops(name, dtype):
     results = []
     for seed in range(24):
-        batch = ragged(seed, dtype)
-        rows = [row["log_ratio"] for row in list_counted_rows(batch)]
+        batch = ragged.make_batch(seed, dtype)
+        rows = [row["log_ratio"] for row in ragged.list_counted_rows(batch)]
         expected = [rejected_in_loops(row, **REJECTING[name]) if row else [] for row in rows]
         result = rejection_mask(batch["log_ratio"], batch["loss_mask"], **REJECTING[name])
-        assert torch.equal(result.double(), place_on_tokens(expected, batch["loss_mask"]))
+        assert torch.equal(result.double(), ragged.place_on_tokens(expected, batch["loss_mask"]))
         results += result[batch["loss_mask"]].tolist()
     assert set(results) == {True, False}
 
@@ -225,18 +217,20 @@ MASKED = {
 @pytest.mark.parametrize("name", MASKED)
 @given(batch=BATCHES)
 def test_padding_has_no_effect(name, batch):
-    assert_padding_has_no_effect(lambda b: MASKED[name](b).double(), batch)
+    ragged.assert_padding_has_no_effect(lambda b: MASKED[name](b).double(), batch)
 
 
 @pytest.mark.parametrize("name", [name for name in MASKED if name != "second moment"])
 @given(batch=BATCHES, seed=SEEDS)
 def test_rows_are_independent(name, batch, seed):
-    assert_rows_are_independent(lambda b: MASKED[name](b).double(), batch, seed)
+    ragged.assert_rows_are_independent(lambda b: MASKED[name](b).double(), batch, seed)
 
 
 @given(batch=BATCHES, seed=SEEDS)
 def test_the_second_moment_mask_ignores_row_order(batch, seed):
-    assert_row_order_has_no_effect(lambda b: MASKED["second moment"](b).double(), batch, seed)
+    ragged.assert_row_order_has_no_effect(
+        lambda b: MASKED["second moment"](b).double(), batch, seed
+    )
 
 
 def test_unknown_options_are_refused():

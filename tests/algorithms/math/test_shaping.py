@@ -8,15 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.math.advantages import make_token_rewards, soft_overlong_penalty
-from tests.algorithms.ragged import (
-    BATCHES,
-    assert_equals_reference,
-    assert_padding_has_no_effect,
-    assert_rows_are_independent,
-    list_counted_rows,
-    place_on_tokens,
-    ragged,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES
 
 NAN = math.nan
 SEEDS = st.integers(0, 9999)
@@ -74,20 +67,18 @@ def rewards_of(batch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_token_rewards_equal_the_reference_in_python_loops(dtype):
     for seed in range(8):
-        batch = ragged(seed, dtype)
+        batch = ragged.make_batch(seed, dtype)
         plain, penalised = [], []
-        for row in list_counted_rows(batch):
+        for row in ragged.list_counted_rows(batch):
             num_tokens = len(row["values"])
             plain.append([0.0] * (num_tokens - 1) + row["scores"][:num_tokens])
             penalised.append([r - x for r, x in zip(plain[-1], row["values"], strict=True)])
         mask = batch["loss_mask"]
-        assert_equals_reference(
-            make_token_rewards(batch["scores"], mask), place_on_tokens(plain, mask), dtype
-        )
-        assert_equals_reference(rewards_of(batch), place_on_tokens(penalised, mask), dtype)
+        ragged.assert_equals_rows(make_token_rewards(batch["scores"], mask), plain, mask, dtype)
+        ragged.assert_equals_rows(rewards_of(batch), penalised, mask, dtype)
 
 
 @given(batch=BATCHES, seed=SEEDS)
 def test_token_rewards_ignore_padding_and_other_rows(batch, seed):
-    assert_padding_has_no_effect(rewards_of, batch)
-    assert_rows_are_independent(rewards_of, batch, seed)
+    ragged.assert_padding_has_no_effect(rewards_of, batch)
+    ragged.assert_rows_are_independent(rewards_of, batch, seed)

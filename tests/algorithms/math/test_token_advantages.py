@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.math.advantages import generalized_advantages, masked_whiten, reward_to_go
-from tests.algorithms.ragged import (
-    BATCHES,
-    Batch,
-    assert_equals_reference,
-    assert_padding_has_no_effect,
-    assert_row_order_has_no_effect,
-    assert_rows_are_independent,
-    list_counted_rows,
-    place_on_tokens,
-    ragged,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES, Batch
 
 NAN = math.nan
 # Two tokens of the policy with a tool's between them, then padding.
@@ -109,38 +100,38 @@ def gae(batch: Batch, gamma: float = 0.9, lam: float = 0.8, bootstrap: bool = Tr
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gae_equals_the_reference_in_python_loops(dtype):
     for seed, bootstrap in itertools.product(range(8), (False, True)):
-        batch = ragged(seed, dtype)
-        mask, rows = batch["loss_mask"], list_counted_rows(batch)
+        batch = ragged.make_batch(seed, dtype)
+        mask, rows = batch["loss_mask"], ragged.list_counted_rows(batch)
         advantages, returns = gae(batch, bootstrap=bootstrap)
         last = [row["scores"][0] if bootstrap else 0.0 for row in rows]
         sums = [compute_gae_of_row(row, x, 0.9, 0.8) for row, x in zip(rows, last, strict=True)]
-        expected = place_on_tokens(sums, mask)
-        assert_equals_reference(advantages, expected, dtype)
-        values = place_on_tokens([row["values"] for row in rows], mask)
-        assert_equals_reference(returns, expected + values, dtype)
+        expected = ragged.place_on_tokens(sums, mask)
+        ragged.assert_equals_reference(advantages, expected, dtype)
+        values = ragged.place_on_tokens([row["values"] for row in rows], mask)
+        ragged.assert_equals_reference(returns, expected + values, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_rewards_to_go_equal_the_reference_in_python_loops(dtype):
     for seed in range(8):
-        batch = ragged(seed, dtype)
-        expected = [compute_returns_of_row(row, 0.9) for row in list_counted_rows(batch)]
+        batch = ragged.make_batch(seed, dtype)
+        expected = [compute_returns_of_row(row, 0.9) for row in ragged.list_counted_rows(batch)]
         result = reward_to_go(batch["token_rewards"], batch["loss_mask"], gamma=0.9)
-        assert_equals_reference(result, place_on_tokens(expected, batch["loss_mask"]), dtype)
+        ragged.assert_equals_rows(result, expected, batch["loss_mask"], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_whitening_equals_the_reference_in_python_loops(dtype):
     for seed, unbiased in itertools.product(range(8), (False, True)):
-        batch = ragged(seed, dtype)
-        rows = [row["values"] for row in list_counted_rows(batch)]
+        batch = ragged.make_batch(seed, dtype)
+        rows = [row["values"] for row in ragged.list_counted_rows(batch)]
         tokens = [x for row in rows for x in row]
         mean = math.fsum(tokens) / max(len(tokens), 1)
         squares = math.fsum((x - mean) ** 2 for x in tokens)
         deviation = math.sqrt(squares / max(len(tokens) - unbiased, 1) + 1e-8)
         expected = [[(x - mean) / deviation for x in row] for row in rows]
         result = masked_whiten(batch["values"], batch["loss_mask"], unbiased=unbiased)
-        assert_equals_reference(result, place_on_tokens(expected, batch["loss_mask"]), dtype)
+        ragged.assert_equals_rows(result, expected, batch["loss_mask"], dtype)
 
 
 def test_long_sums_are_accurate_in_float32():
@@ -162,10 +153,10 @@ def test_long_sums_are_accurate_in_float32():
 def test_gae_with_lam_0_is_the_one_step_td_error(batch):
     advantages, _ = gae(batch, lam=0.0, bootstrap=False)
     errors = []
-    for row in list_counted_rows(batch):
+    for row in ragged.list_counted_rows(batch):
         tokens = zip(row["token_rewards"], row["values"], [*row["values"][1:], 0.0], strict=False)
         errors.append([r + 0.9 * after - now for r, now, after in tokens])
-    torch.testing.assert_close(advantages, place_on_tokens(errors, batch["loss_mask"]))
+    torch.testing.assert_close(advantages, ragged.place_on_tokens(errors, batch["loss_mask"]))
 
 
 @given(batch=BATCHES, gamma=st.floats(0.5, 1.0))
@@ -227,15 +218,15 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 @given(batch=BATCHES)
 def test_padding_has_no_effect(name, batch):
-    assert_padding_has_no_effect(FUNCTIONS[name], batch)
+    ragged.assert_padding_has_no_effect(FUNCTIONS[name], batch)
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "whitened"])
 @given(batch=BATCHES, seed=SEEDS)
 def test_rows_are_independent(name, batch, seed):
-    assert_rows_are_independent(FUNCTIONS[name], batch, seed)
+    ragged.assert_rows_are_independent(FUNCTIONS[name], batch, seed)
 
 
 @given(batch=BATCHES, seed=SEEDS)
 def test_whitening_ignores_row_order(batch, seed):
-    assert_row_order_has_no_effect(FUNCTIONS["whitened"], batch, seed)
+    ragged.assert_row_order_has_no_effect(FUNCTIONS["whitened"], batch, seed)
