@@ -190,9 +190,13 @@ def _damage_rng_state(checkpoint: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "files": {}}))
 
 
-def _other_version(path: Path) -> None:
+def _other_version(checkpoint: Path) -> None:
+    path = checkpoint / "state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps({**state, "version": state["version"] - 1}))
+
+
+RANK_STATE = "trainer/state_00000_000.safetensors"
 
 
 class Hostile:
@@ -209,17 +213,18 @@ def _hostile_prompt(run_dir: Path) -> None:
     write_segment(segment_path(folder, list_segments(folder)[-1] + 1), [record])
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+OF_CHECKPOINT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "snapshot": (lambda saved: _truncate(saved / "queue/shard-1/00000000.journal"), "shard-1"),
+    "state": (lambda saved: (saved / "state.json").write_text("[" * 100_000), "state.json"),
+    "trainer": (lambda saved: _truncate(saved / RANK_STATE), "state_00000_000.safetensors has"),
+    "progress": (lambda saved: (saved / "trainer/trainer.json").unlink(), "trainer.json"),
+    "model": (lambda saved: (saved / "model/model.safetensors").unlink(), "model.safetensors"),
+    "random": (_damage_rng_state, "not a state of torch's random number generator"),
+    "version": (_other_version, "does not match the folder name"),
+}
+OF_RUN: dict[str, tuple[Callable[[Path], object], str]] = {
     "books": (lambda run: _flip(_segment(run), 60), "books"),
-    "snapshot": (lambda run: _truncate(newest(run) / "queue/shard-1/00000000.journal"), "shard-1"),
     "journal": (lambda run: shutil.rmtree(get_journal_dir(run, "shard-0")), "must be repeated"),
-    "state": (lambda run: (newest(run) / "state.json").write_text("[" * 100_000), "state.json"),
-    "trainer": (
-        lambda run: _truncate(newest(run) / "trainer/state_00000_000.safetensors"),
-        "state_00000_000.safetensors has",
-    ),
-    "progress": (lambda run: (newest(run) / "trainer/trainer.json").unlink(), "trainer.json"),
-    "model": (lambda run: (newest(run) / "model/model.safetensors").unlink(), "model.safetensors"),
     "metrics": (
         lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n'),
         "metrics.jsonl:2",
@@ -227,14 +232,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "rows": (
         lambda run: _append(run / "metrics.jsonl", '{"step": 6, "staleness/hist": {}}\n'),
         "staleness/hist={}: neither a number nor a histogram",
-    ),
-    "random": (
-        lambda run: _damage_rng_state(newest(run)),
-        "not a state of torch's random number generator",
-    ),
-    "version": (
-        lambda run: _other_version(newest(run) / "state.json"),
-        "does not match the folder name",
     ),
     "hostile": (_hostile_prompt, "no prompt of streamrl's: it asks for posix.system"),
     "gap": (lambda run: _segment(run).rename(_segment(run, 9_999_999)), "is missing"),
@@ -249,15 +246,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", [*OF_CHECKPOINT, *OF_RUN])
 def test_resume_refuses_a_damaged_run_directory_and_leaves_it_unchanged(
     killed: Killed, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = copied(killed, f"damaged-{kind}")
     monkeypatch.chdir(run_dir.parent)
     monkeypatch.setenv("STREAMRL_FORK_WORKERS", "0")
-    damage, part = DAMAGE[kind]
-    damage(run_dir)
+    damage, part = (OF_CHECKPOINT | OF_RUN)[kind]
+    damage(newest(run_dir) if kind in OF_CHECKPOINT else run_dir)
     before = {} if kind == "pipe" else tree(run_dir)
     started = len(psutil.Process().children(recursive=True))
     assert main(["train", "--resume", str(run_dir)]) == 2

@@ -73,17 +73,16 @@ def our_gdpo(batch: Batch) -> Tensor:
 
 
 def remax(batch: Batch) -> Tensor:
-    advantages_BT, _ = core_algos.compute_remax_outcome_advantage(
-        outcome_rewards(batch) * batch.mask, batch.baseline_scores, batch.mask
+    rewards, baselines = outcome_rewards(batch) * batch.mask, batch.baseline_scores
+    return (
+        batch.mask * core_algos.compute_remax_outcome_advantage(rewards, baselines, batch.mask)[0]
     )
-    return advantages_BT * batch.mask
 
 
 def reinforce_plus_plus(batch: Batch) -> tuple[Tensor, Tensor]:
     """Compute verl's advantages and returns, both [B, T]."""
-    return core_algos.compute_reinforce_plus_plus_outcome_advantage(
-        batch.token_rewards, batch.mask, AlgoConfig(gamma=GAMMA)
-    )
+    compute = core_algos.compute_reinforce_plus_plus_outcome_advantage
+    return compute(batch.token_rewards, batch.mask, AlgoConfig(gamma=GAMMA))
 
 
 def our_rewards_to_go(batch: Batch) -> Tensor:
