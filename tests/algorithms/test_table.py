@@ -255,38 +255,29 @@ def broken(columns, group_ids, settings):
 def still(tokens, settings):
     return tokens.log_ratio.detach(), tokens.loss_mask
 
-
 def endless(columns, group_ids, settings):
     return columns["scores"] / 0
-
 
 def stuck(value, shown, settings):
     shown["score"]
 
-
 def soft(tokens, settings):
     return tokens.log_ratio, torch.zeros(tokens.log_ratio.shape)
-
 
 def half(tokens, settings):
     return tokens.log_ratio.sum(-1, keepdim=True)
 
-
 def mute(tokens, settings):
     pass
-
 
 def foreign(columns, group_ids, settings):
     return columns["scores"].numpy()
 
-
 def other(tokens, settings):
     return tokens.log_ratio.to("meta"), tokens.loss_mask
 
-
 def rooted(columns, group_ids, settings):
     return columns["scores"].sqrt() * vars(settings)["gamma"]
-
 
 STILL = variant("still", "x", token_loss=still)
 NOBODYS = variant("nobodys", "x", columns=("scores", "foo"))

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,10 @@ APART = ["placement.mode=disaggregated", "placement.cpus=8"]
 
 @dataclass(frozen=True)
 class Ended:
-    """A command of the run that has ended; `state` is that of the newest checkpoint."""
+    """A command of the run that has ended.
+
+    `state` is that of the newest checkpoint, `scale` a `streamrl scale` while it ran.
+    """
 
     run: Launched
     code: int
@@ -39,6 +42,7 @@ class Ended:
     failures: list[dict[str, Any]]
     state: dict[str, Any]
     seconds: float
+    scale: Launched | None = None
 
     @classmethod
     def wait_for(cls, run: Launched, run_dir: Path) -> "Ended":
@@ -62,13 +66,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scale_request() -> list[Launched]:
-    """The `streamrl scale` sent to the running run."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def stopped(run_dir: Path, scale_request: list[Launched]) -> Ended:
+def stopped(run_dir: Path) -> Ended:
     """One CPU slot, filtered groups, a reward that fails for some, programs in the sandbox, and
     rollouts that are paused while other stages have the pool; then Ctrl-C."""
     toy = run_dir.parents[1]
@@ -92,9 +90,8 @@ def stopped(run_dir: Path, scale_request: list[Launched]) -> Ended:
     run.until(lambda: len(rows(run_dir)) > 4 and has_lost_groups() and has_paused())
     request = Launched(["scale", str(run_dir), "--generators", "2"], toy)
     request.wait(timeout_s=120.0)
-    scale_request.append(request)
     run.interrupt()
-    return Ended.wait_for(run, run_dir)
+    return replace(Ended.wait_for(run, run_dir), scale=request)
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +178,9 @@ def test_a_colocated_run_evaluates_on_one_slot(stopped: Ended) -> None:
     assert "eval/pass_at_1" not in stopped.rows[1]
 
 
-@pytest.mark.usefixtures("stopped")
-def test_colocated_generators_cannot_be_scaled(scale_request: list[Launched]) -> None:
-    (request,) = scale_request
-    assert request.process.returncode == 2
-    assert request.output == (
+def test_colocated_generators_cannot_be_scaled(stopped: Ended) -> None:
+    assert stopped.scale is not None and stopped.scale.process.returncode == 2
+    assert stopped.scale.output == (
         "streamrl: placement.mode=colocated: each of trainer.world_size=1 ranks has a generator in"
         " its process; generators cannot be scaled\n"
     )
