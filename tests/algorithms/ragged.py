@@ -17,7 +17,7 @@ LEFT, RIGHT = 1, 2
 """Positions that `wider` adds."""
 
 
-def ragged(seed: int, dtype: torch.dtype = torch.float64) -> Batch:
+def make_batch(seed: int, dtype: torch.dtype = torch.float64) -> Batch:
     """Return 2 to 6 rows of up to 8 positions, with holes, some without counted tokens."""
     draw = torch.Generator().manual_seed(seed)
     rows, width = 2 + seed % 5, 1 + seed % 8
@@ -45,7 +45,7 @@ def ragged(seed: int, dtype: torch.dtype = torch.float64) -> Batch:
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
 
 
-BATCHES = st.builds(ragged, st.integers(0, 9999))
+BATCHES = st.builds(make_batch, st.integers(0, 9999))
 
 
 def gradient(leaf: Tensor) -> Tensor:
@@ -113,6 +113,13 @@ def assert_equals_reference(result: Tensor, expected: Tensor, dtype: torch.dtype
     """Assert the dtype of the input, and the values of the reference."""
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+
+
+def assert_equals_rows(
+    result: Tensor, rows: Sequence[Sequence[float]], mask: Tensor, dtype: torch.dtype
+) -> None:
+    """Assert that the counted tokens equal the reference of each row, and the others 0."""
+    assert_equals_reference(result, place_on_tokens(rows, mask), dtype)
 
 
 def assert_padding_has_no_effect(function: Callable[[Batch], Tensor], batch: Batch) -> None:

@@ -108,10 +108,6 @@ def derive_columns(config: AlgorithmConfig, step: Step) -> dict[str, Tensor]:
     return derive_group_columns(config.spec, make_settings(config), step.columns, step.group_ids)
 
 
-def make_batch(step: Step, derived: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {**step.columns, **derived}
-
-
 @dataclass
 class Trained:
     """Summed loss, sums and gradient of logprobs."""
@@ -124,13 +120,8 @@ class Trained:
 def train(config: AlgorithmConfig, step: Step, derived: dict[str, Tensor]) -> Trained:
     """Run forward and backward on these rows with their derived columns."""
     leaf = step.logprobs.clone().requires_grad_()
-    loss, sums = policy_loss(
-        config.spec,
-        make_settings(config),
-        make_batch(step, derived),
-        logprobs=leaf,
-        entropy=step.entropy,
-    )
+    batch, settings = {**step.columns, **derived}, make_settings(config)
+    loss, sums = policy_loss(config.spec, settings, batch, logprobs=leaf, entropy=step.entropy)
     loss.backward()
     assert leaf.grad is not None
     return Trained(loss.detach(), sums, torch.where(step.columns["loss_mask"], leaf.grad, 0.0))

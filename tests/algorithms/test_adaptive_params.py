@@ -22,31 +22,21 @@ def make_adaptive_params(config: AlgorithmConfig) -> AdaptiveParams:
     return AdaptiveParams(config.spec, make_settings(config))
 
 
-def test_without_kl_target_no_parameter_adapts():
-    params = make_adaptive_params(AlgorithmConfig(kl_coef=0.1))
-    params.update_after_step(make_sums(7.0), num_rollouts=8)
-    assert params.values == {}
-
-
 @pytest.mark.parametrize(
-    ("kl", "coef"),
+    ("config", "sums", "expected"),
     [
-        (0.05, 0.1),  # at the target
-        (0.055, 0.1 * (1 + 0.1 * 250 / 1000)),  # a tenth above it
-        (5.0, 0.1 * (1 + 0.2 * 250 / 1000)),  # far above: clamped to 20 %
-        (0.0, 0.1 * (1 - 0.2 * 250 / 1000)),
+        (AlgorithmConfig(kl_coef=0.1), make_sums(7.0), {}),  # no target
+        (FOLLOWING, {}, {"kl_coef": 0.1}),  # a step without policy training
+        (FOLLOWING, make_sums(0.05), {"kl_coef": 0.1}),  # at the target
+        (FOLLOWING, make_sums(0.055), {"kl_coef": 0.1 * (1 + 0.1 * 250 / 1000)}),  # 10 % above
+        (FOLLOWING, make_sums(5.0), {"kl_coef": 0.1 * (1 + 0.2 * 250 / 1000)}),  # clamped to 20 %
+        (FOLLOWING, make_sums(0.0), {"kl_coef": 0.1 * (1 - 0.2 * 250 / 1000)}),
     ],
 )
-def test_kl_coef_follows_its_target(kl, coef):
-    params = make_adaptive_params(FOLLOWING)
-    params.update_after_step(make_sums(kl), num_rollouts=250)
-    assert params.values == {"kl_coef": pytest.approx(coef)}
-
-
-def test_a_step_without_policy_training_adapts_no_parameter():
-    params = make_adaptive_params(FOLLOWING)
-    params.update_after_step({}, num_rollouts=250)
-    assert params.values == {"kl_coef": 0.1}
+def test_kl_coef_follows_its_target(config, sums, expected):
+    params = make_adaptive_params(config)
+    params.update_after_step(sums, num_rollouts=250)
+    assert params.values == pytest.approx(expected)
 
 
 def test_adaptive_params_resume_from_a_checkpoint():
@@ -71,9 +61,8 @@ LIMITED = AlgorithmConfig(name="safe_rlhf", params={"cost_limit": 0.2, "lagrange
 )
 def test_the_multiplier_rises_while_the_cost_exceeds_its_limit(cost, multiplier):
     params = make_adaptive_params(LIMITED)
-    params.update_after_step(
-        {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * cost}, num_rollouts=4
-    )
+    sums = {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * cost}
+    params.update_after_step(sums, num_rollouts=4)
     assert params.values == {"lagrange": pytest.approx(multiplier)}
     assert LIMITED.spec.params["lagrange"] == 1.0
 
@@ -95,10 +84,9 @@ def test_a_dial_that_returns_no_number_is_named():
         return None
 
     row = variant("mine", "a test", params={"tau": 1.0}, dials={"tau": broken})
+    chosen = replace(make_settings(AlgorithmConfig()), params=row.params)
+    sums = {"num_sampled": 1.0, "score_sum": 1.0}
     with pytest.raises(AlgorithmError, match="algorithm mine: dial tau returned None"):
-        chosen = replace(make_settings(AlgorithmConfig()), params=row.params)
-        AdaptiveParams(row, chosen).update_after_step(
-            {"num_sampled": 1.0, "score_sum": 1.0}, num_rollouts=1
-        )
+        AdaptiveParams(row, chosen).update_after_step(sums, num_rollouts=1)
     with pytest.raises(ValueError, match=r"dials \['other'\] are not in params"):
         variant("mine", "a test", params={"tau": 1.0}, dials={"other": broken})

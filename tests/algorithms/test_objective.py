@@ -1,6 +1,7 @@
 """Application of rows: derived columns, and the loss of any part of a step."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,24 +14,10 @@ from streamrl.algorithms.objective import policy_loss
 from streamrl.algorithms.options import LOSS_AGGREGATIONS
 from streamrl.errors import AlgorithmError
 from streamrl.messages import FinishReason
-from tests.algorithms.steps import (
-    MAX_LENGTH,
-    derive_columns,
-    make_batch,
-    make_settings,
-    make_step,
-    train,
-)
+from tests.algorithms.steps import MAX_LENGTH, derive_columns, make_settings, make_step, train
 
-EVERYTHING = CorrectionConfig(
-    proximal="trainer",
-    weights="token",
-    weight_high=1.2,
-    reject="k1",
-    reject_low=0.6,
-    reject_high=1.8,
-    off_policy_threshold=0.05,
-)
+REJECT = CorrectionConfig(proximal="trainer", reject="k1", reject_low=0.6, reject_high=1.8)
+EVERYTHING = replace(REJECT, weights="token", weight_high=1.2, off_policy_threshold=0.05)
 CONFIGS = [
     *(AlgorithmConfig(name=name) for name in ALGORITHMS),
     *(AlgorithmConfig(loss_aggregation=mode) for mode in LOSS_AGGREGATIONS),
@@ -66,7 +53,6 @@ def test_nan_padding_and_more_padding_have_no_effect(config):
 @every_config
 @given(seed=st.integers(0, 50), data=st.data())
 def test_micro_batches_and_ranks_add_up_to_the_whole_step(config, seed, data):
-    """Micro-batches and ranks are subsets of a step's rows in any order."""
     step = make_step(seed)
     derived = derive_columns(config, step)
     full = train(config, step, derived)
@@ -94,9 +80,8 @@ def test_micro_batches_and_ranks_add_up_to_the_whole_step(config, seed, data):
 def test_off_policy_masking_uses_the_trained_policy():
     correction = CorrectionConfig(proximal="trainer", off_policy_threshold=0.05)
     config, step = AlgorithmConfig(correction=correction), make_step()
-    derived = derive_columns(config, step) | {
-        "proximal_logprobs": step.columns["generator_logprobs"]
-    }
+    proximal = {"proximal_logprobs": step.columns["generator_logprobs"]}
+    derived = derive_columns(config, step) | proximal
     close_policy = train(config, step, derived)
     step.logprobs = step.logprobs - 1.0
     distant_policy = train(config, step, derived)
@@ -106,26 +91,24 @@ def test_off_policy_masking_uses_the_trained_policy():
 def test_off_policy_masking_measures_the_distance_to_the_sampling_policy():
     correction = CorrectionConfig(proximal="trainer", off_policy_threshold=0.4)
     # Row 0 has become less likely since it was sampled, before this step; row 1 only within it.
-    batch, _ = make_hand_computed_step(
+    loss, sums = compute_loss(
+        AlgorithmConfig(name="dapo", correction=correction),
+        logprobs=torch.full((2, 4), -0.5),
         advantages=torch.tensor([-1.0, -1.0]),
         generator_logprobs=torch.tensor([[0.0] * 4, [-0.5] * 4]),
         proximal_logprobs=torch.tensor([[-0.5] * 4, [0.0] * 4]),
     )
-    config, logprobs = AlgorithmConfig(name="dapo", correction=correction), torch.full((2, 4), -0.5)
-    loss, sums = policy_loss(
-        config.spec, make_settings(config), batch, logprobs=logprobs, entropy=torch.zeros(2, 4)
-    )
     assert sums["num_kept"] == 1, "row 1 has one token, row 0 three"
-    assert loss.item() == pytest.approx(0.8), "its ratio, exp(-0.5) = 0.61, is clipped"
+    assert loss == pytest.approx(0.8), "its ratio, exp(-0.5) = 0.61, is clipped"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_row_order_has_no_effect(name):
     config, step = AlgorithmConfig(name=name), make_step()
     order = torch.randperm(step.num_rows, generator=torch.Generator().manual_seed(1)).tolist()
-    turned = step.rows(order)
-    in_order = train(config, step, derive_columns(config, step))
-    permuted = train(config, turned, derive_columns(config, turned))
+    in_order, permuted = (
+        train(config, rows, derive_columns(config, rows)) for rows in (step, step.rows(order))
+    )
     close(permuted.loss, in_order.loss)
     close(permuted.gradient, in_order.gradient[torch.tensor(order)])
 
@@ -139,8 +122,8 @@ def test_scope_group_needs_no_other_groups_and_scope_step_does(name):
     differs = False
     for group in range(3):
         rows = (step.group_ids == group).nonzero()[:, 0].tolist()
-        alone = derive_columns(config, step.rows(rows))
-        pairs = [(alone[key], full[key][torch.tensor(rows)]) for key in full]
+        group_only = derive_columns(config, step.rows(rows))
+        pairs = [(group_only[key], full[key][torch.tensor(rows)]) for key in full]
         if config.scope == "group":
             for of_group, of_step in pairs:
                 close(of_group, of_step)
@@ -152,14 +135,10 @@ def test_scope_group_needs_no_other_groups_and_scope_step_does(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_float32_matches_float64_to_its_precision(name):
     config = AlgorithmConfig(name=name, kl_coef=0.1)
-    results = []
-    for dtype in (torch.float64, torch.float32):
-        step = make_step(dtype=dtype)
-        results.append(train(config, step, derive_columns(config, step)))
-    assert results[1].gradient.dtype == torch.float32
-    torch.testing.assert_close(
-        results[1].gradient.double(), results[0].gradient, atol=2e-5, rtol=2e-5
-    )
+    steps = (make_step(dtype=dtype) for dtype in (torch.float64, torch.float32))
+    expected, result = (train(config, s, derive_columns(config, s)).gradient for s in steps)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -199,7 +178,7 @@ def compute_first_step_gradient(config):
     ids=lambda config: config.name,
 )
 def test_the_first_on_policy_step_is_reinforce_for_most_rows(config):
-    """Vanilla, dual-clip, CISPO, REINFORCE and most others: -A times the gradient of log pi."""
+    # -A times the gradient of log pi.
     step = make_step()
     advantages = derive_columns(AlgorithmConfig(name="grpo"), step)["advantages"]
     expected = torch.where(step.columns["loss_mask"], -advantages[:, None], 0.0)
@@ -207,25 +186,19 @@ def test_the_first_on_policy_step_is_reinforce_for_most_rows(config):
     close(compute_first_step_gradient(config), expected)
 
 
-def make_hand_computed_step(**changes):
-    """Return two rows with three and one counted tokens; the ratios are 1.5, 1, 0.5 and 1."""
+def compute_loss(config, **changes):
+    """Train two rows with three and one counted tokens; the ratios are 1.5, 1, 0.5 and 1."""
     batch = {
+        "logprobs": torch.tensor([[0.0, math.log(1.5), 0.0, math.log(0.5)], [0.0] * 4]),
         "loss_mask": torch.tensor([[False, True, True, True], [False, True, False, False]]),
         "generator_logprobs": torch.zeros(2, 4),
         "ref_logprobs": torch.full((2, 4), -0.5),
         "advantages": torch.tensor([1.0, -2.0]),
         "group_tokens": torch.tensor([4, 4]),
+        **changes,
     }
-    logprobs = torch.tensor([[0.0, math.log(1.5), 0.0, math.log(0.5)], [0.0, 0.0, 0.0, 0.0]])
-    return batch | changes, logprobs
-
-
-def compute_loss(config, **changes):
-    batch, logprobs = make_hand_computed_step(**changes)
-    entropy = torch.full_like(logprobs, 2.0)
-    loss, sums = policy_loss(
-        config.spec, make_settings(config), batch, logprobs=logprobs, entropy=entropy
-    )
+    policy = {"logprobs": batch.pop("logprobs"), "entropy": torch.full((2, 4), 2.0)}
+    loss, sums = policy_loss(config.spec, make_settings(config), batch, **policy)
     return loss.item(), {name: value.item() for name, value in sums.items()}
 
 
@@ -312,10 +285,8 @@ def test_decoupled_weights_by_hand():
 
 @pytest.mark.parametrize(("count_rejected", "divisor"), [(True, 4), (False, 2)])
 def test_count_rejected_decides_whether_rejected_tokens_count(count_rejected, divisor):
-    correction = CorrectionConfig(
-        reject="k1", reject_low=0.8, reject_high=1.25, count_rejected=count_rejected
-    )
-    config = AlgorithmConfig(name="dapo", correction=correction)
+    bounds = {"reject_low": 0.8, "reject_high": 1.25, "count_rejected": count_rejected}
+    config = AlgorithmConfig(name="dapo", correction=CorrectionConfig(reject="k1", **bounds))
     loss, sums = compute_loss(config)
     assert loss == pytest.approx(-1 + 2.0)  # the ratios 1.5 and 0.5 are out
     assert step_loss_denominator(make_settings(config), sums) == divisor
@@ -394,20 +365,10 @@ def test_a_token_loss_receives_the_rows_derived_columns():
     config, step = AlgorithmConfig(name="kl_cov"), make_step()
     derived = derive_columns(config, step)
     assert derived["chosen"].sum() == 1  # a fraction of 2e-4 of few tokens is one
-    marked = train(config, step, derived)
-    derived["chosen"] = torch.zeros_like(derived["chosen"])
-    close(marked.loss - train(config, step, derived).loss, _held(step, config))
-
-
-def _held(step, config):
-    chosen = derive_columns(config, step)["chosen"]
-    return (step.logprobs - step.columns["generator_logprobs"])[chosen].abs().sum()
-
-
-def test_derived_columns_replace_input_columns_in_batches():
-    step = make_step()
-    derived = derive_columns(AlgorithmConfig(mask_truncated=True), step)
-    assert make_batch(step, derived)["loss_mask"] is derived["loss_mask"]
+    none_chosen = derived | {"chosen": torch.zeros_like(derived["chosen"])}
+    penalty = train(config, step, derived).loss - train(config, step, none_chosen).loss
+    log_ratio = step.logprobs - step.columns["generator_logprobs"]
+    close(penalty, log_ratio[derived["chosen"]].abs().sum())
 
 
 def write_failing_row(function: str, body: str, tmp_path):
@@ -425,17 +386,9 @@ def write_failing_row(function: str, body: str, tmp_path):
     ("function", "body", "message"),
     [
         ("advantages", "return arguments[0]['nothing']", r"own.py:4: KeyError: 'nothing'"),
-        (
-            "advantages",
-            "return torch.zeros(3)",
-            r"broken returned shape \[3\], expected \[9\] or \[9, ",
-        ),
+        ("advantages", "return torch.zeros(3)", r"broken returned shape \[3\], expected \[9\] or"),
         ("advantages", "return None", r"broken returned None, expected \[9\]"),
-        (
-            "token_loss",
-            "return torch.zeros(2), torch.zeros(2)",
-            r"returned shape \[2\], expected \[9, ",
-        ),
+        ("token_loss", "return [torch.zeros(2)] * 2", r"returned shape \[2\], expected \[9, "),
         ("token_loss", "exit(3)", r"own.py:4: SystemExit: 3"),
     ],
 )

@@ -35,7 +35,7 @@ def test_a_rows_defaults_fill_only_null_settings():
     assert chosen == dataclasses.replace(dapo, clip_high=0.5, dual_clip=3.0)
 
 
-def test_every_row_can_be_configured_by_its_name_alone():
+def test_every_row_needs_only_its_name_as_config():
     settings = {name: make_settings(AlgorithmConfig(name=name)) for name in ALGORITHMS}
     assert {row_settings.max_length for row_settings in settings.values()} == {9}
     assert {name: row_settings.params for name, row_settings in settings.items()} == {
@@ -64,31 +64,36 @@ def test_normalization_over_the_step_needs_scope_step(config, scope):
     assert config.scope == make_settings(config).scope == scope
 
 
-def needed(config):
-    return list_required_columns(config.spec, make_settings(config))
+def test_required_columns_determine_the_stages():
+    def required(config):
+        return list_required_columns(config.spec, make_settings(config))
 
-
-def test_columns_feed_the_dataflow():
-    plain = needed(AlgorithmConfig())
+    plain = required(AlgorithmConfig())
     assert plain == (*ROLLOUT_COLUMNS, "scores")
     assert build_dataflow(plain).stages == ["generate", "reward", "train"]
-    with_reference = needed(AlgorithmConfig(kl_coef=0.01))
+    with_reference = required(AlgorithmConfig(kl_coef=0.01))
     assert with_reference == (*ROLLOUT_COLUMNS, "scores", "ref_logprobs")
     assert "reference" in build_dataflow(with_reference).stages
     # Reward components come with the scores.
-    assert needed(AlgorithmConfig(name="gdpo")) == plain
+    assert required(AlgorithmConfig(name="gdpo")) == plain
 
 
-def test_advantages_are_derived_from_few_columns():
-    def read(**config):
-        chosen = AlgorithmConfig(**config)
-        return list_derivation_columns(chosen.spec, make_settings(chosen))
-
-    basic_columns = ("lengths", "loss_mask", "finish_reason", "scores")
-    assert read() == read(kl_coef=0.1) == basic_columns
-    both = ("generator_logprobs", "ref_logprobs")
-    assert read(kl_coef=0.1, kl_in="reward", kl_kind="k1") == (*basic_columns, *both)
-    assert read(name="gdpo") == (*basic_columns, "reward/right", "reward/short")
+@pytest.mark.parametrize(
+    ("settings", "columns"),
+    [
+        ({}, ()),
+        ({"kl_coef": 0.1}, ()),
+        (
+            {"kl_coef": 0.1, "kl_in": "reward", "kl_kind": "k1"},
+            ("generator_logprobs", "ref_logprobs"),
+        ),
+        ({"name": "gdpo"}, ("reward/right", "reward/short")),
+    ],
+)
+def test_advantages_are_derived_from_few_columns(settings, columns):
+    config = AlgorithmConfig(**settings)
+    expected = ("lengths", "loss_mask", "finish_reason", "scores", *columns)
+    assert list_derivation_columns(config.spec, make_settings(config)) == expected
 
 
 @pytest.mark.parametrize(
@@ -156,27 +161,20 @@ def test_an_invalid_config_is_refused(settings, message):
             "algorithm.correction.proximal=reference: must be one of generator, trainer,"
             " interpolated",
         ),
-        (
-            {"reject": "k1"},
-            "algorithm.correction.reject=k1: needs reject_low or reject_high",
-        ),
+        ({"reject": "k1"}, "algorithm.correction.reject=k1: needs reject_low or reject_high"),
         (
             {"reject": "k3", "reject_low": 0.1},
             "algorithm.correction.reject_low=0.1: k3 is a divergence, which only has an upper"
             " bound. Use reject_high.",
         ),
-        (
-            {"weight_low": 3.0},
-            "algorithm.correction.weight_low=3.0: must be below weight_high=2.0",
-        ),
+        ({"weight_low": 3.0}, "algorithm.correction.weight_low=3.0: must be below weight_high=2.0"),
         ({"weight_high": -1.0}, "algorithm.correction.weight_high=-1.0: must be above 0"),
     ],
 )
 def test_an_invalid_correction_is_refused(settings, message):
+    config = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), {"correction": settings})
     with pytest.raises(ConfigError) as refusal:
-        OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), {"correction": settings})
-        )
+        OmegaConf.to_object(config)
     assert str(refusal.value) == message
 
 
@@ -187,11 +185,8 @@ def test_prompt_mean_requires_count_rejected():
 
 
 def test_omegaconf_can_read_the_config():
-    overrides: dict[str, Any] = {
-        "name": "sapo",
-        "clip_low": 0.1,
-        "params": {"temperature_positive": 0.5},
-    }
+    params = {"temperature_positive": 0.5}
+    overrides: dict[str, Any] = {"name": "sapo", "clip_low": 0.1, "params": params}
     merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), overrides)
     assert OmegaConf.to_object(merged) == AlgorithmConfig(**overrides)
 
@@ -246,7 +241,7 @@ def test_a_missing_file_is_refused():
 
 
 KL = ("algorithm.kl_kind=k1", "algorithm.kl_coef=0.1")
-UNCOUNTED = "algorithm.correction.count_rejected=false"
+UNCOUNTED, SHARED = "algorithm.correction.count_rejected=false", "critic.shared_coef=1"
 BAD_ROWS = """
 import torch
 
@@ -260,38 +255,29 @@ def broken(columns, group_ids, settings):
 def still(tokens, settings):
     return tokens.log_ratio.detach(), tokens.loss_mask
 
-
 def endless(columns, group_ids, settings):
     return columns["scores"] / 0
-
 
 def stuck(value, shown, settings):
     shown["score"]
 
-
 def soft(tokens, settings):
     return tokens.log_ratio, torch.zeros(tokens.log_ratio.shape)
-
 
 def half(tokens, settings):
     return tokens.log_ratio.sum(-1, keepdim=True)
 
-
 def mute(tokens, settings):
     pass
-
 
 def foreign(columns, group_ids, settings):
     return columns["scores"].numpy()
 
-
 def other(tokens, settings):
     return tokens.log_ratio.to("meta"), tokens.loss_mask
 
-
 def rooted(columns, group_ids, settings):
     return columns["scores"].sqrt() * vars(settings)["gamma"]
-
 
 STILL = variant("still", "x", token_loss=still)
 NOBODYS = variant("nobodys", "x", columns=("scores", "foo"))
@@ -335,7 +321,7 @@ STUCK = variant("stuck", "x", params={"knob": 1.0}, dials={"knob": stuck})
         ("broken", r"algorithm broken: broken at .*own.py:8: KeyError: 'nothing'"),
     ],
 )
-def test_a_row_that_cannot_train_is_refused_before_the_run_starts(tmp_path, name, message):
+def test_a_row_that_cannot_train_is_refused_at_config_load(tmp_path, name, message):
     (tmp_path / "own.py").write_text(BAD_ROWS)
     chosen = [f"algorithm.path={tmp_path}/own.py", f"algorithm.name={name}"]
     with pytest.raises(ConfigError, match=message) as error:
@@ -365,69 +351,36 @@ def test_an_inconsistent_row_is_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("name", "overrides", "message"),
     [
-        (["algorithm.name=pass_at_k", "algorithm.advantage_scale=batch"], "must be std or none"),
+        ("pass_at_k", ["algorithm.advantage_scale=batch"], "must be std or none"),
+        ("sapo", ["algorithm.params.temperature_positive=0"], "positive=0: must be at least 1e-06"),
+        ("ppo", ["algorithm.params.lam=5"], "params.lam=5: must be at least 0.0 and at most 1.0"),
+        ("sapo", ["algorithm.dual_clip=3"], "dual_clip=3.0 has no effect: sapo does not use it"),
+        ("rloo", ["algorithm.advantage_scale=batch"], "rloo does not use it"),
+        ("gdpo", ["algorithm.single_rollout=keep"], "gdpo does not use it"),
+        ("grpo", ["algorithm.gamma=0.9"], "gamma=0.9 has no effect: grpo does not use it"),
+        ("grpo", ["critic.warmup_alone=3"], "warmup_alone=3 has no effect: grpo has no critic"),
+        ("ppo", [SHARED, "critic.trainer.lr=1e-3"], "'lr': 0.001}: needs a separate critic"),
+        ("safe_rlhf", ["costs=[{kind: exact}]", SHARED], "only a single value critic"),
+        ("ppo", ["critic.trainer.lr=nan"], "critic.trainer.lr=nan: must be a finite"),
+        ("clip_cov", ["algorithm.params.covariance_low=6"], r"\(6, 5.0\): low must be below high"),
+        ("GRPPO", [], "did you mean grpo"),
         (
-            ["algorithm.name=sapo", "algorithm.params.temperature_positive=0"],
-            "algorithm.params.temperature_positive=0: must be at least 1e-06",
-        ),
-        (
-            ["algorithm.name=ppo", "algorithm.params.lam=5"],
-            "algorithm.params.lam=5: must be at least 0.0 and at most 1.0",
-        ),
-        (
-            ["algorithm.name=sapo", "algorithm.dual_clip=3"],
-            "dual_clip=3.0 has no effect: sapo does not use it",
-        ),
-        (["algorithm.name=rloo", "algorithm.advantage_scale=batch"], "rloo does not use it"),
-        (["algorithm.single_rollout=keep", "algorithm.name=gdpo"], "gdpo does not use it"),
-        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect: grpo does not use it"),
-        (["critic.warmup_alone=3"], "critic.warmup_alone=3 has no effect: grpo has no critic"),
-        (
-            ["algorithm.name=ppo", "critic.shared_coef=1", "critic.trainer.lr=1e-3"],
-            "critic.trainer={'lr': 0.001}: needs a separate critic",
-        ),
-        (
-            ["algorithm.name=safe_rlhf", "costs=[{kind: exact}]", "critic.shared_coef=1"],
-            "safe_rlhf has critic and cost_critic; only a single value critic",
-        ),
-        (
-            ["algorithm.name=ppo", "critic.trainer.lr=nan"],
-            "critic.trainer.lr=nan: must be a finite",
-        ),
-        (
-            ["algorithm.name=clip_cov", "algorithm.params.covariance_low=6"],
-            "covariance band \\(6, 5.0\\): low must be below high",
-        ),
-        (["algorithm.name=GRPPO"], "did you mean grpo"),
-        (
-            ["algorithm.name=ppo", "algorithm.group_size=1", "filter.kind=equal_rewards"],
+            "ppo",
+            ["algorithm.group_size=1", "filter.kind=equal_rewards"],
             "filter.kind=equal_rewards has no effect: algorithm.group_size=1",
         ),
-        (["algorithm.correction.reject_high=2"], "has no effect with reject=none"),
-        (
-            ["algorithm.name=gdpo", "algorithm.overlong_buffer=4"],
-            "normalizes every reward separately",
-        ),
-        (
-            ["algorithm.name=gdpo", "algorithm.kl_in=reward", *KL],
-            "algorithm.kl_coef=0.1: gdpo normalizes every reward separately",
-        ),
-        (
-            ["algorithm.name=ppo", "critic.shared_coef=1", UNCOUNTED],
-            "with critic.shared_coef the value loss covers all tokens",
-        ),
-        (
-            ["algorithm.name=ppo", "critic.shared_coef=1", "weights.transport=disk"],
-            "weights.transport=disk: published versions must be plain models, and with"
-            " critic.shared_coef=1.0 the policy has a value head",
-        ),
+        ("grpo", ["algorithm.correction.reject_high=2"], "has no effect with reject=none"),
+        ("gdpo", ["algorithm.overlong_buffer=4"], "normalizes every reward separately"),
+        ("gdpo", ["algorithm.kl_in=reward", *KL], "kl_coef=0.1: gdpo normalizes every reward"),
+        ("ppo", [SHARED, UNCOUNTED], "with critic.shared_coef the value loss covers all tokens"),
+        ("ppo", [SHARED, "weights.transport=disk"], "critic.shared_coef=1.0 the policy has a"),
     ],
 )
-def test_settings_incompatible_with_a_row_are_refused_before_the_run_starts(override, message):
+def test_settings_incompatible_with_a_row_are_refused_at_config_load(name, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        load_config(GRPO_RECIPE, override)
+        load_config(GRPO_RECIPE, [f"algorithm.name={name}", *overrides])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -1,4 +1,4 @@
-"""The command line that benchmarks share: options, figures, and how a failure ends one."""
+"""The command line of all benchmarks: options, figures, and failures."""
 
 import argparse
 import json
@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.command import (
-    BenchmarkError,
-    BenchmarkParser,
-    at_least,
-    run_benchmark,
-    run_command,
-)
+from benchmarks.command import BenchmarkError, BenchmarkParser, at_least, run_benchmark, run_command
 from streamrl.errors import ConfigError
 
 
@@ -27,7 +21,7 @@ def make_parser() -> BenchmarkParser:
 
 
 def measure(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    print("a word of the cluster")
+    print("a message of the cluster")
     return {"steps": arguments.steps}
 
 
@@ -47,11 +41,11 @@ def test_quick_sets_defaults_and_options_override_them(
     assert (parsed.steps, parsed.seeds) == (steps, seeds)
 
 
-def test_standard_output_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_output_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     run_benchmark(make_parser(), measure, ["--json"])
-    said = capsys.readouterr()
-    assert json.loads(said.out) == {"steps": 20} and said.out.count("\n") == 1
-    assert said.err == "a word of the cluster\n"
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"steps": 20} and captured.out.count("\n") == 1
+    assert captured.err == "a message of the cluster\n"
 
 
 @pytest.mark.parametrize(
@@ -67,10 +61,10 @@ def test_a_failure_is_one_line_and_an_exit_code(
     def fail(arguments: argparse.Namespace) -> Mapping[str, Any]:
         raise error
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         run_benchmark(make_parser(), fail, [])
-    said = capsys.readouterr()
-    assert (ended.value.code, said.err, said.out) == (code, line, "")
+    captured = capsys.readouterr()
+    assert (exit_info.value.code, captured.err, captured.out) == (code, line, "")
 
 
 @pytest.mark.parametrize(

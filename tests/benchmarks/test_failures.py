@@ -35,7 +35,7 @@ def ray_is_up() -> Iterator[None]:
 
 
 class Worker:
-    """An actor that answers, waits without end, or ends its process."""
+    """An actor that answers, hangs, or ends its process."""
 
     async def answer(self, value: int) -> int:
         return value
@@ -61,7 +61,7 @@ def test_a_wait_for_actors_ends_with_the_first_that_fails() -> None:
 
 @pytest.fixture
 def actors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The actors of a flow by name, as they are started."""
+    """The actors that a flow starts, by name."""
     started: dict[str, Any] = {}
 
     def start_named(actor_class: type, *arguments: Any, **options: Any) -> Any:
@@ -82,7 +82,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def kill_during(
     flow: Callable[..., Any], actors: dict[str, Any], name: str, *, least: int
 ) -> Callable[..., Any]:
-    """Wrap a flow: one of at least so many groups loses an actor as it begins."""
+    """Wrap a flow: one of at least so many groups loses an actor at its start."""
 
     def interrupted(workers: Any, *others: Any) -> Any:
         if np.size(others[-1]) >= least:
@@ -92,17 +92,13 @@ def kill_during(
     return interrupted
 
 
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 @pytest.mark.usefixtures("ray_is_up")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "score-0",
-        "shard-0",
-        pytest.param("put-0", marks=pytest.mark.slow),
-        pytest.param("train-0", marks=pytest.mark.slow),
-    ],
-)
-def test_the_queues_flow_ends_when_an_actor_of_it_dies(
+@pytest.mark.parametrize("name", ["score-0", "shard-0", slow("put-0"), slow("train-0")])
+def test_the_queue_benchmark_ends_when_an_actor_dies(
     name: str, actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue, "flow", kill_during(queue.flow, actors, name, least=1000))
@@ -111,15 +107,8 @@ def test_the_queues_flow_ends_when_an_actor_of_it_dies(
 
 
 @pytest.mark.usefixtures("ray_is_up")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "score",
-        pytest.param("put", marks=pytest.mark.slow),
-        pytest.param("train", marks=pytest.mark.slow),
-    ],
-)
-def test_a_peers_flow_ends_when_a_worker_of_it_dies(
+@pytest.mark.parametrize("name", ["score", slow("put"), slow("train")])
+def test_a_peers_benchmark_ends_when_a_worker_dies(
     name: str, actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_peers, "run", kill_during(queue_peers.run, actors, name, least=1000))
@@ -142,28 +131,18 @@ run_ranks(work, 2, Path({folder!r}))
 """
 
 
-def test_a_switch_ends_when_a_rank_of_it_dies(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", DYING_RANK.format(folder=str(tmp_path))],
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_S,
-        check=False,
-        cwd=ROOT,
-    )
-    assert ended.returncode == 1
-    assert ended.stderr.endswith("BenchmarkError: rank 1 of 2 failed: exit code 3\n")
+def test_the_resharding_benchmark_ends_when_a_rank_dies(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DYING_RANK.format(folder=str(tmp_path))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr.endswith("BenchmarkError: rank 1 of 2 failed: exit code 3\n")
 
 
 @pytest.mark.slow
 def test_the_command_ends_with_one_line_and_code_1_when_a_process_is_killed() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.queue", "--quick", "--share=1", "--peers"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    ) as process:
+    command = [sys.executable, "-m", "benchmarks.queue", "--quick", "--share=1", "--peers"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
         try:
             kill_a_member(psutil.Process(process.pid))
             out, err = process.communicate(timeout=LONGEST_S)
@@ -174,7 +153,7 @@ def test_the_command_ends_with_one_line_and_code_1_when_a_process_is_killed() ->
 
 
 def kill_a_member(command: psutil.Process) -> None:
-    """Kill one of the processes between which groups flow, as soon as there is one."""
+    """Kill one of the processes of the flow as soon as it exists."""
     deadline = time.monotonic() + LONGEST_S
     while time.monotonic() < deadline:
         for process in command.children(recursive=True):

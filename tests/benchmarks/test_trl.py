@@ -1,4 +1,4 @@
-"""The benchmark beside TRL: same settings for both, figures, and what it says when a side fails."""
+"""The benchmark against TRL: equal settings, figures, and failures of a side."""
 
 import contextlib
 import subprocess
@@ -18,7 +18,7 @@ from streamrl.data.prompts import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKS = "import time; t = time.process_time\nwhile t() < {}: pass\n"
-"""A program that computes for so many seconds of processor time."""
+"""A program that uses so many seconds of processor time."""
 
 
 def python(program: str) -> Launch:
@@ -38,7 +38,7 @@ def test_trl_gets_the_settings_of_the_recipe(tmp_path: Path) -> None:
     assert spec.model.endswith("examples/arithmetic/build/base_model")
 
 
-def test_the_long_tailed_task_is_one_model_and_one_file_of_rows_for_both(tmp_path: Path) -> None:
+def test_both_sides_get_the_same_model_and_rows_for_the_long_tailed_task(tmp_path: Path) -> None:
     task = trl.make_long_tailed(tmp_path, [])
     spec, config = trl.peer_spec(task, 10, tmp_path), task.config()
     assert spec.model == config.model.path == str(tmp_path / "model")
@@ -66,57 +66,46 @@ def test_ratios_are_ours_over_trls_round_by_round() -> None:
     names = ("step_s", "step_s_mean", "tokens_per_s", "start_s", "cpu_step_s")
     peer = dict.fromkeys((*names, "peak_rss_mb", "peak_pss_mb"), 4.0)
     ours = {**dict.fromkeys(peer, 2.0), "tokens_per_s": 8.0}
-    found = trl.ratios(ours, peer)
-    assert (found["step_s"], found["tokens_per_s"]) == (0.5, 2.0)
+    result = trl.ratios(ours, peer)
+    assert (result["step_s"], result["tokens_per_s"]) == (0.5, 2.0)
 
 
-def test_a_side_that_fails_is_said_with_its_last_line(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"^exit code 1: no such model$"):
-        play(python("import sys; print('loading'); sys.exit('no such model')"), tmp_path)
-
-
-def test_a_side_that_ends_too_early_is_a_failure(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"^made 0 of 3 steps; last line: done$"):
-        play(python("print('done')"), tmp_path)
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import sys; print('loading'); sys.exit('no model')", r"^exit code 1: no model$"),
+        ("print('done')", r"^made 0 of 3 steps; last line: done$"),
+    ],
+)
+def test_a_failed_or_short_run_is_an_error_with_its_last_line(
+    tmp_path: Path, program: str, message: str
+) -> None:
+    with pytest.raises(RunError, match=message):
+        play(python(program), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_side_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
+def test_a_side_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     child = "import time; time.sleep(600)"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with pytest.raises(RunError, match=r"made 0 of 3 steps in --deadline=3 s"):
         play(python(program), tmp_path, deadline_s=3.0)
-    assert not [p for p in psutil.Process().children(recursive=True) if child in cmdline(p)]
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    with contextlib.suppress(psutil.Error):
-        return process.cmdline()
-    return []
-
-
-def test_the_environment_is_asked_for_where_it_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        trl.main(["--python", str(tmp_path / "python")])
-    said = capsys.readouterr()
-    assert ended.value.code == 2
-    line = f"{tmp_path}/python is missing: `make parity-env` builds it"
-    assert said.err.startswith(f"trl: {line} ")
-    assert said.err.count("\n") == 1
-    assert not said.out
+    commands = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            commands += process.cmdline()
+    assert child not in commands
 
 
 def test_a_failure_of_either_side_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trl, "launch_streamrl", lambda *_: python("raise SystemExit('no room')"))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         trl.main(["--tasks", "long_tailed", "--quick", "--python", sys.executable])
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out) == (1, "")
-    assert said.err.splitlines()[-1] == "trl: long_tailed: streamrl: exit code 1: no room"
+    captured = capsys.readouterr()
+    assert (exit_info.value.code, captured.out) == (1, "")
+    assert captured.err.splitlines()[-1] == "trl: long_tailed: streamrl: exit code 1: no room"
 
 
 @pytest.mark.parametrize(
@@ -126,32 +115,28 @@ def test_a_failure_of_either_side_is_one_line(
         (["--rounds", "0"], "argument --rounds: 0: must be a whole number, 1 or more"),
         (["--warm-up", "x"], "argument --warm-up: x: must be a whole number, 1 or more"),
         (["--max-staleness", "-1"], "argument --max-staleness: -1: must be a whole number, 0"),
+        (["--python", "/no/python"], "/no/python is missing: `make parity-env` builds it"),
     ],
 )
 def test_a_bad_argument_is_one_clear_line(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         trl.main(words)
-    said = capsys.readouterr()
-    assert ended.value.code == 2
-    assert said.err.startswith(f"trl: {line} ")
-    assert said.err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert (exit_info.value.code, captured.out) == (2, "")
+    assert captured.err.startswith(f"trl: {line} ")
+    assert captured.err.count("\n") == 1
 
 
 @pytest.fixture
 def working_tree() -> Iterator[subprocess.Popen[str]]:
-    """A process that says when it and its child have computed for half a second each, and stays."""
-    program = (
-        "import subprocess, sys\n"
-        f"subprocess.run([sys.executable, '-c', {WORKS.format(0.5)!r}])\n"
-        f"{WORKS.format(0.5)}"
-        "print('done', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    """A process that prints a line after half a second of work, as its child's, and stays."""
+    child = f"subprocess.run([sys.executable, '-c', {WORKS.format(0.5)!r}])"
+    program = f"import subprocess, sys\n{child}\n{WORKS.format(0.5)}"
+    program += "print('done', flush=True)\nsys.stdin.read()\n"
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         yield process
         process.kill()
 
@@ -163,6 +148,6 @@ def test_a_process_tree_counts_memory_and_processor_time(
     with ProcessTree(working_tree.pid) as tree:
         assert working_tree.stdout.readline() == "done\n"
     spent = psutil.Process(working_tree.pid).cpu_times()
-    # From its first sample on, which may come late: the parent's own half second, at least.
+    # Counted from the first sample on, which may be late.
     assert 0 < tree.cpu_s(0.0, 2e9) <= spent.user + spent.system + spent.children_user + 1.0
     assert 0 < tree.usage.rss_mb < 1000

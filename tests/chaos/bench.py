@@ -1,4 +1,4 @@
-"""Plays scenarios on a toy: real runs, a real kill -9, and what must be true afterwards."""
+"""Run scenarios on a toy: real runs, a real kill -9, and an audit of the result."""
 
 import json
 import os
@@ -22,11 +22,11 @@ from tests.toy import write_toy
 INJECT = Path(__file__).with_name("inject")
 STEPS, GROUPS_PER_STEP = 6, 4
 ROWS = 10
-"""Rows of the data set: the run goes through it more than twice."""
+"""Rows of the data set: a run has more than two epochs."""
 SAME = ("reward/mean", "reward/std", "loss/policy", "policy/grad_norm", "policy/ratio_mean")
 """Metrics of a step that follow from its micro-batches, their order and the weights."""
 HEALED_WITHIN_S = 100.0
-"""Longest step of a run that somebody died in, s: an engine starts in a third of it."""
+"""Longest step in which an actor may be restarted, s: an engine starts in a third of it."""
 REWARD = """
 def score(prompt, completion):
     return sum(map(ord, completion)) % 7 / 7
@@ -35,34 +35,32 @@ def score(prompt, completion):
 
 @dataclass(frozen=True)
 class Trained:
-    """What the books of a finished run say, and its rows."""
+    """The uids of each step of a finished run, from its run log, and its metrics."""
 
     steps: Sequence[Sequence[str]]
     rows: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def of(cls, run_dir: Path) -> "Trained":
-        """Read from a run directory."""
-        return cls(list(_steps(run_dir)), rows(run_dir))
+    def read(cls, run_dir: Path) -> "Trained":
+        return cls(list(_read_steps(run_dir)), rows(run_dir))
 
     @property
     def by_epoch(self) -> dict[int, set[int]]:
-        """Rows of the data set that were trained, by epoch."""
-        return by_epoch([uid for step in self.steps for uid in step])
+        return group_by_epoch([uid for step in self.steps for uid in step])
 
 
-def by_epoch(uids: Sequence[str]) -> dict[int, set[int]]:
-    """Rows of the data set behind some uids, by epoch."""
-    found: dict[int, set[int]] = {}
+def group_by_epoch(uids: Sequence[str]) -> dict[int, set[int]]:
+    """Return rows of the data set by epoch."""
+    epochs: dict[int, set[int]] = {}
     for uid in uids:
         epoch, index, _ = parse_uid(uid)
-        found.setdefault(epoch, set()).add(index)
-    return found
+        epochs.setdefault(epoch, set()).add(index)
+    return epochs
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a scenario: what is wrong, if anything is."""
+    """The result of a scenario: its problems, none if it passed."""
 
     scenario: Scenario
     seconds: float
@@ -70,7 +68,7 @@ class Verdict:
 
 
 class Bench:
-    """A folder with a toy; runs go into its `runs`. An undisturbed run is made once per kind."""
+    """A folder with a toy and its runs; an undisturbed run is made once for equal settings."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = write_toy(folder)
@@ -80,20 +78,19 @@ class Bench:
         self._undisturbed: dict[str, Trained] = {}
 
     def undisturbed(self, settings: Mapping[str, Any]) -> Trained:
-        """What a run with these settings does that nobody kills, however its weights travel."""
+        """Return the result of a run with these settings without a kill, on any transport."""
         settings = {key: value for key, value in settings.items() if key != TRANSPORT}
         kind = "-".join(f"{key.partition('.')[2]}-{value}" for key, value in settings.items())
         if kind not in self._undisturbed:
             run_dir = self.run_dir(f"undisturbed-{kind}")
             shutil.rmtree(run_dir, ignore_errors=True)
             run = Launched(self._words(run_dir.name, settings), self.folder)
-            problems = [*_ended(run, code=0), *audit(run_dir, settings)]
+            problems = [*_check_end(run, code=0), *audit(run_dir, settings)]
             assert not problems, "\n".join(problems)
-            self._undisturbed[kind] = Trained.of(run_dir)
+            self._undisturbed[kind] = Trained.read(run_dir)
         return self._undisturbed[kind]
 
     def run_dir(self, name: str) -> Path:
-        """Where a run is."""
         return self.folder / "runs" / name
 
     def _words(self, name: str, settings: Mapping[str, Any]) -> list[str]:
@@ -114,10 +111,9 @@ class Bench:
         return ["train", str(self.folder / "recipe.yaml"), *words]
 
     def play(self, scenario: Scenario, *, beside_undisturbed: bool = True) -> Verdict:
-        """One scenario: run, kill, resume if it is to be resumed, audit.
+        """Run, kill, resume if the run does not heal, audit.
 
-        What comes of it is compared with an undisturbed run, or just with the prompts in the order
-        of the seed.
+        The result is compared with an undisturbed run, or only with the prompts of the seed.
         """
         undisturbed = self.undisturbed(scenario.settings) if beside_undisturbed else None
         started = time.monotonic()
@@ -133,39 +129,39 @@ class Bench:
         env = self._env(scenario.plan(run_dir, marker))
         run = Launched(self._words(name, scenario.settings), self.folder, env)
         exit_code = -9 if scenario.role == "driver" else 0 if scenario.heals else 1
-        wrong, before = list(_ended(run, code=exit_code)), rows(run_dir)
+        problems, before = list(_check_end(run, code=exit_code)), rows(run_dir)
         if not marker.exists():
-            yield from ["nothing was killed: the moment did not come", *wrong]
+            yield from ["nothing was killed: the moment did not come", *problems]
             return
         if scenario.heals:
-            wrong, before = wrong + list(_healed(run_dir, scenario)), []
+            problems, before = problems + list(_check_healing(run_dir, scenario)), []
         else:
-            wrong += _named(run, scenario)
+            problems += _check_last_line(run, scenario)
             again = Launched(["train", "--resume", str(run_dir)], self.folder, env)
-            wrong += _ended(again, code=0)
-        if not wrong:
-            wrong += compare(before, rows(run_dir), "before the crash")
-            wrong += audit(run_dir, scenario.settings)
-            wrong += self._unlike(Trained.of(run_dir), undisturbed, scenario)
-        yield from wrong
+            problems += _check_end(again, code=0)
+        if not problems:
+            problems += compare(before, rows(run_dir), "before the crash")
+            problems += audit(run_dir, scenario.settings)
+            problems += self._compare_trained(Trained.read(run_dir), undisturbed, scenario)
+        yield from problems
 
-    def _unlike(
-        self, mine: Trained, undisturbed: Trained | None, scenario: Scenario
+    def _compare_trained(
+        self, result: Trained, undisturbed: Trained | None, scenario: Scenario
     ) -> Iterator[str]:
-        """Other prompts than without the crash; on policy also other steps or numbers."""
-        expected = by_epoch(self._first_prompts()) if undisturbed is None else undisturbed.by_epoch
-        if mine.by_epoch != expected:
-            yield f"trained {mine.by_epoch}, without the crash {expected}"
+        """Compare prompts; on policy also steps and metrics."""
+        if undisturbed is None:
+            words = self._words("prompts", {})[2:]
+            prompts = prepare_run(load_config(self.folder / "recipe.yaml", words)).prompts
+            drawn = prompts.draw_prompts(STEPS * GROUPS_PER_STEP)
+            expected = group_by_epoch([prompt.uid for prompt in drawn])
+        else:
+            expected = undisturbed.by_epoch
+        if result.by_epoch != expected:
+            yield f"trained {result.by_epoch}, without the crash {expected}"
         if undisturbed is not None and scenario.is_on_policy:
-            if [set(step) for step in mine.steps] != [set(step) for step in undisturbed.steps]:
-                yield f"steps of {mine.steps}, without the crash {undisturbed.steps}"
-            yield from compare(undisturbed.rows, mine.rows, "without the crash", tolerance=1e-4)
-
-    def _first_prompts(self) -> list[str]:
-        """The uids that the data and its seed give a run of this length."""
-        words = self._words("prompts", {})[2:]
-        prompts = prepare_run(load_config(self.folder / "recipe.yaml", words)).prompts
-        return [prompt.uid for prompt in prompts.draw_prompts(STEPS * GROUPS_PER_STEP)]
+            if [set(step) for step in result.steps] != [set(step) for step in undisturbed.steps]:
+                yield f"steps of {result.steps}, without the crash {undisturbed.steps}"
+            yield from compare(undisturbed.rows, result.rows, "without the crash", tolerance=1e-4)
 
     @staticmethod
     def _env(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -173,23 +169,23 @@ class Bench:
         return {"PYTHONPATH": os.pathsep.join(paths), "STREAMRL_CHAOS": json.dumps(plan)}
 
 
-def _ended(run: Launched, *, code: int) -> Iterator[str]:
-    """The run ended by itself, in an orderly way, with this exit code."""
+def _check_end(run: Launched, *, code: int) -> Iterator[str]:
+    """Check that the run ends with this exit code, without traceback or orphans."""
     try:
-        found = run.wait()
+        exit_code = run.wait()
     except AssertionError as error:
         yield str(error)
         return
-    if found != code:
-        yield f"exit code {found}, wanted {code}:\n{run.output}"
+    if exit_code != code:
+        yield f"exit code {exit_code}, expected {code}:\n{run.output}"
     if "Traceback" in run.output or "(raylet)" in run.output:
         yield f"a traceback or a message of Ray's:\n{run.output}"
     if orphans := run.orphans():
         yield f"still alive: {orphans}"
 
 
-def _named(run: Launched, scenario: Scenario) -> Iterator[str]:
-    """The last line says who died, if there was anybody to say it."""
+def _check_last_line(run: Launched, scenario: Scenario) -> Iterator[str]:
+    """Check that the driver, unless killed, names the dead actor."""
     if scenario.role == "driver":
         return
     last = run.output.strip().splitlines()[-1]
@@ -197,34 +193,35 @@ def _named(run: Launched, scenario: Scenario) -> Iterator[str]:
         yield f"the last line does not say that {scenario.actor} died: {last}"
 
 
-def _healed(run_dir: Path, scenario: Scenario) -> Iterator[str]:
-    """The events say who died and came back, and that soon."""
+def _check_healing(run_dir: Path, scenario: Scenario) -> Iterator[str]:
+    """Check that only this actor died and restarted, soon."""
     slowest_s = max((row["time/step_s"] for row in rows(run_dir)), default=0.0)
     if slowest_s > HEALED_WITHIN_S:
         yield f"a step took {slowest_s:.0f} s"
     for name in ("died", "restarted"):
         actors = [event["actor"] for event in events(run_dir, name)]
         if actors != [scenario.actor]:
-            yield f"events {name}: {actors}, wanted one of {scenario.actor}"
+            yield f"events {name}: {actors}, expected one of {scenario.actor}"
 
 
-def _steps(run_dir: Path) -> Iterator[list[str]]:
+def _read_steps(run_dir: Path) -> Iterator[list[str]]:
     for record in read_log(get_journal_dir(run_dir, RUN_LOG_FOLDER)):
         if record.meta["kind"] == "step":
             yield list(record.meta["uids"])
 
 
 def audit(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[str]:
-    """What must be true of the books and rows of a finished run, killed or not."""
+    """Check the run log and the metrics of a finished run, killed or not."""
     records = list(read_log(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
     admitted = [u for r in records if r.meta["kind"] == "admit" for u in r.meta["uids"]]
     versions = [r.meta["version"] for r in records if r.meta["kind"] == "step"]
-    trained = [uid for step in _steps(run_dir) for uid in step]
+    trained = [uid for step in _read_steps(run_dir) for uid in step]
     ended = [r.meta["uid"] for r in records if r.meta["kind"] == "end"]
-    yield from _repeated("admitted", admitted)
-    yield from _repeated("trained", trained)
+    for outcome, uids in (("admitted", admitted), ("trained", trained)):
+        if repeated := {uid: count for uid, count in Counter(uids).items() if count > 1}:
+            yield f"{outcome} more than once: {repeated}"
     if versions != list(range(STEPS)):
-        yield f"steps on the books: {versions}"
+        yield f"steps in the run log: {versions}"
     if ended:
         yield f"ended untrained: {ended}"
     if set(admitted) != set(trained) or len(trained) != STEPS * GROUPS_PER_STEP:
@@ -237,39 +234,29 @@ def audit(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[str]:
         oldest = min(group.info.min_version for group in step.groups)
         if version - oldest > settings["pipeline.max_staleness"]:
             yield f"step {version} trained tokens of version {oldest}"
-    yield from _audit_rows(run_dir)
+    yield from _audit_metrics(rows(run_dir))
 
 
-def _audit_rows(run_dir: Path) -> Iterator[str]:
-    found = rows(run_dir)
-    steps = [row["step"] for row in found]
+def _audit_metrics(metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    steps = [row["step"] for row in metrics]
     if steps != list(range(1, STEPS + 1)):
         yield f"steps in metrics.jsonl: {steps}"
-    trained = [row["ledger/trained"] for row in found]
-    # A step that is made again is on the books from the start, and so are those behind it.
-    early = [r["step"] for r in found if r["ledger/trained"] < GROUPS_PER_STEP * r["step"]]
+    trained = [row["ledger/trained"] for row in metrics]
+    # A repeated step is in the run log from the start, and so are the later ones.
+    early = [r["step"] for r in metrics if r["ledger/trained"] < GROUPS_PER_STEP * r["step"]]
     if early or trained != sorted(trained):
         yield f"ledger/trained in metrics.jsonl: {trained}"
 
 
-def _repeated(what: str, uids: Sequence[str]) -> Iterator[str]:
-    again = {uid: count for uid, count in Counter(uids).items() if count > 1}
-    if again:
-        yield f"{what} more than once: {again}"
+Rows = Sequence[Mapping[str, Any]]
 
 
-def compare(
-    before: Sequence[Mapping[str, Any]],
-    after: Sequence[Mapping[str, Any]],
-    what: str,
-    *,
-    tolerance: float = 1e-6,
-) -> Iterator[str]:
-    """Where the rows of the same step differ."""
-    there = {row["step"]: row for row in after}
+def compare(before: Rows, after: Rows, when: str, *, tolerance: float = 1e-6) -> Iterator[str]:
+    """Compare metrics of equal steps; `when` names those before."""
+    rows_after = {row["step"]: row for row in after}
     for row in before:
-        other = there.get(row["step"], {})
+        other = rows_after.get(row["step"], {})
         for name in SAME:
             x, y = row[name], other.get(name)
             if y is None or abs(x - y) > tolerance * max(1.0, abs(x)):
-                yield f"step {row['step']}: {name} is {y}, {what} {x}"
+                yield f"step {row['step']}: {name} is {y}, {when} {x}"

@@ -1,6 +1,6 @@
 """Kill -9 every kind of actor at every moment: `python -m tests.chaos.run_chaos --seed 3`.
 
-A line per scenario; for one that fails what is wrong, where its run is, and how to repeat it.
+Prints a line per scenario; if it fails, also the problems, its run's folder, and how to repeat it.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from tests.chaos.scenarios import Scenario, all_scenarios, more_scenarios, short
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Play the scenarios; 1 if one of them failed."""
+    """Run the scenarios; return 1 if one of them failed."""
     arguments = _parser().parse_args(argv)
-    chosen = _chosen(arguments)
+    chosen = _choose_scenarios(arguments)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="streamrl-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(folder)
@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.run_chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of who dies at which passage")
+    parser.add_argument("--seed", type=int, default=0, help="of actors, passages and delays")
     parser.add_argument("--short", action="store_true", help="each role once")
-    parser.add_argument("--more", action="store_true", help="what is beside roles and moments")
+    parser.add_argument("--more", action="store_true", help="scenarios outside the table")
     parser.add_argument(
         "--only", action="append", default=[], metavar="ROLE[:MOMENT]", help="may be repeated"
     )
@@ -46,19 +46,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(arguments: argparse.Namespace) -> list[Scenario]:
-    seed, wanted = arguments.seed, set(arguments.only)
-    known = {s.name for s in [*all_scenarios(seed), *more_scenarios(seed)]}
-    known |= {name.partition(":")[0] for name in known}
-    if wanted - known:
-        sys.exit(f"--only {min(wanted - known)}: must be one of {', '.join(sorted(known))}")
+def _choose_scenarios(arguments: argparse.Namespace) -> list[Scenario]:
+    seed, names = arguments.seed, set(arguments.only)
+    valid = {s.name for s in [*all_scenarios(seed), *more_scenarios(seed)]}
+    valid |= {name.partition(":")[0] for name in valid}
+    if names - valid:
+        sys.exit(f"--only {min(names - valid)}: must be one of {', '.join(sorted(valid))}")
     scenarios = short_scenarios(seed) if arguments.short else all_scenarios(seed)
     if arguments.more:
         scenarios = more_scenarios(seed)
-    elif wanted:
+    elif names:
         scenarios = [*scenarios, *more_scenarios(seed)]
-    exact = [s for s in scenarios if s.name in wanted]
-    return exact + [s for s in scenarios if not wanted or (s.role in wanted and s not in exact)]
+    exact = [s for s in scenarios if s.name in names]
+    return exact + [s for s in scenarios if not names or (s.role in names and s not in exact)]
 
 
 def _report(verdict: Verdict, bench: Bench, seed: int) -> None:

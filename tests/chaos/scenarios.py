@@ -1,4 +1,4 @@
-"""What is killed, and when: roles, five moments of each, and a plan that follows from a seed."""
+"""Kills of a process: roles, five moments of each, and scenarios that follow from a seed."""
 
 import random
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ TRANSPORT = "weights.transport"
 MOMENTS = ("before_take", "after_take", "mid_compute", "mid_put", "mid_checkpoint")
 ON_POLICY: dict[str, Any] = {"pipeline.max_staleness": 0}
 AT_THE_END_S = 60.0
-"""A delay that stands for: when the work is done, before anybody hears of it."""
+"""A delay that means: when the work is done and not yet reported."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a role does at a moment.
+    """Work of a role.
 
-    passages: how often a run is sure to come by before its last step.
-    delays_s: how long the work may have been going on when the kill comes, s.
+    passages: how often every run starts this work before its last step.
+    delays_s: possible times from its start to the kill, s.
     """
 
     text: str
@@ -28,7 +28,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Role:
-    """A kind of process: the names of its actors, and whether a run outlives the death of one."""
+    """A kind of process: the names of its actors, and whether a run survives the death of one."""
 
     actors: tuple[str, ...]
     heals: bool
@@ -62,7 +62,7 @@ ROLES: Mapping[str, Role] = {
         ("shard-0", "shard-1"),
         heals=True,
         moments={
-            "before_take": Moment("it is asked for groups", 12),
+            "before_take": Moment("it gets a request for groups", 12),
             "after_take": Moment("it has leased groups, and the answer is not sent", 8),
             "mid_compute": Moment("it has read columns, and the answer is not sent", 4),
             "mid_put": Moment("half of a commit is in its journal", 4),
@@ -76,7 +76,7 @@ ROLES: Mapping[str, Role] = {
             "before_take": Moment("it asks for groups to train", 6),
             "after_take": Moment("it has leased groups to train", 6),
             "mid_compute": Moment("a micro-batch is trained", 10, (0.0, 0.005, AT_THE_END_S)),
-            "mid_put": Moment("a step is on the books, and its groups are in the shards", 5),
+            "mid_put": Moment("a step is in the run log, and its groups are in the shards", 5),
             "mid_checkpoint": Moment("a checkpoint gets its name", 2, (0.0, AT_THE_END_S)),
         },
     ),
@@ -87,9 +87,7 @@ ROLES: Mapping[str, Role] = {
             "before_take": Moment("it asks for the columns of a micro-batch", 10),
             "after_take": Moment("it has the columns of a micro-batch", 10),
             "mid_compute": Moment("forward and backward are under way", 10, (0.0, 0.005)),
-            "mid_put": Moment(
-                "it has updated, or is gathering a version to publish", 5, (0.0, AT_THE_END_S)
-            ),
+            "mid_put": Moment("it has updated, or gathers a version", 5, (0.0, AT_THE_END_S)),
             "mid_checkpoint": Moment("it writes its part of a checkpoint", 2, (0.0, 0.005)),
         },
     ),
@@ -100,8 +98,8 @@ ROLES: Mapping[str, Role] = {
 class Scenario:
     """One kill in one run.
 
-    `stored`: columns travel in the object store however small they are. `settings` of the run
-    beside those of the bench.
+    `stored`: columns of any size go through the object store. `settings` of the run are added to
+    those of the bench.
     """
 
     role: str
@@ -116,7 +114,7 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """As --only takes it."""
+        """Name for the option --only."""
         return ":".join(filter(None, (self.role, self.moment, self.variant)))
 
     @property
@@ -126,7 +124,7 @@ class Scenario:
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether the numbers do not depend on who was quick."""
+        """Whether the metrics are independent of timing."""
         return not self.settings["pipeline.max_staleness"]
 
     def __str__(self) -> str:
@@ -137,7 +135,7 @@ class Scenario:
         return f"{self.actor} as {self.text} (no. {self.passage}{delay}; {' '.join(facts)})"
 
     def plan(self, run_dir: Path, marker: Path) -> dict[str, Any]:
-        """What the injected fault is told."""
+        """Return the description that the injected fault reads."""
         return {**asdict(self), "run_dir": str(run_dir), "marker": str(marker)}
 
 
@@ -148,7 +146,7 @@ TRANSPORTS = {
     "coordinator": "disk",
     "trainer": "shared_memory",
 }
-"""How the weights travel in the scenarios of a role: the numbers are the same whatever it is."""
+"""Weights transport in the scenarios of a role; it has no effect on the metrics."""
 
 WITH_CRITIC = {
     "algorithm.name": "ppo",
@@ -159,10 +157,10 @@ WITH_CRITIC = {
 
 
 def scenario(role: str, moment: str, seed: int) -> Scenario:
-    """The scenario of one moment that follows from a seed, whatever others are run."""
+    """Make the scenario of one moment, which depends on the seed only."""
     draw = random.Random(f"{seed}:{role}:{moment}")
-    found = ROLES[role].moments[moment]
-    # An update is where the ranks wait for each other.
+    work = ROLES[role].moments[moment]
+    # In an update the ranks wait for each other.
     ranks = 2 if (role, moment) == ("trainer", "mid_put") else 1
     actors = ("trainer-0", "trainer-1") if ranks > 1 else ROLES[role].actors
     # Two models in training, each updated several times in a step.
@@ -172,8 +170,8 @@ def scenario(role: str, moment: str, seed: int) -> Scenario:
         role=role,
         moment=moment,
         actor=draw.choice(actors),
-        passage=draw.randint(1, found.passages),
-        delay_s=draw.choice(found.delays_s),
+        passage=draw.randint(1, work.passages),
+        delay_s=draw.choice(work.delays_s),
         stored=draw.choice((False, True)),
         settings={
             "pipeline.max_staleness": draw.choice((0, 1)),
@@ -181,121 +179,52 @@ def scenario(role: str, moment: str, seed: int) -> Scenario:
             **({"trainer.world_size": ranks, "trainer.zero_stage": 3} if ranks > 1 else {}),
             **(WITH_CRITIC if has_critic else {}),
         },
-        text=found.text,
+        text=work.text,
     )
 
 
 def all_scenarios(seed: int) -> list[Scenario]:
-    """Every role at every moment."""
     return [scenario(role, moment, seed) for role in ROLES for moment in MOMENTS]
 
 
 def short_scenarios(seed: int) -> list[Scenario]:
-    """Every role once, at moments that rotate with the seed."""
-    return [
-        scenario(role, MOMENTS[(seed + i) % len(MOMENTS)], seed) for i, role in enumerate(ROLES)
-    ]
+    """Return every role once, at moments that rotate with the seed."""
+    moments = [MOMENTS[(seed + i) % len(MOMENTS)] for i in range(len(ROLES))]
+    return [scenario(role, moment, seed) for role, moment in zip(ROLES, moments, strict=True)]
 
 
 def more_scenarios(seed: int) -> list[Scenario]:
-    """What is beside the table: other placements, other processes, narrower moments."""
+    """Return scenarios outside the table: other placements, processes and narrower moments."""
     draw = random.Random(f"{seed}:more")
-    return [*_other_phases(draw), *_narrower_moments(draw)]
-
-
-def _other_phases(draw: random.Random) -> list[Scenario]:
-    in_turn = {**ON_POLICY, "placement.mode": "sequential"}
+    sequential = {**ON_POLICY, "placement.mode": "sequential"}
+    colocated = {"pipeline.max_staleness": 1, "placement.mode": "colocated"}
     evaluated = {**ON_POLICY, "evaluation.at_start": "true"}
-    return [
-        Scenario(
-            "generator",
-            "mid_compute",
-            "generator-0",
-            draw.randint(1, 16),
-            settings=in_turn,
-            text="it samples, and has the device lease",
-            variant="in_turn",
-        ),
-        Scenario(
-            "scorer",
-            "after_take",
-            "reward-0",
-            draw.randint(1, 4),
-            settings=in_turn,
-            text="it has leased groups, and waits for the device lease",
-            variant="in_turn",
-        ),
-        Scenario(
-            "generator",
-            "mid_evaluation",
-            "generator-0",
-            draw.randint(1, 8),
-            settings=evaluated,
-            text="it samples for an evaluation",
-        ),
-        Scenario(
-            "scorer",
-            "mid_evaluation",
-            "reward-0",
-            draw.randint(1, 8),
-            settings=evaluated,
-            text="it scores for an evaluation",
-        ),
-    ]
+    pulled = {**ON_POLICY, TRANSPORT: draw.choice(sorted(TRANSPORTS.values()))}
+    delay_s = draw.choice((0.0, 0.002, 0.01, AT_THE_END_S))
 
+    def kill(role: str, moment: str, passes: tuple[int, int], text: str, **more: Any) -> Scenario:
+        actor = draw.choice(ROLES[role].actors) if role in ROLES else role
+        more = {"settings": ON_POLICY, **more}
+        return Scenario(role, moment, actor, draw.randint(*passes), text=text, **more)
 
-def _narrower_moments(draw: random.Random) -> list[Scenario]:
+    in_turn: dict[str, Any] = {"settings": sequential, "variant": "in_turn"}
+    in_place: dict[str, Any] = {"settings": colocated, "variant": "in_place"}
+    leased = "it has leased groups, and waits for the device lease"
+    fetched = "its answer is there, and the columns it owns are not fetched"
+    updated = "it has updated the weights where its generator has them"
+    paused = "forward and backward are under way, and its generator is paused"
+    loaded = "it has loaded the model, before the run is under way"
+    pulls = "it fetches a version, or has fetched it"
+    on_policy = {"settings": {**colocated, **ON_POLICY}}
     return [
-        Scenario(
-            "generator",
-            "mid_pull",
-            "generator-0",
-            draw.randint(2, 5),
-            delay_s=draw.choice((0.0, 0.002, 0.01, AT_THE_END_S)),
-            settings={**ON_POLICY, TRANSPORT: draw.choice(sorted(TRANSPORTS.values()))},
-            text="it fetches a version, or has fetched it",
-        ),
-        Scenario(
-            "shard",
-            "mid_fetch",
-            draw.choice(ROLES["shard"].actors),
-            draw.randint(1, 3),
-            stored=True,
-            settings=ON_POLICY,
-            text="its answer is there, and the columns it owns are not fetched",
-        ),
-        Scenario(
-            "trainer",
-            "at_start",
-            "trainer-0",
-            1,
-            settings=ON_POLICY,
-            text="it has loaded the model, before the run is under way",
-        ),
-        Scenario(
-            "trainer",
-            "mid_put",
-            "trainer-0",
-            draw.randint(2, 5),
-            settings={**ON_POLICY, "placement.mode": "colocated"},
-            text="it has updated the weights where its generator has them",
-            variant="in_place",
-        ),
-        Scenario(
-            "trainer",
-            "mid_compute",
-            "trainer-0",
-            draw.randint(1, 10),
-            settings={"pipeline.max_staleness": 1, "placement.mode": "colocated"},
-            text="forward and backward are under way, and its generator stands still",
-            variant="in_place",
-        ),
-        Scenario(
-            "driver",
-            "mid_step",
-            "driver",
-            draw.randint(1, 5),
-            settings=ON_POLICY,
-            text="it takes the row of a step",
-        ),
+        kill("generator", "mid_compute", (1, 16), "it samples under the device lease", **in_turn),
+        kill("scorer", "after_take", (1, 4), leased, **in_turn),
+        kill("generator", "mid_evaluation", (1, 8), "it samples to evaluate", settings=evaluated),
+        kill("scorer", "mid_evaluation", (1, 8), "it scores to evaluate", settings=evaluated),
+        kill("generator", "mid_pull", (2, 5), pulls, delay_s=delay_s, settings=pulled),
+        kill("shard", "mid_fetch", (1, 3), fetched, stored=True),
+        kill("trainer", "at_start", (1, 1), loaded),
+        kill("trainer", "mid_put", (2, 5), updated, **{**in_place, **on_policy}),
+        kill("trainer", "mid_compute", (1, 10), paused, **in_place),
+        kill("driver", "mid_step", (1, 5), "it takes the row of a step"),
     ]

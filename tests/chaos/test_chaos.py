@@ -1,4 +1,4 @@
-"""A run survives the kill -9 of any of its actors. Shortened: `make test-chaos` plays all of it.
+"""A run survives the kill -9 of any of its actors; `make test-chaos` runs all scenarios.
 
 CHAOS_SEED=<n> chooses other moments.
 """
@@ -27,14 +27,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", short_scenarios(SEED), ids=lambda scenario: scenario.name)
-def test_every_prompt_is_trained_once_whoever_is_killed(bench: Bench, scenario: Scenario) -> None:
+def test_after_a_kill_every_prompt_is_trained_once(bench: Bench, scenario: Scenario) -> None:
     verdict = bench.play(scenario, beside_undisturbed=False)
     assert not verdict.problems, f"{scenario}, CHAOS_SEED={SEED}:\n" + "\n".join(verdict.problems)
 
 
-def test_what_is_injected_does_nothing_by_itself_and_hides_no_other_sitecustomize(
-    tmp_path: Path,
-) -> None:
+def test_the_injected_sitecustomize_is_idle_without_a_plan_and_runs_others(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('the other one')\n")
     script = "import sys; print([m for m in sys.modules if 'chaos' in m])"
     env = {**os.environ, "PYTHONPATH": f"{INJECT}{os.pathsep}{tmp_path}"}
@@ -44,9 +42,7 @@ def test_what_is_injected_does_nothing_by_itself_and_hides_no_other_sitecustomiz
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_what_is_wrapped_takes_what_it_took_before(
-    role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_keep_the_signatures_they_wrap(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(INJECT)
     faults = importlib.import_module("chaos_faults")
     wrapped: list[tuple[Any, Callable[..., Any]]] = []
@@ -62,8 +58,8 @@ def test_what_is_wrapped_takes_what_it_took_before(
         patch(fault, importlib.import_module(module))
     assert len(wrapped) > 10
     for original, around in wrapped:
-        # Once by their places, as far as that goes, and once by their names.
-        own = inspect.signature(original).parameters.values()
-        placed = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        named = {p.name: None for p in own if p.kind is p.KEYWORD_ONLY}
-        inspect.signature(around).bind(original, *placed, **named)
+        parameters = inspect.signature(original).parameters.values()
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [p for p in parameters if p.kind in kinds]
+        keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+        inspect.signature(around).bind(original, *positional, **keywords)

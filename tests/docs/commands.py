@@ -1,4 +1,4 @@
-"""The commands that README, docs and examples show, and whether each is one that there is."""
+"""Find the commands that README, docs and examples show, and check that each exists."""
 
 import argparse
 import contextlib
@@ -20,16 +20,12 @@ PAGES = (
     *sorted((ROOT / "examples").glob("*/README.md")),
 )
 RECIPE = ROOT / "configs" / "grpo_arithmetic.yaml"
-"""What settings are checked with where a page names a config of the reader's own."""
+"""Config for a command whose own config is a placeholder."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHELLS = ("", "sh", "bash", "console")
 """Languages of blocks that may hold commands."""
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?((?:streamrl|python|make) .*)")
-UNFINISHED = (
-    "the following arguments are required",
-    "expected one argument",
-    "one of the argument",
-)
+UNFINISHED = ("the following arguments are required", "expected one argument", "one of the arg")
 
 
 class CommandError(Exception):
@@ -48,22 +44,22 @@ class Command:
 
     @property
     def is_literal(self) -> bool:
-        """Whether it can be run as it stands: it names no RUN, CONFIG or <task>."""
+        """Whether the command has no placeholder such as RUN, CONFIG or <task>."""
         return not any(re.fullmatch(r"[A-Z]+|.*<\w+>.*", word) for word in self.words)
 
 
 def find_commands(text: str) -> list[Command]:
     """Return the commands of a Markdown page, each once, in order."""
-    found = []
+    commands = []
     for language, block in FENCE.findall(text):
         if language in SHELLS:
             lines = block.replace("\\\n", " ").splitlines()
             matches = (COMMAND.fullmatch(line) for line in lines)
-            found += [Command(split(match[1])) for match in matches if match]
+            commands += [Command(split(match[1])) for match in matches if match]
     for span in re.findall(r"`([^`\n]+)`", FENCE.sub("", text)):
         if match := COMMAND.fullmatch(span):
-            found.append(Command(split(match[1]), is_mention=True))
-    return list(dict.fromkeys(found))
+            commands.append(Command(split(match[1]), is_mention=True))
+    return list(dict.fromkeys(commands))
 
 
 def split(line: str) -> tuple[str, ...]:
@@ -80,14 +76,14 @@ def check(command: Command) -> None:
     if program == "streamrl" and words[0] not in COMMANDS:
         raise CommandError(f"{command}: there is no such command")
     if program == "streamrl" and command.is_mention:
-        known = help_of(words[0])
+        help_words = re.split(r"[\s,|\[\]]+", read_help(words[0]))
         for word in words:
-            if word.startswith("-") and word not in re.split(r"[\s,|\[\]]+", known):
+            if word.startswith("-") and word not in help_words:
                 raise CommandError(f"{command}: there is no {word}")
     checks = {"streamrl": check_streamrl, "python": check_python, "make": check_make}
     for word in words:
         for path in re.findall(r"(?:^|[:=])((?:configs|examples|benchmarks|docs)/[^:]+)", word):
-            # What a script makes is not there yet.
+            # Builds are made by scripts.
             if "/build/" not in path and not list(ROOT.glob(re.sub(r"<\w+>", "*", path))):
                 raise CommandError(f"{command}: there is no {path}")
     try:
@@ -100,8 +96,7 @@ def check(command: Command) -> None:
 def check_streamrl(words: Sequence[str]) -> None:
     """Parse the arguments, and load the config with its overrides."""
     parsed = parse(build_parser(words[0]), words)
-    given = vars(parsed)
-    config, overrides = given.get("config"), given.get("overrides", [])
+    config, overrides = vars(parsed).get("config"), vars(parsed).get("overrides", [])
     if words[0] == "train":
         named = parsed.words[:1] if parsed.resume is None else []
         config, overrides = "".join(named), parsed.words[len(named) :]
@@ -112,12 +107,11 @@ def check_streamrl(words: Sequence[str]) -> None:
         raise CommandError(f"streamrl {' '.join(words)}: {error}") from None
 
 
-def help_of(name: str) -> str:
-    """Return the help of a command of streamrl."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+def read_help(name: str) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         build_parser(name).parse_args([name, "--help"])
-    return said.getvalue()
+    return output.getvalue()
 
 
 def check_python(words: Sequence[str]) -> None:
@@ -128,11 +122,9 @@ def check_python(words: Sequence[str]) -> None:
         return
     module, *arguments = words[1:]
     room, _, rest = module.partition(".")
-    places = (
-        (ROOT / room / rest.replace(".", "/")).with_suffix(".py"),
-        ROOT.joinpath(*module.split(".")),
-    )
-    if room not in ("benchmarks", "examples") or not any(place.exists() for place in places):
+    folder = ROOT.joinpath(*module.split("."))
+    file = (ROOT / room / rest.replace(".", "/")).with_suffix(".py")
+    if room not in ("benchmarks", "examples") or not (file.exists() or folder.exists()):
         raise CommandError(f"python -m {module}: there is no such module")
     if not arguments:
         return
@@ -141,7 +133,7 @@ def check_python(words: Sequence[str]) -> None:
         parsed = parse(parser, arguments)
         load_config(RECIPE, parsed.overrides)
     else:
-        main = f"{module}.__main__" if places[1].exists() else module
+        main = f"{module}.__main__" if folder.exists() else module
         parse(importlib.import_module(main).make_parser(), arguments)
 
 
@@ -154,10 +146,10 @@ def check_make(words: Sequence[str]) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse as the command does. Raises CommandError with what the parser says."""
-    said = io.StringIO()
+    """Parse as the command does. Raises CommandError with the parser's message."""
+    message = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(message):
             parsed, rest = parser.parse_known_args(list(words))
             late = [word for word in rest if "=" in word and not word.startswith("-")]
             if "overrides" in parsed and late == rest:
@@ -166,12 +158,12 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
             elif rest:
                 parser.error(f"unrecognized arguments: {' '.join(rest)}")
     except SystemExit:
-        raise CommandError(said.getvalue().strip().splitlines()[-1]) from None
+        raise CommandError(message.getvalue().strip().splitlines()[-1]) from None
     return parsed
 
 
 def all_commands() -> Iterator[tuple[str, Command]]:
-    """Every command of every page, with the page's path."""
+    """Yield every command of every page, with the page's path."""
     for page in PAGES:
         for command in find_commands(page.read_text()):
             yield str(page.relative_to(ROOT)), command

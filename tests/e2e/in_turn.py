@@ -1,6 +1,6 @@
 """Commands of streamrl one after the other in one process: a folder, then name and words as JSON.
 
-The exit code of each is written into the folder, whatever has become of those before it.
+The exit code of each is written into the folder, even after an earlier one failed.
 """
 
 import json
@@ -12,16 +12,15 @@ from pathlib import Path
 from streamrl.files.atomic_write import write_atomic
 
 HEADING = "=== in turn:"
-"""What a command's name follows where its output begins."""
+"""Line before a command's output, followed by its name."""
 
 
 def code_file(folder: Path, name: str) -> Path:
-    """Where the exit code of a command is."""
     return folder / f"{name}.code"
 
 
 def play(words: Sequence[str]) -> int:
-    """The exit code of a command."""
+    """Run a command and return its exit code."""
     from streamrl.cli.main import main
 
     try:

@@ -1,4 +1,4 @@
-"""`streamrl` as a process of its own, as a user starts it, and what it leaves behind."""
+"""`streamrl` as its own process, as a user starts it, and the processes and files it leaves."""
 
 import json
 import os
@@ -20,8 +20,7 @@ MARK = "STREAMRL_TEST_RUN"
 class Launched:
     """A running command; its output goes to a file. Every process it starts carries a mark.
 
-    `env` is added to the environment. That, and the directory, are those of the tests at the moment
-    unless `inherits` and `cwd` say otherwise; the command is streamrl's, or that of a `module`.
+    `env` is added to the environment that it `inherits`; `module` is run instead of streamrl's CLI.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class Launched:
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._log = folder / f"output-{self._mark[:8]}.txt"
-        # A session of its own is a process group of its own, as a shell gives a command.
+        # A new session is a new process group, as a shell gives a command.
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *words],
             stdin=subprocess.DEVNULL,
@@ -46,16 +45,16 @@ class Launched:
             cwd=cwd,
             start_new_session=True,
         )
-        # Whatever becomes of the test, its run must not go on beside the tests that follow.
+        # If the test fails, its run must not continue during the next tests.
         self.end = weakref.finalize(self, _kill_group, self.process)
 
     @property
     def output(self) -> str:
-        """What it printed so far, both streams."""
+        """Both streams so far."""
         return self._log.read_text()
 
     def wait(self, timeout_s: float = 600.0) -> int:
-        """Its exit code."""
+        """Wait for the exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -63,7 +62,7 @@ class Launched:
             raise AssertionError(f"did not end in {timeout_s:g} s:\n{self.output}") from None
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
-        """Wait for something to become true while it runs."""
+        """Wait for a condition to become true while the command runs."""
         deadline = time.monotonic() + timeout_s
         try:
             while not condition():
@@ -75,23 +74,23 @@ class Launched:
             raise
 
     def interrupt(self) -> None:
-        """Ctrl-C: the terminal signals the whole process group."""
+        """Signal the whole process group, as a terminal does on Ctrl-C."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def processes(self) -> list[psutil.Process]:
-        """Everything alive that it started, however deep, itself included."""
+        """Return all its live processes, itself included."""
         return marked(self._mark)
 
     def actor(self, kind: str) -> psutil.Process:
-        """The process of an actor class."""
+        """Return the process of an actor class."""
         return self.named(f"ray::{kind}")[0]
 
     def named(self, word: str) -> list[psutil.Process]:
-        """Its processes with a word in their command."""
+        """Return its processes with a word in their command."""
         return [process for process in self.processes() if word in _command(process)]
 
     def orphans(self, within_s: float = 20.0) -> list[str]:
-        """What is still alive a little after it ended."""
+        """Return commands that are still alive some seconds after it ended."""
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -99,19 +98,19 @@ class Launched:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Everything alive that has this mark in its environment."""
-    found = []
+    """Return live processes with this mark in their environment."""
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != "zombie":
-                found.append(process)
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-    return found
+    return processes
 
 
 def _command(process: psutil.Process) -> str:
-    """What it was started as; nothing of one that has ended since it was listed."""
+    """Return the command line, "" if the process has ended since it was listed."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
@@ -119,20 +118,19 @@ def _command(process: psutil.Process) -> str:
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """The command and what it started in its group; Ray's processes end without their driver."""
+    """Kill the command and its process group; Ray's processes end without their driver."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl that are complete."""
+    """Return the complete rows of metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    """The events of one name."""
     lines = (run_dir / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == name]

@@ -1,10 +1,9 @@
-"""A run as others on its machine find it: what listens where, and who is let in."""
+"""Access to a run from other processes of its machine: listening servers, and authentication."""
 
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +14,13 @@ import psutil
 from tests.e2e.launched import Launched
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
-#: Harmless calls of each kind of Ray's servers, of which a server knows one.
+#: A harmless call for each kind of server of Ray.
 CALLS = (
     "NodeInfoGcsService/GetAllNodeInfo",
     "NodeManagerService/GetNodeStats",
     "CoreWorkerService/GetCoreWorkerStats",
 )
-#: Of the server of objects, which has no harmless one: it is asked without the token alone.
+#: A call of the object manager, which has no harmless one: made only without the right token.
 OBJECTS = "ObjectManagerService/Push"
 AGENT = "get_runtime_envs_info"
 ANSWER_S = 5.0
@@ -33,120 +32,106 @@ ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
 print("answer", ray.get(ray.remote(num_cpus=0)(lambda: 6 * 7).remote(), timeout=60))
 """
 
-
-@dataclass(frozen=True)
-class Joined:
-    """What came of a script that tried to join."""
-
-    code: int
-    output: str
+Statuses = tuple[str, str, str]
+"""Replies to a caller without a token, with a wrong one, and with the run's own."""
 
 
 @dataclass(frozen=True)
 class Outside:
-    """A run that is under way.
+    """A running run, seen from outside.
 
-    commands, places: of its processes, and each address that is listened at, with whose it is.
-    answers: by what is asked of a server of Ray, what it says to a caller without a token, with a
-        wrong one, and with the run's own.
-    joined: what came of a script without a token, with a wrong one, and with the run's own.
+    commands: command lines of its processes. servers: each address that a process listens at, with
+    the process's name. statuses: replies of Ray's servers by call. joined: exit code and output of
+    a script without a token, with a wrong one, and with the run's own.
     """
 
     token: str
     logs: Path
     commands: list[str]
-    places: list[tuple[str, str]]
-    answers: dict[str, list[tuple[str, str, str]]]
-    joined: tuple[Joined, Joined, Joined]
+    servers: list[tuple[str, str]]
+    statuses: dict[str, list[Statuses]]
+    joined: list[tuple[int, str]]
 
 
-def look_at(run: Launched) -> Outside:
-    """Look at a run whose actors have started."""
-    told = told_on_the_page(run.process.pid)
-    token, address = told["RAY_AUTH_TOKEN"], told["--gcs-address"]
+def inspect_run(run: Launched) -> Outside:
+    """Inspect a run whose actors have started."""
+    options = read_options(run.process.pid)
+    token, address = options["RAY_AUTH_TOKEN"], options["--gcs-address"]
     tokens = ("", "0" * len(token), token)
-    # Some of Ray write their title over their environment, where the mark of the run was.
-    beneath = psutil.Process(run.process.pid).children(recursive=True)
-    processes = list({*run.processes(), *beneath})
-    joining = [start_script(address, token) for token in tokens]
-    places = [(place, name_of(one)) for one in processes for place in listening(one)]
-    answers: dict[str, list[tuple[str, str, str]]] = {}
-    # Ranks and generators have ports of torch.distributed besides, which are no servers to talk to.
-    talking = [one for one in places if not re.search("Trainer|Generator|Hybrid", one[1])]
-    for place, _ in talking:
-        for what, said in answers_of(place, tokens):
-            answers.setdefault(what, []).append(said)
-    first, second, third = map(end_of, joining)
+    # Some processes of Ray write their title over their environment, and so over the run's mark.
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    processes = list({*run.processes(), *children})
+    scripts = [start_script(address, token) for token in tokens]
+    servers = [
+        (address, " ".join(process.cmdline()[:1]) or process.name())
+        for process in processes
+        for address in list_addresses(process)
+    ]
+    statuses: dict[str, list[Statuses]] = {}
+    for address, name in servers:
+        # Ranks and generators also have ports of torch.distributed, which reply to no call.
+        if not re.search("Trainer|Generator|Hybrid", name):
+            call, replies = call_server(address, tokens)
+            if call:
+                statuses.setdefault(call, []).append(replies)
+    outputs = [script.communicate(timeout=180)[0] for script in scripts]
     return Outside(
         token=token,
-        logs=Path(told["--log_dir"]),
-        commands=[" ".join(one.cmdline()) for one in processes],
-        places=places,
-        answers=answers,
-        joined=(first, second, third),
+        logs=Path(options["--log_dir"]),
+        commands=[" ".join(process.cmdline()) for process in processes],
+        servers=servers,
+        statuses=statuses,
+        joined=[(s.returncode, output) for s, output in zip(scripts, outputs, strict=True)],
     )
 
 
-def told_on_the_page(pid: int) -> dict[str, str]:
-    """What the page's commands say of the run with this process, and the options of its raylet."""
+def read_options(pid: int) -> dict[str, str]:
+    """Return what the commands of docs/security.md print for a run, and its raylet's options."""
     (block,) = re.findall(r"^```\n(tr .*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    done = subprocess.run(
-        ["bash", "-ec", re.sub(r"\bPID\b", str(pid), block)],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    raylet = subprocess.run(
-        ["pgrep", "-a", "-P", str(pid), "raylet"], capture_output=True, text=True, check=True
-    )
-    words = [*done.stdout.split(), *raylet.stdout.split()]
+    shell = ["bash", "-ec", re.sub(r"\bPID\b", str(pid), block)]
+    commands = (shell, ["pgrep", "-a", "-P", str(pid), "raylet"])
+    outputs = [subprocess.check_output(command, text=True, timeout=30) for command in commands]
+    words = " ".join(outputs).split()
     return {name: value for name, _, value in (word.partition("=") for word in words)}
 
 
-def name_of(process: psutil.Process) -> str:
-    """What a process calls itself."""
-    return " ".join(process.cmdline()[:1]) or process.name()
-
-
-def listening(process: psutil.Process) -> list[str]:
-    """Each address and port that a process listens at."""
+def list_addresses(process: psutil.Process) -> list[str]:
+    """Return each address and port that a process listens at."""
     try:
-        found = process.net_connections(kind="inet")
+        connections = process.net_connections(kind="inet")
     except psutil.Error:
         return []
-    # Servers of gRPC write an address of IPv4 as one of IPv6.
+    # gRPC servers write an IPv4 address as an IPv6 one.
     return [
-        f"{one.laddr.ip.removeprefix('::ffff:')}:{one.laddr.port}"
-        for one in found
-        if one.status == psutil.CONN_LISTEN
+        f"{connection.laddr.ip.removeprefix('::ffff:')}:{connection.laddr.port}"
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN
     ]
 
 
-def answers_of(place: str, tokens: Sequence[str]) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """What a server at an address says to each of these tokens, if it is one of Ray's."""
+def call_server(address: str, tokens: Statuses) -> tuple[str, Statuses]:
+    """Return the call that a server of Ray knows, "" if none, and its reply to each token."""
+    without, wrong, right = tokens
     for call in CALLS:
-        said = [ask(place, call, token) for token in tokens]
-        if said[-1] == "OK":
-            first, second, third = said
-            yield call, (first, second, third)
-            return
-        if "UNAVAILABLE" in said:
+        grpc_statuses = [call_grpc(address, call, token) for token in tokens]
+        if grpc_statuses[-1] == "OK":
+            return call, (grpc_statuses[0], grpc_statuses[1], "OK")
+        if "UNAVAILABLE" in grpc_statuses:
             break
     else:
-        first, second = (ask(place, OBJECTS, token) for token in tokens[:-1])
-        yield OBJECTS, (first, second, "")
-        return
-    said = [post(place, token) for token in tokens]
-    if said[-1] == "200":
-        first, second, third = said
-        yield AGENT, (first, second, third)
+        return OBJECTS, (
+            call_grpc(address, OBJECTS, without),
+            call_grpc(address, OBJECTS, wrong),
+            "",
+        )
+    replies = (post(address, without), post(address, wrong), post(address, right))
+    return (AGENT if replies[-1] == "200" else ""), replies
 
 
-def ask(place: str, call: str, token: str) -> str:
-    """The status of a call, made without Ray."""
+def call_grpc(address: str, call: str, token: str) -> str:
+    """Return the status of a call, made without Ray."""
     metadata = [("authorization", f"Bearer {token}")] if token else []
-    with grpc.insecure_channel(place) as channel:
+    with grpc.insecure_channel(address) as channel:
         method = channel.unary_unary(f"/ray.rpc.{call}")
         try:
             method(b"", timeout=ANSWER_S, metadata=metadata)
@@ -155,33 +140,27 @@ def ask(place: str, call: str, token: str) -> str:
     return "OK"
 
 
-def post(place: str, token: str) -> str:
-    """The status of a request to an agent of Ray, which speaks HTTP."""
+def post(address: str, token: str) -> str:
+    """Return the status of a request to an agent of Ray, which speaks HTTP."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        reply = httpx.post(f"http://{place}/{AGENT}", headers=headers, timeout=ANSWER_S)
+        reply = httpx.post(f"http://{address}/{AGENT}", headers=headers, timeout=ANSWER_S)
     except httpx.HTTPError as error:
         return type(error).__name__
     return str(reply.status_code)
 
 
 def start_script(address: str, token: str) -> "subprocess.Popen[str]":
-    """Start a script beside the run that joins its Ray with a token."""
-    around = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    around["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    """Start a script that joins the run's Ray cluster with a token."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if token:
-        around |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     return subprocess.Popen(
         [sys.executable, "-c", JOIN, address],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=around,
+        env=env,
         cwd="/",
     )
-
-
-def end_of(script: "subprocess.Popen[str]") -> Joined:
-    """Wait for a script."""
-    output, _ = script.communicate(timeout=180)
-    return Joined(script.returncode, output)

@@ -1,6 +1,6 @@
-"""Runs one after the other in one process: recipe, folder for what was trained, overrides as JSON.
+"""Runs one after the other in one process: recipe, folder for notes, overrides of each as JSON.
 
-Every rank of the policy writes down each rollout as it trains it.
+Every rank of the policy notes each rollout that it trains.
 """
 
 import json
@@ -21,48 +21,48 @@ if TYPE_CHECKING:
     from streamrl.engines.training.trainer import ModelTrainer
 
 Trained = dict[tuple[int, str, int], list[int]]
-"""By version of the step, uid and index in the group: the tokens of a rollout, prompt included."""
+"""Tokens of a rollout, prompt included, by version, uid and index in the group."""
 
 
 @dataclass(frozen=True)
 class Recording(RealEngineFactory):
-    """Real engines. Trainers note what they train in `notes`, a file per run and rank."""
+    """Real engines. Trainers note rollouts in `notes`, a file per run and rank."""
 
     notes: Path
 
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str
     ) -> "ModelTrainer":
-        """A real one; what a policy's trains is noted before it is trained."""
-        found = super().make_trainer(config, max_length, rank, role)
+        """Make a real trainer that notes the policy's rollouts before training them."""
+        trainer = super().make_trainer(config, max_length, rank, role)
         if role != POLICY:
-            return found
-        path, made = self.notes / f"{config.run.name}.{rank}.jsonl", found.train_micro_batch
+            return trainer
+        path, train = self.notes / f"{config.run.name}.{rank}.jsonl", trainer.train_micro_batch
 
-        def noted(
+        def note_and_train(
             groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int
         ) -> dict[str, float]:
             with path.open("a") as file:
                 for uid, index in picks:
                     tokens = columns_to_rollouts(groups[uid])[index].token_ids.tolist()
                     file.write(json.dumps([version, uid, index, tokens]) + "\n")
-            return made(groups, picks, version)
+            return train(groups, picks, version)
 
-        found.train_micro_batch = noted  # type: ignore[method-assign,assignment]
-        return found
+        trainer.train_micro_batch = note_and_train  # type: ignore[method-assign,assignment]
+        return trainer
 
 
 def trained(notes: Path, name: str) -> Trained:
-    """What all ranks of a run have trained; one that was trained again has to be the same."""
-    found: Trained = {}
+    """Read the rollouts that all ranks of a run trained; repeated ones have to be equal."""
+    rollouts: Trained = {}
     for path in sorted(notes.glob(f"{name}.*.jsonl")):
         for version, uid, index, tokens in map(json.loads, path.read_text().splitlines()):
-            assert found.setdefault((version, uid, index), tokens) == tokens
-    return found
+            assert rollouts.setdefault((version, uid, index), tokens) == tokens
+    return rollouts
 
 
 if __name__ == "__main__":
-    # Actors know the class by the name of its module.
+    # Actors unpickle the class by the name of its module.
     from tests.e2e.recorded import Recording as Engines
 
     recipe, notes, *runs = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""A run in which a generator's weights are tampered with: recipe, folder for marks, overrides."""
+"""A run with corrupted weights in a generator: recipe, folder for marks, overrides."""
 
 import os
 import signal
@@ -23,11 +23,11 @@ DAMAGED = 2
 
 @dataclass(frozen=True)
 class Sabotage(RealEngineFactory):
-    """The first life of generator 0 is given a flipped byte, a bucket too few and an old version,
-    and dies with a version in its hands; the second never gets a whole version after its fourth.
-    Version DAMAGED is damaged where it lies, for all.
+    """Real engines with faults in the weights.
 
-    `marker_parameters` is a folder in which each life leaves a mark.
+    The first process of generator 0 receives a flipped byte, a bucket too few and an old version,
+    and dies in a pull; its second process receives no valid version after its fourth. Version
+    DAMAGED is damaged in shared memory, for all. Each process leaves a file in `marks`.
     """
 
     marks: Path
@@ -35,7 +35,7 @@ class Sabotage(RealEngineFactory):
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int
     ) -> "GenerationEngine":
-        """A real one, in a process whose weights are tampered with."""
+        """Make a real engine, with faults in the pulls of generator 0."""
         if replica == 0:
             life = len(list(self.marks.iterdir())) + 1
             (self.marks / str(life)).touch()
@@ -45,7 +45,7 @@ class Sabotage(RealEngineFactory):
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str
     ) -> "ModelTrainer":
-        """A real one, whose memory of one version is damaged once it is laid."""
+        """Make a real trainer, whose version DAMAGED is damaged once it is committed."""
         from streamrl.weights.transports.shared_memory import SharedMemoryWriter
 
         finish = SharedMemoryWriter.commit_version
@@ -62,34 +62,34 @@ class Sabotage(RealEngineFactory):
 
 
 def tamper(life: int) -> None:
-    """Put the saboteur of this life of the process in the place of what fetches weights."""
+    """Patch the reader of weights with the faults of the generator's first or second process."""
     from streamrl.weights.transports.shared_memory import SharedMemoryReader
 
     honest = SharedMemoryReader.fetch_buckets
     fetched: list[Sequence[Array]] = []
 
     def fetch(inlet: SharedMemoryReader, manifest: WeightManifest) -> Sequence[Array]:
-        found = list(honest(inlet, manifest))
-        fetched.append([array.copy() for array in found])
+        buckets = list(honest(inlet, manifest))
+        fetched.append([array.copy() for array in buckets])
         number = len(fetched)
         if life == 1 and number == 3:
-            found[0] = found[0].copy()
-            found[0][17] ^= 4
+            buckets[0] = buckets[0].copy()
+            buckets[0][17] ^= 4
         if life == 2 and number > 4:
-            found[0] = found[0][::-1].copy()
+            buckets[0] = buckets[0][::-1].copy()
         if life == 1 and number == 6:
-            del found[-1]
+            del buckets[-1]
         if life == 1 and number == 9:
             return fetched[number - 3]
         if life == 1 and number == 12:
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        return buckets
 
     SharedMemoryReader.fetch_buckets = fetch  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":
-    # Actors know the class by the name of its module.
+    # Actors unpickle the class by the name of its module.
     from tests.e2e.sabotage import Sabotage as Engines
 
     recipe, marks, *overrides = sys.argv[1:]

@@ -1,6 +1,6 @@
 """Whole runs that several tests read: each is started once in a session.
 
-Tests that read the same run carry the same `xdist_group`, so that one process has all of them.
+Tests that read one run carry the same `xdist_group`, so that one process runs all of them.
 """
 
 import json
@@ -16,13 +16,13 @@ import pytest
 
 from tests.e2e.in_turn import HEADING, code_file
 from tests.e2e.launched import Launched, rows
-from tests.e2e.outside import Outside, look_at
+from tests.e2e.outside import Outside, inspect_run
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 BUILD = ROOT / "examples" / "arithmetic" / "build"
 BARE = ['data.eval=""', "checkpoint.at_end=false", "telemetry.wandb.mode=disabled"]
-"""Overrides of a run of which only the steps are looked at."""
+"""Overrides of a run whose tests look at its steps only."""
 PPO_ODD = ["pipeline.groups_per_step=129", "algorithm.mini_batches=3", "critic.warmup_alone=1"]
 """Overrides of the PPO recipe: two ranks cannot share its steps evenly, nor its updates."""
 
@@ -31,16 +31,16 @@ _STEPS = 12
 RECIPES = {
     "colocated": ("grpo_arithmetic_colocated.yaml", ["run.steps=30"]),
     "grpo_code": ("grpo_code.yaml", [f"run.steps={_STEPS}"]),
-    # It is slow to learn.
+    # Learns slowly.
     "grpo_countdown": ("grpo_countdown.yaml", ["run.steps=30"]),
-    # Costs give way more slowly than rewards come.
+    # Costs fall more slowly than rewards rise.
     "safe_rlhf": ("safe_rlhf_toy.yaml", ["run.steps=26", "pipeline.groups_per_step=128"]),
     "shared_critic": ("ppo_arithmetic.yaml", ["critic={shared_coef: 0.5}", f"run.steps={_STEPS}"]),
     "custom": ("grpo_arithmetic.yaml", [*_CUSTOM, f"run.steps={_STEPS}"]),
 } | {
     path.stem.removesuffix("_arithmetic"): (path.name, [f"run.steps={_STEPS}"])
     for path in sorted(CONFIGS.glob("*_arithmetic.yaml"))
-    # The fixtures `demo` and `ppo_run` play these two.
+    # The fixtures `demo` and `ppo_run` run these two.
     if path.stem not in ("grpo_arithmetic", "ppo_arithmetic")
 }
 """Recipes in configs/ by name, each with the overrides that make it short."""
@@ -48,7 +48,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that has ended: its exit code, what it printed, its directory, how others found it."""
+    """A run that has ended; `outside`: see tests/e2e/outside.py."""
 
     code: int
     output: str
@@ -57,37 +57,32 @@ class Ended:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Metrics of each step."""
+        """Metrics per step."""
         return rows(self.run_dir)
 
 
 def make_builds(recipes: Iterable[Path]) -> None:
-    """Make the base models and data that recipes name, unless they are there."""
-    named = {
-        task for path in recipes for task in re.findall(r"examples/(\w+)/build", path.read_text())
-    }
-    for task in sorted(named):
+    """Make the base models and data that recipes name, unless they exist."""
+    text = "".join(path.read_text() for path in recipes)
+    for task in sorted(set(re.findall(r"examples/(\w+)/build", text))):
         make = [sys.executable, str(ROOT / "examples" / task / "make.py")]
         subprocess.run(make, check=True, capture_output=True, timeout=900)
 
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """The demo, trained to its end; it is also watched by wandb and evaluated on two files.
+    """The demo, trained to its end, with wandb and two evaluation files.
 
-    While it trains it is looked at from outside.
+    While it trains it is inspected from outside.
     """
     folder = tmp_path_factory.mktemp("demo")
     recipe = CONFIGS / "grpo_arithmetic.yaml"
     make_builds([recipe])
-    around = [
-        "checkpoint.every=40",
-        "telemetry.wandb.mode=offline",
-        f"data.eval=[{BUILD}/eval.parquet, {{path: {BUILD}/eval.jsonl, name: again}}]",
-    ]
-    run = Launched(["train", str(recipe), f"run.dir={folder}", "run.name=demo", *around], folder)
+    words = ["train", str(recipe), f"run.dir={folder}", "run.name=demo", "checkpoint.every=40"]
+    words.append(f"data.eval=[{BUILD}/eval.parquet, {{path: {BUILD}/eval.jsonl, name: again}}]")
+    run = Launched([*words, "telemetry.wandb.mode=offline"], folder)
     run.until(lambda: len(rows(folder / "demo")) > 1)
-    outside = look_at(run)
+    outside = inspect_run(run)
     code = run.wait()
     assert run.orphans() == []
     return Ended(code, run.output, folder / "demo", outside)
@@ -95,7 +90,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 @pytest.fixture(scope="session")
 def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """The PPO recipe in short and on policy, as a loop of one's own can play it too."""
+    """A short on-policy run of the PPO recipe, which an own loop can repeat."""
     folder = tmp_path_factory.mktemp("ppo")
     recipe = CONFIGS / "ppo_arithmetic.yaml"
     make_builds([recipe])
@@ -107,16 +102,16 @@ def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 class RunsInTurn:
-    """Commands by name, one after the other in one process, which spares the driver's imports."""
+    """Commands by name, one after the other in one process, to import the driver once."""
 
     def __init__(self, commands: Mapping[str, Sequence[str]], folder: Path) -> None:
-        """Start them; where they are runs, `folder` has one of each name."""
+        """Start the commands; each run's directory is named after it in `folder`."""
         self._folder = folder
         words = [str(folder), *(json.dumps([name, *words]) for name, words in commands.items())]
         self.run = Launched(words, folder, module="tests.e2e.in_turn")
 
     def wait(self, name: str) -> Ended:
-        """Wait for one of them."""
+        """Wait for a command."""
         code = code_file(self._folder, name)
         if not code.exists():
             self.run.until(code.exists)
@@ -129,14 +124,14 @@ class RunsInTurn:
 def recipe_runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> RunsInTurn:
-    """Runs of the recipes that this session's tests ask for."""
-    asked = {
+    """Runs of the recipes that this session's tests need."""
+    needed = {
         item.callspec.params["recipe"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and {"recipe", "recipe_runs"} <= {*item.fixturenames}
     }
     folder = tmp_path_factory.mktemp("recipes")
-    chosen = {name: recipe for name, recipe in RECIPES.items() if name in asked}
+    chosen = {name: recipe for name, recipe in RECIPES.items() if name in needed}
     make_builds(CONFIGS / file for file, _ in chosen.values())
     commands = {
         name: ["train", str(CONFIGS / file), f"run.dir={folder}", f"run.name={name}", *short, *BARE]

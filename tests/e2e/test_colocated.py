@@ -1,10 +1,10 @@
-"""A run that is not left alone: asked for more, interrupted, resumed, killed, moved, healed."""
+"""A colocated run that is interrupted, resumed, killed, moved to other placements, and healed."""
 
 import json
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +22,30 @@ def score(prompt, completion):
         raise ValueError("no verdict")
     return 1 + len(completion) // 8
 """
-# The last two characters, which are a program more often than not, and no better score for that.
+# The last two characters, which are often a program; its weight is 0.
 PROGRAM = r"{kind: code, weight: 0, extract: '(..)\Z'}"
-NOTHING_IS_READ_OR_WRITTEN = json.dumps({"inputs": [""], "outputs": [""]})
+NO_INPUT_OR_OUTPUT = json.dumps({"inputs": [""], "outputs": [""]})
 STEPS = 100000
 APART = ["placement.mode=disaggregated", "placement.cpus=8"]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A run, or a part of one, that has ended."""
+    """A command of the run that has ended.
+
+    `state` is that of the newest checkpoint, `scale` a `streamrl scale` while it ran.
+    """
 
     run: Launched
     code: int
     rows: list[dict[str, Any]]
     failures: list[dict[str, Any]]
     state: dict[str, Any]
-    """What its newest checkpoint holds."""
-    seconds: float = 0.0
+    seconds: float
+    scale: Launched | None = None
 
     @classmethod
-    def of(cls, run: Launched, run_dir: Path) -> "Ended":
-        """Wait for the run to end, and read what it left."""
+    def wait_for(cls, run: Launched, run_dir: Path) -> "Ended":
         started = time.monotonic()
         code = run.wait()
         seconds = time.monotonic() - started
@@ -54,31 +56,25 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run will be: beside a toy whose ground truths are tests of a program."""
+    """The run's directory, beside a toy whose ground truths are tests of a program."""
     toy = write_toy(tmp_path_factory.mktemp("toy"))
     toy_rows = list(map(json.loads, (toy / "rows.jsonl").read_text().splitlines()))
     for row in toy_rows:
-        row["reward_model"]["ground_truth"] = NOTHING_IS_READ_OR_WRITTEN
+        row["reward_model"]["ground_truth"] = NO_INPUT_OR_OUTPUT
     (toy / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in toy_rows))
     return toy / "runs" / "shared"
 
 
 @pytest.fixture(scope="module")
-def asked(run_dir: Path) -> list[Launched]:
-    """Requests to the run while it was under way, answered."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def stopped(run_dir: Path, asked: list[Launched]) -> Ended:
-    """One CPU slot, groups that are filtered and a reward that fails for some, programs that run in
-    the sandbox, and rollouts that are paused while others have the pool; then Ctrl-C."""
+def stopped(run_dir: Path) -> Ended:
+    """One CPU slot, filtered groups, a reward that fails for some, programs in the sandbox, and
+    rollouts that are paused while other stages have the pool; then Ctrl-C."""
     toy = run_dir.parents[1]
     (toy / "shaky.py").write_text(SHAKY)
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={run_dir.name}"]
     reward = f"rewards=[{{kind: function, path: {toy}/shaky.py, function: score}}, {PROGRAM}]"
     around = ["evaluation.every=3", "filter.kind=equal_rewards", reward]
-    # Rollouts that end at very different times, and others that want the pool meanwhile.
+    # Rollouts of very different lengths, while other stages wait for the pool.
     tail = ["generator.max_new_tokens=120", "pipeline.micro_batch_tokens=512"]
     tail += ["placement.slice_s=0.05", "pipeline.max_staleness=1"]
     run = Launched([*words, f"run.steps={STEPS}", "placement.cpus=1", *around, *tail], toy)
@@ -90,29 +86,26 @@ def stopped(run_dir: Path, asked: list[Launched]) -> Ended:
     def has_paused() -> bool:
         return sum(row["weights/interrupted"] or 0 for row in rows(run_dir)) > 0
 
-    # A rollout that a version came in the middle of was paused for the update, and went on.
+    # A rollout during which a version was published was paused for the update, and resumed.
     run.until(lambda: len(rows(run_dir)) > 4 and has_lost_groups() and has_paused())
     request = Launched(["scale", str(run_dir), "--generators", "2"], toy)
     request.wait(timeout_s=120.0)
-    asked.append(request)
     run.interrupt()
-    return Ended.of(run, run_dir)
+    return replace(Ended.wait_for(run, run_dir), scale=request)
 
 
 @pytest.fixture(scope="module")
 def killed(stopped: Ended, run_dir: Path) -> Ended:
-    """The run goes on on one slot, for two steps; then the process of trainer and generator is
-    killed."""
+    """A resume on one slot; after two steps the process of trainer and generator is killed."""
     run = _resume(run_dir, "placement.mode=auto", "placement.cpus=1")
     run.until(lambda: len(rows(run_dir)) >= len(stopped.rows) + 2)
     os.kill(run.actor("HybridActor").pid, signal.SIGKILL)
-    return Ended.of(run, run_dir)
+    return Ended.wait_for(run, run_dir)
 
 
 @pytest.fixture(scope="module")
 def finished(killed: Ended, run_dir: Path) -> Ended:
-    """What is left after that is trained with devices for every stage; the generator is killed on
-    the way."""
+    """A disaggregated resume, trained to its end; its generator is killed once."""
     steps = len(killed.rows) + 12
     run = _resume(run_dir, *APART, f"run.steps={steps}")
     run.until(lambda: len(rows(run_dir)) > len(killed.rows))
@@ -120,23 +113,33 @@ def finished(killed: Ended, run_dir: Path) -> Ended:
     forked_from = run.actor("GeneratorActor").parent()
     assert forked_from is not None and "raylet" not in forked_from.name()
     os.kill(run.actor("GeneratorActor").pid, signal.SIGSEGV)
-    return Ended.of(run, run_dir)
+    return Ended.wait_for(run, run_dir)
 
 
 @pytest.fixture(scope="module")
 def given_up(finished: Ended, run_dir: Path) -> Ended:
-    """It goes on once more, until its generator is killed and may not be started again."""
+    """One more resume, whose generator is killed and may not restart."""
     run = _resume(run_dir, *APART, f"run.steps={STEPS}", "run.max_restarts=0")
     run.until(lambda: len(rows(run_dir)) >= len(finished.rows) + 2)
     os.kill(run.actor("GeneratorActor").pid, signal.SIGABRT)
-    return Ended.of(run, run_dir)
+    return Ended.wait_for(run, run_dir)
 
 
 def _resume(run_dir: Path, *overrides: str) -> Launched:
     return Launched(["train", "--resume", str(run_dir), *overrides], run_dir.parent)
 
 
-def test_where_there_is_one_slot_auto_shares_it_and_says_so_in_one_line(stopped: Ended) -> None:
+def check_named(ended: Ended, actor: str) -> None:
+    """Assert that the command failed in one line that names the actor that died."""
+    assert ended.code == 1, ended.run.output
+    last = ended.run.output.strip().splitlines()[-1]
+    assert last.startswith("streamrl: ") and actor in last and "died" in last
+    assert "Traceback" not in ended.run.output
+    assert ended.run.orphans() == []
+    assert actor in ended.failures[-1]["error"]
+
+
+def test_mode_auto_is_colocated_on_one_slot(stopped: Ended) -> None:
     text = " ".join(stopped.run.output.split())
     assert "placement: colocated, as for disaggregated the run needs 3 CPU slots =" in text
     assert "the cluster has 1" in text
@@ -144,7 +147,7 @@ def test_where_there_is_one_slot_auto_shares_it_and_says_so_in_one_line(stopped:
 
 def test_ctrl_c_saves_and_ends_within_half_a_minute(stopped: Ended) -> None:
     assert stopped.code == 130, stopped.run.output
-    # The run itself has 12 s for it; then its processes end.
+    # The run has 12 s to save; then its processes end.
     assert stopped.seconds < 30
     assert stopped.run.orphans() == []
     assert "Traceback" not in stopped.run.output
@@ -152,9 +155,7 @@ def test_ctrl_c_saves_and_ends_within_half_a_minute(stopped: Ended) -> None:
     assert stopped.state["version"] == stopped.rows[-1]["step"] == len(stopped.rows)
 
 
-def test_a_reward_that_cannot_be_computed_is_counted_and_never_a_zero(
-    stopped: Ended, run_dir: Path
-) -> None:
+def test_a_failed_reward_drops_the_group_and_is_never_0(stopped: Ended, run_dir: Path) -> None:
     assert all(row["reward/mean"] >= 1.0 for row in stopped.rows)
     last = stopped.rows[-1]
     assert last["drops/reward_error"] == last["ledger/dropped"] > 1
@@ -169,72 +170,62 @@ def test_a_reward_that_cannot_be_computed_is_counted_and_never_a_zero(
 def test_programs_in_completions_are_run_in_the_sandbox_and_judged(stopped: Ended) -> None:
     passed = [row["reward/code"] for row in stopped.rows]
     assert all(0 <= share <= 1 for share in passed)
-    assert 0.2 < sum(passed) / len(passed) < 0.95, "some are programs and some are none"
+    assert 0.2 < sum(passed) / len(passed) < 0.95, "some completions are programs"
 
 
-def test_it_evaluates_in_turn_with_everything_else(stopped: Ended) -> None:
+def test_a_colocated_run_evaluates_on_one_slot(stopped: Ended) -> None:
     assert 0 <= stopped.rows[2]["eval/pass_at_1"] <= 1
     assert "eval/pass_at_1" not in stopped.rows[1]
 
 
-def test_its_generators_cannot_be_scaled(stopped: Ended, asked: list[Launched]) -> None:
-    (request,) = asked
-    assert request.process.returncode == 2
-    assert request.output == (
+def test_colocated_generators_cannot_be_scaled(stopped: Ended) -> None:
+    assert stopped.scale is not None and stopped.scale.process.returncode == 2
+    assert stopped.scale.output == (
         "streamrl: placement.mode=colocated: each of trainer.world_size=1 ranks has a generator in"
         " its process; generators cannot be scaled\n"
     )
 
 
 def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(killed: Ended) -> None:
-    assert killed.code == 1, killed.run.output
-    last = killed.run.output.strip().splitlines()[-1]
-    assert last.startswith("streamrl: ") and "trainer-0" in last and "died" in last
-    assert "Traceback" not in killed.run.output
-    assert killed.run.orphans() == []
-    (failure,) = killed.failures
-    assert "trainer-0" in failure["error"]
+    check_named(killed, "trainer-0")
+    assert len(killed.failures) == 1
 
 
-def test_an_interrupted_run_goes_on_without_gap_or_repeat(stopped: Ended, killed: Ended) -> None:
-    found = killed.rows
-    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
-    assert found[: len(stopped.rows)] == stopped.rows
+def test_an_interrupted_run_resumes_without_gap_or_repeat(stopped: Ended, killed: Ended) -> None:
+    metrics = killed.rows
+    assert [row["step"] for row in metrics] == list(range(1, len(metrics) + 1))
+    assert metrics[: len(stopped.rows)] == stopped.rows
     (drawn,) = stopped.state["prompts"]["drawn"]
     assert drawn == stopped.state["ledger"]["admitted"]
-    before, after = stopped.rows[-1], found[len(stopped.rows)]
+    before, after = stopped.rows[-1], metrics[len(stopped.rows)]
     assert after["ledger/trained"] == before["ledger/trained"] + 4
     assert after["ledger/dropped"] >= before["ledger/dropped"]
     assert after["policy/lr"] == before["policy/lr"] > 0
 
 
-def test_a_generator_that_is_killed_is_started_again(finished: Ended, run_dir: Path) -> None:
+def test_a_killed_generator_is_restarted(finished: Ended, run_dir: Path) -> None:
     assert finished.code == 0, finished.run.output
     assert "generator-0" in [event["actor"] for event in events(run_dir, "died")]
     assert [event["actor"] for event in events(run_dir, "restarted")] == ["generator-0"]
     assert finished.run.orphans() == []
     (crash,) = events(run_dir, "crashed")
     assert (crash["actor"], crash["reason"]) == ("generator-0", "Segmentation fault")
-    # Other threads run on meanwhile, and one that changes its stack may cut the list short.
+    # Other threads go on, and one that changes its stack may cut the list short.
     assert "most recent call first" in Path(crash["stacks"]).read_text()
     assert list((run_dir / "stacks").iterdir()) == [Path(crash["stacks"])]
 
 
-def test_it_goes_on_where_every_stage_has_devices_of_its_own(
-    killed: Ended, finished: Ended
-) -> None:
-    here, there = killed.rows, finished.rows[len(killed.rows) :]
-    assert not any(row["weights/bytes"] for row in here)
-    assert any(row["weights/bytes"] for row in there)
-    # A row has none if no version was taken up since the one before.
-    copied = {row["weights/copied_bytes"] for row in here}
+def test_a_colocated_run_resumes_as_disaggregated(killed: Ended, finished: Ended) -> None:
+    colocated, disaggregated = killed.rows, finished.rows[len(killed.rows) :]
+    assert not any(row["weights/bytes"] for row in colocated)
+    assert any(row["weights/bytes"] for row in disaggregated)
+    # None if no version was loaded since the row before.
+    copied = {row["weights/copied_bytes"] for row in colocated}
     assert copied <= {0, None} and 0 in copied
-    assert {row["weights/copied_bytes"] for row in there} == {None}, "nobody counts them"
+    assert {row["weights/copied_bytes"] for row in disaggregated} == {None}, "not counted"
 
 
-def test_wherever_it_went_on_no_step_is_missing_and_every_prompt_is_trained_once(
-    finished: Ended, run_dir: Path
-) -> None:
+def test_resumes_miss_no_step_and_train_every_prompt_once(finished: Ended, run_dir: Path) -> None:
     assert finished.code == 0, finished.run.output
     assert [row["step"] for row in finished.rows] == list(range(1, len(finished.rows) + 1))
     assert max(row["staleness/max"] for row in finished.rows) <= 1
@@ -245,13 +236,7 @@ def test_wherever_it_went_on_no_step_is_missing_and_every_prompt_is_trained_once
 
 
 @pytest.mark.slow
-def test_a_killed_generator_that_may_not_come_back_ends_the_run_and_is_named(
-    given_up: Ended,
-) -> None:
-    assert given_up.code == 1, given_up.run.output
+def test_a_killed_generator_that_may_not_restart_ends_the_run(given_up: Ended) -> None:
+    check_named(given_up, "generator-0")
     last = given_up.run.output.strip().splitlines()[-1]
-    assert last.startswith("streamrl: ") and "generator-0" in last and "died" in last
-    assert "Traceback" not in given_up.run.output
-    assert given_up.run.orphans() == []
-    assert "generator-0" in given_up.failures[-1]["error"]
     assert "generator-0 crashed: Aborted, stacks in " in last

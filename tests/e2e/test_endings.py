@@ -25,29 +25,24 @@ def launch(toy: Path, name: str, *overrides: str) -> tuple[Launched, Path]:
 
 
 def test_a_killed_trainer_among_all_roles_is_named(toy: Path) -> None:
-    run, run_dir = launch(
-        toy,
-        "wide",
-        "algorithm.name=dapo",
-        "algorithm.kl_coef=0.01",
-        "generator.replicas=2",
-        "trainer.world_size=2",
-        "trainer.zero_stage=3",
-        "queue.shards=3",
-        "pipeline.max_staleness=0",
-        "weights.bucket_mb=1",
-        "evaluation.at_start=false",
-    )
+    overrides = ["algorithm.name=dapo", "algorithm.kl_coef=0.01", "generator.replicas=2"]
+    overrides += ["trainer.world_size=2", "trainer.zero_stage=3", "queue.shards=3"]
+    overrides += ["pipeline.max_staleness=0", "weights.bucket_mb=1", "evaluation.at_start=false"]
+    run, run_dir = launch(toy, "wide", *overrides)
     run.until(lambda: len(rows(run_dir)) >= 2)
     os.kill(run.actor("TrainerActor").pid, signal.SIGKILL)
-    check_named(run, run.wait(timeout_s=240.0), "trainer-")
-    found = rows(run_dir)
-    assert {row["staleness/max"] for row in found} == {0}
-    assert found[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-4), "the base is its reference"
-    assert found[1]["policy/kl_ref"] > 0
-    assert "idle/reference" in found[0]
+    assert run.wait(timeout_s=240.0) == 1, run.output
+    last = run.output.strip().splitlines()[-1]
+    assert last.startswith("streamrl: ") and "trainer-" in last and "died" in last
+    assert "Traceback" not in run.output
+    assert run.orphans() == []
+    metrics = rows(run_dir)
+    assert {row["staleness/max"] for row in metrics} == {0}
+    assert metrics[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-4), "the base is its reference"
+    assert metrics[1]["policy/kl_ref"] > 0
+    assert "idle/reference" in metrics[0]
     assert "worker processes have been started" not in run.output
-    assert found[1]["weights/skew_max"] <= 1
+    assert metrics[1]["weights/skew_max"] <= 1
 
 
 SPOILED = """
@@ -60,7 +55,7 @@ def score(prompt, completion):
 """
 
 
-def test_a_reward_that_fails_for_every_group_ends_the_run_which_is_saved(toy: Path) -> None:
+def test_a_reward_that_fails_for_every_group_ends_the_run_with_a_checkpoint(toy: Path) -> None:
     path = toy / "spoiled.py"
     path.write_text(SPOILED)
     reward = f"rewards=[{{kind: function, path: {path}, function: score, attempts: 1}}]"
@@ -72,16 +67,8 @@ def test_a_reward_that_fails_for_every_group_ends_the_run_which_is_saved(toy: Pa
     last = run.output.strip().splitlines()[-1]
     assert last.startswith(f"streamrl: step {steps} has dropped ") and "spoiled.py:6" in last
     assert "more than 8 (queue.max_drop_rounds)" in last and "as reward_error" in last
-    assert drops > 8, "the driver was told of every one"
+    assert drops > 8, "every drop is an event"
     assert (run_dir / "checkpoints" / f"step_{steps:06d}" / "state.json").is_file()
-
-
-def check_named(run: Launched, exit_code: int, name: str) -> None:
-    assert exit_code == 1, run.output
-    last = run.output.strip().splitlines()[-1]
-    assert last.startswith("streamrl: ") and name in last and "died" in last
-    assert "Traceback" not in run.output
-    assert run.orphans() == []
 
 
 def test_ctrl_c_during_start_up_ends_cleanly(toy: Path) -> None:
@@ -96,7 +83,7 @@ def test_ctrl_c_during_start_up_ends_cleanly(toy: Path) -> None:
     assert not run_dir.exists(), "there is nothing to resume"
 
 
-def test_sigterm_during_start_up_gives_back_the_run_that_was_to_be_replaced(toy: Path) -> None:
+def test_sigterm_during_start_up_restores_the_run_that_overwrite_would_replace(toy: Path) -> None:
     earlier = toy / "runs" / "earlier"
     earlier.mkdir(parents=True)
     (earlier / "config.yaml").write_text("old")

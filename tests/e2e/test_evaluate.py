@@ -17,8 +17,13 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_toy(tmp_path_factory.mktemp("toy"))
 
 
+def evaluate(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "streamrl.cli.main", "evaluate", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
 @pytest.mark.slow
-def test_a_plain_model_is_scored_as_a_recipe_does(toy: Path) -> None:
+def test_evaluate_scores_a_plain_model_with_a_recipes_rewards(toy: Path) -> None:
     recipe = toy / "numeric.yaml"
     text = (toy / "recipe.yaml").read_text()
     (toy / "more.py").write_text("def more(rewards):\n    return rewards['numeric'] + 0.25\n")
@@ -28,29 +33,23 @@ def test_a_plain_model_is_scored_as_a_recipe_does(toy: Path) -> None:
     other.parent.mkdir()
     other.write_text(rows.read_text().replace('"toy"', '"org/other"'))
     words = [str(toy / "model"), "--data", str(rows), "--data", str(other), "--config", str(recipe)]
-    result = subprocess.run(
-        [sys.executable, "-m", "streamrl.cli.main", "evaluate", *words, "--limit", "4", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    result = evaluate(*words, "--limit", "4", "--json")
     assert result.stderr == ""
-    found = json.loads(result.stdout)
-    assert found["rewards"] == ["numeric"]
-    assert found["model"] == str(toy / "model")
-    assert found["unscored"] == 0
-    assert found["pass@1"] + 0.25 == found["mean@2"] < 0.75
-    assert found["pass@1"] <= found["pass@2"] and "pass@4" not in found
-    low, high = found["pass@1_interval"]
-    assert low <= found["pass@1"] <= high
-    assert found["prompts"] == 8
-    assert [part["prompts"] for part in found["by_file"].values()] == [4, 4]
-    assert list(found["by_file"]) == [str(rows), str(other)]
-    assert list(found["by_source"]) == ["org/other", "toy"]
+    scores = json.loads(result.stdout)
+    assert scores["rewards"] == ["numeric"]
+    assert scores["model"] == str(toy / "model")
+    assert scores["unscored"] == 0
+    assert scores["pass@1"] + 0.25 == scores["mean@2"] < 0.75
+    assert scores["pass@1"] <= scores["pass@2"] and "pass@4" not in scores
+    low, high = scores["pass@1_interval"]
+    assert low <= scores["pass@1"] <= high
+    assert scores["prompts"] == 8
+    assert [part["prompts"] for part in scores["by_file"].values()] == [4, 4]
+    assert list(scores["by_file"]) == [str(rows), str(other)]
+    assert list(scores["by_source"]) == ["org/other", "toy"]
 
 
-def test_without_files_or_a_recipe_that_names_some_nothing_is_evaluated(
+def test_evaluate_needs_files_or_a_recipe_that_names_some(
     toy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(toy / "model")]) == 2
@@ -59,13 +58,6 @@ def test_without_files_or_a_recipe_that_names_some_nothing_is_evaluated(
 
 @pytest.mark.slow
 def test_the_longest_completion_fits_a_small_model(toy: Path) -> None:
-    words = [str(toy / "model"), "--data", str(toy / "rows.jsonl"), "--limit", "2"]
-    result = subprocess.run(
-        [sys.executable, "-m", "streamrl.cli.main", "evaluate", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    result = evaluate(str(toy / "model"), "--data", str(toy / "rows.jsonl"), "--limit", "2")
     assert "scored by exact; at most 64 new tokens" in result.stdout
     assert re.search(r"^  pass@1 +[\d.]+  \(95 %: [\d.]+ to [\d.]+\)$", result.stdout, re.MULTILINE)

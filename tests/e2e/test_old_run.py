@@ -11,12 +11,8 @@ import pytest
 
 from streamrl.buffer.books.ledger_audit import audit_run_log
 from streamrl.buffer.books.run_log import read_history
-from streamrl.buffer.log.segment_file import (
-    CorruptRecord,
-    list_segments,
-    read_segment,
-    segment_path,
-)
+from streamrl.buffer.log import segment_file
+from streamrl.buffer.log.segment_file import CorruptRecord
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, find_resume_point, get_journal_dir
 from tests.e2e.launched import Launched, rows
 
@@ -25,7 +21,7 @@ ARCHIVE = Path(__file__).with_name("run_of_november_2026.tar.gz")
 
 @pytest.fixture
 def old_run(tmp_path: Path) -> Path:
-    """The run directory, unpacked, with its paths set to where it lies now."""
+    """The run directory, unpacked, with its paths corrected."""
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     run_dir = tmp_path / "runs" / "old"
@@ -46,11 +42,11 @@ def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path) -
 
     for name in ("shard-0", "shard-1"):
         folder = get_journal_dir(old_run, name)
-        read = [
-            entry for n in list_segments(folder) for entry in read_segment(segment_path(folder, n))
-        ]
-        assert not any(isinstance(entry, CorruptRecord) for entry in read)
-        kinds = {entry[1].meta["kind"] for entry in read if isinstance(entry, tuple)}
+        numbers = segment_file.list_segments(folder)
+        paths = [segment_file.segment_path(folder, number) for number in numbers]
+        entries = [entry for path in paths for entry in segment_file.read_segment(path)]
+        assert not any(isinstance(entry, CorruptRecord) for entry in entries)
+        kinds = {entry[1].meta["kind"] for entry in entries if isinstance(entry, tuple)}
         assert {"lease", "put", "leave"} <= kinds
 
 

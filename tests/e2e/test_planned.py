@@ -1,6 +1,5 @@
-"""What is planned for two GPUs is trained on a cluster that says it has them."""
+"""A plan for two GPUs trains on a Ray cluster that declares two GPUs."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +12,9 @@ from streamrl.config.run_config import load_config
 from tests.e2e.shared_runs import CONFIGS
 from tests.toy import write_toy
 
-TIMEOUT_S = 300.0
-
 
 @pytest.mark.slow
-def test_a_colocated_plan_is_trained_to_its_end_on_pretended_gpus(tmp_path: Path) -> None:
+def test_a_colocated_plan_is_trained_to_its_end_on_declared_gpus(tmp_path: Path) -> None:
     toy, plan = write_toy(tmp_path / "toy"), tmp_path / "plan.yaml"
     words = [str(CONFIGS / "grpo_arithmetic.yaml"), f"model.path={toy}/model", "data.eval="]
     words += [f"data.train={toy}/rows.jsonl", f"run.dir={tmp_path}", "run.name=pretended"]
@@ -27,19 +24,12 @@ def test_a_colocated_plan_is_trained_to_its_end_on_pretended_gpus(tmp_path: Path
     assert main(["plan", *words, *options, "-o", str(plan)]) == 0
     planned = load_config(plan)
     assert planned.placement.mode == "colocated" and planned.generator.kv_cache_mb
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_gpus": 2, "num_cpus": 8, "object_store_memory": 200 << 20},
-    )
+    node = {"num_gpus": 2, "num_cpus": 8, "object_store_memory": 200 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
         command = [sys.executable, "-m", "streamrl.cli", "train", str(plan)]
-        done = subprocess.run(
-            [*command, f"placement.address={cluster.address}"],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env=os.environ,
-        )
+        command.append(f"placement.address={cluster.address}")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300.0)
     finally:
         cluster.shutdown()
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Every recipe in configs/ on a toy task, in short: it runs, and the reward rises."""
+"""A short run of every recipe in configs/ on a toy task: the reward rises."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean as mean
@@ -10,7 +10,7 @@ from tests.e2e.shared_runs import RECIPES, Ended, RunsInTurn
 
 
 def check_learning(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The reward rises, every step updates, and no token is staler than one version."""
+    """Assert that the reward rises, every step updates, and staleness is at most 1."""
     rewards = [row["reward/mean"] for row in rows]
     assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.03, rewards
     # A critic may be trained alone at first.

@@ -1,4 +1,4 @@
-"""A run whose prompts and scores a user has made his own in every place there is for it."""
+"""A run with a user's own template, filter, rewards, judge and combination."""
 
 import json
 from pathlib import Path
@@ -49,34 +49,31 @@ checkpoint: {{at_end: false}}
 """
 
 
-def test_a_judge_a_function_a_filter_a_template_and_a_combination_of_ones_own(
-    tmp_path: Path,
-) -> None:
+def test_a_run_uses_a_users_judge_function_filter_template_and_combine(tmp_path: Path) -> None:
     toy = write_toy(tmp_path)
     (toy / "own.py").write_text(OWN)
     (toy / "chat.jinja").write_text("{{ messages[0].content }}+0=")
     with serving(lambda content: "It is fair, mark: 7 of 10") as server:
-        recipe = RECIPE.format(toy=toy, url=server.url, model=MODEL)
-        (toy / "own.yaml").write_text(recipe)
+        (toy / "own.yaml").write_text(RECIPE.format(toy=toy, url=server.url, model=MODEL))
         run = Launched(["train", str(toy / "own.yaml"), f"run.dir={toy}/runs"], toy)
         assert run.wait() == 0, run.output
     assert run.orphans() == []
     run_dir = toy / "runs" / "own"
     notes = " ".join(event["text"] for event in events(run_dir, "note"))
     assert f"50 prompts filtered by {toy}/own.py:even" in notes
-    found = rows(run_dir)
-    assert len(found) == 3
-    for row in found:
-        assert row["reward/mine"] == 0.25, "a filter keeps what it says"
+    metrics = rows(run_dir)
+    assert len(metrics) == 3
+    for row in metrics:
+        assert row["reward/mine"] == 0.25, "only even rows are kept"
         assert row["reward/rendered"] == len("1+2+0="), "the template is the file's"
         assert row["reward/taste"] == 7.0
         assert row["reward/mean"] == pytest.approx(14.25), "the function combines, not the weights"
-    questions = {asked["messages"][0]["content"] for asked in server.requests}
-    assert all(one.startswith("Which mark, from 0 to 10? ") for one in questions)
-    # As many as were trained, one each; those under way at the end may have been asked for too.
+    questions = {request["messages"][0]["content"] for request in server.requests}
+    assert all(question.startswith("Which mark, from 0 to 10? ") for question in questions)
+    # One per trained rollout; more for rollouts that were in flight at the end.
     assert len(server.requests) >= 3 * 4 * 4
     (first, *_) = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     sample = json.loads(first.read_text().splitlines()[0])
     completion = sample["rollouts"][0]["completion"]
-    asked = f"{sample['prompt'][0]['content']} {completion} [{sample['ground_truth']}]"
-    assert f"Which mark, from 0 to 10? {asked}" in questions
+    question = f"{sample['prompt'][0]['content']} {completion} [{sample['ground_truth']}]"
+    assert f"Which mark, from 0 to 10? {question}" in questions

@@ -1,4 +1,4 @@
-"""What the demo's run leaves: metrics, a wandb file, a trace, a checkpoint, rollouts, a summary."""
+"""Outputs of the demo: metrics, a wandb file, a trace, a checkpoint, rollouts, a summary."""
 
 import json
 
@@ -15,20 +15,20 @@ STEPS, GROUPS = 80, 32
 
 
 def test_every_step_logs_every_name_of_the_contract(demo: Ended) -> None:
-    found = demo.rows
-    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    metrics = demo.rows
+    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     fixed = {m.name for m in METRICS if not m.is_pattern}
     stages = {"generate", "reward", "train"}
-    for row in found:
+    for row in metrics:
         assert fixed <= row.keys(), fixed - row.keys()
         assert {f"queue/depth/{s}" for s in stages} | {f"idle/{s}" for s in stages} <= row.keys()
         for name in row.keys() - {"step", "time"}:
             find_metric(name)
 
 
-def test_the_numbers_of_a_run_make_sense(demo: Ended) -> None:
-    found = demo.rows
-    for row in found:
+def test_rewards_staleness_versions_and_ledger_are_consistent_in_every_step(demo: Ended) -> None:
+    metrics = demo.rows
+    for row in metrics:
         assert 0 <= row["reward/mean"] <= 1
         assert row["reward/mean"] == pytest.approx(row["reward/exact"])
         assert sum(row["staleness/histogram"]["counts"]) > 0
@@ -39,18 +39,18 @@ def test_the_numbers_of_a_run_make_sense(demo: Ended) -> None:
         assert row["ledger/trained"] == GROUPS * row["step"]
         ended = row["ledger/trained"] + row["ledger/filtered"] + row["ledger/dropped"]
         assert row["ledger/admitted"] == ended + row["ledger/in_flight"]
-    assert found[0]["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-3), "on-policy at first"
-    assert found[-1]["ledger/in_flight"] == 0
-    assert found[-1]["ledger/admitted"] == GROUPS * STEPS
+    assert metrics[0]["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-3), "on-policy at first"
+    assert metrics[-1]["ledger/in_flight"] == 0
+    assert metrics[-1]["ledger/admitted"] == GROUPS * STEPS
 
 
 def test_the_offline_wandb_run_holds_the_same_keys(demo: Ended) -> None:
     (file,) = demo.run_dir.glob("wandb/**/*.wandb")
     history = [row for row in read_wandb_file(file).rows if "reward/mean" in row]
-    for mine, theirs in zip(demo.rows, history, strict=True):
-        assert mine.keys() - {"step", "time"} <= theirs.keys()
-        assert theirs["reward/mean"] == pytest.approx(mine["reward/mean"])
-        assert theirs["staleness/histogram"]["_type"] == "histogram"
+    for row, logged in zip(demo.rows, history, strict=True):
+        assert row.keys() - {"step", "time"} <= logged.keys()
+        assert logged["reward/mean"] == pytest.approx(row["reward/mean"])
+        assert logged["staleness/histogram"]["_type"] == "histogram"
 
 
 def test_the_evaluation_before_and_after_is_reported(demo: Ended) -> None:
@@ -70,9 +70,7 @@ def test_the_trace_shows_stages_that_overlap(demo: Ended) -> None:
     assert {"generate", "reward", "train", "update", "publish", "pull"} <= names
 
 
-def test_the_checkpoint_loads_with_transformers_and_continues_to_be_what_was_trained(
-    demo: Ended,
-) -> None:
+def test_the_checkpoint_is_a_trained_model_that_transformers_loads(demo: Ended) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,7 +85,7 @@ def test_the_checkpoint_loads_with_transformers_and_continues_to_be_what_was_tra
     assert all(torch.isfinite(tensor).all() for tensor in after.values())
 
 
-def test_a_few_rollouts_can_be_read(demo: Ended) -> None:
+def test_rollouts_of_a_step_are_written_as_jsonl(demo: Ended) -> None:
     files = sorted((demo.run_dir / "rollouts").glob("step_*.jsonl"))
     sample = json.loads(files[0].read_text().splitlines()[0])
     assert sample["prompt"][0]["role"] == "user"
@@ -95,7 +93,7 @@ def test_a_few_rollouts_can_be_read(demo: Ended) -> None:
     assert {"completion", "score"} <= sample["rollouts"][0].keys()
 
 
-def test_the_run_ends_with_a_summary_of_what_it_did(demo: Ended) -> None:
+def test_the_run_ends_with_a_summary(demo: Ended) -> None:
     total = GROUPS * STEPS
     line = f"{total} admitted = {total} trained + 0 filtered + 0 dropped + 0 in flight"
     assert line in demo.output

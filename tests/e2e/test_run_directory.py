@@ -1,5 +1,4 @@
-"""A run directory and those who come to it: second owners, forks, resumes in another form, damage,
-a disk without space."""
+"""Run directories: a second owner, forks, resumes with other settings, damage, a full disk."""
 
 import errno
 import hashlib
@@ -35,7 +34,7 @@ SAME = ("reward/mean", "reward/std", "policy/grad_norm", "policy/ratio_mean", "l
 
 @dataclass(frozen=True)
 class Killed:
-    """A run that was killed, what others heard while it was alive, and its rows then."""
+    """A killed run: replies to other commands while it was alive, and its metrics then."""
 
     run_dir: Path
     refusals: dict[str, tuple[int, str]]
@@ -43,7 +42,7 @@ class Killed:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Every file, but for who owned it."""
+    """Hash every file except the lock, which names the owner."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -72,22 +71,21 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(toy: Path) -> Killed:
-    """A run that others come to while it is alive, until it is killed two steps behind a save."""
+    """A run whose directory other commands try to take, killed some steps after a checkpoint."""
     run_dir = toy / "runs" / "owned"
     run = Launched(words(toy, "owned", "checkpoint.keep=1000"), toy)
     run.until(lambda: len(rows(run_dir)) >= 22)
-    fork = ["train", "--resume", str(newest(run_dir)), "run.name=early"]
-    asked = {
+    attempts = {
         "resume": ["train", "--resume", str(run_dir), "run.steps=9"],
         "checkpoint": ["train", "--resume", str(newest(run_dir))],
         "again": words(toy, "owned"),
         "overwrite": words(toy, "owned", "run.overwrite=true"),
-        "fork": fork,
+        "fork": ["train", "--resume", str(newest(run_dir)), "run.name=early"],
     }
-    commands = {name: Launched(said, toy) for name, said in asked.items()}
+    commands = {name: Launched(attempt, toy) for name, attempt in attempts.items()}
     refusals = {name: (command.wait(120.0), command.output) for name, command in commands.items()}
-    seen = len(rows(run_dir))
-    run.until(lambda: len(rows(run_dir)) >= seen + 2, 120.0)
+    steps = len(rows(run_dir))
+    run.until(lambda: len(rows(run_dir)) >= steps + 2, 120.0)
 
     def is_between() -> bool:
         last = rows(run_dir)[-1]["step"]
@@ -101,13 +99,12 @@ def killed(toy: Path) -> Killed:
 
 
 def copied(killed: Killed, name: str) -> Path:
-    """A copy of the run, to be done to what may be."""
     target = killed.run_dir.with_name(name)
     shutil.copytree(killed.run_dir, target)
     return target
 
 
-def test_a_live_run_is_left_alone_and_goes_on(killed: Killed) -> None:
+def test_a_live_run_directory_refuses_other_owners_and_the_run_continues(killed: Killed) -> None:
     for name, (code, output) in killed.refusals.items():
         line = output.strip()
         assert code == 2 and "\n" not in line, (name, output)
@@ -118,17 +115,16 @@ def test_a_live_run_is_left_alone_and_goes_on(killed: Killed) -> None:
     assert not killed.run_dir.with_name("early").exists()
 
 
-def test_a_fork_goes_on_in_another_form_and_leaves_the_original_as_it_was(
+def test_a_fork_with_other_settings_leaves_the_original_unchanged(
     toy: Path, killed: Killed
 ) -> None:
     run_dir = copied(killed, "original")
     older = list_checkpoints(run_dir / "checkpoints")[0]
     before = tree(run_dir)
-    said = ["trainer.backend=torch", "queue.shards=3", "trainer.lr_schedule=cosine"]
     last = step_of(older) + 3
-    run = Launched(
-        ["train", "--resume", str(older), "run.name=fork", f"run.steps={last}", *said], toy
-    )
+    again = ["train", "--resume", str(older), "run.name=fork", f"run.steps={last}"]
+    changes = ["trainer.backend=torch", "queue.shards=3", "trainer.lr_schedule=cosine"]
+    run = Launched([*again, *changes], toy)
     assert run.wait() == 0, run.output
     assert tree(run_dir) == before
     fork = run_dir.with_name("fork")
@@ -137,8 +133,7 @@ def test_a_fork_goes_on_in_another_form_and_leaves_the_original_as_it_was(
     assert step_of(newest(fork)) == last
     rates = [row["policy/lr"] for row in rows(fork)]
     assert rates == sorted(rates, reverse=True) and rates[0] > rates[-1] > 0
-    again = ["train", "--resume", str(older), "run.name=fork", f"run.steps={last}"]
-    assert main(again) == 2, "it exists"
+    assert main(again) == 2, "the fork exists"
     assert main([*again, "run.dir=" + str(run_dir)]) == 2, "not into the original"
 
 
@@ -146,31 +141,30 @@ def test_a_resume_on_other_ranks_stage_and_shards_repeats_its_steps(
     toy: Path, killed: Killed
 ) -> None:
     run_dir = copied(killed, "changed")
-    # The books may be ahead of the rows: the coordinator outlived the command by a moment.
+    # The run log may be ahead of the metrics: the coordinator outlived the command by a moment.
     saved = step_of(newest(run_dir))
     made = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER))).num_steps
     assert made > saved
-    said = ["trainer.world_size=2", "trainer.zero_stage=3", "queue.shards=3"]
-    run = Launched(["train", "--resume", str(run_dir), f"run.steps={made + 2}", *said], toy)
+    changes = ["trainer.world_size=2", "trainer.zero_stage=3", "queue.shards=3"]
+    run = Launched(["train", "--resume", str(run_dir), f"run.steps={made + 2}", *changes], toy)
     assert run.wait() == 0, run.output
-    found = {row["step"]: row for row in rows(run_dir)}
-    assert list(found) == list(range(1, made + 3))
+    metrics = {row["step"]: row for row in rows(run_dir)}
+    assert list(metrics) == list(range(1, made + 3))
     for row in killed.rows[saved:]:
         for name in SAME:
-            assert found[row["step"]][name] == pytest.approx(row[name], rel=1e-3, abs=1e-5), name
+            assert metrics[row["step"]][name] == pytest.approx(row[name], rel=1e-3, abs=1e-5), name
     account = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
     assert len(account.trained) == len(set(account.trained)) == 4 * (made + 2)
     assert len(list_segments(get_journal_dir(run_dir, "shard-2.1"))) == 1
-    assert not list_segments(get_journal_dir(run_dir, "shard-0")), "the old ones are gone"
-    run = Launched(
-        ["train", "--resume", str(run_dir), f"run.steps={made + 3}", "queue.shards=1"], toy
-    )
+    assert not list_segments(get_journal_dir(run_dir, "shard-0")), "the old journals are gone"
+    words = ["train", "--resume", str(run_dir), f"run.steps={made + 3}", "queue.shards=1"]
+    run = Launched(words, toy)
     assert run.wait() == 0, run.output
 
 
-def _flip(path: Path, place: int) -> None:
+def _flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
-    data[place] ^= 1
+    data[offset] ^= 1
     path.write_bytes(data)
 
 
@@ -178,31 +172,31 @@ def _truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 100)
 
 
-def _last_books(run_dir: Path) -> Path:
+def _segment(run_dir: Path, after_last: int = 0) -> Path:
+    """Return the path of the run log's last segment, or of one so many numbers after it."""
     folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
-    return segment_path(folder, list_segments(folder)[-1])
-
-
-def _renamed(run_dir: Path, further: int) -> Path:
-    folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
-    return segment_path(folder, list_segments(folder)[-1] + further)
+    return segment_path(folder, list_segments(folder)[-1] + after_last)
 
 
 def _append(path: Path, text: str) -> None:
     path.write_text(path.read_text() + text)
 
 
-def _random_numbers(checkpoint: Path) -> None:
-    """As many bytes as there should be, as far as anybody is told, but no such state."""
+def _damage_rng_state(checkpoint: Path) -> None:
+    """Write a state of the wrong size, and no record of file sizes."""
     cut = {"cpu": torch.zeros(7, dtype=torch.uint8)}
     save_file(cut, checkpoint / "trainer/rng_00000.safetensors")
     path = checkpoint / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "files": {}}))
 
 
-def _other_version(path: Path) -> None:
+def _other_version(checkpoint: Path) -> None:
+    path = checkpoint / "state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps({**state, "version": state["version"] - 1}))
+
+
+RANK_STATE = "trainer/state_00000_000.safetensors"
 
 
 class Hostile:
@@ -219,17 +213,18 @@ def _hostile_prompt(run_dir: Path) -> None:
     write_segment(segment_path(folder, list_segments(folder)[-1] + 1), [record])
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "books": (lambda run: _flip(_last_books(run), 60), "books"),
-    "snapshot": (lambda run: _truncate(newest(run) / "queue/shard-1/00000000.journal"), "shard-1"),
+OF_CHECKPOINT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "snapshot": (lambda saved: _truncate(saved / "queue/shard-1/00000000.journal"), "shard-1"),
+    "state": (lambda saved: (saved / "state.json").write_text("[" * 100_000), "state.json"),
+    "trainer": (lambda saved: _truncate(saved / RANK_STATE), "state_00000_000.safetensors has"),
+    "progress": (lambda saved: (saved / "trainer/trainer.json").unlink(), "trainer.json"),
+    "model": (lambda saved: (saved / "model/model.safetensors").unlink(), "model.safetensors"),
+    "random": (_damage_rng_state, "not a state of torch's random number generator"),
+    "version": (_other_version, "does not match the folder name"),
+}
+OF_RUN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "books": (lambda run: _flip(_segment(run), 60), "books"),
     "journal": (lambda run: shutil.rmtree(get_journal_dir(run, "shard-0")), "must be repeated"),
-    "state": (lambda run: (newest(run) / "state.json").write_text("[" * 100_000), "state.json"),
-    "trainer": (
-        lambda run: _truncate(newest(run) / "trainer/state_00000_000.safetensors"),
-        "state_00000_000.safetensors has",
-    ),
-    "progress": (lambda run: (newest(run) / "trainer/trainer.json").unlink(), "trainer.json"),
-    "model": (lambda run: (newest(run) / "model/model.safetensors").unlink(), "model.safetensors"),
     "metrics": (
         lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n'),
         "metrics.jsonl:2",
@@ -238,16 +233,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: _append(run / "metrics.jsonl", '{"step": 6, "staleness/hist": {}}\n'),
         "staleness/hist={}: neither a number nor a histogram",
     ),
-    "random": (
-        lambda run: _random_numbers(newest(run)),
-        "not a state of torch's random number generator",
-    ),
-    "version": (
-        lambda run: _other_version(newest(run) / "state.json"),
-        "does not match the folder name",
-    ),
     "hostile": (_hostile_prompt, "no prompt of streamrl's: it asks for posix.system"),
-    "gap": (lambda run: _last_books(run).rename(_renamed(run, 9_999_999)), "is missing"),
+    "gap": (lambda run: _segment(run).rename(_segment(run, 9_999_999)), "is missing"),
     "lost": (lambda run: shutil.rmtree(newest(run)), "resumes from that checkpoint"),
     "all lost": (
         lambda run: shutil.rmtree(run / "checkpoints"),
@@ -255,19 +242,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "trace": (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: "),
     "link": (lambda run: (run / "trace.partial").symlink_to("/nowhere"), "trace.partial is a link"),
-    "pipe": (lambda run: os.mkfifo(_renamed(run, 1)), "not a regular file"),
+    "pipe": (lambda run: os.mkfifo(_segment(run, 1)), "not a regular file"),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_resume_that_cannot_be_is_refused_and_nothing_is_touched(
+@pytest.mark.parametrize("kind", [*OF_CHECKPOINT, *OF_RUN])
+def test_resume_refuses_a_damaged_run_directory_and_leaves_it_unchanged(
     killed: Killed, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = copied(killed, f"damaged-{kind}")
     monkeypatch.chdir(run_dir.parent)
     monkeypatch.setenv("STREAMRL_FORK_WORKERS", "0")
-    damage, part = DAMAGE[kind]
-    damage(run_dir)
+    damage, part = (OF_CHECKPOINT | OF_RUN)[kind]
+    damage(newest(run_dir) if kind in OF_CHECKPOINT else run_dir)
     before = {} if kind == "pipe" else tree(run_dir)
     started = len(psutil.Process().children(recursive=True))
     assert main(["train", "--resume", str(run_dir)]) == 2
@@ -280,25 +267,25 @@ def test_a_resume_that_cannot_be_is_refused_and_nothing_is_touched(
 
 
 def limit(process: psutil.Process, num_bytes: int = resource.RLIM_INFINITY) -> None:
-    """The size to which its files may grow, which is how a full disk is played."""
+    """Limit the size of a process's files, to simulate a full disk."""
     process.rlimit(psutil.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-def test_a_full_disk_is_one_line_and_the_run_goes_on_or_can_be_resumed(toy: Path) -> None:
+def test_on_a_full_disk_the_run_goes_on_or_ends_in_one_line_and_resumes(toy: Path) -> None:
     run_dir = toy / "runs" / "full"
     run = Launched(words(toy, "full"), toy)
     run.until(lambda: len(rows(run_dir)) >= 12)
     trainer, full = run.actor("TrainerActor"), os.strerror(errno.EFBIG)
     limit(trainer, 2000)
     run.until(lambda: bool(events(run_dir, "no_space")), 120.0)
-    (told, *_) = events(run_dir, "no_space")
+    (event, *_) = events(run_dir, "no_space")
     kept = newest(run_dir)
-    path = run_dir / "checkpoints" / f"step_{told['version']:06d}"
-    assert told["text"].startswith(f"{path}/trainer cannot be written: {full}; kept: {kept.name};")
-    assert "the run goes on" in told["text"]
-    assert not list((run_dir / "checkpoints").glob(".*")), "its half is gone"
+    path = run_dir / "checkpoints" / f"step_{event['version']:06d}"
+    assert event["text"].startswith(f"{path}/trainer cannot be written: {full}; kept: {kept.name};")
+    assert "the run goes on" in event["text"]
+    assert not list((run_dir / "checkpoints").glob(".*")), "the partial checkpoint is removed"
     limit(trainer)
-    run.until(lambda: step_of(newest(run_dir)) > told["version"], 120.0)
+    run.until(lambda: step_of(newest(run_dir)) > event["version"], 120.0)
     limit(run.actor("Coordinator"), 2000)
     check_ended(run, run_dir, full)
 
@@ -321,7 +308,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_or_can_be_resumed(toy: Path
 
 
 def check_ended(run: Launched, run_dir: Path, full: str) -> None:
-    """It ended with one line that says what is kept, and left nobody behind."""
+    """Assert that the run ended with one line on what is kept, and left no process."""
     assert run.wait(120.0) == 1, run.output
     line = run.output.strip().splitlines()[-1]
     assert line.startswith("streamrl: ") and full in line, run.output

@@ -1,7 +1,4 @@
-"""A run that is given another generator and loses one again; one is stopped, and a shard killed.
-
-On the real engines.
-"""
+"""A run of real engines is scaled up and down; then a generator is stopped and a shard killed."""
 
 import os
 import signal
@@ -19,37 +16,35 @@ from tests.toy import write_toy
 pytestmark = pytest.mark.slow
 
 
-def test_a_generator_joins_and_one_leaves_and_every_prompt_is_trained_once(tmp_path: Path) -> None:
+def test_scaling_and_restarts_train_every_prompt_once(tmp_path: Path) -> None:
     toy = write_toy(tmp_path)
     run_dir = toy / "runs" / "elastic"
-    facts = ["run.steps=100000", "generator.replicas=2", "evaluation.at_start=false"]
-    facts += ["run.silent_s=10"]
-    recipe = [str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=elastic"]
-    run = Launched(["train", *recipe, *facts], toy)
+    words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=elastic"]
+    words += ["run.steps=100000", "generator.replicas=2", "evaluation.at_start=false"]
+    run = Launched([*words, "run.silent_s=10"], toy)
 
-    def go_on(steps: int) -> None:
-        seen = len(rows(run_dir))
-        run.until(lambda: len(rows(run_dir)) >= seen + steps)
+    def wait_for_5_steps() -> None:
+        steps = len(rows(run_dir))
+        run.until(lambda: len(rows(run_dir)) >= steps + 5)
 
     def scale(generators: int) -> str:
         command = Launched(["scale", str(run_dir), "--generators", str(generators)], toy)
-        code = command.wait()
-        assert code == 0, f"{command.output}\n{run.output}"
+        assert command.wait() == 0, f"{command.output}\n{run.output}"
         return command.output
 
-    go_on(5)
-    joined = scale(3)
-    assert joined.startswith("generators: 2 -> 3 (generator-2 joined, serving version ")
-    go_on(5)
+    wait_for_5_steps()
+    output = scale(3)
+    assert output.startswith("generators: 2 -> 3 (generator-2 joined, serving version ")
+    wait_for_5_steps()
     assert scale(2) == "generators: 3 -> 2 (generator-2 left)\n"
-    go_on(5)
+    wait_for_5_steps()
     assert not events(run_dir, "died") and not events(run_dir, "restarted")
     os.kill(run.actor("GeneratorActor").pid, signal.SIGSTOP)
     run.until(lambda: len(events(run_dir, "restarted")) == 1)
-    go_on(5)
+    wait_for_5_steps()
     os.kill(run.actor("ShardActor").pid, signal.SIGKILL)
     run.until(lambda: len(events(run_dir, "restarted")) == 2)
-    go_on(5)
+    wait_for_5_steps()
     started = time.monotonic()
     run.interrupt()
     assert run.wait() == 130, run.output
@@ -59,29 +54,27 @@ def test_a_generator_joins_and_one_leaves_and_every_prompt_is_trained_once(tmp_p
     saved = run_dir / "checkpoints" / f"step_{len(rows(run_dir)):06d}" / "state.json"
     assert saved.is_file()
 
-    (come,), (gone,) = events(run_dir, "joined"), events(run_dir, "left")
-    assert come["actor"] == gone["actor"] == "generator-2"
-    assert come["version"] == int(joined.rstrip(")\n").rpartition(" ")[2]) >= 5
+    (joined,), (left,) = events(run_dir, "joined"), events(run_dir, "left")
+    assert joined["actor"] == left["actor"] == "generator-2"
+    assert joined["version"] == int(output.rstrip(")\n").rpartition(" ")[2]) >= 5
     (silent,) = events(run_dir, "silent")
     stopped = silent["actor"]
     assert stopped in ("generator-0", "generator-1")
-    assert (
-        silent["reason"]
-        == f"{stopped} has not answered for 10 s (run.silent_s); it is killed and restarted"
-    )
+    reason = f"{stopped} has not answered for 10 s (run.silent_s); it is killed and restarted"
+    assert silent["reason"] == reason
     for name in ("died", "restarted"):
         first, second = (event["actor"] for event in events(run_dir, name))
         assert first == stopped and second in ("shard-0", "shard-1")
-    said = " ".join(run.output.split())
+    text = " ".join(run.output.split())
     for name in ("silent", "died", "restarted"):
-        assert f"{name} actor={stopped}" in said
-    found = rows(run_dir)
-    assert max(row["staleness/max"] for row in found) <= 1
-    assert all(0 <= row["idle/generate"] <= 1 for row in found)
-    for row in found:
+        assert f"{name} actor={stopped}" in text
+    metrics = rows(run_dir)
+    assert max(row["staleness/max"] for row in metrics) <= 1
+    assert all(0 <= row["idle/generate"] <= 1 for row in metrics)
+    for row in metrics:
         ended = row["ledger/trained"] + row["ledger/filtered"] + row["ledger/dropped"]
         assert row["ledger/admitted"] == ended + row["ledger/in_flight"]
-    assert found[-1]["ledger/dropped"] == 0
+    assert metrics[-1]["ledger/dropped"] == 0
     account = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
     assert not account.problems
-    assert len(account.trained) == len(set(account.trained)) == 4 * len(found)
+    assert len(account.trained) == len(set(account.trained)) == 4 * len(metrics)

@@ -1,4 +1,4 @@
-"""The demo as others on its machine found it: nobody without the token was let in."""
+"""Access to the demo from other processes of its machine: none without the token."""
 
 import pytest
 
@@ -14,44 +14,36 @@ def outside(demo: Ended) -> Outside:
     return demo.outside
 
 
-def test_nothing_of_a_run_listens_beyond_the_loopback_device(outside: Outside) -> None:
-    named = {name for _, name in outside.places}
+def test_a_run_listens_on_the_loopback_device_only(outside: Outside) -> None:
+    names = {name for _, name in outside.servers}
     for part in ("gcs_server", "raylet", "Agent", "ShardActor", "Trainer", "Generator"):
-        assert any(part in name for name in named), named
-    assert [place for place in outside.places if not place[0].startswith("127.0.0.1:")] == []
+        assert any(part in name for name in names), names
+    assert all(address.startswith("127.0.0.1:") for address, _ in outside.servers)
 
 
-def test_every_server_of_ray_answers_only_who_has_the_token(outside: Outside) -> None:
+def test_every_server_of_ray_requires_the_token(outside: Outside) -> None:
     denied = ("UNAUTHENTICATED", "UNAUTHENTICATED")
-    wanted = dict.fromkeys(CALLS, (*denied, "OK"))
-    wanted |= {OBJECTS: (*denied, ""), AGENT: ("401", "403", "200")}
-    assert {call: set(said) for call, said in outside.answers.items()} == {
-        call: {said} for call, said in wanted.items()
-    }
-    assert len(outside.answers[CALLS[-1]]) > 2, "each worker is a server"
+    expected = {call: {(*denied, "OK")} for call in CALLS}
+    expected |= {OBJECTS: {(*denied, "")}, AGENT: {("401", "403", "200")}}
+    assert {call: set(statuses) for call, statuses in outside.statuses.items()} == expected
+    assert len(outside.statuses[CALLS[-1]]) > 2, "each worker is a server"
 
 
-def test_a_script_joins_a_run_with_its_token_and_with_no_other(outside: Outside) -> None:
+def test_a_script_joins_the_cluster_only_with_the_runs_token(outside: Outside) -> None:
     without, wrong, right = outside.joined
-    assert right.code == 0 and "answer 42" in right.output, right.output
-    for joined in (without, wrong):
-        assert joined.code != 0 and "answer" not in joined.output
-        assert "Authentication token is missing or incorrect" in joined.output, joined.output
+    assert right[0] == 0 and "answer 42" in right[1], right
+    for code, output in (without, wrong):
+        assert code != 0 and "answer" not in output
+        assert "Authentication token is missing or incorrect" in output, output
 
 
-def test_the_token_stands_in_no_command_line_log_or_file_of_the_run(
-    demo: Ended, outside: Outside
-) -> None:
+def test_no_command_line_log_or_file_contains_the_token(demo: Ended, outside: Outside) -> None:
     assert len(outside.token) == 64
     assert len(outside.commands) > 8
     assert not [command for command in outside.commands if outside.token in command]
     assert outside.token not in demo.output
-    written = [
-        path
-        for folder in (outside.logs, demo.run_dir)
-        for path in folder.rglob("*")
-        if path.is_file()
-    ]
+    paths = [*outside.logs.rglob("*"), *demo.run_dir.rglob("*")]
+    written = [path for path in paths if path.is_file()]
     assert len(written) > 20
     token = outside.token.encode()
     assert not [path for path in written if token in path.read_bytes()]

@@ -1,8 +1,6 @@
-"""Toy runs with other settings than the defaults: how weights travel and come, and memory."""
+"""Toy runs with other settings than the defaults: weights transports, filters, memory."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,22 +16,12 @@ PROBED = ["run.steps=6", "evaluation.at_start=false", "weights.probe_every=1"]
 COLOCATED = ["placement.mode=colocated", "pipeline.max_staleness=0"]
 SETTINGS = {
     "broadcast": [
-        *PROBED,
-        "generator.replicas=2",
-        "algorithm.kl_coef=0.01",
-        "pipeline.max_staleness=3",
-        "weights.transport=collective",
-        "weights.publish_every=2",
-        "weights.kv=keep",
-        "reference.every=2",
-        "reference.decay=0.5",
-        "evaluation.at_end=false",
+        *(*PROBED, "generator.replicas=2", "algorithm.kl_coef=0.01", "pipeline.max_staleness=3"),
+        *("weights.transport=collective", "weights.publish_every=2", "weights.kv=keep"),
+        *("reference.every=2", "reference.decay=0.5", "evaluation.at_end=false"),
     ],
     "adapters": [
-        *PROBED,
-        "trainer.lora_rank=4",
-        "weights.transport=disk",
-        "weights.on_update=drain",
+        *(*PROBED, "trainer.lora_rank=4", "weights.transport=disk", "weights.on_update=drain")
     ],
     "cast": [*COLOCATED, "run.steps=2", "generator.dtype=bfloat16"],
     "filtered": [
@@ -59,39 +47,34 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(toy: Path) -> RunsInTurn:
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}"]
-    commands = {
-        name: [*words, f"run.name={name}", *settings] for name, settings in SETTINGS.items()
-    }
+    commands = {name: [*words, f"run.name={name}", *more] for name, more in SETTINGS.items()}
     return RunsInTurn(commands, toy)
 
 
 def check_probes(run: Ended) -> None:
-    """The run ended well, and its generators say what the trainer says."""
+    """Assert that the run succeeded and that generators and trainer agree in logprobs."""
     assert run.code == 0, run.output
     for trouble in ("weights_refused", "publish_failed", "died"):
         assert not events(run.run_dir, trouble)
-    probed = [row["weights/probe_diff"] for row in run.rows]
-    found = [difference for difference in probed if difference is not None]
-    assert found and max(found) < 1e-4
+    differences = [d for row in run.rows if (d := row["weights/probe_diff"]) is not None]
+    assert differences and max(differences) < 1e-4
 
 
-def test_every_other_version_is_broadcast_and_the_reference_moves_along(runs: RunsInTurn) -> None:
+def test_every_other_version_is_broadcast_and_the_reference_follows(runs: RunsInTurn) -> None:
     run = runs.wait("broadcast")
     check_probes(run)
     assert "weights: collective, as weights.transport says" in run.output
-    assert not events(run.run_dir, "weights_detour"), "a newcomer's first version is none"
-    found = run.rows
-    for version, row in enumerate(found):
+    assert not events(run.run_dir, "weights_detour"), "a first version is no fallback"
+    metrics = run.rows
+    for version, row in enumerate(metrics):
         by_staleness = row["staleness/histogram"]["counts"]
         sampled_by = {version - stale for stale, count in enumerate(by_staleness) if count}
         assert all(0 <= by <= version and by % 2 == 0 for by in sampled_by)
-    assert found[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-4)
-    assert found[-1]["policy/kl_ref"] > 1e-4
+    assert metrics[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-4)
+    assert metrics[-1]["policy/kl_ref"] > 1e-4
 
 
-def test_versions_of_adapters_on_disk_are_models_others_can_load(
-    runs: RunsInTurn, toy: Path
-) -> None:
+def test_lora_versions_on_disk_load_with_transformers(runs: RunsInTurn, toy: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -111,7 +94,7 @@ def test_versions_of_adapters_on_disk_are_models_others_can_load(
     assert not all(torch.equal(version[name], base[name]) for name in base)
 
 
-def test_a_generator_of_another_type_has_all_of_each_version_copied(
+def test_a_generator_of_another_dtype_copies_each_version_whole(
     runs: RunsInTurn, toy: Path
 ) -> None:
     run = runs.wait("cast")
@@ -123,28 +106,30 @@ def test_a_generator_of_another_type_has_all_of_each_version_copied(
     assert [row["weights/bytes"] for row in run.rows] == [0, 0]
 
 
-def test_weights_come_once_from_the_other_rank_and_keys_values_and_optimizer_make_room(
+def test_sharded_colocated_ranks_exchange_weights_and_offload_kv_cache_and_optimizer(
     runs: RunsInTurn, toy: Path
 ) -> None:
-    # Each rank has half from the other and copies its own, so that all that comes for a version is
-    # a model's bytes, and as much is copied.
+    # Each rank receives half of a version from the other and copies its own half: together a
+    # model's bytes received, and as many copied.
     parameters = load_skeleton(str(toy / "model")).parameters()
     model_bytes = sum(parameter.numel() * 4 for parameter in parameters)
     run = runs.wait("sharded")
     assert run.code == 0, run.output
-    said = " ".join(run.output.split())
-    assert "the KV cache is released while it trains" in said
-    assert "the optimizer's state is offloaded while it generates" in said
-    found = run.rows
-    assert [row["weights/bytes"] % (model_bytes // 2) for row in found] == [0] * 3
-    assert sum(row["weights/bytes"] for row in found) >= 2 * model_bytes
-    taken = [row for row in found if row["weights/bytes"]]
-    assert all(row["weights/copied_bytes"] == row["weights/bytes"] for row in taken)
-    assert all(row["weights/probe_diff"] < 1e-4 for row in found)
-    check_room(found)
+    text = " ".join(run.output.split())
+    assert "the KV cache is released while it trains" in text
+    assert "the optimizer's state is offloaded while it generates" in text
+    assert [row["weights/bytes"] % (model_bytes // 2) for row in run.rows] == [0] * 3
+    assert sum(row["weights/bytes"] for row in run.rows) >= 2 * model_bytes
+    pulls = [row for row in run.rows if row["weights/bytes"]]
+    assert all(row["weights/copied_bytes"] == row["weights/bytes"] for row in pulls)
+    assert all(row["weights/probe_diff"] < 1e-4 for row in run.rows)
+    # Steps that are reported together have one peak.
+    peaks = [row for row in run.rows if "memory/train_mb" in row]
+    assert peaks, "training and generation do not hold their memory at the same time"
+    assert all(row["memory/generate_mb"] - row["memory/train_mb"] > 128 for row in peaks)
 
 
-def test_of_groups_that_a_filter_takes_out_only_the_reward_is_computed(runs: RunsInTurn) -> None:
+def test_reference_and_value_are_not_computed_for_filtered_groups(runs: RunsInTurn) -> None:
     run = runs.wait("filtered")
     assert run.code == 0, run.output
     *_, last = run.rows
@@ -165,17 +150,8 @@ def test_of_groups_that_a_filter_takes_out_only_the_reward_is_computed(runs: Run
         assert 0 < row["filter/generate_s"] < row["time/generate_s"]
         assert 0 < row["filter/score_s"] < row["time/score_s"]
     assert last["filter/oversample"] > 2
-    said = " ".join(run.output.split())
-    assert f"{filtered} of {filtered + trained} groups" in said and "s of scoring" in said
-
-
-def check_room(found: Sequence[dict[str, Any]]) -> None:
-    """Training and generation never hold their memory at the same time."""
-    # Steps that are reported together have one peak.
-    peaks = [row for row in found if "memory/train_mb" in row]
-    assert peaks
-    for row in peaks:
-        assert row["memory/generate_mb"] - row["memory/train_mb"] > 128
+    text = " ".join(run.output.split())
+    assert f"{filtered} of {filtered + trained} groups" in text and "s of scoring" in text
 
 
 def test_none_of_the_runs_leaves_a_process(runs: RunsInTurn) -> None:

@@ -1,4 +1,4 @@
-"""A run whose generator is split over two processes, one of which is killed on the way."""
+"""A tensor-parallel generator restarts after one of its two processes is killed."""
 
 from pathlib import Path
 
@@ -12,9 +12,7 @@ pytestmark = pytest.mark.slow
 STEPS = 40
 
 
-def test_a_split_generator_that_loses_a_process_comes_back_and_nothing_is_lost(
-    tmp_path: Path,
-) -> None:
+def test_a_split_generator_restarts_after_a_process_is_killed(tmp_path: Path) -> None:
     toy = write_toy(tmp_path)
     run_dir = toy / "runs" / "split"
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={run_dir.name}"]

@@ -1,4 +1,4 @@
-"""The arithmetic task: its problems, its model's tokenizer, and how it is made."""
+"""The arithmetic task: its problems, its model's tokenizer, and its build."""
 
 import json
 import random
@@ -11,22 +11,22 @@ from transformers import AutoModelForCausalLM
 from examples.arithmetic import make, training
 from examples.arithmetic.problems import make_rows
 from examples.toy_models.building import Build
-from examples.toy_models.lessons import Recipe
 from examples.toy_models.rows import Row, get_question
 from examples.toy_models.small_qwen2 import make_tokenizer
+from tests.examples.builds import SHORT_RECIPE, check_split
 
 
 def value(question: str) -> int:
-    """The answer, by other means than the example's."""
+    """Compute the answer independently of the example."""
     assert set(question) <= set("0123456789+-")
     return int(eval(question, {"__builtins__": {}}))
 
 
-def rows(seed: int = 0) -> dict[str, list[Row]]:
-    return make_rows(seed=seed)
+def rows() -> dict[str, list[Row]]:
+    return make_rows(seed=0)
 
 
-def test_every_answer_is_right_and_in_verls_place() -> None:
+def test_every_ground_truth_is_right_and_in_verls_format() -> None:
     for name, part in rows().items():
         for row in part:
             (message,) = row["prompt"]
@@ -38,16 +38,7 @@ def test_every_answer_is_right_and_in_verls_place() -> None:
 
 
 def test_held_out_problems_are_not_trained_on() -> None:
-    made = rows()
-    train, held_out = ({get_question(row) for row in made[name]} for name in ("train", "eval"))
-    assert len(train) == len(made["train"]) > 3000
-    assert len(held_out) == len(made["eval"]) == 256
-    assert not train & held_out
-
-
-def test_the_seed_decides_the_split() -> None:
-    assert rows(seed=1) == rows(seed=1)
-    assert rows(seed=1)["eval"] != rows(seed=2)["eval"]
+    check_split(make_rows, num_train=3000, num_eval=256)
 
 
 def test_worked_solutions_end_on_the_answer_unless_there_is_a_slip() -> None:
@@ -74,14 +65,13 @@ def test_the_tokenizer_is_one_token_per_character_and_reads_back() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "7+5-3="
 
 
-def test_a_build_is_complete_and_is_not_repeated(
+def test_a_build_is_complete_and_is_not_made_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "build"
-    recipe = Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4, num_measured=4)
-    build = Build("arithmetic", out, format=2, fill=partial(make.fill, recipe=recipe))
+    build = Build("arithmetic", out, format=2, fill=partial(make.fill, recipe=SHORT_RECIPE))
     build.make(out, seed=0)
-    assert [path.name for path in tmp_path.iterdir()] == ["build"], "nothing half-made is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["build"], "no partial build is left"
     assert build.is_made(out, seed=0)
     first = json.loads((out / "train.jsonl").read_text().splitlines()[0])
     assert first == rows()["train"][0]

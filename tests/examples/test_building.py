@@ -1,4 +1,4 @@
-"""A build is made once, whoever asks for it at the same time."""
+"""A build is made once, also by concurrent processes."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ Build("toy", out, 1, fill).make(out, seed=0)
 """
 
 
-def test_processes_that_make_the_same_build_at_once_make_it_once(tmp_path: Path) -> None:
+def test_concurrent_processes_make_a_build_once(tmp_path: Path) -> None:
     words = [sys.executable, "-c", SCRIPT, str(tmp_path / "build")]
     both = [subprocess.Popen(words, cwd=ROOT) for _ in range(2)]
     assert [process.wait(60.0) for process in both] == [0, 0]

@@ -1,4 +1,4 @@
-"""The code task: its programs are right, its tests tell them from wrong ones."""
+"""The code task: its programs are right, and its tests reject wrong ones."""
 
 import json
 import random
@@ -9,29 +9,26 @@ from typing import Any
 from examples.code import make, training
 from examples.code.problems import list_problems
 from examples.code.rows import ground_truth, make_rows
-from examples.toy_models.building import Build
-from examples.toy_models.lessons import Recipe
-from examples.toy_models.rows import get_question
 from examples.toy_models.small_qwen2 import CHARACTERS
-from streamrl.data.reading.rows import load_rows
+from tests.examples.builds import SHORT_RECIPE, check_build, check_split
 
 
 def passes(program: str, ground_truth: str) -> bool:
-    """Whether one of the task's own programs passes the tests, each read as verl reads it."""
-    found = json.loads(ground_truth)
-    defined: dict[str, Any] = {}
+    """Return whether a program of the task passes the tests, each parsed as verl does."""
+    tests = json.loads(ground_truth)
+    names: dict[str, Any] = {}
     try:
-        exec(program, defined)
-        for given, expected in zip(found["inputs"], found["outputs"], strict=True):
-            arguments = [json.loads(line) for line in given.split("\n")]
-            if defined[found["fn_name"]](*arguments) != json.loads(expected):
+        exec(program, names)
+        for lines, expected in zip(tests["inputs"], tests["outputs"], strict=True):
+            arguments = [json.loads(line) for line in lines.split("\n")]
+            if names[tests["fn_name"]](*arguments) != json.loads(expected):
                 return False
     except (SyntaxError, NameError, TypeError, IndexError, ValueError):
         return False
     return True
 
 
-def test_every_program_taught_passes_the_tests_of_its_problem() -> None:
+def test_every_training_program_passes_the_tests_of_its_problem() -> None:
     rng = random.Random(0)
     for problem in list_problems():
         truth = ground_truth(problem, rng)
@@ -41,7 +38,7 @@ def test_every_program_taught_passes_the_tests_of_its_problem() -> None:
             assert set(problem.question + program) <= set(CHARACTERS)
 
 
-def test_what_a_function_returns_is_right_by_hand() -> None:
+def test_expected_results_by_hand() -> None:
     problems = {problem.question: problem for problem in list_problems()}
 
     def returned(question: str, *arguments: Any) -> Any:
@@ -79,28 +76,15 @@ def test_a_program_with_a_slip_fails_whether_it_parses_or_not() -> None:
 
 
 def test_held_out_problems_are_not_trained_on() -> None:
-    rows = make_rows(seed=0)
-    train, held_out = ({get_question(row) for row in rows[name]} for name in ("train", "eval"))
-    assert len(train) == len(rows["train"]) > 2000
-    assert len(held_out) == len(rows["eval"]) == 128
-    assert not train & held_out
-    assert rows == make_rows(seed=0) != make_rows(seed=1)
+    check_split(make_rows, num_train=2000, num_eval=128)
 
 
-def test_only_a_program_that_was_taught_counts_while_the_base_model_is_made() -> None:
+def test_the_base_models_training_counts_only_programs_of_the_problem_as_right() -> None:
     row = {"prompt": [{"role": "user", "content": "f(x): 3 times x plus 2"}]}
     assert training.is_right(row, "def f(x):\n return 3*x+2")
     assert training.is_right(row, "def f(x):\n return x*3+2")
     assert not training.is_right(row, "def f(x):\n return 3*x+1")
 
 
-def test_a_build_is_whole_and_its_rows_load(tmp_path: Path) -> None:
-    recipe = Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4, num_measured=4)
-    out = tmp_path / "build"
-    Build("code", out, format=1, fill=partial(make.fill, recipe=recipe)).make(out, seed=0)
-    for name, part in make_rows(seed=0).items():
-        loaded = list(load_rows(str(out / f"{name}.parquet")))
-        assert [row.ground_truth for row in loaded] == [
-            row["reward_model"]["ground_truth"] for row in part
-        ]
-    assert (out / "base_model" / "model.safetensors").is_file()
+def test_a_build_is_complete_and_its_rows_load(tmp_path: Path) -> None:
+    check_build("code", partial(make.fill, recipe=SHORT_RECIPE), make_rows(seed=0), tmp_path)

@@ -1,4 +1,4 @@
-"""The example of an algorithm of one's own."""
+"""The example of a custom algorithm."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.algorithms.steps import derive_columns, make_step, train
 PATH = str(Path("examples/custom_algorithm/median.py"))
 
 
-def test_its_advantages_are_scores_against_the_median():
+def test_its_advantages_are_scores_minus_the_median():
     config = AlgorithmConfig(name="median_grpo", path=PATH)
     step = make_step(sizes=(3, 2))
     step.columns["scores"] = torch.tensor([0.0, 1.0, 9.0, 2.0, 4.0])

@@ -1,4 +1,4 @@
-"""The example of the queue alone: a shard is killed, and every group arrives once."""
+"""The example of a standalone queue: after the kill of a shard every group arrives once."""
 
 import os
 import re
@@ -16,15 +16,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "queue" / "standalon
 
 
 @pytest.mark.slow
-def test_every_group_arrives_once_though_a_shard_is_killed() -> None:
+def test_every_group_arrives_once_after_a_shard_is_killed() -> None:
     mark = uuid.uuid4().hex
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        capture_output=True,
-        text=True,
-        timeout=400.0,
-        env={**os.environ, MARK: mark},
-    )
+    command, env = [sys.executable, str(SCRIPT)], {**os.environ, MARK: mark}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400.0, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"killed a shard, process \d+", done.stdout)
     assert re.search(r"^400 groups have arrived; \d+ were leased twice", done.stdout, re.M)

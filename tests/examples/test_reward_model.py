@@ -1,4 +1,4 @@
-"""The reward model of the arithmetic task: what it is taught on, and how it is made."""
+"""The reward model of the arithmetic task: its training data and its build."""
 
 import json
 import random
@@ -11,22 +11,16 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from examples.arithmetic import make as arithmetic_make
 from examples.arithmetic.problems import make_rows
 from examples.arithmetic.training import is_right
-from examples.reward_model import make
-from examples.reward_model.training import (
-    Recipe,
-    build_untrained,
-    compute_logits,
-    conversation,
-    sample_answer,
-    train,
-)
-from examples.toy_models import building, lessons
+from examples.reward_model import make, training
+from examples.reward_model.training import Recipe, compute_logits, conversation
+from examples.toy_models import building
 from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
+from tests.examples.builds import SHORT_RECIPE
 
 
-def test_about_every_second_answer_it_is_taught_on_is_right() -> None:
+def test_about_half_of_the_training_answers_are_right() -> None:
     rng, rows = random.Random(0), make_rows(seed=0)["train"]
-    answers = [(row, sample_answer(row, rng)) for row in rows]
+    answers = [(row, training.sample_answer(row, rng)) for row in rows]
     right = sum(is_right(row, text) for row, text in answers) / len(answers)
     assert 0.4 < right < 0.6
     assert max(len(text) for _, text in answers) <= 12
@@ -34,8 +28,7 @@ def test_about_every_second_answer_it_is_taught_on_is_right() -> None:
 
 def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path: Path) -> None:
     arithmetic, out = tmp_path / "arithmetic", tmp_path / "build"
-    short = lessons.Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4, num_measured=4)
-    fill = partial(arithmetic_make.fill, recipe=short)
+    fill = partial(arithmetic_make.fill, recipe=SHORT_RECIPE)
     building.Build("arithmetic", arithmetic, format=2, fill=fill).make(arithmetic, seed=0)
     recipe = Recipe(num_steps=2, rows_per_step=4, num_measured=4)
     fill = partial(make.fill, recipe=recipe, arithmetic=arithmetic)
@@ -49,21 +42,21 @@ def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path:
     text = conversation(row, "12-3=9", tokenizer)
     assert text == "<bos>7+5-3=12-3=9<eos>"
     with torch.inference_mode():
-        alone = compute_logits(model, tokenizer, [text])
-        beside = compute_logits(model, tokenizer, [text, conversation(row, "9", tokenizer)])
-    assert torch.isfinite(alone).all()
-    assert torch.allclose(alone, beside[:1], atol=1e-5), "what it says depends on nothing beside it"
+        logits = compute_logits(model, tokenizer, [text])
+        batched = compute_logits(model, tokenizer, [text, conversation(row, "9", tokenizer)])
+    assert torch.isfinite(logits).all()
+    assert torch.allclose(logits, batched[:1], atol=1e-5), "rows of a batch are independent"
 
 
-def test_what_is_below_the_layers_it_is_taught_in_stays_the_base_models(tmp_path: Path) -> None:
+def test_layers_below_the_trained_ones_stay_the_base_models(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     base = make_untrained(tokenizer, seed=0)
     save(base, tokenizer, tmp_path)
-    model, hints = build_untrained(tmp_path, seed=0)
+    model, hints = training.build_untrained(tmp_path, seed=0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     recipe = Recipe(num_steps=2, rows_per_step=4)
-    losses = list(train(model, hints, tokenizer, make_rows(seed=0)["train"], recipe, seed=0))
-    assert len(losses) == 2
+    rows = make_rows(seed=0)["train"]
+    assert len(list(training.train(model, hints, tokenizer, rows, recipe, seed=0))) == 2
     moved = {name for name, value in model.state_dict().items() if (value != before[name]).any()}
     assert "score.weight" in moved
     assert any(name.startswith("model.layers.2.") for name in moved)

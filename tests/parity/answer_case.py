@@ -1,4 +1,4 @@
-"""A comparison of scores: our rule and a peer's own, over the answers of a table."""
+"""A comparison of our matcher with a peer's on a table of answers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,7 +13,7 @@ SHOWN_CHARACTERS = 40
 
 @dataclass(frozen=True)
 class OnPurpose:
-    """An answer that we score otherwise, and why."""
+    """An intended difference of scores, and its reason."""
 
     answer: Answer
     ours: float
@@ -26,9 +26,9 @@ class OnPurpose:
 
 @dataclass(frozen=True)
 class AnswerCase:
-    """What is compared, and where the two are known to differ.
+    """Two matchers to compare, and their intended differences.
 
-    `ours` raises RewardError for a ground truth it refuses: there is nothing to compare then.
+    `ours` raises RewardError for a ground truth it refuses, which is not compared.
     """
 
     function: str
@@ -40,7 +40,7 @@ class AnswerCase:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many answers are scored alike, and what of those that are not is not as it was listed."""
+    """Numbers of answers, and the differences that are not as listed."""
 
     num_compared: int
     num_agreeing: int
@@ -49,12 +49,12 @@ class Agreement:
 
     @property
     def as_listed(self) -> bool:
-        """Whether all differences are on the list, and all of the list differs."""
+        """Whether the differences are exactly the listed ones."""
         return not self.unlisted
 
 
 def score_all(case: AnswerCase, answers: Sequence[Answer]) -> Agreement:
-    """Run both rules on all answers."""
+    """Run both matchers on all answers."""
     scores = {}
     for answer in answers:
         with suppress(RewardError):

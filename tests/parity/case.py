@@ -1,4 +1,4 @@
-"""A comparison: our function and a peer's own, and the random inputs that both are given."""
+"""A comparison of our function with a peer's on random inputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 BATCHES = 3
-"""Batches that a case sees, of different lengths and draws."""
+"""Batches per case, of different widths and seeds."""
 BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-5}
 RAGGED = (1, 2, 3, 5, 8)
-"""Sizes of the groups; those of unequal size lie mixed."""
+"""Sizes of the groups; rows of unequal groups are shuffled."""
 PAIRS_UP = (2, 3, 5, 8)
 EQUAL = (4, 4, 4, 4, 4)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows in groups, T positions, 7 tokens, 3 rewards; logprobs are [B, T] unless said."""
+    """B rows in groups, T positions, 7 tokens, 3 rewards; tensors are [B, T] by default."""
 
     #: bool [B, T], ragged with holes; row 0 has one token, row 1 all of its width, the last none.
     loss_mask: Tensor
@@ -39,27 +39,26 @@ class Batch:
 
     @property
     def scores(self) -> Tensor:
-        """The first reward, [B]: those of one group are equal, a third of the others are 0."""
+        """The first reward, [B]: equal in one group, and 0 in a third of the others."""
         return self.rewards[:, 0]
 
     @property
     def mask(self) -> Tensor:
-        """The mask as numbers, as peers want it."""
+        """The mask in the dtype of the logprobs, as peers expect it."""
         return self.loss_mask.to(self.logprobs.dtype)
 
     @property
     def log_ratio(self) -> Tensor:
-        """Trained minus old."""
         return self.logprobs - self.old_logprobs
 
     def on_tokens(self, rows: Tensor) -> Tensor:
-        """[B] on each token that counts, 0 elsewhere: [B, T]."""
+        """Place [B] on each counted token, 0 elsewhere: [B, T]."""
         return rows[:, None] * self.mask
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared, and how near it has to be."""
+    """Two functions to compare, and the bound of their difference."""
 
     function: str
     peer: str
@@ -81,13 +80,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest absolute differences; `gradient` is None where none was taken."""
+    """The largest absolute differences; `gradient` is None without `wrt`."""
 
     value: float
     gradient: float | None
 
     def within(self, bound: float) -> bool:
-        """Whether both are; not a number is not."""
+        """Return whether both are; NaN is not."""
         return self.value <= bound and (self.gradient is None or self.gradient <= bound)
 
 
@@ -100,7 +99,7 @@ def measure(case: Case, seed: int) -> Difference:
         theirs, their_gradient = _run(case.theirs, batch, case.wrt)
         values.append(_distance(ours, theirs))
         gradients.append(_distance(our_gradient, their_gradient))
-    # Not max(): it can lose what is not a number.
+    # Not max(), which can lose a NaN.
     return Difference(
         torch.tensor(values).max().item(),
         torch.tensor(gradients).max().item() if case.wrt else None,
@@ -108,7 +107,7 @@ def measure(case: Case, seed: int) -> Difference:
 
 
 def random_batch(seed: int, sizes: Sequence[int], dtype: torch.dtype) -> Batch:
-    """A batch with groups of these sizes, drawn in float64 whatever its dtype."""
+    """Draw a batch with groups of these sizes, in float64 for any dtype."""
     draw = torch.Generator().manual_seed(seed)
     rows, width = sum(sizes), 16 + 8 * (seed % BATCHES)
 
@@ -119,14 +118,14 @@ def random_batch(seed: int, sizes: Sequence[int], dtype: torch.dtype) -> Batch:
         return torch.rand(*shape, generator=draw, dtype=torch.float64)
 
     def drifted(logprobs: Tensor) -> Tensor:
-        """Mostly near, a tenth of them far; still logarithms of probabilities."""
+        """Move logprobs, a tenth of them far; they stay logarithms of probabilities."""
         spread = torch.where(uniform(rows, width) < 0.1, 1.5, 0.3)
         return (logprobs + spread * normal(rows, width)).clamp(max=-0.01)
 
     group_ids = torch.repeat_interleave(torch.arange(len(sizes)) * 3 + 2, torch.tensor(sizes))
     if len(set(sizes)) > 1:
         group_ids = group_ids[torch.randperm(rows, generator=draw)]
-    # In eighths, whose means are exact: a deviation that is off from 0 verl divides by 1e-6.
+    # Multiples of 1/8, whose means are exact: verl divides a deviation near 0 by 1e-6.
     rewards = (8 * normal(rows, 3)).round() / 8
     rewards[uniform(rows) < 1 / 3, 0] = 0.0
     rewards[group_ids == group_ids.max(), 0] = 0.125
@@ -165,12 +164,12 @@ def _random_mask(rows: int, width: int, draw: torch.Generator) -> Tensor:
 def _run(
     function: Callable[[Batch], Tensor], batch: Batch, wrt: str | None
 ) -> tuple[Tensor, Tensor]:
-    """What it returns, and the gradient of a weighted sum of that; 0 if none is asked for."""
+    """Return the result and the gradient of its weighted sum by `wrt`, 0 without it."""
     if wrt is None:
         return function(batch), torch.zeros(())
     leaf = getattr(batch, wrt).clone().requires_grad_()
     value = function(replace(batch, **{wrt: leaf}))
-    # A plain sum would not tell whose gradient it is.
+    # Unequal weights, so that gradients of different elements differ.
     weights = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view_as(value)
     (weights * value).sum().backward()
     return value.detach(), leaf.grad

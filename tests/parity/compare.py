@@ -1,10 +1,9 @@
 """Compare our pure functions with those of verl and TRL: `make parity ARGS="--seed 3"`.
 
-A line per function: whose it is compared with, the largest absolute difference of its value and of
-its gradient over a few random batches, and the bound that both are held to. Then a line per rule
-for answers: how many of a table the two score alike, and each answer that they do not, with the
-reason. Exit code 1 if a difference is beyond its bound, or an answer is not as it was listed. The
-peers' own installed code runs; a note tells what only one of the two defines.
+A line per function: its peer, the largest absolute difference of its value and of its gradient over
+random batches, and the bound of both. Then a line per matcher: the number of answers with equal
+scores, and each difference with its reason. Exit code 1 if a difference is beyond its bound, or an
+answer is not as listed. The peers' own installed code runs; notes name what only one side defines.
 """
 
 import argparse
@@ -12,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 for engine in ("deepspeed", "vllm"):
-    # Not used here. TRL would import them, which takes longer than the comparison.
-    sys.modules[engine] = None  # type: ignore[assignment]  # so says the import system
+    # TRL would import them, which takes longer than the comparison.
+    sys.modules[engine] = None  # type: ignore[assignment]  # None blocks an import
 
 from tests.parity import (  # noqa: E402
     trl_cases,
@@ -37,7 +36,7 @@ PEER_WIDTH = max(len(f"{peer} {case.peer}") for peer, case in CASES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all cases; 1 if a difference is beyond its bound, or an answer is not as listed."""
+    """Run all cases; return 1 if a difference is beyond its bound or an answer not as listed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
     seed = parser.parse_args(argv).seed
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare_functions(seed: int) -> bool:
-    """Whether all functions are within their bounds."""
+    """Return whether all functions are within their bounds."""
     print(_line("function", "peer", ("value", "gradient", "bound"), "note"))
     agreeing = 0
     for peer, case in CASES:
@@ -58,7 +57,7 @@ def compare_functions(seed: int) -> bool:
 
 
 def compare_answers() -> bool:
-    """Whether all rules score the answers of the table alike, but for those listed."""
+    """Return whether all matchers score the table alike, except for listed answers."""
     cases, as_listed = verl_rewards.CASES, 0
     for case in cases:
         agreement = score_all(case, verl_rewards.TABLE)

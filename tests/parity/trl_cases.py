@@ -1,4 +1,4 @@
-"""Our functions beside what TRL's trainers do with the same numbers."""
+"""Compare our functions with TRL's trainers on equal inputs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +13,14 @@ from trl.trainer.utils import entropy_from_logits
 
 from streamrl.algorithms.math import advantages, correction, kl, losses
 from tests.parity.case import EQUAL, Batch, Case
-from tests.parity.told_trainers import (
+from tests.parity.stub_trainers import (
     SETTINGS,
-    ToldGMPO,
-    ToldGRPO,
-    ToldRLOO,
-    loss_of,
-    scored,
-    trainer_of,
+    StubGMPOTrainer,
+    StubGRPOTrainer,
+    StubRLOOTrainer,
+    compute_column,
+    compute_loss,
+    make_trainer,
 )
 
 BUFFER = 9
@@ -32,27 +32,28 @@ EPS = 1e-4
 BETA = 0.3
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 SEQUENCE_CLIP = {"clip_low": 0.05, "clip_high": 0.08}
+RLOO = RLOOConfig(**SETTINGS, beta=0.0, reward_weights=FIRST_REWARD)
 grpo = partial(GRPOConfig, **SETTINGS, epsilon=0.2, epsilon_high=0.28)
 
 
 def geometric_mean() -> Case:
-    """GMPO; the one row without a token is given the advantage 0."""
+    """Make the case of GMPO; a row without tokens gets the advantage 0."""
     config = GMPOConfig(**SETTINGS, epsilon=0.2, epsilon_high=0.28)
-    theirs = loss_of(trainer_of(ToldGMPO, config))
+    trl_loss = compute_loss(make_trainer(StubGMPOTrainer, config))
 
-    def some_at_stake(batch: Batch) -> Batch:
-        tokens = batch.loss_mask.any(-1, keepdim=True)
-        return replace(batch, row_advantages=batch.row_advantages * tokens)
+    def ours(b: Batch) -> Tensor:
+        loss = losses.geometric_mean_loss(b.log_ratio, b.row_advantages, b.loss_mask, **CLIP)
+        return reduce_loss(b, loss, "grpo")
+
+    def theirs(b: Batch) -> Tensor:
+        has_tokens = b.loss_mask.any(-1, keepdim=True)
+        return trl_loss(replace(b, row_advantages=b.row_advantages * has_tokens))
 
     return Case(
         "losses.geometric_mean",
         "GMPOTrainer",
-        lambda b: reduced(
-            b,
-            losses.geometric_mean_loss(b.log_ratio, b.row_advantages, b.loss_mask, **CLIP),
-            "grpo",
-        ),
-        lambda b: theirs(some_at_stake(b)),
+        ours,
+        theirs,
         wrt="logprobs",
         sizes=EQUAL,
         note="TRL adds -A for a row without a token",
@@ -60,17 +61,15 @@ def geometric_mean() -> Case:
 
 
 def our_surrogate(batch: Batch) -> Tensor:
-    """The clipped loss per token."""
     return losses.clipped_surrogate_loss(batch.log_ratio, batch.row_advantages, **CLIP)
 
 
 def our_divergence(batch: Batch) -> Tensor:
-    """k3 per token, weighted."""
     return BETA * kl.kl_estimate(batch.logprobs, batch.ref_logprobs, "k3")
 
 
-def reduced(batch: Batch, token_loss: Tensor, loss_type: str) -> Tensor:
-    """As TRL reduces under its `loss_type`; it counts rows without a token."""
+def reduce_loss(batch: Batch, token_loss: Tensor, loss_type: str) -> Tensor:
+    """Reduce as TRL does under its `loss_type`; it counts rows without a token."""
     mode = {
         "grpo": "seq-mean-token-mean",
         "bnpo": "token-mean",
@@ -93,14 +92,14 @@ def loss_case(
     beta: float = 0.0,
     note: str = "",
 ) -> Case:
-    """A loss of GRPOTrainer; `loss_type` is how it is reduced."""
-    trainer = trainer_of(ToldGRPO, config)
-    trainer.beta = beta  # only now: it would load a reference
+    """Make a case of a loss of GRPOTrainer; `loss_type` is its reduction."""
+    trainer = make_trainer(StubGRPOTrainer, config)
+    trainer.beta = beta  # set late: its constructor would load a reference
     return Case(
         function,
         f"GRPOTrainer, {peer}",
-        lambda b: reduced(b, token_loss(b), loss_type),
-        loss_of(trainer),
+        lambda b: reduce_loss(b, token_loss(b), loss_type),
+        compute_loss(trainer),
         wrt="logprobs",
         sizes=EQUAL,
         note=note,
@@ -110,13 +109,13 @@ def loss_case(
 def advantage_case(
     function: str, peer: str, ours: Callable[[Batch], Tensor], config: GRPOConfig
 ) -> Case:
-    """Advantages of GRPOTrainer, one per row."""
-    theirs = scored(trainer_of(ToldGRPO, config), "advantages")
+    """Make a case of advantages of GRPOTrainer, one per row."""
+    theirs = compute_column(make_trainer(StubGRPOTrainer, config), "advantages")
     return Case(f"advantages.{function}", f"GRPOTrainer, {peer}", ours, theirs, sizes=EQUAL)
 
 
 def scale(ours: str, theirs: str) -> Case:
-    """Group-relative advantages under one `scale_rewards`."""
+    """Make a case of group-relative advantages under one `scale_rewards`."""
     return advantage_case(
         f"group_relative, {ours}",
         f"scale_rewards={theirs}",
@@ -126,7 +125,7 @@ def scale(ours: str, theirs: str) -> Case:
 
 
 def our_normalize_then_sum(batch: Batch) -> Tensor:
-    """Each reward by itself, their sum over all rows: TRL adds to the deviation both times."""
+    """Normalize each reward, then their sum over all rows; TRL adds eps both times."""
     weights = torch.tensor(WEIGHTS)
     total = advantages.decoupled_reward_advantages(
         batch.rewards, batch.group_ids, weights=weights, eps=EPS
@@ -135,15 +134,15 @@ def our_normalize_then_sum(batch: Batch) -> Tensor:
 
 
 def weights(level: str, mode: str, low: float | None) -> Case:
-    """The importance ratio for tokens that vLLM sampled."""
+    """Make a case of importance ratios of tokens that vLLM sampled."""
     config = grpo(
         vllm_importance_sampling_mode=f"{level}_{mode}",
         vllm_importance_sampling_clip_min=low,
         vllm_importance_sampling_clip_max=2.0,
     )
-    trainer = trainer_of(ToldGRPO, config)
-    trainer.use_vllm = True  # only now: there is none to start
-    theirs = scored(trainer, "importance_sampling_ratio")
+    trainer = make_trainer(StubGRPOTrainer, config)
+    trainer.use_vllm = True  # set late: its constructor would start vLLM
+    theirs = compute_column(trainer, "importance_sampling_ratio")
     return Case(
         f"correction.importance_weights, {level}, {mode}{', low' if low else ''}",
         f"GRPOTrainer, vLLM {level}_{mode}",
@@ -157,7 +156,6 @@ def weights(level: str, mode: str, low: float | None) -> Case:
 
 
 def our_off_policy_mask(batch: Batch) -> Tensor:
-    """A bool mask, [B, T]."""
     return correction.off_policy_sequence_mask(
         batch.log_ratio, batch.row_advantages, batch.loss_mask, threshold=THRESHOLD
     )
@@ -170,15 +168,14 @@ def their_off_policy_mask(batch: Batch) -> Tensor:
     )
 
 
-def overlong(batch: Batch) -> Tensor:
-    """TRL's penalty for 1 to 3 more than the most that a row may have."""
+def trl_overlong(batch: Batch) -> Tensor:
+    """Return TRL's penalty for lengths from 1 to the batch's maximum plus 3."""
     width = batch.loss_mask.shape[1]
     penalty = get_soft_overlong_punishment(width, BUFFER)
     return torch.tensor(penalty([[0] * length for length in range(1, width + 4)]))
 
 
 def our_overlong(batch: Batch) -> Tensor:
-    """Ours."""
     width = batch.loss_mask.shape[1]
     return advantages.soft_overlong_penalty(
         torch.arange(1, width + 4), max_length=width, buffer=BUFFER
@@ -199,10 +196,7 @@ CASES = [
         "advantages.leave_one_out",
         "RLOOTrainer",
         lambda b: advantages.leave_one_out_advantages(b.scores, b.group_ids),
-        scored(
-            trainer_of(ToldRLOO, RLOOConfig(**SETTINGS, beta=0.0, reward_weights=FIRST_REWARD)),
-            "advantages",
-        ),
+        compute_column(make_trainer(StubRLOOTrainer, RLOO), "advantages"),
         sizes=EQUAL,
     ),
     *(
@@ -230,12 +224,8 @@ CASES = [
         lambda b: losses.sequence_clipped_surrogate_loss(
             b.log_ratio, b.row_advantages, b.loss_mask, **SEQUENCE_CLIP
         ),
-        GRPOConfig(
-            **SETTINGS,
-            loss_type="grpo",
-            importance_sampling_level="sequence",
-            epsilon=0.05,
-            epsilon_high=0.08,
+        grpo(
+            loss_type="grpo", importance_sampling_level="sequence", epsilon=0.05, epsilon_high=0.08
         ),
     ),
     loss_case(
@@ -303,7 +293,7 @@ CASES = [
         "shaping.soft_overlong",
         "get_soft_overlong_punishment",
         our_overlong,
-        overlong,
+        trl_overlong,
         dtype=torch.float32,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Our advantages beside those of verl."""
+"""Compare our advantages with those of verl."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,14 +18,14 @@ ALONE = "groups of one left out: verl keeps their score"
 
 
 def outcome_rewards(batch: Batch) -> Tensor:
-    """The scores on the last token of each row, where verl looks for them; [B, T]."""
+    """Place the scores on the last token of each row, as verl expects them; [B, T]."""
     positions = torch.arange(batch.mask.shape[1])
     last = torch.where(batch.loss_mask, positions, 0).amax(-1, keepdim=True)
     return batch.scores[:, None] * (positions == last)
 
 
 def estimator(name: str, config: AlgoConfig | None = None) -> Callable[[Batch], Tensor]:
-    """verl's advantages by group, [B, T]."""
+    """Return an estimator of verl by group, [B, T]."""
 
     def theirs(batch: Batch) -> Tensor:
         advantages_BT, _ = core_algos.get_adv_estimator_fn(name)(
@@ -40,18 +40,15 @@ def estimator(name: str, config: AlgoConfig | None = None) -> Callable[[Batch], 
 
 
 def grpo_mean_only(batch: Batch) -> Tensor:
-    """verl's GRPO without the deviation, which is an argument there."""
+    """Compute verl's GRPO without the deviation, which is an argument there."""
     advantages_BT, _ = core_algos.compute_grpo_outcome_advantage(
-        outcome_rewards(batch),
-        batch.mask,
-        batch.group_ids.numpy(),
-        norm_adv_by_std_in_grpo=False,
+        outcome_rewards(batch), batch.mask, batch.group_ids.numpy(), norm_adv_by_std_in_grpo=False
     )
     return advantages_BT
 
 
 def gdpo(batch: Batch) -> Tensor:
-    """verl's GDPO with its rewards from the data, in float32."""
+    """Compute verl's GDPO with rewards from the data, in float32."""
     names = ["first", "second", "third"]
     config = AlgoConfig(gdpo_reward_keys=names, gdpo_reward_weights=list(WEIGHTS))
     prompts = torch.ones(len(batch.mask), 1, dtype=torch.long)
@@ -68,7 +65,7 @@ def gdpo(batch: Batch) -> Tensor:
 
 
 def our_gdpo(batch: Batch) -> Tensor:
-    """Ours, whitened over tokens as verl's is."""
+    """Whiten over tokens, as verl does."""
     rows = advantages.decoupled_reward_advantages(
         batch.rewards, batch.group_ids, weights=torch.tensor(WEIGHTS)
     )
@@ -76,41 +73,37 @@ def our_gdpo(batch: Batch) -> Tensor:
 
 
 def remax(batch: Batch) -> Tensor:
-    """verl's ReMax."""
-    advantages_BT, _ = core_algos.compute_remax_outcome_advantage(
-        outcome_rewards(batch) * batch.mask, batch.baseline_scores, batch.mask
+    rewards, baselines = outcome_rewards(batch) * batch.mask, batch.baseline_scores
+    return (
+        batch.mask * core_algos.compute_remax_outcome_advantage(rewards, baselines, batch.mask)[0]
     )
-    return advantages_BT * batch.mask
 
 
 def reinforce_plus_plus(batch: Batch) -> tuple[Tensor, Tensor]:
-    """verl's advantages and returns, both [B, T]."""
-    return core_algos.compute_reinforce_plus_plus_outcome_advantage(
-        batch.token_rewards, batch.mask, AlgoConfig(gamma=GAMMA)
-    )
+    """Compute verl's advantages and returns, both [B, T]."""
+    compute = core_algos.compute_reinforce_plus_plus_outcome_advantage
+    return compute(batch.token_rewards, batch.mask, AlgoConfig(gamma=GAMMA))
 
 
 def our_rewards_to_go(batch: Batch) -> Tensor:
-    """Ours."""
     return advantages.reward_to_go(batch.token_rewards, batch.loss_mask, gamma=GAMMA)
 
 
 def gae(batch: Batch) -> tuple[Tensor, Tensor]:
-    """verl's advantages, which it whitens, and returns, both [B, T]."""
+    """Compute verl's advantages, which it whitens, and returns, both [B, T]."""
     return core_algos.compute_gae_advantage_return(
         batch.token_rewards, batch.values, batch.mask, GAMMA, LAM
     )
 
 
 def our_gae(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Ours, not whitened."""
     return advantages.generalized_advantages(
         batch.token_rewards, batch.values, batch.loss_mask, gamma=GAMMA, lam=LAM
     )
 
 
 def our_baseline(batch: Batch) -> Tensor:
-    """REINFORCE++ with a baseline, from our parts."""
+    """Compute REINFORCE++ with a baseline."""
     rows = advantages.group_relative_advantages(
         batch.scores, batch.group_ids, scale="none", single="keep"
     )
@@ -127,7 +120,7 @@ def by_group(
     dtype: torch.dtype = torch.float64,
     note: str = "",
 ) -> Case:
-    """A case of an advantage per row, which verl puts on the tokens."""
+    """Make a case of an advantage per row, which verl puts on the tokens."""
     return Case(
         f"advantages.{function}",
         peer,

@@ -1,4 +1,4 @@
-"""Our importance weights and rejection masks beside those of verl."""
+"""Compare our importance weights and rejection masks with those of verl."""
 
 from torch import Tensor
 from verl.trainer.ppo import rollout_corr_helper
@@ -8,7 +8,7 @@ from tests.parity.case import Batch, Case
 
 
 def weights(level: str, mode: str, low: float | None, *, far: bool = False) -> Case:
-    """Importance weights; verl knows truncation from above and masking from both sides."""
+    """Make a case of importance weights; verl truncates from above and masks from both sides."""
     threshold = 2.0 if low is None else f"{low}_2.0"
     name = f"{', low' if low else ''}{', far' if far else ''}"
 
@@ -28,7 +28,7 @@ def weights(level: str, mode: str, low: float | None, *, far: bool = False) -> C
 
 
 def rejection(kind: str, level: str, high: float, low: float | None = None) -> Case:
-    """A rejection mask; verl bounds the inverse ratio."""
+    """Make a case of a rejection mask; verl bounds the inverse ratio."""
     threshold = high if low is None else f"{1 / high}_{1 / low}"
     option = f"token_{kind}" if level == "token" else f"seq_{level}_{kind}"
     return Case(

@@ -1,4 +1,4 @@
-"""Our losses, and how they become one number, beside those of verl."""
+"""Compare our losses and their aggregation with those of verl."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +13,7 @@ from streamrl.algorithms.math import losses
 from tests.parity.case import Batch, Case
 
 COUNTS = "verl adds 1e-8 to a row's number of tokens"
+PER_ROW = "seq-mean-token-mean"
 NEAR = 1e-7
 NO_CLIP = 1e9
 MAX_LENGTH = 64
@@ -33,7 +34,7 @@ def policy_loss(
     advantages: str = "advantages",
     old: str = "old_logprobs",
 ) -> Callable[[Batch], Tensor]:
-    """One of verl's policy losses, reduced as `mode` says; `advantages`, `old`: batch fields."""
+    """Return a policy loss of verl, reduced by `mode`; `advantages`, `old` are batch fields."""
 
     def theirs(batch: Batch) -> Tensor:
         loss, _ = core_algos.get_policy_loss_fn(name)(
@@ -54,39 +55,25 @@ def loss_case(
     peer: str,
     token_loss: Callable[[Batch], Tensor],
     theirs: Callable[[Batch], Tensor],
+    *,
+    mode: str = "token-mean",
     note: str = "",
 ) -> Case:
-    """A policy loss under token-mean."""
+    """Make a case of a policy loss."""
+    per_row = mode == PER_ROW
     return Case(
         f"losses.{function}",
         peer,
-        lambda b: losses.aggregate_loss(token_loss(b), b.loss_mask, mode="token-mean"),
+        lambda b: losses.aggregate_loss(token_loss(b), b.loss_mask, mode=mode),
         theirs,
         wrt="logprobs",
-        note=note,
-    )
-
-
-def per_row_case(
-    function: str,
-    peer: str,
-    token_loss: Callable[[Batch], Tensor],
-    theirs: Callable[[Batch], Tensor],
-) -> Case:
-    """A policy loss that verl reduces to a mean per row."""
-    return Case(
-        f"losses.{function}",
-        peer,
-        lambda b: losses.aggregate_loss(token_loss(b), b.loss_mask, mode="seq-mean-token-mean"),
-        theirs,
-        wrt="logprobs",
-        wider_bound=NEAR,
-        note=COUNTS,
+        wider_bound=NEAR if per_row else None,
+        note=COUNTS if per_row else note,
     )
 
 
 def in_band(batch: Batch) -> Tensor:
-    """All tokens with a covariance in the band, so that nothing is random: bool [B, T]."""
+    """Choose all tokens with a covariance in the band, so that nothing is random: bool [B, T]."""
     chosen = losses.covariance_band_mask(
         batch.logprobs, batch.advantages, batch.loss_mask, low=0.1, high=2.0, fraction=1.0
     )
@@ -101,7 +88,7 @@ def agg_loss(
     num_sequences: int | None = None,
     max_length: int | None = None,
 ) -> Case:
-    """One way to reduce, with counts of the batch or, as in a larger step, others."""
+    """Make a case of an aggregation, with counts of the batch or of a larger step."""
     return Case(
         f"losses.aggregate, {mode}{', of a larger step' if num_tokens else ''}",
         "agg_loss",
@@ -128,7 +115,7 @@ def agg_loss(
 
 
 def value_loss(clip: float | None) -> Case:
-    """The critic's, clipped or not."""
+    """Make a case of the critic's loss, clipped or not."""
     return Case(
         f"losses.value_loss, {'clip' if clip else 'no clip'}",
         "compute_value_loss",
@@ -165,17 +152,14 @@ CASES = [
         ),
         policy_loss("vanilla", CLIP_ACTOR(clip_ratio_c=2.0), old="far_logprobs"),
     ),
-    per_row_case(
+    loss_case(
         "sequence_clipped_surrogate",
         "gspo",
         lambda b: losses.sequence_clipped_surrogate_loss(
             b.log_ratio, b.advantages, b.loss_mask, **SEQUENCE_CLIP
         ),
-        policy_loss(
-            "gspo",
-            actor(clip_ratio_low=0.05, clip_ratio_high=0.08),
-            mode="seq-mean-token-mean",
-        ),
+        policy_loss("gspo", actor(clip_ratio_low=0.05, clip_ratio_high=0.08), mode=PER_ROW),
+        mode=PER_ROW,
     ),
     loss_case(
         "clipped_importance",
@@ -199,13 +183,14 @@ CASES = [
         wider_bound=NEAR,
         note=COUNTS + "; rows without one count",
     ),
-    per_row_case(
+    loss_case(
         "soft_adaptive",
         "sapo",
         lambda b: losses.soft_adaptive_loss(
             b.log_ratio, b.advantages, temperature_positive=0.8, temperature_negative=1.3
         ),
         policy_loss("sapo", actor(tau_pos=0.8, tau_neg=1.3)),
+        mode=PER_ROW,
     ),
     loss_case(
         "covariance_clip",

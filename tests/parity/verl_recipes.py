@@ -1,4 +1,4 @@
-"""Whole rows of docs/algorithms.md beside verl: from scores to the loss and its gradient."""
+"""Compare rows of docs/algorithms.md with verl: from scores to the loss and its gradient."""
 
 import re
 from collections.abc import Callable
@@ -32,7 +32,7 @@ ACTOR = ActorConfig(
 
 
 def documented(variant: str) -> AlgorithmConfig:
-    """What docs/algorithms.md says is this variant, but for the size of a group."""
+    """Parse a variant's settings from docs/algorithms.md, without the group size."""
     (cell,) = re.findall(rf"^\| {re.escape(variant)} \| (.*) \|$", DOCS.read_text(), re.MULTILINE)
     settings = yaml.safe_load("{" + ", ".join(re.findall(r"`([^`]*)`", cell)) + "}")
     settings.pop("critic", None)
@@ -41,8 +41,8 @@ def documented(variant: str) -> AlgorithmConfig:
     return AlgorithmConfig(**settings, correction=correction)
 
 
-def whole(variant: str) -> Callable[[Batch], Tensor]:
-    """The loss of a step under streamrl, from the columns on."""
+def step_loss(variant: str) -> Callable[[Batch], Tensor]:
+    """Return our loss of a step, computed from its columns."""
     config = documented(variant)
     settings = config.to_settings(max_length=MAX_LENGTH, reward_weights={})
 
@@ -56,17 +56,11 @@ def whole(variant: str) -> Callable[[Batch], Tensor]:
             "values": batch.values,
             "generator_logprobs": batch.ref_logprobs,
         }
-        known = {
-            **columns,
-            **derive_group_columns(config.spec, settings, columns, batch.group_ids),
-            "proximal_logprobs": batch.old_logprobs,
-        }
+        columns |= derive_group_columns(config.spec, settings, columns, batch.group_ids)
+        columns["proximal_logprobs"] = batch.old_logprobs
+        entropy = torch.zeros_like(batch.logprobs)
         loss, sums = policy_loss(
-            config.spec,
-            settings,
-            known,
-            logprobs=batch.logprobs,
-            entropy=torch.zeros_like(batch.logprobs),
+            config.spec, settings, columns, logprobs=batch.logprobs, entropy=entropy
         )
         return loss / step_loss_denominator(settings, {name: float(x) for name, x in sums.items()})
 
@@ -74,7 +68,7 @@ def whole(variant: str) -> Callable[[Batch], Tensor]:
 
 
 def vanilla(advantages: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-    """The loss of a step under verl's defaults."""
+    """Return the loss of a step under verl's defaults."""
 
     def theirs(batch: Batch) -> Tensor:
         loss, _ = core_algos.compute_policy_loss_vanilla(
@@ -108,10 +102,10 @@ def _remax(batch: Batch) -> Tensor:
 recipe = partial(Case, wrt="logprobs", note=THREE)
 CASES = [
     replace(
-        recipe("a step of GRPO", "defaults", whole("verl's GRPO"), vanilla(_grpo)),
+        recipe("a step of GRPO", "defaults", step_loss("verl's GRPO"), vanilla(_grpo)),
         wider_bound=1e-7,
         note="verl's score of a group of one is over 1 + 1e-6",
     ),
-    recipe("a step of PPO", "defaults", whole("verl's PPO"), vanilla(_ppo)),
-    recipe("a step of ReMax", "defaults", whole("verl's ReMax"), vanilla(_remax)),
+    recipe("a step of PPO", "defaults", step_loss("verl's PPO"), vanilla(_ppo)),
+    recipe("a step of ReMax", "defaults", step_loss("verl's ReMax"), vanilla(_remax)),
 ]

@@ -1,4 +1,4 @@
-r"""Our rules for GSM8K, MATH and DAPO-math beside verl's, over the answers of our own table."""
+"""Compare our matchers for GSM8K, MATH and DAPO-math with verl's on a table of answers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +14,13 @@ BARE_TRUTH = "verl strips the answer only, so that nothing equals this truth"
 FULL_STOP = "a right number is right at the end of a sentence or clause too"
 COMMAS = "the thousands of a number are the same with commas, as in the strict method"
 NO_NUMBER = "a comma without a digit is no number, so the one before it is the last"
-FRAMED = r"\fbox is looked for where there is no \boxed, but then verl gives up on what it found"
+FRAMED = r"without \boxed verl looks for \fbox, but then rejects it"
 TWO_UNITS = "verl gives up on two units, and then spaces count"
 BLANKS = "blanks at the edges of a box show nowhere"
 
 
 def right_here(answers: Sequence[Answer], reason: str, *, wrong: float = 0.0) -> list[OnPurpose]:
-    """Answers that are right by our rule alone."""
+    """Return answers that only our matcher scores as right."""
     return [OnPurpose(answer, 1.0, wrong, reason) for answer in answers]
 
 
@@ -61,27 +61,23 @@ DAPO_MATH = right_here([(r"\boxed{ 34 }", "34")], BLANKS, wrong=-1.0)
 
 
 def ours(letter: str) -> Callable[[str, str], float]:
-    """The score of one of our rules."""
+    """Return the score of one of our matchers."""
     return lambda completion, truth: RULES[letter](completion, truth).score
 
 
 def theirs(function: Callable[..., Any], **options: Any) -> Callable[[str, str], float]:
-    """The score of one of verl's, which may stand in a dict."""
+    """Return the score of one of verl's, which may be in a dict."""
 
     def score(completion: str, truth: str) -> float:
-        found = function(completion, truth, **options)
-        return float(found["score"] if isinstance(found, dict) else found)
+        result = function(completion, truth, **options)
+        return float(result["score"] if isinstance(result, dict) else result)
 
     return score
 
 
 CASES = [
     AnswerCase(
-        "gsm8k.judge, strict",
-        "gsm8k",
-        ours("s"),
-        theirs(gsm8k.compute_score),
-        GSM8K_STRICT,
+        "gsm8k.judge, strict", "gsm8k", ours("s"), theirs(gsm8k.compute_score), GSM8K_STRICT
     ),
     AnswerCase(
         "gsm8k.judge, flexible",

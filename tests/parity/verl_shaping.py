@@ -1,5 +1,6 @@
-"""Our rewards and divergences beside those of verl."""
+"""Compare our rewards and divergences with those of verl."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ BUFFER, FACTOR = 9, 0.7
 
 
 def divergence(kind: str, reference: str) -> Case:
-    """A KL estimate; `reference` is the field of the batch."""
+    """Make a case of a KL estimate; `reference` is a field of the batch."""
     return Case(
         f"kl.kl_estimate, {kind}{', far' if reference == 'far_logprobs' else ''}",
         "kl_penalty",
@@ -27,25 +28,22 @@ def divergence(kind: str, reference: str) -> Case:
     )
 
 
-def adapted(batch: Batch) -> Tensor:
-    """verl's controller after one step for each of some divergences."""
+def verl_kl_coefs(batch: Batch) -> Tensor:
+    """Return the coefficient of verl's controller after one step, per divergence."""
     controllers = [core_algos.AdaptiveKLController(0.1, 0.5, 100) for _ in batch.scores]
     for controller, divergence in zip(controllers, batch.scores.tolist(), strict=True):
         controller.update(divergence, 16)
     return torch.tensor([controller.value for controller in controllers], dtype=torch.float64)
 
 
-def our_adapted(batch: Batch) -> Tensor:
-    """Ours."""
-    coefs = [
-        kl.adapt_kl_coef(0.1, d, target=0.5, horizon=100, num_rollouts=16)
-        for d in batch.scores.tolist()
-    ]
+def our_kl_coefs(batch: Batch) -> Tensor:
+    adapt = partial(kl.adapt_kl_coef, target=0.5, horizon=100, num_rollouts=16)
+    coefs = [adapt(0.1, divergence) for divergence in batch.scores.tolist()]
     return torch.tensor(coefs, dtype=torch.float64)
 
 
-def overlong(batch: Batch) -> Tensor:
-    """What verl's reward manager leaves of a score of 0, for as many tokens as a row has and 1."""
+def verl_overlong(batch: Batch) -> Tensor:
+    """Return the scores of verl's reward manager for a reward of 0 and the rows' lengths."""
     rows, width = batch.mask.shape
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "", eos_token=".")
     settings = SimpleNamespace(enable=True, len=BUFFER, penalty_factor=FACTOR, log=False)
@@ -69,7 +67,6 @@ def overlong(batch: Batch) -> Tensor:
 
 
 def our_overlong(batch: Batch) -> Tensor:
-    """Ours."""
     lengths = batch.loss_mask.sum(-1).clamp(min=1)
     width = batch.loss_mask.shape[1]
     return advantages.soft_overlong_penalty(lengths, max_length=width, buffer=BUFFER, factor=FACTOR)
@@ -90,9 +87,9 @@ CASES = [
         "shaping.soft_overlong",
         "DAPORewardManager",
         our_overlong,
-        overlong,
+        verl_overlong,
         dtype=torch.float32,
         note="up to max_length; beyond it verl's goes on falling",
     ),
-    Case("kl.adapt_coefficient", "AdaptiveKLController", our_adapted, adapted),
+    Case("kl.adapt_coefficient", "AdaptiveKLController", our_kl_coefs, verl_kl_coefs),
 ]

@@ -19,7 +19,7 @@ from streamrl.actors.launch.local_ray import (
     override_ray_environment,
 )
 from streamrl.errors import ActorError
-from tests.e2e.outside import listening
+from tests.e2e.outside import list_addresses
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ class Listing:
 
     def look(self) -> tuple[str | None, str, list[str]]:
         address = ray.util.get_node_ip_address()
-        return os.environ.get(TOKEN_VARIABLE), address, listening(psutil.Process())
+        return os.environ.get(TOKEN_VARIABLE), address, list_addresses(psutil.Process())
 
 
 def command_of(process: psutil.Process) -> str:
@@ -112,7 +112,7 @@ def test_an_instance_listens_on_loopback_only_and_its_workers_have_its_token() -
     assert token == os.environ[TOKEN_VARIABLE] and len(token) == 64
     assert address == "127.0.0.1"
     started = psutil.Process().children(recursive=True)
-    places += [place for process in started for place in listening(process)]
+    places += [place for process in started for place in list_addresses(process)]
     assert len(places) > 3
     assert {place.rpartition(":")[0] for place in places} == {"127.0.0.1"}
     assert not [process for process in started if token in command_of(process)]

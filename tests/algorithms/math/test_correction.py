@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 
 from streamrl.algorithms.math.correction import importance_weights, interpolated_proximal
 from streamrl.algorithms.options import WEIGHT_LEVELS, WEIGHT_MODES
-from tests.algorithms.ragged import (
-    BATCHES,
-    assert_equals_reference,
-    assert_padding_has_no_effect,
-    assert_rows_are_independent,
-    list_counted_rows,
-    place_on_tokens,
-    ragged,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES
 
 NAN = math.nan
 SEEDS = st.integers(0, 9999)
@@ -56,9 +49,8 @@ def test_importance_weights_are_truncated_or_masked_by_hand():
 def test_weight_bounds_are_inclusive():
     same = torch.zeros(1, 2)
     for bounds in ({"low": 1.0}, {"high": 1.0}):
-        result = importance_weights(
-            same, torch.tensor([[True, True]]), level="token", mode="mask", **bounds
-        )
+        options: dict[str, Any] = {"level": "token", "mode": "mask", **bounds}
+        result = importance_weights(same, torch.tensor([[True, True]]), **options)
         assert result.tolist() == [[1, 1]]
 
 
@@ -75,12 +67,8 @@ BOUNDED: dict[str, dict[str, Any]] = {
 
 
 def weights_in_loops(row: list[float], level: str, mode: str, low: float, high: float):
-    total = math.fsum(row)
-    logs = {
-        "token": row,
-        "sequence": [total] * len(row),
-        "geometric": [total / len(row)] * len(row),
-    }
+    total, n = math.fsum(row), len(row)
+    logs = {"token": row, "sequence": [total] * n, "geometric": [total / n] * n}
     result = []
     for ratio in map(math.exp, logs[level]):
         outside = 0.0 if mode == "mask" else min(max(ratio, low), high)
@@ -92,11 +80,11 @@ def weights_in_loops(row: list[float], level: str, mode: str, low: float, high: 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_importance_weights_equal_the_reference_in_python_loops(name, dtype):
     for seed in range(12):
-        batch = ragged(seed, dtype)
-        rows = [row["log_ratio"] for row in list_counted_rows(batch)]
+        batch = ragged.make_batch(seed, dtype)
+        rows = [row["log_ratio"] for row in ragged.list_counted_rows(batch)]
         expected = [weights_in_loops(row, **BOUNDED[name]) if row else [] for row in rows]
         result = importance_weights(batch["log_ratio"], batch["loss_mask"], **BOUNDED[name])
-        assert_equals_reference(result, place_on_tokens(expected, batch["loss_mask"]), dtype)
+        ragged.assert_equals_rows(result, expected, batch["loss_mask"], dtype)
 
 
 @given(batch=BATCHES)
@@ -125,18 +113,18 @@ def test_interpolated_proximal_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_interpolated_proximal_equals_the_reference_in_python_loops(dtype):
     for seed in range(8):
-        batch = ragged(seed, dtype)
+        batch = ragged.make_batch(seed, dtype)
         everything = batch | {"loss_mask": torch.ones_like(batch["loss_mask"])}
         versions = (batch["values"] * 2).long() + 3
-        result = interpolated_proximal(
-            batch["logprobs"], batch["old_logprobs"], versions, version=4
-        )
-        expected = []
-        for row, sampled_by in zip(list_counted_rows(everything), versions.tolist(), strict=True):
+        columns = batch["logprobs"], batch["old_logprobs"], versions
+        result, expected = interpolated_proximal(*columns, version=4), []
+        for row, sampled_by in zip(
+            ragged.list_counted_rows(everything), versions.tolist(), strict=True
+        ):
             tokens = zip(row["logprobs"], row["old_logprobs"], sampled_by, strict=True)
             shares = [(p, q, 1 - 1 / (1 + max(4 - v, 0))) for p, q, v in tokens]
             expected.append([s * p + (1 - s) * q for p, q, s in shares])
-        assert_equals_reference(result, place_on_tokens(expected, everything["loss_mask"]), dtype)
+        ragged.assert_equals_rows(result, expected, everything["loss_mask"], dtype)
 
 
 def proximal(batch):
@@ -154,13 +142,13 @@ MASKED = {
 @pytest.mark.parametrize("name", MASKED)
 @given(batch=BATCHES)
 def test_padding_has_no_effect(name, batch):
-    assert_padding_has_no_effect(MASKED[name], batch)
+    ragged.assert_padding_has_no_effect(MASKED[name], batch)
 
 
 @pytest.mark.parametrize("name", MASKED)
 @given(batch=BATCHES, seed=SEEDS)
 def test_rows_are_independent(name, batch, seed):
-    assert_rows_are_independent(MASKED[name], batch, seed)
+    ragged.assert_rows_are_independent(MASKED[name], batch, seed)
 
 
 def test_unknown_options_are_refused():

@@ -25,15 +25,10 @@ def sums_of(loss_and_sums):
     return {name: value.item() for name, value in loss_and_sums[1].items()}
 
 
-def test_value_loss_by_hand():
+def test_value_loss_by_hand_takes_the_larger_error_of_value_and_clipped_value():
     # (0.4 - 1)^2, (2 - 2)^2 and (-0.5 - 0)^2, halved.
-    loss, _ = critic_loss(BATCH, VALUES, clip=None)
-    assert loss.item() == pytest.approx((0.36 + 0 + 0.25) / 2)
-
-
-def test_value_loss_takes_the_larger_error_of_value_and_clipped_value():
+    assert critic_loss(BATCH, VALUES, clip=None)[0].item() == pytest.approx((0.36 + 0 + 0.25) / 2)
     # Clamped within 0.2 of 0, 1 and 0 the values are 0.2, 1.2 and -0.2: errors 0.64, 0.64, 0.04.
-    # The larger error counts.
     loss, sums = critic_loss(BATCH, VALUES, clip=0.2)
     assert loss.item() == pytest.approx((0.64 + 0.64 + 0.25) / 2)
     assert sums["value_clipped_sum"] == 3
@@ -62,11 +57,8 @@ def test_nan_padding_has_no_effect():
         for name, x in BATCH.items()
         if x.ndim and x.is_floating_point()
     }
-    results = []
-    for batch, values in (
-        (BATCH, VALUES),
-        (BATCH | with_nan_padding, torch.where(MASK, VALUES, math.nan)),
-    ):
+    padded, results = (BATCH | with_nan_padding, torch.where(MASK, VALUES, math.nan)), []
+    for batch, values in ((BATCH, VALUES), padded):
         leaf = values.clone().requires_grad_()
         loss, sums = critic_loss(batch, leaf, clip=0.2)
         loss.backward()
@@ -79,16 +71,15 @@ def test_micro_batches_of_a_step_add_up():
     derived = derive_columns(AlgorithmConfig(name="ppo"), step)
     batch = {**step.columns, **derived}
     values = step.columns["values"] + 0.3
-    whole = sums_of(critic_loss(batch, values, clip=0.2))
+    expected = sums_of(critic_loss(batch, values, clip=0.2))
     parts = [
         sums_of(critic_loss({k: v[rows] for k, v in batch.items()}, values[rows], clip=0.2))
         for rows in (slice(0, 4), slice(4, 9))
     ]
-    assert {k: parts[0][k] + parts[1][k] for k in whole} == pytest.approx(whole)
+    assert {k: parts[0][k] + parts[1][k] for k in expected} == pytest.approx(expected)
 
 
 def test_returns_are_rewards_to_go_under_lambda_1():
-    """With lambda 1 returns are rewards-to-go, whatever the critic predicts."""
     step = make_step()
     config = AlgorithmConfig(name="ppo", params={"lam": 1.0}, whiten_advantages=False)
     derived = derive_columns(config, step)

@@ -13,16 +13,8 @@ from streamrl.algorithms.math.step_metrics import (
     NUM_BINS_PER_SIDE,
     summarise_divergence,
 )
-from tests.algorithms.ragged import (
-    BATCHES,
-    BOUNDS,
-    list_counted_rows,
-    ragged,
-    shuffled_cuts,
-    take_rows,
-    with_more_padding,
-    with_nan_padding,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES, BOUNDS
 
 NAN = math.nan
 
@@ -40,10 +32,8 @@ def summary(log_ratio: list[list[float]], mask: list[list[bool]]) -> dict[str, f
 def test_metrics_by_hand():
     # Ratios 2 and 2 in one rollout, 1 in another: sum 5, sum of squares 9; per sequence 4 and 1.
     two = math.log(2)
-    metrics = summary(
-        [[two, NAN, two], [NAN, 0.0, NAN], [NAN] * 3],
-        [[True, False, True], [False, True, False], [False] * 3],
-    )
+    x = [[two, NAN, two], [NAN, 0.0, NAN], [NAN] * 3]
+    metrics = summary(x, [[True, False, True], [False, True, False], [False] * 3])
     assert metrics == {
         "policy/ratio_mean": pytest.approx(5 / 3),
         "policy/ess": pytest.approx(25 / (3 * 9)),
@@ -65,18 +55,19 @@ def test_equal_policies_have_no_divergence():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_metrics_equal_the_reference_in_python_loops(dtype):
     for seed in range(1, 12):
-        batch = ragged(seed, dtype)
-        rows = [row["log_ratio"] for row in list_counted_rows(batch) if row["log_ratio"]]
+        batch = ragged.make_batch(seed, dtype)
+        rows = [row["log_ratio"] for row in ragged.list_counted_rows(batch)]
+        rows = [row for row in rows if row]
         tokens = [x for row in rows for x in row]
         n, ratios = len(tokens), [math.exp(x) for x in tokens]
-        squares, whole = sum(r * r for r in ratios), [math.exp(2 * sum(row)) for row in rows]
+        squares, sequences = sum(r * r for r in ratios), [math.exp(2 * sum(row)) for row in rows]
         metrics = summarise_divergence(sums_of(batch), n)
         expected = {
             "policy/ratio_mean": sum(ratios) / n,
             "policy/ess": sum(ratios) ** 2 / squares / n,
             "correction/kl": -sum(tokens) / n,
             "correction/chi2_token": squares / n - 1,
-            "correction/chi2_sequence": sum(whole) / len(rows) - 1,
+            "correction/chi2_sequence": sum(sequences) / len(rows) - 1,
         }
         for name, value in expected.items():
             assert metrics[name] == pytest.approx(value, rel=BOUNDS[dtype], abs=BOUNDS[dtype])
@@ -84,15 +75,16 @@ def test_metrics_equal_the_reference_in_python_loops(dtype):
 
 @given(batch=BATCHES, seed=st.integers(0, 9999))
 def test_sums_add_up_over_any_micro_batches(batch, seed):
-    parts = [sums_of(take_rows(batch, rows)) for rows in shuffled_cuts(batch, seed)]
+    cuts = ragged.shuffled_cuts(batch, seed)
+    parts = [sums_of(ragged.take_rows(batch, rows)) for rows in cuts]
     total = {name: sum(part[name] for part in parts) for name in parts[0]}
     assert total == pytest.approx(sums_of(batch))
 
 
 @given(batch=BATCHES)
 def test_padding_has_no_effect(batch):
-    assert sums_of(with_nan_padding(batch)) == sums_of(batch)
-    assert sums_of(with_more_padding(batch)) == pytest.approx(sums_of(batch))
+    assert sums_of(ragged.with_nan_padding(batch)) == sums_of(batch)
+    assert sums_of(ragged.with_more_padding(batch)) == pytest.approx(sums_of(batch))
 
 
 @given(batch=BATCHES, spread=st.floats(-4, 1))
@@ -111,9 +103,9 @@ def test_quantiles_are_accurate_to_half_a_bin(seed, spread, shift):
     sums = sums_of({"log_ratio": x.clamp(-20, 20), "loss_mask": torch.ones_like(x).bool()})
     metrics = summarise_divergence(sums, 300)
     true = x.clamp(-20, 20).flatten().sort().values.tolist()
-    # The smallest below or at which that share of the 300 is; half a bin is an eighth of its place.
-    for name, place in (("p01", 3), ("p50", 150), ("p99", 297)):
-        exact = true[place - 1]
+    # The rank of a quantile among 300 values; half a bin is an eighth of the value.
+    for name, rank in (("p01", 3), ("p50", 150), ("p99", 297)):
+        exact = true[rank - 1]
         error = abs(math.log(metrics[f"correction/ratio_{name}"]) - exact)
         assert error <= 0.14 * (abs(exact) + MIN_LOG_RATIO)
 

@@ -12,33 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from streamrl.algorithms.math import losses
 from streamrl.algorithms.math.kl import kl_estimate
-from streamrl.algorithms.math.losses import (
-    aggregate_loss,
-    clipped_importance_loss,
-    clipped_surrogate_loss,
-    covariance_clip_loss,
-    covariance_kl_loss,
-    divergence_masked_loss,
-    geometric_mean_loss,
-    score_function_loss,
-    sequence_clipped_surrogate_loss,
-    soft_adaptive_loss,
-    value_loss,
-)
 from streamrl.algorithms.math.masks import apply_mask
 from streamrl.algorithms.options import LOSS_AGGREGATIONS
-from tests.algorithms.ragged import (
-    BATCHES,
-    Batch,
-    assert_equals_reference,
-    assert_padding_has_no_effect,
-    assert_rows_are_independent,
-    gradient,
-    list_counted_rows,
-    place_on_tokens,
-    ragged,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES, Batch
 
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5
 CLIP = {"clip_low": LOW, "clip_high": HIGH}
@@ -47,33 +26,28 @@ DPPO = {"low": NEAR, "high": FAR, "cap": CAP}
 COEF, VALUE_CLIP = 0.7, 0.5
 SEEDS = st.integers(0, 9999)
 
-# Of a batch that is masked already, as policy_loss does it: the loss, [B, T].
-POLICY_LOSSES: dict[str, Callable[[Batch], Tensor]] = {
-    "ppo": lambda b: clipped_surrogate_loss(b["log_ratio"], b["advantages"], **CLIP),
-    "dual": lambda b: clipped_surrogate_loss(
-        b["log_ratio"], b["advantages"], dual_clip=DUAL, **CLIP
-    ),
-    "gspo": lambda b: sequence_clipped_surrogate_loss(
-        b["log_ratio"], b["advantages"], b["loss_mask"], **CLIP
-    ),
-    "cispo": lambda b: clipped_importance_loss(
-        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], **CLIP
-    ),
-    "gmpo": lambda b: geometric_mean_loss(b["log_ratio"], b["advantages"], b["loss_mask"], **CLIP),
-    "sapo": lambda b: soft_adaptive_loss(b["log_ratio"], b["advantages"]),
-    "clip_cov": lambda b: covariance_clip_loss(
-        b["log_ratio"], b["advantages"], chosen=b["chosen"], **CLIP
-    ),
-    "kl_cov": lambda b: covariance_kl_loss(
-        b["log_ratio"], b["advantages"], chosen=b["chosen"], coef=COEF
-    ),
-    "dppo_tv": lambda b: divergence_masked_loss(
-        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind="tv", **DPPO
-    ),
-    "dppo_kl": lambda b: divergence_masked_loss(
-        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind="kl", **DPPO
-    ),
-    "reinforce": lambda b: score_function_loss(b["logprobs"], b["advantages"]),
+Loss = Callable[[Batch], Tensor]
+
+
+def loss_of(function: Callable[..., Tensor], *columns: str, **options: float | str) -> Loss:
+    """Bind options; the loss takes log-ratio, advantages and these columns of a masked batch."""
+    return lambda b: function(
+        b["log_ratio"], b["advantages"], **{name: b[name] for name in columns}, **options
+    )
+
+
+POLICY_LOSSES: dict[str, Loss] = {
+    "ppo": loss_of(losses.clipped_surrogate_loss, **CLIP),
+    "dual": loss_of(losses.clipped_surrogate_loss, dual_clip=DUAL, **CLIP),
+    "gspo": loss_of(losses.sequence_clipped_surrogate_loss, "loss_mask", **CLIP),
+    "cispo": loss_of(losses.clipped_importance_loss, "logprobs", **CLIP),
+    "gmpo": loss_of(losses.geometric_mean_loss, "loss_mask", **CLIP),
+    "sapo": loss_of(losses.soft_adaptive_loss),
+    "clip_cov": loss_of(losses.covariance_clip_loss, "chosen", **CLIP),
+    "kl_cov": loss_of(losses.covariance_kl_loss, "chosen", coef=COEF),
+    "dppo_tv": loss_of(losses.divergence_masked_loss, "logprobs", kind="tv", **DPPO),
+    "dppo_kl": loss_of(losses.divergence_masked_loss, "logprobs", kind="kl", **DPPO),
+    "reinforce": lambda b: losses.score_function_loss(b["logprobs"], b["advantages"]),
 }
 
 
@@ -83,8 +57,8 @@ def divergence_of(kind: str) -> Callable[[Batch], Tensor]:
 
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 LOSSES = POLICY_LOSSES | {
-    "value": lambda b: value_loss(b["values"], b["returns"], b["old_values"]),
-    "clipped value": lambda b: value_loss(
+    "value": lambda b: losses.value_loss(b["values"], b["returns"], b["old_values"]),
+    "clipped value": lambda b: losses.value_loss(
         b["values"], b["returns"], b["old_values"], clip=VALUE_CLIP
     ),
     **{kind: divergence_of(kind) for kind in KL_KINDS},
@@ -106,7 +80,7 @@ def run(name: str, batch: Batch) -> tuple[Tensor, Tensor]:
     tokens["log_ratio"] = tokens["logprobs"] - tokens["old_logprobs"]
     loss = apply_mask(LOSSES[name](tokens), mask)
     loss.sum().backward()
-    return loss.detach(), gradient(leaf)
+    return loss.detach(), ragged.gradient(leaf)
 
 
 def select_result(name: str, part: int) -> Callable[[Batch], Tensor]:
@@ -114,8 +88,8 @@ def select_result(name: str, part: int) -> Callable[[Batch], Tensor]:
     return lambda batch: run(name, batch)[part]
 
 
-# The same in plain Python: a row's tokens -> their losses and slopes (gradients by what is trained,
-# of the sum over the row).
+# References in plain Python: a row's tokens -> their losses and slopes (gradients of the row's sum
+# by the trained column).
 Row = dict[str, list]
 Slopes = list[tuple[float, float]]
 
@@ -246,28 +220,28 @@ IN_LOOPS: dict[str, Callable[[Row], Slopes]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_gradients_equal_the_reference_in_python_loops(name, dtype):
     for seed in range(12):
-        batch = ragged(seed, dtype)
+        batch = ragged.make_batch(seed, dtype)
         expected = []
-        for row in list_counted_rows(batch):
+        for row in ragged.list_counted_rows(batch):
             ratios = zip(row["logprobs"], row["old_logprobs"], strict=True)
             expected.append(IN_LOOPS[name](row | {"log_ratio": [p - q for p, q in ratios]}))
         for i, result in enumerate(run(name, batch)):
             numbers = [[token[i] for token in row] for row in expected]
-            assert_equals_reference(result, place_on_tokens(numbers, batch["loss_mask"]), dtype)
+            ragged.assert_equals_rows(result, numbers, batch["loss_mask"], dtype)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(batch=BATCHES)
 def test_padding_has_no_effect_on_loss_or_gradient(name, batch):
     for i in range(2):
-        assert_padding_has_no_effect(select_result(name, i), batch)
+        ragged.assert_padding_has_no_effect(select_result(name, i), batch)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(batch=BATCHES, seed=SEEDS)
 def test_rows_are_independent(name, batch, seed):
     for i in range(2):
-        assert_rows_are_independent(select_result(name, i), batch, seed)
+        ragged.assert_rows_are_independent(select_result(name, i), batch, seed)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -289,21 +263,21 @@ def test_losses_of_distant_policies_are_finite(name):
 @given(batch=BATCHES)
 def test_advantages_may_be_per_rollout(name, batch):
     mask = batch["loss_mask"]
-    once = batch["advantages"][:, :1]
-    tokens = batch | {"log_ratio": apply_mask(batch["log_ratio"], mask), "advantages": once}
-    wide = tokens | {"advantages": once.expand(mask.shape)}
-    result, expected = POLICY_LOSSES[name](tokens), POLICY_LOSSES[name](wide)
-    torch.testing.assert_close(
-        apply_mask(result, mask), apply_mask(expected, mask), atol=1e-12, rtol=0
+    per_row = batch["advantages"][:, :1]
+    tokens = batch | {"log_ratio": apply_mask(batch["log_ratio"], mask)}
+    result, expected = (
+        apply_mask(POLICY_LOSSES[name](tokens | {"advantages": advantages}), mask)
+        for advantages in (per_row, per_row.expand(mask.shape))
     )
+    torch.testing.assert_close(result, expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "kl_cov"])
 @given(batch=BATCHES, factor=st.floats(0, 5))
 def test_the_loss_scales_with_the_advantages(name, batch, factor):
     scaled = run(name, batch | {"advantages": batch["advantages"] * factor})
-    for result, once in zip(scaled, run(name, batch), strict=True):
-        torch.testing.assert_close(result, once * factor, atol=1e-9, rtol=0)
+    for result, unscaled in zip(scaled, run(name, batch), strict=True):
+        torch.testing.assert_close(result, unscaled * factor, atol=1e-9, rtol=0)
 
 
 def first_step(loss: Callable[[Batch], Tensor], batch: Batch, mode: str) -> Tensor:
@@ -313,25 +287,18 @@ def first_step(loss: Callable[[Batch], Tensor], batch: Batch, mode: str) -> Tens
     logprobs = apply_mask(leaf, mask)
     tokens = batch | {"logprobs": logprobs, "log_ratio": logprobs - logprobs.detach()}
     group_ids = torch.arange(len(mask)) // 2
-    total = aggregate_loss(loss(tokens), mask, mode=mode, max_length=9, group_ids=group_ids)
+    total = losses.aggregate_loss(loss(tokens), mask, mode=mode, max_length=9, group_ids=group_ids)
     total.backward()
-    return gradient(leaf)
-
-
-def dppo_masked(kind: str, bound: float) -> Callable[[Batch], Tensor]:
-    bounds = {"low": bound, "high": bound, "cap": 1.0}
-    return lambda b: divergence_masked_loss(
-        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind=kind, **bounds
-    )
+    return ragged.gradient(leaf)
 
 
 EXACTLY = {
     **{name: POLICY_LOSSES[name] for name in ("ppo", "dual", "cispo", "gspo", "kl_cov")},
-    "sapo at temperature 1": lambda b: soft_adaptive_loss(
-        b["log_ratio"], b["advantages"], temperature_negative=1.0
-    ),
+    "sapo at temperature 1": loss_of(losses.soft_adaptive_loss, temperature_negative=1.0),
     **{
-        f"dppo {kind}, bounds {bound}": dppo_masked(kind, bound)
+        f"dppo {kind}, bounds {bound}": loss_of(
+            losses.divergence_masked_loss, "logprobs", kind=kind, low=bound, high=bound, cap=1.0
+        )
         for kind in ("tv", "kl")
         for bound in (0.0, 0.2)
     },
@@ -341,17 +308,15 @@ EXACTLY = {
 @pytest.mark.parametrize("name", EXACTLY)
 def test_the_first_on_policy_step_has_exactly_the_gradient_of_reinforce(name):
     for mode, seed in itertools.product(LOSS_AGGREGATIONS, range(8)):
-        batch = ragged(seed)
+        batch = ragged.make_batch(seed)
         expected = first_step(POLICY_LOSSES["reinforce"], batch, mode)
         assert torch.equal(first_step(EXACTLY[name], batch, mode), expected), mode
 
 
 @pytest.mark.parametrize("name", ["sapo", "gmpo"])
-def test_the_first_step_of_sapo_and_gmpo_is_reinforce_up_to_rounding(
-    name,
-):
+def test_the_first_step_of_sapo_and_gmpo_is_reinforce_up_to_rounding(name):
     for mode, seed in itertools.product(LOSS_AGGREGATIONS, range(8)):
-        batch = ragged(seed)
+        batch = ragged.make_batch(seed)
         if name == "gmpo":
             batch["advantages"] = batch["scores"][:, None].expand_as(batch["advantages"])
         expected = first_step(POLICY_LOSSES["reinforce"], batch, mode)
@@ -360,7 +325,7 @@ def test_the_first_step_of_sapo_and_gmpo_is_reinforce_up_to_rounding(
 
 
 def test_the_first_step_of_gmpo_uses_the_mean_advantage_of_the_rollout():
-    batch = ragged(11)
+    batch = ragged.make_batch(11)
     mask = batch["loss_mask"]
     lengths = mask.sum(-1, keepdim=True).clamp(min=1)
     mean = apply_mask(batch["advantages"], mask).sum(-1, keepdim=True) / lengths

@@ -20,17 +20,8 @@ from streamrl.algorithms.math.losses import (
 from streamrl.algorithms.math.masks import apply_mask
 from streamrl.algorithms.math.step_metrics import loss_denominator
 from streamrl.algorithms.options import LOSS_AGGREGATIONS
-from tests.algorithms.ragged import (
-    BATCHES,
-    assert_equals_reference,
-    assert_padding_has_no_effect,
-    assert_rows_are_independent,
-    gradient,
-    list_counted_rows,
-    ragged,
-    with_more_padding,
-    with_nan_padding,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -57,7 +48,7 @@ def test_the_clip_mask_marks_tokens_without_gradient():
     clipped_surrogate_loss(log_ratio, advantages, **CLIP).sum().backward()
     stopped = outside_clip_mask(log_ratio, advantages, **CLIP)
     assert stopped.tolist() == [[True, False, False, False, True]]
-    assert torch.equal(gradient(log_ratio) == 0, stopped)
+    assert torch.equal(ragged.gradient(log_ratio) == 0, stopped)
 
 
 def test_clip_mask_by_hand_with_inclusive_bounds():
@@ -82,23 +73,8 @@ def test_the_clip_mask_ignores_padding_and_other_rows(batch, seed):
         x, a = (apply_mask(b[name], b["loss_mask"]) for name in ("log_ratio", "advantages"))
         return outside_clip_mask(x, a, **CLIP).double()
 
-    assert_padding_has_no_effect(stopped, batch)
-    assert_rows_are_independent(stopped, batch, seed)
-
-
-def test_a_huge_log_ratio_stays_finite():
-    log_ratio = torch.tensor([[1e4, -1e4]], requires_grad=True)
-    loss = clipped_surrogate_loss(log_ratio, torch.tensor([[-1.0]]), **CLIP)
-    loss.sum().backward()
-    assert loss.isfinite().all()
-    assert gradient(log_ratio).isfinite().all()
-
-
-def test_at_ratio_one_the_gradient_is_that_of_reinforce():
-    logprobs = torch.zeros(2, 3, requires_grad=True)
-    advantages = torch.tensor([[2.0], [-3.0]])
-    clipped_surrogate_loss(logprobs - logprobs.detach(), advantages, **CLIP).sum().backward()
-    assert torch.equal(gradient(logprobs), -advantages.expand(2, 3))
+    ragged.assert_padding_has_no_effect(stopped, batch)
+    ragged.assert_rows_are_independent(stopped, batch, seed)
 
 
 def test_entropy_by_hand():
@@ -110,7 +86,7 @@ def test_entropy_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_entropy_and_gradient_equal_the_reference_in_python_loops(dtype):
     for seed in range(6):
-        logits = ragged(seed, dtype)["logits"].requires_grad_()
+        logits = ragged.make_batch(seed, dtype)["logits"].requires_grad_()
         result = entropy_from_logits(logits)
         result.sum().backward()
         expected, slopes = [], []
@@ -121,17 +97,19 @@ def test_entropy_and_gradient_equal_the_reference_in_python_loops(dtype):
             slopes.append([-math.exp(x) * (x + expected[-1]) for x in logs])
         shape = result.shape
         float64 = partial(torch.tensor, dtype=torch.float64)
-        assert_equals_reference(result, float64(expected).view(shape), dtype)
-        assert_equals_reference(gradient(logits), float64(slopes).view(*shape, -1), dtype)
+        ragged.assert_equals_reference(result, float64(expected).view(shape), dtype)
+        ragged.assert_equals_reference(
+            ragged.gradient(logits), float64(slopes).view(*shape, -1), dtype
+        )
 
 
 @given(batch=BATCHES, seed=st.integers(0, 9999), shift=st.floats(-50, 50))
 def test_entropy_ignores_padding_other_rows_and_shifts_of_logits(batch, seed, shift):
-    def kept(b):
+    def masked_entropy(b):
         return apply_mask(entropy_from_logits(b["logits"]), b["loss_mask"])
 
-    assert_padding_has_no_effect(kept, batch)
-    assert_rows_are_independent(kept, batch, seed)
+    ragged.assert_padding_has_no_effect(masked_entropy, batch)
+    ragged.assert_rows_are_independent(masked_entropy, batch, seed)
     torch.testing.assert_close(
         entropy_from_logits(batch["logits"] + shift), entropy_from_logits(batch["logits"])
     )
@@ -156,37 +134,27 @@ APART, TOGETHER = torch.tensor([5, 2]), torch.tensor([5, 5])
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
+    ("mode", "expected", "in_one_group"),
     [
-        ("token-mean", (1 + 2 + 3 + 10) / 4),
-        ("seq-mean-token-sum", (6 + 10) / 2),
-        ("seq-mean-token-mean", (2 + 10) / 2),
-        ("seq-mean-token-sum-norm", (6 + 10) / 2 / 8),
+        ("token-mean", (1 + 2 + 3 + 10) / 4, (1 + 2 + 3 + 10) / 4),
+        ("seq-mean-token-sum", (6 + 10) / 2, (6 + 10) / 2),
+        ("seq-mean-token-mean", (2 + 10) / 2, (2 + 10) / 2),
+        ("seq-mean-token-sum-norm", (6 + 10) / 2 / 8, (6 + 10) / 2 / 8),
+        ("prompt-mean", (2 + 10) / 2, 16 / 4),
     ],
 )
-def test_aggregate_by_hand(mode, expected):
-    loss = aggregate_loss(LOSSES, MASK, mode=mode, max_length=8)
-    assert loss.item() == pytest.approx(expected)
+def test_aggregate_by_hand_and_only_prompt_mean_depends_on_groups(mode, expected, in_one_group):
+    for group_ids, value in ((APART, expected), (TOGETHER, in_one_group)):
+        loss = aggregate_loss(LOSSES, MASK, mode=mode, max_length=8, group_ids=group_ids)
+        assert loss.item() == pytest.approx(value)
 
 
-def test_prompt_mean_by_hand():
-    # The means of the tokens of a group, 2 and 10, or of all in one: 16 / 4.
-    assert aggregate_loss(LOSSES, MASK, mode="prompt-mean", group_ids=APART).item() == 6
-    assert aggregate_loss(LOSSES, MASK, mode="prompt-mean", group_ids=TOGETHER).item() == 4
-    # Three rows of two groups: (10 + 6) / 4 and 9 / 1; a group without tokens does not count.
+def test_prompt_mean_ignores_groups_without_tokens():
+    # Three rows of two groups: (10 + 6) / 4 and 9 / 1.
     losses, mask = torch.cat([LOSSES, LOSSES]), torch.cat([MASK, MASK])
     mask[2:] = torch.tensor([[False, False, False, True], [False] * 4])
     loss = aggregate_loss(losses, mask, mode="prompt-mean", group_ids=torch.tensor([7, 7, 1, 3]))
     assert loss.item() == pytest.approx((4 + 9) / 2)
-
-
-@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-def test_only_prompt_mean_depends_on_groups(mode):
-    losses = {
-        aggregate_loss(LOSSES, MASK, mode=mode, max_length=8, group_ids=ids).item()
-        for ids in (APART, TOGETHER)
-    }
-    assert len(losses) == (2 if mode == "prompt-mean" else 1)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +205,7 @@ def test_masked_nan_reaches_neither_loss_nor_gradient(mode):
     clean = torch.where(MASK, LOSSES, 0.0).requires_grad_()
     aggregate_loss(clean, MASK, mode=mode, max_length=8, group_ids=TOGETHER).backward()
     assert loss.isfinite()
-    assert torch.equal(gradient(tokens), gradient(clean))
+    assert torch.equal(ragged.gradient(tokens), ragged.gradient(clean))
 
 
 @st.composite
@@ -255,7 +223,7 @@ def test_micro_batches_do_not_change_loss_or_gradient(mode, case, seed):
     losses = torch.randn(len(lengths), max(lengths), generator=draw).double().requires_grad_()
     group_ids = torch.randint(3, (len(lengths),), generator=draw)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    whole = aggregate_loss(losses, mask, mode=mode, max_length=7, group_ids=group_ids)
+    step_loss = aggregate_loss(losses, mask, mode=mode, max_length=7, group_ids=group_ids)
     # A micro-batch may split a group, so each row carries the token count of its whole group.
     of_group = [sum(n for n, g in zip(lengths, group_ids, strict=True) if g == i) for i in range(3)]
     group_tokens = torch.tensor(of_group)[group_ids]
@@ -267,8 +235,8 @@ def test_micro_batches_do_not_change_loss_or_gradient(mode, case, seed):
         )
     counts = {"num_tokens": sum(lengths), "num_sequences": len(lengths), "max_length": 7}
     divisor = loss_denominator(mode, num_groups=len(set(group_ids.tolist())), **counts)
-    torch.testing.assert_close(parts / divisor, whole)
-    gradients = [torch.autograd.grad(loss, losses)[0] for loss in (parts / divisor, whole)]
+    torch.testing.assert_close(parts / divisor, step_loss)
+    gradients = [torch.autograd.grad(loss, losses)[0] for loss in (parts / divisor, step_loss)]
     torch.testing.assert_close(*gradients)
 
 
@@ -290,26 +258,20 @@ def aggregate_in_loops(rows: list[list[float]], group_ids: list[int], mode: str)
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_aggregation_equals_the_reference_in_python_loops(mode, dtype):
     for seed in range(1, 9):
-        batch = ragged(seed, dtype)
+        batch = ragged.make_batch(seed, dtype)
         group_ids = torch.tensor([4, 9, 4, 1, 9, 4])[: len(batch["loss_mask"])]
-        rows = [row["values"] for row in list_counted_rows(batch)]
-        expected = torch.tensor(
-            aggregate_in_loops(rows, group_ids.tolist(), mode), dtype=torch.float64
-        )
-        for b in (batch, with_nan_padding(batch), with_more_padding(batch)):
+        rows = [row["values"] for row in ragged.list_counted_rows(batch)]
+        value = aggregate_in_loops(rows, group_ids.tolist(), mode)
+        expected = torch.tensor(value, dtype=torch.float64)
+        for b in (batch, ragged.with_nan_padding(batch), ragged.with_more_padding(batch)):
             loss = aggregate_loss(
                 b["values"], b["loss_mask"], mode=mode, max_length=8, group_ids=group_ids
             )
-            assert_equals_reference(loss, expected, dtype)
+            ragged.assert_equals_reference(loss, expected, dtype)
             order = torch.arange(len(group_ids)).flip(0)
-            turned = aggregate_loss(
-                b["values"][order],
-                b["loss_mask"][order],
-                mode=mode,
-                max_length=8,
-                group_ids=group_ids[order],
-            )
-            assert_equals_reference(turned, expected, dtype)
+            options = {"mode": mode, "max_length": 8, "group_ids": group_ids[order]}
+            reordered = aggregate_loss(b["values"][order], b["loss_mask"][order], **options)
+            ragged.assert_equals_reference(reordered, expected, dtype)
 
 
 def test_unknown_modes_and_missing_counts_are_refused():

@@ -6,14 +6,8 @@ import torch
 from hypothesis import given
 
 from streamrl.algorithms.math.masks import apply_mask, masked_row_mean, masked_row_sum
-from tests.algorithms.ragged import (
-    BATCHES,
-    Batch,
-    gradient,
-    list_counted_rows,
-    with_more_padding,
-    with_nan_padding,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES, Batch
 
 NAN = math.nan
 VALUES = torch.tensor([[1.0, NAN, 4.0, NAN], [NAN, NAN, NAN, NAN]])
@@ -32,13 +26,13 @@ def test_row_sums_and_means_by_hand_with_an_empty_row():
 def test_masked_nan_gets_no_gradient():
     values = VALUES.clone().requires_grad_()
     (masked_row_mean(values, MASK).sum() + apply_mask(values, MASK).square().sum()).backward()
-    assert gradient(values).tolist() == [[2.5, 0.0, 8.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    assert ragged.gradient(values).tolist() == [[2.5, 0.0, 8.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
 @given(batch=BATCHES)
 def test_row_sums_and_means_are_over_the_mask(batch: Batch):
-    rows = [row["values"] for row in list_counted_rows(batch)]
-    for padded in (batch, with_nan_padding(batch), with_more_padding(batch)):
+    rows = [row["values"] for row in ragged.list_counted_rows(batch)]
+    for padded in (batch, ragged.with_nan_padding(batch), ragged.with_more_padding(batch)):
         values, mask = padded["values"], padded["loss_mask"]
         sums, means = masked_row_sum(values, mask)[:, 0], masked_row_mean(values, mask)[:, 0]
         for i, row in enumerate(rows):

@@ -18,16 +18,8 @@ from streamrl.algorithms.math.correction import (
     second_moment_mask,
 )
 from streamrl.algorithms.options import REJECTION_KINDS, REJECTION_LEVELS
-from tests.algorithms.ragged import (
-    BATCHES,
-    Batch,
-    assert_padding_has_no_effect,
-    assert_row_order_has_no_effect,
-    assert_rows_are_independent,
-    list_counted_rows,
-    place_on_tokens,
-    ragged,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES, Batch
 
 NAN = math.nan
 SEEDS = st.integers(0, 9999)
@@ -36,57 +28,47 @@ LOG_RATIO = torch.tensor([[2.0, 0.5, NAN, 8.0], [NAN] * 4]).log()
 MASK = torch.tensor([[True, True, False, True], [False] * 4])
 
 
-def kept(kind, level, **bounds):
+def kept_tokens(kind, level, **bounds):
     result = rejection_mask(LOG_RATIO, MASK, kind=kind, level=level, **bounds)
     assert result.dtype == torch.bool
     assert not result[1].any()
     return "".join("x" if counts else "." for counts in result[0].tolist())
 
 
-def test_k1_rejection_bounds_the_ratio_by_hand():
-    # 2, 1/2 and 8: their product is 8, the geometric mean 2.
-    assert kept("k1", "token", low=0.6) == "x..x"
-    assert kept("k1", "token", high=3.0) == "xx.."
-    assert kept("k1", "token", low=0.6, high=3.0) == "x..."
-    assert kept("k1", "sum", high=8.1) == "xx.x"
-    assert kept("k1", "sum", high=7.9) == "...."
-    assert kept("k1", "sum", low=8.1) == "...."
-    assert kept("k1", "mean", low=1.9, high=2.1) == "xx.x"
-    assert kept("k1", "mean", high=1.9) == "...."
-    assert kept("k1", "mean", low=2.1) == "...."
-    assert kept("k1", "max", low=0.4, high=8.1) == "xx.x"
-    assert kept("k1", "max", high=7.9) == "...."
-    assert kept("k1", "max", low=0.6) == "...."
+@pytest.mark.parametrize(
+    ("kind", "level", "lowest", "highest"),
+    [
+        # Ratios 2, 1/2 and 8: their product is 8, the geometric mean 2.
+        *(("k1", "sum", 8, 8), ("k1", "mean", 2, 2), ("k1", "max", 0.5, 8)),
+        # k2 is log^2 / 2: 0.240, 0.240 and 2.162.
+        *(("k2", "sum", None, 2.642), ("k2", "mean", None, 0.881), ("k2", "max", None, 2.162)),
+        # k3 is r - 1 - log r: 0.307, 0.193 and 4.921.
+        *(("k3", "sum", None, 5.421), ("k3", "mean", None, 1.807), ("k3", "max", None, 4.921)),
+    ],
+)
+def test_rejection_of_rollouts_by_hand(kind, level, lowest, highest):
+    assert kept_tokens(kind, level, high=highest + 0.002) == "xx.x"
+    assert kept_tokens(kind, level, high=highest - 0.002) == "...."
+    if lowest is not None:
+        assert kept_tokens(kind, level, low=lowest - 0.002) == "xx.x"
+        assert kept_tokens(kind, level, low=lowest + 0.002) == "...."
 
 
-def test_k2_and_k3_rejection_by_hand():
-    # k2 is log^2 / 2: 0.240, 0.240 and 2.162; k3 r - 1 - log r: 0.307, 0.193 and 4.921.
-    assert kept("k2", "token", high=0.25) == "xx.."
-    assert kept("k2", "token", high=0.23) == "...."
-    assert kept("k2", "sum", high=2.65) == "xx.x"
-    assert kept("k2", "sum", high=2.63) == "...."
-    assert kept("k2", "mean", high=0.89) == "xx.x"
-    assert kept("k2", "mean", high=0.87) == "...."
-    assert kept("k2", "max", high=2.17) == "xx.x"
-    assert kept("k2", "max", high=2.15) == "...."
-    assert kept("k3", "token", high=0.25) == ".x.."
-    assert kept("k3", "token", high=0.31) == "xx.."
-    assert kept("k3", "sum", high=5.43) == "xx.x"
-    assert kept("k3", "sum", high=5.41) == "...."
-    assert kept("k3", "mean", high=1.81) == "xx.x"
-    assert kept("k3", "mean", high=1.80) == "...."
-    assert kept("k3", "max", high=4.93) == "xx.x"
-    assert kept("k3", "max", high=4.91) == "...."
+def test_rejection_of_tokens_by_hand():
+    assert kept_tokens("k1", "token", low=0.6) == "x..x"
+    assert kept_tokens("k1", "token", high=3.0) == "xx.."
+    assert kept_tokens("k1", "token", low=0.6, high=3.0) == "x..."
+    assert kept_tokens("k2", "token", high=0.25) == "xx.."
+    assert kept_tokens("k2", "token", high=0.23) == "...."
+    assert kept_tokens("k3", "token", high=0.25) == ".x.."
+    assert kept_tokens("k3", "token", high=0.31) == "xx.."
 
 
 def test_rejection_bounds_are_inclusive():
     x, mask = torch.tensor([[0.0, 1.0]], dtype=torch.float64), torch.tensor([[True, True]])
-    one = rejection_mask(x, mask, kind="k1", level="token", low=1.0, high=1.0)
-    assert one.tolist() == [[True, False]]
-    half = rejection_mask(x, mask, kind="k2", level="token", high=0.5)
-    assert half.tolist() == [[True, True]]
-    for level in ("mean", "sum", "max"):
-        bound = {"mean": 0.25, "sum": 0.5, "max": 0.5}[level]
+    equal = rejection_mask(x, mask, kind="k1", level="token", low=1.0, high=1.0)
+    assert equal.tolist() == [[True, False]]
+    for level, bound in (("token", 0.5), ("mean", 0.25), ("sum", 0.5), ("max", 0.5)):
         assert rejection_mask(x, mask, kind="k2", level=level, high=bound).all()
 
 
@@ -126,12 +108,7 @@ REJECTING: dict[str, dict[str, Any]] = {
 
 
 def rejected_in_loops(row, kind: str, level: str, high: float, low: float = 0.0) -> list[float]:
-    estimate = {
-        "k1": lambda x: x,
-        "k2": lambda x: x * x / 2,
-        "k3": lambda x: math.exp(x) - 1 - x,
-    }[kind]
-    values = [estimate(x) for x in row]
+    values = [{"k1": x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[kind] for x in row]
     if level == "sum":
         values = [math.fsum(values)] * len(row)
     elif level == "mean":
@@ -146,11 +123,11 @@ def rejected_in_loops(row, kind: str, level: str, high: float, low: float = 0.0)
 def test_rejection_equals_the_reference_in_python_loops(name, dtype):
     results = []
     for seed in range(24):
-        batch = ragged(seed, dtype)
-        rows = [row["log_ratio"] for row in list_counted_rows(batch)]
+        batch = ragged.make_batch(seed, dtype)
+        rows = [row["log_ratio"] for row in ragged.list_counted_rows(batch)]
         expected = [rejected_in_loops(row, **REJECTING[name]) if row else [] for row in rows]
         result = rejection_mask(batch["log_ratio"], batch["loss_mask"], **REJECTING[name])
-        assert torch.equal(result.double(), place_on_tokens(expected, batch["loss_mask"]))
+        assert torch.equal(result.double(), ragged.place_on_tokens(expected, batch["loss_mask"]))
         results += result[batch["loss_mask"]].tolist()
     assert set(results) == {True, False}
 
@@ -240,18 +217,20 @@ MASKED = {
 @pytest.mark.parametrize("name", MASKED)
 @given(batch=BATCHES)
 def test_padding_has_no_effect(name, batch):
-    assert_padding_has_no_effect(lambda b: MASKED[name](b).double(), batch)
+    ragged.assert_padding_has_no_effect(lambda b: MASKED[name](b).double(), batch)
 
 
 @pytest.mark.parametrize("name", [name for name in MASKED if name != "second moment"])
 @given(batch=BATCHES, seed=SEEDS)
 def test_rows_are_independent(name, batch, seed):
-    assert_rows_are_independent(lambda b: MASKED[name](b).double(), batch, seed)
+    ragged.assert_rows_are_independent(lambda b: MASKED[name](b).double(), batch, seed)
 
 
 @given(batch=BATCHES, seed=SEEDS)
 def test_the_second_moment_mask_ignores_row_order(batch, seed):
-    assert_row_order_has_no_effect(lambda b: MASKED["second moment"](b).double(), batch, seed)
+    ragged.assert_row_order_has_no_effect(
+        lambda b: MASKED["second moment"](b).double(), batch, seed
+    )
 
 
 def test_unknown_options_are_refused():

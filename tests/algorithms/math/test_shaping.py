@@ -8,15 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.math.advantages import make_token_rewards, soft_overlong_penalty
-from tests.algorithms.ragged import (
-    BATCHES,
-    assert_equals_reference,
-    assert_padding_has_no_effect,
-    assert_rows_are_independent,
-    list_counted_rows,
-    place_on_tokens,
-    ragged,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES
 
 NAN = math.nan
 SEEDS = st.integers(0, 9999)
@@ -28,12 +21,8 @@ def test_overlong_penalty_by_hand():
     penalties = soft_overlong_penalty(lengths, max_length=10, buffer=4)
     assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     assert penalties.dtype == torch.float32
-    assert soft_overlong_penalty(lengths, max_length=10, buffer=4, factor=3.0).tolist()[2:] == [
-        -0.75,
-        -1.5,
-        -3.0,
-        -3.0,
-    ]
+    tripled = soft_overlong_penalty(lengths, max_length=10, buffer=4, factor=3.0)
+    assert tripled.tolist() == [0.0, 0.0, -0.75, -1.5, -3.0, -3.0]
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(1, 30), st.floats(0.1, 10))
@@ -44,14 +33,6 @@ def test_overlong_penalty_is_linear_from_0_to_minus_factor(lengths, buffer, fact
     for length, penalty in zip(lengths, penalties.tolist(), strict=True):
         over = max(min(length, 40) - (40 - buffer), 0)
         assert penalty == pytest.approx(-factor * over / buffer, abs=2e-5)
-
-
-@given(st.lists(st.integers(0, 60), min_size=2, max_size=9), SEEDS)
-def test_overlong_penalties_are_independent(lengths, seed):
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))
-    many = torch.tensor(lengths)
-    alone = [soft_overlong_penalty(n[None], max_length=40, buffer=7).item() for n in many[order]]
-    assert soft_overlong_penalty(many, max_length=40, buffer=7)[order].tolist() == alone
 
 
 MASK = torch.tensor(
@@ -77,21 +58,18 @@ def rewards_of(batch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_token_rewards_equal_the_reference_in_python_loops(dtype):
     for seed in range(8):
-        batch = ragged(seed, dtype)
+        batch = ragged.make_batch(seed, dtype)
         plain, penalised = [], []
-        for row in list_counted_rows(batch):
-            plain.append(
-                [*[0.0 for _ in row["values"][1:]], *row["scores"]] if row["values"] else []
-            )
+        for row in ragged.list_counted_rows(batch):
+            num_tokens = len(row["values"])
+            plain.append([0.0] * (num_tokens - 1) + row["scores"][:num_tokens])
             penalised.append([r - x for r, x in zip(plain[-1], row["values"], strict=True)])
         mask = batch["loss_mask"]
-        assert_equals_reference(
-            make_token_rewards(batch["scores"], mask), place_on_tokens(plain, mask), dtype
-        )
-        assert_equals_reference(rewards_of(batch), place_on_tokens(penalised, mask), dtype)
+        ragged.assert_equals_rows(make_token_rewards(batch["scores"], mask), plain, mask, dtype)
+        ragged.assert_equals_rows(rewards_of(batch), penalised, mask, dtype)
 
 
 @given(batch=BATCHES, seed=SEEDS)
 def test_token_rewards_ignore_padding_and_other_rows(batch, seed):
-    assert_padding_has_no_effect(rewards_of, batch)
-    assert_rows_are_independent(rewards_of, batch, seed)
+    ragged.assert_padding_has_no_effect(rewards_of, batch)
+    ragged.assert_rows_are_independent(rewards_of, batch, seed)

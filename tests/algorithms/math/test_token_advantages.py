@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.math.advantages import generalized_advantages, masked_whiten, reward_to_go
-from tests.algorithms.ragged import (
-    BATCHES,
-    Batch,
-    assert_equals_reference,
-    assert_padding_has_no_effect,
-    assert_row_order_has_no_effect,
-    assert_rows_are_independent,
-    list_counted_rows,
-    place_on_tokens,
-    ragged,
-)
+from tests.algorithms import ragged
+from tests.algorithms.ragged import BATCHES, Batch
 
 NAN = math.nan
 # Two tokens of the policy with a tool's between them, then padding.
@@ -77,9 +68,7 @@ def test_whitening_fewer_than_two_tokens_gives_0():
 
 
 def test_whitening_equal_values_gives_0():
-    assert (
-        masked_whiten(torch.full((2, 2), 4.0), torch.ones(2, 2).bool()).tolist() == [[0.0] * 2] * 2
-    )
+    assert not masked_whiten(torch.full((2, 2), 4.0), torch.ones(2, 2).bool()).any()
 
 
 def compute_gae_of_row(
@@ -103,55 +92,46 @@ def compute_returns_of_row(row: dict[str, list[float]], gamma: float) -> list[fl
 
 
 def gae(batch: Batch, gamma: float = 0.9, lam: float = 0.8, bootstrap: bool = True):
-    return generalized_advantages(
-        batch["token_rewards"],
-        batch["values"],
-        batch["loss_mask"],
-        gamma=gamma,
-        lam=lam,
-        bootstrap_values=batch["scores"] if bootstrap else None,
-    )
+    columns = (batch[name] for name in ("token_rewards", "values", "loss_mask"))
+    last = batch["scores"] if bootstrap else None
+    return generalized_advantages(*columns, gamma=gamma, lam=lam, bootstrap_values=last)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gae_equals_the_reference_in_python_loops(dtype):
     for seed, bootstrap in itertools.product(range(8), (False, True)):
-        batch = ragged(seed, dtype)
-        mask, rows = batch["loss_mask"], list_counted_rows(batch)
+        batch = ragged.make_batch(seed, dtype)
+        mask, rows = batch["loss_mask"], ragged.list_counted_rows(batch)
         advantages, returns = gae(batch, bootstrap=bootstrap)
-        expected = place_on_tokens(
-            [
-                compute_gae_of_row(row, row["scores"][0] if bootstrap else 0.0, 0.9, 0.8)
-                for row in rows
-            ],
-            mask,
-        )
-        assert_equals_reference(advantages, expected, dtype)
-        values = place_on_tokens([row["values"] for row in rows], mask)
-        assert_equals_reference(returns, expected + values, dtype)
+        last = [row["scores"][0] if bootstrap else 0.0 for row in rows]
+        sums = [compute_gae_of_row(row, x, 0.9, 0.8) for row, x in zip(rows, last, strict=True)]
+        expected = ragged.place_on_tokens(sums, mask)
+        ragged.assert_equals_reference(advantages, expected, dtype)
+        values = ragged.place_on_tokens([row["values"] for row in rows], mask)
+        ragged.assert_equals_reference(returns, expected + values, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_rewards_to_go_equal_the_reference_in_python_loops(dtype):
     for seed in range(8):
-        batch = ragged(seed, dtype)
-        expected = [compute_returns_of_row(row, 0.9) for row in list_counted_rows(batch)]
+        batch = ragged.make_batch(seed, dtype)
+        expected = [compute_returns_of_row(row, 0.9) for row in ragged.list_counted_rows(batch)]
         result = reward_to_go(batch["token_rewards"], batch["loss_mask"], gamma=0.9)
-        assert_equals_reference(result, place_on_tokens(expected, batch["loss_mask"]), dtype)
+        ragged.assert_equals_rows(result, expected, batch["loss_mask"], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_whitening_equals_the_reference_in_python_loops(dtype):
     for seed, unbiased in itertools.product(range(8), (False, True)):
-        batch = ragged(seed, dtype)
-        rows = [row["values"] for row in list_counted_rows(batch)]
+        batch = ragged.make_batch(seed, dtype)
+        rows = [row["values"] for row in ragged.list_counted_rows(batch)]
         tokens = [x for row in rows for x in row]
         mean = math.fsum(tokens) / max(len(tokens), 1)
         squares = math.fsum((x - mean) ** 2 for x in tokens)
         deviation = math.sqrt(squares / max(len(tokens) - unbiased, 1) + 1e-8)
         expected = [[(x - mean) / deviation for x in row] for row in rows]
         result = masked_whiten(batch["values"], batch["loss_mask"], unbiased=unbiased)
-        assert_equals_reference(result, place_on_tokens(expected, batch["loss_mask"]), dtype)
+        ragged.assert_equals_rows(result, expected, batch["loss_mask"], dtype)
 
 
 def test_long_sums_are_accurate_in_float32():
@@ -164,7 +144,7 @@ def test_long_sums_are_accurate_in_float32():
         rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0
     )
     torch.testing.assert_close(advantages.double(), expected, atol=0, rtol=1e-7)
-    # Of a mean far from 0 little is lost.
+    # A mean far from 0 costs little precision.
     far = masked_whiten(2.0**23 + torch.tensor([[0.0, 1.0, 2.0]]), mask[:, :3])
     torch.testing.assert_close(far, torch.tensor([[-1.0, 0.0, 1.0]]))
 
@@ -172,17 +152,11 @@ def test_long_sums_are_accurate_in_float32():
 @given(batch=BATCHES)
 def test_gae_with_lam_0_is_the_one_step_td_error(batch):
     advantages, _ = gae(batch, lam=0.0, bootstrap=False)
-    rows = list_counted_rows(batch)
-    errors = [
-        [
-            r + 0.9 * after - now
-            for r, now, after in zip(
-                row["token_rewards"], row["values"], [*row["values"][1:], 0.0], strict=False
-            )
-        ]
-        for row in rows
-    ]
-    torch.testing.assert_close(advantages, place_on_tokens(errors, batch["loss_mask"]))
+    errors = []
+    for row in ragged.list_counted_rows(batch):
+        tokens = zip(row["token_rewards"], row["values"], [*row["values"][1:], 0.0], strict=False)
+        errors.append([r + 0.9 * after - now for r, now, after in tokens])
+    torch.testing.assert_close(advantages, ragged.place_on_tokens(errors, batch["loss_mask"]))
 
 
 @given(batch=BATCHES, gamma=st.floats(0.5, 1.0))
@@ -221,7 +195,7 @@ def test_whitening_gives_mean_0_and_variance_1(batch):
     if len(tokens) > 1:
         assert tokens.mean().item() == pytest.approx(0, abs=1e-9)
         variance = batch["values"][mask].var().item()
-        # Where they hardly vary at all, what keeps the division finite is felt.
+        # eps shows where values hardly vary.
         assert tokens.var().item() == pytest.approx(variance / (variance + 1e-8), abs=1e-6)
 
 
@@ -229,12 +203,11 @@ def test_whitening_gives_mean_0_and_variance_1(batch):
 def test_whitening_ignores_shift_and_scale(batch, shift, factor):
     mask = batch["loss_mask"]
     moved = masked_whiten(batch["values"] * factor + shift, mask, eps=1e-15)
-    torch.testing.assert_close(
-        moved, masked_whiten(batch["values"], mask, eps=1e-15), atol=1e-9, rtol=0
-    )
+    expected = masked_whiten(batch["values"], mask, eps=1e-15)
+    torch.testing.assert_close(moved, expected, atol=1e-9, rtol=0)
 
 
-OF_TOKENS = {
+FUNCTIONS = {
     "advantages": lambda batch: gae(batch)[0],
     "returns": lambda batch: gae(batch)[1],
     "rewards to go": lambda b: reward_to_go(b["token_rewards"], b["loss_mask"], gamma=0.9),
@@ -242,18 +215,18 @@ OF_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("name", OF_TOKENS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 @given(batch=BATCHES)
 def test_padding_has_no_effect(name, batch):
-    assert_padding_has_no_effect(OF_TOKENS[name], batch)
+    ragged.assert_padding_has_no_effect(FUNCTIONS[name], batch)
 
 
-@pytest.mark.parametrize("name", [name for name in OF_TOKENS if name != "whitened"])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "whitened"])
 @given(batch=BATCHES, seed=SEEDS)
 def test_rows_are_independent(name, batch, seed):
-    assert_rows_are_independent(OF_TOKENS[name], batch, seed)
+    ragged.assert_rows_are_independent(FUNCTIONS[name], batch, seed)
 
 
 @given(batch=BATCHES, seed=SEEDS)
 def test_whitening_ignores_row_order(batch, seed):
-    assert_row_order_has_no_effect(OF_TOKENS["whitened"], batch, seed)
+    ragged.assert_row_order_has_no_effect(FUNCTIONS["whitened"], batch, seed)

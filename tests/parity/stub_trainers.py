@@ -1,7 +1,7 @@
-"""TRL's trainers, with a model too small to matter.
+"""TRL's trainers with stubs for model, sampling and rewards.
 
-TRL has most of its formulas inside its trainers. What a model, a sampler or a reward function would
-say is told these instead; all else is TRL's own code.
+TRL has most of its formulas inside its trainers. Logprobs, completions and rewards come from the
+batch; all else is TRL's own code.
 """
 
 import tempfile
@@ -29,11 +29,11 @@ SETTINGS = {
     "per_device_train_batch_size": sum(EQUAL),
     "num_generations": EQUAL[0],
 }
-"""One micro-batch of all rows, on the CPU, told to nobody."""
+"""One micro-batch of all rows, on the CPU, without reports."""
 
 
-class Told:
-    """A trainer that samples nothing and scores nothing: all of that is in the batch."""
+class BatchStub:
+    """Trainer mixin that takes completions, logprobs and rewards from a batch."""
 
     batch: Batch
 
@@ -47,8 +47,8 @@ class Told:
         return self.batch.rewards
 
 
-class ToldGRPO(Told, GRPOTrainer):
-    """Every token is part of the completion; those that do not count are a tool's."""
+class StubGRPOTrainer(BatchStub, GRPOTrainer):
+    """Every token is part of the completion; uncounted tokens are a tool's."""
 
     def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
         prompt_ids, ids = [[0]] * len(prompts), self._completions()
@@ -56,31 +56,24 @@ class ToldGRPO(Told, GRPOTrainer):
         return prompt_ids, ids, mask, prompts, sampled, {}, None, []
 
 
-class ToldGMPO(Told, GMPOTrainer):
-    """The same for GMPO."""
+class StubGMPOTrainer(BatchStub, GMPOTrainer):
+    pass
 
 
-class ToldRLOO(Told, RLOOTrainer):
-    """The same for RLOO, which knows no tools."""
+class StubRLOOTrainer(BatchStub, RLOOTrainer):
+    """RLOO has no tool tokens."""
 
     def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
         return [[0]] * len(prompts), self._completions(), prompts
 
 
-def trainer_of(kind: type, config: GRPOConfig | RLOOConfig) -> Any:
-    """A trainer of TRL's for one process and one micro-batch per step."""
+def make_trainer(kind: type, config: GRPOConfig | RLOOConfig) -> Any:
+    """Make a trainer for one process and one micro-batch per step."""
     words = Tokenizer(models.WordLevel({"a": 0, "<pad>": 1, "<eos>": 2}, unk_token="a"))
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+    counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     trainer = kind(
-        model=Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=8,
-                hidden_size=8,
-                intermediate_size=8,
-                num_hidden_layers=1,
-                num_attention_heads=1,
-                num_key_value_heads=1,
-            )
-        ),
+        model=Qwen2ForCausalLM(Qwen2Config(**sizes, **dict.fromkeys(counts, 1))),
         args=config,
         reward_funcs=[lambda prompts, **_: [0.0] * len(prompts)] * REWARDS,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * sum(EQUAL)}),
@@ -88,13 +81,13 @@ def trainer_of(kind: type, config: GRPOConfig | RLOOConfig) -> Any:
             tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
         ),
     )
-    trainer.current_gradient_accumulation_steps = 1  # its training loop would set it
+    trainer.current_gradient_accumulation_steps = 1  # set by its training loop
     return trainer
 
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """For what TRL makes of lists."""
+    """Make float64 the dtype of tensors that TRL makes from lists."""
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -102,8 +95,8 @@ def in_float64() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def loss_of(trainer: Any) -> Callable[[Batch], Tensor]:
-    """What the trainer would call backward on."""
+def compute_loss(trainer: Any) -> Callable[[Batch], Tensor]:
+    """Return a function for the trainer's loss of a batch."""
 
     def theirs(batch: Batch) -> Tensor:
         trainer.batch = batch
@@ -123,8 +116,8 @@ def loss_of(trainer: Any) -> Callable[[Batch], Tensor]:
     return theirs
 
 
-def scored(trainer: Any, column: str) -> Callable[[Batch], Tensor]:
-    """A column that the trainer makes of rewards and logprobs before it trains."""
+def compute_column(trainer: Any, column: str) -> Callable[[Batch], Tensor]:
+    """Return a function for a column that the trainer derives before it trains."""
 
     def theirs(batch: Batch) -> Tensor:
         trainer.batch = batch
