@@ -35,11 +35,7 @@ from streamrl.simulator.simulation import run_simulation
 
 COLUMNS = (*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values")
 BESIDE, GATED = build_dataflow(COLUMNS), build_dataflow(COLUMNS, has_filter=True)
-WAYS = {
-    "side_by_side": (BESIDE, 1.0),
-    "gated": (GATED, 1.0),
-    "gated_auto": (GATED, None),
-}
+WAYS = {"side_by_side": (BESIDE, 1.0), "gated": (GATED, 1.0), "gated_auto": (GATED, None)}
 """By variant: its calls and filter.oversample."""
 
 
@@ -72,10 +68,7 @@ TIMINGS = StageTimings(
         "reference": ScoreTiming(1, 8, 0.02, 0.0, 2e-5),
         "value": ScoreTiming(1, 8, 0.02, 0.0, 2e-5),
     },
-    train={
-        "policy": TrainTiming(4, 0.05, 6e-5, 0.5),
-        "critic": TrainTiming(2, 0.05, 6e-5, 0.5),
-    },
+    train={"policy": TrainTiming(4, 0.05, 6e-5, 0.5), "critic": TrainTiming(2, 0.05, 6e-5, 0.5)},
     weights={"generate": WeightsTiming(0.5, 0.5, 0.1), "value": WeightsTiming(0.5, 0.5, 0.1)},
     hop_s=0.005,
     step_s=0.1,

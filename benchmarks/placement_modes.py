@@ -135,10 +135,7 @@ def measure_run(recipe: Path, bound: int, placement: str, steps: int) -> dict[st
         f"run.steps={steps + WARM_UP_STEPS}",
     ]
     rows = play(load_quiet(recipe, settings), RealEngineFactory(), skip=WARM_UP_STEPS)
-    names = {
-        "length_mean": "rollout/length_mean",
-        "length_max": "rollout/length_max",
-    }
+    names = {"length_mean": "rollout/length_mean", "length_max": "rollout/length_max"}
     seconds = [row["time/step_s"] for row in rows]
     rates = [row["throughput/tokens_per_s"] for row in rows]
     return {

@@ -38,19 +38,11 @@ def on(first: int, grid: str) -> CallAssignment:
 
 PLACEMENTS = {
     "apart": Placement(
-        {
-            "generate": on(0, "1-4-128"),
-            "reference": on(512, "1-4-16"),
-            "train": on(576, "1-8-56"),
-        },
+        {"generate": on(0, "1-4-128"), "reference": on(512, "1-4-16"), "train": on(576, "1-8-56")},
         max_staleness=2,
     ),
     "in_turn": Placement(
-        {
-            "generate": on(0, "1-4-256"),
-            "reference": on(0, "1-4-256"),
-            "train": on(0, "1-8-128"),
-        }
+        {"generate": on(0, "1-4-256"), "reference": on(0, "1-4-256"), "train": on(0, "1-8-128")}
     ),
 }
 

@@ -50,11 +50,7 @@ SCAN_S = 1.0
 PLAIN = {FORK_VARIABLE: "0"}
 REPORTED_STEPS = 12
 """Minimum number of steps for `streamrl report`."""
-COMMANDS = {
-    "plan --help": ["plan", "--help"],
-    "report": ["report"],
-    "doctor": ["doctor"],
-}
+COMMANDS = {"plan --help": ["plan", "--help"], "report": ["report"], "doctor": ["doctor"]}
 BARE_ENGINE = """
 import os, sys
 from streamrl.engines.vllm.environment import make_vllm_env

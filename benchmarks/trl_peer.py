@@ -79,11 +79,7 @@ class StepLog(TrainerCallback):
         self._reward = 0.0
 
     def score(
-        self,
-        completions: list[Any],
-        completion_ids: list[list[int]],
-        truth: list[str],
-        **_: Any,
+        self, completions: list[Any], completion_ids: list[list[int]], truth: list[str], **_: Any
     ) -> list[float]:
         """Return 1 for each completion whose last match of the pattern is the ground truth,
         else 0."""

@@ -131,12 +131,7 @@ def one_version(publisher: Any, readers: Sequence[Any], version: int) -> dict[st
     # Exclude the publisher's work for the measurement itself.
     end_to_end_s = publish_s + time.perf_counter() - published
     slowest = {name: max(row[name] for row in rows) for name in rows[0]}
-    return {
-        "memcpy_s": memcpy_s,
-        "publish_s": publish_s,
-        **slowest,
-        "end_to_end_s": end_to_end_s,
-    }
+    return {"memcpy_s": memcpy_s, "publish_s": publish_s, **slowest, "end_to_end_s": end_to_end_s}
 
 
 if __name__ == "__main__":

@@ -641,11 +641,7 @@ def compare_scores(path: str, groups: Mapping[str, Columns], dtype: str) -> Foun
     is_close = (
         logprobs.max() < FP32_LOGPROB if dtype == "float32" else logprobs.mean() < BF16_LOGPROB
     )
-    return {
-        "ok": bool(is_close),
-        "logprob": spread(logprobs),
-        "entropy": spread(entropy),
-    }
+    return {"ok": bool(is_close), "logprob": spread(logprobs), "entropy": spread(entropy)}
 
 
 def spread(differences: Tensor) -> Found:

@@ -1,10 +1,13 @@
 """What all tests share: whole runs, budgets, and which process of several runs which test."""
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadGroupScheduling
 
+from streamrl.simulator.replicas.virtual_loop import VirtualEventLoop
 from tests.budget import Budget
 
 # Fixtures of the runs that several tests read.
@@ -43,3 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _place(item: pytest.Item) -> int:
     room = item.path.relative_to(Path(__file__).parent).parts[0]
     return LONGEST_FIRST.index(room) if room in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run async tests that are marked `virtual_time` on a virtual clock."""
+    if item.get_closest_marker("virtual_time"):
+        return {"virtual": VirtualEventLoop}
+    return {"real": asyncio.new_event_loop}

@@ -32,7 +32,7 @@ def run(body: Callable[..., None], seconds: float = 0.5) -> None:
 @pytest.mark.parametrize(("seconds", "draws"), [(0.5, LEAST), (10.0, 11), (10.5, 11)])
 def test_a_randomised_test_draws_nothing_more_once_its_budget_is_used(
     seen: Seen, seconds: float, draws: int
-) -> None:
+):
     def body(number: int) -> None:
         seen.append(number)
 
@@ -40,7 +40,7 @@ def test_a_randomised_test_draws_nothing_more_once_its_budget_is_used(
     assert len(seen) == draws
 
 
-def test_a_failure_is_made_as_simple_as_without_a_budget(seen: Seen) -> None:
+def test_a_failure_is_made_as_simple_as_without_a_budget(seen: Seen):
     def body(number: int) -> None:
         seen.append(number)
         assert number == -1
@@ -52,7 +52,7 @@ def test_a_failure_is_made_as_simple_as_without_a_budget(seen: Seen) -> None:
 
 def test_pytest_gives_each_case_of_a_randomised_test_its_share(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr("tests.budget.SECONDS", 40.0)
 
     @given(data=st.data())

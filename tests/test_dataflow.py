@@ -89,14 +89,14 @@ def edges(flow: Dataflow) -> dict[tuple[str, str], list[str]]:
 
 
 @pytest.mark.parametrize("recipe", GOLDEN)
-def test_edges_of_known_algorithms(recipe: str) -> None:
+def test_edges_of_known_algorithms(recipe: str):
     flow = flow_of(recipe)
     data, versions = GOLDEN[recipe]
     assert edges(flow) == data
     assert {(a.stage, b.stage) for a, b in flow.version_edges} == versions
 
 
-def test_ppo_with_reference_has_eleven_edges() -> None:
+def test_ppo_with_reference_has_eleven_edges():
     # In the vocabulary of ReaL (arXiv:2406.14088), whose packed prompts come from the data set.
     sampled = ("seq_no_eos_mask", "packed_input_ids", "packed_logprobs", "prompt_mask")
     seen = (*sampled, "packed_ref_logprobs", "rewards", "values")
@@ -143,12 +143,12 @@ def test_ppo_with_reference_has_eleven_edges() -> None:
         ),
     ],
 )
-def test_invalid_graph_raises_with_its_stage(calls: list[ModelCall], line: str) -> None:
+def test_invalid_graph_raises_with_its_stage(calls: list[ModelCall], line: str):
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
         Dataflow(calls)
 
 
-def test_unused_columns_are_reported_and_legal() -> None:
+def test_unused_columns_are_reported_and_legal():
     flow = build_dataflow(("token_ids", "scores"))
     # The reward reads all of a rollout; without one most of it is left.
     assert flow.unused_columns == []
@@ -157,11 +157,11 @@ def test_unused_columns_are_reported_and_legal() -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-def test_no_recipe_has_unused_columns(recipe: str) -> None:
+def test_no_recipe_has_unused_columns(recipe: str):
     assert flow_of(recipe).unused_columns == []
 
 
-def test_filter_all_other_calls_wait_for_its_decision() -> None:
+def test_filter_all_other_calls_wait_for_its_decision():
     columns = (*ROLLOUT, *("scores", "values", "ref_logprobs", "costs", "cost_values"))
     columns = (*columns, "baseline_scores")
     beside, gated = (build_dataflow(columns, has_filter=each) for each in (False, True))
@@ -183,12 +183,12 @@ def test_filter_all_other_calls_wait_for_its_decision() -> None:
     }
 
 
-def test_filter_adds_the_reward_call_even_if_untrained() -> None:
+def test_filter_adds_the_reward_call_even_if_untrained():
     flow = build_dataflow(("token_ids", "ref_logprobs"), has_filter=True)
     assert flow.stages == ["generate", "reward", "reference", "train"]
 
 
-def test_shared_critic_and_ema_reference_follow_the_policy() -> None:
+def test_shared_critic_and_ema_reference_follow_the_policy():
     columns = (*ROLLOUT, "scores", "values", "ref_logprobs")
     flow = build_dataflow(columns, shares_critic=True, moves_reference=True)
     found = {(a.stage, b.stage, b.followed_role) for a, b in flow.version_edges}
@@ -199,7 +199,7 @@ def test_shared_critic_and_ema_reference_follow_the_policy() -> None:
     }
 
 
-def test_only_the_first_call_of_a_role_waits_for_the_version() -> None:
+def test_only_the_first_call_of_a_role_waits_for_the_version():
     first = score("draft", (), ("x",), role="writer", followed_role=POLICY)
     later = score("final", ("x",), ("y",), role="writer", followed_role=POLICY)
     beside = score("other", (), ("z",), role="writer", followed_role=POLICY)
@@ -207,7 +207,7 @@ def test_only_the_first_call_of_a_role_waits_for_the_version() -> None:
     assert [call for _, call in flow.version_edges] == [first, beside]
 
 
-def test_grpo_unrolled_over_three_steps_with_staleness_one() -> None:
+def test_grpo_unrolled_over_three_steps_with_staleness_one():
     graph = flow_of("grpo_arithmetic").unroll_steps(3, 1)
     assert set(graph) == {(i, s) for i in range(3) for s in ("generate", "reward", "train")}
     found: dict[EdgeKind, set[object]] = {kind: set() for kind in EdgeKind}
@@ -227,7 +227,7 @@ def test_grpo_unrolled_over_three_steps_with_staleness_one() -> None:
 )
 def test_unroll_rejects_zero_steps_and_negative_staleness(
     steps: int, max_staleness: int, line: str
-) -> None:
+):
     with pytest.raises(ValueError, match=f"^{line}$"):
         flow_of("grpo_arithmetic").unroll_steps(steps, max_staleness)
 
@@ -236,9 +236,7 @@ RECIPES = {recipe: flow_of(recipe) for recipe in GOLDEN}
 
 
 @given(st.sampled_from(sorted(GOLDEN)), st.integers(1, 12), st.integers(0, 14))
-def test_longest_chain_follows_from_max_staleness(
-    recipe: str, steps: int, max_staleness: int
-) -> None:
+def test_longest_chain_follows_from_max_staleness(recipe: str, steps: int, max_staleness: int):
     # A step is a chain of three stages: it ends one after the step before, or three after the one
     # whose version it waits for.
     ends: list[int] = []
@@ -276,7 +274,7 @@ def dataflows(draw: st.DrawFn) -> Dataflow:
 @given(dataflows(), st.integers(1, 7), st.integers(0, 8))
 def test_no_call_uses_a_version_beyond_max_staleness(
     flow: Dataflow, steps: int, max_staleness: int
-) -> None:
+):
     graph = flow.unroll_steps(steps, max_staleness)
     assert nx.is_directed_acyclic_graph(graph)
     for step, stage in graph:
@@ -293,9 +291,7 @@ def test_no_call_uses_a_version_beyond_max_staleness(
 
 
 @given(dataflows(), st.integers(1, 5), st.integers(0, 5))
-def test_larger_max_staleness_only_removes_edges(
-    flow: Dataflow, steps: int, max_staleness: int
-) -> None:
+def test_larger_max_staleness_only_removes_edges(flow: Dataflow, steps: int, max_staleness: int):
     one = flow.unroll_steps(1, max_staleness)
     assert {(a, b) for (_, a), (_, b) in one.edges} == set(flow.graph.edges)
     tight, loose = (flow.unroll_steps(steps, bound) for bound in (max_staleness, max_staleness + 1))

@@ -51,7 +51,7 @@ async def come_go_and_die(stream: Stream) -> None:
 
 
 @given(plans)
-def test_elastic_generators_train_every_prompt_once_or_account_for_it(plan: Plan) -> None:
+def test_elastic_generators_train_every_prompt_once_or_account_for_it(plan: Plan):
     stream = run_virtual(run_stream(plan, disturb=come_go_and_die))
     assert [outcome.version for outcome in stream.outcomes] == list(range(plan.steps))
     check_accounts(stream)
@@ -89,7 +89,7 @@ def check_versions(stream: Stream) -> None:
 
 
 @given(slow_plans())
-def test_leaving_generator_loses_no_sampled_token(plan: Plan) -> None:
+def test_leaving_generator_loses_no_sampled_token(plan: Plan):
     stream = run_virtual(run_stream(plan, disturb=come_and_go))
     check_accounts(stream)
     check_versions(stream)
@@ -116,7 +116,7 @@ def killing(deaths: list[tuple[float, str]]) -> Disturb:
 
 
 @given(slow_plans())
-def test_death_costs_only_the_sampling_since_the_last_save(plan: Plan) -> None:
+def test_death_costs_only_the_sampling_since_the_last_save(plan: Plan):
     plan = replace(plan, max_attempts=100)
     deaths: list[tuple[float, str]] = []
     stream = run_virtual(run_stream(plan, disturb=killing(deaths)))
@@ -131,7 +131,7 @@ def test_death_costs_only_the_sampling_since_the_last_save(plan: Plan) -> None:
             assert nearest - lost_at <= PARTIAL_SAVE_INTERVAL_S + CALLS_S
 
 
-def test_resumed_group_is_started_once() -> None:
+def test_resumed_group_is_started_once():
     stream = run_virtual(run_stream(replace(SLOW, seed=7), disturb=come_and_go))
     begun = {uid: count for uid, count in stream.disk.generated.items() if count > 1}
     redelivered = sum(outcome.queue_stats.counts["redelivered"] for outcome in stream.outcomes)
@@ -139,7 +139,7 @@ def test_resumed_group_is_started_once() -> None:
     assert len(begun) < len(stream.disk.generated)
 
 
-def test_short_groups_save_no_partial_rollouts() -> None:
+def test_short_groups_save_no_partial_rollouts():
     stream = run_virtual(run_stream(Plan(generate_s=(0.5, 1.9))))
     assert sum(shard.notes for shard in stream.shards) == 0
     stream = run_virtual(run_stream(Plan(generate_s=(3.0, 3.9))))
@@ -147,7 +147,7 @@ def test_short_groups_save_no_partial_rollouts() -> None:
     assert 0 < sum(shard.notes for shard in stream.shards) <= trained + stream.plan.groups_per_step
 
 
-def test_throughput_follows_joining_and_leaving_generators() -> None:
+def test_throughput_follows_joining_and_leaving_generators():
     # Sampling is all that takes time: 18 groups a step, three at once in each generator.
     plan = Plan(
         steps=18,
@@ -179,7 +179,7 @@ def test_throughput_follows_joining_and_leaving_generators() -> None:
     check_accounts(stream)
 
 
-def test_generator_without_a_version_leases_no_work() -> None:
+def test_generator_without_a_version_leases_no_work():
     plan = Plan(steps=30, generators=1, max_staleness=0, newcomer_pull_s=60.0, pull_s=0.0)
 
     async def scale(stream: Stream) -> None:
@@ -193,7 +193,7 @@ def test_generator_without_a_version_leases_no_work() -> None:
     assert stream.samplers[1].sampled, "it works once it has one"
 
 
-def test_generator_without_a_version_leaves_at_once() -> None:
+def test_generator_without_a_version_leaves_at_once():
     plan = Plan(steps=10, generators=1, newcomer_pull_s=1000.0)
 
     async def scale(stream: Stream) -> None:

@@ -33,7 +33,8 @@ from streamrl.weights.versions import (
     weight_metrics,
 )
 from tests.stream.test_weight_publisher import Source
-from tests.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
@@ -97,8 +98,7 @@ def manifest(version: int, probe: LogprobCheck | None = None) -> WeightManifest:
     return WeightManifest(version, (), (), probe)
 
 
-@in_virtual_time
-async def test_unverifiable_version_is_not_loaded_and_retried() -> None:
+async def test_unverifiable_version_is_not_loaded_and_retried():
     told: list[tuple[str, str, WeightFault]] = []
     registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
     engine, held = Engine(), ServedVersion("generator-0")
@@ -122,8 +122,7 @@ async def test_unverifiable_version_is_not_loaded_and_retried() -> None:
 
 
 @pytest.mark.parametrize(("later_s", "most_tries"), [(0.03, 3), (60.0, 250)])
-@in_virtual_time
-async def test_superseded_version_is_skipped_for_the_next(later_s: float, most_tries: int) -> None:
+async def test_superseded_version_is_skipped_for_the_next(later_s: float, most_tries: int):
     registry, clock = WeightRegistry(keep_versions=2), asyncio.get_running_loop()
     engine, held, channel = Engine(), ServedVersion("generator-0"), Resident(registry)
     channel.overwritten = 0
@@ -140,8 +139,7 @@ async def test_superseded_version_is_skipped_for_the_next(later_s: float, most_t
     assert 1 < len(channel.tries) - 1 <= most_tries
 
 
-@in_virtual_time
-async def test_newer_version_replaces_a_corrupt_one() -> None:
+async def test_newer_version_replaces_a_corrupt_one():
     registry = WeightRegistry(keep_versions=2)
     engine, held = Engine(), ServedVersion("generator-0")
     channel = Channel(registry, {0: PULL_ATTEMPTS - 1})
@@ -154,8 +152,7 @@ async def test_newer_version_replaces_a_corrupt_one() -> None:
     assert engine.served == [1]
 
 
-@in_virtual_time
-async def test_follower_gives_up_after_max_pull_attempts() -> None:
+async def test_follower_gives_up_after_max_pull_attempts():
     registry = WeightRegistry(keep_versions=2)
     engine, held = Engine(), ServedVersion("generator-0")
     channel = Channel(registry, {0: 100})
@@ -166,8 +163,7 @@ async def test_follower_gives_up_after_max_pull_attempts() -> None:
     assert engine.served == [] and held.version == -1
 
 
-@in_virtual_time
-async def test_older_version_is_refused() -> None:
+async def test_older_version_is_refused():
     class Backwards(Channel):
         async def wait_for_newer(
             self, held: ReaderState, *, wait_s: float
@@ -181,8 +177,7 @@ async def test_older_version_is_refused() -> None:
     assert engine.served == [5]
 
 
-@in_virtual_time
-async def test_pull_stats_are_reported_once() -> None:
+async def test_pull_stats_are_reported_once():
     registry = WeightRegistry(keep_versions=2)
     engine, held = Engine(), ServedVersion("generator-0")
     logprobs = [np.full(len(ids), -1.25, np.float32) for ids in SEQUENCES]
@@ -207,8 +202,7 @@ async def test_pull_stats_are_reported_once() -> None:
     assert math.isnan(again["weights/publish_s"])
 
 
-@in_virtual_time
-async def test_copied_bytes_of_transfer_and_load_are_added() -> None:
+async def test_copied_bytes_of_transfer_and_load_are_added():
     class Resident(Channel):
         async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
             return FetchedWeights({}, copied_bytes=12)
@@ -219,8 +213,7 @@ async def test_copied_bytes_of_transfer_and_load_are_added() -> None:
     assert (pull.num_bytes, pull.copied_bytes) == (0, 42)
 
 
-@in_virtual_time
-async def test_follower_with_different_logprobs_serves_nothing_and_fails() -> None:
+async def test_follower_with_different_logprobs_serves_nothing_and_fails():
     registry = WeightRegistry(keep_versions=2)
     engine, held = Engine(logprob=-3.0), ServedVersion("generator-0")
     logprobs = [np.full(len(ids), -1.0, np.float32) for ids in SEQUENCES]
@@ -230,13 +223,12 @@ async def test_follower_with_different_logprobs_serves_nothing_and_fails() -> No
     assert held.version == -1, "what it has sampled since then leaves it never"
 
 
-def test_newest_version_of_columns() -> None:
+def test_newest_version_of_columns():
     assert find_newest_version({"policy_version": np.array([-1, 3, 4, -1, 3], np.int32)}) == 4
     assert find_newest_version({"greedy_ids": np.array([1], np.int32)}) == -1
 
 
-@in_virtual_time
-async def test_partial_rollouts_of_an_unverified_version_are_excluded() -> None:
+async def test_partial_rollouts_of_an_unverified_version_are_excluded():
     held = ServedVersion("generator-0", version=3)
 
     async def begun() -> Mapping[str, Mapping[str, Array]]:
@@ -250,8 +242,7 @@ async def test_partial_rollouts_of_an_unverified_version_are_excluded() -> None:
     assert (await exclude_unverified(begun, held)()).keys() == {"old", "new"}
 
 
-@in_virtual_time
-async def test_fault_is_reported_once() -> None:
+async def test_fault_is_reported_once():
     told: list[tuple[str, str, WeightFault]] = []
 
     class Once(Channel):
@@ -273,8 +264,7 @@ async def test_fault_is_reported_once() -> None:
     assert told == [(LOAD_REFUSED, "generator-0", WeightFault(7, "version 7: checksum is wrong"))]
 
 
-@in_virtual_time
-async def test_publish_and_load_hold_the_device_lease() -> None:
+async def test_publish_and_load_hold_the_device_lease():
     clock = asyncio.get_running_loop().time
     arbiter = DeviceArbiter(timeout_s=100.0)
     trainer, generator = (

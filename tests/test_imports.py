@@ -30,7 +30,7 @@ def loaded(program: str, *names: str) -> list[str]:
     return list(json.loads(found.stdout.splitlines()[-1]))
 
 
-def test_a_histogram_is_logged_to_wandb_without_pandas(tmp_path: Path) -> None:
+def test_a_histogram_is_logged_to_wandb_without_pandas(tmp_path: Path):
     program = f"""
         from pathlib import Path
         from streamrl.telemetry.metric_names import Histogram
@@ -45,7 +45,7 @@ def test_a_histogram_is_logged_to_wandb_without_pandas(tmp_path: Path) -> None:
     assert loaded(program, "wandb", "pandas") == ["wandb"]
 
 
-def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path) -> None:
+def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path):
     path = save(tiny_model(tied=True, seed=0), tmp_path)
     program = f"""
         import torch
@@ -95,7 +95,7 @@ def test_who_computes_nothing_loads_no_torch_and_only_the_command_what_draws_on_
     assert loaded(program, "torch") == []
 
 
-def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path) -> None:
+def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path):
     for algorithm, costs in (("grpo", ""), ("safe_rlhf", "costs: [{kind: length}]")):
         recipe = tmp_path / f"{algorithm}.yaml"
         recipe.write_text(
@@ -127,7 +127,7 @@ def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path) ->
     assert loaded(program, "torch", "transformers") == []
 
 
-def test_rules_score_without_torch(tmp_path: Path) -> None:
+def test_rules_score_without_torch(tmp_path: Path):
     path = save(tiny_model(tied=True, seed=0), tmp_path)
     program = f"""
         import streamrl.actors.scorer
@@ -146,7 +146,7 @@ def test_rules_score_without_torch(tmp_path: Path) -> None:
     assert loaded(program, "torch", "transformers") == ["transformers"]
 
 
-def test_the_help_of_every_command_and_doctor_load_no_library_of_a_run() -> None:
+def test_the_help_of_every_command_and_doctor_load_no_library_of_a_run():
     program = """
         import contextlib, io
         from streamrl.cli.main import COMMANDS, main
@@ -167,9 +167,7 @@ def test_the_help_of_every_command_and_doctor_load_no_library_of_a_run() -> None
 
 
 @pytest.mark.parametrize(("words", "fitted_by"), [([], []), (["--what-if"], ["scipy"])])
-def test_a_run_is_reported_on_without_torch(
-    tmp_path: Path, words: list[str], fitted_by: list[str]
-) -> None:
+def test_a_run_is_reported_on_without_torch(tmp_path: Path, words: list[str], fitted_by: list[str]):
     """Its algorithm was tried as the run began."""
     config = recipe(tmp_path)
     run_dir = write_run(tmp_path / "run", config, play(config))
@@ -181,9 +179,7 @@ def test_a_run_is_reported_on_without_torch(
     assert loaded(program, "torch", "scipy", "transformers", "ray") == fitted_by
 
 
-def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformers(
-    tmp_path: Path,
-) -> None:
+def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformers(tmp_path: Path):
     """What torch is loaded for is the algorithm, which is tried on a made-up step."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
@@ -200,7 +196,7 @@ def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformer
     assert loaded(program, "torch", *libraries) == ["torch"]
 
 
-def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path) -> None:
+def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path):
     path = save(tiny_model(tied=True, seed=0, kv_heads=2), tmp_path)
     program = f"""
         import streamrl.actors.launch.driver

@@ -18,9 +18,7 @@ def executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_bubblewrap_of_the_system_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_bubblewrap_of_the_system_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     executable(tmp_path / "bwrap", "exit 0")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert install.bring_bubblewrap(tmp_path / "bubblewrap") == "bubblewrap is on PATH"
@@ -29,7 +27,7 @@ def test_bubblewrap_of_the_system_is_left_alone(
 
 def test_without_bubblewrap_the_install_goes_on_and_says_what_will_not_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     failed = "no bubblewrap, so code rewards will not run (apt install bubblewrap)"
     assert install.bring_bubblewrap(tmp_path / "bubblewrap") == failed

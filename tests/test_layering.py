@@ -83,7 +83,7 @@ def find_level(room: str) -> int:
     return ROOMS.index(room)
 
 
-def test_arrows_point_down() -> None:
+def test_arrows_point_down():
     reject(
         source.say(line, f"imports {module}")
         for source in load_sources()
@@ -94,7 +94,7 @@ def test_arrows_point_down() -> None:
     )
 
 
-def test_only_actors_import_ray() -> None:
+def test_only_actors_import_ray():
     reject(
         source.say(line, f"imports {module}")
         for source in load_sources()
@@ -104,7 +104,7 @@ def test_only_actors_import_ray() -> None:
     )
 
 
-def test_only_actors_call_remotely() -> None:
+def test_only_actors_call_remotely():
     reject(
         line
         for source in load_sources()
@@ -113,7 +113,7 @@ def test_only_actors_call_remotely() -> None:
     )
 
 
-def test_pure_rooms_and_the_loops_load_no_runtime() -> None:
+def test_pure_rooms_and_the_loops_load_no_runtime():
     code = (
         "import importlib, sys\n"
         f"for module in {PURE!r}:\n"
@@ -124,7 +124,7 @@ def test_pure_rooms_and_the_loops_load_no_runtime() -> None:
     reject(found.stdout.split())
 
 
-def test_files_stay_small() -> None:
+def test_files_stay_small():
     reject(
         source.say(MAX_FILE_LINES, f"{lines} lines")
         for source in load_sources()
@@ -145,7 +145,7 @@ def count_code_lines(node: ast.AST) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1 - sum(strings)
 
 
-def test_functions_and_classes_stay_small() -> None:
+def test_functions_and_classes_stay_small():
     reject(
         source.say(node.lineno, f"{node.name} has {lines} lines")
         for source in load_sources()
@@ -155,16 +155,16 @@ def test_functions_and_classes_stay_small() -> None:
     )
 
 
-def test_files_are_ascii() -> None:
+def test_files_are_ascii():
     beyond = re.compile(r"[^\x00-\x7f]")
     reject(line for source in load_sources() for line in source.find_lines(beyond))
 
 
-def test_old_words_are_gone() -> None:
+def test_old_words_are_gone():
     reject(line for source in load_sources() for line in source.find_lines(OLD_WORDS))
 
 
-def test_no_file_or_folder_is_named_for_nothing() -> None:
+def test_no_file_or_folder_is_named_for_nothing():
     reject(
         source.say(1, "is named for nothing")
         for source in load_sources()
@@ -172,7 +172,7 @@ def test_no_file_or_folder_is_named_for_nothing() -> None:
     )
 
 
-def test_getattr_has_no_default() -> None:
+def test_getattr_has_no_default():
     reject(
         source.say(node.lineno, ast.unparse(node))
         for source in load_sources()
@@ -183,7 +183,7 @@ def test_getattr_has_no_default() -> None:
     )
 
 
-def test_every_module_names_its_subject() -> None:
+def test_every_module_names_its_subject():
     reject(
         source.say(1, "the module has no docstring")
         for source in load_sources()
@@ -191,7 +191,7 @@ def test_every_module_names_its_subject() -> None:
     )
 
 
-def test_class_names_are_unique_in_the_package() -> None:
+def test_class_names_are_unique_in_the_package():
     places: dict[str, list[str]] = {}
     for source in load_sources():
         for node in ast.walk(source.tree):

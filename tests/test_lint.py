@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.parametrize(
     "words", [("mypy",), ("ruff", "check"), ("ruff", "format", "--check")], ids=" ".join
 )
-def test_the_linters_find_nothing(words: tuple[str, ...]) -> None:
+def test_the_linters_find_nothing(words: tuple[str, ...]):
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=ROOT,

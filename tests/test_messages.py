@@ -17,7 +17,7 @@ from streamrl.messages import (
 
 
 @pytest.mark.parametrize("tokens", [[], [7], [2**31 - 1, -1, 0]])
-def test_prompt_pickles_unchanged(tokens: list[int]) -> None:
+def test_prompt_pickles_unchanged(tokens: list[int]):
     sent = Prompt(
         "0:3:1",
         np.array(tokens, np.int32),
@@ -43,12 +43,12 @@ def test_prompt_pickles_unchanged(tokens: list[int]) -> None:
         ([1, 2], "list"),
     ],
 )
-def test_prompt_rejects_wrong_token_dtype_or_shape(tokens: np.ndarray, what: str) -> None:
+def test_prompt_rejects_wrong_token_dtype_or_shape(tokens: np.ndarray, what: str):
     with pytest.raises(ContractError, match=f"prompt 0:0:0: token_ids are {what}, wanted int32"):
         Prompt("0:0:0", tokens)
 
 
-def test_column_must_be_a_flat_array() -> None:
+def test_column_must_be_a_flat_array():
     with pytest.raises(ContractError, match="column lengths: list, wanted an array"):
         measure_columns({"lengths": [5, 5]})  # type: ignore[dict-item]
 
@@ -63,7 +63,7 @@ def rollout_of(mask: list[bool], tokens: list[int]) -> Rollout:
     )
 
 
-def test_completions_begin_with_the_first_sampled_token() -> None:
+def test_completions_begin_with_the_first_sampled_token():
     prompt, tool = [False, False], [True, False, True]
     rollouts = [
         rollout_of([*prompt, True], [7, 8, 1]),

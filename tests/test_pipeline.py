@@ -27,7 +27,8 @@ from streamrl.stream.train_step import add_metric_sums
 from streamrl.telemetry.spans import compute_busy_s
 from tests.fake_stream import Stream, build_stream, draw_plans, run_loops, run_stream
 from tests.fakes import Plan
-from tests.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 plans = draw_plans(
     shards=st.integers(1, 3),
@@ -54,7 +55,7 @@ def expected_of_policy(plan: Plan, stream: Stream) -> list[tuple[str, int]]:
 
 
 @given(plans)
-def test_stream_guarantees_hold_under_any_schedule(plan: Plan) -> None:
+def test_stream_guarantees_hold_under_any_schedule(plan: Plan):
     stream = run_virtual(run_stream(plan, disturb=watch_bounds))
     trained = uids(stream)
 
@@ -140,14 +141,14 @@ def step_s(plan: Plan) -> float:
     return (ends[-1] - ends[-3]) / 2
 
 
-def test_filter_reference_and_critic_compute_only_kept_groups() -> None:
+def test_filter_reference_and_critic_compute_only_kept_groups():
     stream = run_virtual(run_stream(FILTERED))
     trained = set(uids(stream))
     assert stream.ledger.counts.filtered > 5 * len(trained)
     assert stream.disk.computed["reference"] == stream.disk.computed["value"] == trained
 
 
-def test_without_filter_scorers_work_in_parallel() -> None:
+def test_without_filter_scorers_work_in_parallel():
     plan = replace(FILTERED, filter_rate=0.0, score_s=(2.0, 2.0), scorers=4, steps=1)
     stream = run_virtual(run_stream(plan))
     judged = min(span.start_s for span in spans(stream, "reward-0", "reward"))
@@ -156,7 +157,7 @@ def test_without_filter_scorers_work_in_parallel() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_oversampling_fills_a_step_in_one_round_of_generation(staleness: int) -> None:
+def test_oversampling_fills_a_step_in_one_round_of_generation(staleness: int):
     plan = replace(FILTERED, max_staleness=staleness)
     alone = step_s(replace(plan, filter_rate=0.0))
     one_each = step_s(plan)
@@ -168,7 +169,7 @@ def test_oversampling_fills_a_step_in_one_round_of_generation(staleness: int) ->
     assert by_share < 3.5 * alone, "once it has seen the first groups being filtered"
 
 
-def test_surplus_is_trained_within_staleness_or_readmitted() -> None:
+def test_surplus_is_trained_within_staleness_or_readmitted():
     # Nothing is filtered after all: of four prompts for each place three are too many.
     plan = replace(FILTERED, filter_rate=1e-9, oversample=4.0, critic=False)
     on_policy = run_virtual(run_stream(plan))
@@ -182,7 +183,7 @@ def test_surplus_is_trained_within_staleness_or_readmitted() -> None:
     assert again, "the prompts of dropped groups come again"
 
 
-def test_surplus_rollouts_are_cancelled_early() -> None:
+def test_surplus_rollouts_are_cancelled_early():
     plan = replace(FILTERED, filter_rate=1e-9, oversample=8.0, steps=3, generate_s=(1.0, 60.0))
     stream = run_virtual(run_stream(replace(plan, critic=False, reference=False)))
     assert stream.step_ends[-1] < 3 * 30.0
@@ -196,8 +197,7 @@ def test_surplus_rollouts_are_cancelled_early() -> None:
     assert not stale
 
 
-@in_virtual_time
-async def test_resume_with_oversampled_groups_keeps_the_guarantees() -> None:
+async def test_resume_with_oversampled_groups_keeps_the_guarantees():
     plan = replace(FILTERED, oversample=6.0, steps=3, filter_rate=0.5)
     first = build_stream(plan)
     await first.control.reconcile_queue(first.queue)
@@ -217,7 +217,7 @@ async def test_resume_with_oversampled_groups_keeps_the_guarantees() -> None:
     assert counts.admitted == ended + counts.in_flight
 
 
-def test_publish_every_two_samples_two_steps_per_version() -> None:
+def test_publish_every_two_samples_two_steps_per_version():
     """Admission follows what is published: version 1 is made, and nothing is sampled from it."""
     plan = Plan(steps=6, groups_per_step=2, max_staleness=1, publish_every=2)
     stream = run_virtual(run_stream(plan))
@@ -229,14 +229,14 @@ def test_publish_every_two_samples_two_steps_per_version() -> None:
 
 
 @given(plans)
-def test_same_seed_gives_the_same_steps(plan: Plan) -> None:
+def test_same_seed_gives_the_same_steps(plan: Plan):
     first, second = run_virtual(run_stream(plan)), run_virtual(run_stream(plan))
     assert uids(first) == uids(second)
     assert first.step_ends == second.step_ends
 
 
 @given(st.integers(0, 1000), st.integers(1, 3))
-def test_on_policy_steps_do_not_depend_on_placement(seed: int, generators: int) -> None:
+def test_on_policy_steps_do_not_depend_on_placement(seed: int, generators: int):
     plan = Plan(seed=seed, max_staleness=0, generators=generators)
     pipelined = run_virtual(run_stream(plan))
     sequential = run_virtual(run_stream(Plan(**{**vars(plan), "one_at_a_time": True})))
@@ -247,7 +247,7 @@ def test_on_policy_steps_do_not_depend_on_placement(seed: int, generators: int) 
     assert steps[0] == steps[1]
 
 
-def test_on_policy_training_overlaps_generation_of_the_same_step() -> None:
+def test_on_policy_training_overlaps_generation_of_the_same_step():
     plan = Plan(
         max_staleness=0,
         groups_per_step=12,
@@ -263,7 +263,7 @@ def test_on_policy_training_overlaps_generation_of_the_same_step() -> None:
     assert min(s.start_s for s in training) < last_generated
 
 
-def test_staleness_one_generates_the_next_step_during_training() -> None:
+def test_staleness_one_generates_the_next_step_during_training():
     balanced: dict[str, Any] = {
         "generate_s": (4.0, 4.0),
         "train_s": 2.0,
@@ -275,7 +275,7 @@ def test_staleness_one_generates_the_next_step_during_training() -> None:
     assert fast.step_ends[-1] < 0.75 * slow.step_ends[-1]
 
 
-def test_shared_pool_runs_one_stage_at_a_time() -> None:
+def test_shared_pool_runs_one_stage_at_a_time():
     stream = run_virtual(run_stream(Plan(max_staleness=0, one_at_a_time=True, reference=True)))
     work = [
         span
@@ -307,7 +307,7 @@ def test_shared_pool_runs_one_stage_at_a_time() -> None:
         {"train_s": 2.0, "pace": UpdatePlan(True, 4, 1), "max_staleness": 1},
     ],
 )
-def test_long_phase_with_progress_is_no_stall(long: dict[str, Any], on_stall: str) -> None:
+def test_long_phase_with_progress_is_no_stall(long: dict[str, Any], on_stall: str):
     # A step's rollouts, or its micro-batches, take more than 8 s altogether, and each of them less.
     shared: dict[str, Any] = {"one_at_a_time": True, "groups_per_step": 8, "generators": 1}
     plan = Plan(**{"max_staleness": 0, "stall_s": 8.0, "on_stall": on_stall, **shared, **long})
@@ -318,7 +318,7 @@ def test_long_phase_with_progress_is_no_stall(long: dict[str, Any], on_stall: st
     assert not stream.ledger.counts.dropped
 
 
-def test_unscorable_group_is_dropped_counted_and_replaced() -> None:
+def test_unscorable_group_is_dropped_counted_and_replaced():
     stream = run_virtual(run_stream(Plan(seed=3, fail_rate=0.5, max_attempts=1, steps=6)))
     counts = stream.ledger.counts
     assert counts.trained == 24
@@ -327,7 +327,7 @@ def test_unscorable_group_is_dropped_counted_and_replaced() -> None:
 
 
 @pytest.mark.parametrize("readmits", [False, True])
-def test_reward_that_always_fails_ends_the_run_with_the_reason(readmits: bool) -> None:
+def test_reward_that_always_fails_ends_the_run_with_the_reason(readmits: bool):
     told: list[str] = []
 
     async def watch(stream: Stream) -> None:
@@ -342,20 +342,20 @@ def test_reward_that_always_fails_ends_the_run_with_the_reason(readmits: bool) -
     assert 41 <= len(told) <= 42
 
 
-def test_occasional_failures_never_end_the_run() -> None:
+def test_occasional_failures_never_end_the_run():
     plan = Plan(seed=3, fail_rate=0.5, max_attempts=1, steps=30, max_dropped=20)
     counts = run_virtual(run_stream(plan)).ledger.counts
     assert counts.trained == 120
     assert counts.dropped > 3 * plan.max_dropped
 
 
-def test_stale_drops_never_end_the_run() -> None:
+def test_stale_drops_never_end_the_run():
     plan = Plan(seed=1, steps=8, max_staleness=1, depth=4, on_stale="drop", max_attempts=9)
     stream = run_virtual(run_stream(replace(plan, max_dropped=0)))
     assert dict(stream.ledger.counts.drops).keys() == {"stale"}
 
 
-def test_step_may_take_longer_than_a_capacity_wait() -> None:
+def test_step_may_take_longer_than_a_capacity_wait():
     # Groups so large that the step's own and those next to come fill the shard.
     plan = Plan(
         steps=2,
@@ -370,7 +370,7 @@ def test_step_may_take_longer_than_a_capacity_wait() -> None:
     assert len(stream.outcomes) == plan.steps
 
 
-def test_stall_error_names_groups_and_holders() -> None:
+def test_stall_error_names_groups_and_holders():
     plan = Plan(score_s=(500.0, 500.0), stall_s=50.0, lease_s=1000.0)
     with pytest.raises(DeadlineError) as stall:
         run_virtual(run_stream(plan))
@@ -379,8 +379,7 @@ def test_stall_error_names_groups_and_holders() -> None:
     assert re.search(r"held by reward-0 for \d+\.\d s \(reward, attempt 1\), admitted", message)
 
 
-@in_virtual_time
-async def test_slots_are_counted_until_the_work_ends() -> None:
+async def test_slots_are_counted_until_the_work_ends():
     desk = InFlightWork(ConcurrencyLimit(2))
     desk.add_task([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
     waiting = asyncio.create_task(desk.wait_for_slots())
@@ -389,8 +388,7 @@ async def test_slots_are_counted_until_the_work_ends() -> None:
     assert (await waiting) == 2
 
 
-@in_virtual_time
-async def test_task_is_cancelled_once_all_its_leases_are_lost() -> None:
+async def test_task_is_cancelled_once_all_its_leases_are_lost():
     desk = InFlightWork(ConcurrencyLimit(2))
     first, second = experience("0:0:0"), experience("0:1:0")
     task = asyncio.ensure_future(idle(100.0))
@@ -411,7 +409,7 @@ def experience(uid: str) -> Experience:
     return Experience(GroupLease(1, uid, "reward", 1, 0.0), 0)
 
 
-def test_metric_sums_add_and_maxima_are_kept() -> None:
+def test_metric_sums_add_and_maxima_are_kept():
     total = {"tokens": 3.0, "length_max": 7.0}
     add_metric_sums(total, {"tokens": 4.0, "length_max": 5.0, "new": 1.0})
     assert total == {"tokens": 7.0, "length_max": 7.0, "new": 1.0}
@@ -424,9 +422,7 @@ def spans(stream: Stream, process: str, name: str | None = None) -> list:  # typ
     return [s for s in recorder.kept if name is None or s.name == name]  # type: ignore[attr-defined]
 
 
-def test_generator_commits_nothing_of_an_unverified_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_generator_commits_nothing_of_an_unverified_version(monkeypatch: pytest.MonkeyPatch):
     left: list[int] = []
     put, note = ExperienceQueue.commit_columns, ExperienceQueue.save_partials
 
@@ -451,7 +447,7 @@ def test_generator_commits_nothing_of_an_unverified_version(
     assert max(left) == 2
 
 
-def test_sampled_tokens_are_counted_per_completion() -> None:
+def test_sampled_tokens_are_counted_per_completion():
     mask = np.array([0, 0, 1, 1, 1, 0, 0, 1], np.bool_)
     two: Columns = {"lengths": np.array([5, 3], np.int32), "loss_mask": mask}
     assert count_sampled_tokens(two) == [3, 1]
@@ -459,7 +455,7 @@ def test_sampled_tokens_are_counted_per_completion() -> None:
     assert count_sampled_tokens({"scores": np.zeros(2, np.float32)}) == []
 
 
-def test_spans_record_the_amount_of_work() -> None:
+def test_spans_record_the_amount_of_work():
     stream = run_virtual(run_stream(Plan(steps=2, groups_per_step=3, group_size=2)))
     spans = [span for one in stream.recorders.values() for span in one.drain_spans()]
     by_uid = {group.uid: group.info for step in stream.outcomes for group in step.groups}

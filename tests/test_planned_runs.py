@@ -58,10 +58,7 @@ from tests.toy import write_toy
 MIB = 1 << 20
 CONFIGS = Path(__file__).parent.parent / "configs"
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-QUICK = {
-    ("grpo_arithmetic", "2xH100"),
-    ("grpo_arithmetic_colocated", "4xCPU"),
-}
+QUICK = {("grpo_arithmetic", "2xH100"), ("grpo_arithmetic_colocated", "4xCPU")}
 CLUSTERS = ("1xH100", "2xH100", "4xA100", "2x8xA100", "4xCPU")
 SHORT = ("generator.max_new_tokens=12", "pipeline.groups_per_step=16", "algorithm.kl_horizon=4096")
 SIZES = (
@@ -145,7 +142,7 @@ def sizes(placement: Placement) -> dict[str, tuple[RankGrid, int, int]]:
 )
 def test_what_is_planned_of_a_recipe_is_taken_by_train(
     name: str, cluster: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     out, words = tmp_path / "plan.yaml", preset(name, inputs)
     options = ["--cluster", cluster, "--proposals", "10", "-o", str(out), "--json"]
     assert main(["plan", *words, *options]) == 0
@@ -166,16 +163,12 @@ def test_what_is_planned_of_a_recipe_is_taken_by_train(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "grpo_arithmetic",
-        "ppo_arithmetic",
-        pytest.param("safe_rlhf_toy", marks=pytest.mark.slow),
-    ],
+    ["grpo_arithmetic", "ppo_arithmetic", pytest.param("safe_rlhf_toy", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("bound", [0, 1])
 def test_every_placement_that_a_plan_may_choose_is_taken_by_train(
     name: str, bound: int, inputs: Path
-) -> None:
+):
     path, *overrides = preset(name, inputs)
     config = load_config(Path(path), [*overrides, f"pipeline.max_staleness={bound}"])
     cluster = Cluster.from_text("4xH100")
@@ -252,7 +245,7 @@ def refusal(
 )
 def test_what_train_refuses_of_a_placement_the_planner_does(
     family: str, name: str, inputs: Path, families: dict[str, str]
-) -> None:
+):
     path, *overrides = preset("grpo_arithmetic", inputs)
     own = ["pipeline.max_staleness=0", "trainer.backend=torch", "algorithm.kl_coef=0"]
     own.append(f"model.path={families[family]}")
@@ -304,7 +297,7 @@ def test_what_is_planned_of_a_family_is_taken_by_train(
     families: dict[str, str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     out, words = tmp_path / "plan.yaml", preset("grpo_arithmetic", inputs)
     # Few CPU slots, and a long prompt that is not trained on.
     rows = [json.loads(line) for line in (inputs / "rows.jsonl").read_text().splitlines()[:2]]
@@ -321,7 +314,7 @@ def test_what_is_planned_of_a_family_is_taken_by_train(
 
 def test_where_nothing_can_be_placed_as_train_wants_it_the_reason_is_told_and_what_would_do(
     inputs: Path, families: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     words = [*preset("grpo_arithmetic", inputs), "--proposals", "10"]
     own = [*words, f"model.path={families['gpt_neox']}"]
     assert main(["plan", *own, "--cluster", "1xH100"]) == 1
@@ -334,7 +327,7 @@ def test_where_nothing_can_be_placed_as_train_wants_it_the_reason_is_told_and_wh
     )
 
 
-def test_a_generator_alone_takes_what_it_finds_and_one_that_shares_is_told(inputs: Path) -> None:
+def test_a_generator_alone_takes_what_it_finds_and_one_that_shares_is_told(inputs: Path):
     path, *overrides = preset("grpo_arithmetic", inputs)
     config = load_config(Path(path), overrides)
     problem = build_planner_problem(config, Cluster.from_text("2xH100"), PlannerRequest(5))
@@ -355,7 +348,7 @@ def test_a_generator_alone_takes_what_it_finds_and_one_that_shares_is_told(input
     assert kept.generator.kv_cache_mb == 7
 
 
-def test_roles_of_one_setting_have_devices_alike(inputs: Path) -> None:
+def test_roles_of_one_setting_have_devices_alike(inputs: Path):
     path, *overrides = preset("safe_rlhf_toy", inputs)
     config = load_config(Path(path), overrides)
     problem = build_planner_problem(config, Cluster.from_text("8xH100"), PlannerRequest(5))

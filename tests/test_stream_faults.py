@@ -15,7 +15,6 @@ from streamrl.messages import parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.fake_stream import Disk, Disturb, Stream, build_stream, draw_plans, run_loops, run_stream
 from tests.fakes import Plan
-from tests.virtual_time import in_virtual_time
 
 plans = draw_plans(
     shards=st.integers(1, 4),
@@ -115,7 +114,7 @@ FULL_OF_ONE_THAT_WAITS = Plan(
 
 @example(FULL_OF_ONE_THAT_WAITS)
 @given(plans)
-def test_after_any_deaths_every_prompt_is_trained_once_or_accounted_for(plan: Plan) -> None:
+def test_after_any_deaths_every_prompt_is_trained_once_or_accounted_for(plan: Plan):
     stream = run_virtual(run_stream(plan, disturb=harm))
     assert [outcome.version for outcome in stream.outcomes] == list(range(plan.steps))
     check_accounts(stream)
@@ -125,7 +124,7 @@ def test_after_any_deaths_every_prompt_is_trained_once_or_accounted_for(plan: Pl
 
 
 @given(plans)
-def test_same_seed_and_deaths_give_the_same_steps(plan: Plan) -> None:
+def test_same_seed_and_deaths_give_the_same_steps(plan: Plan):
     first = run_virtual(run_stream(plan, disturb=harm))
     second = run_virtual(run_stream(plan, disturb=harm))
     steps = [[o.groups for o in stream.outcomes] for stream in (first, second)]
@@ -168,7 +167,7 @@ async def lives(
 
 
 @given(plans, st.lists(st.floats(0.0, 40.0), min_size=1, max_size=3), st.integers(0, 3))
-def test_resumed_run_trains_every_prompt_once(plan: Plan, crashes: list[float], every: int) -> None:
+def test_resumed_run_trains_every_prompt_once(plan: Plan, crashes: list[float], every: int):
     plan = replace(plan, fail_rate=0.0, filter_rate=0.0, oversample=1.0, on_stale="wait")
     plan = replace(plan, max_attempts=1000)
     streams = run_virtual(crash_and_resume(plan, crashes=crashes, every=every))
@@ -190,8 +189,8 @@ def test_resumed_run_trains_every_prompt_once(plan: Plan, crashes: list[float], 
             assert stream.trainer.digests[version] == after.trainer.digests[version]
 
 
-@in_virtual_time
-async def test_resume_may_replay_steps_for_longer_than_a_stall() -> None:
+@pytest.mark.virtual_time
+async def test_resume_may_replay_steps_for_longer_than_a_stall():
     plan = Plan(
         steps=12, max_staleness=3, publish_every=4, train_s=30.0, stall_s=150.0, lease_s=1000.0
     )
@@ -212,7 +211,7 @@ async def test_resume_may_replay_steps_for_longer_than_a_stall() -> None:
 
 
 @given(st.integers(0, 100_000), st.floats(1.0, 20.0))
-def test_resume_publishes_a_version_that_groups_were_admitted_at(seed: int, crash: float) -> None:
+def test_resume_publishes_a_version_that_groups_were_admitted_at(seed: int, crash: float):
     plan = Plan(seed=seed, steps=6, groups_per_step=2, filter_rate=0.4, max_attempts=1000)
 
     async def main() -> bool:
@@ -239,7 +238,7 @@ def unbooked(stream: Stream) -> set[int]:
 
 
 @given(plans, st.floats(0.0, 40.0), st.integers(0, 3))
-def test_resume_generates_no_finished_group_again(plan: Plan, crash: float, every: int) -> None:
+def test_resume_generates_no_finished_group_again(plan: Plan, crash: float, every: int):
     plan = replace(plan, fail_rate=0.0, filter_rate=0.0, on_stale="wait", hedge_s=None)
 
     async def main() -> tuple[set[str], Counter[str]]:
@@ -264,7 +263,7 @@ def test_resume_generates_no_finished_group_again(plan: Plan, crash: float, ever
     assert all(count == 1 for count in generated.values())
 
 
-def test_data_set_that_yields_nothing_ends_the_run_with_the_reason() -> None:
+def test_data_set_that_yields_nothing_ends_the_run_with_the_reason():
     plan = Plan(filter_rate=1.0, max_filtered=12)
     with pytest.raises(
         FilterLimitError, match=r"step 0 has filtered 1[3-9] groups.*rewards are equal"
@@ -272,7 +271,7 @@ def test_data_set_that_yields_nothing_ends_the_run_with_the_reason() -> None:
         run_virtual(run_stream(plan))
 
 
-def test_failed_prompt_is_readmitted_up_to_max_attempts() -> None:
+def test_failed_prompt_is_readmitted_up_to_max_attempts():
     plan = Plan(fail_rate=0.7, readmits=True, max_attempts=2, steps=6)
     stream = run_virtual(run_stream(plan))
     attempts = Counter(parse_uid(uid)[2] for uid, _ in stream.ended)
@@ -280,7 +279,7 @@ def test_failed_prompt_is_readmitted_up_to_max_attempts() -> None:
     assert max(attempts) == 1
 
 
-def test_depth_keeps_generation_closer_than_max_staleness() -> None:
+def test_depth_keeps_generation_closer_than_max_staleness():
     plan = Plan(max_staleness=3, depth=0, steps=5)
     stream = run_virtual(run_stream(plan))
     assert {
@@ -288,7 +287,7 @@ def test_depth_keeps_generation_closer_than_max_staleness() -> None:
     } == {0}
 
 
-def test_hung_work_is_reported_and_redelivered() -> None:
+def test_hung_work_is_reported_and_redelivered():
     plan = Plan(stuck_attempts=1, on_stall="redeliver", stall_s=20.0, scorers=2)
     stream = run_virtual(run_stream(plan))
     assert stream.ledger.counts.dropped == 0
@@ -298,7 +297,7 @@ def test_hung_work_is_reported_and_redelivered() -> None:
     assert 20.0 <= stall.age_s <= 26.0
 
 
-def test_hung_work_is_dropped_after_max_attempts() -> None:
+def test_hung_work_is_dropped_after_max_attempts():
     plan = Plan(stuck_attempts=100, on_stall="redeliver", stall_s=20.0, scorers=2, max_attempts=2)
     stream = run_virtual(run_stream(plan))
     assert [(uid, how.cause) for uid, how in stream.ended] == [("0:1:0", "reward_stalled")]
@@ -306,7 +305,7 @@ def test_hung_work_is_dropped_after_max_attempts() -> None:
 
 
 @pytest.mark.parametrize(("on_stall", "waited"), [("abort", 20), ("warn", 120)])
-def test_step_without_groups_ends_the_run(on_stall: str, waited: int) -> None:
+def test_step_without_groups_ends_the_run(on_stall: str, waited: int):
     plan = Plan(stuck_attempts=100, on_stall=on_stall, stall_s=20.0)
     message = rf"got no group for {waited} s.*0:1:0: held by reward-0 for"
     with pytest.raises(DeadlineError, match=message):

@@ -4,12 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from benchmarks.published.families import Families, FamilyPlan
-from benchmarks.published.points import (
-    FIG_12,
-    FIG_12_STANDALONE,
-    FIG_15,
-    Transition,
-)
+from benchmarks.published.points import FIG_12, FIG_12_STANDALONE, FIG_15, Transition
 from benchmarks.published.rows import Row
 from benchmarks.table_2 import compute_table_2
 from streamrl.dataflow import build_dataflow

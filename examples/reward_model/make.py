@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 def fill(
-    folder: Path,
-    seed: int,
-    recipe: "Recipe | None" = None,
-    arithmetic: Path = ARITHMETIC.folder,
+    folder: Path, seed: int, recipe: "Recipe | None" = None, arithmetic: Path = ARITHMETIC.folder
 ) -> dict[str, Any]:
     """Train the model on training problems of the arithmetic task and write `model/`."""
     from dataclasses import asdict

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen2ForCausalLM,
-    Qwen2ForSequenceClassification,
-)
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from examples.arithmetic.training import LESSONS, is_right, write_solution
 from examples.toy_models.base_model import sample

@@ -66,9 +66,7 @@ class FollowerScorer:
     """Stage that scores with a copy of a trained model, with its newest loaded version."""
 
     def __init__(
-        self,
-        compute: Callable[[Columns], Columns],
-        load: Callable[[Mapping[str, "Tensor"]], None],
+        self, compute: Callable[[Columns], Columns], load: Callable[[Mapping[str, "Tensor"]], None]
     ) -> None:
         """Wrap a model.
 

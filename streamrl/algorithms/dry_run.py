@@ -7,11 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.algorithm import (
-    Algorithm,
-    AlgorithmSettings,
-    list_derivation_columns,
-)
+from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings, list_derivation_columns
 from streamrl.algorithms.objective import derive_group_columns, policy_loss
 from streamrl.dataflow import CRITIC_BY_COLUMN, RETURNS_BY_CRITIC
 from streamrl.errors import AlgorithmError

@@ -260,10 +260,7 @@ def compute_token_losses(
 
 
 def validate_tensor(
-    row: Algorithm,
-    function: Callable[..., Any],
-    result: object,
-    shapes: Sequence[tuple[int, ...]],
+    row: Algorithm, function: Callable[..., Any], result: object, shapes: Sequence[tuple[int, ...]]
 ) -> None:
     """Raise AlgorithmError unless the `result` of `function` is a tensor of an allowed shape."""
     if not isinstance(result, Tensor) or tuple(result.shape) not in shapes:

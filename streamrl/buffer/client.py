@@ -64,11 +64,7 @@ class ExperienceQueue:
     """
 
     def __init__(
-        self,
-        shards: Sequence[ShardProxy],
-        holder: str,
-        *,
-        max_renew_interval_s: float = math.inf,
+        self, shards: Sequence[ShardProxy], holder: str, *, max_renew_interval_s: float = math.inf
     ) -> None:
         self.shards = shards
         self._holder = holder

@@ -40,10 +40,7 @@ class SteadyMetrics:
     @classmethod
     def from_trace(cls, trace: RunTrace) -> "SteadyMetrics":
         return cls(
-            trace.mean_step_s,
-            trace.median_step_s,
-            trace.idle_fractions,
-            trace.staleness_mean,
+            trace.mean_step_s, trace.median_step_s, trace.idle_fractions, trace.staleness_mean
         )
 
     def compare_with(self, measured: "SteadyMetrics") -> dict[str, dict[str, float]]:
@@ -95,9 +92,7 @@ class PlannedRun:
         """
         lengths = trace.grouped_lengths
         request = PlannerRequest(
-            trace.mean_prompt_tokens,
-            lengths=lengths,
-            filtered_fraction=trace.filtered_fraction,
+            trace.mean_prompt_tokens, lengths=lengths, filtered_fraction=trace.filtered_fraction
         )
         roles = build_planner_problem(config, cluster or Cluster.from_text("1xCPU"), request).models
         placement = build_run_placement(config, roles)
@@ -172,9 +167,7 @@ def apply_replica_counts(timings: StageTimings, config: RunConfig) -> StageTimin
     return replace(
         timings,
         generator=replace(
-            timings.generator,
-            replicas=replicas,
-            max_running=generator.max_concurrent_rollouts,
+            timings.generator, replicas=replicas, max_running=generator.max_concurrent_rollouts
         ),
         score={
             stage: replace(timing, replicas=counts[roles[stage]], batch=config.scorer.max_groups)

@@ -137,11 +137,7 @@ class Placement:
             | ({"expert": assignment.ep_size} if assignment.ep_size > 1 else {})
             for stage, assignment in self.assignments.items()
         }
-        return {
-            "calls": calls,
-            "max_staleness": self.max_staleness,
-            "streamed": self.is_streamed,
-        }
+        return {"calls": calls, "max_staleness": self.max_staleness, "streamed": self.is_streamed}
 
     @classmethod
     def from_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Placement":

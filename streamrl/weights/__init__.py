@@ -1,11 +1,7 @@
 """Weight sync: versions of a model travel in buckets from the trainer to its followers."""
 
 from streamrl.weights.config import WeightsConfig
-from streamrl.weights.manifest import (
-    TensorSlot,
-    WeightBucket,
-    WeightManifest,
-)
+from streamrl.weights.manifest import TensorSlot, WeightBucket, WeightManifest
 from streamrl.weights.transport import TransportReader, TransportWriter
 from streamrl.weights.versions import LoadVerification, ServedVersion, WeightLoadStats
 

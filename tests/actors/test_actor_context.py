@@ -28,9 +28,7 @@ def config(tmp_path: Path, rewards: str) -> RunConfig:
 @pytest.mark.parametrize(
     "rewards", [MODEL, f"{RULE}, {MODEL}", "{kind: function, path: 'mine.py:f'}", "{kind: mine}"]
 )
-def test_a_reward_that_may_use_devices_gets_a_shared_device_lease(
-    tmp_path: Path, rewards: str
-) -> None:
+def test_a_reward_that_may_use_devices_gets_a_shared_device_lease(tmp_path: Path, rewards: str):
     shared = config(tmp_path, rewards)
     assert set(map_phase_slots(shared)) == {TRAINER_PHASE, "generator", "reward"}
     lease = make_lease(shared, DeviceArbiter(timeout_s=1.0), "reward-0", "reward")
@@ -38,7 +36,7 @@ def test_a_reward_that_may_use_devices_gets_a_shared_device_lease(
 
 
 @pytest.mark.parametrize("rewards", [RULE, f"{RULE}, {{kind: code}}"])
-def test_rule_based_rewards_hold_no_device_phase(tmp_path: Path, rewards: str) -> None:
+def test_rule_based_rewards_hold_no_device_phase(tmp_path: Path, rewards: str):
     shared = config(tmp_path, rewards)
     assert set(map_phase_slots(shared)) == {TRAINER_PHASE, "generator"}
     arbiter = DeviceArbiter(timeout_s=1.0)

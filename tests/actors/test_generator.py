@@ -1,6 +1,5 @@
 """Suspension of a generator on shared devices."""
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,15 +20,12 @@ class Engine:
         self.calls.append(f"resume for {reason}")
 
 
-def test_suspend_pauses_the_engine_and_resume_resumes_it() -> None:
-    async def main() -> list[str]:
-        generator, engine = GeneratorActor(), Engine()
-        actor: Any = generator
-        actor._generator = engine
-        actor._stages = [SimpleNamespace(name="generate", spans=SpanRecorder("generator-0"))]
-        await generator.suspend()
-        assert engine.calls == ["pause for lease"]
-        await generator.resume()
-        return engine.calls
-
-    assert asyncio.run(main()) == ["pause for lease", "resume for lease"]
+async def test_suspend_pauses_the_engine_and_resume_resumes_it():
+    generator, engine = GeneratorActor(), Engine()
+    actor: Any = generator
+    actor._generator = engine
+    actor._stages = [SimpleNamespace(name="generate", spans=SpanRecorder("generator-0"))]
+    await generator.suspend()
+    assert engine.calls == ["pause for lease"]
+    await generator.resume()
+    assert engine.calls == ["pause for lease", "resume for lease"]

@@ -67,7 +67,7 @@ def processes(local_ray: None) -> Iterator[dict[str, ray.actor.ActorHandle]]:
 @pytest.mark.slow
 def test_only_a_stopped_process_is_unresponsive_not_a_waiting_or_dead_one(
     processes: dict[str, ray.actor.ActorHandle],
-) -> None:
+):
     assert find_unresponsive(processes, timeout_s=2.0) == ["generator-1"]
     others = {name: one for name, one in processes.items() if name != "generator-1"}
     began = time.monotonic()
@@ -77,7 +77,7 @@ def test_only_a_stopped_process_is_unresponsive_not_a_waiting_or_dead_one(
 
 def test_a_timeout_error_names_unresponsive_processes_and_other_errors_stay_unchanged(
     processes: dict[str, ray.actor.ActorHandle],
-) -> None:
+):
     message = "stage train got no group for 30 s (held by generator-0 for 31.5 s)"
     named = rf"^the process of generator-1 does not answer; {re.escape(message)}$"
     with pytest.raises(DeadlineError, match=named), name_unresponsive(lambda: processes):
@@ -90,7 +90,7 @@ def test_a_timeout_error_names_unresponsive_processes_and_other_errors_stay_unch
         raise DeadlineError(message)
 
 
-def test_processes_lists_each_process_once_without_unplaced_replicas() -> None:
+def test_processes_lists_each_process_once_without_unplaced_replicas():
     config = load_config(RECIPE, ["placement.mode=colocated", "trainer.world_size=2"])
     nothing: Any = None
     registry = ActorRegistry(
@@ -150,7 +150,7 @@ def watched(
     return silent
 
 
-def test_a_silent_actor_is_reported_once_until_it_answers_again(local_ray: None) -> None:
+def test_a_silent_actor_is_reported_once_until_it_answers_again(local_ray: None):
     waiter: Any = ray.remote(num_cpus=0)(Waiter)
     actors = {"trainer-0": waiter.remote()}
     pid = ray.get(actors["trainer-0"].pid.remote())
@@ -172,7 +172,7 @@ def test_a_silent_actor_is_reported_once_until_it_answers_again(local_ray: None)
 
 def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     processes: dict[str, ray.actor.ActorHandle], tmp_path: Path
-) -> None:
+):
     config = load_config(RECIPE, [f"run.dir={tmp_path}", "run.silent_s=12"])
     nothing: Any = None
     prepared = PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ())
@@ -212,12 +212,12 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     assert find_unresponsive(processes, timeout_s=1.0) == ["generator-1"], "stopped, not killed"
 
 
-def test_every_actor_of_a_run_is_pingable() -> None:
+def test_every_actor_of_a_run_is_pingable():
     for actor_class in (*ACTOR_CLASSES.values(), CoordinatorActor, HybridActor, ShardActor):
         assert issubclass(actor_class, PingableActor), actor_class
 
 
-def test_a_silent_actor_is_reported_killed_and_restarted(local_ray: None) -> None:
+def test_a_silent_actor_is_reported_killed_and_restarted(local_ray: None):
     waiter: Any = ray.remote(num_cpus=0, max_restarts=1)(Waiter)
     actors = {name: waiter.remote() for name in ("generator-0", "generator-1")}
     pids = {name: ray.get(actor.pid.remote()) for name, actor in actors.items()}
@@ -234,7 +234,7 @@ def test_a_silent_actor_is_reported_killed_and_restarted(local_ray: None) -> Non
 
 def test_a_pause_of_the_monitor_does_not_count_as_silence(
     processes: dict[str, ray.actor.ActorHandle],
-) -> None:
+):
     clock = Clock()
     monitor = LivenessMonitor(30.0, clock=clock)
     actors = {"generator-1": processes["generator-1"]}
@@ -243,7 +243,7 @@ def test_a_pause_of_the_monitor_does_not_count_as_silence(
     assert monitor.ping_actors(actors) == [], "the actor gets time to answer after the pause"
 
 
-def test_dead_actors_are_not_silent(processes: dict[str, ray.actor.ActorHandle]) -> None:
+def test_dead_actors_are_not_silent(processes: dict[str, ray.actor.ActorHandle]):
     clock = Clock()
     monitor = LivenessMonitor(6.0, clock=clock)
     assert watched(monitor, clock, {"reward-0": processes["reward-0"]}, 15) == []

@@ -97,177 +97,137 @@ def kill(shard: RemoteShard) -> None:
 
 
 @pytest.mark.parametrize("uid", ["0:0:0", "0:1:0", pytest.param("0:2:0", marks=pytest.mark.slow)])
-def test_partial_rollouts_go_to_the_next_holder(make: Make, uid: str) -> None:
+async def test_partial_rollouts_go_to_the_next_holder(make: Make, uid: str):
     shard = make()
-
-    async def main() -> None:
-        first, second = (ExperienceQueue([shard], holder) for holder in ("a", "b"))
-        await first.admit_prompts([Prompt(uid, np.array([1], np.int32))], 0)
-        (taken,) = await first.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
-        assert taken.partial_rollouts is None
-        await first.save_partials([(taken.lease, columns_of(uid))])
-        assert await second.release_holder("a", died=False) == 1
-        (again,) = await second.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
-        assert again.partial_rollouts is not None and again.lease.attempt == 1
-        assert_same(again.partial_rollouts, uid)
-
-    asyncio.run(main())
+    first, second = (ExperienceQueue([shard], holder) for holder in ("a", "b"))
+    await first.admit_prompts([Prompt(uid, np.array([1], np.int32))], 0)
+    (taken,) = await first.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+    assert taken.partial_rollouts is None
+    await first.save_partials([(taken.lease, columns_of(uid))])
+    assert await second.release_holder("a", died=False) == 1
+    (again,) = await second.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+    assert again.partial_rollouts is not None and again.lease.attempt == 1
+    assert_same(again.partial_rollouts, uid)
 
 
 @pytest.mark.parametrize("uid", ["0:0:0", "0:1:0", pytest.param("0:2:0", marks=pytest.mark.slow)])
-def test_only_large_columns_take_actor_calls(make: Make, uid: str) -> None:
+async def test_only_large_columns_take_actor_calls(make: Make, uid: str):
     shard = make()
     queue = ExperienceQueue([shard], "me")
-
-    async def main() -> None:
-        await queue.admit_prompts([Prompt(uid, np.array([1], np.int32))], 0)
-        (taken,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
-        assert await queue.commit_columns([(taken.lease, columns_of(uid))]) == []
-        (whole,) = await queue.lease_groups(
-            "train", max_groups=1, columns=ROLLOUT_COLUMNS, wait_s=5.0
-        )
-        assert_same(whole.columns, uid)
-        assert_same((await queue.read_columns([uid], ROLLOUT_COLUMNS))[uid], uid)
-        await queue.remove_groups([uid], 1)
-        assert (await queue.get_stats()).uids == ()
-
-    asyncio.run(main())
+    await queue.admit_prompts([Prompt(uid, np.array([1], np.int32))], 0)
+    (taken,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+    assert await queue.commit_columns([(taken.lease, columns_of(uid))]) == []
+    (whole,) = await queue.lease_groups("train", max_groups=1, columns=ROLLOUT_COLUMNS, wait_s=5.0)
+    assert_same(whole.columns, uid)
+    assert_same((await queue.read_columns([uid], ROLLOUT_COLUMNS))[uid], uid)
+    await queue.remove_groups([uid], 1)
+    assert (await queue.get_stats()).uids == ()
     calls = [] if SIZES[uid] * 13 < LARGE_BLOB_BYTES else ["handle_request"] * 3
     assert shard.actor.called == ["get_endpoint", *calls]
 
 
-def test_an_error_of_the_shard_is_raised_in_the_caller(make: Make) -> None:
-    async def main() -> None:
-        queue = ExperienceQueue([make()], "me")
-        await queue.admit_prompts(prompts(), 0)
-        (taken,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
-        with pytest.raises(ContractError, match="token_ids"):
-            await queue.commit_columns([(taken.lease, {"scores": np.zeros(2, np.float32)})])
-        with pytest.raises(ContractError, match="judge"):
-            await queue.lease_groups("judge", max_groups=1, columns=(), wait_s=5.0)
-
-    asyncio.run(main())
+async def test_an_error_of_the_shard_is_raised_in_the_caller(make: Make):
+    queue = ExperienceQueue([make()], "me")
+    await queue.admit_prompts(prompts(), 0)
+    (taken,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+    with pytest.raises(ContractError, match="token_ids"):
+        await queue.commit_columns([(taken.lease, {"scores": np.zeros(2, np.float32)})])
+    with pytest.raises(ContractError, match="judge"):
+        await queue.lease_groups("judge", max_groups=1, columns=(), wait_s=5.0)
 
 
-def test_a_lost_connection_is_reopened_without_losing_groups(make: Make) -> None:
+async def test_a_lost_connection_is_reopened_without_losing_groups(make: Make):
     shard = make()
-
-    async def main() -> None:
-        queue = ExperienceQueue([shard], "me")
-        waiting = asyncio.create_task(
-            queue.lease_groups("generate", max_groups=3, columns=(), wait_s=20.0)
-        )
-        await queue.get_stats()
-        (await shard._get_connection()).close()
-        await queue.admit_prompts(prompts(), 0)
-        taken = await waiting
-        await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in taken])
-        uids = {group.uid for group in taken}
-        while uids != set(SIZES):
-            rest = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=5.0)
-            assert rest and not uids & {group.uid for group in rest}
-            uids |= {group.uid for group in rest}
-
-    asyncio.run(main())
+    queue = ExperienceQueue([shard], "me")
+    waiting = asyncio.create_task(
+        queue.lease_groups("generate", max_groups=3, columns=(), wait_s=20.0)
+    )
+    await queue.get_stats()
+    (await shard._get_connection()).close()
+    await queue.admit_prompts(prompts(), 0)
+    taken = await waiting
+    await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in taken])
+    uids = {group.uid for group in taken}
+    while uids != set(SIZES):
+        rest = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=5.0)
+        assert rest and not uids & {group.uid for group in rest}
+        uids |= {group.uid for group in rest}
     assert shard.actor.called.count("get_endpoint") == 2
 
 
-def test_requests_are_retried_until_a_dead_shard_is_back(make: Make) -> None:
+async def test_requests_are_retried_until_a_dead_shard_is_back(make: Make):
     shard = make()
-
-    async def main() -> None:
-        queue = ExperienceQueue([shard], "me")
-        await queue.admit_prompts(prompts(), 0)
-        waiting = asyncio.create_task(
-            queue.lease_groups("train", max_groups=1, columns=(), wait_s=150.0)
-        )
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(kill, shard)
-        taken = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=90.0)
-        assert (
-            await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in taken])
-            == []
-        )
-        assert (await waiting)[0].uid in SIZES
-
-    asyncio.run(main())
+    queue = ExperienceQueue([shard], "me")
+    await queue.admit_prompts(prompts(), 0)
+    waiting = asyncio.create_task(
+        queue.lease_groups("train", max_groups=1, columns=(), wait_s=150.0)
+    )
+    await asyncio.sleep(0.1)
+    await asyncio.to_thread(kill, shard)
+    taken = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=90.0)
+    assert (
+        await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in taken]) == []
+    )
+    assert (await waiting)[0].uid in SIZES
 
 
-def test_a_snapshot_replaces_the_journal_segments_before_its_cut(
-    make: Make, tmp_path: Path
-) -> None:
+async def test_a_snapshot_replaces_the_journal_segments_before_its_cut(make: Make, tmp_path: Path):
     shard, snapshot = make(), tmp_path / "snapshot"
-
-    async def main() -> int:
-        await ExperienceQueue([shard], "me").admit_prompts(prompts(), 0)
-        cut = await shard.call(DurableShard.rotate_journal)
-        await shard.call(DurableShard.write_snapshot, cut, snapshot)
-        await shard.call(DurableShard.discard_before, cut)
-        await shard.call(DurableShard.close)
-        return cut
-
-    cut = asyncio.run(main())
+    await ExperienceQueue([shard], "me").admit_prompts(prompts(), 0)
+    cut = await shard.call(DurableShard.rotate_journal)
+    await shard.call(DurableShard.write_snapshot, cut, snapshot)
+    await shard.call(DurableShard.discard_before, cut)
+    await shard.call(DurableShard.close)
     assert list_segments(tmp_path / "shard-0") == [cut]
     state, _ = recover_state(STAGES, None, SnapshotBase(snapshot))
     assert state.groups.keys() == SIZES.keys()
 
 
-def test_a_shard_without_a_journal_does_not_come_back(make: Make) -> None:
+async def test_a_shard_without_a_journal_does_not_come_back(make: Make):
     shard = make(journal=False)
-
-    async def main() -> None:
+    await shard.call(QueueShard.get_stats)
+    await asyncio.to_thread(kill, shard)
+    with pytest.raises(ActorLostError, match=r"shard-0\.get_endpoint: the actor died"):
         await shard.call(QueueShard.get_stats)
-        await asyncio.to_thread(kill, shard)
-        with pytest.raises(ActorLostError, match=r"shard-0\.get_endpoint: the actor died"):
-            await shard.call(QueueShard.get_stats)
-
-    asyncio.run(main())
 
 
-def test_an_unreachable_shard_is_named_with_its_address(
+async def test_an_unreachable_shard_is_named_with_its_address(
     make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(queue_shard, "RECONNECT_S", 0.5)
     shard = make()
 
     async def nowhere(_: Any) -> RpcEndpoint:
         return RpcEndpoint("127.0.0.1", 1, bytes(32))
 
-    async def main() -> None:
-        replies = type("Method", (), {"remote": staticmethod(lambda: nowhere(None))})
-        shard.actor = type("Actor", (), {"get_endpoint": replies})
-        with pytest.raises(ActorLostError, match=r"shard-0\.get_stats: 127\.0\.0\.1:1 cannot be"):
-            await shard.call(QueueShard.get_stats)
-
-    asyncio.run(main())
+    replies = type("Method", (), {"remote": staticmethod(lambda: nowhere(None))})
+    shard.actor = type("Actor", (), {"get_endpoint": replies})
+    with pytest.raises(ActorLostError, match=r"shard-0\.get_stats: 127\.0\.0\.1:1 cannot be"):
+        await shard.call(QueueShard.get_stats)
 
 
 @pytest.mark.slow
-def test_a_long_call_survives_repeated_connection_losses(
+async def test_a_long_call_survives_repeated_connection_losses(
     make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(queue_shard, "RECONNECT_S", 0.5)
     shard = make(groups=1)
-
-    async def main() -> None:
-        queue = ExperienceQueue([shard], "me")
-        admitting = asyncio.create_task(queue.admit_prompts(prompts()[:2], 0))
-        for _ in range(2):
-            await asyncio.sleep(1.0)
-            connection = await shard._get_connection()
-            async with asyncio.timeout(30.0):
-                while not connection._pending_replies:
-                    await asyncio.sleep(0.01)
-            connection.close()
-        (first,) = (await shard.call(QueueShard.get_stats)).uids
-        await queue.remove_groups([first], 1)
-        await admitting
-        assert {first, *(await shard.call(QueueShard.get_stats)).uids} == {"0:0:0", "0:1:0"}
-
-    asyncio.run(main())
+    queue = ExperienceQueue([shard], "me")
+    admitting = asyncio.create_task(queue.admit_prompts(prompts()[:2], 0))
+    for _ in range(2):
+        await asyncio.sleep(1.0)
+        connection = await shard._get_connection()
+        async with asyncio.timeout(30.0):
+            while not connection._pending_replies:
+                await asyncio.sleep(0.01)
+        connection.close()
+    (first,) = (await shard.call(QueueShard.get_stats)).uids
+    await queue.remove_groups([first], 1)
+    await admitting
+    assert {first, *(await shard.call(QueueShard.get_stats)).uids} == {"0:0:0", "0:1:0"}
 
 
-def test_every_event_loop_and_process_has_a_connection_of_its_own(make: Make) -> None:
+def test_every_event_loop_and_process_has_a_connection_of_its_own(make: Make):
     shard = make()
     with asyncio.Runner() as one, asyncio.Runner() as other:
         one.run(shard.call(QueueShard.admit_prompts, [("0:0:0", b"", 0)], wait_s=1.0))

@@ -81,28 +81,28 @@ async def updated(rank: Rank, generator: Generator) -> tuple[int, float]:
     return fetched.num_bytes, fetched.copied_bytes
 
 
-def test_whole_weights_are_loaded_in_place_without_moving_bytes() -> None:
+def test_whole_weights_are_loaded_in_place_without_moving_bytes():
     generator = Generator()
     assert asyncio.run(updated(rank := Rank(gathers=False), generator)) == (0, 0)
     assert generator.calls == ["pause", (["weight"], 3), "resume"]
     assert not rank.filled
 
 
-def test_sharded_weights_are_resharded_into_the_generators_storage() -> None:
+def test_sharded_weights_are_resharded_into_the_generators_storage():
     generator = Generator()
     assert asyncio.run(updated(rank := Rank(gathers=True), generator)) == (12, 4)
     assert generator.calls == ["storage", "pause", 3, "resume"]
     assert rank.filled == [3]
 
 
-def test_weights_are_gathered_if_the_storage_cannot_be_filled() -> None:
+def test_weights_are_gathered_if_the_storage_cannot_be_filled():
     generator = Generator()
     # The generator itself reports bytes that it copies during load_weights.
     assert asyncio.run(updated(Rank(gathers=True, fills=False), generator)) == (8, 0)
     assert generator.calls == ["storage", "pause", (["weight"], 3), "resume"]
 
 
-def test_a_superseded_version_is_not_activated() -> None:
+def test_a_superseded_version_is_not_activated():
     async def late() -> None:
         shared_weights, generator = SharedWeights(), Generator()
         await shared_weights.attach_generator(generator, should_fill_storage=True)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ class FollowerRank:
 
 
 @pytest.mark.parametrize("fills", [True, False])
-def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool) -> None:
+def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool):
     async def recorded() -> list[Any]:
         shared_weights, follower_rank = SharedWeights(), FollowerRank()
         await shared_weights.attach_follower_rank(follower_rank)  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool) -> No
     assert asyncio.run(recorded()) == ([] if fills else [["weight"]]) + ["sleep"]
 
 
-def test_whole_weights_can_be_filled_into_a_sharded_generator() -> None:
+def test_whole_weights_can_be_filled_into_a_sharded_generator():
     async def filled() -> list[int]:
         shared_weights, rank = SharedWeights(), Rank(gathers=False)
         await shared_weights.attach_generator(Generator(), should_fill_storage=True)  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ def test_whole_weights_can_be_filled_into_a_sharded_generator() -> None:
 
 
 @pytest.mark.parametrize("releases", [True, False])
-def test_the_kv_cache_is_freed_for_training_only_if_requested(releases: bool) -> None:
+def test_the_kv_cache_is_freed_for_training_only_if_requested(releases: bool):
     async def trained() -> tuple[list[Any], dict[str, float]]:
         shared_weights, generator = SharedWeights(), Generator()
         await shared_weights.attach_generator(generator, should_fill_storage=False)  # type: ignore[arg-type]

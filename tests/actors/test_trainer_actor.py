@@ -93,24 +93,20 @@ RENDEZVOUS = RendezvousInfo(
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_an_offloaded_optimizer_is_in_device_memory_only_while_needed(leads: bool) -> None:
+async def test_an_offloaded_optimizer_is_in_device_memory_only_while_needed(leads: bool):
     calls: list[str] = []
-
-    async def main() -> None:
-        shared_weights = SharedWeights()
-        actor = TrainerActor(shared_weights)
-        starting = asyncio.create_task(
-            actor.start(make_context(Rank(calls), LITTLE_MEMORY), 1, RENDEZVOUS, Path("checkpoint"))
-        )
-        await shared_weights.wait_for_trainer(10.0)
-        # From now on a generator may allocate its memory.
-        calls.append("generator comes")
-        await starting
-        if leads:
-            await shared_weights.attach_generator(Generator(calls), should_fill_storage=False)  # type: ignore[arg-type]
-        await actor.save_checkpoint(Path("model"), Path("state"))
-
-    asyncio.run(main())
+    shared_weights = SharedWeights()
+    actor = TrainerActor(shared_weights)
+    starting = asyncio.create_task(
+        actor.start(make_context(Rank(calls), LITTLE_MEMORY), 1, RENDEZVOUS, Path("checkpoint"))
+    )
+    await shared_weights.wait_for_trainer(10.0)
+    # From now on a generator may allocate its memory.
+    calls.append("generator comes")
+    await starting
+    if leads:
+        await shared_weights.attach_generator(Generator(calls), should_fill_storage=False)  # type: ignore[arg-type]
+    await actor.save_checkpoint(Path("model"), Path("state"))
     begins = ["load_training_state", "offload_optimizer", "generator comes"]
     saves = ["save_training_state", "save_model", "offload_optimizer"]
     if leads:
@@ -118,20 +114,16 @@ def test_an_offloaded_optimizer_is_in_device_memory_only_while_needed(leads: boo
     assert calls == [*begins, *saves]
 
 
-def test_a_generator_that_may_sample_keeps_its_kv_cache() -> None:
+async def test_a_generator_that_may_sample_keeps_its_kv_cache():
     calls: list[str] = []
-
-    async def main() -> None:
-        shared_weights = SharedWeights()
-        actor = TrainerActor(shared_weights)
-        await actor.start(make_context(Rank(calls), LITTLE_MEMORY), 1, RENDEZVOUS, None)
-        await shared_weights.attach_generator(Generator(calls), should_fill_storage=False)  # type: ignore[arg-type]
-        await shared_weights.invalidate_weights()
-        for what in ("changed", "sent again"):
-            calls.append(what)
-            await actor.publish_weights(3, (), False)
-
-    asyncio.run(main())
+    shared_weights = SharedWeights()
+    actor = TrainerActor(shared_weights)
+    await actor.start(make_context(Rank(calls), LITTLE_MEMORY), 1, RENDEZVOUS, None)
+    await shared_weights.attach_generator(Generator(calls), should_fill_storage=False)  # type: ignore[arg-type]
+    await shared_weights.invalidate_weights()
+    for what in ("changed", "sent again"):
+        calls.append(what)
+        await actor.publish_weights(3, (), False)
     changed, again = calls.index("changed"), calls.index("sent again")
     assert "sleep" in calls[changed:again]
     assert "sleep" not in calls[again:]
@@ -200,7 +192,7 @@ def values(manifest: WeightManifest | None) -> list[float]:
     return sorted({float(value) for tensor in tensors.values() for value in tensor.unique()})
 
 
-async def test_all_ranks_finish_gathering_after_a_failed_send() -> None:
+async def test_all_ranks_finish_gathering_after_a_failed_send():
     first, other, writer = ShardedRank(), ShardedRank(), Full()
     actor, other_actor = await start_actor(first, 0, {POLICY: writer}), await start_actor(other, 1)
     writer.failures = 1
@@ -213,7 +205,7 @@ async def test_all_ranks_finish_gathering_after_a_failed_send() -> None:
     assert first.gathered == other.gathered == [4, 4]
 
 
-async def test_a_reference_is_updated_once_across_failed_sends() -> None:
+async def test_a_reference_is_updated_once_across_failed_sends():
     first, other, writer = ShardedRank(), ShardedRank(), Full()
     actor = await start_actor(first, 0, {EMA_REFERENCE: writer})
     other_actor = await start_actor(other, 1)
@@ -232,7 +224,7 @@ async def test_a_reference_is_updated_once_across_failed_sends() -> None:
 @pytest.mark.parametrize(("resumes", "first"), [(False, 2.0), (True, 1.0)])
 async def test_a_failed_first_publish_leaves_the_reference_on_its_schedule(
     tmp_path: Path, resumes: bool, first: float
-) -> None:
+):
     rank = ShardedRank()
     saved = EmaReference(decay=0.5)
     saved.update_from_policy(rank.full_state(), moves=True)
@@ -246,7 +238,7 @@ async def test_a_failed_first_publish_leaves_the_reference_on_its_schedule(
     assert values(await actor.publish_reference(6, [])) == [(first + 4.0) / 2]
 
 
-async def test_only_rank_0_reads_unsharded_parameters() -> None:
+async def test_only_rank_0_reads_unsharded_parameters():
     rank = ShardedRank(has_sharded_params=False)
     assert await (await start_actor(rank, 1)).publish_weights(1, [], False) is None
     assert rank.gathered == []

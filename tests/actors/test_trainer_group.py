@@ -59,7 +59,7 @@ PUBLISHES_REFERENCE = ["publish_reference begins", "publish_reference ends"]
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_a_model_and_its_ema_reference_are_published_one_after_the_other(zero_stage: int) -> None:
+def test_a_model_and_its_ema_reference_are_published_one_after_the_other(zero_stage: int):
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=zero_stage)
@@ -70,7 +70,7 @@ def test_a_model_and_its_ema_reference_are_published_one_after_the_other(zero_st
 
 
 @pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
-def test_a_round_waits_for_a_publish_that_gathers_parameters(zero_stage: int, waits: bool) -> None:
+def test_a_round_waits_for_a_publish_that_gathers_parameters(zero_stage: int, waits: bool):
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=zero_stage)
@@ -84,7 +84,7 @@ def test_a_round_waits_for_a_publish_that_gathers_parameters(zero_stage: int, wa
     run_virtual(scenario())
 
 
-def test_all_ranks_agree_which_versions_get_a_logprob_check_also_on_retries() -> None:
+def test_all_ranks_agree_which_versions_get_a_logprob_check_also_on_retries():
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=3)
@@ -107,7 +107,7 @@ def test_all_ranks_agree_which_versions_get_a_logprob_check_also_on_retries() ->
 
 
 @pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
-def test_a_publish_that_gathers_waits_for_the_current_round(zero_stage: int, waits: bool) -> None:
+def test_a_publish_that_gathers_waits_for_the_current_round(zero_stage: int, waits: bool):
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=zero_stage)
@@ -121,7 +121,7 @@ def test_a_publish_that_gathers_waits_for_the_current_round(zero_stage: int, wai
     run_virtual(scenario())
 
 
-def test_tensor_parallel_ranks_train_the_same_micro_batch_and_count_once() -> None:
+def test_tensor_parallel_ranks_train_the_same_micro_batch_and_count_once():
     async def scenario() -> None:
         ranks = [Rank() for _ in range(4)]
         for i, rank in enumerate(ranks):

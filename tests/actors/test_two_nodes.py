@@ -188,7 +188,7 @@ except ConfigError as error:
 
 
 @pytest.mark.slow
-def test_an_existing_cluster_accepts_only_its_own_token(nodes: Nodes) -> None:
+def test_an_existing_cluster_accepts_only_its_own_token(nodes: Nodes):
     wrong = {TOKEN_VARIABLE: "0" * 64}
     without = {"RAY_AUTH_MODE": "disabled"}
     scripts = [
@@ -214,7 +214,7 @@ def node_of(actor: Any) -> str:
 @pytest.mark.slow
 def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and_restarts(
     nodes: Nodes,
-) -> None:
+):
     here, there = nodes.ids
     registry = make_registry(ranks=2)
     registry.create_roles(there, print)
@@ -243,7 +243,7 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
 
 
 @pytest.mark.slow
-def test_ranks_leave_room_for_a_generator_of_many_devices(nodes: Nodes) -> None:
+def test_ranks_leave_room_for_a_generator_of_many_devices(nodes: Nodes):
     wait_until_free()
     # Two models of two ranks on a node each would leave no node with seven.
     registry = make_registry(ranks=2, tensor_parallel=7)
@@ -280,9 +280,7 @@ def make_registry(*, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
 
 
 @pytest.mark.slow
-def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(
-    nodes: Nodes,
-) -> None:
+def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(nodes: Nodes):
     wait_until_free()
     taken = reserve_bundles([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
     registry = make_registry(ranks=3)
@@ -300,7 +298,7 @@ def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(
 @pytest.mark.slow
 def test_placement_is_all_or_nothing_if_a_model_has_no_room_on_the_node(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     _, there = nodes.ids
     monkeypatch.setattr(placement_groups, "CAPACITY_WAIT_S", 2.0)
     wait_until_free()
@@ -362,7 +360,7 @@ class Reader:
 
 
 @pytest.mark.slow
-def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path) -> None:
+def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path):
     names = ["generator-0", "generator-1"]
     strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.ids]
     make_publisher: Any = ray.remote(Publisher)
@@ -384,7 +382,7 @@ def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path) -> N
         ray.kill(actor)
 
 
-def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path) -> None:
+def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path):
     actors: dict[str, Any] = {}
 
     def create(name: str, actor_class: Any, arguments: Any, *, options: Any) -> Any:

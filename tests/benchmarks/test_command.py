@@ -36,12 +36,12 @@ def measure(arguments: argparse.Namespace) -> Mapping[str, Any]:
 )
 def test_quick_sets_defaults_and_options_override_them(
     words: list[str], steps: int, seeds: list[int]
-) -> None:
+):
     parsed = make_parser().parse(words)
     assert (parsed.steps, parsed.seeds) == (steps, seeds)
 
 
-def test_standard_output_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_output_is_one_json_object(capsys: pytest.CaptureFixture[str]):
     run_benchmark(make_parser(), measure, ["--json"])
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"steps": 20} and captured.out.count("\n") == 1
@@ -57,7 +57,7 @@ def test_standard_output_is_one_json_object(capsys: pytest.CaptureFixture[str]) 
 )
 def test_a_failure_is_one_line_and_an_exit_code(
     error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     def fail(arguments: argparse.Namespace) -> Mapping[str, Any]:
         raise error
 
@@ -77,7 +77,7 @@ def test_a_failure_is_one_line_and_an_exit_code(
         (["no-such-command"], "a command: .*No such file"),
     ],
 )
-def test_a_command_that_fails_or_hangs_is_an_error(words: list[str], rule: str) -> None:
+def test_a_command_that_fails_or_hangs_is_an_error(words: list[str], rule: str):
     hangs = "sleep 60" in " ".join(words)
     started = time.monotonic()
     with pytest.raises(BenchmarkError, match=rule):

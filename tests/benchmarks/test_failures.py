@@ -48,7 +48,7 @@ class Worker:
 
 
 @pytest.mark.usefixtures("ray_is_up")
-def test_a_wait_for_actors_ends_with_the_first_that_fails() -> None:
+def test_a_wait_for_actors_ends_with_the_first_that_fails():
     healthy, dying = start_actor(Worker), start_actor(Worker)
     answers = [healthy.answer.remote(n) for n in (1, 2)]
     hanging = healthy.hang.remote()
@@ -100,7 +100,7 @@ def slow(name: str) -> Any:
 @pytest.mark.parametrize("name", ["score-0", "shard-0", slow("put-0"), slow("train-0")])
 def test_the_queue_benchmark_ends_when_an_actor_dies(
     name: str, actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(queue, "flow", kill_during(queue.flow, actors, name, least=1000))
     with pytest.raises(ActorLostError):
         queue.stream_queue(1024, shards=1, journal=False, num_groups=1000, **WORKERS)
@@ -110,7 +110,7 @@ def test_the_queue_benchmark_ends_when_an_actor_dies(
 @pytest.mark.parametrize("name", ["score", slow("put"), slow("train")])
 def test_a_peers_benchmark_ends_when_a_worker_dies(
     name: str, actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(queue_peers, "run", kill_during(queue_peers.run, actors, name, least=1000))
     with pytest.raises(ActorLostError):
         queue_peers.ray_queue(1024, num_groups=1000, **WORKERS)
@@ -131,7 +131,7 @@ run_ranks(work, 2, Path({folder!r}))
 """
 
 
-def test_the_resharding_benchmark_ends_when_a_rank_dies(tmp_path: Path) -> None:
+def test_the_resharding_benchmark_ends_when_a_rank_dies(tmp_path: Path):
     command = [sys.executable, "-c", DYING_RANK.format(folder=str(tmp_path))]
     result = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, cwd=ROOT)
     assert result.returncode == 1
@@ -139,7 +139,7 @@ def test_the_resharding_benchmark_ends_when_a_rank_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_one_line_and_code_1_when_a_process_is_killed() -> None:
+def test_the_command_ends_with_one_line_and_code_1_when_a_process_is_killed():
     command = [sys.executable, "-m", "benchmarks.queue", "--quick", "--share=1", "--peers"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:

@@ -238,7 +238,7 @@ def get_module(check: Callable[[Figures], None]) -> str:
     return f"published.{name}" if name.endswith("_fit") else name
 
 
-def test_every_benchmark_has_a_test_of_its_quick_form() -> None:
+def test_every_benchmark_has_a_test_of_its_quick_form():
     names = set()
     for path in (ROOT / "benchmarks").rglob("*.py"):
         # A file *_peer.py is run by another system's Python.
@@ -256,7 +256,7 @@ def test_every_benchmark_has_a_test_of_its_quick_form() -> None:
     ],
     ids=get_module,
 )
-def test_a_benchmark_runs_in_its_quick_form(check: Callable[[Figures], None]) -> None:
+def test_a_benchmark_runs_in_its_quick_form(check: Callable[[Figures], None]):
     name = get_module(check)
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", *MORE_OPTIONS.get(name, ())]
     result = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, cwd=ROOT)

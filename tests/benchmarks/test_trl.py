@@ -29,7 +29,7 @@ def play(launch: Launch, folder: Path, *, deadline_s: float = 60.0) -> trl.Figur
     return trl.play(launch, folder, length=Length(3, 1), deadline_s=deadline_s)
 
 
-def test_trl_gets_the_settings_of_the_recipe(tmp_path: Path) -> None:
+def test_trl_gets_the_settings_of_the_recipe(tmp_path: Path):
     task = trl.Task(trl.DEMO, ["trainer.lr=3e-4"], ROOT / "rows.jsonl")
     spec = trl.peer_spec(task, 30, tmp_path)
     assert (spec.groups, spec.group_size, spec.max_new_tokens) == (32, 8, 12)
@@ -38,7 +38,7 @@ def test_trl_gets_the_settings_of_the_recipe(tmp_path: Path) -> None:
     assert spec.model.endswith("examples/arithmetic/build/base_model")
 
 
-def test_both_sides_get_the_same_model_and_rows_for_the_long_tailed_task(tmp_path: Path) -> None:
+def test_both_sides_get_the_same_model_and_rows_for_the_long_tailed_task(tmp_path: Path):
     task = trl.make_long_tailed(tmp_path, [])
     spec, config = trl.peer_spec(task, 10, tmp_path), task.config()
     assert spec.model == config.model.path == str(tmp_path / "model")
@@ -51,7 +51,7 @@ def test_both_sides_get_the_same_model_and_rows_for_the_long_tailed_task(tmp_pat
     assert all(len(ids) == trl.PROMPT_TOKENS and min(ids) >= 4 for ids in prompts)
 
 
-def test_figures_leave_the_first_steps_out(tmp_path: Path) -> None:
+def test_figures_leave_the_first_steps_out(tmp_path: Path):
     # The first step ends 20 s after the command, and takes long.
     steps = [Step(1020.0, 9.0, 300.0, 0.5)]
     steps += [Step(1020.0 + i, seconds, 100.0, 0.5) for i, seconds in enumerate((1.0, 2.0, 3.0))]
@@ -62,7 +62,7 @@ def test_figures_leave_the_first_steps_out(tmp_path: Path) -> None:
     assert figures["tokens_per_s"] == 50.0
 
 
-def test_ratios_are_ours_over_trls_round_by_round() -> None:
+def test_ratios_are_ours_over_trls_round_by_round():
     names = ("step_s", "step_s_mean", "tokens_per_s", "start_s", "cpu_step_s")
     peer = dict.fromkeys((*names, "peak_rss_mb", "peak_pss_mb"), 4.0)
     ours = {**dict.fromkeys(peer, 2.0), "tokens_per_s": 8.0}
@@ -79,13 +79,13 @@ def test_ratios_are_ours_over_trls_round_by_round() -> None:
 )
 def test_a_failed_or_short_run_is_an_error_with_its_last_line(
     tmp_path: Path, program: str, message: str
-) -> None:
+):
     with pytest.raises(RunError, match=message):
         play(python(program), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_side_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_a_side_that_hangs_is_killed_with_its_children(tmp_path: Path):
     child = "import time; time.sleep(600)"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with pytest.raises(RunError, match=r"made 0 of 3 steps in --deadline=3 s"):
@@ -99,7 +99,7 @@ def test_a_side_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
 
 def test_a_failure_of_either_side_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setattr(trl, "launch_streamrl", lambda *_: python("raise SystemExit('no room')"))
     with pytest.raises(SystemExit) as exit_info:
         trl.main(["--tasks", "long_tailed", "--quick", "--python", sys.executable])
@@ -120,7 +120,7 @@ def test_a_failure_of_either_side_is_one_line(
 )
 def test_a_bad_argument_is_one_clear_line(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     with pytest.raises(SystemExit) as exit_info:
         trl.main(words)
     captured = capsys.readouterr()
@@ -141,9 +141,7 @@ def working_tree() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_process_tree_counts_memory_and_processor_time(
-    working_tree: subprocess.Popen[str],
-) -> None:
+def test_a_process_tree_counts_memory_and_processor_time(working_tree: subprocess.Popen[str]):
     assert working_tree.stdout is not None
     with ProcessTree(working_tree.pid) as tree:
         assert working_tree.stdout.readline() == "done\n"

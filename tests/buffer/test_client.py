@@ -12,9 +12,10 @@ from streamrl.buffer.codec import LARGE_BLOB_BYTES
 from streamrl.buffer.leases import OverdueLease
 from streamrl.errors import ContractError, DeadlineError
 from streamrl.messages import Columns, FilteredGroup, GroupOutcome
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
+
+pytestmark = pytest.mark.virtual_time
 
 
 def large(value: int) -> Columns:
@@ -30,247 +31,197 @@ def large(value: int) -> Columns:
     }
 
 
-def test_large_columns_survive_a_shard_restart() -> None:
-    async def main() -> None:
-        (shard,) = shards = local_shards(1)
-        queue = ExperienceQueue(shards, "me")
-        await queue.admit_prompts([prompt("0:0:0")], 0)
-        await do(queue, "generate", large(7))
-        shard.kill()
-        shard.revive()
-        (scoring,) = await take_all(queue, "reward", ("token_ids", "lengths"))
-        assert (scoring.columns["token_ids"] == 7).all()
-        assert scoring.columns["lengths"] == scoring.columns["token_ids"].size
-
-    run_virtual(main())
+async def test_large_columns_survive_a_shard_restart():
+    (shard,) = shards = local_shards(1)
+    queue = ExperienceQueue(shards, "me")
+    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await do(queue, "generate", large(7))
+    shard.kill()
+    shard.revive()
+    (scoring,) = await take_all(queue, "reward", ("token_ids", "lengths"))
+    assert (scoring.columns["token_ids"] == 7).all()
+    assert scoring.columns["lengths"] == scoring.columns["token_ids"].size
 
 
-def test_failed_commit_waits_for_all_shards_before_raising() -> None:
-    async def main() -> None:
-        shards = local_shards(2)
-        queue = ExperienceQueue(shards, "me")
-        await queue.admit_prompts([prompt(uid) for uid in UIDS[:8]], 0)
-        leases = {
-            queue.get_shard_index(group.uid): group.lease
-            for group in await take_all(queue, "generate")
-        }
-        shards[1].log.write_s = 5.0
-        columns = large(7)
-        bad = {**large(7), "lengths": np.array([3], np.int32)}
-        with pytest.raises(ContractError, match="token_ids"):
-            await queue.commit_columns([(leases[0], bad), (leases[1], columns)])
-        # From here on the caller may change the columns.
-        columns["token_ids"][:] = 99
-        shards[1].log.write_s = 0.0
-        shards[1].kill()
-        shards[1].revive()
-        (scoring,) = await take_all(queue, "reward", ("token_ids",))
-        assert (scoring.columns["token_ids"] == 7).all()
-
-    run_virtual(main())
+async def test_failed_commit_waits_for_all_shards_before_raising():
+    shards = local_shards(2)
+    queue = ExperienceQueue(shards, "me")
+    await queue.admit_prompts([prompt(uid) for uid in UIDS[:8]], 0)
+    leases = {
+        queue.get_shard_index(group.uid): group.lease for group in await take_all(queue, "generate")
+    }
+    shards[1].log.write_s = 5.0
+    columns = large(7)
+    bad = {**large(7), "lengths": np.array([3], np.int32)}
+    with pytest.raises(ContractError, match="token_ids"):
+        await queue.commit_columns([(leases[0], bad), (leases[1], columns)])
+    # From here on the caller may change the columns.
+    columns["token_ids"][:] = 99
+    shards[1].log.write_s = 0.0
+    shards[1].kill()
+    shards[1].revive()
+    (scoring,) = await take_all(queue, "reward", ("token_ids",))
+    assert (scoring.columns["token_ids"] == 7).all()
 
 
-def test_admission_waits_for_capacity_over_several_requests() -> None:
-    async def main() -> None:
-        queue = ExperienceQueue(local_shards(1, capacity=1), "me")
-        await queue.admit_prompts([prompt("a")], 0)
-        with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
-            await queue.admit_prompts([prompt("b")], 0, wait_s=50.0)
-        assert asyncio.get_running_loop().time() == pytest.approx(50.0, abs=1.0)
-        waiting = asyncio.create_task(queue.admit_prompts([prompt("b")], 0, wait_s=math.inf))
-        await asyncio.sleep(10_000.0)
-        assert not waiting.done()
-        await queue.remove_groups(["a"], 1)
-        await waiting
-
-    run_virtual(main())
+async def test_admission_waits_for_capacity_over_several_requests():
+    queue = ExperienceQueue(local_shards(1, capacity=1), "me")
+    await queue.admit_prompts([prompt("a")], 0)
+    with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
+        await queue.admit_prompts([prompt("b")], 0, wait_s=50.0)
+    assert asyncio.get_running_loop().time() == pytest.approx(50.0, abs=1.0)
+    waiting = asyncio.create_task(queue.admit_prompts([prompt("b")], 0, wait_s=math.inf))
+    await asyncio.sleep(10_000.0)
+    assert not waiting.done()
+    await queue.remove_groups(["a"], 1)
+    await waiting
 
 
 # Location of groups
 
 
-def test_shard_index_is_equal_in_every_process() -> None:
-    async def main() -> None:
-        shards = local_shards(3)
-        first_queue, second_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        await first_queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-        indices = [first_queue.get_shard_index(uid) for uid in UIDS]
-        assert indices == [second_queue.get_shard_index(uid) for uid in UIDS]
-        assert indices == [zlib.crc32(uid.encode()) % 3 for uid in UIDS]
-        for i, shard in enumerate(shards):
-            shard_uids = {uid for uid, index in zip(UIDS, indices, strict=True) if index == i}
-            assert set((await shard.call(QueueShard.get_stats)).uids) == shard_uids != set()
-
-    run_virtual(main())
+async def test_shard_index_is_equal_in_every_process():
+    shards = local_shards(3)
+    first_queue, second_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+    await first_queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    indices = [first_queue.get_shard_index(uid) for uid in UIDS]
+    assert indices == [second_queue.get_shard_index(uid) for uid in UIDS]
+    assert indices == [zlib.crc32(uid.encode()) % 3 for uid in UIDS]
+    for i, shard in enumerate(shards):
+        shard_uids = {uid for uid, index in zip(UIDS, indices, strict=True) if index == i}
+        assert set((await shard.call(QueueShard.get_stats)).uids) == shard_uids != set()
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_every_group_is_leased_once_from_any_shard(shards: int) -> None:
-    async def main() -> None:
-        queue = queue_of(shards)
+async def test_every_group_is_leased_once_from_any_shard(shards: int):
+    queue = queue_of(shards)
+    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    leased = [experience.uid for experience in await take_all(queue, "generate")]
+    assert sorted(leased) == sorted(UIDS)
+
+
+async def test_full_shard_blocks_admission_until_its_deadline():
+    queue = ExperienceQueue(local_shards(2, capacity=1), "me")
+    with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
         await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-        leased = [experience.uid for experience in await take_all(queue, "generate")]
-        assert sorted(leased) == sorted(UIDS)
-
-    run_virtual(main())
+    assert len((await queue.get_stats()).uids) == 2
 
 
-def test_full_shard_blocks_admission_until_its_deadline() -> None:
-    async def main() -> None:
-        queue = ExperienceQueue(local_shards(2, capacity=1), "me")
-        with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
-            await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-        assert len((await queue.get_stats()).uids) == 2
-
-    run_virtual(main())
-
-
-def test_read_columns_by_uid() -> None:
-    async def main() -> None:
-        queue, uids = queue_of(2), UIDS[:6]
-        await queue.admit_prompts([prompt(uid) for uid in uids], 0)
-        await do(queue, "generate", rollouts(version=3))
-        columns_by_uid = await queue.read_columns(uids, ("policy_version", "lengths"))
-        assert set(columns_by_uid) == set(uids)
-        assert all(columns["lengths"].tolist() == [5, 5] for columns in columns_by_uid.values())
-        assert all(
-            columns.keys() == {"policy_version", "lengths"} for columns in columns_by_uid.values()
-        )
-        stats = await queue.end_step([], 1)
-        assert set(stats.uids) == set(uids)
-        assert stats.depth["reward"] >= 0
-
-    run_virtual(main())
+async def test_read_columns_by_uid():
+    queue, uids = queue_of(2), UIDS[:6]
+    await queue.admit_prompts([prompt(uid) for uid in uids], 0)
+    await do(queue, "generate", rollouts(version=3))
+    columns_by_uid = await queue.read_columns(uids, ("policy_version", "lengths"))
+    assert set(columns_by_uid) == set(uids)
+    assert all(columns["lengths"].tolist() == [5, 5] for columns in columns_by_uid.values())
+    assert all(
+        columns.keys() == {"policy_version", "lengths"} for columns in columns_by_uid.values()
+    )
+    stats = await queue.end_step([], 1)
+    assert set(stats.uids) == set(uids)
+    assert stats.depth["reward"] >= 0
 
 
-def test_read_columns_of_several_stages() -> None:
-    async def main() -> None:
-        queue = queue_of(2)
-        await queue.admit_prompts([prompt("0:0:0")], 0)
-        await finish(queue)
-        columns_by_uid = await queue.read_columns(["0:0:0"], ("scores", "lengths", "ref_logprobs"))
-        assert [len(column) for column in columns_by_uid["0:0:0"].values()] == [2, 2, 10]
-
-    run_virtual(main())
+async def test_read_columns_of_several_stages():
+    queue = queue_of(2)
+    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await finish(queue)
+    columns_by_uid = await queue.read_columns(["0:0:0"], ("scores", "lengths", "ref_logprobs"))
+    assert [len(column) for column in columns_by_uid["0:0:0"].values()] == [2, 2, 10]
 
 
-def test_stats_are_summed_over_shards() -> None:
-    async def main() -> None:
-        queue = queue_of(3)
-        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-        await asyncio.sleep(5.0)
-        stats = await queue.end_step(UIDS[:5], 1)
-        assert sorted(stats.uids) == sorted(UIDS[5:])
-        assert stats.depth["generate"] == pytest.approx(20.0, rel=0.01)
-        assert stats.oldest_age_s == pytest.approx(5.0, abs=0.1)
-        assert stats.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
-
-    run_virtual(main())
+async def test_stats_are_summed_over_shards():
+    queue = queue_of(3)
+    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    await asyncio.sleep(5.0)
+    stats = await queue.end_step(UIDS[:5], 1)
+    assert sorted(stats.uids) == sorted(UIDS[5:])
+    assert stats.depth["generate"] == pytest.approx(20.0, rel=0.01)
+    assert stats.oldest_age_s == pytest.approx(5.0, abs=0.1)
+    assert stats.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
 
 
-def test_add_groups_inserts_prompts_with_columns() -> None:
-    async def main() -> None:
-        queue = queue_of(2)
-        new_groups = [(prompt(uid), rollouts(version=2)) for uid in UIDS]
-        await queue.add_groups(new_groups, 2, stage="generate")
-        assert not await take_all(queue, "generate")
-        leased = await take_all(queue, "reward", ("policy_version",))
-        assert sorted(group.uid for group in leased) == sorted(UIDS)
-        assert all(group.columns["policy_version"].max() == 2 for group in leased)
-        assert all(group.prompt is not None and group.prompt.uid == group.uid for group in leased)
-
-    run_virtual(main())
+async def test_add_groups_inserts_prompts_with_columns():
+    queue = queue_of(2)
+    new_groups = [(prompt(uid), rollouts(version=2)) for uid in UIDS]
+    await queue.add_groups(new_groups, 2, stage="generate")
+    assert not await take_all(queue, "generate")
+    leased = await take_all(queue, "reward", ("policy_version",))
+    assert sorted(group.uid for group in leased) == sorted(UIDS)
+    assert all(group.columns["policy_version"].max() == 2 for group in leased)
+    assert all(group.prompt is not None and group.prompt.uid == group.uid for group in leased)
 
 
 # Ends of groups
 
 
-def test_ended_groups_reach_the_last_stage_with_reason_and_without_columns() -> None:
-    async def main() -> None:
-        queue = queue_of(2)
-        await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
-        await do(queue, "generate", rollouts())
-        filtered, failed = await take_all(queue, "reward")
-        await queue.filter_groups([(filtered.lease, FilteredGroup("all 2 rewards are 1"))])
-        await queue.fail_groups([(failed.lease, DeadlineError("no verdict"))])
-        (again,) = await take_all(queue, "reward")
-        await queue.fail_groups([(again.lease, DeadlineError("no verdict"))])
-        ended = {group.uid: group for group in await take_all(queue, "train", ("scores",))}
-        assert ended[filtered.uid].outcome == GroupOutcome(
-            "filtered", "all 2 rewards are 1", filtered=True
-        )
-        assert ended[failed.uid].outcome == GroupOutcome("deadline", "no verdict")
-        assert not ended[failed.uid].columns
-
-    run_virtual(main())
+async def test_ended_groups_reach_the_last_stage_with_reason_and_without_columns():
+    queue = queue_of(2)
+    await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
+    await do(queue, "generate", rollouts())
+    filtered, failed = await take_all(queue, "reward")
+    await queue.filter_groups([(filtered.lease, FilteredGroup("all 2 rewards are 1"))])
+    await queue.fail_groups([(failed.lease, DeadlineError("no verdict"))])
+    (again,) = await take_all(queue, "reward")
+    await queue.fail_groups([(again.lease, DeadlineError("no verdict"))])
+    ended = {group.uid: group for group in await take_all(queue, "train", ("scores",))}
+    assert ended[filtered.uid].outcome == GroupOutcome(
+        "filtered", "all 2 rewards are 1", filtered=True
+    )
+    assert ended[failed.uid].outcome == GroupOutcome("deadline", "no verdict")
+    assert not ended[failed.uid].columns
 
 
-def test_refused_commits_return_their_uids() -> None:
-    async def main() -> None:
-        queue = queue_of(3)
-        await queue.admit_prompts([prompt(uid) for uid in UIDS[:6]], 0)
-        leased = await take_all(queue, "generate")
-        entries = [(group.lease, rollouts()) for group in leased]
-        assert await queue.commit_columns(entries[:4]) == []
-        assert sorted(await queue.commit_columns(entries)) == sorted(
-            group.uid for group in leased[:4]
-        )
-
-    run_virtual(main())
+async def test_refused_commits_return_their_uids():
+    queue = queue_of(3)
+    await queue.admit_prompts([prompt(uid) for uid in UIDS[:6]], 0)
+    leased = await take_all(queue, "generate")
+    entries = [(group.lease, rollouts()) for group in leased]
+    assert await queue.commit_columns(entries[:4]) == []
+    assert sorted(await queue.commit_columns(entries)) == sorted(group.uid for group in leased[:4])
 
 
 # Dead holders and stalls
 
 
-def test_release_holder_requeues_in_every_shard() -> None:
-    async def main() -> None:
-        shards = local_shards(3)
-        dead, alive = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "worker-1")
-        await alive.admit_prompts([prompt(uid) for uid in UIDS], 0)
-        dead_groups = await take_all(dead, "generate")
-        assert len(dead_groups) == 20
-        assert await alive.release_holder("worker-0") == 20
-        assert len(await take_all(alive, "generate")) == 20
-
-    run_virtual(main())
+async def test_release_holder_requeues_in_every_shard():
+    shards = local_shards(3)
+    dead, alive = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "worker-1")
+    await alive.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    dead_groups = await take_all(dead, "generate")
+    assert len(dead_groups) == 20
+    assert await alive.release_holder("worker-0") == 20
+    assert len(await take_all(alive, "generate")) == 20
 
 
-def test_find_overdue_and_locate_groups_cover_all_shards() -> None:
-    async def main() -> None:
-        shards = local_shards(3)
-        slow, watcher = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "coordinator")
-        await watcher.admit_prompts([prompt(uid) for uid in UIDS[:5]], 0)
-        leased = await take_all(slow, "generate")
-        await asyncio.sleep(5.0)
-        overdue = await watcher.find_overdue(4.0)
-        assert sorted(lease.uid for lease in overdue) == sorted(group.uid for group in leased)
-        assert all(
-            isinstance(lease, OverdueLease) and lease.holder == "worker-0" for lease in overdue
-        )
-        locations = await watcher.locate_groups([*UIDS[:2], "0:99:0"])
-        assert locations.keys() == set(UIDS[:2])
-        assert all("held by worker-0 for 6." in phrase for phrase in locations.values())
-        await watcher.requeue_overdue(overdue)
-        assert len(await slow.renew_leases()) == 5
-
-    run_virtual(main())
+async def test_find_overdue_and_locate_groups_cover_all_shards():
+    shards = local_shards(3)
+    slow, watcher = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "coordinator")
+    await watcher.admit_prompts([prompt(uid) for uid in UIDS[:5]], 0)
+    leased = await take_all(slow, "generate")
+    await asyncio.sleep(5.0)
+    overdue = await watcher.find_overdue(4.0)
+    assert sorted(lease.uid for lease in overdue) == sorted(group.uid for group in leased)
+    assert all(isinstance(lease, OverdueLease) and lease.holder == "worker-0" for lease in overdue)
+    locations = await watcher.locate_groups([*UIDS[:2], "0:99:0"])
+    assert locations.keys() == set(UIDS[:2])
+    assert all("held by worker-0 for 6." in phrase for phrase in locations.values())
+    await watcher.requeue_overdue(overdue)
+    assert len(await slow.renew_leases()) == 5
 
 
 @pytest.mark.parametrize("version", [None, "0", 1.5, True, -1, np.int64(1)])
-def test_invalid_version_raises_and_changes_nothing(version: object) -> None:
-    async def main() -> None:
-        (shard,) = local_shards(1)
-        queue = ExperienceQueue([shard], "me")
-        await queue.admit_prompts([prompt("0:0:0")], 0)
-        before = list(shard.log.records)
-        with pytest.raises(ContractError, match="version"):
-            await queue.admit_prompts([prompt("0:1:0")], version)  # type: ignore[arg-type]
-        with pytest.raises(ContractError, match="version"):
-            groups = [(prompt("0:1:0"), rollouts())]
-            await queue.add_groups(groups, version, stage="generate")  # type: ignore[arg-type]
-        with pytest.raises(ContractError, match="version"):
-            await queue.remove_groups(["0:0:0"], version)  # type: ignore[arg-type]
-        assert shard.log.records == before
-        await queue.admit_prompts([prompt("0:1:0")], 1)
-
-    run_virtual(main())
+async def test_invalid_version_raises_and_changes_nothing(version: object):
+    (shard,) = local_shards(1)
+    queue = ExperienceQueue([shard], "me")
+    await queue.admit_prompts([prompt("0:0:0")], 0)
+    before = list(shard.log.records)
+    with pytest.raises(ContractError, match="version"):
+        await queue.admit_prompts([prompt("0:1:0")], version)  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match="version"):
+        groups = [(prompt("0:1:0"), rollouts())]
+        await queue.add_groups(groups, version, stage="generate")  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match="version"):
+        await queue.remove_groups(["0:0:0"], version)  # type: ignore[arg-type]
+    assert shard.log.records == before
+    await queue.admit_prompts([prompt("0:1:0")], 1)

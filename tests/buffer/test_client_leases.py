@@ -9,376 +9,310 @@ import pytest
 from streamrl.buffer import ExperienceQueue
 from streamrl.errors import DeadlineError, StreamError
 from streamrl.messages import FilteredGroup
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
 from tests.fake_shards import CALL_S
 
+pytestmark = pytest.mark.virtual_time
+
 # Requests
 
 
-def test_waiting_lease_call_returns_when_any_shard_gets_a_prompt() -> None:
-    async def main() -> None:
-        queue = queue_of(3)
-        waiting = asyncio.create_task(
-            queue.lease_groups("generate", max_groups=4, columns=(), wait_s=60.0)
+async def test_waiting_lease_call_returns_when_any_shard_gets_a_prompt():
+    queue = queue_of(3)
+    waiting = asyncio.create_task(
+        queue.lease_groups("generate", max_groups=4, columns=(), wait_s=60.0)
+    )
+    await asyncio.sleep(5.0)
+    await queue.admit_prompts([prompt("0:7:0")], 0)
+    (group,) = await waiting
+    assert group.uid == "0:7:0"
+    assert group.prompt is not None and group.prompt.token_ids.tolist() == [1, 2]
+    assert asyncio.get_running_loop().time() < 6.0
+
+
+async def test_request_outlives_the_call():
+    shards = local_shards(1)
+    queue = ExperienceQueue(shards, "me")
+    for _ in range(5):
+        assert not await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
+    cancelled = asyncio.create_task(
+        queue.lease_groups("generate", max_groups=2, columns=(), wait_s=9)
+    )
+    await asyncio.sleep(1.0)
+    cancelled.cancel()
+    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await asyncio.sleep(1.0)
+    # The request of the first call was answered while nobody waited for it.
+    started = asyncio.get_running_loop().time()
+    (group,) = await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
+    assert asyncio.get_running_loop().time() == started
+    assert group.uid == "0:0:0"
+
+
+async def test_surplus_grants_are_kept_for_the_next_call():
+    queue = queue_of(3)
+    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    counts = []
+    for _ in range(6):
+        counts.append(
+            len(await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0))
         )
-        await asyncio.sleep(5.0)
-        await queue.admit_prompts([prompt("0:7:0")], 0)
-        (group,) = await waiting
-        assert group.uid == "0:7:0"
-        assert group.prompt is not None and group.prompt.token_ids.tolist() == [1, 2]
-        assert asyncio.get_running_loop().time() < 6.0
-
-    run_virtual(main())
+    assert counts == [1] * 6
+    assert await queue.renew_leases() == []
 
 
-def test_request_outlives_the_call() -> None:
-    async def main() -> None:
-        shards = local_shards(1)
-        queue = ExperienceQueue(shards, "me")
-        for _ in range(5):
-            assert not await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
-        cancelled = asyncio.create_task(
-            queue.lease_groups("generate", max_groups=2, columns=(), wait_s=9)
-        )
-        await asyncio.sleep(1.0)
-        cancelled.cancel()
-        await queue.admit_prompts([prompt("0:0:0")], 0)
-        await asyncio.sleep(1.0)
-        # The request of the first call was answered while nobody waited for it.
-        started = asyncio.get_running_loop().time()
-        (group,) = await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
-        assert asyncio.get_running_loop().time() == started
-        assert group.uid == "0:0:0"
-
-    run_virtual(main())
+async def test_max_tokens_bounds_a_call_except_a_single_group():
+    queue = queue_of(3)
+    await queue.admit_prompts([prompt(uid) for uid in UIDS[:7]], 0)
+    await do(queue, "generate", rollouts())
+    counts = []
+    while groups := await queue.lease_groups(
+        "reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=20
+    ):
+        counts.append(len(groups))
+    assert max(counts) <= 2 and sum(counts) == 7, "10 tokens each"
 
 
-def test_surplus_grants_are_kept_for_the_next_call() -> None:
-    async def main() -> None:
-        queue = queue_of(3)
-        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-        counts = []
-        for _ in range(6):
-            counts.append(
-                len(await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0))
-            )
-        assert counts == [1] * 6
-        assert await queue.renew_leases() == []
-
-    run_virtual(main())
-
-
-def test_max_tokens_bounds_a_call_except_a_single_group() -> None:
-    async def main() -> None:
-        queue = queue_of(3)
-        await queue.admit_prompts([prompt(uid) for uid in UIDS[:7]], 0)
-        await do(queue, "generate", rollouts())
-        counts = []
-        while groups := await queue.lease_groups(
-            "reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=20
-        ):
-            counts.append(len(groups))
-        assert max(counts) <= 2 and sum(counts) == 7, "10 tokens each"
-
-    run_virtual(main())
-
-
-def test_group_larger_than_max_tokens_is_leased_alone() -> None:
-    async def main() -> None:
-        queue = queue_of(2)
-        await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
-        await do(queue, "generate", rollouts())
-        for _ in range(3):
-            assert (
-                len(
-                    await queue.lease_groups(
-                        "reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=1
-                    )
-                )
-                == 1
-            )
-
-    run_virtual(main())
-
-
-def test_request_is_divided_among_the_shards() -> None:
-    async def main() -> None:
-        shards = local_shards(2)
-        my_queue, your_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        await my_queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+async def test_group_larger_than_max_tokens_is_leased_alone():
+    queue = queue_of(2)
+    await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
+    await do(queue, "generate", rollouts())
+    for _ in range(3):
         assert (
-            0
-            < len(await my_queue.lease_groups("generate", max_groups=4, columns=(), wait_s=1.0))
-            <= 4
+            len(
+                await queue.lease_groups(
+                    "reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=1
+                )
+            )
+            == 1
         )
-        await asyncio.sleep(1.0)
-        assert len(await take_all(your_queue, "generate")) == len(UIDS) - 4
-
-    run_virtual(main())
 
 
-def test_group_age_restarts_with_the_shard() -> None:
-    async def main() -> None:
-        (shard,) = shards = local_shards(1)
-        queue = ExperienceQueue(shards, "me")
-        await queue.admit_prompts([prompt("0:0:0")], 0)
-        await asyncio.sleep(50.0)
-        shard.kill()
-        shard.revive()
-        await asyncio.sleep(2.0)
-        assert (await queue.get_stats()).oldest_age_s == pytest.approx(2.0, abs=0.1)
-
-    run_virtual(main())
+async def test_request_is_divided_among_the_shards():
+    shards = local_shards(2)
+    my_queue, your_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+    await my_queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    assert (
+        0 < len(await my_queue.lease_groups("generate", max_groups=4, columns=(), wait_s=1.0)) <= 4
+    )
+    await asyncio.sleep(1.0)
+    assert len(await take_all(your_queue, "generate")) == len(UIDS) - 4
 
 
-def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases() -> None:
-    async def main() -> None:
-        shards = local_shards(1)
-        queue = ExperienceQueue(shards, "me")
-        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-        asking = asyncio.create_task(
-            queue.lease_groups("generate", max_groups=3, columns=(), wait_s=60.0)
-        )
-        # The grant is in the log, but the reply is still on its way.
-        await asyncio.sleep(1.5 * CALL_S + 0.002)
-        await shards[0].log.append([])
-        shards[0].kill()
-        shards[0].revive()
-        first = await asking
-        assert len(first) == 3
-        second = await queue.lease_groups("generate", max_groups=20, columns=(), wait_s=1.0)
-        assert len(second) == 17
-        assert await queue.commit_columns([(group.lease, rollouts()) for group in first]) == []
+async def test_group_age_restarts_with_the_shard():
+    (shard,) = shards = local_shards(1)
+    queue = ExperienceQueue(shards, "me")
+    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await asyncio.sleep(50.0)
+    shard.kill()
+    shard.revive()
+    await asyncio.sleep(2.0)
+    assert (await queue.get_stats()).oldest_age_s == pytest.approx(2.0, abs=0.1)
 
-    run_virtual(main())
+
+async def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases():
+    shards = local_shards(1)
+    queue = ExperienceQueue(shards, "me")
+    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    asking = asyncio.create_task(
+        queue.lease_groups("generate", max_groups=3, columns=(), wait_s=60.0)
+    )
+    # The grant is in the log, but the reply is still on its way.
+    await asyncio.sleep(1.5 * CALL_S + 0.002)
+    await shards[0].log.append([])
+    shards[0].kill()
+    shards[0].revive()
+    first = await asking
+    assert len(first) == 3
+    second = await queue.lease_groups("generate", max_groups=20, columns=(), wait_s=1.0)
+    assert len(second) == 17
+    assert await queue.commit_columns([(group.lease, rollouts()) for group in first]) == []
 
 
 # Active leases
 
 
-def test_pending_grants_are_renewed() -> None:
-    async def main() -> None:
-        shards = local_shards(2)
-        queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        await queue.admit_prompts([prompt(uid) for uid in UIDS[:4]], 0)
-        assert queue.renew_interval_s == float("inf"), "nothing is held"
-        (first,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert queue.renew_interval_s == pytest.approx(10.0 / 3)
-        taken_uids = {group.uid for group in await take_all(other, "generate")}
-        for _ in range(5):
-            await asyncio.sleep(queue.renew_interval_s)
-            assert await queue.renew_leases() == []
-            await other.renew_leases()
-        assert not await take_all(other, "generate")
-        assert first.uid not in taken_uids
-
-    run_virtual(main())
-
-
-def test_lost_leases_are_reported_once_and_not_returned() -> None:
-    async def main() -> None:
-        shards = local_shards(2)
-        queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        asking = asyncio.create_task(
-            queue.lease_groups("generate", max_groups=2, columns=(), wait_s=5.0)
-        )
-        await asyncio.sleep(1.0)
-        # One group in each shard: the second reply comes after the call has returned.
-        await queue.admit_prompts([prompt("0:0:0")], 0)
-        (pending,) = await asking
-        await queue.admit_prompts([prompt(uid) for uid in UIDS[1:4]], 0)
-        await asyncio.sleep(11.0)
-        taken_uids = [group.uid for group in await take_all(other, "generate")]
-        assert pending.uid in taken_uids
-        lost = {lease.uid for lease in await queue.renew_leases()}
-        assert pending.uid in lost and lost <= set(taken_uids) and len(lost) > 1
+async def test_pending_grants_are_renewed():
+    shards = local_shards(2)
+    queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+    await queue.admit_prompts([prompt(uid) for uid in UIDS[:4]], 0)
+    assert queue.renew_interval_s == float("inf"), "nothing is held"
+    (first,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    assert queue.renew_interval_s == pytest.approx(10.0 / 3)
+    taken_uids = {group.uid for group in await take_all(other, "generate")}
+    for _ in range(5):
+        await asyncio.sleep(queue.renew_interval_s)
         assert await queue.renew_leases() == []
-        assert not await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
-
-    run_virtual(main())
-
-
-def test_lost_pending_grants_are_not_returned() -> None:
-    async def main() -> None:
-        shards = local_shards(2)
-        queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
-        assert {queue.get_shard_index(uid) for uid in UIDS[:2]} == {0, 1}
-        # Both shards reply at once, and one group is enough.
-        (pending,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        await asyncio.sleep(11.0)
-        taken_uids = {group.uid for group in await take_all(other, "generate")}
-        assert taken_uids == {lease.uid for lease in await queue.renew_leases()} == set(UIDS[:2])
-        assert pending.uid in taken_uids
-        assert not await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-
-    run_virtual(main())
+        await other.renew_leases()
+    assert not await take_all(other, "generate")
+    assert first.uid not in taken_uids
 
 
-def test_settled_leases_are_not_renewed() -> None:
-    async def main() -> None:
-        queue = queue_of(2)
-        await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
-        done, failed, filtered = await take_all(queue, "generate")
-        await queue.commit_columns([(done.lease, rollouts())])
-        await queue.filter_groups([(filtered.lease, FilteredGroup("not worth it"))])
-        await queue.fail_groups([(failed.lease, DeadlineError("no"))])
-        (again,) = await take_all(queue, "generate")
-        await queue.fail_groups([(again.lease, DeadlineError("no"))])
-        assert queue.renew_interval_s == float("inf")
-        assert await queue.renew_leases() == []
+async def test_lost_leases_are_reported_once_and_not_returned():
+    shards = local_shards(2)
+    queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+    asking = asyncio.create_task(
+        queue.lease_groups("generate", max_groups=2, columns=(), wait_s=5.0)
+    )
+    await asyncio.sleep(1.0)
+    # One group in each shard: the second reply comes after the call has returned.
+    await queue.admit_prompts([prompt("0:0:0")], 0)
+    (pending,) = await asking
+    await queue.admit_prompts([prompt(uid) for uid in UIDS[1:4]], 0)
+    await asyncio.sleep(11.0)
+    taken_uids = [group.uid for group in await take_all(other, "generate")]
+    assert pending.uid in taken_uids
+    lost = {lease.uid for lease in await queue.renew_leases()}
+    assert pending.uid in lost and lost <= set(taken_uids) and len(lost) > 1
+    assert await queue.renew_leases() == []
+    assert not await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
 
-    run_virtual(main())
+
+async def test_lost_pending_grants_are_not_returned():
+    shards = local_shards(2)
+    queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+    await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
+    assert {queue.get_shard_index(uid) for uid in UIDS[:2]} == {0, 1}
+    # Both shards reply at once, and one group is enough.
+    (pending,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    await asyncio.sleep(11.0)
+    taken_uids = {group.uid for group in await take_all(other, "generate")}
+    assert taken_uids == {lease.uid for lease in await queue.renew_leases()} == set(UIDS[:2])
+    assert pending.uid in taken_uids
+    assert not await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
 
 
-def test_coordinator_does_not_renew_and_forgets_removed_groups() -> None:
-    async def main() -> None:
-        queue = queue_of(1)
-        await queue.admit_prompts([prompt("0:0:0")], 0)
-        await finish(queue)
-        (ready,) = await take_all(queue, "train")
-        assert queue.renew_interval_s == float("inf")
-        released = weakref.ref(ready.lease)
-        del ready
-        await queue.remove_groups(["0:0:0"], 1)
-        gc.collect()
-        assert released() is None
+async def test_settled_leases_are_not_renewed():
+    queue = queue_of(2)
+    await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
+    done, failed, filtered = await take_all(queue, "generate")
+    await queue.commit_columns([(done.lease, rollouts())])
+    await queue.filter_groups([(filtered.lease, FilteredGroup("not worth it"))])
+    await queue.fail_groups([(failed.lease, DeadlineError("no"))])
+    (again,) = await take_all(queue, "generate")
+    await queue.fail_groups([(again.lease, DeadlineError("no"))])
+    assert queue.renew_interval_s == float("inf")
+    assert await queue.renew_leases() == []
 
-    run_virtual(main())
+
+async def test_coordinator_does_not_renew_and_forgets_removed_groups():
+    queue = queue_of(1)
+    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await finish(queue)
+    (ready,) = await take_all(queue, "train")
+    assert queue.renew_interval_s == float("inf")
+    released = weakref.ref(ready.lease)
+    del ready
+    await queue.remove_groups(["0:0:0"], 1)
+    gc.collect()
+    assert released() is None
 
 
 # Pending grants
 
 
-def test_grant_for_other_columns_is_not_lost() -> None:
-    async def main() -> None:
-        queue = queue_of(1)
-        assert not await queue.lease_groups("train", max_groups=1, columns=("scores",), wait_s=0.05)
-        await queue.admit_prompts([prompt("0:0:0")], 0)
-        await finish(queue)
-        await asyncio.sleep(1.0)  # the first request is answered while nobody waits
-        wanted = ("scores", "token_ids")
-        (group,) = await queue.lease_groups("train", max_groups=1, columns=wanted, wait_s=1.0)
-        assert group.columns.keys() == set(wanted)
-        assert group.columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
-
-    run_virtual(main())
+async def test_grant_for_other_columns_is_not_lost():
+    queue = queue_of(1)
+    assert not await queue.lease_groups("train", max_groups=1, columns=("scores",), wait_s=0.05)
+    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await finish(queue)
+    await asyncio.sleep(1.0)  # the first request is answered while nobody waits
+    wanted = ("scores", "token_ids")
+    (group,) = await queue.lease_groups("train", max_groups=1, columns=wanted, wait_s=1.0)
+    assert group.columns.keys() == set(wanted)
+    assert group.columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
 
 
-def test_grants_that_fail_to_decode_stay_for_the_next_call() -> None:
-    async def main() -> None:
-        queue = queue_of(2)
-        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-        await do(queue, "generate", rollouts())
-        columns = ("token_ids",)
-        (first,) = await queue.lease_groups("reward", max_groups=1, columns=columns, wait_s=1.0)
-        await asyncio.sleep(1.0)  # the other shard has handed one out as well
-        with pytest.raises(StreamError, match=r"no \['nope'\] are in the queue"):
-            await queue.lease_groups("reward", max_groups=1, columns=("nope",), wait_s=1.0)
-        (second,) = await queue.lease_groups("reward", max_groups=1, columns=columns, wait_s=1.0)
-        holders = await queue.locate_groups([first.uid, second.uid])
-        assert all(phrase.startswith("held by me") for phrase in holders.values())
-        others = set(UIDS) - {first.uid, second.uid}
-        phrases = (await queue.locate_groups(sorted(others))).values()
-        assert not any(phrase.startswith("held") for phrase in phrases)
-
-    run_virtual(main())
+async def test_grants_that_fail_to_decode_stay_for_the_next_call():
+    queue = queue_of(2)
+    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    await do(queue, "generate", rollouts())
+    columns = ("token_ids",)
+    (first,) = await queue.lease_groups("reward", max_groups=1, columns=columns, wait_s=1.0)
+    await asyncio.sleep(1.0)  # the other shard has handed one out as well
+    with pytest.raises(StreamError, match=r"no \['nope'\] are in the queue"):
+        await queue.lease_groups("reward", max_groups=1, columns=("nope",), wait_s=1.0)
+    (second,) = await queue.lease_groups("reward", max_groups=1, columns=columns, wait_s=1.0)
+    holders = await queue.locate_groups([first.uid, second.uid])
+    assert all(phrase.startswith("held by me") for phrase in holders.values())
+    others = set(UIDS) - {first.uid, second.uid}
+    phrases = (await queue.locate_groups(sorted(others))).values()
+    assert not any(phrase.startswith("held") for phrase in phrases)
 
 
-def test_pending_grants_do_not_expire_during_other_work() -> None:
-    async def main() -> None:
-        queue = queue_of(4)
-        uids = {f"0:{i}:0" for i in range(12)}
-        await queue.admit_prompts([prompt(uid) for uid in uids], 0)
-        done = []
-        for _ in range(12):
-            (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-            await asyncio.sleep(6.0)  # each well within its lease
-            assert await queue.commit_columns([(group.lease, rollouts())]) == []
-            done.append((group.uid, group.lease.attempt))
-        assert sorted(done) == sorted((uid, 1) for uid in uids)
-
-    run_virtual(main())
-
-
-def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal() -> None:
-    async def main() -> None:
-        queue = queue_of(1)
-        await queue.admit_prompts([prompt("0:0:0")], 0)
+async def test_pending_grants_do_not_expire_during_other_work():
+    queue = queue_of(4)
+    uids = {f"0:{i}:0" for i in range(12)}
+    await queue.admit_prompts([prompt(uid) for uid in uids], 0)
+    done = []
+    for _ in range(12):
         (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        await asyncio.sleep(30.0)
-        (again,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert await queue.renew_leases() == [group.lease]
-        assert await queue.renew_leases() == []
-        assert await queue.commit_columns([(again.lease, rollouts())]) == []
-
-    run_virtual(main())
-
-
-def test_lost_lease_with_a_refused_commit_is_not_reported_again() -> None:
-    async def main() -> None:
-        queue = queue_of(1)
-        await queue.admit_prompts([prompt("0:0:0")], 0)
-        (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        await asyncio.sleep(30.0)
-        (again,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert await queue.commit_columns([(group.lease, rollouts())]) == ["0:0:0"]
-        assert await queue.renew_leases() == []
-        assert await queue.commit_columns([(again.lease, rollouts())]) == []
-
-    run_virtual(main())
-
-
-def test_grants_are_returned_only_after_a_due_renewal() -> None:
-    async def main() -> None:
-        shards = local_shards(2)
-        queue = ExperienceQueue(shards, "me")
-        uids = [next(uid for uid in UIDS if queue.get_shard_index(uid) == i) for i in range(2)]
-        await queue.admit_prompts([prompt(uid) for uid in uids], 0)
-        (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        await asyncio.sleep(6.0)  # the other shard has answered as well, and leases are due
-        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)  # and they are in the logs
-        for shard in shards:
-            shard.kill()
-        assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0) == []
-        for shard in shards:
-            shard.revive()
-        (two,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=10.0)
-        assert {group.uid, two.uid} == set(uids)
-
-    run_virtual(main())
-
-
-def test_lease_call_ends_in_time_if_a_renewal_hangs() -> None:
-    async def main() -> None:
-        shards = local_shards(1)
-        queue, clock = ExperienceQueue(shards, "me"), asyncio.get_running_loop().time
-        await queue.admit_prompts([prompt("0:0:0")], 0)
-        (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        await queue.admit_prompts([prompt("0:1:0")], 0)  # and the lease is in the log
-        await asyncio.sleep(6.0)
-        shards[0].kill()
-        before = clock()
-        assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0) == []
-        assert clock() == before + 1.0
-        shards[0].revive()
-        (two,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert (
-            await queue.commit_columns([(group.lease, rollouts()), (two.lease, rollouts())]) == []
-        )
-
-    run_virtual(main())
-
-
-def test_lease_that_expired_during_a_pause_is_not_returned() -> None:
-    async def main() -> None:
-        queue = queue_of(2)
-        await queue.admit_prompts([prompt(f"0:{i}:0") for i in range(8)], 0)
-        assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        await asyncio.sleep(30.0)
-        (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        await asyncio.sleep(6.0)  # each well within its lease
         assert await queue.commit_columns([(group.lease, rollouts())]) == []
+        done.append((group.uid, group.lease.attempt))
+    assert sorted(done) == sorted((uid, 1) for uid in uids)
 
-    run_virtual(main())
+
+async def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal():
+    queue = queue_of(1)
+    await queue.admit_prompts([prompt("0:0:0")], 0)
+    (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    await asyncio.sleep(30.0)
+    (again,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    assert await queue.renew_leases() == [group.lease]
+    assert await queue.renew_leases() == []
+    assert await queue.commit_columns([(again.lease, rollouts())]) == []
+
+
+async def test_lost_lease_with_a_refused_commit_is_not_reported_again():
+    queue = queue_of(1)
+    await queue.admit_prompts([prompt("0:0:0")], 0)
+    (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    await asyncio.sleep(30.0)
+    (again,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    assert await queue.commit_columns([(group.lease, rollouts())]) == ["0:0:0"]
+    assert await queue.renew_leases() == []
+    assert await queue.commit_columns([(again.lease, rollouts())]) == []
+
+
+async def test_grants_are_returned_only_after_a_due_renewal():
+    shards = local_shards(2)
+    queue = ExperienceQueue(shards, "me")
+    uids = [next(uid for uid in UIDS if queue.get_shard_index(uid) == i) for i in range(2)]
+    await queue.admit_prompts([prompt(uid) for uid in uids], 0)
+    (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    await asyncio.sleep(6.0)  # the other shard has answered as well, and leases are due
+    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)  # and they are in the logs
+    for shard in shards:
+        shard.kill()
+    assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0) == []
+    for shard in shards:
+        shard.revive()
+    (two,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=10.0)
+    assert {group.uid, two.uid} == set(uids)
+
+
+async def test_lease_call_ends_in_time_if_a_renewal_hangs():
+    shards = local_shards(1)
+    queue, clock = ExperienceQueue(shards, "me"), asyncio.get_running_loop().time
+    await queue.admit_prompts([prompt("0:0:0")], 0)
+    (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    await queue.admit_prompts([prompt("0:1:0")], 0)  # and the lease is in the log
+    await asyncio.sleep(6.0)
+    shards[0].kill()
+    before = clock()
+    assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0) == []
+    assert clock() == before + 1.0
+    shards[0].revive()
+    (two,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    assert await queue.commit_columns([(group.lease, rollouts()), (two.lease, rollouts())]) == []
+
+
+async def test_lease_that_expired_during_a_pause_is_not_returned():
+    queue = queue_of(2)
+    await queue.admit_prompts([prompt(f"0:{i}:0") for i in range(8)], 0)
+    assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    await asyncio.sleep(30.0)
+    (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    assert await queue.commit_columns([(group.lease, rollouts())]) == []

@@ -34,18 +34,18 @@ def same(found: Columns, wanted: Columns) -> None:
 
 
 @given(columns)
-def test_columns_round_trip(written: Columns) -> None:
+def test_columns_round_trip(written: Columns):
     same(decode_columns(encode_columns(written)), written)
 
 
 @given(columns)
-def test_blobs_are_compatible_with_safetensors(written: Columns) -> None:
+def test_blobs_are_compatible_with_safetensors(written: Columns):
     same(safetensors.numpy.load(join_pieces(encode_columns(written))), written)
     same(decode_columns(safetensors.numpy.save(dict(written))), written)
 
 
 @given(columns)
-def test_columns_are_aligned_to_their_item_size(written: Columns) -> None:
+def test_columns_are_aligned_to_their_item_size(written: Columns):
     blob = join_pieces(encode_columns(written))
     start = np.frombuffer(blob, np.uint8).__array_interface__["data"][0]
     for column in decode_columns(blob).values():
@@ -62,7 +62,7 @@ LARGE = {
 }
 
 
-def test_large_blob_stays_in_pieces() -> None:
+def test_large_blob_stays_in_pieces():
     blob = encode_columns(LARGE)
     assert isinstance(blob, tuple)
     same(decode_columns(blob), LARGE)
@@ -73,11 +73,11 @@ def test_large_blob_stays_in_pieces() -> None:
     same(safetensors.numpy.load(whole), LARGE)
 
 
-def test_small_blob_is_one_piece() -> None:
+def test_small_blob_is_one_piece():
     assert isinstance(encode_columns(rollouts()), bytes)
 
 
-def test_decoded_columns_are_views_of_the_blob() -> None:
+def test_decoded_columns_are_views_of_the_blob():
     blob = bytearray(join_pieces(encode_columns(rollouts())))
     found = decode_columns(blob)
     for column in found.values():
@@ -91,17 +91,17 @@ def test_any_buffer_type_is_decoded(buffer) -> None:  # type: ignore[no-untyped-
     same(decode_columns(buffer(encode_columns(rollouts()))), rollouts())
 
 
-def test_views_of_foreign_bytes_are_read_only() -> None:
+def test_views_of_foreign_bytes_are_read_only():
     assert not any(
         column.flags.writeable for column in decode_columns(encode_columns(rollouts())).values()
     )
 
 
-def test_strided_column_is_encoded_contiguously() -> None:
+def test_strided_column_is_encoded_contiguously():
     gaps = {"lengths": np.arange(10, dtype=np.int32)[::3]}
     assert decode_columns(encode_columns(gaps))["lengths"].tolist() == [0, 3, 6, 9]
 
 
-def test_unsupported_dtype_raises() -> None:
+def test_unsupported_dtype_raises():
     with pytest.raises(KeyError, match="float64"):
         encode_columns({"scores": np.zeros(2)})

@@ -15,7 +15,6 @@ from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.buffer.wire_types import ColumnCommit
 from streamrl.errors import ContractError, DeadlineError, JournalError
 from streamrl.messages import Columns, FilteredGroup, GroupLease, GroupOutcome, measure_columns
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.shards import (
     REFERENCE,
     SCORES,
@@ -32,10 +31,12 @@ from tests.buffer.shards import (
 )
 from tests.fake_shards import MemoryLog
 
+pytestmark = pytest.mark.virtual_time
+
 # Commits
 
 
-def test_late_and_duplicate_commits_are_refused() -> None:
+def test_late_and_duplicate_commits_are_refused():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate")
@@ -50,7 +51,7 @@ def test_late_and_duplicate_commits_are_refused() -> None:
     on_shard(test)
 
 
-def test_commit_for_an_ended_group_is_refused_but_not_counted() -> None:
+def test_commit_for_an_ended_group_is_refused_but_not_counted():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (group,) = await take(shard, "generate")
@@ -65,7 +66,7 @@ def test_commit_for_an_ended_group_is_refused_but_not_counted() -> None:
     on_shard(test)
 
 
-def test_commit_for_a_removed_group_is_refused_but_not_counted() -> None:
+def test_commit_for_a_removed_group_is_refused_but_not_counted():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b")
         first, second = await take(shard, "generate")
@@ -77,7 +78,7 @@ def test_commit_for_a_removed_group_is_refused_but_not_counted() -> None:
     on_shard(test)
 
 
-def test_wait_for_finished_reports_groups_until_removal() -> None:
+def test_wait_for_finished_reports_groups_until_removal():
     async def test(shard: QueueShard) -> None:
         clock = asyncio.get_running_loop().time
         await admit(shard, "a", "b")
@@ -101,7 +102,7 @@ def test_wait_for_finished_reports_groups_until_removal() -> None:
     on_shard(test)
 
 
-def test_find_uids_with_returns_groups_that_have_the_column() -> None:
+def test_find_uids_with_returns_groups_that_have_the_column():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b", "c")
         await put(shard, *((group.lease, rollouts()) for group in await take(shard, "generate")))
@@ -114,7 +115,7 @@ def test_find_uids_with_returns_groups_that_have_the_column() -> None:
     on_shard(test)
 
 
-def test_concurrent_duplicate_commits_are_accepted_once() -> None:
+def test_concurrent_duplicate_commits_are_accepted_once():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (group,) = await take(shard, "generate")
@@ -128,48 +129,40 @@ def test_concurrent_duplicate_commits_are_accepted_once() -> None:
     on_shard(test)
 
 
-def test_group_is_not_granted_while_its_commit_is_written() -> None:
-    async def main() -> None:
-        shard = make_shard(log=MemoryLog(write_s=30.0), hedge_s=1.0)
-        await admit(shard, "a", wait_s=100.0)
-        (group,) = await take(shard, "generate")
-        writing = asyncio.create_task(put(shard, (group.lease, rollouts())))
-        await asyncio.sleep(1.0)
-        assert not await take(shard, "generate", holder="you", wait_s=15.0)
-        assert await shard.renew_leases([group.lease]) == [group.lease]
-        assert not await take(shard, "reward"), "what is not yet safe is not handed on"
-        assert await writing == []
-        scoring, reference = await take(shard, "reward"), await take(shard, "reference")
-        writing = asyncio.create_task(put(shard, (scoring[0].lease, SCORES)))
-        await asyncio.sleep(1.0)
-        await shard.fail_groups([(reference[0].lease, DeadlineError("no"))])
-        assert not await take(shard, "reward", holder="you"), "though the group has changed"
-        assert await writing == []
-
-    run_virtual(main())
+async def test_group_is_not_granted_while_its_commit_is_written():
+    shard = make_shard(log=MemoryLog(write_s=30.0), hedge_s=1.0)
+    await admit(shard, "a", wait_s=100.0)
+    (group,) = await take(shard, "generate")
+    writing = asyncio.create_task(put(shard, (group.lease, rollouts())))
+    await asyncio.sleep(1.0)
+    assert not await take(shard, "generate", holder="you", wait_s=15.0)
+    assert await shard.renew_leases([group.lease]) == [group.lease]
+    assert not await take(shard, "reward"), "what is not yet safe is not handed on"
+    assert await writing == []
+    scoring, reference = await take(shard, "reward"), await take(shard, "reference")
+    writing = asyncio.create_task(put(shard, (scoring[0].lease, SCORES)))
+    await asyncio.sleep(1.0)
+    await shard.fail_groups([(reference[0].lease, DeadlineError("no"))])
+    assert not await take(shard, "reward", holder="you"), "though the group has changed"
+    assert await writing == []
 
 
-def test_commit_is_void_if_its_group_ends_while_it_is_written() -> None:
-    async def main() -> None:
-        shard = make_shard(log=MemoryLog(write_s=3.0), max_attempts=1)
-        await admit(shard, *"ab", wait_s=10.0)
-        await do(shard, "generate")
-        references = await take(shard, "reference")
-        ending, leaving = await take(shard, "reward")
-        removing = asyncio.create_task(shard.remove_groups(["b"], 1))
-        writing = asyncio.create_task(
-            put(shard, *((group.lease, REFERENCE) for group in references))
-        )
-        await asyncio.sleep(1.0)
-        await shard.fail_groups([(ending.lease, DeadlineError("no verdict"))])
-        await removing
-        await writing
-        assert leaving.uid == "b" and (await shard.get_stats()).uids == ("a",)
-        (ended,) = await take(shard, "train")
-        assert ended.outcome == GroupOutcome("deadline", "no verdict")
-        assert (await shard.get_stats()).num_bytes == 0
-
-    run_virtual(main())
+async def test_commit_is_void_if_its_group_ends_while_it_is_written():
+    shard = make_shard(log=MemoryLog(write_s=3.0), max_attempts=1)
+    await admit(shard, *"ab", wait_s=10.0)
+    await do(shard, "generate")
+    references = await take(shard, "reference")
+    ending, leaving = await take(shard, "reward")
+    removing = asyncio.create_task(shard.remove_groups(["b"], 1))
+    writing = asyncio.create_task(put(shard, *((group.lease, REFERENCE) for group in references)))
+    await asyncio.sleep(1.0)
+    await shard.fail_groups([(ending.lease, DeadlineError("no verdict"))])
+    await removing
+    await writing
+    assert leaving.uid == "b" and (await shard.get_stats()).uids == ("a",)
+    (ended,) = await take(shard, "train")
+    assert ended.outcome == GroupOutcome("deadline", "no verdict")
+    assert (await shard.get_stats()).num_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -180,7 +173,7 @@ def test_commit_is_void_if_its_group_ends_while_it_is_written() -> None:
         ({"scores": np.ones(2, np.int64)}, "scores: int64, wanted float32"),
     ],
 )
-def test_commit_with_undeclared_columns_raises(columns: Mapping[str, Any], message: str) -> None:
+def test_commit_with_undeclared_columns_raises(columns: Mapping[str, Any], message: str):
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -191,7 +184,7 @@ def test_commit_with_undeclared_columns_raises(columns: Mapping[str, Any], messa
     on_shard(test)
 
 
-def test_invalid_commit_leaves_valid_commits_of_the_call_retryable() -> None:
+def test_invalid_commit_leaves_valid_commits_of_the_call_retryable():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await do(shard, "generate")
@@ -203,7 +196,7 @@ def test_invalid_commit_leaves_valid_commits_of_the_call_retryable() -> None:
     on_shard(test)
 
 
-def test_extra_columns_are_kept() -> None:
+def test_extra_columns_are_kept():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -216,22 +209,19 @@ def test_extra_columns_are_kept() -> None:
     on_shard(test)
 
 
-def test_journal_error_reaches_the_committer() -> None:
+async def test_journal_error_reaches_the_committer():
     class FullDisk(MemoryLog):
         async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
             if any(record.meta["kind"] == "put" for record in records):
                 raise JournalError("no space left")
             await super().append(records, sync=sync)
 
-    async def main() -> None:
-        shard = make_shard(log=FullDisk())
-        await admit(shard, "a")
-        (group,) = await take(shard, "generate")
-        with pytest.raises(JournalError, match="no space left"):
-            await put(shard, (group.lease, rollouts()))
-        assert not await take(shard, "reward")
-
-    run_virtual(main())
+    shard = make_shard(log=FullDisk())
+    await admit(shard, "a")
+    (group,) = await take(shard, "generate")
+    with pytest.raises(JournalError, match="no space left"):
+        await put(shard, (group.lease, rollouts()))
+    assert not await take(shard, "reward")
 
 
 # Groups generated elsewhere
@@ -241,7 +231,7 @@ def made(uid: str, columns: Columns) -> ColumnCommit:
     return commit(GroupLease(0, uid, "generate", 0, 0.0), columns)
 
 
-def test_add_groups_makes_columns_available() -> None:
+def test_add_groups_makes_columns_available():
     async def test(shard: QueueShard) -> None:
         for _ in range(2):
             await shard.add_groups([entry("a", 2)], [made("a", rollouts(version=2))], wait_s=1.0)
@@ -256,7 +246,7 @@ def test_add_groups_makes_columns_available() -> None:
     on_shard(test)
 
 
-def test_add_groups_completes_a_group_with_only_its_prompt_journaled() -> None:
+def test_add_groups_completes_a_group_with_only_its_prompt_journaled():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0)
@@ -266,7 +256,7 @@ def test_add_groups_completes_a_group_with_only_its_prompt_journaled() -> None:
     on_shard(test)
 
 
-def test_half_inserted_group_is_completed_once() -> None:
+def test_half_inserted_group_is_completed_once():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b")
         await asyncio.gather(
@@ -283,7 +273,7 @@ def test_half_inserted_group_is_completed_once() -> None:
     on_shard(test, log=MemoryLog())
 
 
-def test_retried_add_groups_returns_after_the_first_write_is_durable() -> None:
+def test_retried_add_groups_returns_after_the_first_write_is_durable():
     log = MemoryLog(write_s=0.1)
 
     async def test(shard: QueueShard) -> None:
@@ -299,7 +289,7 @@ def test_retried_add_groups_returns_after_the_first_write_is_durable() -> None:
     on_shard(test, log=log)
 
 
-def test_invalid_columns_for_a_half_inserted_group_are_not_written() -> None:
+def test_invalid_columns_for_a_half_inserted_group_are_not_written():
     log = MemoryLog()
 
     async def test(shard: QueueShard) -> None:
@@ -313,7 +303,7 @@ def test_invalid_columns_for_a_half_inserted_group_are_not_written() -> None:
     on_shard(test, log=log)
 
 
-def test_contract_violations_raise_with_stage_and_columns() -> None:
+def test_contract_violations_raise_with_stage_and_columns():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         with pytest.raises(
@@ -353,7 +343,7 @@ def test_contract_violations_raise_with_stage_and_columns() -> None:
     on_shard(test)
 
 
-def test_add_groups_with_invalid_columns_inserts_nothing() -> None:
+def test_add_groups_with_invalid_columns_inserts_nothing():
     async def test(shard: QueueShard) -> None:
         columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
         bad = replace(made("b", rollouts()), column_sizes=measure_columns(columns))
@@ -366,7 +356,7 @@ def test_add_groups_with_invalid_columns_inserts_nothing() -> None:
     on_shard(test)
 
 
-def test_group_columns_may_be_committed_before_rollouts() -> None:
+def test_group_columns_may_be_committed_before_rollouts():
     greedy: Columns = {"greedy_ids": np.array([7, 8], np.int32)}
     baseline: Columns = {"baseline_scores": np.ones(2, np.float32)}
 

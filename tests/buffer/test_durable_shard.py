@@ -69,7 +69,7 @@ async def checkpoint(shard: DurableShard, run_dir: Path, version: int) -> None:
     await shard.discard_before(cut)
 
 
-def test_accepted_columns_survive_a_kill(tmp_path: Path) -> None:
+def test_accepted_columns_survive_a_kill(tmp_path: Path):
     async def first() -> None:
         shard = open_durable(plan(tmp_path))
         await admit(shard, "a", "b", version=3)
@@ -94,7 +94,7 @@ def test_accepted_columns_survive_a_kill(tmp_path: Path) -> None:
     lives(first, second)
 
 
-def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path) -> None:
+def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path):
     greedy = {"greedy_ids": np.array([7, 8], np.int32)}
 
     async def first() -> None:
@@ -120,7 +120,7 @@ def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path) -> Non
     lives(first, second, third)
 
 
-def test_shard_recovers_from_repeated_deaths(tmp_path: Path) -> None:
+def test_shard_recovers_from_repeated_deaths(tmp_path: Path):
     async def life() -> None:
         shard = open_durable(plan(tmp_path))
         seen = len((await shard.get_stats()).uids)
@@ -136,7 +136,7 @@ def test_shard_recovers_from_repeated_deaths(tmp_path: Path) -> None:
     lives(*[life] * 5, last)
 
 
-def test_store_is_used_before_and_after_a_restart(tmp_path: Path) -> None:
+def test_store_is_used_before_and_after_a_restart(tmp_path: Path):
     store: dict[int, bytes] = {}
 
     def keep(blob: Any) -> int:
@@ -159,7 +159,7 @@ def test_store_is_used_before_and_after_a_restart(tmp_path: Path) -> None:
     lives(first, second)
 
 
-def test_checkpoint_replaces_the_journal_before_its_cut(tmp_path: Path) -> None:
+def test_checkpoint_replaces_the_journal_before_its_cut(tmp_path: Path):
     async def first() -> None:
         shard = open_durable(plan(tmp_path))
         await admit(shard, "trained", "ready", "fresh")
@@ -191,7 +191,7 @@ def test_checkpoint_replaces_the_journal_before_its_cut(tmp_path: Path) -> None:
     lives(first, second, third)
 
 
-def test_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path) -> None:
+def test_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path):
     async def first() -> None:
         shard = open_durable(plan(tmp_path))
         await admit(shard, "a")
@@ -209,7 +209,7 @@ def test_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path) -> None:
     lives(first, second)
 
 
-def test_records_during_a_snapshot_lie_after_its_cut(tmp_path: Path) -> None:
+def test_records_during_a_snapshot_lie_after_its_cut(tmp_path: Path):
     async def main() -> None:
         shard = open_durable(plan(tmp_path))
         await admit(shard, "a")
@@ -232,9 +232,7 @@ def test_records_during_a_snapshot_lie_after_its_cut(tmp_path: Path) -> None:
     lives(main, later)
 
 
-def test_rewound_run_keeps_its_new_records(
-    tmp_path: Path,
-) -> None:
+def test_rewound_run_keeps_its_new_records(tmp_path: Path):
     async def first() -> None:
         shard = open_durable(plan(tmp_path))
         await admit(shard, "a")
@@ -261,7 +259,7 @@ def test_rewound_run_keeps_its_new_records(
 
 def test_segments_are_deleted_from_the_end_so_that_a_crash_leaves_no_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     for number in (3, 4, 5, 6):
         segment_path(tmp_path, number).touch()
     unlink = Path.unlink
@@ -280,7 +278,7 @@ def test_segments_are_deleted_from_the_end_so_that_a_crash_leaves_no_gap(
     assert list_segments(tmp_path) == [3]
 
 
-def test_damage_is_reported_and_the_shard_continues(tmp_path: Path) -> None:
+def test_damage_is_reported_and_the_shard_continues(tmp_path: Path):
     async def first() -> None:
         shard = open_durable(plan(tmp_path))
         await admit(shard, "a")
@@ -309,7 +307,7 @@ def spoil(run_dir: Path, segment: int, text: bytes) -> None:
     path.write_bytes(content.replace(text, text[:-1] + b"?", 1))
 
 
-def test_next_checkpoint_leaves_damage_behind(tmp_path: Path) -> None:
+def test_next_checkpoint_leaves_damage_behind(tmp_path: Path):
     async def first() -> None:
         shard = open_durable(plan(tmp_path))
         await admit(shard, "a", "b")
@@ -333,7 +331,7 @@ def test_next_checkpoint_leaves_damage_behind(tmp_path: Path) -> None:
     lives(first, second, third)
 
 
-def test_damage_first_found_by_a_snapshot_raises(tmp_path: Path) -> None:
+def test_damage_first_found_by_a_snapshot_raises(tmp_path: Path):
     async def main() -> None:
         shard = open_durable(plan(tmp_path))
         await admit(shard, "a")
@@ -347,7 +345,7 @@ def test_damage_first_found_by_a_snapshot_raises(tmp_path: Path) -> None:
     lives(main)
 
 
-def test_scores_of_lost_rollouts_are_not_attached_to_new_rollouts(tmp_path: Path) -> None:
+def test_scores_of_lost_rollouts_are_not_attached_to_new_rollouts(tmp_path: Path):
     async def first() -> None:
         shard = open_durable(plan(tmp_path))
         await admit(shard, "a")
@@ -374,7 +372,7 @@ def test_scores_of_lost_rollouts_are_not_attached_to_new_rollouts(tmp_path: Path
     lives(first, second, third, fourth)
 
 
-def test_fenced_process_cannot_write(tmp_path: Path) -> None:
+def test_fenced_process_cannot_write(tmp_path: Path):
     async def main() -> None:
         first, second = open_durable(plan(tmp_path)), open_durable(plan(tmp_path))
         await admit(second, "a")
@@ -388,7 +386,7 @@ def test_fenced_process_cannot_write(tmp_path: Path) -> None:
     lives(main)
 
 
-def test_shard_without_journal_works_and_writes_no_file(tmp_path: Path) -> None:
+def test_shard_without_journal_works_and_writes_no_file(tmp_path: Path):
     async def main() -> None:
         shard = open_shard(plan(tmp_path, enabled=False))
         await admit(shard, "a")

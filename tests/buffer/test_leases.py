@@ -10,19 +10,10 @@ from streamrl.buffer import QueueShard, ShardCapacity
 from streamrl.buffer.leases import MIN_COMPACT_SIZE, OverdueLease
 from streamrl.errors import DeadlineError
 from streamrl.messages import GroupOutcome
-from streamrl.simulator.replicas.virtual_loop import run_virtual
-from tests.buffer.shards import (
-    SCORES,
-    STAGES,
-    admit,
-    do,
-    make_shard,
-    on_shard,
-    put,
-    rollouts,
-    take,
-)
+from tests.buffer.shards import SCORES, STAGES, admit, do, make_shard, on_shard, put, rollouts, take
 from tests.fake_shards import MemoryLog, recover
+
+pytestmark = pytest.mark.virtual_time
 
 
 def now() -> float:
@@ -32,7 +23,7 @@ def now() -> float:
 # Expiry and renewal; lease_s is 10, max_attempts 2
 
 
-def test_expired_lease_wakes_waiting_requests() -> None:
+def test_expired_lease_wakes_waiting_requests():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate")
@@ -43,7 +34,7 @@ def test_expired_lease_wakes_waiting_requests() -> None:
     on_shard(test)
 
 
-def test_renewed_lease_is_kept_and_expired_lease_is_lost() -> None:
+def test_renewed_lease_is_kept_and_expired_lease_is_lost():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         kept, lost = (group.lease for group in await take(shard, "generate", holder="generator-0"))
@@ -57,7 +48,7 @@ def test_renewed_lease_is_kept_and_expired_lease_is_lost() -> None:
     on_shard(test)
 
 
-def test_renewal_restarts_the_full_term() -> None:
+def test_renewal_restarts_the_full_term():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (group,) = await take(shard, "generate")
@@ -69,7 +60,7 @@ def test_renewal_restarts_the_full_term() -> None:
     on_shard(test)
 
 
-def test_renewal_reports_ended_and_removed_groups_as_lost() -> None:
+def test_renewal_reports_ended_and_removed_groups_as_lost():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         leases = [group.lease for group in await take(shard, "generate")]
@@ -81,7 +72,7 @@ def test_renewal_reports_ended_and_removed_groups_as_lost() -> None:
     on_shard(test)
 
 
-def test_group_is_dropped_after_too_many_expired_leases() -> None:
+def test_group_is_dropped_after_too_many_expired_leases():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         for attempt in (1, 2):
@@ -96,7 +87,7 @@ def test_group_is_dropped_after_too_many_expired_leases() -> None:
     on_shard(test)
 
 
-def test_failures_and_expiries_count_as_attempts_alike() -> None:
+def test_failures_and_expiries_count_as_attempts_alike():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -109,22 +100,19 @@ def test_failures_and_expiries_count_as_attempts_alike() -> None:
     on_shard(test)
 
 
-def test_commit_before_expiry_is_accepted() -> None:
-    async def main() -> None:
-        shard = make_shard(log=MemoryLog(write_s=5.0))
-        await admit(shard, "a", wait_s=10.0)
-        (group,) = await take(shard, "generate")
-        await asyncio.sleep(9.0)
-        writing = asyncio.create_task(put(shard, (group.lease, rollouts())))
-        # The lease expires at 10 s; the commit is durable at 14 s.
-        assert not await take(shard, "generate", wait_s=3.0)
-        assert await writing == []
-        assert (await shard.get_stats()).counts["redelivered"] == 0
-
-    run_virtual(main())
+async def test_commit_before_expiry_is_accepted():
+    shard = make_shard(log=MemoryLog(write_s=5.0))
+    await admit(shard, "a", wait_s=10.0)
+    (group,) = await take(shard, "generate")
+    await asyncio.sleep(9.0)
+    writing = asyncio.create_task(put(shard, (group.lease, rollouts())))
+    # The lease expires at 10 s; the commit is durable at 14 s.
+    assert not await take(shard, "generate", wait_s=3.0)
+    assert await writing == []
+    assert (await shard.get_stats()).counts["redelivered"] == 0
 
 
-def test_commit_after_expiry_is_refused_even_without_another_holder() -> None:
+def test_commit_after_expiry_is_refused_even_without_another_holder():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (group,) = await take(shard, "generate")
@@ -135,7 +123,7 @@ def test_commit_after_expiry_is_refused_even_without_another_holder() -> None:
     on_shard(test)
 
 
-def test_settled_leases_are_compacted_before_expiry() -> None:
+def test_settled_leases_are_compacted_before_expiry():
     async def test(shard: QueueShard) -> None:
         uids = [f"0:{i}:0" for i in range(MIN_COMPACT_SIZE + 1)]
         await admit(shard, *uids)
@@ -148,7 +136,7 @@ def test_settled_leases_are_compacted_before_expiry() -> None:
     on_shard(test, bounds=ShardCapacity(2 * MIN_COMPACT_SIZE), lease_s=1e6)
 
 
-def test_coordinator_leases_last_until_removal() -> None:
+def test_coordinator_leases_last_until_removal():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate", "reward", "reference")
@@ -166,7 +154,7 @@ def test_coordinator_leases_last_until_removal() -> None:
 # Hedging: a second holder for slow work
 
 
-def test_hedge_gives_slow_work_to_a_second_holder_and_first_commit_wins() -> None:
+def test_hedge_gives_slow_work_to_a_second_holder_and_first_commit_wins():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate", holder="generator-0")
@@ -182,7 +170,7 @@ def test_hedge_gives_slow_work_to_a_second_holder_and_first_commit_wins() -> Non
     on_shard(test, hedge_s=4.0)
 
 
-def test_hedge_never_adds_a_third_or_the_same_holder() -> None:
+def test_hedge_never_adds_a_third_or_the_same_holder():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="generator-0")
@@ -194,7 +182,7 @@ def test_hedge_never_adds_a_third_or_the_same_holder() -> None:
     on_shard(test, hedge_s=4.0)
 
 
-def test_no_hedge_without_hedge_s() -> None:
+def test_no_hedge_without_hedge_s():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="generator-0")
@@ -203,7 +191,7 @@ def test_no_hedge_without_hedge_s() -> None:
     on_shard(test)
 
 
-def test_unleased_work_goes_before_hedges() -> None:
+def test_unleased_work_goes_before_hedges():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="generator-0")
@@ -215,7 +203,7 @@ def test_unleased_work_goes_before_hedges() -> None:
     on_shard(test, hedge_s=4.0)
 
 
-def test_slowest_work_is_hedged_first_and_only_granted_hedges_count() -> None:
+def test_slowest_work_is_hedged_first_and_only_granted_hedges_count():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await do(shard, "generate")
@@ -231,7 +219,7 @@ def test_slowest_work_is_hedged_first_and_only_granted_hedges_count() -> None:
     on_shard(test, hedge_s=4.0)
 
 
-def test_hedged_group_is_requeued_after_both_holders_failed() -> None:
+def test_hedged_group_is_requeued_after_both_holders_failed():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate", holder="generator-0")
@@ -244,7 +232,7 @@ def test_hedged_group_is_requeued_after_both_holders_failed() -> None:
     on_shard(test, hedge_s=4.0, max_attempts=1)
 
 
-def test_hedged_group_is_dropped_with_the_last_cause() -> None:
+def test_hedged_group_is_dropped_with_the_last_cause():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate", holder="generator-0")
@@ -261,7 +249,7 @@ def test_hedged_group_is_dropped_with_the_last_cause() -> None:
 # Dead holders and stalls
 
 
-def test_release_requeues_work_of_a_dead_holder_in_every_stage() -> None:
+def test_release_requeues_work_of_a_dead_holder_in_every_stage():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         await do(shard, "generate", max_groups=1)
@@ -279,7 +267,7 @@ def test_release_requeues_work_of_a_dead_holder_in_every_stage() -> None:
     on_shard(test)
 
 
-def test_pending_request_of_a_dead_holder_gets_nothing() -> None:
+def test_pending_request_of_a_dead_holder_gets_nothing():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="worker-0")
@@ -296,7 +284,7 @@ def test_pending_request_of_a_dead_holder_gets_nothing() -> None:
     on_shard(test)
 
 
-def test_group_is_dropped_after_its_holders_died_too_often() -> None:
+def test_group_is_dropped_after_its_holders_died_too_often():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         for i in range(2):
@@ -310,7 +298,7 @@ def test_group_is_dropped_after_its_holders_died_too_often() -> None:
     on_shard(test)
 
 
-def test_overdue_work_is_found_even_if_renewed() -> None:
+def test_overdue_work_is_found_even_if_renewed():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         (slow,) = await take(shard, "generate", holder="generator-0", max_groups=1)
@@ -326,7 +314,7 @@ def test_overdue_work_is_found_even_if_renewed() -> None:
     on_shard(test)
 
 
-def test_overdue_work_can_be_requeued() -> None:
+def test_overdue_work_can_be_requeued():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         for attempt in (1, 2):
@@ -348,87 +336,72 @@ def test_overdue_work_can_be_requeued() -> None:
 # Restarted shards
 
 
-def test_lease_tokens_are_unique_across_incarnations() -> None:
-    async def main() -> None:
-        log, tokens = MemoryLog(), list[int]()
-        for _ in range(5):
-            shard = make_shard(log=log, book=recover(STAGES, log), session="run")
-            await admit(shard, *"abc")
-            granted = await take(shard, "generate", max_groups=1, holder="generator-0")
-            tokens += [group.lease.token for group in granted]
-            # Killed before records of append_nowait are on disk.
-            log = log.crash()
-        assert len(tokens) == 5 and len(set(tokens)) == 5
-
-    run_virtual(main())
-
-
-def test_lease_tokens_are_unique_even_if_the_open_record_is_damaged() -> None:
-    async def main() -> None:
-        log, tokens = MemoryLog(), list[int]()
-        for life in range(3):
-            shard = make_shard(log=log, book=recover(STAGES, log), session="run")
-            await admit(shard, f"{life}")
-            (group,) = await take(shard, "generate")
-            tokens.append(group.lease.token)
-            await log.append([])
-            if life == 1:
-                (lost,) = (r for r in log.records if r.meta.get("incarnation") == 2)
-                log.records.remove(lost)
-        assert len(set(tokens)) == 3
-
-    run_virtual(main())
-
-
-def test_restart_keeps_leases_of_the_same_session_with_full_term() -> None:
-    async def main() -> None:
-        log = MemoryLog()
-        shard = make_shard(log=log, session="run", hedge_s=8.0)
-        await admit(shard, *"ab")
-        first = await take(shard, "generate", max_groups=1, request="me/0")
-        await asyncio.sleep(9.0)
-        await log.append([])
-        shard = make_shard(log=log, book=recover(STAGES, log), session="run", hedge_s=8.0)
-        restart = now()
-        assert await shard.find_overdue(5.0) == [], "it cannot have stalled yet"
-        assert len(await take(shard, "generate", holder="you")) == 1, "only b is free"
-        (again,) = await take(shard, "generate", request="me/0")
-        assert again.lease.token == first[0].lease.token
-        assert again.lease.granted_at == pytest.approx(restart)
-        assert again.lease.expires_at == pytest.approx(restart + 10.0)
-        await asyncio.sleep(9.0)
-        assert await put(shard, (first[0].lease, rollouts())) == []
-
-    run_virtual(main())
-
-
-def test_recovered_lease_of_a_dead_holder_expires() -> None:
-    async def main() -> None:
-        log = MemoryLog()
-        shard = make_shard(log=log, session="run")
-        await admit(shard, "a")
-        await take(shard, "generate")
-        await log.append([])
-        await asyncio.sleep(9.0)
+async def test_lease_tokens_are_unique_across_incarnations():
+    log, tokens = MemoryLog(), list[int]()
+    for _ in range(5):
         shard = make_shard(log=log, book=recover(STAGES, log), session="run")
-        (again,) = await take(shard, "generate", wait_s=60.0)
-        assert now() == pytest.approx(19.0, abs=0.1)
-        assert again.lease.attempt == 2
+        await admit(shard, *"abc")
+        granted = await take(shard, "generate", max_groups=1, holder="generator-0")
+        tokens += [group.lease.token for group in granted]
+        # Killed before records of append_nowait are on disk.
+        log = log.crash()
+    assert len(tokens) == 5 and len(set(tokens)) == 5
 
-    run_virtual(main())
 
-
-def test_leases_of_another_session_are_void() -> None:
-    async def main() -> None:
-        log = MemoryLog()
-        shard = make_shard(log=log, session="run")
-        await admit(shard, "a")
-        (old,) = await take(shard, "generate")
+async def test_lease_tokens_are_unique_even_if_the_open_record_is_damaged():
+    log, tokens = MemoryLog(), list[int]()
+    for life in range(3):
+        shard = make_shard(log=log, book=recover(STAGES, log), session="run")
+        await admit(shard, f"{life}")
+        (group,) = await take(shard, "generate")
+        tokens.append(group.lease.token)
         await log.append([])
-        shard = make_shard(log=log, book=recover(STAGES, log), session="resumed")
-        assert await shard.renew_leases([old.lease]) == [old.lease]
-        (again,) = await take(shard, "generate")
-        assert again.lease.attempt == 1, "nobody has failed"
-        assert await put(shard, (old.lease, rollouts())) == ["a"]
+        if life == 1:
+            (lost,) = (r for r in log.records if r.meta.get("incarnation") == 2)
+            log.records.remove(lost)
+    assert len(set(tokens)) == 3
 
-    run_virtual(main())
+
+async def test_restart_keeps_leases_of_the_same_session_with_full_term():
+    log = MemoryLog()
+    shard = make_shard(log=log, session="run", hedge_s=8.0)
+    await admit(shard, *"ab")
+    first = await take(shard, "generate", max_groups=1, request="me/0")
+    await asyncio.sleep(9.0)
+    await log.append([])
+    shard = make_shard(log=log, book=recover(STAGES, log), session="run", hedge_s=8.0)
+    restart = now()
+    assert await shard.find_overdue(5.0) == [], "it cannot have stalled yet"
+    assert len(await take(shard, "generate", holder="you")) == 1, "only b is free"
+    (again,) = await take(shard, "generate", request="me/0")
+    assert again.lease.token == first[0].lease.token
+    assert again.lease.granted_at == pytest.approx(restart)
+    assert again.lease.expires_at == pytest.approx(restart + 10.0)
+    await asyncio.sleep(9.0)
+    assert await put(shard, (first[0].lease, rollouts())) == []
+
+
+async def test_recovered_lease_of_a_dead_holder_expires():
+    log = MemoryLog()
+    shard = make_shard(log=log, session="run")
+    await admit(shard, "a")
+    await take(shard, "generate")
+    await log.append([])
+    await asyncio.sleep(9.0)
+    shard = make_shard(log=log, book=recover(STAGES, log), session="run")
+    (again,) = await take(shard, "generate", wait_s=60.0)
+    assert now() == pytest.approx(19.0, abs=0.1)
+    assert again.lease.attempt == 2
+
+
+async def test_leases_of_another_session_are_void():
+    log = MemoryLog()
+    shard = make_shard(log=log, session="run")
+    await admit(shard, "a")
+    (old,) = await take(shard, "generate")
+    await log.append([])
+    shard = make_shard(log=log, book=recover(STAGES, log), session="resumed")
+    assert await shard.renew_leases([old.lease]) == [old.lease]
+    (again,) = await take(shard, "generate")
+    assert again.lease.attempt == 1, "nobody has failed"
+    assert await put(shard, (old.lease, rollouts())) == ["a"]

@@ -38,19 +38,19 @@ NAMES = [name for name in Prompt.__struct_fields__ if name != "token_ids"]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_prompt_with_any_row_value_round_trips(value: Any) -> None:
+def test_prompt_with_any_row_value_round_trips(value: Any):
     decoded = decode_prompt(encode_prompt(prompt(value)))
     assert fields(decoded) == fields(prompt(value))
     assert type(decoded.ground_truth) is type(value)
     assert decoded.token_ids.dtype == np.int32
 
 
-def test_numpy_numbers_and_tuples_become_plain_values() -> None:
+def test_numpy_numbers_and_tuples_become_plain_values():
     decoded = decode_prompt(encode_prompt(prompt((np.float32(0.5), np.array([1, 2])))))
     assert decoded.ground_truth == [0.5, [1, 2]]
 
 
-def test_unsupported_value_raises_with_its_type() -> None:
+def test_unsupported_value_raises_with_its_type():
     with pytest.raises(TypeError, match=r"builtins\.object"):
         encode_prompt(prompt(object()))
 
@@ -63,7 +63,7 @@ class Hostile:
         return os.system, (f"touch {self._path}",)
 
 
-def test_hostile_pickle_executes_nothing(tmp_path: Path) -> None:
+def test_hostile_pickle_executes_nothing(tmp_path: Path):
     hostile = pickle.dumps(prompt(Hostile(tmp_path / "ran")))
     for data in (hostile, pickle.dumps(Hostile(tmp_path / "ran"))):
         with pytest.raises(JournalError, match=r"no prompt of streamrl.s: it asks for "):
@@ -72,12 +72,12 @@ def test_hostile_pickle_executes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\xc1", b"\x90", b"\x98" + b"\x01" * 8, b"[" * 9])
-def test_invalid_prompt_bytes_raise_journal_error(data: bytes) -> None:
+def test_invalid_prompt_bytes_raise_journal_error(data: bytes):
     with pytest.raises(JournalError):
         decode_prompt(data)
 
 
-def test_pickled_prompt_of_an_earlier_version_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickled_prompt_of_an_earlier_version_is_read(monkeypatch: pytest.MonkeyPatch):
     def _prompt(uid: str, tokens: bytes, *rest: Any) -> Prompt:
         return messages.prompt_from_parts(uid, tokens, *rest)
 

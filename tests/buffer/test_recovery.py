@@ -55,7 +55,7 @@ def on_disk(stage_columns: StageColumns) -> bytes:
 
 
 @given(moves)
-def test_recovery_restores_the_shard_state(schedule: list[tuple[str, int]]) -> None:
+def test_recovery_restores_the_shard_state(schedule: list[tuple[str, int]]):
     async def main() -> None:
         log, state = MemoryLog(), ShardState(STAGES)
         shard = make_shard(book=state, log=log, session="run", **TIGHT)
@@ -78,7 +78,7 @@ def test_recovery_restores_the_shard_state(schedule: list[tuple[str, int]]) -> N
 @given(st.lists(moves, min_size=1, max_size=3))
 def test_kill_at_any_time_loses_nothing_accepted_and_tokens_stay_unique(
     lives: list[list[tuple[str, int]]],
-) -> None:
+):
     async def main() -> None:
         log, uids, gone = MemoryLog(), list[str](), set[str]()
         tokens: dict[int, tuple[str, str, str]] = {}
@@ -144,7 +144,7 @@ def test_snapshot_and_later_segments_restore_the_shard_state(
     before: list[tuple[str, int]],
     between: list[tuple[str, int]],
     after: list[tuple[str, int]],
-) -> None:
+):
     folder = tmp_path_factory.mktemp("journal")
 
     async def main() -> None:
@@ -205,7 +205,7 @@ async def closed(folder: Path, **config: Any) -> None:
     await journal.close()
 
 
-async def test_recovery_restores_every_group_state(tmp_path: Path) -> None:
+async def test_recovery_restores_every_group_state(tmp_path: Path):
     await closed(tmp_path)
     state, corrupt = recover_state(STAGES, tmp_path, SnapshotBase())
     assert not corrupt
@@ -227,7 +227,7 @@ async def test_recovery_restores_every_group_state(tmp_path: Path) -> None:
     assert not state.groups["fresh"].leases
 
 
-async def test_recovery_loads_columns_only_on_request(tmp_path: Path) -> None:
+async def test_recovery_loads_columns_only_on_request(tmp_path: Path):
     await closed(tmp_path)
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     assert all(
@@ -244,7 +244,7 @@ async def test_recovery_loads_columns_only_on_request(tmp_path: Path) -> None:
     assert state.groups["scored"].stage_columns["reward"].data == 5
 
 
-async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path) -> None:
+async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path):
     await closed(tmp_path)
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     load_columns(state, join_pieces)
@@ -256,9 +256,7 @@ async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path) -> No
         assert columns["scores"].tolist() == [1.0, 1.0]
 
 
-async def test_trained_group_is_readable_if_removed_after_the_restart(
-    tmp_path: Path,
-) -> None:
+async def test_trained_group_is_readable_if_removed_after_the_restart(tmp_path: Path):
     await closed(tmp_path)
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     load_columns(state, join_pieces)
@@ -276,7 +274,7 @@ async def test_trained_group_is_readable_if_removed_after_the_restart(
     assert "new" not in state.retired_groups, "its step is made by a trainer that lives"
 
 
-async def test_snapshot_has_only_groups_in_flight(tmp_path: Path) -> None:
+async def test_snapshot_has_only_groups_in_flight(tmp_path: Path):
     await closed(tmp_path)
     end = list_segments(tmp_path)[-1] + 1
     write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
@@ -287,7 +285,7 @@ async def test_snapshot_has_only_groups_in_flight(tmp_path: Path) -> None:
     assert (alone.session, alone.incarnation) == ("run", 1)
 
 
-async def test_truncated_snapshot_raises(tmp_path: Path) -> None:
+async def test_truncated_snapshot_raises(tmp_path: Path):
     await closed(tmp_path)
     end = list_segments(tmp_path)[-1] + 1
     write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
@@ -297,7 +295,7 @@ async def test_truncated_snapshot_raises(tmp_path: Path) -> None:
         recover_state(STAGES, tmp_path, SnapshotBase(tmp_path / "out", end))
 
 
-async def test_journal_without_its_first_segments_raises(tmp_path: Path) -> None:
+async def test_journal_without_its_first_segments_raises(tmp_path: Path):
     log = journal_of(tmp_path)
     shard = make_shard(log=log)
     await admit(shard, "a")
@@ -330,7 +328,7 @@ def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
     return report
 
 
-async def test_damaged_record_is_reported_and_other_groups_recover(tmp_path: Path) -> None:
+async def test_damaged_record_is_reported_and_other_groups_recover(tmp_path: Path):
     await closed(tmp_path)
     intact_state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     report = damage(tmp_path, "put", "scored", stage="reward")
@@ -343,7 +341,7 @@ async def test_damaged_record_is_reported_and_other_groups_recover(tmp_path: Pat
     assert facts(state, on_disk) == facts(intact_state, on_disk)
 
 
-async def test_results_computed_from_lost_columns_are_discarded(tmp_path: Path) -> None:
+async def test_results_computed_from_lost_columns_are_discarded(tmp_path: Path):
     await closed(tmp_path)
     damage(tmp_path, "put", "scored", stage="generate")
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
@@ -360,7 +358,7 @@ async def test_results_computed_from_lost_columns_are_discarded(tmp_path: Path) 
     assert len(await take(shard, "reward")) == 1
 
 
-async def test_lease_on_lost_columns_is_void(tmp_path: Path) -> None:
+async def test_lease_on_lost_columns_is_void(tmp_path: Path):
     journal = journal_of(tmp_path)
     shard = await lived(journal)
     (active,) = await take(shard, "reference")
@@ -372,9 +370,7 @@ async def test_lease_on_lost_columns_is_void(tmp_path: Path) -> None:
     assert await shard.renew_leases([active.lease]) == [active.lease]
 
 
-async def test_group_with_a_lost_admission_is_absent(
-    tmp_path: Path,
-) -> None:
+async def test_group_with_a_lost_admission_is_absent(tmp_path: Path):
     await closed(tmp_path)
     damage(tmp_path, "admit", "whole")
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())

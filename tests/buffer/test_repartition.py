@@ -63,7 +63,7 @@ def facts(state: ShardState) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("was", "now"), [(2, 3), (3, 1), (1, 2)])
-def test_repartition_puts_every_group_where_it_hashes(tmp_path: Path, was: int, now: int) -> None:
+def test_repartition_puts_every_group_where_it_hashes(tmp_path: Path, was: int, now: int):
     before: dict[str, Any] = {}
     sources = []
     for index in range(was):
@@ -92,7 +92,7 @@ def test_repartition_puts_every_group_where_it_hashes(tmp_path: Path, was: int, 
     assert any(name.startswith("left") for name in after)
 
 
-def test_repartition_skips_damaged_records(tmp_path: Path) -> None:
+def test_repartition_skips_damaged_records(tmp_path: Path):
     base = asyncio.run(live(tmp_path / "shard-0", tmp_path / "queue", UIDS))
     path = segment_path(tmp_path / "shard-0", base.first_segment)
     data = bytearray(path.read_bytes())

@@ -39,7 +39,7 @@ async def begun(shard: QueueShard, holder: str, stage: str = "generate") -> tupl
 
 
 @pytest.mark.parametrize("died", [True, False])
-def test_next_holder_gets_the_last_partial_rollouts(died: bool) -> None:
+def test_next_holder_gets_the_last_partial_rollouts(died: bool):
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease = await leased(shard)
@@ -52,7 +52,7 @@ def test_next_holder_gets_the_last_partial_rollouts(died: bool) -> None:
     on_shard(test)
 
 
-def test_partial_rollouts_count_as_bytes_until_the_commit() -> None:
+def test_partial_rollouts_count_as_bytes_until_the_commit():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease = await leased(shard)
@@ -70,7 +70,7 @@ def test_partial_rollouts_count_as_bytes_until_the_commit() -> None:
     on_shard(test)
 
 
-def test_partial_rollouts_without_an_active_lease_are_ignored() -> None:
+def test_partial_rollouts_without_an_active_lease_are_ignored():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         late = await leased(shard)
@@ -85,7 +85,7 @@ def test_partial_rollouts_without_an_active_lease_are_ignored() -> None:
     on_shard(test)
 
 
-def test_longer_partial_rollouts_of_a_hedge_are_kept() -> None:
+def test_longer_partial_rollouts_of_a_hedge_are_kept():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         first = await leased(shard)
@@ -100,7 +100,7 @@ def test_longer_partial_rollouts_of_a_hedge_are_kept() -> None:
     on_shard(test, hedge_s=1.0, max_attempts=9)
 
 
-def test_partial_rollouts_are_kept_per_stage() -> None:
+def test_partial_rollouts_are_kept_per_stage():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease, other = await leased(shard), await leased(shard, stage="greedy")

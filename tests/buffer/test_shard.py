@@ -29,7 +29,7 @@ from tests.fake_shards import MemoryLog
 # Readiness
 
 
-def test_group_is_ready_once_required_columns_exist() -> None:
+def test_group_is_ready_once_required_columns_exist():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
         assert not await take(shard, "reward")
@@ -44,7 +44,7 @@ def test_group_is_ready_once_required_columns_exist() -> None:
     on_shard(test)
 
 
-def test_scorers_lease_the_same_group_in_parallel() -> None:
+def test_scorers_lease_the_same_group_in_parallel():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -64,7 +64,7 @@ def test_scorers_lease_the_same_group_in_parallel() -> None:
     on_shard(test)
 
 
-def test_grant_has_only_the_blobs_of_requested_columns() -> None:
+def test_grant_has_only_the_blobs_of_requested_columns():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await finish(shard)
@@ -74,7 +74,7 @@ def test_grant_has_only_the_blobs_of_requested_columns() -> None:
     on_shard(test)
 
 
-def test_leased_group_is_not_granted_again() -> None:
+def test_leased_group_is_not_granted_again():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         assert len(await take(shard, "generate")) == 1
@@ -83,7 +83,7 @@ def test_leased_group_is_not_granted_again() -> None:
     on_shard(test)
 
 
-def test_earliest_admission_is_granted_first() -> None:
+def test_earliest_admission_is_granted_first():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "c", "a", "b")
         assert [g.uid for g in await take(shard, "generate", max_groups=2)] == ["c", "a"]
@@ -91,7 +91,7 @@ def test_earliest_admission_is_granted_first() -> None:
     on_shard(test)
 
 
-def test_ready_version_is_the_version_in_training() -> None:
+def test_ready_version_is_the_version_in_training():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b", version=4)
         await finish(shard, max_groups=1)
@@ -106,7 +106,7 @@ def test_ready_version_is_the_version_in_training() -> None:
 # Grants
 
 
-def test_waiting_requests_share_ready_groups() -> None:
+def test_waiting_requests_share_ready_groups():
     async def test(shard: QueueShard) -> None:
         waiting = [
             asyncio.create_task(take(shard, "generate", wait_s=60.0, holder=f"generator-{i}"))
@@ -124,7 +124,7 @@ def test_waiting_requests_share_ready_groups() -> None:
     on_shard(test)
 
 
-def test_ended_requests_get_no_share() -> None:
+def test_ended_requests_get_no_share():
     async def test(shard: QueueShard) -> None:
         gone = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-0"))
         late = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-1"))
@@ -140,9 +140,7 @@ def test_ended_requests_get_no_share() -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "num_groups"), [(None, 4), (40, 4), (39, 3), (20, 2), (19, 1), (1, 1)]
 )
-def test_max_tokens_bounds_a_grant_except_a_single_group(
-    max_tokens: int | None, num_groups: int
-) -> None:
+def test_max_tokens_bounds_a_grant_except_a_single_group(max_tokens: int | None, num_groups: int):
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abcd")
         await do(shard, "generate")
@@ -152,7 +150,7 @@ def test_max_tokens_bounds_a_grant_except_a_single_group(
     on_shard(test)
 
 
-def test_lease_request_ends_at_its_deadline() -> None:
+def test_lease_request_ends_at_its_deadline():
     async def test(shard: QueueShard) -> None:
         assert await take(shard, "train", wait_s=7.0) == []
         assert asyncio.get_running_loop().time() == pytest.approx(7.0, abs=0.1)
@@ -160,7 +158,7 @@ def test_lease_request_ends_at_its_deadline() -> None:
     on_shard(test)
 
 
-def test_retried_request_gets_the_same_leases() -> None:
+def test_retried_request_gets_the_same_leases():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         first = await take(shard, "generate", max_groups=2, request="me/0")
@@ -177,7 +175,7 @@ def test_retried_request_gets_the_same_leases() -> None:
     on_shard(test)
 
 
-def test_request_retried_while_waiting_is_granted_once() -> None:
+def test_request_retried_while_waiting_is_granted_once():
     async def test(shard: QueueShard) -> None:
         lost = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
         await asyncio.sleep(1.0)
@@ -190,7 +188,7 @@ def test_request_retried_while_waiting_is_granted_once() -> None:
     on_shard(test)
 
 
-def test_request_retried_while_the_shard_opens_gets_the_same_leases() -> None:
+def test_request_retried_while_the_shard_opens_gets_the_same_leases():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         requests = (take(shard, "generate", wait_s=5.0, request="me/0") for _ in range(2))
@@ -203,7 +201,7 @@ def test_request_retried_while_the_shard_opens_gets_the_same_leases() -> None:
 # Ends of groups
 
 
-def test_group_is_dropped_after_max_attempts() -> None:
+def test_group_is_dropped_after_max_attempts():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -221,7 +219,7 @@ def test_group_is_dropped_after_max_attempts() -> None:
     on_shard(test)
 
 
-def test_final_failure_drops_the_group_at_once() -> None:
+def test_final_failure_drops_the_group_at_once():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -233,7 +231,7 @@ def test_final_failure_drops_the_group_at_once() -> None:
     on_shard(test)
 
 
-def test_attempts_count_per_stage() -> None:
+def test_attempts_count_per_stage():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -247,7 +245,7 @@ def test_attempts_count_per_stage() -> None:
     on_shard(test)
 
 
-def test_filtered_group_reaches_the_coordinator_with_its_reason() -> None:
+def test_filtered_group_reaches_the_coordinator_with_its_reason():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -262,7 +260,7 @@ def test_filtered_group_reaches_the_coordinator_with_its_reason() -> None:
     on_shard(test)
 
 
-def test_inactive_lease_can_neither_fail_nor_filter_a_group() -> None:
+def test_inactive_lease_can_neither_fail_nor_filter_a_group():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate")
@@ -279,7 +277,7 @@ def test_inactive_lease_can_neither_fail_nor_filter_a_group() -> None:
 # Statistics and reads
 
 
-def test_depth_is_a_time_weighted_mean() -> None:
+def test_depth_is_a_time_weighted_mean():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await asyncio.sleep(3.0)
@@ -293,7 +291,7 @@ def test_depth_is_a_time_weighted_mean() -> None:
     on_shard(test)
 
 
-def test_stats_cover_the_time_since_the_last_step() -> None:
+def test_stats_cover_the_time_since_the_last_step():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         (late, _) = await take(shard, "generate")
@@ -317,7 +315,7 @@ def test_stats_cover_the_time_since_the_last_step() -> None:
     on_shard(test)
 
 
-def test_stats_have_column_bytes_and_oldest_age() -> None:
+def test_stats_have_column_bytes_and_oldest_age():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await asyncio.sleep(2.0)
@@ -331,7 +329,7 @@ def test_stats_have_column_bytes_and_oldest_age() -> None:
     on_shard(test)
 
 
-def test_locate_groups_describes_holders_and_waiting_stages() -> None:
+def test_locate_groups_describes_holders_and_waiting_stages():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await take(shard, "generate", max_groups=1, holder="generator-0")
@@ -344,7 +342,7 @@ def test_locate_groups_describes_holders_and_waiting_stages() -> None:
     on_shard(test)
 
 
-def test_columns_can_be_read_without_a_lease() -> None:
+def test_columns_can_be_read_without_a_lease():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await finish(shard)
@@ -359,7 +357,7 @@ def test_columns_can_be_read_without_a_lease() -> None:
     on_shard(test)
 
 
-def test_remove_groups_is_idempotent_and_versions_only_grow() -> None:
+def test_remove_groups_is_idempotent_and_versions_only_grow():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
         await finish(shard)
@@ -387,12 +385,12 @@ def test_remove_groups_is_idempotent_and_versions_only_grow() -> None:
         ("hedge_s", 0.0),
     ],
 )
-def test_invalid_queue_settings_raise(key: str, value: Any) -> None:
+def test_invalid_queue_settings_raise(key: str, value: Any):
     with pytest.raises(ConfigError, match=rf"queue\.{key}={value}: must be"):
         QueueConfig(**{key: value})
 
 
-def test_shard_forgets_removed_groups() -> None:
+def test_shard_forgets_removed_groups():
     async def test(shard: QueueShard) -> None:
         remaining = []
         for uid in ("a", "b", "c"):
@@ -410,7 +408,7 @@ def test_shard_forgets_removed_groups() -> None:
     on_shard(test)
 
 
-def test_shard_does_not_decode_prompts() -> None:
+def test_shard_does_not_decode_prompts():
     async def test(shard: QueueShard) -> None:
         await shard.admit_prompts([("a", b"not a pickle", 0)], wait_s=1.0)
         (grant,) = await shard.lease_groups(LeaseRequest("generate", "me", 1), wait_s=0.0)

@@ -45,7 +45,7 @@ def trains_slowly(slow_run: RunTrace) -> SettingsAdvice:
 
 def test_a_training_bound_run_gains_from_a_trainer_replica_only(
     slow_run: RunTrace, trains_slowly: SettingsAdvice
-) -> None:
+):
     advice, busiest = trains_slowly, measure_stage_loads(slow_run)[0]
     assert busiest.stage == "train"
     assert busiest.busy_fraction > 0.9
@@ -55,7 +55,7 @@ def test_a_training_bound_run_gains_from_a_trainer_replica_only(
     assert "trainer.world_size=2" in advice.options[0].settings
 
 
-def test_a_generation_bound_run_is_recognized(tmp_path: Path) -> None:
+def test_a_generation_bound_run_is_recognized(tmp_path: Path):
     slow_run = measure(tmp_path, SLOW_SAMPLING)
     assert measure_stage_loads(slow_run)[0].stage == "generate"
     advice = recommend_settings(slow_run)
@@ -63,9 +63,7 @@ def test_a_generation_bound_run_is_recognized(tmp_path: Path) -> None:
     assert change(advice, "max_staleness=0") > 0.05
 
 
-def test_filter_cost_is_reported_with_oversampling_as_an_option(
-    slow_run: RunTrace,
-) -> None:
+def test_filter_cost_is_reported_with_oversampling_as_an_option(slow_run: RunTrace):
     assert not any(line.startswith("filter") for line in describe_run(slow_run))
     rows = [
         {
@@ -95,7 +93,7 @@ def test_filter_cost_is_reported_with_oversampling_as_an_option(
     assert {"filter.oversample": "auto"} in dict(list_alternatives(config)).values()
 
 
-def test_device_splits_keep_the_number_of_devices(trains_slowly: SettingsAdvice) -> None:
+def test_device_splits_keep_the_number_of_devices(trains_slowly: SettingsAdvice):
     settings = {option.description: option.settings for option in trains_slowly.options}
     assert settings["one device moved from generators to policy"] == (
         "generator.replicas=1",
@@ -104,7 +102,7 @@ def test_device_splits_keep_the_number_of_devices(trains_slowly: SettingsAdvice)
     assert "one device moved from policy to generators" not in settings
 
 
-def test_options_are_sorted_by_step_time(trains_slowly: SettingsAdvice) -> None:
+def test_options_are_sorted_by_step_time(trains_slowly: SettingsAdvice):
     steps = [option.metrics.step_s for option in trains_slowly.options]
     assert steps == sorted(steps)
     assert len(steps) >= 5

@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(planned, fitted, found)
 
 
-def test_a_cost_model_gives_the_fitted_timings_back(made: Made) -> None:
+def test_a_cost_model_gives_the_fitted_timings_back(made: Made):
     assert not [name for name, one in made.found.fitted_constants.items() if one.is_clamped]
     again, wanted = made.again, made.fitted.timings
     # Size and recomputation of the KV cache come from the run's settings.
@@ -56,12 +56,12 @@ def test_a_cost_model_gives_the_fitted_timings_back(made: Made) -> None:
     assert again.step_s == pytest.approx(wanted.step_s)
 
 
-def test_rule_batches_are_normalized_to_one_group(made: Made) -> None:
+def test_rule_batches_are_normalized_to_one_group(made: Made):
     whole = made.fitted.timings.score["reward"].batch_duration_s(32 * 4, 0)
     assert 32 * made.again.score["reward"].batch_duration_s(4, 0) == pytest.approx(whole)
 
 
-def test_a_constant_beyond_its_bound_is_clamped(made: Made) -> None:
+def test_a_constant_beyond_its_bound_is_clamped(made: Made):
     slow = replace(made.fitted, timings=replace(made.fitted.timings, hop_s=100.0))
     found = fit_constants(
         slow, made.planned.problem, made.planned.placement, made.planned.initial_constants
@@ -70,7 +70,7 @@ def test_a_constant_beyond_its_bound_is_clamped(made: Made) -> None:
     assert [name for name, one in found.fitted_constants.items() if one.is_clamped] == ["hop_s"]
 
 
-def test_constants_that_the_run_does_not_determine_keep_their_defaults(made: Made) -> None:
+def test_constants_that_the_run_does_not_determine_keep_their_defaults(made: Made):
     found = made.found
     start = vars(made.planned.initial_constants)
     changed = {name for name, value in vars(found.constants).items() if value != start[name]}

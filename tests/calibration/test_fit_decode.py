@@ -28,14 +28,14 @@ def make_cohorts(paces: list[float]) -> DecodeReplay:
 
 
 @pytest.mark.parametrize("paces", [[1.0] * 4, [1.0, 1.4, 0.9, 1.0, 1.2, 0.8, 1.0]])
-def test_coefficients_are_those_of_the_median_pace(paces: list[float]) -> None:
+def test_coefficients_are_those_of_the_median_pace(paces: list[float]):
     fit = fit_decode([make_cohorts(paces)], START, pause_s=0.0)
     true = (TRUE.step_s, TRUE.rollout_s, TRUE.prefill_token_s, TRUE.group_s)
     assert fit.coefficients == pytest.approx(true, rel=0.1)
     assert fit.residual < 0.01
 
 
-def test_windows_cover_the_run_and_count_groups_with_known_neighbors() -> None:
+def test_windows_cover_the_run_and_count_groups_with_known_neighbors():
     # A group begins every second and takes 5.5 s: six run at a time.
     count = 3 * WINDOW_GROUPS + 100
     episode = [
@@ -54,7 +54,7 @@ def test_windows_cover_the_run_and_count_groups_with_known_neighbors() -> None:
     assert held[-1][-1] == str(count - 1)
 
 
-def test_prefill_time_is_at_least_the_compute_time() -> None:
+def test_prefill_time_is_at_least_the_compute_time():
     # The end times of the groups do not show it.
     free = replace(TRUE, prefill_token_s=0.0)
     replay = make_cohorts([1.0] * 4)

@@ -29,9 +29,7 @@ def fitted(folder: Path, timings: StageTimings, *overrides: str, seed: int = 0) 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_fitting_recovers_the_coefficients_of_a_run(
-    tmp_path: Path, staleness: int, seed: int
-) -> None:
+def test_fitting_recovers_the_coefficients_of_a_run(tmp_path: Path, staleness: int, seed: int):
     timings = fitted(tmp_path, TRUE, f"pipeline.max_staleness={staleness}", seed=seed).timings
     generator, true = timings.generator, TRUE.generator
     for name in ("step_s", "rollout_s", "prefill_token_s"):
@@ -51,9 +49,7 @@ def test_fitting_recovers_the_coefficients_of_a_run(
     assert timings.weights["generate"].publish_s == pytest.approx(0.004, rel=0.05)
 
 
-def test_pull_time_excludes_the_wait_for_a_decode_step(
-    tmp_path: Path,
-) -> None:
+def test_pull_time_excludes_the_wait_for_a_decode_step(tmp_path: Path):
     slow = replace(TRUE, generator=replace(TRUE.generator, step_s=0.06))
     timings = fitted(tmp_path, slow, "pipeline.max_staleness=1").timings
     # A pull of 6 ms waits for half a decode step on average, 30 ms.

@@ -9,7 +9,7 @@ from streamrl.simulator.replicas.prompts import CompletionLengths
 SEEN = [("a", "generate", (3, 4)), ("b", "generate", (9, 8)), ("b", "greedy", (7,))]
 
 
-def test_samples_keep_groups_and_greedy_completions_together() -> None:
+def test_samples_keep_groups_and_greedy_completions_together():
     lengths = GroupedLengths.from_groups(SEEN)
     assert (lengths.mean, lengths.max_tokens) == (6.0, 9)
     completions = CompletionLengths(Workload(8, 2, 5.0, lengths), seed=0)
@@ -20,7 +20,7 @@ def test_samples_keep_groups_and_greedy_completions_together() -> None:
     assert samples == {(3, 4, 3), (9, 8, 7)}
 
 
-def test_any_count_can_be_drawn() -> None:
+def test_any_count_can_be_drawn():
     lengths = GroupedLengths.from_groups(SEEN)
     for count in (1, 4, 7):
         assert len(lengths.sample(count, np.random.default_rng(0))) == count

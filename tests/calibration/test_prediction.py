@@ -25,7 +25,7 @@ from tests.calibration.runs import TRUE, play, recipe, write_run
 )
 def test_a_run_predicts_another_with_a_different_max_staleness(
     tmp_path: Path, bound: int, other: int, mode: str
-) -> None:
+):
     runs = []
     for staleness in (bound, other):
         words = (f"pipeline.max_staleness={staleness}", f"placement.mode={mode}")
@@ -42,7 +42,7 @@ def test_a_run_predicts_another_with_a_different_max_staleness(
         assert figures.idle[stage] == pytest.approx(idle, abs=0.1), stage
 
 
-def test_errors_are_differences_for_idle_and_relative_otherwise() -> None:
+def test_errors_are_differences_for_idle_and_relative_otherwise():
     predicted = SteadyMetrics(1.1, 0.9, {"train": 0.10}, 0.0)
     measured = SteadyMetrics(1.0, 1.0, {"train": 0.05}, 0.0)
     errors = {name: one["error"] for name, one in predicted.compare_with(measured).items()}
@@ -50,14 +50,14 @@ def test_errors_are_differences_for_idle_and_relative_otherwise() -> None:
     assert errors == pytest.approx(expected)
 
 
-def test_a_cluster_must_hold_the_run(tmp_path: Path) -> None:
+def test_a_cluster_must_hold_the_run(tmp_path: Path):
     config = recipe(tmp_path, "generator.replicas=3")
     measured = load_run_trace(write_run(tmp_path / "run", config, play(config)))
     with pytest.raises(ConfigError, match="the run uses 4 devices"):
         PlannedRun.from_trace(measured, measured.config, Cluster.from_text("2xCPU"))
 
 
-def test_a_gpu_run_requires_the_cluster_option(tmp_path: Path) -> None:
+def test_a_gpu_run_requires_the_cluster_option(tmp_path: Path):
     config = recipe(tmp_path)
     measured = load_run_trace(write_run(tmp_path / "run", config, play(config)))
     events = tmp_path / "run" / "events.jsonl"
@@ -67,7 +67,7 @@ def test_a_gpu_run_requires_the_cluster_option(tmp_path: Path) -> None:
         PlannedRun.from_trace(load_run_trace(tmp_path / "run"), measured.config)
 
 
-def test_cores_of_other_programs_are_subtracted(tmp_path: Path) -> None:
+def test_cores_of_other_programs_are_subtracted(tmp_path: Path):
     config = recipe(tmp_path)
     simulated = play(config, replace(TRUE, cores=1.2), steps=24)
     used = {"cpu/machine": 1.8, "cpu/stages": 1.0, "cpu/queue": 0.0}
@@ -86,7 +86,7 @@ def test_cores_of_other_programs_are_subtracted(tmp_path: Path) -> None:
     assert slower.passes_s(1, 200) > 1.1 * timings.train["policy"].passes_s(1, 200)
 
 
-def test_queue_cpu_time_becomes_bookkeeping(tmp_path: Path) -> None:
+def test_queue_cpu_time_becomes_bookkeeping(tmp_path: Path):
     config = recipe(tmp_path)
     simulated = play(config, replace(TRUE, bookkeeping_s=5e-3), steps=24)
     busy = 5e-3 * config.pipeline.groups_per_step / simulated.mean_step_s
@@ -101,7 +101,7 @@ def test_queue_cpu_time_becomes_bookkeeping(tmp_path: Path) -> None:
     assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
 
 
-def test_groups_that_a_run_filtered_are_sampled_in_its_simulation_too(tmp_path: Path) -> None:
+def test_groups_that_a_run_filtered_are_sampled_in_its_simulation_too(tmp_path: Path):
     config = recipe(tmp_path)
     run = write_run(tmp_path / "run", config, play(config))
     assert load_run_trace(run).filtered_fraction == 0.0
@@ -116,7 +116,7 @@ def test_groups_that_a_run_filtered_are_sampled_in_its_simulation_too(tmp_path: 
     ).problem.workload.filtered_fraction == pytest.approx(0.25)
 
 
-def test_the_chosen_placement_is_read_from_the_run(tmp_path: Path) -> None:
+def test_the_chosen_placement_is_read_from_the_run(tmp_path: Path):
     config = recipe(tmp_path, "placement.mode=auto", "placement.cpus=1")
     simulated = play(replace(config, placement=replace(config.placement, mode="colocated")))
     run = write_run(tmp_path / "run", config, simulated)
@@ -128,7 +128,7 @@ def test_the_chosen_placement_is_read_from_the_run(tmp_path: Path) -> None:
     assert PlannedRun.from_trace(measured, measured.config).placement.overlaps("generate", "train")
 
 
-def test_available_cores_have_a_lower_bound(tmp_path: Path) -> None:
+def test_available_cores_have_a_lower_bound(tmp_path: Path):
     config = recipe(tmp_path)
     used = {"cpu/machine": 2.5, "cpu/stages": 0.1, "cpu/queue": 0.1}
     run = write_run(tmp_path / "run", config, play(config), used=used)

@@ -9,14 +9,14 @@ from streamrl.calibration.robust_fit import fit_line, fit_median
 
 
 @given(st.floats(1e-3, 1.0), st.floats(1e-6, 1e-3), st.integers(0, 1000))
-def test_an_exact_line_is_recovered(each_s: float, token_s: float, seed: int) -> None:
+def test_an_exact_line_is_recovered(each_s: float, token_s: float, seed: int):
     tokens = np.random.default_rng(seed).uniform(each_s / token_s, 5 * each_s / token_s, 30)
     fit = fit_line([(1.0, t) for t in tokens], [each_s + token_s * t for t in tokens])
     assert fit.coefficients == pytest.approx((each_s, token_s), rel=0.02)
     assert fit.residual < 1e-3
 
 
-def test_outliers_do_not_change_the_fit() -> None:
+def test_outliers_do_not_change_the_fit():
     tokens = [100.0 * (i + 1) for i in range(20)]
     seconds = [0.05 + 1e-4 * t for t in tokens]
     seconds[3] *= 6
@@ -25,19 +25,19 @@ def test_outliers_do_not_change_the_fit() -> None:
     assert fit.coefficients == pytest.approx((0.05, 1e-4), rel=0.1)
 
 
-def test_inseparable_parts_are_equal_with_a_large_error() -> None:
+def test_inseparable_parts_are_equal_with_a_large_error():
     fit = fit_line([(1.0, 500.0)] * 8, [0.1, 0.11, 0.1, 0.09, 0.1, 0.1, 0.11, 0.09])
     each, token_s = fit.coefficients
     assert each + 500 * token_s == pytest.approx(0.1, rel=0.02)
     assert each == pytest.approx(0.05, rel=0.1)
 
 
-def test_coefficients_are_nonnegative() -> None:
+def test_coefficients_are_nonnegative():
     fit = fit_line([(1.0, float(t)) for t in range(1, 9)], [1.0 - 0.1 * t for t in range(1, 9)])
     assert min(fit.coefficients) >= 0
 
 
-def test_a_constant_fit_is_the_median() -> None:
+def test_a_constant_fit_is_the_median():
     fit = fit_median([1.0, 2.0, 9.0])
     assert (fit.coefficients, fit.num_measurements) == ((2.0,), 3)
     assert fit_median([]).num_measurements == 0

@@ -21,7 +21,7 @@ def run_dir(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", config, play(config))
 
 
-def test_the_steady_steps_of_a_run_are_read(tmp_path: Path) -> None:
+def test_the_steady_steps_of_a_run_are_read(tmp_path: Path):
     config = recipe(tmp_path)
     simulated = play(config)
     trace = load_run_trace(write_run(tmp_path / "run", config, simulated))
@@ -40,13 +40,13 @@ def test_the_steady_steps_of_a_run_are_read(tmp_path: Path) -> None:
     assert all(0 < idle < 1 for idle in trace.idle_fractions.values())
 
 
-def test_lengths_are_those_of_the_completions(run_dir: Path) -> None:
+def test_lengths_are_those_of_the_completions(run_dir: Path):
     lengths = load_run_lengths(run_dir)
     assert set(lengths.samples) == set(LENGTHS.samples)
     assert load_run_trace(run_dir).mean_prompt_tokens == 7
 
 
-def test_generated_groups_have_their_admission_time(run_dir: Path) -> None:
+def test_generated_groups_have_their_admission_time(run_dir: Path):
     trace = load_run_trace(run_dir)
     for group in trace.generated_groups:
         assert group.start_s >= group.admitted_s + TRUE.generator.begin_s - 1e-4
@@ -54,7 +54,7 @@ def test_generated_groups_have_their_admission_time(run_dir: Path) -> None:
         assert group.admitted_version >= 0
 
 
-def test_steps_no_longer_in_the_trace_are_excluded(run_dir: Path) -> None:
+def test_steps_no_longer_in_the_trace_are_excluded(run_dir: Path):
     trace = run_dir / "trace.json"
     whole = load_run_trace(run_dir)
     events = json.loads(trace.read_text())
@@ -74,7 +74,7 @@ def test_steps_no_longer_in_the_trace_are_excluded(run_dir: Path) -> None:
     ]
 
 
-def test_a_torn_trace_is_read_up_to_the_tear(run_dir: Path) -> None:
+def test_a_torn_trace_is_read_up_to_the_tear(run_dir: Path):
     trace = run_dir / "trace.json"
     trace.write_text(trace.read_text()[:-40])
     assert len(load_run_trace(run_dir).steps) == 12
@@ -98,7 +98,7 @@ def _fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def test_a_file_is_not_a_run_directory(run_dir: Path) -> None:
+def test_a_file_is_not_a_run_directory(run_dir: Path):
     with pytest.raises(ConfigError, match="no run: not a directory"):
         load_run_trace(run_dir / "config.yaml")
 
@@ -135,21 +135,21 @@ def test_a_file_is_not_a_run_directory(run_dir: Path) -> None:
 )
 def test_an_incomplete_run_is_an_error_of_one_line(
     run_dir: Path, break_it: Callable[[Path], object], rule: str
-) -> None:
+):
     break_it(run_dir)
     with pytest.raises(ConfigError, match=rule) as error:
         load_run_trace(run_dir)
     assert "\n" not in str(error.value)
 
 
-def test_a_short_run_is_an_error(tmp_path: Path) -> None:
+def test_a_short_run_is_an_error(tmp_path: Path):
     config = recipe(tmp_path)
     run = write_run(tmp_path / "run", config, play(config, steps=8))
     with pytest.raises(ConfigError, match="too short: 4 steady steps, must be at least 6"):
         load_run_trace(run)
 
 
-def test_spans_without_lengths_are_an_error(run_dir: Path) -> None:
+def test_spans_without_lengths_are_an_error(run_dir: Path):
     trace = run_dir / "trace.json"
     trace.write_text(trace.read_text().replace('"lengths"', '"sizes"'))
     with pytest.raises(ConfigError, match="truncated or of an older version"):

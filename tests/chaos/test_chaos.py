@@ -27,12 +27,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", short_scenarios(SEED), ids=lambda scenario: scenario.name)
-def test_after_a_kill_every_prompt_is_trained_once(bench: Bench, scenario: Scenario) -> None:
+def test_after_a_kill_every_prompt_is_trained_once(bench: Bench, scenario: Scenario):
     verdict = bench.play(scenario, beside_undisturbed=False)
     assert not verdict.problems, f"{scenario}, CHAOS_SEED={SEED}:\n" + "\n".join(verdict.problems)
 
 
-def test_the_injected_sitecustomize_is_idle_without_a_plan_and_runs_others(tmp_path: Path) -> None:
+def test_the_injected_sitecustomize_is_idle_without_a_plan_and_runs_others(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text("print('the other one')\n")
     script = "import sys; print([m for m in sys.modules if 'chaos' in m])"
     env = {**os.environ, "PYTHONPATH": f"{INJECT}{os.pathsep}{tmp_path}"}
@@ -42,7 +42,7 @@ def test_the_injected_sitecustomize_is_idle_without_a_plan_and_runs_others(tmp_p
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_faults_keep_the_signatures_they_wrap(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_keep_the_signatures_they_wrap(role: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(INJECT)
     faults = importlib.import_module("chaos_faults")
     wrapped: list[tuple[Any, Callable[..., Any]]] = []

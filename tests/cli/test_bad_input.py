@@ -211,7 +211,7 @@ def read_files(folder: Path) -> dict[Path, bytes]:
 )
 def test_an_invalid_config_is_refused_before_any_file_is_written(
     refused: Refuse, overrides: list[str], parts: list[str]
-) -> None:
+):
     line = refused(*overrides)
     for part in parts:
         assert part in line
@@ -232,49 +232,47 @@ def row(content: str, **changes: object) -> dict[str, object]:
     }
 
 
-def test_an_empty_data_file_is_named(refused: Refuse, tmp_path: Path) -> None:
+def test_an_empty_data_file_is_named(refused: Refuse, tmp_path: Path):
     assert "rows.jsonl" in refused(f"data.train={rows(tmp_path)}")
 
 
-def test_a_missing_filter_file_is_named(refused: Refuse, tmp_path: Path) -> None:
+def test_a_missing_filter_file_is_named(refused: Refuse, tmp_path: Path):
     path = rows(tmp_path, row("1+1"))
     line = refused(f"data.eval={{path: {path}, filter: 'no.py:keep'}}")
     assert "no.py" in line and "no such file" in line
 
 
-def test_a_missing_column_is_named_with_its_row(refused: Refuse, tmp_path: Path) -> None:
+def test_a_missing_column_is_named_with_its_row(refused: Refuse, tmp_path: Path):
     path = rows(tmp_path, row("1+1"), {"question": "1+1"})
     line = refused(f"data.train={path}")
     assert "prompt" in line and "2" in line
 
 
-def test_a_prompt_longer_than_the_limit_is_named_by_row(refused: Refuse, tmp_path: Path) -> None:
+def test_a_prompt_longer_than_the_limit_is_named_by_row(refused: Refuse, tmp_path: Path):
     path = rows(tmp_path, row("1+1"), row("1+" * 100 + "1"))
     line = refused(f"data.train={path}", f"data.eval={path}")
     assert "rows.jsonl" in line and "2" in line and "202 tokens" in line
 
 
-def test_long_prompts_can_be_skipped_unless_none_is_left(refused: Refuse, tmp_path: Path) -> None:
+def test_long_prompts_can_be_skipped_unless_none_is_left(refused: Refuse, tmp_path: Path):
     path = rows(tmp_path, row("1+" * 100 + "1"))
     assert "all 1 prompts exceed" in refused(f"data.train={path}", "data.on_long_prompt=skip")
 
 
-def test_a_row_that_the_reward_cannot_judge_is_named(refused: Refuse, tmp_path: Path) -> None:
+def test_a_row_that_the_reward_cannot_judge_is_named(refused: Refuse, tmp_path: Path):
     path = rows(tmp_path, row("1+1"), row("2+2", reward_model={"style": "rule"}))
     line = refused(f"data.train={path}")
     assert "ground_truth" in line and "line 2" in line
 
 
-def test_a_damaged_model_directory_is_named(refused: Refuse, toy: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_directory_is_named(refused: Refuse, toy: Path, tmp_path: Path):
     broken = tmp_path / "broken"
     shutil.copytree(toy / "model", broken)
     (broken / "model.safetensors").write_bytes(b"nothing")
     assert "model.safetensors" in refused(f"model.path={broken}")
 
 
-def test_a_config_that_transformers_refuses_is_named(
-    refused: Refuse, toy: Path, tmp_path: Path
-) -> None:
+def test_a_config_that_transformers_refuses_is_named(refused: Refuse, toy: Path, tmp_path: Path):
     broken = tmp_path / "broken"
     shutil.copytree(toy / "model", broken)
     settings = json.loads((broken / "config.json").read_text())
@@ -293,7 +291,7 @@ def test_a_config_that_transformers_refuses_is_named(
 )
 def test_an_existing_directory_is_left_unchanged(
     toy: Path, tmp_path: Path, refuse: Refuse, overrides: list[str], part: str
-) -> None:
+):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "precious").write_text("data")
     words = ["train", toy / "recipe.yaml", f"run.dir={tmp_path}", "run.name=taken"]
@@ -303,7 +301,7 @@ def test_an_existing_directory_is_left_unchanged(
 
 def test_overwrite_refuses_to_remove_inputs_of_the_new_run(
     toy: Path, tmp_path: Path, refuse: Refuse
-) -> None:
+):
     model = tmp_path / "old" / "checkpoints" / "step_000003" / "model"
     shutil.copytree(toy / "model", model)
     (tmp_path / "old" / "config.yaml").write_text("")
@@ -332,7 +330,7 @@ def test_overwrite_refuses_to_remove_inputs_of_the_new_run(
 )
 def test_a_resume_with_incompatible_settings_is_refused_and_changes_no_file(
     toy: Path, saved: Saved, refuse: Refuse, override: str, part: str
-) -> None:
+):
     prompts = prepare_run(load_config(toy / "recipe.yaml")).prompts
     run_dir, _ = saved(prompts=prompts.state_dict())
     before = read_files(run_dir)
@@ -355,7 +353,7 @@ def test_a_resume_with_incompatible_settings_is_refused_and_changes_no_file(
 )
 def test_a_resume_keeps_its_critic_and_adaptive_parameters(
     saved: Saved, refuse: Refuse, began: str, override: str, part: str
-) -> None:
+):
     costs = ["costs=[{kind: exact}]"] if began == "safe_rlhf" else []
     chosen = ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.1", *costs]
     run_dir, _ = saved(f"algorithm.name={began}", *chosen)
@@ -371,7 +369,7 @@ def test_a_resume_keeps_its_critic_and_adaptive_parameters(
 )
 def test_a_resume_keeps_a_fixed_or_an_ema_reference(
     saved: Saved, refuse: Refuse, was: int, now: int, part: str
-) -> None:
+):
     run_dir, path = saved("algorithm.kl_coef=0.1", f"reference.every={was}")
     if was:
         (path / "trainer" / REFERENCE_FILE).write_text("tensors")
@@ -384,7 +382,7 @@ def test_a_resume_keeps_a_fixed_or_an_ema_reference(
 @pytest.mark.parametrize("how", ["resume", "checkpoint", "fork", "new", "overwrite"])
 def test_a_live_run_directory_is_refused_and_left_unchanged(
     toy: Path, tmp_path: Path, saved: Saved, refuse: Refuse, how: str
-) -> None:
+):
     run_dir, path = saved(f"run.dir={tmp_path}", "run.name=run")
     lock = acquire_run_lock(run_dir)
     before = sorted(tmp_path.rglob("*"))
@@ -410,7 +408,7 @@ def test_a_live_run_directory_is_refused_and_left_unchanged(
 )
 def test_an_old_checkpoint_format_keeps_its_layout_on_resume(
     saved: Saved, refuse: Refuse, override: str
-) -> None:
+):
     run_dir, path = saved()
     (path / "trainer" / "rank_0.pt").touch()
     line = refuse("train", "--resume", run_dir, override)
@@ -430,7 +428,7 @@ def test_an_old_checkpoint_format_keeps_its_layout_on_resume(
 )
 def test_an_impossible_fork_is_refused(
     tmp_path: Path, saved: Saved, refuse: Refuse, words: list[str], part: str
-) -> None:
+):
     (tmp_path / "taken").mkdir()
     run_dir, path = saved()
     assert part in refuse("train", "--resume", path, *(w.format(run=run_dir) for w in words))
@@ -466,7 +464,7 @@ def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] 
 )
 def test_a_damaged_checkpoint_is_refused_and_changes_no_file(
     toy: Path, saved: Saved, refuse: Refuse, state: dict[str, object], part: str
-) -> None:
+):
     prompts = prepare_run(load_config(toy / "recipe.yaml")).prompts
     run_dir, path = saved(prompts=prompts.state_dict(), state=state)
     if not state:
@@ -493,12 +491,10 @@ def test_a_damaged_checkpoint_is_refused_and_changes_no_file(
         ([], "COMMAND"),
     ],
 )
-def test_a_bad_command_line_is_a_one_line_error(
-    words: list[str], part: str, refuse: Refuse
-) -> None:
+def test_a_bad_command_line_is_a_one_line_error(words: list[str], part: str, refuse: Refuse):
     assert part in refuse(*words)
 
 
-def test_resuming_from_a_path_without_checkpoint_is_refused(tmp_path: Path, refuse: Refuse) -> None:
+def test_resuming_from_a_path_without_checkpoint_is_refused(tmp_path: Path, refuse: Refuse):
     assert "not a checkpoint" in refuse("train", "--resume", tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_fitted_constants_are_printed_and_written(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     out = tmp_path / "constants.yaml"
     assert main(["calibrate", str(run_dir), "-o", str(out)]) == 0
     text = capsys.readouterr().out
@@ -33,7 +33,7 @@ def test_fitted_constants_are_printed_and_written(
 
 def test_json_contains_every_constant_with_default_and_residual(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert main(["calibrate", str(run_dir), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     constant = report["determined"]["update_s"]
@@ -54,7 +54,7 @@ def test_json_contains_every_constant_with_default_and_residual(
 )
 def test_bad_input_is_a_one_line_error(
     run_dir: Path, words: list[str], rule: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert main(["calibrate", *(word.format(run=run_dir) for word in words)]) == 2
     error = capsys.readouterr().err
     assert rule in error and error.count("\n") == 1
@@ -71,14 +71,14 @@ def test_bad_input_is_a_one_line_error(
 )
 def test_an_unwritable_output_is_refused_before_the_run_is_read(
     run_dir: Path, tmp_path: Path, name: str, rule: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     # The run is invalid too, but the output is checked first.
     (run_dir / "trace.json").unlink()
     assert main(["calibrate", str(run_dir), "-o", name.format(tmp=tmp_path)]) == 2
     assert capsys.readouterr().err == f"streamrl: {rule.format(tmp=tmp_path)}\n"
 
 
-def test_writing_to_a_symlink_replaces_its_target(run_dir: Path, tmp_path: Path) -> None:
+def test_writing_to_a_symlink_replaces_its_target(run_dir: Path, tmp_path: Path):
     link, named = tmp_path / "link.yaml", tmp_path / "named.yaml"
     link.symlink_to(named)
     assert main(["calibrate", str(run_dir), "-o", str(link)]) == 0

@@ -21,7 +21,7 @@ class Full(SinkGroup):
         raise DiskError("events.jsonl cannot be written: No space left on device")
 
 
-def test_a_full_disk_on_close_does_not_hide_the_failure_of_the_run() -> None:
+def test_a_full_disk_on_close_does_not_hide_the_failure_of_the_run():
     sinks = Full()
     with (
         pytest.raises(RewardError, match="no verdict"),
@@ -31,6 +31,6 @@ def test_a_full_disk_on_close_does_not_hide_the_failure_of_the_run() -> None:
     assert sinks.summary == {"outcome": "failed"}
 
 
-def test_a_full_disk_on_close_of_a_successful_run_is_reported() -> None:
+def test_a_full_disk_on_close_of_a_successful_run_is_reported():
     with pytest.raises(DiskError, match="No space left"), _close_sinks_at_exit(Full(), {}):
         pass

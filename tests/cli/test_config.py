@@ -10,16 +10,16 @@ from streamrl.cli.main import main
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 
-def test_docs_list_every_config_key() -> None:
+def test_docs_list_every_config_key():
     """Regenerate the tables with `streamrl config --markdown` after changing a key."""
     assert PAGE.read_text().rstrip().endswith(format_markdown(list(list_config_keys())))
 
 
-def test_every_config_key_has_a_meaning() -> None:
+def test_every_config_key_has_a_meaning():
     assert [key.name for key in list_config_keys() if not key.meaning] == []
 
 
-def test_a_key_or_section_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_or_section_is_printed_alone(capsys: pytest.CaptureFixture[str]):
     assert main(["config", "trainer.lr"]) == 0
     assert capsys.readouterr().out.startswith("trainer.lr: float [1.0e-06]\n")
     assert main(["config", "rewards"]) == 0
@@ -27,7 +27,7 @@ def test_a_key_or_section_is_printed_alone(capsys: pytest.CaptureFixture[str]) -
     assert {name.split(".")[0] for name in names if name} == {"rewards[]"}
 
 
-def test_an_unknown_key_names_the_nearest_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_key_names_the_nearest_key(capsys: pytest.CaptureFixture[str]):
     assert main(["config", "trainer.lrr"]) == 2
     assert (
         "trainer.lrr: no such config key; the nearest key is trainer.lr" in capsys.readouterr().err

@@ -41,9 +41,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     return run
 
 
-def test_a_valid_file_is_summarized_with_exit_code_0(
-    toy: Path, check: Callable[..., tuple]
-) -> None:
+def test_a_valid_file_is_summarized_with_exit_code_0(toy: Path, check: Callable[..., tuple]):
     code, text = check(toy / "rows.jsonl", "--model", toy / "model")
     assert code == 0
     assert text.splitlines() == [
@@ -53,7 +51,7 @@ def test_a_valid_file_is_summarized_with_exit_code_0(
     ]
 
 
-def test_every_bad_row_is_listed_with_exit_code_2(toy, messy, check) -> None:
+def test_every_bad_row_is_listed_with_exit_code_2(toy, messy, check):
     code, text = check(messy, "--model", toy / "model")
     assert code == 2
     assert f"{messy}: 6 rows, 3 of them usable" in text
@@ -65,7 +63,7 @@ def test_every_bad_row_is_listed_with_exit_code_2(toy, messy, check) -> None:
     assert named == [f"{messy} line {number}" for number in (2, 3, 5)]
 
 
-def test_long_prompts_are_counted_by_on_long_prompt(toy, messy, check) -> None:
+def test_long_prompts_are_counted_by_on_long_prompt(toy, messy, check):
     for choice, words in (
         ("skip", "skipped          1 too long"),
         ("truncate", "truncated        1"),
@@ -76,7 +74,7 @@ def test_long_prompts_are_counted_by_on_long_prompt(toy, messy, check) -> None:
     assert "the prompt has 6 tokens, the limit is 4" in text
 
 
-def test_json_contains_the_same_counts(toy, messy, check) -> None:
+def test_json_contains_the_same_counts(toy, messy, check):
     code, text = check(messy, "--model", toy / "model", "--json")
     (report,) = json.loads(text)["files"]
     assert code == 2
@@ -87,7 +85,7 @@ def test_json_contains_the_same_counts(toy, messy, check) -> None:
     assert all(f"line {entry['row']}: " in entry["text"] for entry in report["problems"])
 
 
-def test_a_recipe_provides_files_model_and_limits(toy, messy, check) -> None:
+def test_a_recipe_provides_files_model_and_limits(toy, messy, check):
     code, text = check("--config", toy / "recipe.yaml")
     assert (code, text.count("100 rows, 100 of them usable")) == (0, 2)
     assert "(limit 122)" in text
@@ -95,7 +93,7 @@ def test_a_recipe_provides_files_model_and_limits(toy, messy, check) -> None:
     assert code == 2 and "limit is 122" in text
 
 
-def test_column_options_select_prompt_and_label(toy, tmp_path, check) -> None:
+def test_column_options_select_prompt_and_label(toy, tmp_path, check):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "1+1", "label": "2"}\n{"input": "1+2"}\n')
     words = (path, "--model", toy / "model", "--prompt-key", "input", "--template", "plain")
@@ -117,7 +115,7 @@ def test_filter_and_template_options_are_applied(toy, tmp_path, check):
     assert f"template={tmp_path}/bad.jinja:1: TemplateSyntaxError: " in text
 
 
-def test_the_progress_bar_appears_only_on_a_terminal(toy, monkeypatch, check) -> None:
+def test_the_progress_bar_appears_only_on_a_terminal(toy, monkeypatch, check):
     words = (toy / "rows.jsonl", "--model", toy / "model")
     assert "reading" not in check(*words)[1]
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
@@ -128,7 +126,7 @@ def test_the_progress_bar_appears_only_on_a_terminal(toy, monkeypatch, check) ->
 
 @pytest.mark.parametrize("command", ["data check", "train"])
 @pytest.mark.parametrize("kind", ["fifo", "device", "deep"])
-def test_an_endless_data_file_is_a_one_line_error(toy, tmp_path, capsys, command, kind) -> None:
+def test_an_endless_data_file_is_a_one_line_error(toy, tmp_path, capsys, command, kind):
     path = tmp_path / "rows.jsonl"
     if kind == "fifo":
         os.mkfifo(path)
@@ -159,7 +157,7 @@ def test_an_endless_data_file_is_a_one_line_error(toy, tmp_path, capsys, command
         (["{toy}/rows.jsonl", "--model", "{toy}/model", "--max-prompt-tokens", "0"], "1 or more"),
     ],
 )
-def test_bad_arguments_are_a_one_line_error(toy, check, words, message) -> None:
+def test_bad_arguments_are_a_one_line_error(toy, check, words, message):
     code, text = check(*(word.format(toy=toy) for word in words))
     assert code == 2
     assert len(text.splitlines()) == 1

@@ -30,7 +30,7 @@ def machine(**changes: object) -> MachineInfo:
     return MachineInfo(**{**facts, **changes})  # type: ignore[arg-type]
 
 
-def test_this_machine_can_run_streamrl(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_can_run_streamrl(capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == []
@@ -40,7 +40,7 @@ def test_this_machine_can_run_streamrl(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_missing_package_is_a_problem_not_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setattr("streamrl.cli.doctor.PACKAGES", ("ray", "no-such-package"))
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor"]) == 1
@@ -65,7 +65,7 @@ def test_a_missing_package_is_a_problem_not_a_traceback(
         ({"memory_gib": 2.0}, "2.0 GiB of memory"),
     ],
 )
-def test_problems_that_prevent_a_run_are_listed(changes: dict[str, object], problem: str) -> None:
+def test_problems_that_prevent_a_run_are_listed(changes: dict[str, object], problem: str):
     assert any(problem in line for line in find_problems(machine(**changes)))
 
 
@@ -77,12 +77,12 @@ def test_problems_that_prevent_a_run_are_listed(changes: dict[str, object], prob
         ({"gpus": ["H100"] * 8, "vllm": "vllm 1.0"}, "up to 8"),
     ],
 )
-def test_the_report_says_what_can_run(changes: dict[str, object], says: str) -> None:
+def test_the_report_says_what_can_run(changes: dict[str, object], says: str):
     info = machine(**changes)
     assert says in describe_machine(info, find_problems(info))[-1]
 
 
-def test_a_missing_sandbox_is_reported_but_is_not_a_problem() -> None:
+def test_a_missing_sandbox_is_reported_but_is_not_a_problem():
     assert "code        generated code runs in isolation" in describe_machine(machine(), [])
     alone = machine(sandbox="sandbox: bwrap is not on PATH")
     assert "code        sandbox: bwrap is not on PATH" in describe_machine(alone, [])
@@ -95,7 +95,7 @@ def test_a_missing_sandbox_is_reported_but_is_not_a_problem() -> None:
 )
 def test_torch_lists_gpus_only_if_a_driver_device_file_exists(
     tmp_path: Path, files: list[str], expected: bool
-) -> None:
+):
     for name in files:
         (tmp_path / name).touch()
     assert has_gpu_files(tmp_path) == expected

@@ -13,7 +13,7 @@ def parse(*words: str) -> argparse.Namespace:
     return parser.parse_args(["runs/mine", *words])
 
 
-def test_options_override_the_runs_evaluation_settings() -> None:
+def test_options_override_the_runs_evaluation_settings():
     run = EvaluationConfig(samples=32, temperature=0.5, top_p=0.7, top_k=9, limit=3, seed=4)
     assert choose_sampling(parse(), run) == run
     changed = choose_sampling(parse("--samples", "8", "--temperature", "0", "--seed", "0"), run)

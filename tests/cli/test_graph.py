@@ -45,11 +45,11 @@ def read_output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_text_lists_stages_in_flow_order_and_edges_with_columns(capsys) -> None:
+def test_text_lists_stages_in_flow_order_and_edges_with_columns(capsys):
     assert read_output(capsys, GRPO) == read_output(capsys, GRPO, "--text") == GRPO_TEXT
 
 
-def test_overrides_apply_at_any_position(capsys) -> None:
+def test_overrides_apply_at_any_position(capsys):
     text = read_output(
         capsys, GRPO, "--steps", "2", "algorithm.kl_coef=0.1", "pipeline.max_staleness=0"
     )
@@ -62,7 +62,7 @@ def test_overrides_apply_at_any_position(capsys) -> None:
     )
 
 
-def test_stages_behind_the_group_filter_are_in_the_graph(capsys) -> None:
+def test_stages_behind_the_group_filter_are_in_the_graph(capsys):
     alone = read_output(capsys, PPO)
     assert "reward -> reference" not in alone and "reward -> value" not in alone
     text = read_output(capsys, PPO, "filter.kind=equal_rewards", "algorithm.group_size=4")
@@ -70,13 +70,13 @@ def test_stages_behind_the_group_filter_are_in_the_graph(capsys) -> None:
         assert re.search(rf"^  reward -> {stage} +scores$", text, re.MULTILINE)
 
 
-def test_depth_limits_how_far_generation_runs_ahead(capsys) -> None:
+def test_depth_limits_how_far_generation_runs_ahead(capsys):
     text = read_output(capsys, GRPO, "pipeline.max_staleness=4", "pipeline.depth=2")
     assert "versions at most 2 behind" in text
     assert "train -> generate   version of policy, 3 steps later" in text
 
 
-def test_settings_outside_the_graph_become_notes(capsys) -> None:
+def test_settings_outside_the_graph_become_notes(capsys):
     words = ["weights.publish_every=2", "algorithm.kl_coef=0.1", "reference.every=5"]
     notes = [
         line for line in read_output(capsys, GRPO, *words).splitlines() if line.startswith("note")
@@ -87,7 +87,7 @@ def test_settings_outside_the_graph_become_notes(capsys) -> None:
     ]
 
 
-def test_an_unused_column_becomes_a_note(capsys, monkeypatch) -> None:
+def test_an_unused_column_becomes_a_note(capsys, monkeypatch):
     extra = ModelCall("extra", "extra", CallKind.SCORE, (), ("answers",))
     flow = load_config(Path(GRPO)).dataflow
     wider = property(lambda config: Dataflow([*flow.calls, extra]))
@@ -97,12 +97,12 @@ def test_an_unused_column_becomes_a_note(capsys, monkeypatch) -> None:
     )
 
 
-def test_a_run_directory_works_like_its_config(capsys, tmp_path: Path) -> None:
+def test_a_run_directory_works_like_its_config(capsys, tmp_path: Path):
     (tmp_path / "config.yaml").write_text(Path(GRPO).read_text())
     assert read_output(capsys, str(tmp_path)) == GRPO_TEXT
 
 
-def test_neither_model_nor_data_nor_runtime_is_loaded(tmp_path: Path) -> None:
+def test_neither_model_nor_data_nor_runtime_is_loaded(tmp_path: Path):
     config = tmp_path / "own.yaml"
     config.write_text("{model: {path: nowhere}, data: {train: no.jsonl}, rewards: [{kind: exact}]}")
     code = (
@@ -131,7 +131,7 @@ def parse_dot(source: str) -> tuple[dict[str, str], list[tuple[str, str, dict[st
     return nodes, edges
 
 
-def test_dot_has_every_stage_and_edge(capsys) -> None:
+def test_dot_has_every_stage_and_edge(capsys):
     nodes, edges = parse_dot(read_output(capsys, PPO, "--dot"))
     assert nodes["train_critic"] == r"train_critic\ncritic"
     assert len(nodes) == 6
@@ -144,7 +144,7 @@ def test_dot_has_every_stage_and_edge(capsys) -> None:
     assert labels["generate", "value"] == r"token_ids\nloss_mask\nlengths"
 
 
-def test_dot_of_several_steps_has_a_cluster_per_step(capsys) -> None:
+def test_dot_of_several_steps_has_a_cluster_per_step(capsys):
     source = read_output(capsys, GRPO, "--dot", "--steps", "3")
     nodes, edges = parse_dot(source)
     assert source.count('subgraph "cluster_') == 3
@@ -157,7 +157,7 @@ def test_dot_of_several_steps_has_a_cluster_per_step(capsys) -> None:
     }
 
 
-def test_dot_quotes_every_stage_name() -> None:
+def test_dot_quotes_every_stage_name():
     odd = 'a "b" \\ -> c; {'
     flow = Dataflow([ModelCall(odd, POLICY, CallKind.TRAIN, (), ())])
     source = render_dot(DataflowGraph.from_dataflow(flow, name="own", steps=1, max_staleness=0))
@@ -185,11 +185,11 @@ flowchart LR
 """.replace("{sampled}", SAMPLED.replace(", ", "<br/>"))
 
 
-def test_mermaid_has_every_stage_and_edge(capsys) -> None:
+def test_mermaid_has_every_stage_and_edge(capsys):
     assert read_output(capsys, GRPO, "--mermaid") == GRPO_MERMAID
 
 
-def test_mermaid_of_several_steps_has_a_subgraph_per_step(capsys) -> None:
+def test_mermaid_of_several_steps_has_a_subgraph_per_step(capsys):
     text = read_output(capsys, GRPO, "--mermaid", "--steps", "3")
     assert [line for line in text.splitlines() if line.startswith("  subgraph")] == [
         f'  subgraph s{i}["step {i + 1}"]' for i in range(3)
@@ -203,7 +203,7 @@ def test_mermaid_of_several_steps_has_a_subgraph_per_step(capsys) -> None:
     }
 
 
-def test_mermaid_escapes_every_label() -> None:
+def test_mermaid_escapes_every_label():
     flow = Dataflow([ModelCall('a "b" #1 <c>', POLICY, CallKind.TRAIN, (), ())])
     text = render_mermaid(DataflowGraph.from_dataflow(flow, name="own", steps=1, max_staleness=0))
     assert 'n0["a #quot;b#quot; #35;1 #lt;c><br/>policy"]' in text
@@ -219,7 +219,7 @@ def fake_dot(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("fake_dot")
-def test_svg_is_drawn_by_graphviz_from_the_dot_output(capsys, tmp_path: Path) -> None:
+def test_svg_is_drawn_by_graphviz_from_the_dot_output(capsys, tmp_path: Path):
     path, source = tmp_path / "ppo.svg", read_output(capsys, PPO, "--dot")
     assert read_output(capsys, PPO, "--svg", "-") == f"<svg>-Tsvg\n{source}</svg>\n"
     assert read_output(capsys, PPO, "--svg", str(path)) == (
@@ -231,7 +231,7 @@ def test_svg_is_drawn_by_graphviz_from_the_dot_output(capsys, tmp_path: Path) ->
 
 def test_svg_without_graphviz_names_the_alternatives(
     capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["graph", PPO, "--svg", str(tmp_path / "ppo.svg")]) == 2
     captured = capsys.readouterr()
@@ -241,7 +241,7 @@ def test_svg_without_graphviz_names_the_alternatives(
 
 
 @pytest.mark.usefixtures("fake_dot")
-def test_writing_to_a_symlink_replaces_its_target(capsys, tmp_path: Path) -> None:
+def test_writing_to_a_symlink_replaces_its_target(capsys, tmp_path: Path):
     link, drawing = tmp_path / "link.svg", tmp_path / "drawing.svg"
     link.symlink_to(drawing)
     drawing.write_text("before")
@@ -268,7 +268,7 @@ def test_writing_to_a_symlink_replaces_its_target(capsys, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_bad_input_is_a_one_line_error(capsys, tmp_path: Path, words: list[str], line: str) -> None:
+def test_bad_input_is_a_one_line_error(capsys, tmp_path: Path, words: list[str], line: str):
     assert main(["graph", *(word.replace("{tmp}", str(tmp_path)) for word in words)]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"streamrl: {line}".replace("{tmp}", str(tmp_path)))

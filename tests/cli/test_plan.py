@@ -43,9 +43,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return captured.err
 
 
-def test_a_plan_lists_every_gaining_bound_and_details_the_best(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_lists_every_gaining_bound_and_details_the_best(capsys: pytest.CaptureFixture[str]):
     code, out = run(capsys, "plan", *SMALL, "--max-staleness", "0,1")
     assert code == 0
     assert "grpo on 8xH100 (8 devices): policy qwen2.5-1.5b" in out
@@ -61,7 +59,7 @@ def test_a_plan_lists_every_gaining_bound_and_details_the_best(
 
 def test_runners_up_of_the_schedule_are_simulated_and_may_win(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     words = ["plan", GRPO, "--cluster", "4xA100", "--model", "qwen2.5-3b", "--json"]
     words += ["--prompt-tokens", "300", "--lengths", "lognormal:500:0.8", "--proposals", "100"]
     words += ["generator.max_new_tokens=2048", "algorithm.kl_coef=0.01", "--max-staleness", "0,1"]
@@ -77,7 +75,7 @@ def test_runners_up_of_the_schedule_are_simulated_and_may_win(
 
 def test_a_bound_without_a_row_is_reported_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     fits = CostModel.explain_infeasible
 
     def refuses(costs: CostModel, placement: Placement) -> str:
@@ -101,7 +99,7 @@ def test_a_bound_without_a_row_is_reported_with_the_reason(
 @pytest.mark.slow
 def test_the_default_plan_uses_the_configs_bound_and_compares_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     out, own_bound = tmp_path / "plan.yaml", 3
     words = [*TINY, *FEW, f"pipeline.max_staleness={own_bound}", "-o", str(out)]
     plan = json.loads(run(capsys, "plan", *words, "--json")[1])
@@ -124,7 +122,7 @@ def test_the_default_plan_uses_the_configs_bound_and_compares_others(
         ) in lines
 
 
-def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]):
     words = ["plan", *TINY, "--max-staleness", "0,2", "--json"]
     first, again = (run(capsys, *words, "--seed", "3")[1] for _ in range(2))
     assert first == again
@@ -132,7 +130,7 @@ def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_plan_is_written_as_a_config_with_its_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     config, picture = tmp_path / "plan.yaml", tmp_path / "plan.svg"
     words = ["-o", str(config), "--svg", str(picture), "--json", "--max-staleness", "0,2"]
     code, out = run(capsys, "plan", *SMALL, *words)
@@ -153,9 +151,7 @@ def test_the_plan_is_written_as_a_config_with_its_placement(
     assert json.loads(out)["step_s"] == pytest.approx(planned["simulated"]["step_s"], rel=0.02)
 
 
-def test_a_written_placement_can_be_simulated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_written_placement_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     placement, folder = tmp_path / "plan.json", tmp_path / "simulated"
     options = ["-o", str(placement), "--pipeline", "--max-staleness", "0,1"]
     assert run(capsys, "plan", *TINY, *options)[0] == 0
@@ -172,9 +168,7 @@ def test_a_written_placement_can_be_simulated(
     assert "already holds a run" in refusal(capsys, "simulate", *words)
 
 
-def test_the_default_number_of_steps_covers_the_warm_up(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_default_number_of_steps_covers_the_warm_up(capsys: pytest.CaptureFixture[str]):
     words = ["simulate", *SMALL[:-2], "--json"]
     for ahead, steps in ((1, 20), (16, 85)):
         result = json.loads(run(capsys, *words, f"pipeline.max_staleness={ahead}")[1])
@@ -182,9 +176,7 @@ def test_the_default_number_of_steps_covers_the_warm_up(
 
 
 @pytest.mark.slow
-def test_placement_slice_s_changes_plan_and_simulation(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_placement_slice_s_changes_plan_and_simulation(capsys: pytest.CaptureFixture[str]):
     shared = ["placement.mode=mixed", "placement.pools=[{generator: 1, reference: 1}]"]
     words = [*SMALL[:-2], "algorithm.kl_coef=0.1", *shared, "generator.replicas=4"]
     words += ["reference.replicas=4", "--steps", "8", "--json"]
@@ -205,15 +197,13 @@ def test_placement_slice_s_changes_plan_and_simulation(
     assert plans[0] != plans[1]
 
 
-def test_a_plan_ignores_the_runs_own_depth(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_ignores_the_runs_own_depth(capsys: pytest.CaptureFixture[str]):
     words = ["plan", *TINY, "--max-staleness", "0,1", "--json", "pipeline.max_staleness=2"]
     plain, deep = (run(capsys, *words, f"pipeline.depth={depth}") for depth in ("null", "2"))
     assert plain == deep
 
 
-def test_node_failures_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_node_failures_cost_time(capsys: pytest.CaptureFixture[str]):
     words = ["simulate", *SMALL[:-2], "--steps", "10", "--json"]
     healthy = json.loads(run(capsys, *words)[1])
     dying = json.loads(run(capsys, *words, "--mttf-h", "0.01", "--restart-s", "30")[1])
@@ -222,9 +212,7 @@ def test_node_failures_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert dying["step_ends_s"][-1] > healthy["step_ends_s"][-1]
 
 
-def test_the_predicted_training_time_matches_the_simulator(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_predicted_training_time_matches_the_simulator(capsys: pytest.CaptureFixture[str]):
     # On one device the stages take turns.
     words = [*SMALL, "--cluster", "1xH100", "--max-staleness", "0,1,2", "--json"]
     front = json.loads(run(capsys, "plan", *words)[1])["front"]
@@ -237,9 +225,7 @@ def test_the_predicted_training_time_matches_the_simulator(
         assert durations[0] == pytest.approx(durations[1], rel=0.05)
 
 
-def test_unused_devices_and_run_cost_are_reported(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_unused_devices_and_run_cost_are_reported(capsys: pytest.CaptureFixture[str]):
     few = ["pipeline.groups_per_step=1", "algorithm.group_size=2", "run.steps=3600"]
     few += ["--proposals", "0", "--max-staleness", "0"]
     code, out = run(capsys, "plan", *TINY, "--cluster", "8xH100", *few, "--json")
@@ -269,7 +255,7 @@ SHARED_CRITIC = [
 ]
 
 
-def test_scoring_uses_the_runs_micro_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_scoring_uses_the_runs_micro_batch_size(capsys: pytest.CaptureFixture[str]):
     words = ["plan", *SHARED_CRITIC, "--cluster", "2x8xH100", "pipeline.micro_batch_tokens=8192"]
     code, out = run(capsys, *words, "trainer.gradient_checkpointing=true")
     assert code == 0, out
@@ -285,7 +271,7 @@ def test_scoring_uses_the_runs_micro_batch_size(capsys: pytest.CaptureFixture[st
 )
 def test_suggested_fixes_let_the_run_fit(
     cluster: str, settings: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     words = ["plan", GRPO, "--cluster", cluster, "--model", "qwen2.5-1.5b", "--proposals", "0"]
     words += ["--prompt-tokens", "200", "generator.max_new_tokens=2000", *settings]
     words += ["--max-staleness", "0", "pipeline.groups_per_step=8"]
@@ -302,7 +288,7 @@ def test_suggested_fixes_let_the_run_fit(
 
 def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     words = [GRPO, *STEP, "--cluster", "1xV100", "--model", "llama-70b", "--prompt-tokens", "9"]
     code, out = run(capsys, "plan", *words, "--proposals", "0")
     assert code == 1
@@ -340,10 +326,7 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
         (["--cluster", "8xH100," * 99], "is not written like"),
         (["--cluster", "no/file.yaml"], "no/file.yaml: no such file"),
         (["--cluster", "8xH100@0Gb"], "8xH100@0Gb: network_gbps=0: must be at least 0.001"),
-        (
-            ["--cluster", "8xH100", "--prompt-tokens", "nan"],
-            "--prompt-tokens nan: must be above",
-        ),
+        (["--cluster", "8xH100", "--prompt-tokens", "nan"], "--prompt-tokens nan: must be above"),
         (["--cluster", "8xH100", "--prompt-tokens", "0"], "--prompt-tokens 0: must be above 0"),
         (["--cluster", "8xH100", "--lengths", "lognormal:9:99"], "sigma above 0 and at most"),
         (["--cluster", "8xH100", "--lengths", "lognormal:1e308:4"], "must be at most 1000000000"),
@@ -355,7 +338,7 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_bad_input_is_a_one_line_error(
     command: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     usual = {"--model": "qwen2.5-1.5b", "--prompt-tokens": "20"}
     more = [word for key, value in usual.items() if key not in words for word in (key, value)]
     assert message in refusal(capsys, command, GRPO, *words, *more)
@@ -378,7 +361,7 @@ def test_bad_input_is_a_one_line_error(
 )
 def test_a_malformed_lengths_file_is_a_one_line_error(
     tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     path = tmp_path / "lengths"
     path.write_text(content)
     words = ["--cluster", "8xH100", "--model", "qwen2.5-1.5b", "--prompt-tokens", "20"]
@@ -386,7 +369,7 @@ def test_a_malformed_lengths_file_is_a_one_line_error(
     assert f"--lengths {path}: " in error and message in error
 
 
-def test_integer_lengths_may_have_a_decimal_point() -> None:
+def test_integer_lengths_may_have_a_decimal_point():
     assert read_lengths("fixed:1e3", 1000).max_tokens == 1000
 
 
@@ -401,7 +384,7 @@ def test_integer_lengths_may_have_a_decimal_point() -> None:
 )
 def test_a_malformed_placement_file_is_a_one_line_error(
     tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     path = tmp_path / "plan.json"
     path.write_text(content)
     error = refusal(capsys, "simulate", *SMALL[:-2], "--placement", str(path))
@@ -410,7 +393,7 @@ def test_a_malformed_placement_file_is_a_one_line_error(
 
 def test_a_placement_with_too_large_a_bound_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     path = tmp_path / "plan.json"
     calls = {stage: {"devices": "0-7", "grid": "1-1-8"} for stage in ("generate", "train")}
     path.write_text(json.dumps({"calls": calls, "max_staleness": 1_000_000_000}))
@@ -439,7 +422,7 @@ def test_a_placement_with_too_large_a_bound_is_refused(
 )
 def test_bad_options_of_plan_are_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert message in refusal(capsys, "plan", *SMALL, *words)
 
 
@@ -466,13 +449,11 @@ def test_bad_options_of_plan_are_refused(
 )
 def test_bad_options_of_simulate_are_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert message in refusal(capsys, "simulate", *SMALL[:-2], *words)
 
 
-def test_an_unwritable_output_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_output_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     nowhere = str(tmp_path / "no" / "plan.yaml")
     assert f"-o {nowhere}: No such file" in refusal(capsys, "plan", *SMALL, "-o", nowhere)
     assert f"--svg {tmp_path}: not a file" in refusal(
@@ -483,7 +464,7 @@ def test_an_unwritable_output_is_refused(
 
 def test_a_plan_on_unlike_devices_cannot_be_written_as_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     words = [GRPO, *STEP, "--cluster", "2xH100,2xA100", *SIZES, "--proposals", "20"]
     words += ["--max-staleness", "0"]
     out = tmp_path / "plan.yaml"
@@ -497,13 +478,13 @@ def test_a_plan_on_unlike_devices_cannot_be_written_as_config(
 )
 def test_nodes_with_six_devices_can_be_planned(
     recipe: str, cluster: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     words = [str(CONFIGS / f"{recipe}.yaml"), "--cluster", cluster, "--model", "qwen2.5-1.5b"]
     words += ["--prompt-tokens", "300", "--max-staleness", "0,1", "--proposals", "50"]
     assert run(capsys, "plan", *words)[0] == 0
 
 
-def test_filtered_groups_are_reported_and_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_filtered_groups_are_reported_and_cost_time(capsys: pytest.CaptureFixture[str]):
     dapo = str(CONFIGS / "dapo_arithmetic.yaml")
     words = [dapo, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "0"]
     results = []
@@ -520,7 +501,7 @@ def test_filtered_groups_are_reported_and_cost_time(capsys: pytest.CaptureFixtur
 
 def test_bfloat16_weights_are_never_split_without_master_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     dapo, plan = str(CONFIGS / "dapo_qwen2.5_32b_math.yaml"), tmp_path / "plan.yaml"
     words = [dapo, "--cluster", "64xH100", "--model", "qwen2.5-32b", "--prompt-tokens", "200"]
     words += ["--lengths", "lognormal:800:0.6", "generator.max_new_tokens=4096"]

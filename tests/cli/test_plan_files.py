@@ -30,7 +30,7 @@ def refused(capsys: pytest.CaptureFixture[str], option: str, path: Path | str) -
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_an_endless_file_is_not_read(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for endless in ("/dev/zero", pipe):
@@ -40,7 +40,7 @@ def test_an_endless_file_is_not_read(
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_a_huge_file_is_refused_by_size(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     path = tmp_path / "huge.yaml"
     with path.open("wb") as file:
         file.truncate(1 << 40)
@@ -48,9 +48,7 @@ def test_a_huge_file_is_refused_by_size(
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
-def test_deep_nesting_is_refused(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deep_nesting_is_refused(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "deep.yaml"
     path.write_text(NESTED)
     message = refused(capsys, option, path)
@@ -60,11 +58,11 @@ def test_deep_nesting_is_refused(
 @pytest.mark.parametrize("option", ["--constants", "--cluster", "--placement"])
 def test_a_directory_is_refused_as_a_file(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert refused(capsys, option, tmp_path) == "is a directory\n"
 
 
-def test_proposals_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_proposals_are_bounded(capsys: pytest.CaptureFixture[str]):
     error = refusal(capsys, "plan", *SMALL[:-1], "1000000000")
     assert "--proposals 1000000000: must be from 0 to 100000" in error
 
@@ -74,7 +72,7 @@ HUGE = "pipeline.groups_per_step=10000000"
 
 def test_a_simulation_of_hours_is_refused_before_it_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     factors = "pipeline.groups_per_step=10000000, algorithm.group_size=8: about"
     rule = "h to simulate; the limit is 1 h\n"
     error = refusal(capsys, "plan", *SMALL, HUGE)
@@ -97,7 +95,7 @@ def test_a_simulation_of_hours_is_refused_before_it_starts(
 
 def test_an_unwritable_output_folder_is_refused_before_simulating(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     file = tmp_path / "file"
     file.write_text("mine")
     for path in (file, file / "below"):
@@ -127,7 +125,7 @@ LONG = "x" * 300
 )
 def test_an_unwritable_output_file_is_refused_before_reading(
     command: str, path: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     (tmp_path / "folder.yaml").mkdir()
     place = Path(path.format(tmp=tmp_path))
     error = refusal(capsys, command, "nowhere.yaml", "--cluster", "8xH100", "-o", str(place))
@@ -136,7 +134,7 @@ def test_an_unwritable_output_file_is_refused_before_reading(
 
 
 @pytest.mark.parametrize("path", ["deep/er/plan", "plan"])
-def test_checking_an_output_leaves_no_file(tmp_path: Path, path: str) -> None:
+def test_checking_an_output_leaves_no_file(tmp_path: Path, path: str):
     check_output_dir("-o", tmp_path / path)
     check_output_file("-o", tmp_path / "plan.yaml")
     assert not list(tmp_path.iterdir())
@@ -144,15 +142,13 @@ def test_checking_an_output_leaves_no_file(tmp_path: Path, path: str) -> None:
 
 def test_an_existing_run_as_output_is_refused_before_simulating(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     (tmp_path / "metrics.jsonl").touch()
     words = ["simulate", "nowhere.yaml", "--cluster", "8xH100", "-o", str(tmp_path)]
     assert f"{tmp_path} already holds a run" in refusal(capsys, *words)
 
 
-def test_a_depth_beyond_the_planners_limit_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_depth_beyond_the_planners_limit_is_refused(capsys: pytest.CaptureFixture[str]):
     ahead = ["pipeline.depth=65", "pipeline.on_stale=drop", "queue.capacity_groups=100000"]
     error = refusal(capsys, "simulate", *SMALL[:-2], *ahead, "--steps", "1")
     assert "depth=65: must be at most 64 steps ahead" in error

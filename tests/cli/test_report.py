@@ -69,7 +69,7 @@ def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 Report = Callable[..., tuple[int, str]]
 
 
-def test_the_ledger_with_drops_and_epochs_is_printed(report: Report, tmp_path: Path) -> None:
+def test_the_ledger_with_drops_and_epochs_is_printed(report: Report, tmp_path: Path):
     write_run_log(tmp_path, four_groups)
     code, text = report()
     assert code == 0
@@ -81,7 +81,7 @@ def test_the_ledger_with_drops_and_epochs_is_printed(report: Report, tmp_path: P
     assert "trained     2 uids, each exactly once\n" in text
 
 
-def test_json_contains_the_same_ledger(report: Report, tmp_path: Path) -> None:
+def test_json_contains_the_same_ledger(report: Report, tmp_path: Path):
     async def more(books: RunLog) -> None:
         await four_groups(books)
         await books.record_admissions([uid(0, epoch=1)], 1)
@@ -105,7 +105,7 @@ def test_json_contains_the_same_ledger(report: Report, tmp_path: Path) -> None:
     assert report_json["problems"] == []
 
 
-def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: Path) -> None:
+def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: Path):
     write_run_log(tmp_path, four_groups)
     folder = get_journal_dir(tmp_path, RUN_LOG_FOLDER)
     path = segment_path(folder, list_segments(folder)[-1])
@@ -132,7 +132,7 @@ def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: 
     assert "2 starts" in text and "trained 3" in text and "in flight 0" in text
 
 
-def test_the_run_log_of_an_active_run_can_be_read(report: Report, tmp_path: Path) -> None:
+def test_the_run_log_of_an_active_run_can_be_read(report: Report, tmp_path: Path):
     seen = []
 
     async def work(books: RunLog) -> None:
@@ -146,7 +146,7 @@ def test_the_run_log_of_an_active_run_can_be_read(report: Report, tmp_path: Path
     assert json.loads(report("--json")[1])["ledger"]["in_flight"] == 0
 
 
-def test_a_uid_trained_twice_is_reported(report: Report, tmp_path: Path) -> None:
+def test_a_uid_trained_twice_is_reported(report: Report, tmp_path: Path):
     async def work(books: RunLog) -> None:
         await books.record_admissions([uid(0), uid(1)], 0)
         await books.record_log.append([step(3, uid(0), uid(1)).to_record()])
@@ -161,9 +161,7 @@ def test_a_uid_trained_twice_is_reported(report: Report, tmp_path: Path) -> None
     assert "0:1:0:" not in text
 
 
-def test_the_history_of_a_uid_merges_log_events_and_later_attempts(
-    report: Report, tmp_path: Path
-) -> None:
+def test_the_history_of_a_uid_merges_log_events_and_later_attempts(report: Report, tmp_path: Path):
     async def work(books: RunLog) -> None:
         await four_groups(books)
         await books.record_start(0)
@@ -207,7 +205,7 @@ def test_the_history_of_a_uid_merges_log_events_and_later_attempts(
 )
 def test_an_unknown_uid_suggests_the_nearest(
     report: Report, tmp_path: Path, unknown: str, nearest: str
-) -> None:
+):
     write_run_log(tmp_path, four_groups)
     code, text = report("--uid", unknown)
     assert code == 2
@@ -215,7 +213,7 @@ def test_an_unknown_uid_suggests_the_nearest(
     assert f"--uid {unknown}: not in the run log" in text and f"the nearest is {nearest}" in text
 
 
-def test_a_directory_without_run_log_is_refused_in_one_line(report: Report, tmp_path: Path) -> None:
+def test_a_directory_without_run_log_is_refused_in_one_line(report: Report, tmp_path: Path):
     code, text = report()
     assert code == 2 and "not a run: holds no config.yaml" in text
     (tmp_path / "config.yaml").touch()
@@ -225,7 +223,7 @@ def test_a_directory_without_run_log_is_refused_in_one_line(report: Report, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "nothing is made"
 
 
-def test_a_damaged_entry_in_the_run_log_is_reported(report: Report, tmp_path: Path) -> None:
+def test_a_damaged_entry_in_the_run_log_is_reported(report: Report, tmp_path: Path):
     write_run_log(tmp_path, four_groups)
     path = segment_path(get_journal_dir(tmp_path, RUN_LOG_FOLDER), 1)
     damaged = bytearray(path.read_bytes())

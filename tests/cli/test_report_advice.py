@@ -19,7 +19,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_bottleneck_is_reported_without_a_simulation(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert main(["report", str(run_dir)]) == 0
     text = capsys.readouterr().out
     assert "bound by    " in text and "groups wait for it" in text and "--what-if" in text
@@ -28,9 +28,7 @@ def test_the_bottleneck_is_reported_without_a_simulation(
     assert "options" not in json.loads(capsys.readouterr().out)
 
 
-def test_what_if_lists_the_effect_of_each_option(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_if_lists_the_effect_of_each_option(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["report", str(run_dir), "--what-if"]) == 0
     text = capsys.readouterr().out
     assert "bound by    " in text and "groups wait for it" in text
@@ -41,7 +39,7 @@ def test_what_if_lists_the_effect_of_each_option(
 
 def test_a_stage_without_queue_depth_omits_the_waiting_groups(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     other = shutil.copytree(run_dir, tmp_path / "run")
     path = other / "metrics.jsonl"
     path.write_text(path.read_text().replace("queue/depth/train", "other"))
@@ -52,9 +50,7 @@ def test_a_stage_without_queue_depth_omits_the_waiting_groups(
     assert "waiting" not in lines_by_stage["train"] and "waiting" in lines_by_stage["reward"]
 
 
-def test_json_contains_bottleneck_and_options(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_contains_bottleneck_and_options(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["report", str(run_dir), "--what-if", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["bound_by"] in report["stages"]
@@ -81,7 +77,7 @@ def test_json_contains_bottleneck_and_options(
 )
 def test_bad_input_is_a_one_line_error(
     run_dir: Path, words: list[str], rule: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert main(["report", *(word.format(run=run_dir) for word in words)]) == 2
     error = capsys.readouterr().err
     assert rule in error and error.count("\n") == 1
@@ -89,7 +85,7 @@ def test_bad_input_is_a_one_line_error(
 
 def test_a_run_that_is_too_short_is_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     config = recipe(tmp_path)
     run = write_run(tmp_path / "run", config, play(config, steps=7))
     assert main(["report", str(run)]) == 2

@@ -21,7 +21,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_a_stopped_run_or_an_unknown_role_is_a_one_line_error(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert main(["scale", str(run_dir), "--generators", "2"]) == 2
     assert capsys.readouterr().err == (
         f"streamrl: {run_dir}: the run is not running, or still starting\n"
@@ -33,7 +33,7 @@ def test_a_stopped_run_or_an_unknown_role_is_a_one_line_error(
 @pytest.mark.parametrize("is_done", [True, False])
 def test_the_answer_sets_the_exit_code(
     run_dir: Path, capsys: pytest.CaptureFixture[str], is_done: bool
-) -> None:
+):
     mailbox = ScaleRequestInbox(run_dir)
     mailbox.open()
 

@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, PreparedRu
     return config, prepare_run(config)
 
 
-def test_max_group_bytes_bounds_every_group(run: tuple[RunConfig, PreparedRun]) -> None:
+def test_max_group_bytes_bounds_every_group(run: tuple[RunConfig, PreparedRun]):
     config, prepared = run
     new, size = config.generator.max_new_tokens, config.algorithm.group_size
     prompt = np.ones(prepared.max_length - new, np.int32)
@@ -62,9 +62,7 @@ def test_max_group_bytes_bounds_every_group(run: tuple[RunConfig, PreparedRun]) 
     assert sum(map(len, blobs)) <= compute_max_group_bytes(config, prepared)
 
 
-def test_a_shard_may_use_its_share_of_the_smallest_object_store(
-    run: tuple[RunConfig, PreparedRun],
-) -> None:
+def test_a_shard_may_use_its_share_of_the_smallest_object_store(run: tuple[RunConfig, PreparedRun]):
     config, prepared = run
     # Two shards share one node's store; on two nodes each has half of its own.
     assert compute_shard_bytes(config, prepared, node_stores=[100 * MB]) == 25 * MB
@@ -73,7 +71,7 @@ def test_a_shard_may_use_its_share_of_the_smallest_object_store(
 
 def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(
     run: tuple[RunConfig, PreparedRun],
-) -> None:
+):
     config, prepared = run
     needed = config.pipeline.groups_per_step * compute_max_group_bytes(config, prepared)
     compute_shard_bytes(config, prepared, node_stores=[4 * needed + 4])
@@ -82,7 +80,7 @@ def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(
         compute_shard_bytes(config, prepared, node_stores=[4 * needed - 4])
 
 
-def test_on_one_pool_all_roles_with_a_model_share_a_gpu(run: tuple[RunConfig, PreparedRun]) -> None:
+def test_on_one_pool_all_roles_with_a_model_share_a_gpu(run: tuple[RunConfig, PreparedRun]):
     prepared = run[1]
     config = replace(run[0], generator=replace(run[0].generator, kv_cache_mb=500))
     # Generator, reference and trainer, disaggregated or colocated.
@@ -104,7 +102,7 @@ def test_on_one_pool_all_roles_with_a_model_share_a_gpu(run: tuple[RunConfig, Pr
 @pytest.mark.parametrize("mode", ["auto", "shadow"])
 def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
     run: tuple[RunConfig, PreparedRun], mode: str
-) -> None:
+):
     config = replace(run[0], placement=replace(run[0].placement, mode=mode))
     message = (
         r"generator\.kv_cache_mb=null: must be set where a generator shares a GPU, here with .*ref"
@@ -121,7 +119,7 @@ def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
     choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(8, 0))
 
 
-def test_a_rule_based_reward_demands_no_gpu(run: tuple[RunConfig, PreparedRun]) -> None:
+def test_a_rule_based_reward_demands_no_gpu(run: tuple[RunConfig, PreparedRun]):
     pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0}]
     there = replace(run[0].placement, mode="mixed", pools=pools)
     demands = list_resource_demands(replace(run[0], placement=there), run[1], on_gpu=True)
@@ -131,7 +129,7 @@ def test_a_rule_based_reward_demands_no_gpu(run: tuple[RunConfig, PreparedRun]) 
 
 def test_a_tensor_parallel_generator_demands_a_device_per_process(
     run: tuple[RunConfig, PreparedRun],
-) -> None:
+):
     config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=2))
     for on_gpu, key in ((False, "requested_cpus"), (True, "requested_gpus")):
         modes = list_placement_options(config, run[1], on_gpu)
@@ -143,9 +141,7 @@ def test_a_tensor_parallel_generator_demands_a_device_per_process(
         assert (values_by_role["generator"], values_by_role["trainer"]) == (2, 1)
 
 
-def test_a_generator_inside_trainer_ranks_demands_no_devices(
-    run: tuple[RunConfig, PreparedRun],
-) -> None:
+def test_a_generator_inside_trainer_ranks_demands_no_devices(run: tuple[RunConfig, PreparedRun]):
     config = replace(
         run[0],
         generator=replace(run[0].generator, tensor_parallel=2),
@@ -163,7 +159,7 @@ def test_a_generator_inside_trainer_ranks_demands_no_devices(
 @pytest.mark.parametrize(("ranks", "fault"), [(2, None), (3, "num_attention_heads")])
 def test_indivisible_attention_heads_refuse_tensor_parallelism(
     run: tuple[RunConfig, PreparedRun], ranks: int, fault: str | None
-) -> None:
+):
     config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=ranks))
     if fault is None:
         prepare_run(config)
@@ -172,7 +168,7 @@ def test_indivisible_attention_heads_refuse_tensor_parallelism(
         prepare_run(config)
 
 
-def test_memory_budget_applies_only_if_auto_colocates(run: tuple[RunConfig, PreparedRun]) -> None:
+def test_memory_budget_applies_only_if_auto_colocates(run: tuple[RunConfig, PreparedRun]):
     there = replace(run[0].placement, mode="auto", memory_mb=500)
     config = replace(run[0], placement=there)
     for cpus, mode, budget_mb in ((8, "disaggregated", None), (1, "colocated", 500)):
@@ -185,9 +181,7 @@ def test_memory_budget_applies_only_if_auto_colocates(run: tuple[RunConfig, Prep
         )
 
 
-def test_auto_excludes_colocation_beyond_the_memory_budget(
-    run: tuple[RunConfig, PreparedRun],
-) -> None:
+def test_auto_excludes_colocation_beyond_the_memory_budget(run: tuple[RunConfig, PreparedRun]):
     config = replace(run[0], placement=replace(run[0].placement, mode="auto", memory_mb=1))
     assert (
         choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(8, 0)).mode
@@ -201,16 +195,14 @@ def test_auto_excludes_colocation_beyond_the_memory_budget(
         choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(1, 0))
 
 
-def test_a_policy_that_is_never_trained_gets_a_note(
-    run: tuple[RunConfig, PreparedRun], tmp_path
-) -> None:
+def test_a_policy_that_is_never_trained_gets_a_note(run: tuple[RunConfig, PreparedRun], tmp_path):
     overrides = ["algorithm.name=ppo", "critic.warmup_alone=3"]
     config = load_config(write_toy(tmp_path) / "recipe.yaml", overrides)
     assert "critic.warmup_alone=3: the policy is frozen in all" in prepare_run(config).notes[0]
     assert not any("warmup_alone" in note for note in run[1].notes)
 
 
-def test_shares_of_several_files_are_noted_and_a_bad_row_names_its_file(tmp_path) -> None:
+def test_shares_of_several_files_are_noted_and_a_bad_row_names_its_file(tmp_path):
     toy = write_toy(tmp_path)
     rows = (toy / "rows.jsonl").read_text().splitlines()
     second = toy / "second.jsonl"
@@ -228,9 +220,7 @@ def test_shares_of_several_files_are_noted_and_a_bad_row_names_its_file(tmp_path
         prepare_run(load_config(toy / "recipe.yaml", [mix]))
 
 
-def test_a_learning_rate_error_of_the_critic_names_the_critic(
-    run: tuple[RunConfig, PreparedRun],
-) -> None:
+def test_a_learning_rate_error_of_the_critic_names_the_critic(run: tuple[RunConfig, PreparedRun]):
     trainer = replace(run[0].trainer, lr=1e-3, lr_schedule="polynomial")
     trainer = replace(trainer, lr_schedule_options={"lr_end": 1e-4})
     config = replace(run[0], trainer=trainer)

@@ -26,14 +26,14 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_unset_settings_have_their_defaults(recipe: Path) -> None:
+def test_unset_settings_have_their_defaults(recipe: Path):
     config = load_config(recipe)
     assert config.pipeline.max_staleness == 1
     assert config.queue.shards == 1
     assert config.capacity_groups == 2 * config.pipeline.groups_per_step
 
 
-def test_depth_sets_the_groups_in_flight_and_defaults_to_max_staleness(recipe: Path) -> None:
+def test_depth_sets_the_groups_in_flight_and_defaults_to_max_staleness(recipe: Path):
     overrides = ["pipeline.max_staleness=3", "pipeline.groups_per_step=8"]
     assert load_config(recipe, overrides).capacity_groups == 32
     assert load_config(recipe, [*overrides, "pipeline.depth=1"]).capacity_groups == 16
@@ -41,7 +41,7 @@ def test_depth_sets_the_groups_in_flight_and_defaults_to_max_staleness(recipe: P
     assert load_config(recipe, deeper).capacity_groups == 48
 
 
-def test_oversampling_raises_the_groups_in_flight(recipe: Path) -> None:
+def test_oversampling_raises_the_groups_in_flight(recipe: Path):
     overrides = ["pipeline.max_staleness=0", "pipeline.groups_per_step=8"]
     overrides.append("filter.kind=equal_rewards")
     capacities = {
@@ -53,7 +53,7 @@ def test_oversampling_raises_the_groups_in_flight(recipe: Path) -> None:
     assert load_config(recipe, all_overrides).capacity_groups == 50
 
 
-def test_any_key_can_be_overridden(recipe: Path) -> None:
+def test_any_key_can_be_overridden(recipe: Path):
     config = load_config(
         recipe,
         [
@@ -71,7 +71,7 @@ def test_any_key_can_be_overridden(recipe: Path) -> None:
     assert config.run_dir == Path("runs/other")
 
 
-def test_a_list_entry_can_be_overridden_by_index(recipe: Path) -> None:
+def test_a_list_entry_can_be_overridden_by_index(recipe: Path):
     assert load_config(recipe, ["rewards[0].weight=2"]).rewards[0].weight == 2.0
     with pytest.raises(ConfigError, match=r"rewards\[5\]"):
         load_config(recipe, ["rewards[5].weight=2"])
@@ -87,7 +87,7 @@ def test_a_list_entry_can_be_overridden_by_index(recipe: Path) -> None:
 )
 def test_a_scalar_instead_of_a_list_suggests_the_list(
     recipe: Path, override: str, key: str, entry: object
-) -> None:
+):
     with pytest.raises(ConfigError, match="must be a list, as in ") as caught:
         load_config(recipe, [override])
     (example,) = shlex.split(str(caught.value).partition(", as in ")[2])
@@ -97,13 +97,13 @@ def test_a_scalar_instead_of_a_list_suggests_the_list(
 
 
 @pytest.mark.parametrize("value", ['[["a"]]', "[{a: 1}]", "[a, [b]]"])
-def test_list_entries_are_type_checked(recipe: Path, value: str) -> None:
+def test_list_entries_are_type_checked(recipe: Path, value: str):
     with pytest.raises(ConfigError, match=r"generator\.stop\[\d\]: ") as caught:
         load_config(recipe, [f"generator.stop={value}"])
     assert "\n" not in str(caught.value)
 
 
-def test_an_empty_text_setting_is_an_empty_string(recipe: Path) -> None:
+def test_an_empty_text_setting_is_an_empty_string(recipe: Path):
     recipe.write_text(MINIMAL + "placement: {address: }\n")
     empty = ["critic.path=", "scorer.combine=", "data.eval=", "telemetry.wandb.mode=disabled"]
     config = load_config(recipe, [*empty, "algorithm.path=null", "rewards[0].name="])
@@ -118,13 +118,13 @@ def test_an_empty_text_setting_is_an_empty_string(recipe: Path) -> None:
         load_config(recipe, ["run.name="])
 
 
-def test_a_dumped_config_loads_equal(recipe: Path, tmp_path: Path) -> None:
+def test_a_dumped_config_loads_equal(recipe: Path, tmp_path: Path):
     config = load_config(recipe, ["trainer.lr=3e-4", "model.max_length=64"])
     (tmp_path / "resolved.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
-def test_reward_options_may_stand_beside_the_fixed_keys(recipe: Path, tmp_path: Path) -> None:
+def test_reward_options_may_stand_beside_the_fixed_keys(recipe: Path, tmp_path: Path):
     (flat,) = load_config(recipe, ["rewards=[{kind: exact, weight: 2, pattern: x}]"]).rewards
     nested = "rewards=[{kind: exact, weight: 2, options: {pattern: x}}]"
     (deep,) = load_config(recipe, [nested]).rewards
@@ -135,7 +135,7 @@ def test_reward_options_may_stand_beside_the_fixed_keys(recipe: Path, tmp_path: 
     assert load_config(tmp_path / "resolved.yaml") == overridden
 
 
-def test_paths_become_absolute(recipe: Path) -> None:
+def test_paths_become_absolute(recipe: Path):
     config = load_config(recipe)
     assert Path(config.model.path).is_absolute()
     assert Path(config.data.train).is_absolute()
@@ -234,7 +234,7 @@ def test_paths_become_absolute(recipe: Path) -> None:
 )
 def test_an_invalid_setting_is_one_line_with_key_value_and_rule(
     recipe: Path, override: str, message: str
-) -> None:
+):
     with pytest.raises(ConfigError, match=message) as error:
         load_config(recipe, [override])
     assert "\n" not in str(error.value)
@@ -243,7 +243,7 @@ def test_an_invalid_setting_is_one_line_with_key_value_and_rule(
 FALLING = ["trainer.lr=1e-3", "trainer.lr_schedule=cosine_with_min_lr", "trainer.lr_min=1e-4"]
 
 
-def test_critic_settings_are_not_checked_without_a_critic(recipe: Path) -> None:
+def test_critic_settings_are_not_checked_without_a_critic(recipe: Path):
     config = load_config(recipe, FALLING)
     assert "critic" not in count_actors(config)
     ppo = ["algorithm.name=ppo", *FALLING]
@@ -258,7 +258,7 @@ def test_critic_settings_are_not_checked_without_a_critic(recipe: Path) -> None:
     load_config(recipe, [*ppo, "critic.trainer.lr=1e-3"])
 
 
-def test_a_missing_or_malformed_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_malformed_file_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
         load_config(tmp_path / "nowhere.yaml")
     broken = tmp_path / "broken.yaml"
@@ -271,7 +271,7 @@ def test_a_missing_or_malformed_file_is_named(tmp_path: Path) -> None:
         load_config(broken)
 
 
-def test_a_setting_may_reference_another(recipe: Path) -> None:
+def test_a_setting_may_reference_another(recipe: Path):
     recipe.write_text(recipe.read_text() + "run: {name: 'of-${run.seed}', seed: 7}\n")
     assert load_config(recipe).run.name == "of-7"
     assert load_config(recipe, ["run.seed=8"]).run.name == "of-8"
@@ -291,9 +291,7 @@ def test_a_setting_may_reference_another(recipe: Path) -> None:
         ("# a\n" * (1 << 18) + "\n", "the file exceeds the limit of 1 MiB"),
     ],
 )
-def test_a_config_file_is_bounded_like_every_settings_file(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_a_config_file_is_bounded_like_every_settings_file(tmp_path: Path, text: str, message: str):
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(text)
     with pytest.raises(ConfigError, match=rf"^config {wrong}: {message}$"):
@@ -303,13 +301,13 @@ def test_a_config_file_is_bounded_like_every_settings_file(
 @pytest.mark.parametrize(
     "value", ["!!bool x", "!!int", "!!timestamp x", "!!int x", "[" * 300 + "]" * 300]
 )
-def test_a_malformed_override_value_is_refused(recipe: Path, value: str) -> None:
+def test_a_malformed_override_value_is_refused(recipe: Path, value: str):
     with pytest.raises(ConfigError, match=r"^'run\.name=") as error:
         load_config(recipe, [f"run.name={value}"])
     assert "\n" not in str(error.value)
 
 
-def test_a_config_must_be_a_regular_file(tmp_path: Path) -> None:
+def test_a_config_must_be_a_regular_file(tmp_path: Path):
     """An endless file would be read forever, and a FIFO without a writer would block."""
     os.mkfifo(tmp_path / "pipe")
     for path, reason in ((tmp_path / "pipe", "not a regular file"), (tmp_path, "is a directory")):
@@ -317,7 +315,7 @@ def test_a_config_must_be_a_regular_file(tmp_path: Path) -> None:
             load_config(path)
 
 
-def test_the_number_of_settings_stays_small() -> None:
+def test_the_number_of_settings_stays_small():
     from dataclasses import fields, is_dataclass
     from typing import get_args, get_origin, get_type_hints
 
@@ -340,7 +338,7 @@ def test_the_number_of_settings_stays_small() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_in_the_repository_loads(path: Path) -> None:
+def test_every_recipe_in_the_repository_loads(path: Path):
     config = load_config(path)
     assert config.algorithm_settings.num_updates >= 1
     assert config.algorithm.name in path.stem

@@ -35,7 +35,7 @@ def recipe(name: str, *overrides: str) -> RunConfig:
     return load_config(CONFIGS / f"{name}_arithmetic.yaml", overrides)
 
 
-def test_a_problem_has_the_workload_and_the_named_models() -> None:
+def test_a_problem_has_the_workload_and_the_named_models():
     cluster = Cluster.from_text("8xA100")
     problem = build_planner_problem(recipe("ppo"), cluster, PlannerRequest(20, SIZES))
     assert problem.workload.num_rollouts == 256
@@ -61,7 +61,7 @@ def test_a_problem_has_the_workload_and_the_named_models() -> None:
     )
 
 
-def test_lora_is_planned_as_adapters_on_frozen_layers() -> None:
+def test_lora_is_planned_as_adapters_on_frozen_layers():
     config = recipe("ppo", "trainer.lora_rank=16", "critic.trainer={lora_rank: 0}")
     problem = build_planner_problem(config, Cluster.from_text("8xA100"), PlannerRequest(20, SIZES))
     models = problem.models
@@ -73,7 +73,7 @@ def test_lora_is_planned_as_adapters_on_frozen_layers() -> None:
     assert rules(calls["policy"], RankGrid(1, 1, 4)) and rules(calls["critic"], RankGrid(1, 2, 2))
 
 
-def test_too_many_concurrent_rollouts_for_the_planner_name_the_setting() -> None:
+def test_too_many_concurrent_rollouts_for_the_planner_name_the_setting():
     many = recipe("grpo", "generator.max_concurrent_rollouts=2000000")
     with pytest.raises(
         ConfigError, match=r"^generator\.max_concurrent_rollouts=2000000: the planner supports"
@@ -82,7 +82,7 @@ def test_too_many_concurrent_rollouts_for_the_planner_name_the_setting() -> None
     assert build_run_constants(recipe("grpo"), CostConstants(), on_gpu=True).max_running == 512
 
 
-def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run() -> None:
+def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run():
     overrides = ["pipeline.micro_batch_tokens=8192", "generator.kv_cache_mb=3"]
     judged = "rewards=[{kind: model, path: some/judge, batch_tokens: 100}]"
     named = {**SIZES, "reward": "qwen2.5-0.5b"}
@@ -96,7 +96,7 @@ def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run() -> None:
     assert problem.workload.max_rollout_tokens == 30 + 12
 
 
-def test_split_rules_exclude_layouts_that_training_cannot_run() -> None:
+def test_split_rules_exclude_layouts_that_training_cannot_run():
     config, cluster = recipe("grpo"), Cluster.from_text("8xH100")
     calls = {call.kind: call for call in config.dataflow.calls}
     for model, ranks, trains, serves in (
@@ -115,7 +115,7 @@ def test_split_rules_exclude_layouts_that_training_cannot_run() -> None:
         assert bool(rules(calls[CallKind.GENERATE], RankGrid(1, ranks, 1))) == serves, model
 
 
-def test_configure_for_cluster_joins_ray_or_sizes_the_object_store() -> None:
+def test_configure_for_cluster_joins_ray_or_sizes_the_object_store():
     config = recipe("grpo", "pipeline.groups_per_step=4096")
     near = configure_for_cluster(config, Cluster.from_text("8xH100"), longest_tokens=30_000)
     assert near.placement.address == "" and near.placement.object_store_mb > 20_000
@@ -128,7 +128,7 @@ def test_configure_for_cluster_joins_ray_or_sizes_the_object_store() -> None:
     )
 
 
-def test_a_model_of_unknown_size_is_refused() -> None:
+def test_a_model_of_unknown_size_is_refused():
     cluster = Cluster.from_text("8xA100")
     with pytest.raises(ConfigError, match="--model critic=llama-7b: the run has models of"):
         build_planner_problem(recipe("grpo"), cluster, PlannerRequest(20, SIZES))
@@ -140,7 +140,7 @@ def test_a_model_of_unknown_size_is_refused() -> None:
 ROLES = ("policy", "critic", "reference")
 
 
-def test_a_pool_share_below_the_minimum_is_not_configurable() -> None:
+def test_a_pool_share_below_the_minimum_is_not_configurable():
     dataflow = recipe("grpo").dataflow
     meshes = {"generate": ("0-0", "1-1-1"), "train": ("0-1023", "1-1-1024")}
     assert find_pools(dataflow, placement_from_meshes(meshes)) is not None
@@ -178,7 +178,7 @@ def test_a_pool_share_below_the_minimum_is_not_configurable() -> None:
         ),
     ],
 )
-def test_apply_placement_inverts_build_run_placement(name: str, overrides: tuple[str, ...]) -> None:
+def test_apply_placement_inverts_build_run_placement(name: str, overrides: tuple[str, ...]):
     config = recipe(name, *overrides)
     placement = build_run_placement(config, ROLES)
     again = apply_placement(recipe(name), placement)
@@ -188,7 +188,7 @@ def test_apply_placement_inverts_build_run_placement(name: str, overrides: tuple
     assert build_run_placement(again, ROLES) == placement
 
 
-def test_overlapping_roles_become_mixed_pools() -> None:
+def test_overlapping_roles_become_mixed_pools():
     pools = [{"policy": 1.0, "generator": 1.0}, {"critic": 1.0, "reference": 0.5, "value": 0.5}]
     placement = placement_from_ratios(recipe("ppo").dataflow, pools, [4, 2])
     config = apply_placement(recipe("ppo"), placement)
@@ -220,7 +220,7 @@ def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
         ),
     ],
 )
-def test_an_unsupported_placement_names_the_call(placement: Placement, message: str) -> None:
+def test_an_unsupported_placement_names_the_call(placement: Placement, message: str):
     with pytest.raises(ConfigError) as refused:
         apply_placement(recipe("grpo"), placement)
     assert message in str(refused.value)

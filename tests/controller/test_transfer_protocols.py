@@ -70,13 +70,13 @@ MESHES = st.builds(
 
 
 @given(st.sampled_from(["DP", "P3D"]), MESHES, st.integers(0, 30))
-def test_distributed_rows_return_once_and_in_order(name: str, mesh: WorkerMesh, rows: int) -> None:
+def test_distributed_rows_return_once_and_in_order(name: str, mesh: WorkerMesh, rows: int):
     _, back = through(name, mesh, batch(rows))
     assert rows_of(back) == list(range(rows))
 
 
 @given(st.integers(1, 30), st.sampled_from([("2-4-2", "1-2-4-2"), ("1-4-2", "1-2-2-2")]))
-def test_generation_gets_a_share_per_generating_replica(rows: int, sizes) -> None:
+def test_generation_gets_a_share_per_generating_replica(rows: int, sizes):
     train, generate = RankGrid.from_text(sizes[0]), GenerationSizes.from_text(sizes[1])
     serving = assign_zero_redundancy(train, generate)
     answers, back = through(
@@ -87,7 +87,7 @@ def test_generation_gets_a_share_per_generating_replica(rows: int, sizes) -> Non
         assert all(answers[rank] == answers[group[0]] for rank in group)
 
 
-def test_the_3d_call_of_hybridflow_figure_5() -> None:
+def test_the_3d_call_of_hybridflow_figure_5():
     # An actor of layout 1-2-3, then a critic of 2-1-2; a batch of six rows.
     actor = WorkerMesh(RankGrid.from_text("1-2-3").assign_ranks())
     critic = WorkerMesh(RankGrid.from_text("2-1-2").assign_ranks())
@@ -108,14 +108,14 @@ def test_the_3d_call_of_hybridflow_figure_5() -> None:
     assert [parts_of(call[0]) for call in calls_of(second)] == [first, first, last, last]
 
 
-def test_the_first_tensor_rank_of_the_last_stage_answers_for_a_replica() -> None:
+def test_the_first_tensor_rank_of_the_last_stage_answers_for_a_replica():
     mesh = WorkerMesh(RankGrid.from_text("2-2-2").assign_ranks())
     answers = [f"rank {rank}" for rank in range(8)]
     assert PROTOCOLS["P3D"].collect(mesh, answers) == ["rank 2", "rank 6"]
     assert PROTOCOLS["P3D_PP_ONLY"].collect(mesh, answers) == ["rank 0", "rank 2"]
 
 
-def test_one_to_all_all_to_all_and_rank_zero() -> None:
+def test_one_to_all_all_to_all_and_rank_zero():
     mesh = WorkerMesh(RankGrid.from_text("1-2-2").assign_ranks())
     for name in ("ONE_TO_ALL", "TO_ALL_FROM_FIRST"):
         assert PROTOCOLS[name].distribute(mesh, (7,)) == [(7,)] * 4
@@ -132,7 +132,7 @@ def test_one_to_all_all_to_all_and_rank_zero() -> None:
             PROTOCOLS["ALL_TO_ALL"].distribute(mesh, (value,))
 
 
-def test_metrics_come_from_every_rank() -> None:
+def test_metrics_come_from_every_rank():
     mesh = WorkerMesh(RankGrid.from_text("1-1-3").assign_ranks())
     calls = PROTOCOLS["DP_METRIC"].distribute(mesh, (batch(4), "setting"))
     assert [(len(share), setting) for share, setting in calls_of(calls)] == [
@@ -143,7 +143,7 @@ def test_metrics_come_from_every_rank() -> None:
     assert PROTOCOLS["DP_METRIC"].collect(mesh, [0.1, 0.2, 0.3]) == [0.1, 0.2, 0.3]
 
 
-def test_rows_are_split_as_evenly_as_possible_and_a_row_may_become_several() -> None:
+def test_rows_are_split_as_evenly_as_possible_and_a_row_may_become_several():
     mesh = WorkerMesh(RankGrid.from_text("1-1-4").assign_ranks())
     calls = PROTOCOLS["DP"].distribute(mesh, (batch(6),))
     assert [rows_of(call[0]) for call in calls_of(calls)] == [[0, 1], [2, 3], [4], [5]]
@@ -151,7 +151,7 @@ def test_rows_are_split_as_evenly_as_possible_and_a_row_may_become_several() -> 
     assert len(collected("DP", mesh, calls, make_answers(4, 4, 2, 2))) == 12
 
 
-def test_a_rank_without_rows_may_answer_with_no_columns() -> None:
+def test_a_rank_without_rows_may_answer_with_no_columns():
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     calls = PROTOCOLS["DP"].distribute(mesh, (batch(1),))
     (answer,) = make_answers(1)
@@ -167,7 +167,7 @@ def test_a_rank_without_rows_may_answer_with_no_columns() -> None:
         ((2, 4), r"W-1\.do: 2 rows returned per input row, but 1 by another rank"),
     ],
 )
-def test_wrong_row_counts_per_rank_are_refused(counts: tuple[int, int], message: str) -> None:
+def test_wrong_row_counts_per_rank_are_refused(counts: tuple[int, int], message: str):
     """The totals may fit: as many rows as distributed."""
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     calls = PROTOCOLS["DP"].distribute(mesh, (batch(4),))
@@ -175,7 +175,7 @@ def test_wrong_row_counts_per_rank_are_refused(counts: tuple[int, int], message:
         collected("DP", mesh, calls, make_answers(*counts))
 
 
-def test_stages_before_the_last_return_no_rows() -> None:
+def test_stages_before_the_last_return_no_rows():
     mesh = WorkerMesh(RankGrid.from_text("2-1-2").assign_ranks())
     calls = PROTOCOLS["P3D"].distribute(mesh, (batch(3),))
     first, last = make_answers(2, 1)
@@ -190,7 +190,7 @@ def test_stages_before_the_last_return_no_rows() -> None:
         ([1, 2], "must be a tuple of arguments or None for each"),
     ],
 )
-def test_distribute_must_return_a_call_per_rank(calls: Any, message: str) -> None:
+def test_distribute_must_return_a_call_per_rank(calls: Any, message: str):
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     distribute: DistributeFn = lambda mesh, arguments: calls  # noqa: E731
     protocol = TransferProtocol(distribute, PROTOCOLS["DP"].collect)
@@ -198,7 +198,7 @@ def test_distribute_must_return_a_call_per_rank(calls: Any, message: str) -> Non
         TransferMethod("W", "do", protocol).distribute_calls(mesh, ())
 
 
-def test_a_plain_dict_of_columns_is_refused() -> None:
+def test_a_plain_dict_of_columns_is_refused():
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     for name in ("DP", "P3D", "DP_METRIC"):
         with pytest.raises(ValueError, match=r"a dict of columns .*: pass put"):
@@ -207,7 +207,7 @@ def test_a_plain_dict_of_columns_is_refused() -> None:
         assert PROTOCOLS["DP"].distribute(mesh, (settings,)) == [(settings,)] * 2
 
 
-def test_batches_of_a_call_must_have_equal_lengths() -> None:
+def test_batches_of_a_call_must_have_equal_lengths():
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     with pytest.raises(ValueError, match=r"batches of different lengths in a call: \[2, 4\] rows"):
         PROTOCOLS["DP"].distribute(mesh, (batch(2), batch(4)))
@@ -216,9 +216,7 @@ def test_batches_of_a_call_must_have_equal_lengths() -> None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=5), st.data())
-def test_slicing_a_column_equals_slicing_its_concatenation(
-    lengths: list[int], data: st.DataObject
-) -> None:
+def test_slicing_a_column_equals_slicing_its_concatenation(lengths: list[int], data: st.DataObject):
     ref = BatchRef({"x": tuple(RowSlice(i, "x", 0, n) for i, n in enumerate(lengths))})
     every = [(part.reference, row) for part in parts_of(ref) for row in range(len(part))]
     start = data.draw(st.integers(0, len(ref)))
@@ -233,7 +231,7 @@ def test_slicing_a_column_equals_slicing_its_concatenation(
     assert again == found or len(again) == len(found) == 0
 
 
-def test_an_empty_slice_keeps_its_columns() -> None:
+def test_an_empty_slice_keeps_its_columns():
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     answers, back = through("DP", mesh, batch(0))
     assert [parts_of(answer) for answer in answers] == [(RowSlice("x", "x", 0, 0),)] * 2
@@ -243,7 +241,7 @@ def test_an_empty_slice_keeps_its_columns() -> None:
     assert parts_of(join_batches([empty, batch(2)])) == (RowSlice("x", "x", 0, 2),)
 
 
-def test_columns_of_two_batches_are_sliced_together() -> None:
+def test_columns_of_two_batches_are_sliced_together():
     scores = (RowSlice("a", "scores", 3, 5), RowSlice("b", "scores", 0, 2))
     half = (batch(4, "ids") | BatchRef({"scores": scores})).slice_rows(1, 3)
     assert half.columns == {
@@ -259,7 +257,7 @@ def test_columns_of_two_batches_are_sliced_together() -> None:
         join_batches([batch(1, "x"), batch(1, "y")])
 
 
-def test_columns_are_replaced_dropped_selected_and_renamed() -> None:
+def test_columns_are_replaced_dropped_selected_and_renamed():
     stored = {1: {"x": [1, 2], "y": [3, 4]}, 2: {"y": [5, 6]}}
     first, second = (BatchRef.from_stored(i, columns, 2) for i, columns in stored.items())
 
@@ -283,7 +281,7 @@ def test_columns_are_replaced_dropped_selected_and_renamed() -> None:
             call()
 
 
-def test_columns_of_any_type_are_sliced_and_concatenated() -> None:
+def test_columns_of_any_type_are_sliced_and_concatenated():
     import torch
 
     whole = {"ids": np.arange(6), "logprobs": torch.arange(6.0), "text": list("abcdef")}

@@ -118,10 +118,7 @@ def test_prompts_of_several_files_have_distinct_indices(tokenizer, write_rows):
         ("0:2:0", "b"),
         ("0:3:0", "c"),
     ]
-    assert [prompt.row_location for prompt in files[1].prompts] == [
-        f"{b} line 1",
-        f"{b} line 2",
-    ]
+    assert [prompt.row_location for prompt in files[1].prompts] == [f"{b} line 1", f"{b} line 2"]
     assert [len(file.prompts) for file in files] == [1, 2]
 
 

@@ -26,7 +26,7 @@ def listening_at(port: int) -> list[str]:
 
 
 @pytest.mark.parametrize("host", [HOST, "localhost", "127.0.0.2"])
-def test_a_store_listens_only_at_its_address(host: str) -> None:
+def test_a_store_listens_only_at_its_address(host: str):
     store = serve_tcp_store(host, 0, 10.0)
     assert listening_at(store.port) == [socket.gethostbyname(host)]
     other = dist.TCPStore(host, store.port, None, False, wait_for_workers=False)
@@ -34,7 +34,7 @@ def test_a_store_listens_only_at_its_address(host: str) -> None:
     assert store.get("a") == b"b"
 
 
-def test_a_store_waits_for_its_ranks() -> None:
+def test_a_store_waits_for_its_ranks():
     with ThreadPoolExecutor(1) as threads, socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
         probe.close()
@@ -46,7 +46,7 @@ def test_a_store_waits_for_its_ranks() -> None:
         assert serving.result(10.0).get("a") == b"b"
 
 
-def test_missing_ranks_raise_a_deadline_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_raise_a_deadline_error(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", HOST)
@@ -55,7 +55,7 @@ def test_missing_ranks_raise_a_deadline_error(monkeypatch: pytest.MonkeyPatch) -
         join_process_group(rank=0, world_size=2, timeout_s=1.0)
 
 
-def test_an_address_that_cannot_be_bound_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_cannot_be_bound_is_named(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server((HOST, 0)) as bound_socket:
         port = bound_socket.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", HOST)

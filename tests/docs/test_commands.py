@@ -33,7 +33,7 @@ def is_run(command: Command) -> bool:
 RUN = list(dict.fromkeys(command for _, command in COMMANDS if is_run(command)))
 
 
-def test_every_command_of_the_docs_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_the_docs_exists(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     errors = []
     for page, command in COMMANDS:
@@ -44,7 +44,7 @@ def test_every_command_of_the_docs_exists(monkeypatch: pytest.MonkeyPatch) -> No
     assert not errors
 
 
-def test_commands_of_all_kinds_of_pages_are_checked_and_run() -> None:
+def test_commands_of_all_kinds_of_pages_are_checked_and_run():
     pages = {page for page, _ in COMMANDS}
     assert {"README.md", "docs/planning.md", "docs/queue.md", "examples/code/README.md"} <= pages
     assert len(COMMANDS) > 70 and len(pages) < len(PAGES)
@@ -75,7 +75,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize("command", RUN, ids=map(str, RUN))
-def test_a_command_of_the_docs_runs(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_of_the_docs_runs(command: Command, capsys: pytest.CaptureFixture[str]):
     code = main(command.words[1:])
     captured = capsys.readouterr()
     # Doctor's verdict depends on the machine.
@@ -84,7 +84,7 @@ def test_a_command_of_the_docs_runs(command: Command, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_the_plan_in_the_docs_is_made_and_simulated(workspace: Path) -> None:
+def test_the_plan_in_the_docs_is_made_and_simulated(workspace: Path):
     commands = find_commands((ROOT / "docs" / "commands.md").read_text())
     # Unshortened, and with the larger model, the two take a minute.
     for name, options in (("plan", ["--proposals", "60"]), ("simulate", ["--steps", "4"])):

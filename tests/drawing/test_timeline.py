@@ -16,12 +16,12 @@ GRPO = build_dataflow(("generator_logprobs", "scores"))
 SPLIT = placement_from_meshes({"generate": ("0-3", "1-1-4"), "train": ("4-7", "1-1-4")})
 
 
-def test_rows_are_runs_of_devices_with_equal_calls() -> None:
+def test_rows_are_runs_of_devices_with_equal_calls():
     meshes = {"generate": ("0-7", "1-1-8"), "train": ("0-3", "1-1-4"), "reward": ("6-7", "1-1-2")}
     assert list_device_rows(placement_from_meshes(meshes)) == [Mesh(0, 4), Mesh(4, 2), Mesh(6, 2)]
 
 
-def test_boxes_match_devices_and_times_of_intervals() -> None:
+def test_boxes_match_devices_and_times_of_intervals():
     intervals = [DeviceInterval("generate", 1, 10.0, 16.0), DeviceInterval("train", 0, 12.0, 20.0)]
     root = ET.fromstring(render_timeline("two pools", GRPO, SPLIT, intervals))
     ns = "{http://www.w3.org/2000/svg}"
@@ -43,7 +43,7 @@ def test_boxes_match_devices_and_times_of_intervals() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), max_size=12))
-def test_boxes_of_a_lane_are_disjoint(spans: list[tuple[int, int]]) -> None:
+def test_boxes_of_a_lane_are_disjoint(spans: list[tuple[int, int]]):
     intervals = [DeviceInterval("train", i, a, a + length) for i, (a, length) in enumerate(spans)]
     placed = assign_lanes(intervals)
     assert sorted(interval.step for interval, _ in placed) == list(range(len(spans)))
@@ -55,5 +55,5 @@ def test_boxes_of_a_lane_are_disjoint(spans: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(("least", "tick"), [(0.9, 1), (1, 1), (1.1, 2), (30, 50), (0.07, 0.1)])
-def test_ticks_are_round(least: float, tick: float) -> None:
+def test_ticks_are_round(least: float, tick: float):
     assert round_tick(least) == pytest.approx(tick)

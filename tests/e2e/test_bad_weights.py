@@ -31,7 +31,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_fault_is_an_event_and_no_step_is_missing(run_dir: Path) -> None:
+def test_every_fault_is_an_event_and_no_step_is_missing(run_dir: Path):
     metrics = rows(run_dir)
     assert [row["step"] for row in metrics] == list(range(1, len(metrics) + 1))
     refused = [event["reason"] for event in events(run_dir, "weights_refused")]
@@ -42,7 +42,7 @@ def test_every_fault_is_an_event_and_no_step_is_missing(run_dir: Path) -> None:
     assert last["ledger/admitted"] == last["ledger/trained"] + last["ledger/in_flight"]
 
 
-def test_a_version_damaged_in_shared_memory_is_published_again(run_dir: Path) -> None:
+def test_a_version_damaged_in_shared_memory_is_published_again(run_dir: Path):
     refused = [event for event in events(run_dir, "weights_refused") if event["version"] == DAMAGED]
     # A generator that pulls late may find it already published again.
     assert {event["actor"] for event in refused} <= {"generator-0", "generator-1"}
@@ -50,18 +50,18 @@ def test_a_version_damaged_in_shared_memory_is_published_again(run_dir: Path) ->
     assert 1 <= len(refused) < 2 * PULL_ATTEMPTS, "no generator was replaced for it"
 
 
-def test_a_generator_that_dies_in_a_pull_or_never_gets_weights_is_replaced(run_dir: Path) -> None:
+def test_a_generator_that_dies_in_a_pull_or_never_gets_weights_is_replaced(run_dir: Path):
     deaths = [event for event in events(run_dir, "died") if event["actor"] == "generator-0"]
     assert len(deaths) == 2
     assert "checksum is" in deaths[1]["reason"]
 
 
-def test_no_token_is_sampled_by_corrupted_weights(run_dir: Path) -> None:
+def test_no_token_is_sampled_by_corrupted_weights(run_dir: Path):
     for row in rows(run_dir):
         assert abs(row["policy/ratio_mean"] - 1) < 1e-5
         assert row["weights/probe_diff"] is None or row["weights/probe_diff"] < 1e-4
 
 
 @pytest.mark.usefixtures("run_dir")
-def test_an_interrupted_run_leaves_no_segment_in_shared_memory() -> None:
+def test_an_interrupted_run_leaves_no_segment_in_shared_memory():
     assert remove_stale_segments() == []

@@ -139,13 +139,13 @@ def check_named(ended: Ended, actor: str) -> None:
     assert actor in ended.failures[-1]["error"]
 
 
-def test_mode_auto_is_colocated_on_one_slot(stopped: Ended) -> None:
+def test_mode_auto_is_colocated_on_one_slot(stopped: Ended):
     text = " ".join(stopped.run.output.split())
     assert "placement: colocated, as for disaggregated the run needs 3 CPU slots =" in text
     assert "the cluster has 1" in text
 
 
-def test_ctrl_c_saves_and_ends_within_half_a_minute(stopped: Ended) -> None:
+def test_ctrl_c_saves_and_ends_within_half_a_minute(stopped: Ended):
     assert stopped.code == 130, stopped.run.output
     # The run has 12 s to save; then its processes end.
     assert stopped.seconds < 30
@@ -155,7 +155,7 @@ def test_ctrl_c_saves_and_ends_within_half_a_minute(stopped: Ended) -> None:
     assert stopped.state["version"] == stopped.rows[-1]["step"] == len(stopped.rows)
 
 
-def test_a_failed_reward_drops_the_group_and_is_never_0(stopped: Ended, run_dir: Path) -> None:
+def test_a_failed_reward_drops_the_group_and_is_never_0(stopped: Ended, run_dir: Path):
     assert all(row["reward/mean"] >= 1.0 for row in stopped.rows)
     last = stopped.rows[-1]
     assert last["drops/reward_error"] == last["ledger/dropped"] > 1
@@ -167,18 +167,18 @@ def test_a_failed_reward_drops_the_group_and_is_never_0(stopped: Ended, run_dir:
     assert "no verdict" in drop["reason"] and "shaky.py" in drop["reason"]
 
 
-def test_programs_in_completions_are_run_in_the_sandbox_and_judged(stopped: Ended) -> None:
+def test_programs_in_completions_are_run_in_the_sandbox_and_judged(stopped: Ended):
     passed = [row["reward/code"] for row in stopped.rows]
     assert all(0 <= share <= 1 for share in passed)
     assert 0.2 < sum(passed) / len(passed) < 0.95, "some completions are programs"
 
 
-def test_a_colocated_run_evaluates_on_one_slot(stopped: Ended) -> None:
+def test_a_colocated_run_evaluates_on_one_slot(stopped: Ended):
     assert 0 <= stopped.rows[2]["eval/pass_at_1"] <= 1
     assert "eval/pass_at_1" not in stopped.rows[1]
 
 
-def test_colocated_generators_cannot_be_scaled(stopped: Ended) -> None:
+def test_colocated_generators_cannot_be_scaled(stopped: Ended):
     assert stopped.scale is not None and stopped.scale.process.returncode == 2
     assert stopped.scale.output == (
         "streamrl: placement.mode=colocated: each of trainer.world_size=1 ranks has a generator in"
@@ -186,12 +186,12 @@ def test_colocated_generators_cannot_be_scaled(stopped: Ended) -> None:
     )
 
 
-def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(killed: Ended) -> None:
+def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(killed: Ended):
     check_named(killed, "trainer-0")
     assert len(killed.failures) == 1
 
 
-def test_an_interrupted_run_resumes_without_gap_or_repeat(stopped: Ended, killed: Ended) -> None:
+def test_an_interrupted_run_resumes_without_gap_or_repeat(stopped: Ended, killed: Ended):
     metrics = killed.rows
     assert [row["step"] for row in metrics] == list(range(1, len(metrics) + 1))
     assert metrics[: len(stopped.rows)] == stopped.rows
@@ -203,7 +203,7 @@ def test_an_interrupted_run_resumes_without_gap_or_repeat(stopped: Ended, killed
     assert after["policy/lr"] == before["policy/lr"] > 0
 
 
-def test_a_killed_generator_is_restarted(finished: Ended, run_dir: Path) -> None:
+def test_a_killed_generator_is_restarted(finished: Ended, run_dir: Path):
     assert finished.code == 0, finished.run.output
     assert "generator-0" in [event["actor"] for event in events(run_dir, "died")]
     assert [event["actor"] for event in events(run_dir, "restarted")] == ["generator-0"]
@@ -215,7 +215,7 @@ def test_a_killed_generator_is_restarted(finished: Ended, run_dir: Path) -> None
     assert list((run_dir / "stacks").iterdir()) == [Path(crash["stacks"])]
 
 
-def test_a_colocated_run_resumes_as_disaggregated(killed: Ended, finished: Ended) -> None:
+def test_a_colocated_run_resumes_as_disaggregated(killed: Ended, finished: Ended):
     colocated, disaggregated = killed.rows, finished.rows[len(killed.rows) :]
     assert not any(row["weights/bytes"] for row in colocated)
     assert any(row["weights/bytes"] for row in disaggregated)
@@ -225,7 +225,7 @@ def test_a_colocated_run_resumes_as_disaggregated(killed: Ended, finished: Ended
     assert {row["weights/copied_bytes"] for row in disaggregated} == {None}, "not counted"
 
 
-def test_resumes_miss_no_step_and_train_every_prompt_once(finished: Ended, run_dir: Path) -> None:
+def test_resumes_miss_no_step_and_train_every_prompt_once(finished: Ended, run_dir: Path):
     assert finished.code == 0, finished.run.output
     assert [row["step"] for row in finished.rows] == list(range(1, len(finished.rows) + 1))
     assert max(row["staleness/max"] for row in finished.rows) <= 1
@@ -236,7 +236,7 @@ def test_resumes_miss_no_step_and_train_every_prompt_once(finished: Ended, run_d
 
 
 @pytest.mark.slow
-def test_a_killed_generator_that_may_not_restart_ends_the_run(given_up: Ended) -> None:
+def test_a_killed_generator_that_may_not_restart_ends_the_run(given_up: Ended):
     check_named(given_up, "generator-0")
     last = given_up.run.output.strip().splitlines()[-1]
     assert "generator-0 crashed: Aborted, stacks in " in last

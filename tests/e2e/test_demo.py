@@ -11,7 +11,7 @@ from tests.e2e.shared_runs import BUILD, Ended
 pytestmark = pytest.mark.xdist_group("demo")
 
 
-def test_demo_learns_within_max_staleness_and_improves_on_held_out_prompts(demo: Ended) -> None:
+def test_demo_learns_within_max_staleness_and_improves_on_held_out_prompts(demo: Ended):
     assert demo.code == 0, demo.output
     metrics = demo.rows
     rewards = [row["reward/mean"] for row in metrics]
@@ -24,7 +24,7 @@ def test_demo_learns_within_max_staleness_and_improves_on_held_out_prompts(demo:
 
 
 @pytest.mark.slow
-def test_evaluate_scores_the_demos_checkpoint_on_a_file(demo: Ended) -> None:
+def test_evaluate_scores_the_demos_checkpoint_on_a_file(demo: Ended):
     command = [sys.executable, "-m", "streamrl.cli.main", "evaluate", str(demo.run_dir)]
     command += ["--data", f"{BUILD}/eval.jsonl", "--samples", "2"]
     output = subprocess.check_output(command, text=True, timeout=300)

@@ -24,7 +24,7 @@ def launch(toy: Path, name: str, *overrides: str) -> tuple[Launched, Path]:
     return run, toy / "runs" / name
 
 
-def test_a_killed_trainer_among_all_roles_is_named(toy: Path) -> None:
+def test_a_killed_trainer_among_all_roles_is_named(toy: Path):
     overrides = ["algorithm.name=dapo", "algorithm.kl_coef=0.01", "generator.replicas=2"]
     overrides += ["trainer.world_size=2", "trainer.zero_stage=3", "queue.shards=3"]
     overrides += ["pipeline.max_staleness=0", "weights.bucket_mb=1", "evaluation.at_start=false"]
@@ -55,7 +55,7 @@ def score(prompt, completion):
 """
 
 
-def test_a_reward_that_fails_for_every_group_ends_the_run_with_a_checkpoint(toy: Path) -> None:
+def test_a_reward_that_fails_for_every_group_ends_the_run_with_a_checkpoint(toy: Path):
     path = toy / "spoiled.py"
     path.write_text(SPOILED)
     reward = f"rewards=[{{kind: function, path: {path}, function: score, attempts: 1}}]"
@@ -71,7 +71,7 @@ def test_a_reward_that_fails_for_every_group_ends_the_run_with_a_checkpoint(toy:
     assert (run_dir / "checkpoints" / f"step_{steps:06d}" / "state.json").is_file()
 
 
-def test_ctrl_c_during_start_up_ends_cleanly(toy: Path) -> None:
+def test_ctrl_c_during_start_up_ends_cleanly(toy: Path):
     run, run_dir = launch(toy, "early")
     run.until(lambda: "starting" in run.output)
     started = time.monotonic()
@@ -83,7 +83,7 @@ def test_ctrl_c_during_start_up_ends_cleanly(toy: Path) -> None:
     assert not run_dir.exists(), "there is nothing to resume"
 
 
-def test_sigterm_during_start_up_restores_the_run_that_overwrite_would_replace(toy: Path) -> None:
+def test_sigterm_during_start_up_restores_the_run_that_overwrite_would_replace(toy: Path):
     earlier = toy / "runs" / "earlier"
     earlier.mkdir(parents=True)
     (earlier / "config.yaml").write_text("old")

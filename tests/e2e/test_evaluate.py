@@ -23,7 +23,7 @@ def evaluate(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.slow
-def test_evaluate_scores_a_plain_model_with_a_recipes_rewards(toy: Path) -> None:
+def test_evaluate_scores_a_plain_model_with_a_recipes_rewards(toy: Path):
     recipe = toy / "numeric.yaml"
     text = (toy / "recipe.yaml").read_text()
     (toy / "more.py").write_text("def more(rewards):\n    return rewards['numeric'] + 0.25\n")
@@ -51,13 +51,13 @@ def test_evaluate_scores_a_plain_model_with_a_recipes_rewards(toy: Path) -> None
 
 def test_evaluate_needs_files_or_a_recipe_that_names_some(
     toy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert main(["evaluate", str(toy / "model")]) == 2
     assert "give prompt files with --data" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_longest_completion_fits_a_small_model(toy: Path) -> None:
+def test_the_longest_completion_fits_a_small_model(toy: Path):
     result = evaluate(str(toy / "model"), "--data", str(toy / "rows.jsonl"), "--limit", "2")
     assert "scored by exact; at most 64 new tokens" in result.stdout
     assert re.search(r"^  pass@1 +[\d.]+  \(95 %: [\d.]+ to [\d.]+\)$", result.stdout, re.MULTILINE)

@@ -32,7 +32,7 @@ def old_run(tmp_path: Path) -> Path:
     return run_dir
 
 
-def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path) -> None:
+def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path):
     resume = find_resume_point(old_run)
     assert resume.checkpoint is not None and resume.checkpoint.path.name == "step_000004"
 
@@ -51,7 +51,7 @@ def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path) -
 
 
 @pytest.mark.slow
-def test_resume_of_an_earlier_version_trains_to_the_end(old_run: Path) -> None:
+def test_resume_of_an_earlier_version_trains_to_the_end(old_run: Path):
     earlier = rows(old_run)
     run = Launched(["train", "--resume", str(old_run)], old_run.parent)
     assert run.wait() == 0, run.output

@@ -103,7 +103,7 @@ def _play(folder: Path, keys: Sequence[tuple[str, str]]) -> Runs:
     return {key: Played(rows(folder / "runs" / name), trained(folder, name)) for key, name in names}
 
 
-def test_colocated_and_disaggregated_runs_have_the_same_tokens_and_losses(pair: Runs) -> None:
+def test_colocated_and_disaggregated_runs_have_the_same_tokens_and_losses(pair: Runs):
     disaggregated, colocated = (pair["grpo", mode] for mode in PAIR)
     check_tokens([disaggregated.trained, colocated.trained])
     check_same(disaggregated.rows, colocated.rows)
@@ -123,19 +123,19 @@ def _sent_bytes(run: Played) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_placement_samples_the_same_tokens(played: Runs, name: str) -> None:
+def test_every_placement_samples_the_same_tokens(played: Runs, name: str):
     check_tokens([played[name, mode].trained for mode in MODES[name]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_placement_has_the_same_losses(played: Runs, name: str) -> None:
+def test_every_placement_has_the_same_losses(played: Runs, name: str):
     for first, second in pairwise(played[name, mode].rows for mode in MODES[name]):
         check_same(first, second)
 
 
 @pytest.mark.slow
-def test_a_resume_as_colocated_repeats_the_disaggregated_steps(pair: Runs, folder: Path) -> None:
+def test_a_resume_as_colocated_repeats_the_disaggregated_steps(pair: Runs, folder: Path):
     run_dir = folder / "runs" / "grpo-disaggregated"
     saved = str(run_dir / "checkpoints" / f"step_{HALF:06d}")
     run = Launched(["train", "--resume", saved, "placement.mode=colocated"], folder)
@@ -158,7 +158,7 @@ def check_same(rows: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str
 
 
 @pytest.mark.slow
-def test_colocated_generators_receive_no_weights(played: Runs) -> None:
+def test_colocated_generators_receive_no_weights(played: Runs):
     assert _sent_bytes(played["grpo", "colocated"]) == 0
     assert _sent_bytes(played["grpo", "sequential"]) > 0
     # The critic's are sent to its shadow in each; the policy's would go to two generators.

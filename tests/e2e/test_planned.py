@@ -14,7 +14,7 @@ from tests.toy import write_toy
 
 
 @pytest.mark.slow
-def test_a_colocated_plan_is_trained_to_its_end_on_declared_gpus(tmp_path: Path) -> None:
+def test_a_colocated_plan_is_trained_to_its_end_on_declared_gpus(tmp_path: Path):
     toy, plan = write_toy(tmp_path / "toy"), tmp_path / "plan.yaml"
     words = [str(CONFIGS / "grpo_arithmetic.yaml"), f"model.path={toy}/model", "data.eval="]
     words += [f"data.train={toy}/rows.jsonl", f"run.dir={tmp_path}", "run.name=pretended"]

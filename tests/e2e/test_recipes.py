@@ -19,7 +19,7 @@ def check_learning(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 @pytest.mark.xdist_group("ppo")
-def test_the_ppo_recipe_trains_policy_and_critic_and_its_reward_rises(ppo_run: Ended) -> None:
+def test_the_ppo_recipe_trains_policy_and_critic_and_its_reward_rises(ppo_run: Ended):
     assert ppo_run.code == 0, ppo_run.output
     rows = ppo_run.rows
     assert [row["step"] for row in rows] == list(range(1, 11))
@@ -33,7 +33,7 @@ def test_the_ppo_recipe_trains_policy_and_critic_and_its_reward_rises(ppo_run: E
 @pytest.mark.slow
 @pytest.mark.xdist_group("recipes")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_runs_and_its_reward_rises(recipe_runs: RunsInTurn, recipe: str) -> None:
+def test_a_recipe_runs_and_its_reward_rises(recipe_runs: RunsInTurn, recipe: str):
     run = recipe_runs.wait(recipe)
     assert run.code == 0, run.output
     rows = run.rows
@@ -48,6 +48,6 @@ def test_a_recipe_runs_and_its_reward_rises(recipe_runs: RunsInTurn, recipe: str
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("recipes")
-def test_recipes_leave_no_process(recipe_runs: RunsInTurn) -> None:
+def test_recipes_leave_no_process(recipe_runs: RunsInTurn):
     assert recipe_runs.run.wait() == 0
     assert recipe_runs.run.orphans() == []

@@ -49,7 +49,7 @@ checkpoint: {{at_end: false}}
 """
 
 
-def test_a_run_uses_a_users_judge_function_filter_template_and_combine(tmp_path: Path) -> None:
+def test_a_run_uses_a_users_judge_function_filter_template_and_combine(tmp_path: Path):
     toy = write_toy(tmp_path)
     (toy / "own.py").write_text(OWN)
     (toy / "chat.jinja").write_text("{{ messages[0].content }}+0=")

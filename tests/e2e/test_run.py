@@ -14,7 +14,7 @@ pytestmark = pytest.mark.xdist_group("demo")
 STEPS, GROUPS = 80, 32
 
 
-def test_every_step_logs_every_name_of_the_contract(demo: Ended) -> None:
+def test_every_step_logs_every_name_of_the_contract(demo: Ended):
     metrics = demo.rows
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     fixed = {m.name for m in METRICS if not m.is_pattern}
@@ -26,7 +26,7 @@ def test_every_step_logs_every_name_of_the_contract(demo: Ended) -> None:
             find_metric(name)
 
 
-def test_rewards_staleness_versions_and_ledger_are_consistent_in_every_step(demo: Ended) -> None:
+def test_rewards_staleness_versions_and_ledger_are_consistent_in_every_step(demo: Ended):
     metrics = demo.rows
     for row in metrics:
         assert 0 <= row["reward/mean"] <= 1
@@ -44,7 +44,7 @@ def test_rewards_staleness_versions_and_ledger_are_consistent_in_every_step(demo
     assert metrics[-1]["ledger/admitted"] == GROUPS * STEPS
 
 
-def test_the_offline_wandb_run_holds_the_same_keys(demo: Ended) -> None:
+def test_the_offline_wandb_run_holds_the_same_keys(demo: Ended):
     (file,) = demo.run_dir.glob("wandb/**/*.wandb")
     history = [row for row in read_wandb_file(file).rows if "reward/mean" in row]
     for row, logged in zip(demo.rows, history, strict=True):
@@ -53,7 +53,7 @@ def test_the_offline_wandb_run_holds_the_same_keys(demo: Ended) -> None:
         assert logged["staleness/histogram"]["_type"] == "histogram"
 
 
-def test_the_evaluation_before_and_after_is_reported(demo: Ended) -> None:
+def test_the_evaluation_before_and_after_is_reported(demo: Ended):
     (base,) = events(demo.run_dir, "base_evaluation")
     assert 0 <= base["eval/pass_at_1"] <= 1
     last = demo.rows[-1]
@@ -63,14 +63,14 @@ def test_the_evaluation_before_and_after_is_reported(demo: Ended) -> None:
     assert "pass_at_1" in demo.output
 
 
-def test_the_trace_shows_stages_that_overlap(demo: Ended) -> None:
+def test_the_trace_shows_stages_that_overlap(demo: Ended):
     trace = json.loads((demo.run_dir / "trace.json").read_text())
     spans = trace["traceEvents"] if isinstance(trace, dict) else trace
     names = {span["name"] for span in spans}
     assert {"generate", "reward", "train", "update", "publish", "pull"} <= names
 
 
-def test_the_checkpoint_is_a_trained_model_that_transformers_loads(demo: Ended) -> None:
+def test_the_checkpoint_is_a_trained_model_that_transformers_loads(demo: Ended):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,7 +85,7 @@ def test_the_checkpoint_is_a_trained_model_that_transformers_loads(demo: Ended) 
     assert all(torch.isfinite(tensor).all() for tensor in after.values())
 
 
-def test_rollouts_of_a_step_are_written_as_jsonl(demo: Ended) -> None:
+def test_rollouts_of_a_step_are_written_as_jsonl(demo: Ended):
     files = sorted((demo.run_dir / "rollouts").glob("step_*.jsonl"))
     sample = json.loads(files[0].read_text().splitlines()[0])
     assert sample["prompt"][0]["role"] == "user"
@@ -93,7 +93,7 @@ def test_rollouts_of_a_step_are_written_as_jsonl(demo: Ended) -> None:
     assert {"completion", "score"} <= sample["rollouts"][0].keys()
 
 
-def test_the_run_ends_with_a_summary(demo: Ended) -> None:
+def test_the_run_ends_with_a_summary(demo: Ended):
     total = GROUPS * STEPS
     line = f"{total} admitted = {total} trained + 0 filtered + 0 dropped + 0 in flight"
     assert line in demo.output

@@ -104,7 +104,7 @@ def copied(killed: Killed, name: str) -> Path:
     return target
 
 
-def test_a_live_run_directory_refuses_other_owners_and_the_run_continues(killed: Killed) -> None:
+def test_a_live_run_directory_refuses_other_owners_and_the_run_continues(killed: Killed):
     for name, (code, output) in killed.refusals.items():
         line = output.strip()
         assert code == 2 and "\n" not in line, (name, output)
@@ -115,9 +115,7 @@ def test_a_live_run_directory_refuses_other_owners_and_the_run_continues(killed:
     assert not killed.run_dir.with_name("early").exists()
 
 
-def test_a_fork_with_other_settings_leaves_the_original_unchanged(
-    toy: Path, killed: Killed
-) -> None:
+def test_a_fork_with_other_settings_leaves_the_original_unchanged(toy: Path, killed: Killed):
     run_dir = copied(killed, "original")
     older = list_checkpoints(run_dir / "checkpoints")[0]
     before = tree(run_dir)
@@ -137,9 +135,7 @@ def test_a_fork_with_other_settings_leaves_the_original_unchanged(
     assert main([*again, "run.dir=" + str(run_dir)]) == 2, "not into the original"
 
 
-def test_a_resume_on_other_ranks_stage_and_shards_repeats_its_steps(
-    toy: Path, killed: Killed
-) -> None:
+def test_a_resume_on_other_ranks_stage_and_shards_repeats_its_steps(toy: Path, killed: Killed):
     run_dir = copied(killed, "changed")
     # The run log may be ahead of the metrics: the coordinator outlived the command by a moment.
     saved = step_of(newest(run_dir))
@@ -249,7 +245,7 @@ OF_RUN: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", [*OF_CHECKPOINT, *OF_RUN])
 def test_resume_refuses_a_damaged_run_directory_and_leaves_it_unchanged(
     killed: Killed, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     run_dir = copied(killed, f"damaged-{kind}")
     monkeypatch.chdir(run_dir.parent)
     monkeypatch.setenv("STREAMRL_FORK_WORKERS", "0")
@@ -271,7 +267,7 @@ def limit(process: psutil.Process, num_bytes: int = resource.RLIM_INFINITY) -> N
     process.rlimit(psutil.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-def test_on_a_full_disk_the_run_goes_on_or_ends_in_one_line_and_resumes(toy: Path) -> None:
+def test_on_a_full_disk_the_run_goes_on_or_ends_in_one_line_and_resumes(toy: Path):
     run_dir = toy / "runs" / "full"
     run = Launched(words(toy, "full"), toy)
     run.until(lambda: len(rows(run_dir)) >= 12)

@@ -16,7 +16,7 @@ from tests.toy import write_toy
 pytestmark = pytest.mark.slow
 
 
-def test_scaling_and_restarts_train_every_prompt_once(tmp_path: Path) -> None:
+def test_scaling_and_restarts_train_every_prompt_once(tmp_path: Path):
     toy = write_toy(tmp_path)
     run_dir = toy / "runs" / "elastic"
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=elastic"]

@@ -14,14 +14,14 @@ def outside(demo: Ended) -> Outside:
     return demo.outside
 
 
-def test_a_run_listens_on_the_loopback_device_only(outside: Outside) -> None:
+def test_a_run_listens_on_the_loopback_device_only(outside: Outside):
     names = {name for _, name in outside.servers}
     for part in ("gcs_server", "raylet", "Agent", "ShardActor", "Trainer", "Generator"):
         assert any(part in name for name in names), names
     assert all(address.startswith("127.0.0.1:") for address, _ in outside.servers)
 
 
-def test_every_server_of_ray_requires_the_token(outside: Outside) -> None:
+def test_every_server_of_ray_requires_the_token(outside: Outside):
     denied = ("UNAUTHENTICATED", "UNAUTHENTICATED")
     expected = {call: {(*denied, "OK")} for call in CALLS}
     expected |= {OBJECTS: {(*denied, "")}, AGENT: {("401", "403", "200")}}
@@ -29,7 +29,7 @@ def test_every_server_of_ray_requires_the_token(outside: Outside) -> None:
     assert len(outside.statuses[CALLS[-1]]) > 2, "each worker is a server"
 
 
-def test_a_script_joins_the_cluster_only_with_the_runs_token(outside: Outside) -> None:
+def test_a_script_joins_the_cluster_only_with_the_runs_token(outside: Outside):
     without, wrong, right = outside.joined
     assert right[0] == 0 and "answer 42" in right[1], right
     for code, output in (without, wrong):
@@ -37,7 +37,7 @@ def test_a_script_joins_the_cluster_only_with_the_runs_token(outside: Outside) -
         assert "Authentication token is missing or incorrect" in output, output
 
 
-def test_no_command_line_log_or_file_contains_the_token(demo: Ended, outside: Outside) -> None:
+def test_no_command_line_log_or_file_contains_the_token(demo: Ended, outside: Outside):
     assert len(outside.token) == 64
     assert len(outside.commands) > 8
     assert not [command for command in outside.commands if outside.token in command]

@@ -60,7 +60,7 @@ def check_probes(run: Ended) -> None:
     assert differences and max(differences) < 1e-4
 
 
-def test_every_other_version_is_broadcast_and_the_reference_follows(runs: RunsInTurn) -> None:
+def test_every_other_version_is_broadcast_and_the_reference_follows(runs: RunsInTurn):
     run = runs.wait("broadcast")
     check_probes(run)
     assert "weights: collective, as weights.transport says" in run.output
@@ -74,7 +74,7 @@ def test_every_other_version_is_broadcast_and_the_reference_follows(runs: RunsIn
     assert metrics[-1]["policy/kl_ref"] > 1e-4
 
 
-def test_lora_versions_on_disk_load_with_transformers(runs: RunsInTurn, toy: Path) -> None:
+def test_lora_versions_on_disk_load_with_transformers(runs: RunsInTurn, toy: Path):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -94,9 +94,7 @@ def test_lora_versions_on_disk_load_with_transformers(runs: RunsInTurn, toy: Pat
     assert not all(torch.equal(version[name], base[name]) for name in base)
 
 
-def test_a_generator_of_another_dtype_copies_each_version_whole(
-    runs: RunsInTurn, toy: Path
-) -> None:
+def test_a_generator_of_another_dtype_copies_each_version_whole(runs: RunsInTurn, toy: Path):
     run = runs.wait("cast")
     assert run.code == 0, run.output
     copied = [row["weights/copied_bytes"] or 0 for row in run.rows]
@@ -108,7 +106,7 @@ def test_a_generator_of_another_dtype_copies_each_version_whole(
 
 def test_sharded_colocated_ranks_exchange_weights_and_offload_kv_cache_and_optimizer(
     runs: RunsInTurn, toy: Path
-) -> None:
+):
     # Each rank receives half of a version from the other and copies its own half: together a
     # model's bytes received, and as many copied.
     parameters = load_skeleton(str(toy / "model")).parameters()
@@ -129,7 +127,7 @@ def test_sharded_colocated_ranks_exchange_weights_and_offload_kv_cache_and_optim
     assert all(row["memory/generate_mb"] - row["memory/train_mb"] > 128 for row in peaks)
 
 
-def test_reference_and_value_are_not_computed_for_filtered_groups(runs: RunsInTurn) -> None:
+def test_reference_and_value_are_not_computed_for_filtered_groups(runs: RunsInTurn):
     run = runs.wait("filtered")
     assert run.code == 0, run.output
     *_, last = run.rows
@@ -154,6 +152,6 @@ def test_reference_and_value_are_not_computed_for_filtered_groups(runs: RunsInTu
     assert f"{filtered} of {filtered + trained} groups" in text and "s of scoring" in text
 
 
-def test_none_of_the_runs_leaves_a_process(runs: RunsInTurn) -> None:
+def test_none_of_the_runs_leaves_a_process(runs: RunsInTurn):
     assert runs.run.wait() == 0
     assert runs.run.orphans() == []

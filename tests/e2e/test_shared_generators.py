@@ -29,7 +29,7 @@ MODES = {
 TIGHT = [*("generator.kv_cache_mb=56", "placement.memory_mb=60", "pipeline.micro_batch_tokens=512")]
 
 
-def test_tensor_parallel_colocated_runs_have_the_same_tokens_and_losses(tmp_path: Path) -> None:
+def test_tensor_parallel_colocated_runs_have_the_same_tokens_and_losses(tmp_path: Path):
     folder = write_toy(tmp_path)
     common = [*ON_POLICY, *MESH, f"run.steps={STEPS}", f"run.dir={folder}/runs"]
     runs = [[*common, *settings, f"run.name={mode}"] for mode, settings in MODES.items()]
@@ -62,7 +62,7 @@ def test_tensor_parallel_colocated_runs_have_the_same_tokens_and_losses(tmp_path
 )
 def test_a_killed_or_stopped_rank_of_a_shared_generator_ends_the_run_and_is_named(
     tmp_path: Path, sent: signal.Signals, message: str
-) -> None:
+):
     folder = write_toy(tmp_path)
     run_dir = folder / "runs" / "hit"
     words = ["train", str(folder / "recipe.yaml"), *MESH, *SHARED, *TIGHT, "run.steps=100000"]

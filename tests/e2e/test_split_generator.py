@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 STEPS = 40
 
 
-def test_a_split_generator_restarts_after_a_process_is_killed(tmp_path: Path) -> None:
+def test_a_split_generator_restarts_after_a_process_is_killed(tmp_path: Path):
     toy = write_toy(tmp_path)
     run_dir = toy / "runs" / "split"
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={run_dir.name}"]

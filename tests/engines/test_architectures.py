@@ -30,10 +30,7 @@ from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests.engines.test_weight_updates import started
 from tests.engines.tiny_qwen import MAX_LENGTH, save, weights_of
 
-pytestmark = [
-    pytest.mark.xdist_group("engines"),
-    pytest.mark.usefixtures("no_engine"),
-]
+pytestmark = [pytest.mark.xdist_group("engines"), pytest.mark.usefixtures("no_engine")]
 
 LIMIT = 1e-3
 RANK = 2
@@ -212,7 +209,7 @@ ARCHITECTURES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name i
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_generator_equals_the_trainers_model_initially_and_after_updates(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     base, other = make(architecture, tmp_path, seed=1), tmp_path / "other"
     async with started(str(tmp_path), monkeypatch) as engine:
         # Build the trainer's model beside the engine, as in a colocated process.
@@ -229,7 +226,7 @@ async def test_the_generator_equals_the_trainers_model_initially_and_after_updat
         await compared(engine, merged(base, published), f"{architecture}, with adapters,")
 
 
-def test_docs_list_exactly_the_tested_architectures() -> None:
+def test_docs_list_exactly_the_tested_architectures():
     page = Path("docs/models.md").read_text()
     table = page.partition("## Architectures")[2].partition("##")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
@@ -240,7 +237,7 @@ def test_docs_list_exactly_the_tested_architectures() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_checkpoint_has_the_trained_weights_in_the_original_layout(
     architecture: str, tmp_path: Path
-) -> None:
+):
     make(architecture, tmp_path / "base", seed=1)
     base = load_model(str(tmp_path / "base"), dtype=torch.float32)
     with torch.no_grad():

@@ -21,7 +21,7 @@ def given(path: str) -> dict[str, torch.Tensor]:
     return dict(pairs)
 
 
-def test_recomputed_buffers_are_not_loaded(tmp_path: Path) -> None:
+def test_recomputed_buffers_are_not_loaded(tmp_path: Path):
     path = write(tmp_path, "gpt_neox")
     before = given(path).keys()
     place = "gpt_neox.layers.0.attention."
@@ -35,14 +35,14 @@ def test_recomputed_buffers_are_not_loaded(tmp_path: Path) -> None:
     assert given(path).keys() == before
 
 
-def test_an_untrained_router_bias_is_loaded(tmp_path: Path) -> None:
+def test_an_untrained_router_bias_is_loaded(tmp_path: Path):
     path = write(tmp_path, "glm4_moe")
     (name,) = (n for n in load_file(tmp_path / FILE) if n.endswith("e_score_correction_bias"))
     assert name in given(path)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
-def test_stacked_experts_are_loaded_one_by_one(tmp_path: Path, family: str) -> None:
+def test_stacked_experts_are_loaded_one_by_one(tmp_path: Path, family: str):
     path = write(tmp_path, family)
     apart = given(path)
     together = load_model(path, dtype=torch.float32).state_dict()

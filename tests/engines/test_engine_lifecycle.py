@@ -52,7 +52,7 @@ async def started(
         await engine.close()
 
 
-async def test_a_tied_model_needs_each_parameter_once(tmp_path: Path) -> None:
+async def test_a_tied_model_needs_each_parameter_once(tmp_path: Path):
     models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
     folder = save(models[0], tmp_path)
     async with started(folder, GeneratorConfig(max_new_tokens=32)) as engine:
@@ -68,7 +68,7 @@ async def test_a_tied_model_needs_each_parameter_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path) -> None:
+async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path):
     # The second has another engine seed, fewer slots and so little KV cache that rollouts preempt
     # each other and are resumed.
     model = endless_model(seed=1)
@@ -86,9 +86,7 @@ async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(
-    tmp_path: Path,
-) -> None:
+async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(tmp_path: Path):
     model = endless_model(seed=1)
     async with started(save(model, tmp_path), GeneratorConfig()) as engine:
         await engine.load_weights(weights_of(model), 0)
@@ -114,7 +112,7 @@ async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(
 
 
 @pytest.mark.slow
-async def test_a_weight_load_past_its_deadline_ends_the_engine(tmp_path: Path) -> None:
+async def test_a_weight_load_past_its_deadline_ends_the_engine(tmp_path: Path):
     model = endless_model(seed=1)
     config = GeneratorConfig()
     async with started(save(model, tmp_path), config) as engine:
@@ -127,7 +125,7 @@ async def test_a_weight_load_past_its_deadline_ends_the_engine(tmp_path: Path) -
 
 
 @pytest.mark.slow
-async def test_a_logprob_check_past_its_deadline_ends_the_engine(tmp_path: Path) -> None:
+async def test_a_logprob_check_past_its_deadline_ends_the_engine(tmp_path: Path):
     model = endless_model(seed=1)
     config = GeneratorConfig()
     async with started(save(model, tmp_path), config) as engine:
@@ -142,7 +140,7 @@ async def test_a_logprob_check_past_its_deadline_ends_the_engine(tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_process_has_at_most_one_engine_and_a_closed_one_raises(tmp_path: Path) -> None:
+async def test_a_process_has_at_most_one_engine_and_a_closed_one_raises(tmp_path: Path):
     model = endless_model(seed=1)
     folder = save(model, tmp_path)
     async with started(folder, GeneratorConfig()) as engine:
@@ -165,7 +163,7 @@ async def test_a_process_has_at_most_one_engine_and_a_closed_one_raises(tmp_path
 )
 async def test_settings_that_do_not_fit_the_model_are_rejected_at_start(
     tmp_path: Path, config: GeneratorConfig, max_length: int
-) -> None:
+):
     folder = save(tiny_model(tied=True, seed=1), tmp_path)
     with pytest.raises(ConfigError, match="max_model_len"):
         await GenerationEngine.start(EngineSpec(folder, config, max_length))
@@ -174,7 +172,7 @@ async def test_settings_that_do_not_fit_the_model_are_rejected_at_start(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_start_past_its_deadline_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     release = threading.Event()
 
     def stuck(spec: EngineSpec) -> None:
@@ -192,7 +190,7 @@ async def test_a_start_past_its_deadline_is_reported(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_process_without_the_vllm_environment_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     folder = save(tiny_model(tied=True, seed=1), tmp_path)
     with pytest.raises(GenerationError, match="make_vllm_env"):
@@ -200,6 +198,6 @@ async def test_a_process_without_the_vllm_environment_is_rejected(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_directory_without_a_model_is_rejected(tmp_path: Path) -> None:
+async def test_a_directory_without_a_model_is_rejected(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"cannot start {tmp_path}"):
         await GenerationEngine.start(EngineSpec(str(tmp_path), GeneratorConfig(), MAX_LENGTH))

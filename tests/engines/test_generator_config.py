@@ -25,7 +25,7 @@ from streamrl.weights.logprob_check import NUM_SEQUENCES
         ("request_timeout_s", -2.0, "must be above 0"),
     ],
 )
-def test_an_invalid_setting_is_rejected(name: str, value: float | str, rule: str) -> None:
+def test_an_invalid_setting_is_rejected(name: str, value: float | str, rule: str):
     with pytest.raises(ConfigError, match=f"^generator.{name}={value}: {rule}$"):
         GeneratorConfig(**{name: value})  # type: ignore[arg-type]
 
@@ -43,7 +43,7 @@ def arguments(config: GeneratorConfig, *, on_cpu: bool) -> dict[str, Any]:
     return make_engine_args("m", config, seed=3, max_length=8192, on_cpu=on_cpu)
 
 
-def test_on_a_cpu_the_engine_is_eager_float32_with_a_small_cache() -> None:
+def test_on_a_cpu_the_engine_is_eager_float32_with_a_small_cache():
     found = arguments(GeneratorConfig(max_concurrent_rollouts=10), on_cpu=True)
     assert found["enforce_eager"] is True
     assert found["dtype"] == "float32"
@@ -51,13 +51,13 @@ def test_on_a_cpu_the_engine_is_eager_float32_with_a_small_cache() -> None:
     assert found["max_num_seqs"] == 10 + NUM_SEQUENCES, "a probe waits for no rollout to end"
 
 
-def test_on_a_cpu_the_token_budget_fits_the_longest_prompt() -> None:
+def test_on_a_cpu_the_token_budget_fits_the_longest_prompt():
     found = arguments(GeneratorConfig(), on_cpu=True)
     assert found["enable_chunked_prefill"] is False
     assert found["max_num_batched_tokens"] == 8192
 
 
-def test_on_a_gpu_only_memory_settings_differ_from_vllms_defaults() -> None:
+def test_on_a_gpu_only_memory_settings_differ_from_vllms_defaults():
     found = arguments(GeneratorConfig(gpu_memory_utilization=0.5), on_cpu=False)
     assert found["gpu_memory_utilization"] == 0.5
     assert found["dtype"] == "auto"
@@ -72,15 +72,13 @@ def test_on_a_gpu_only_memory_settings_differ_from_vllms_defaults() -> None:
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_processed_logprobs_without_async_scheduling(
-    on_cpu: bool,
-) -> None:
+def test_processed_logprobs_without_async_scheduling(on_cpu: bool):
     found = arguments(GeneratorConfig(), on_cpu=on_cpu)
     assert found["logprobs_mode"] == "processed_logprobs"
     assert found["async_scheduling"] is False
 
 
-def test_dynamo_is_disabled_only_on_a_cpu() -> None:
+def test_dynamo_is_disabled_only_on_a_cpu():
     assert make_vllm_env("cpu", threads=2)["TORCHDYNAMO_DISABLE"] == "1"
     assert make_vllm_env("cpu", threads=2)["OMP_NUM_THREADS"] == "2"
     assert "TORCHDYNAMO_DISABLE" not in make_vllm_env("cuda")

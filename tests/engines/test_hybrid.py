@@ -14,11 +14,7 @@ SPLIT, FILLED = "torch, split", "deepspeed 3"
 QUICK = ("torch", FILLED, SPLIT)
 EACH = {
     name: pytest.param(
-        name,
-        marks=[
-            pytest.mark.ranks(Case(name)),
-            *([] if name in QUICK else [pytest.mark.slow]),
-        ],
+        name, marks=[pytest.mark.ranks(Case(name)), *([] if name in QUICK else [pytest.mark.slow])]
     )
     for name in BACKENDS
 }
@@ -41,7 +37,7 @@ def ranks(
 @pytest.mark.parametrize("backend", SHARING)
 def test_the_generator_aliases_the_trainers_parameters_and_a_version_copies_no_byte(
     ranks: list[dict[str, Any]], backend: str
-) -> None:
+):
     for results in ranks:
         assert len(results[backend]) == UPDATES + 1
         for version in results[backend]:
@@ -53,7 +49,7 @@ def test_the_generator_aliases_the_trainers_parameters_and_a_version_copies_no_b
 @pytest.mark.parametrize("backend", EACH.values())
 def test_served_logprobs_equal_the_trainers_after_each_update(
     ranks: list[dict[str, Any]], backend: str
-) -> None:
+):
     for results in ranks:
         assert max(version["difference"] for version in results[backend]) < 1e-4
         first, *later = (version["logprobs"] for version in results[backend])
@@ -62,9 +58,7 @@ def test_served_logprobs_equal_the_trainers_after_each_update(
 
 
 @pytest.mark.ranks(Case(FILLED))
-def test_missing_shards_are_received_once_without_staging(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_missing_shards_are_received_once_without_staging(ranks: list[dict[str, Any]]):
     for results in ranks:
         for version in results[FILLED]:
             model = version["model_bytes"]
@@ -77,7 +71,7 @@ def test_missing_shards_are_received_once_without_staging(
 @pytest.mark.ranks(Case(SPLIT))
 def test_trained_shards_alias_the_generator_and_only_columns_are_copied(
     ranks: list[dict[str, Any]],
-) -> None:
+):
     for results in ranks:
         assert len(results[SPLIT]) == UPDATES + 1
         for version in results[SPLIT]:
@@ -91,14 +85,12 @@ def test_trained_shards_alias_the_generator_and_only_columns_are_copied(
 
 
 @pytest.mark.ranks(Case(FILLED))
-def test_resharding_is_off_if_any_rank_cannot_be_written(ranks: list[dict[str, Any]]) -> None:
+def test_resharding_is_off_if_any_rank_cannot_be_written(ranks: list[dict[str, Any]]):
     for results in ranks:
         assert results[FILLED][0]["is_unplanned"]
 
 
 @pytest.mark.ranks(Case(FILLED))
-def test_resharding_casts_shards_of_another_dtype_on_the_source_rank(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_resharding_casts_shards_of_another_dtype_on_the_source_rank(ranks: list[dict[str, Any]]):
     for results in ranks:
         assert results[FILLED][0]["rounded"]

@@ -39,7 +39,7 @@ async def flight(policy: str, engines: Engines) -> Flight:
 
 async def test_a_weight_load_interrupts_no_rollout_and_versions_match_the_decode_steps(
     flight: Flight,
-) -> None:
+):
     first = max(flight.models)
     number = flight.engine._last_request_id + 1
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(CONCURRENT)))
@@ -64,9 +64,7 @@ async def test_a_weight_load_interrupts_no_rollout_and_versions_match_the_decode
     assert worst_error(fresh, flight.models) < 1e-4
 
 
-async def test_new_and_waiting_requests_use_no_prefix_of_old_weights(
-    flight: Flight,
-) -> None:
+async def test_new_and_waiting_requests_use_no_prefix_of_old_weights(flight: Flight):
     # More than the slots, so that some requests wait while the weights change.
     old = max(flight.models)
     calls = [
@@ -110,7 +108,7 @@ def logprobs_on_kept_kv(
 
 
 @under("keep")
-async def test_a_kept_kv_cache_is_that_of_the_old_weights(flight: Flight) -> None:
+async def test_a_kept_kv_cache_is_that_of_the_old_weights(flight: Flight):
     old = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4)))
     await flight.steps(20)
@@ -125,9 +123,7 @@ async def test_a_kept_kv_cache_is_that_of_the_old_weights(flight: Flight) -> Non
 
 
 @under("drain")
-async def test_requests_during_a_drain_start_with_the_new_weights(
-    flight: Flight,
-) -> None:
+async def test_requests_during_a_drain_start_with_the_new_weights(flight: Flight):
     old = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
     second, third = endless_model(seed=2), endless_model(seed=3)
@@ -151,7 +147,7 @@ async def test_requests_during_a_drain_start_with_the_new_weights(
 
 
 @under("drain")
-async def test_a_cancelled_request_ends_the_drain(flight: Flight) -> None:
+async def test_a_cancelled_request_ends_the_drain(flight: Flight):
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=400))
     await flight.steps(5)
     loading = asyncio.create_task(flight.load(endless_model(seed=2)))
@@ -164,9 +160,7 @@ async def test_a_cancelled_request_ends_the_drain(flight: Flight) -> None:
 
 
 @under("keep")
-async def test_paused_rollouts_resume_with_the_same_tokens(
-    flight: Flight,
-) -> None:
+async def test_paused_rollouts_resume_with_the_same_tokens(flight: Flight):
     whole = await flight.engine.generate(SHORT, seeds=range(8))
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
     await flight.steps(10)
@@ -188,7 +182,7 @@ async def test_paused_rollouts_resume_with_the_same_tokens(
 
 
 @under("keep")
-async def test_weights_can_be_loaded_while_paused(flight: Flight) -> None:
+async def test_weights_can_be_loaded_while_paused(flight: Flight):
     first = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
     await flight.steps(10)

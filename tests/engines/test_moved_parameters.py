@@ -32,7 +32,7 @@ def columns(case: str) -> set[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_aliasing_the_generator_does_not_change_updates_bitwise(
     ranks: list[dict[str, Any]], case: str
-) -> None:
+):
     for results in ranks:
         alone, moved = results[case]["by itself"], results[case]["moved"]
         assert moved["norms"] == alone["norms"]
@@ -41,14 +41,12 @@ def test_aliasing_the_generator_does_not_change_updates_bitwise(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_served_weights_equal_trained_weights(ranks: list[dict[str, Any]], case: str) -> None:
+def test_served_weights_equal_trained_weights(ranks: list[dict[str, Any]], case: str):
     for results in ranks:
         assert results[case]["moved"]["served"] == [True] * UPDATES
 
 
-def test_equal_splits_copy_no_byte_of_a_layer(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_equal_splits_copy_no_byte_of_a_layer(ranks: list[dict[str, Any]]):
     # The trainer replicates embedding and head; the generator splits them in halves.
     apart = {"model.embed_tokens.weight", "lm_head.weight"}
     of = sizes(SAME)
@@ -59,9 +57,7 @@ def test_equal_splits_copy_no_byte_of_a_layer(
         assert moved["moved"] == [(halves, 0)] * UPDATES
 
 
-def test_an_unsplit_generator_copies_only_row_parallel_columns(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_an_unsplit_generator_copies_only_row_parallel_columns(ranks: list[dict[str, Any]]):
     of, apart = sizes(WHOLE), columns(WHOLE)
     for results in ranks:
         moved = results[WHOLE]["moved"]
@@ -72,15 +68,13 @@ def test_an_unsplit_generator_copies_only_row_parallel_columns(
         assert moved["count_storage_bytes"] == sum(of.values()) + padding + own
 
 
-def test_fsdp2_shards_are_not_moved(ranks: list[dict[str, Any]]) -> None:
+def test_fsdp2_shards_are_not_moved(ranks: list[dict[str, Any]]):
     for results in ranks:
         assert results[SHARDED]["moved"]["there"] == {}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_is_loaded_into_the_aliased_memory(
-    ranks: list[dict[str, Any]], case: str
-) -> None:
+def test_a_checkpoint_is_loaded_into_the_aliased_memory(ranks: list[dict[str, Any]], case: str):
     for results in ranks:
         for found in results[case].values():
             for name, expected in found["parameters"].items():

@@ -59,7 +59,7 @@ async def sample_partially(flight: Flight, num: int, *, steps: int) -> list[Roll
     return columns_to_rollouts(columns)
 
 
-async def test_a_partial_rollout_resumes_with_new_weights(flight: Flight) -> None:
+async def test_a_partial_rollout_resumes_with_new_weights(flight: Flight):
     old = max(flight.models)
     begun = await sample_partially(flight, 4, steps=10)
     sizes = [len(rollout.completion_ids) for rollout in begun]
@@ -79,7 +79,7 @@ async def test_a_partial_rollout_resumes_with_new_weights(flight: Flight) -> Non
     assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in rollouts]
 
 
-async def test_a_resumed_rollout_does_not_repeat_the_first_random_numbers(flight: Flight) -> None:
+async def test_a_resumed_rollout_does_not_repeat_the_first_random_numbers(flight: Flight):
     # With the same distribution at each position, the same seed would repeat the tokens.
     begun = await sample_partially(flight, 1, steps=10)
     size = len(begun[0].completion_ids)
@@ -94,9 +94,7 @@ async def test_a_resumed_rollout_does_not_repeat_the_first_random_numbers(flight
     assert on.token_ids.tolist() == drawn.token_ids.tolist()
 
 
-async def test_resume_returns_finished_rollouts_and_finishes_full_ones_by_length(
-    flight: Flight,
-) -> None:
+async def test_resume_returns_finished_rollouts_and_finishes_full_ones_by_length(flight: Flight):
     await flight.load(tiny_model(tied=False, seed=1))
     finished = await flight.engine.generate(SHORT, seeds=range(8))
     assert {r.finish_reason for r in finished} == {FinishReason.STOP, FinishReason.LENGTH}
@@ -120,9 +118,7 @@ async def test_resume_returns_finished_rollouts_and_finishes_full_ones_by_length
         await flight.engine.generate(LONG, seeds=[0], partial_rollouts=begun[:1])
 
 
-async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_ones(
-    flight: Flight,
-) -> None:
+async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_ones(flight: Flight):
     assert await flight.engine.collect_partial_rollouts() == {}
     unwatched = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(2)))
     calls = {
@@ -150,7 +146,7 @@ async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_on
     await unwatched
 
 
-async def test_on_finished_is_called_for_each_finished_rollout(flight: Flight) -> None:
+async def test_on_finished_is_called_for_each_finished_rollout(flight: Flight):
     """Counts rollouts finished before the call, too; a longer partial rollout finishes earlier."""
     near = await sample_partially(flight, 3, steps=40)
     far = await sample_partially(flight, 3, steps=10)
@@ -171,7 +167,7 @@ async def test_on_finished_is_called_for_each_finished_rollout(flight: Flight) -
     assert len(running_counts) == 3, "all were finished"
 
 
-async def test_another_generator_resumes_a_group(flight: Flight) -> None:
+async def test_another_generator_resumes_a_group(flight: Flight):
     engine = flight.engine
     prompt_group = Prompt("0:0:0", SHORT)
     call = asyncio.create_task(engine.generate_group(prompt_group))
@@ -195,7 +191,7 @@ async def test_another_generator_resumes_a_group(flight: Flight) -> None:
     assert worst_error(columns_to_rollouts(columns), flight.models) < 1e-4
 
 
-async def test_compute_logprobs_uses_the_served_weights(flight: Flight) -> None:
+async def test_compute_logprobs_uses_the_served_weights(flight: Flight):
     model = endless_model(seed=2)
     sequences = [LONG, SHORT, prompt(7), LONG[: MAX_LENGTH - 1]]
     for _ in range(2):  # the second time, the prefixes are cached
@@ -230,7 +226,7 @@ async def test_compute_logprobs_uses_the_served_weights(flight: Flight) -> None:
         await flight.engine.compute_logprobs([prompt(*[5] * MAX_LENGTH)])
 
 
-async def test_compute_logprobs_does_not_wait_for_rollouts(flight: Flight) -> None:
+async def test_compute_logprobs_does_not_wait_for_rollouts(flight: Flight):
     await flight.load(endless_model(seed=2))
     running = asyncio.create_task(
         flight.engine.generate(SHORT, seeds=range(CONCURRENT - NUM_SEQUENCES))
@@ -258,7 +254,7 @@ def ordered(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: weights[name] for name in order_for_fusion(weights)}
 
 
-async def test_adjacent_tensors_are_served_without_a_copy(flight: Flight) -> None:
+async def test_adjacent_tensors_are_served_without_a_copy(flight: Flight):
     num_bytes = sum(tensor.nbytes for tensor in weights_of(endless_model(seed=1)).values())
     lying: dict[str, torch.Tensor] = {}
     for seed in (4, 5):
@@ -283,7 +279,7 @@ async def test_adjacent_tensors_are_served_without_a_copy(flight: Flight) -> Non
         assert all(torch.equal(lying[name], before[name]) for name in before)
 
 
-async def test_aliased_weights_outlive_their_publisher(flight: Flight) -> None:
+async def test_aliased_weights_outlive_their_publisher(flight: Flight):
     version = max(flight.models) + 1
     flight.models[version] = endless_model(seed=6)
     weights = ordered(weights_of(flight.models[version]))

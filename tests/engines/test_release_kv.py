@@ -15,14 +15,7 @@ from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
 from tests.engines.flight import Engines, Flight
-from tests.engines.tiny_qwen import (
-    MAX_LENGTH,
-    endless_model,
-    prompt,
-    save,
-    weights_of,
-    worst_error,
-)
+from tests.engines.tiny_qwen import MAX_LENGTH, endless_model, prompt, save, weights_of, worst_error
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
 
@@ -40,9 +33,7 @@ async def sampled(flight: Flight) -> list[Rollout]:
     return await flight.engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS)
 
 
-async def test_rollouts_continue_with_the_same_tokens_after_sleep(
-    engines: Engines,
-) -> None:
+async def test_rollouts_continue_with_the_same_tokens_after_sleep(engines: Engines):
     flight = await engines.get(CONFIG)
     await flight.load(endless_model(seed=3))
     undisturbed = await sampled(flight)
@@ -66,7 +57,7 @@ async def test_rollouts_continue_with_the_same_tokens_after_sleep(
 
 
 @pytest.mark.gpu
-async def test_sleep_frees_gpu_memory(tmp_path: Path) -> None:
+async def test_sleep_frees_gpu_memory(tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in make_vllm_env("cuda").items():
             patch.setenv(name, value)
@@ -87,7 +78,7 @@ async def test_sleep_frees_gpu_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-async def test_weights_are_written_in_place_on_a_gpu(tmp_path: Path) -> None:
+async def test_weights_are_written_in_place_on_a_gpu(tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in make_vllm_env("cuda").items():
             patch.setenv(name, value)
@@ -106,7 +97,7 @@ async def test_weights_are_written_in_place_on_a_gpu(tmp_path: Path) -> None:
         await engine.close()
 
 
-async def test_weights_can_be_loaded_while_asleep(engines: Engines) -> None:
+async def test_weights_can_be_loaded_while_asleep(engines: Engines):
     flight = await engines.get(CONFIG)
     await flight.load(endless_model(seed=3))
     running = asyncio.create_task(sampled(flight))

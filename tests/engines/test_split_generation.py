@@ -20,14 +20,7 @@ from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import StreamError
 from tests import forked
-from tests.engines.tiny_qwen import (
-    MAX_LENGTH,
-    prompt,
-    save,
-    tiny_model,
-    weights_of,
-    worst_error,
-)
+from tests.engines.tiny_qwen import MAX_LENGTH, prompt, save, tiny_model, weights_of, worst_error
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -96,7 +89,7 @@ def shared_files() -> set[Path]:
     return {Path(path.removesuffix(" (deleted)")) for path in maps if "vllm_dist_" in path}
 
 
-async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
+async def test_every_version_reaches_every_rank(tmp_path: Path):
     models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
     async with started(models[0], tmp_path) as engine:
         assert len(ranks()) == 2
@@ -129,7 +122,7 @@ async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("over", ["rollouts", "weights"])
 async def test_a_dead_rank_is_reported_and_ends_the_other_ranks(
     tmp_path: Path, over: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     # vLLM would shut the engine down on garbage collection, when the next one may run already.
     shut_down: list[None] = []
     frees = vllm_engine.shut_down_engine

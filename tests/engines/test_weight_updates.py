@@ -161,7 +161,7 @@ async def check_each_group(engine: GenerationEngine, base: PreTrainedModel) -> N
 )
 async def test_each_group_of_parameters_is_loaded(
     family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     base = family_model(family, tied=tied)
     async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
         await check_each_group(engine, base)
@@ -170,7 +170,7 @@ async def test_each_group_of_parameters_is_loaded(
 @pytest.mark.slow
 async def test_each_group_of_parameters_is_loaded_through_reload_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(weight_loader, "bind_parameters", lambda *of: [])
     base = family_model("qwen2", tied=True)
     async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
@@ -186,7 +186,7 @@ def num_bytes(weights: Mapping[str, torch.Tensor]) -> int:
 @pytest.mark.slow
 async def test_large_layers_use_onednn_and_bfloat16_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(weight_loader, "MIN_ONEDNN_ELEMENTS", 1)
     base = family_model("qwen2", tied=True)
     folder = save(base, tmp_path, ends=False)

@@ -26,7 +26,7 @@ def rows() -> dict[str, list[Row]]:
     return make_rows(seed=0)
 
 
-def test_every_ground_truth_is_right_and_in_verls_format() -> None:
+def test_every_ground_truth_is_right_and_in_verls_format():
     for name, part in rows().items():
         for row in part:
             (message,) = row["prompt"]
@@ -37,11 +37,11 @@ def test_every_ground_truth_is_right_and_in_verls_format() -> None:
             assert row["data_source"] == "arithmetic"
 
 
-def test_held_out_problems_are_not_trained_on() -> None:
+def test_held_out_problems_are_not_trained_on():
     check_split(make_rows, num_train=3000, num_eval=256)
 
 
-def test_worked_solutions_end_on_the_answer_unless_there_is_a_slip() -> None:
+def test_worked_solutions_end_on_the_answer_unless_there_is_a_slip():
     rng = random.Random(0)
     for row in rows()["eval"]:
         right = training.write_solution(row, rng, 0.0)
@@ -54,7 +54,7 @@ def test_worked_solutions_end_on_the_answer_unless_there_is_a_slip() -> None:
     assert training.parse_answer("12-3") is None
 
 
-def test_the_tokenizer_is_one_token_per_character_and_reads_back() -> None:
+def test_the_tokenizer_is_one_token_per_character_and_reads_back():
     tokenizer = make_tokenizer()
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "7+5-3"}], add_generation_prompt=True, tokenize=False
@@ -67,7 +67,7 @@ def test_the_tokenizer_is_one_token_per_character_and_reads_back() -> None:
 
 def test_a_build_is_complete_and_is_not_made_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     out = tmp_path / "build"
     build = Build("arithmetic", out, format=2, fill=partial(make.fill, recipe=SHORT_RECIPE))
     build.make(out, seed=0)

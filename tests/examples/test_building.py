@@ -23,7 +23,7 @@ Build("toy", out, 1, fill).make(out, seed=0)
 """
 
 
-def test_concurrent_processes_make_a_build_once(tmp_path: Path) -> None:
+def test_concurrent_processes_make_a_build_once(tmp_path: Path):
     words = [sys.executable, "-c", SCRIPT, str(tmp_path / "build")]
     both = [subprocess.Popen(words, cwd=ROOT) for _ in range(2)]
     assert [process.wait(60.0) for process in both] == [0, 0]

@@ -28,7 +28,7 @@ def passes(program: str, ground_truth: str) -> bool:
     return True
 
 
-def test_every_training_program_passes_the_tests_of_its_problem() -> None:
+def test_every_training_program_passes_the_tests_of_its_problem():
     rng = random.Random(0)
     for problem in list_problems():
         truth = ground_truth(problem, rng)
@@ -38,7 +38,7 @@ def test_every_training_program_passes_the_tests_of_its_problem() -> None:
             assert set(problem.question + program) <= set(CHARACTERS)
 
 
-def test_expected_results_by_hand() -> None:
+def test_expected_results_by_hand():
     problems = {problem.question: problem for problem in list_problems()}
 
     def returned(question: str, *arguments: Any) -> Any:
@@ -57,7 +57,7 @@ def test_expected_results_by_hand() -> None:
     assert returned("f(x): the last 3 letters of x backwards", "abcd") == "dcb"
 
 
-def test_a_program_with_a_slip_fails_whether_it_parses_or_not() -> None:
+def test_a_program_with_a_slip_fails_whether_it_parses_or_not():
     rng = random.Random(0)
     outcomes = {"right": 0, "wrong": 0, "syntax": 0}
     for problem in list_problems():
@@ -75,16 +75,16 @@ def test_a_program_with_a_slip_fails_whether_it_parses_or_not() -> None:
     assert outcomes["syntax"] > 0.2 * total, outcomes
 
 
-def test_held_out_problems_are_not_trained_on() -> None:
+def test_held_out_problems_are_not_trained_on():
     check_split(make_rows, num_train=2000, num_eval=128)
 
 
-def test_the_base_models_training_counts_only_programs_of_the_problem_as_right() -> None:
+def test_the_base_models_training_counts_only_programs_of_the_problem_as_right():
     row = {"prompt": [{"role": "user", "content": "f(x): 3 times x plus 2"}]}
     assert training.is_right(row, "def f(x):\n return 3*x+2")
     assert training.is_right(row, "def f(x):\n return x*3+2")
     assert not training.is_right(row, "def f(x):\n return 3*x+1")
 
 
-def test_a_build_is_complete_and_its_rows_load(tmp_path: Path) -> None:
+def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
     check_build("code", partial(make.fill, recipe=SHORT_RECIPE), make_rows(seed=0), tmp_path)

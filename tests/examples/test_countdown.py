@@ -26,7 +26,7 @@ def reachable(numbers: list[int]) -> set[int]:
     return results
 
 
-def test_every_target_can_be_reached_and_every_training_answer_reaches_it() -> None:
+def test_every_target_can_be_reached_and_every_training_answer_reaches_it():
     rng = random.Random(0)
     for part in make_rows(seed=0).values():
         for row in part:
@@ -37,22 +37,22 @@ def test_every_target_can_be_reached_and_every_training_answer_reaches_it() -> N
             assert get_question(row) == text
 
 
-def test_a_slip_is_a_sum_that_comes_near() -> None:
+def test_a_slip_is_a_sum_that_comes_near():
     rng, rows = random.Random(0), make_rows(seed=0)["train"]
     right = [training.is_right(row, training.sample_solution(row, rng, 1.0)) for row in rows]
     assert sum(right) < 0.05 * len(rows), "few targets have no other near them"
 
 
-def test_held_out_problems_are_not_trained_on() -> None:
+def test_held_out_problems_are_not_trained_on():
     check_split(make_rows, num_train=2000, num_eval=256)
 
 
 @pytest.mark.parametrize("answer", ["7+2*9", "2*9+7", "9*2+7", " 7 + (9 * 2) ", "(7+9*2)"])
-def test_each_way_to_the_target_is_right(answer: str) -> None:
+def test_each_way_to_the_target_is_right(answer: str):
     assert compute_score("countdown", answer, TRUTH) == 1.0
 
 
-def test_a_division_is_exact_and_not_every_number_must_be_used() -> None:
+def test_a_division_is_exact_and_not_every_number_must_be_used():
     truth = {"numbers": [3, 6, 8], "target": 4}
     assert compute_score("countdown", "8/(6/3)", truth) == 1.0
     assert compute_score("countdown", "8*3/6", truth) == 1.0
@@ -71,9 +71,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize("answer", WRONG, ids=lambda answer: repr(answer)[:20])
-def test_other_answers_score_0_and_raise_nothing(answer: str) -> None:
+def test_other_answers_score_0_and_raise_nothing(answer: str):
     assert compute_score("countdown", answer, TRUTH) == 0.0
 
 
-def test_a_build_is_complete_and_its_rows_load(tmp_path: Path) -> None:
+def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
     check_build("countdown", partial(make.fill, recipe=SHORT_RECIPE), make_rows(seed=0), tmp_path)

@@ -27,13 +27,7 @@ from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from streamrl.config.own_loop import make_loop_config, set_world_size
 from streamrl.config.preflight import check_worker_memory, prepare_run
 from streamrl.config.run_config import RunConfig, load_config
-from streamrl.controller import (
-    PROTOCOLS,
-    Batch,
-    WorkerContext,
-    WorkerMesh,
-    transfers,
-)
+from streamrl.controller import PROTOCOLS, Batch, WorkerContext, WorkerMesh, transfers
 from streamrl.controller.transfer_methods import find_transfer_methods
 from streamrl.dataflow import CRITIC
 from streamrl.errors import ConfigError, StreamError
@@ -157,7 +151,7 @@ def alone(
 
 def test_ppo_with_one_worker_learns_what_a_run_learns(
     alone: tuple[list[Mapping[str, float]], Path], ppo_run: Ended
-) -> None:
+):
     steps, _ = alone
     assert_kept(steps)
     assert len(steps) == 3
@@ -172,7 +166,7 @@ def test_ppo_with_two_workers_learns_the_same(
     alone: tuple[list[Mapping[str, float]], Path],
     ppo_run: Ended,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     fetched: list[Any] = []
 
     def fetch(*arguments: Any) -> Any:
@@ -242,7 +236,7 @@ class OnPaperGroup:
 )
 def test_a_loop_calls_what_its_workers_have_and_yields_the_updates_of_each_model(
     loop: Loop, models: int
-) -> None:
+):
     stage = OnPaper()
     steps = list(loop(cast(Stage, stage)))
     assert [len(step) for step in steps] == [models, models]
@@ -269,7 +263,7 @@ def test_workers_that_hold_a_model_together_learn_the_same(
     split: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr("examples.own_loop.ppo.PolicyWorker", Watched)
     # Small micro-batches: the ranks have not as many of them, and go through the model in step.
     small = "pipeline.micro_batch_tokens=128"
@@ -290,7 +284,7 @@ def test_workers_that_hold_a_model_together_learn_the_same(
 
 
 @pytest.mark.slow
-def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool) -> None:
+def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool):
     split = ["trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_parallel=2"]
     there = Stage(load_config(PPO, split), pool, None, 64)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel=2: must divide --workers=1"):
@@ -305,7 +299,7 @@ def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool) -> None:
 
 
 @pytest.mark.slow
-def test_who_samples_after_an_update_that_failed_is_told(pool: ResourcePool) -> None:
+def test_who_samples_after_an_update_that_failed_is_told(pool: ResourcePool):
     config = load_config(PPO, ["run.steps=1", "pipeline.groups_per_step=2"])
     prepared = prepare_run(config)
     there = Stage(config, Narrow(pool, 1), prepared.prompts, prepared.max_length)  # type: ignore[arg-type]
@@ -320,7 +314,7 @@ def test_who_samples_after_an_update_that_failed_is_told(pool: ResourcePool) -> 
 
 
 @pytest.mark.slow
-def test_remax_measures_rollouts_by_the_likeliest_completion(pool: ResourcePool) -> None:
+def test_remax_measures_rollouts_by_the_likeliest_completion(pool: ResourcePool):
     overrides = ["run.steps=2", "pipeline.groups_per_step=17", "algorithm.kl_coef=0.001"]
     first, second = play(remax, load_config(CONFIGS / "remax_arithmetic.yaml", overrides), pool)
     for step in (first, second):
@@ -332,7 +326,7 @@ def test_remax_measures_rollouts_by_the_likeliest_completion(pool: ResourcePool)
 
 
 @pytest.mark.slow
-def test_safe_rlhf_turns_its_multiplier_by_the_costs(pool: ResourcePool) -> None:
+def test_safe_rlhf_turns_its_multiplier_by_the_costs(pool: ResourcePool):
     overrides = ["run.steps=2", "pipeline.groups_per_step=32", "critic.warmup_alone=0"]
     config = load_config(CONFIGS / "safe_rlhf_toy.yaml", overrides)
     first, second = play(safe_rlhf, config, Narrow(pool, 1))
@@ -375,11 +369,8 @@ TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--worke
     ],
 )
 def test_bad_input_is_one_line(
-    words: list[str],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr("sys.argv", ["ppo", *words])
     with pytest.raises(SystemExit) as left:
         own_loop.main(ppo, str(PPO), "critic.warmup_alone=2")
@@ -389,9 +380,7 @@ def test_bad_input_is_one_line(
 
 
 @pytest.mark.slow
-def test_a_worker_refuses_what_it_cannot_do_to_who_starts_it_without_a_stage(
-    pool: ResourcePool,
-) -> None:
+def test_a_worker_refuses_what_it_cannot_do_to_who_starts_it_without_a_stage(pool: ResourcePool):
     there = Stage(load_config(PPO, ["reference.every=2"]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
     group = there.group(PolicyWorker)
     with pytest.raises(ConfigError, match=r"reference\.every=2: "):
@@ -399,32 +388,30 @@ def test_a_worker_refuses_what_it_cannot_do_to_who_starts_it_without_a_stage(
     group.close()
 
 
-def test_a_critic_has_as_many_ranks_as_its_group() -> None:
+def test_a_critic_has_as_many_ranks_as_its_group():
     config = load_config(PPO, ["critic.trainer.world_size=4"])
     assert set_world_size(config, 2).get_trainer_config(CRITIC).world_size == 2
 
 
-def test_on_a_gpu_a_worker_must_know_what_its_generator_may_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_a_worker_must_know_what_its_generator_may_take(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     place = WorkerContext(0, WorkerMesh(RankGrid(1, 1, 1).assign_ranks()), "localhost", 1, 0)
     with pytest.raises(ConfigError, match=r"generator\.kv_cache_mb=null: must be set"):
         PolicyWorker(place, load_config(PPO), 64)
 
 
-def test_a_line_has_what_a_step_has() -> None:
+def test_a_line_has_what_a_step_has():
     figures = {"reward/mean": 0.5, "loss/policy": -0.25, "time/step_s": 1.5}
     assert line(7, figures) == "step   7  reward 0.500  loss -0.250  s 1.500"
     assert line(7, {"memory/train_mb": 901.7}) == "step   7  MB to train 902"
 
 
-def test_the_page_has_every_protocol() -> None:
+def test_the_page_has_every_protocol():
     assert re.findall(r"^\| `([A-Z_0-9]+)` \|", PAGE.read_text(), re.M) == list(PROTOCOLS)
 
 
 @pytest.mark.slow
-def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+def test_the_code_of_the_page_runs(tmp_path: Path):
     first, second, _ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
     (tmp_path / "page.py").write_text(first + second)
     run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="page")
@@ -450,7 +437,7 @@ class RecordingCritic:
 
 def test_a_shadow_critic_scores_with_the_weights_that_the_critic_published(
     pool: ResourcePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     *_, code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
     names: dict[str, Any] = {}
     exec(code, names)
@@ -480,7 +467,7 @@ def test_a_shadow_critic_scores_with_the_weights_that_the_critic_published(
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_a_loop_with_one_line(tmp_path: Path) -> None:
+def test_an_interrupt_ends_a_loop_with_one_line(tmp_path: Path):
     words = ["--workers", "1", "pipeline.groups_per_step=16"]
     run = Launched(words, tmp_path, module="examples.own_loop.remax")
     run.until(lambda: "step   2" in run.output)

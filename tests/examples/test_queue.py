@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "queue" / "standalon
 
 
 @pytest.mark.slow
-def test_every_group_arrives_once_after_a_shard_is_killed() -> None:
+def test_every_group_arrives_once_after_a_shard_is_killed():
     mark = uuid.uuid4().hex
     command, env = [sys.executable, str(SCRIPT)], {**os.environ, MARK: mark}
     done = subprocess.run(command, capture_output=True, text=True, timeout=400.0, env=env)

@@ -18,7 +18,7 @@ from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
 from tests.examples.builds import SHORT_RECIPE
 
 
-def test_about_half_of_the_training_answers_are_right() -> None:
+def test_about_half_of_the_training_answers_are_right():
     rng, rows = random.Random(0), make_rows(seed=0)["train"]
     answers = [(row, training.sample_answer(row, rng)) for row in rows]
     right = sum(is_right(row, text) for row, text in answers) / len(answers)
@@ -26,7 +26,7 @@ def test_about_half_of_the_training_answers_are_right() -> None:
     assert max(len(text) for _, text in answers) <= 12
 
 
-def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path: Path) -> None:
+def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path: Path):
     arithmetic, out = tmp_path / "arithmetic", tmp_path / "build"
     fill = partial(arithmetic_make.fill, recipe=SHORT_RECIPE)
     building.Build("arithmetic", arithmetic, format=2, fill=fill).make(arithmetic, seed=0)
@@ -48,7 +48,7 @@ def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path:
     assert torch.allclose(logits, batched[:1], atol=1e-5), "rows of a batch are independent"
 
 
-def test_layers_below_the_trained_ones_stay_the_base_models(tmp_path: Path) -> None:
+def test_layers_below_the_trained_ones_stay_the_base_models(tmp_path: Path):
     tokenizer = make_tokenizer()
     base = make_untrained(tokenizer, seed=0)
     save(base, tokenizer, tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from streamrl.files.atomic_write import sync_and_rename, write_atomic
 
 
-def test_a_write_replaces_the_file_and_leaves_no_temporary(tmp_path: Path) -> None:
+def test_a_write_replaces_the_file_and_leaves_no_temporary(tmp_path: Path):
     path = tmp_path / "file.txt"
     for text in ("first", "sécond"):
         write_atomic(path, text)
@@ -18,7 +18,7 @@ def test_a_write_replaces_the_file_and_leaves_no_temporary(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == ["file.txt"]
 
 
-def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "file.txt"
     write_atomic(path, "before")
 
@@ -31,9 +31,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert path.read_text() == "before"
 
 
-def test_a_directory_is_synced_before_its_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_is_synced_before_its_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     partial, final = tmp_path / "partial", tmp_path / "final"
     (partial / "inner").mkdir(parents=True)
     (partial / "inner" / "file").write_text("x")
@@ -77,13 +75,13 @@ for write in (
 """
 
 
-def test_a_full_disk_is_recognized_in_any_librarys_error(tmp_path: Path) -> None:
+def test_a_full_disk_is_recognized_in_any_librarys_error(tmp_path: Path):
     words = [sys.executable, "-c", WITHOUT_SPACE, str(tmp_path)]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines == [f"{tmp_path} cannot be written: File too large"] * 3
 
 
-def test_a_symlink_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
+def test_a_symlink_at_the_temporary_name_is_not_followed(tmp_path: Path):
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / ".file.txt.partial").symlink_to(precious)

@@ -31,12 +31,12 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_yaml_uses_the_c_loader_if_available(tmp_path: Path) -> None:
+def test_yaml_uses_the_c_loader_if_available(tmp_path: Path):
     assert yaml.__with_libyaml__ == issubclass(StrictYamlLoader, yaml.CSafeLoader)
     assert read_small_yaml(written(tmp_path, "a: [1, two, 3.0]\n")) == {"a": [1, "two", 3.0]}
 
 
-def test_exponential_yaml_aliases_are_refused(tmp_path: Path) -> None:
+def test_exponential_yaml_aliases_are_refused(tmp_path: Path):
     levels = ["&l0 [x, x]", *(f"&l{i + 1} [*l{i}, *l{i}]" for i in range(99))]
     path = written(tmp_path, "".join(f"- {level}\n" for level in levels))
     message = r"^line 2, column 8: \*l0: aliases are not allowed; write the value out$"
@@ -45,7 +45,7 @@ def test_exponential_yaml_aliases_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["- &a [*a]\n", "base: &b {x: 1}\nmore: {<<: *b}\n"])
-def test_every_yaml_alias_is_refused(tmp_path: Path, text: str) -> None:
+def test_every_yaml_alias_is_refused(tmp_path: Path, text: str):
     with pytest.raises(ValueError, match="aliases are not allowed"):
         read_small_yaml(written(tmp_path, text))
 
@@ -58,7 +58,7 @@ def test_every_yaml_alias_is_refused(tmp_path: Path, text: str) -> None:
         *("<<: {a: 1}\na: 2\n", "- [1, {b: 'x'}]\n- |\n  text\n", ""),
     ],
 )
-def test_yaml_scalars_parse_like_omegaconf(tmp_path: Path, text: str) -> None:
+def test_yaml_scalars_parse_like_omegaconf(tmp_path: Path, text: str):
     value = read_small_yaml(written(tmp_path, text))
     expected = OmegaConf.to_container(OmegaConf.load(tmp_path / "file.yaml"))
     assert (value or {}) == expected
@@ -72,7 +72,7 @@ def test_yaml_scalars_parse_like_omegaconf(tmp_path: Path, text: str) -> None:
         "a:\n\n <<: {a: 1, a: 2}\n",
     ],
 )
-def test_a_duplicate_yaml_key_is_refused_with_its_position(tmp_path: Path, text: str) -> None:
+def test_a_duplicate_yaml_key_is_refused_with_its_position(tmp_path: Path, text: str):
     with pytest.raises(ValueError, match=r"^line 3, column (1|10|13): [a1]: must occur only once$"):
         read_small_yaml(written(tmp_path, text))
 
@@ -88,9 +88,7 @@ def test_a_duplicate_yaml_key_is_refused_with_its_position(tmp_path: Path, text:
         ),
     ],
 )
-def test_malformed_yaml_is_reported_with_its_position(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_malformed_yaml_is_reported_with_its_position(tmp_path: Path, text: str, message: str):
     with pytest.raises(ValueError) as error:
         read_small_yaml(written(tmp_path, text))
     assert str(error.value) == f"not YAML: {message}"
@@ -114,26 +112,26 @@ def test_malformed_yaml_is_reported_with_its_position(
 )
 def test_a_value_contradicting_its_tag_is_reported_with_its_position(
     tmp_path: Path, word: str, message: str
-) -> None:
+):
     with pytest.raises(ValueError) as error:
         read_small_yaml(written(tmp_path, f"a:\n  - {word}\n"))
     assert str(error.value) == f"line 2, column 5: {message}"
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "a: [", "- \ud83d\t: }"])
-def test_malformed_yaml_is_a_value_error(tmp_path: Path, text: str) -> None:
+def test_malformed_yaml_is_a_value_error(tmp_path: Path, text: str):
     path = tmp_path / "file.yaml"
     path.write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(ValueError):
         read_small_yaml(path)
 
 
-def test_deeply_nested_json_is_a_value_error(tmp_path: Path) -> None:
+def test_deeply_nested_json_is_a_value_error(tmp_path: Path):
     with pytest.raises(ValueError, match="nested too deeply"):
         read_small_json(written(tmp_path, "[" * 200_000))
 
 
-def test_a_file_above_the_limit_is_not_read(tmp_path: Path) -> None:
+def test_a_file_above_the_limit_is_not_read(tmp_path: Path):
     with pytest.raises(ValueError, match="exceeds the limit of 1 MiB"):
         read_small_text(written(tmp_path, "x" * (MAX_SETTINGS_BYTES + 1)))
 
@@ -153,13 +151,13 @@ def nested(depth: int) -> str:
         ("{", "Expecting property name"),
     ],
 )
-def test_malformed_json_is_refused_in_one_line(text: str, message: str) -> None:
+def test_malformed_json_is_refused_in_one_line(text: str, message: str):
     with pytest.raises(ValueError, match=message) as error:
         parse_json(text)
     assert "\n" not in str(error.value)
 
 
-def test_json_is_read_up_to_the_nesting_limit() -> None:
+def test_json_is_read_up_to_the_nesting_limit():
     assert parse_json(nested(MAX_DEPTH)) is not None
     assert parse_json(b'{"a": [1, {"a": 2}]}') == {"a": [1, {"a": 2}]}
 
@@ -178,7 +176,7 @@ def make_socket(path: Path) -> Path:
 @pytest.mark.parametrize("make", [make_fifo, lambda path: Path("/dev/zero"), make_socket])
 def test_fifos_sockets_and_devices_are_refused_without_blocking(
     tmp_path: Path, make: Callable[[Path], Path]
-) -> None:
+):
     path = make(tmp_path / "odd")
     with pytest.raises(OSError):
         open_regular_file(path)
@@ -187,12 +185,12 @@ def test_fifos_sockets_and_devices_are_refused_without_blocking(
     assert "\n" not in str(error.value)
 
 
-def test_a_directory_is_refused(tmp_path: Path) -> None:
+def test_a_directory_is_refused(tmp_path: Path):
     with pytest.raises(NotRegularError, match="is a directory"):
         open_regular_file(tmp_path)
 
 
-def test_an_overlong_line_is_refused(tmp_path: Path) -> None:
+def test_an_overlong_line_is_refused(tmp_path: Path):
     path = tmp_path / "lines"
     path.write_bytes(b"one\ntwo")
     with open_regular_file(path) as file:

@@ -76,7 +76,7 @@ def yarn(factor: float) -> dict[str, Any]:
 )
 def test_rope_scaling_extends_the_context_length(
     scaling: dict[str, Any] | None, positions: int, tokens: int, changed: Any
-) -> None:
+):
     settings = {"max_position_embeddings": positions, "rope_scaling": scaling}
     path = str(changed(settings | ({"rope_parameters": None} if scaling else {})))
     assert compute_max_positions(read_model_config(path)) == tokens
@@ -88,7 +88,7 @@ def test_rope_scaling_extends_the_context_length(
     assert vllm_positions == max(tokens, positions)
 
 
-def test_gemma_3_states_positions_after_scaling() -> None:
+def test_gemma_3_states_positions_after_scaling():
     rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     config = AutoConfig.for_model(
         "gemma3_text", max_position_embeddings=1024, rope_parameters={"full_attention": rope}
@@ -106,7 +106,7 @@ def test_gemma_3_states_positions_after_scaling() -> None:
         ('{"eos_token_id": 10000000}', "must be token ids below"),
     ],
 )
-def test_invalid_generation_defaults_are_refused(content: str, words: str, changed: Any) -> None:
+def test_invalid_generation_defaults_are_refused(content: str, words: str, changed: Any):
     path = changed({})
     (path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json: ") as caught:
@@ -114,7 +114,7 @@ def test_invalid_generation_defaults_are_refused(content: str, words: str, chang
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_generation_defaults_are_copied_into_checkpoints(changed: Any, tmp_path: Path) -> None:
+def test_generation_defaults_are_copied_into_checkpoints(changed: Any, tmp_path: Path):
     path = changed({})
     odd = '{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 5]}'
     (path / "generation_config.json").write_text(odd)
@@ -165,13 +165,13 @@ def with_code(changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("read", [lambda path: read_model_length(path, limit=None), load_skeleton])
-def test_untrusted_model_code_is_refused_without_a_prompt(with_code: Path, read: Any) -> None:
+def test_untrusted_model_code_is_refused_without_a_prompt(with_code: Path, read: Any):
     with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs the code") as caught:
         read(str(with_code))
     assert "\n" not in str(caught.value)
 
 
-def test_untrusted_tokenizer_code_is_refused_without_a_prompt(with_code: Path) -> None:
+def test_untrusted_tokenizer_code_is_refused_without_a_prompt(with_code: Path):
     settings = {"auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}}
     (with_code / "config.json").write_text(json.dumps({**MINE, "auto_map": {}}))
     (with_code / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -181,7 +181,7 @@ def test_untrusted_tokenizer_code_is_refused_without_a_prompt(with_code: Path) -
 
 def test_only_code_of_trusted_directories_runs(
     with_code: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     monkeypatch.setenv(
         TRUSTED_MODELS_ENV, make_trusted_env("/elsewhere", str(with_code))[TRUSTED_MODELS_ENV]
     )
@@ -193,7 +193,7 @@ def test_only_code_of_trusted_directories_runs(
     assert make_trusted_env() == {}
 
 
-def test_a_family_known_to_transformers_needs_no_code(changed: Any) -> None:
+def test_a_family_known_to_transformers_needs_no_code(changed: Any):
     auto_map = {"AutoConfig": "configuration_none.NoneConfig"}
     assert read_model_length(str(changed({"auto_map": auto_map})), limit=None) == 128
 
@@ -203,7 +203,7 @@ DESCRIPTIONS = ["config.json", "generation_config.json", "model.safetensors.inde
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 @pytest.mark.parametrize("text", ["[" * 10**5 + "]" * 10**5, "[", "[[]]", '{"weight_map": 3, '])
-def test_a_malformed_config_json_is_a_one_line_error(changed: Any, name: str, text: str) -> None:
+def test_a_malformed_config_json_is_a_one_line_error(changed: Any, name: str, text: str):
     path = changed({})
     (path / name).write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -213,7 +213,7 @@ def test_a_malformed_config_json_is_a_one_line_error(changed: Any, name: str, te
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_fifo_in_a_model_directory_is_refused_without_blocking(tmp_path: Path, name: str) -> None:
+def test_a_fifo_in_a_model_directory_is_refused_without_blocking(tmp_path: Path, name: str):
     os.mkfifo(tmp_path / name)
     for read in (read_model_config, lambda path: read_stored_shapes(Path(path), "model.path")):
         with pytest.raises(ConfigError, match=f"{name}: not a regular file"):

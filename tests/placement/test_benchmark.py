@@ -16,7 +16,7 @@ from benchmarks import placement_modes
 )
 def test_benchmark_reports_a_bad_argument_in_one_line(
     arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     with pytest.raises(SystemExit) as ended:
         placement_modes.main(arguments)
     output = capsys.readouterr()

@@ -8,14 +8,14 @@ from streamrl.errors import ConfigError
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 
 
-def test_cluster_fills_nodes_of_the_usual_size() -> None:
+def test_cluster_fills_nodes_of_the_usual_size():
     cluster = Cluster.from_text("64xH100")
     assert (cluster.num_devices, cluster.num_nodes) == (64, 8)
     assert [cluster.find_node(device) for device in (0, 7, 8, 63)] == [0, 0, 1, 7]
     assert Cluster.from_text("4xH100").num_nodes == 1
 
 
-def test_cluster_numbers_devices_in_order_of_node_groups() -> None:
+def test_cluster_numbers_devices_in_order_of_node_groups():
     cluster = Cluster.from_text("2x8xA100@200Gb,8xV100")
     assert cluster.num_devices == 24
     assert [cluster.find_node_group(device).device.name for device in (0, 15, 16)] == [
@@ -40,9 +40,7 @@ def test_cluster_numbers_devices_in_order_of_node_groups() -> None:
         max_size=4,
     )
 )
-def test_cluster_text_round_trips_and_every_device_has_a_node(
-    groups: list[NodeGroup],
-) -> None:
+def test_cluster_text_round_trips_and_every_device_has_a_node(groups: list[NodeGroup]):
     cluster = Cluster(tuple(groups))
     devices = [device for group in groups for device in [group.device] * group.num_devices]
     assert [cluster.find_node_group(i).device for i in range(cluster.num_devices)] == devices
@@ -58,7 +56,7 @@ def test_cluster_text_round_trips_and_every_device_has_a_node(
         assert Cluster.from_text(str(cluster)) == cluster
 
 
-def test_take_first_returns_whole_nodes_or_a_part_of_one() -> None:
+def test_take_first_returns_whole_nodes_or_a_part_of_one():
     cluster = Cluster.from_text("2x8xH100,8xA100")
     assert str(cluster.take_first(16)) == "2x8xH100"
     assert str(cluster.take_first(24)) == "2x8xH100,8xA100"
@@ -82,14 +80,14 @@ def test_take_first_returns_whole_nodes_or_a_part_of_one() -> None:
         (f"8xH100@{'9' * 400}Gb", "network_gbps=inf: must be at least 0.001"),
     ],
 )
-def test_from_text_refuses_bad_text_in_one_line(text: str, message: str) -> None:
+def test_from_text_refuses_bad_text_in_one_line(text: str, message: str):
     with pytest.raises(ConfigError, match=r".*") as refused:
         Cluster.from_text(text)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_cluster_file_may_define_devices() -> None:
+def test_cluster_file_may_define_devices():
     device = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
     nodes = [{"device": device, "devices": 4, "count": 3, "network_gbps": 400}]
     cluster = Cluster.from_dict(
@@ -103,7 +101,7 @@ def test_cluster_file_may_define_devices() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 1e300, 2e6, 1e-6])
 @pytest.mark.parametrize("key", ["tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"])
-def test_cluster_file_refuses_impossible_device_figures(key: str, value: float) -> None:
+def test_cluster_file_refuses_impossible_device_figures(key: str, value: float):
     device = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
     nodes = [{"device": device | {key: value}, "devices": 4}]
     with pytest.raises(ConfigError) as refused:
@@ -114,7 +112,7 @@ def test_cluster_file_refuses_impossible_device_figures(key: str, value: float) 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300, 2e6, 1e-6])
-def test_cluster_file_refuses_impossible_network_bandwidth(value: float) -> None:
+def test_cluster_file_refuses_impossible_network_bandwidth(value: float):
     nodes = [{"device": "H100", "devices": 4, "network_gbps": value}]
     with pytest.raises(ConfigError) as refused:
         Cluster.from_dict({"nodes": nodes}, place="c.yaml")
@@ -122,7 +120,7 @@ def test_cluster_file_refuses_impossible_network_bandwidth(value: float) -> None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_cluster_file_refuses_non_finite_device_counts(value: float) -> None:
+def test_cluster_file_refuses_non_finite_device_counts(value: float):
     with pytest.raises(ConfigError, match=r"c\.yaml: nodes\[0\].devices"):
         Cluster.from_dict({"nodes": [{"device": "H100", "devices": value}]}, place="c.yaml")
 
@@ -147,7 +145,7 @@ def test_cluster_file_refuses_non_finite_device_counts(value: float) -> None:
         ({"nodes": [{"device": {"name": "X"}, "devices": 1}]}, "nodes[0].device.tflops: missing"),
     ],
 )
-def test_cluster_file_error_names_the_key(entries: dict, message: str) -> None:
+def test_cluster_file_error_names_the_key(entries: dict, message: str):
     with pytest.raises(ConfigError) as refused:
         Cluster.from_dict(entries, place="c.yaml")
     assert message in str(refused.value)
@@ -158,20 +156,18 @@ def test_cluster_file_error_names_the_key(entries: dict, message: str) -> None:
     ("text", "suggestion"),
     [("9xH100", "3x3xH100"), ("13xH100", "13x1xH100"), ("20xH100", "4x5xH100")],
 )
-def test_from_text_suggests_nodes_for_the_same_number_of_devices(
-    text: str, suggestion: str
-) -> None:
+def test_from_text_suggests_nodes_for_the_same_number_of_devices(text: str, suggestion: str):
     with pytest.raises(ConfigError, match=f"do not fill nodes of 8; .*, as in {suggestion}"):
         Cluster.from_text(text)
     assert f"{Cluster.from_text(suggestion).num_devices}xH100" == text
 
 
 @pytest.mark.parametrize("devices", [1_000_001, 1_048_577, 99_999_999])
-def test_from_text_prints_all_digits_of_too_many_devices(devices: int) -> None:
+def test_from_text_prints_all_digits_of_too_many_devices(devices: int):
     with pytest.raises(ConfigError, match=rf": {devices} devices: must be at most 16384$"):
         Cluster.from_text(f"{devices}xH100")
 
 
-def test_from_text_refuses_numbers_of_thousands_of_digits() -> None:
+def test_from_text_refuses_numbers_of_thousands_of_digits():
     with pytest.raises(ConfigError, match="is not written like"):
         Cluster.from_text("9" * 5000 + "xH100")

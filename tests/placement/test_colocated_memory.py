@@ -28,7 +28,7 @@ def make_memory(**other: int) -> WorkerMemory:
     return WorkerMemory(**sizes_bytes)
 
 
-def test_summary_line_shows_the_sum_of_each_phase() -> None:
+def test_summary_line_shows_the_sum_of_each_phase():
     assert make_memory().generate_bytes == (4 + 8 + 4 + 64) * MB
     assert make_memory().train_bytes == (4 + 8 + 4 + 30 + 64) * MB
     assert make_memory(serving_weights=5).summary_line == (
@@ -51,7 +51,7 @@ def test_summary_line_shows_the_sum_of_each_phase() -> None:
 )
 def test_fit_budget_offloads_only_as_required(
     budget_mb: int | None, releases: bool, offloads: bool
-) -> None:
+):
     memory = make_memory().fit_budget(budget_mb)
     assert (memory.releases_kv, memory.offloads_optimizer) == (releases, offloads)
     assert ("; the KV cache is released while it trains" in memory.summary_line) is releases
@@ -61,7 +61,7 @@ def test_fit_budget_offloads_only_as_required(
     assert budget_mb is None or max(memory.train_bytes, memory.generate_bytes) <= budget_mb * MB
 
 
-def test_fit_budget_refuses_an_impossible_budget_with_the_sum() -> None:
+def test_fit_budget_refuses_an_impossible_budget_with_the_sum():
     with pytest.raises(ConfigError) as refused:
         make_memory().fit_budget(71)
     assert str(refused.value) == (
@@ -72,7 +72,7 @@ def test_fit_budget_refuses_an_impossible_budget_with_the_sum() -> None:
         make_memory(activations=100).fit_budget(90)
 
 
-def test_train_bytes_peak_in_the_larger_of_update_and_micro_batch() -> None:
+def test_train_bytes_peak_in_the_larger_of_update_and_micro_batch():
     memory = make_memory(update_buffers=40)
     assert memory.train_bytes == (4 + 8 + 4 + 40 + 64) * MB
     assert memory.generate_bytes == make_memory().generate_bytes
@@ -90,7 +90,7 @@ def test_train_bytes_peak_in_the_larger_of_update_and_micro_batch() -> None:
 @given(st.fixed_dictionaries({name: st.integers(0, 50) for name in SIZES}), st.integers(1, 400))
 def test_fit_budget_keeps_or_refuses_any_budget_without_needless_offloads(
     sizes: dict[str, int], budget_mb: int
-) -> None:
+):
     memory = make_memory(**sizes)
     try:
         fitted = memory.fit_budget(budget_mb)

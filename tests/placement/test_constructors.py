@@ -27,14 +27,14 @@ def format_meshes(placement: Placement) -> dict[str, str]:
     return {stage: str(assignment.mesh) for stage, assignment in placement.assignments.items()}
 
 
-def test_one_set_is_a_colocated_placement() -> None:
+def test_one_set_is_a_colocated_placement():
     placement = placement_from_sets(PPO, [ROLES], [8])
     assert set(format_meshes(placement).values()) == {"0-7"}
     assert set(placement.assignments) == {call.stage for call in PPO.calls}
     assert placement.classify_mode(PPO) is PlacementMode.COLOCATED
 
 
-def test_one_set_per_model_is_a_standalone_placement() -> None:
+def test_one_set_per_model_is_a_standalone_placement():
     placement = placement_from_sets(PPO, [[role] for role in ROLES], [64, 32, 16, 16])
     assert format_meshes(placement) == {
         "generate": "0-63",
@@ -48,7 +48,7 @@ def test_one_set_per_model_is_a_standalone_placement() -> None:
     placement.check_valid(PPO, Cluster.from_text("16x8xA100"))
 
 
-def test_sets_apply_grids_to_the_named_calls() -> None:
+def test_sets_apply_grids_to_the_named_calls():
     grids = {"train": RankGrid(1, 8, 2), "generate": RankGrid(1, 2, 8)}
     placement = placement_from_sets(PPO, [ROLES], [16], grids=grids)
     assert placement.assignments["train"].grid == RankGrid(1, 8, 2)
@@ -56,7 +56,7 @@ def test_sets_apply_grids_to_the_named_calls() -> None:
     assert placement.assignments["reference"].grid == RankGrid(1, 1, 16)
 
 
-def test_interleaving_places_reference_and_reward_on_halves() -> None:
+def test_interleaving_places_reference_and_reward_on_halves():
     placement = placement_from_ratios(PPO, POOL_STRATEGIES["interleaving"], [8])
     assert format_meshes(placement) == {
         "generate": "0-7",
@@ -68,7 +68,7 @@ def test_interleaving_places_reference_and_reward_on_halves() -> None:
     }
 
 
-def test_ratios_place_actor_and_critic_on_halves() -> None:
+def test_ratios_place_actor_and_critic_on_halves():
     half = dict.fromkeys(("policy", "generator", "critic", "value", "reference", "reward"), 0.5)
     placement = placement_from_ratios(PPO, [half], [16])
     assert (
@@ -82,7 +82,7 @@ def test_ratios_place_actor_and_critic_on_halves() -> None:
     assert not placement.overlaps("reference", "reward")
 
 
-def test_shadow_separates_forward_only_from_trained_roles() -> None:
+def test_shadow_separates_forward_only_from_trained_roles():
     placement = placement_from_ratios(PPO, POOL_STRATEGIES["shadow"], [8, 8])
     assert (
         placement.assignments["generate"].mesh == placement.assignments["value"].mesh == Mesh(0, 8)
@@ -107,7 +107,7 @@ REAL_1X8 = {
 """ReaL's documented placement of PPO on one node."""
 
 
-def test_meshes_per_call_determine_which_calls_overlap() -> None:
+def test_meshes_per_call_determine_which_calls_overlap():
     placement = placement_from_meshes(REAL_1X8)
     placement.check_valid(PPO, Cluster.from_text("8xA100"))
     concurrent = [("value", "reward"), ("reward", "reference"), ("value", "reference")]
@@ -124,7 +124,7 @@ def test_meshes_per_call_determine_which_calls_overlap() -> None:
         placement_from_ratios(GRPO, [{"policy": 1}, {"generator": 1}], [4, 12]),
     ],
 )
-def test_placement_round_trips_through_json(placement: Placement) -> None:
+def test_placement_round_trips_through_json(placement: Placement):
     written = json.loads(json.dumps(placement.to_dict()))
     assert Placement.from_dict(written, place="plan.json") == placement
 
@@ -152,13 +152,13 @@ def make_grpo_placement(**changes: tuple[str, str]) -> Placement:
         (replace(make_grpo_placement(), max_staleness=-1), "max_staleness=-1"),
     ],
 )
-def test_check_valid_names_the_invalid_call(placement: Placement, message: str) -> None:
+def test_check_valid_names_the_invalid_call(placement: Placement, message: str):
     with pytest.raises(ConfigError) as refused:
         placement.check_valid(GRPO, Cluster.from_text("8xA100"))
     assert message in str(refused.value)
 
 
-def test_tensor_parallelism_stays_within_a_node() -> None:
+def test_tensor_parallelism_stays_within_a_node():
     placement = placement_from_meshes({"generate": ("0-15", "1-16-1"), "train": ("0-15", "1-8-2")})
     with pytest.raises(ConfigError, match="16 tensor-parallel ranks: at most 8 on a node"):
         placement.check_valid(GRPO, Cluster.from_text("2x8xA100"))
@@ -174,7 +174,7 @@ def test_tensor_parallelism_stays_within_a_node() -> None:
         ({"calls": {}, "stalenes": 1}, "plan.stalenes=1: unknown"),
     ],
 )
-def test_from_dict_names_the_wrong_key(entries: dict, message: str) -> None:
+def test_from_dict_names_the_wrong_key(entries: dict, message: str):
     with pytest.raises(ConfigError) as refused:
         Placement.from_dict(entries, place="plan")
     assert message in str(refused.value)
@@ -184,7 +184,7 @@ def place_sets(sets: list[list[str]], dataflow: Dataflow = PPO) -> Placement:
     return placement_from_sets(dataflow, sets, [4] * len(sets))
 
 
-def test_impossible_sets_and_ratios_are_refused() -> None:
+def test_impossible_sets_and_ratios_are_refused():
     with pytest.raises(ConfigError, match="policy is in 2 sets"):
         place_sets([["policy"], ["policy", "critic"]])
     with pytest.raises(ConfigError, match="critic: the dataflow has policy, reward"):

@@ -13,7 +13,7 @@ from streamrl.placement.model_shapes import MODEL_SHAPES, load_model_shape
 from tests.toy import write_model
 
 
-def test_adapters_add_two_matrices_per_layer() -> None:
+def test_adapters_add_two_matrices_per_layer():
     llama = MODEL_SHAPES["llama-7b"]
     # Query and value projections of 32 layers, 4096 features in and out.
     assert add_lora_adapters(llama, 8, ["q_proj", "v_proj"]).adapter_params == 8 * 32 * 2 * (
@@ -32,7 +32,7 @@ def test_adapters_add_two_matrices_per_layer() -> None:
     assert add_lora_adapters(add_lora_adapters(llama, 16), 0) == llama
 
 
-def test_adapters_add_two_matrices_per_expert() -> None:
+def test_adapters_add_two_matrices_per_expert():
     moe = MODEL_SHAPES["qwen3-30b-a3b"]
     router = add_lora_adapters(moe, 4, ["gate"]).adapter_params
     assert router == 4 * moe.layers * (moe.hidden + moe.experts)
@@ -40,7 +40,7 @@ def test_adapters_add_two_matrices_per_expert() -> None:
     assert down == 4 * moe.layers * moe.experts * (moe.hidden + moe.intermediate)
 
 
-def test_target_that_matches_no_layer_is_refused() -> None:
+def test_target_that_matches_no_layer_is_refused():
     with pytest.raises(
         ConfigError, match="lora_targets: lm_head: matches no linear layer of llama-7b"
     ):
@@ -48,7 +48,7 @@ def test_target_that_matches_no_layer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"], ["layers.1.self_attn.k_proj"]])
-def test_adapter_params_equal_those_of_the_engine(targets: list[str], tmp_path: Path) -> None:
+def test_adapter_params_equal_those_of_the_engine(targets: list[str], tmp_path: Path):
     write_model(tmp_path)
     config, shape = (
         TrainerConfig(lora_rank=4, lora_targets=targets),

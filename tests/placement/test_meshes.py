@@ -7,7 +7,7 @@ from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh, iter_meshes, list_node_runs
 
 
-def test_iter_meshes_lists_all_meshes_of_two_nodes() -> None:
+def test_iter_meshes_lists_all_meshes_of_two_nodes():
     meshes = list(iter_meshes(Cluster.from_text("2x4xA100")))
     assert meshes == [
         *(Mesh(at, 1) for at in range(8)),
@@ -16,11 +16,11 @@ def test_iter_meshes_lists_all_meshes_of_two_nodes() -> None:
     ]
 
 
-def test_n_nodes_have_n_times_n_plus_one_halves_runs() -> None:
+def test_n_nodes_have_n_times_n_plus_one_halves_runs():
     assert len(list_node_runs(Cluster.from_text("16x8xA100"))) == 16 * 17 // 2
 
 
-def test_uniform_meshes_exclude_mixed_device_types() -> None:
+def test_uniform_meshes_exclude_mixed_device_types():
     cluster = Cluster.from_text("4xA100,4xV100")
     assert Mesh(0, 8) not in set(iter_meshes(cluster))
     assert Mesh(0, 8) in set(iter_meshes(cluster, uniform=False))
@@ -28,7 +28,7 @@ def test_uniform_meshes_exclude_mixed_device_types() -> None:
 
 
 @pytest.mark.parametrize("text", ["4xA100", "2x4xA100", "2x6xA100", "2x8xA100,4xV100,3x2xH100"])
-def test_check_on_cluster_accepts_exactly_the_listed_meshes(text: str) -> None:
+def test_check_on_cluster_accepts_exactly_the_listed_meshes(text: str):
     cluster = Cluster.from_text(text)
     listed = set(iter_meshes(cluster, uniform=False))
     for first in range(cluster.num_devices):
@@ -41,18 +41,18 @@ def test_check_on_cluster_accepts_exactly_the_listed_meshes(text: str) -> None:
                     mesh.check_on_cluster(cluster, "here")
 
 
-def test_overlap_means_a_common_device() -> None:
+def test_overlap_means_a_common_device():
     for mesh in iter_meshes(Cluster.from_text("2x4xA100")):
         for other in iter_meshes(Cluster.from_text("2x4xA100")):
             assert mesh.overlaps(other) == bool(set(mesh.devices) & set(other.devices))
 
 
 @pytest.mark.parametrize("text", ["0-7", "3", "8-15"])
-def test_mesh_text_round_trips(text: str) -> None:
+def test_mesh_text_round_trips(text: str):
     assert str(Mesh.from_text(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "7-0", "a", "-1", "1-2-3"])
-def test_from_text_refuses_bad_text(text: str) -> None:
+def test_from_text_refuses_bad_text(text: str):
     with pytest.raises(ConfigError, match="must be the first and the last device"):
         Mesh.from_text(text)

@@ -37,31 +37,26 @@ from streamrl.resharding.plans import plan_copies
         ("qwen3-30b-a3b", 30.532),
     ],
 )
-def test_parameter_counts_equal_published_ones(name: str, billions: float) -> None:
+def test_parameter_counts_equal_published_ones(name: str, billions: float):
     assert load_model_shape(name).num_params / 1e9 == pytest.approx(billions, abs=0.0006)
 
 
 @pytest.mark.parametrize(
     ("name", "num_bytes"),
-    [
-        ("llama-7b", 524_288),
-        ("llama-13b", 819_200),
-        ("llama-70b", 327_680),
-        ("llama-34b", 196_608),
-    ],
+    [("llama-7b", 524_288), ("llama-13b", 819_200), ("llama-70b", 327_680), ("llama-34b", 196_608)],
 )
-def test_kv_bytes_per_token(name: str, num_bytes: int) -> None:
+def test_kv_bytes_per_token(name: str, num_bytes: int):
     assert load_model_shape(name).kv_bytes_per_token() == num_bytes
 
 
-def test_active_params_count_only_routed_experts() -> None:
+def test_active_params_count_only_routed_experts():
     shape = load_model_shape("qwen3-30b-a3b")
     assert shape.active_matmul_params / 1e9 == pytest.approx(3.0, abs=0.1)
     assert load_model_shape("deepseek-v3").active_matmul_params / 1e9 == pytest.approx(37.5, abs=4)
 
 
 @pytest.mark.parametrize("name", list(MODEL_SHAPES))
-def test_model_spec_holds_all_parameters(name: str) -> None:
+def test_model_spec_holds_all_parameters(name: str):
     shape = load_model_shape(name)
     if not shape.experts:
         assert shape.to_model_spec(1).num_bytes == shape.num_params
@@ -69,7 +64,7 @@ def test_model_spec_holds_all_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-7b", "qwen2.5-0.5b", "llama-70b"])
-def test_critic_has_a_scalar_head(name: str) -> None:
+def test_critic_has_a_scalar_head(name: str):
     shape = load_model_shape(name)
     critic = shape.to_critic()
     head = 0 if shape.has_tied_embeddings else shape.vocab * shape.hidden
@@ -100,14 +95,14 @@ def test_critic_has_a_scalar_head(name: str) -> None:
 )
 def test_shape_of_a_directory_equals_the_model_of_transformers(
     settings: AutoConfig, tmp_path: Path
-) -> None:
+):
     settings.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_config(settings)
     assert load_model_shape(str(tmp_path)).num_params == model.num_parameters()
     assert load_model_shape(str(tmp_path / "config.json")).num_params == model.num_parameters()
 
 
-def test_split_model_divides_among_its_ranks() -> None:
+def test_split_model_divides_among_its_ranks():
     model = load_model_shape("qwen2.5-0.5b").to_model_spec()
     trained = create_layout(model, RankGrid(1, 2, 1).assign_ranks())
     served = create_layout(model, RankGrid(1, 1, 2).assign_ranks())
@@ -117,7 +112,7 @@ def test_split_model_divides_among_its_ranks() -> None:
     assert report.rank_bytes[0].received_bytes == (model.num_bytes - norms) // 2
 
 
-def test_unknown_model_error_suggests_the_nearest_name(tmp_path: Path) -> None:
+def test_unknown_model_error_suggests_the_nearest_name(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"llama-7c: neither a known model name.*llama-7b"):
         load_model_shape("llama-7c")
     broken = tmp_path / "config.json"
@@ -135,9 +130,7 @@ def test_unknown_model_error_suggests_the_nearest_name(tmp_path: Path) -> None:
 WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
 
 
-def test_multimodal_config_counts_only_the_language_model(
-    tmp_path: Path,
-) -> None:
+def test_multimodal_config_counts_only_the_language_model(tmp_path: Path):
     vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
     text = LlamaConfig(**WIDTHS, intermediate_size=96, num_key_value_heads=2)
     config = LlavaConfig(
@@ -156,7 +149,7 @@ def test_multimodal_config_counts_only_the_language_model(
     )
 
 
-def test_shape_name_notes_uncounted_towers(tmp_path: Path) -> None:
+def test_shape_name_notes_uncounted_towers(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**WIDTHS, "vision_config": {}}))
     assert "are not counted" in load_model_shape(str(tmp_path)).name
 
@@ -173,9 +166,7 @@ def test_shape_name_notes_uncounted_towers(tmp_path: Path) -> None:
         ({**WIDTHS, "num_experts": 8, "first_k_dense_replace": 3}, "at most the 2 layers"),
     ],
 )
-def test_impossible_sizes_are_refused(
-    settings: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_impossible_sizes_are_refused(settings: dict[str, object], message: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=message):
         load_model_shape(str(tmp_path))

@@ -25,7 +25,7 @@ def lay_out(pools, counts=PPO) -> dict[str, tuple[int, ...]]:
     return dict(lay_out_slots(pools, counts).slots)
 
 
-def test_colocated_roles_share_slots() -> None:
+def test_colocated_roles_share_slots():
     assert lay_out(POOL_STRATEGIES["colocated"]) == {
         "generator": (0, 1),
         "reference": (0,),
@@ -36,7 +36,7 @@ def test_colocated_roles_share_slots() -> None:
     }
 
 
-def test_interleaving_places_reference_and_reward_side_by_side() -> None:
+def test_interleaving_places_reference_and_reward_side_by_side():
     by_role = lay_out(POOL_STRATEGIES["interleaving"])
     assert (by_role["reference"], by_role["reward"]) == ((0,), (1,))
     assert by_role["policy"] == by_role["generator"] == by_role["critic"] == (0, 1)
@@ -45,14 +45,14 @@ def test_interleaving_places_reference_and_reward_side_by_side() -> None:
     assert (by_role["reference"], by_role["reward"]) == ((0, 1), (2, 3))
 
 
-def test_split_places_actor_and_critic_on_separate_slots() -> None:
+def test_split_places_actor_and_critic_on_separate_slots():
     by_role = lay_out(POOL_STRATEGIES["split"])
     assert by_role["policy"] == by_role["generator"] == (0, 1)
     assert by_role["critic"] == (2, 3)
     assert (by_role["reference"], by_role["value"], by_role["reward"]) == ((0,), (2,), (2,))
 
 
-def test_shadow_separates_forward_only_from_trained_roles() -> None:
+def test_shadow_separates_forward_only_from_trained_roles():
     by_role = lay_out(POOL_STRATEGIES["shadow"])
     assert by_role["policy"] == by_role["critic"] == (2, 3)
     assert by_role["generator"] == (0, 1)
@@ -60,20 +60,20 @@ def test_shadow_separates_forward_only_from_trained_roles() -> None:
     assert not has_colocated_actor(POOL_STRATEGIES["shadow"])
 
 
-def test_role_outside_all_pools_has_its_own_slots() -> None:
+def test_role_outside_all_pools_has_its_own_slots():
     by_role = lay_out([{"policy": 1, "generator": 1}])
     assert by_role["policy"] == by_role["generator"] == (0, 1)
     own_slots = [by_role[role] for role in ("reference", "reward", "value", "critic")]
     assert sorted(slot for role_slots in own_slots for slot in role_slots) == [2, 3, 4, 5, 6]
 
 
-def test_every_actor_has_its_own_slot_without_pools() -> None:
+def test_every_actor_has_its_own_slot_without_pools():
     placement = lay_out_slots((), PPO)
     assert placement.num_slots == sum(PPO.values())
     assert all(len(placement.list_roles(slot)) == 1 for slot in range(placement.num_slots))
 
 
-def test_describe_lists_slots_in_one_line() -> None:
+def test_describe_lists_slots_in_one_line():
     counts = {"policy": 2, "generator": 2, "reference": 1, "reward": 1}
     pools: list[RolePool] = [{"policy": 1, "generator": 1}, {"reference": 0.5, "reward": 0.5}]
     line = "slots: 0 to 1 for policy, generator; 2 for reference; 3 for reward"
@@ -84,7 +84,7 @@ def test_describe_lists_slots_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("name", POOL_STRATEGIES)
-def test_every_strategy_covers_every_role(name: str) -> None:
+def test_every_strategy_covers_every_role(name: str):
     assert sorted(role for pool in POOL_STRATEGIES[name] for role in pool) == sorted(POOL_ROLES)
 
 
@@ -102,7 +102,7 @@ POOLS = st.lists(st.sampled_from(POOL_ROLES), unique=True, max_size=len(POOL_ROL
 
 
 @given(POOLS, st.dictionaries(st.sampled_from(POOL_ROLES), st.integers(1, 9), min_size=1))
-def test_every_actor_has_one_slot_in_its_pool(drawn, counts) -> None:
+def test_every_actor_has_one_slot_in_its_pool(drawn, counts):
     pools: list[dict[str, float]] = [{}, {}, {}]
     for role, pool, fraction in zip(*drawn, strict=True):
         pools[pool][role] = fraction
@@ -150,13 +150,13 @@ def make_config(*, algorithm: str = "ppo", **placement) -> RunConfig:
         ("shadow", False, 2),
     ],
 )
-def test_mode_determines_the_number_of_slots(mode: str, hybrid: bool, size: int) -> None:
+def test_mode_determines_the_number_of_slots(mode: str, hybrid: bool, size: int):
     config = make_config(mode=mode)
     assert config.placement.is_hybrid is hybrid
     assert assign_slots(config).num_slots == size
 
 
-def test_colocated_run_has_one_generator_per_rank() -> None:
+def test_colocated_run_has_one_generator_per_rank():
     config = make_config(mode="colocated")
     config.trainer.world_size = 3
     assert assign_slots(config).slots["generator"] == (0, 1, 2)
@@ -193,6 +193,6 @@ def test_colocated_run_has_one_generator_per_rank() -> None:
         ),
     ],
 )
-def test_impossible_pools_are_refused(placement: dict, message: str) -> None:
+def test_impossible_pools_are_refused(placement: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         make_config(**placement)

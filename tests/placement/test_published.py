@@ -23,7 +23,7 @@ SEARCHES = ("real",)
 """Sources whose points take too long for a test."""
 
 
-def test_best_tensor_parallelism_equals_hybridflow() -> None:
+def test_best_tensor_parallelism_equals_hybridflow():
     for point in FIG_15:
         seconds = hybridflow.predict_generation_s(point.model)
         assert min(seconds, key=seconds.__getitem__) == point.best
@@ -39,18 +39,18 @@ def test_best_tensor_parallelism_equals_hybridflow() -> None:
         if point not in (("llama-13b", 128), ("llama-34b", 64))
     ],
 )
-def test_best_placement_equals_hybridflow(model: str, devices: int) -> None:
+def test_best_placement_equals_hybridflow(model: str, devices: int):
     estimates = hybridflow.find_best_families(hybridflow.build_families(model), devices)
     assert min(estimates, key=lambda name: estimates[name].step_s) == FIG_12[model, devices]
 
 
 @pytest.mark.parametrize("point", FIG_14, ids=lambda point: point.model)
-def test_transition_moves_the_bytes_of_table_2(point: Transition) -> None:
+def test_transition_moves_the_bytes_of_table_2(point: Transition):
     for formula, planned in hybridflow.predict_transition(point).values():
         assert planned == pytest.approx(formula, rel=0.1)
 
 
-def test_interleaving_with_larger_batches_pays_at_7b() -> None:
+def test_interleaving_with_larger_batches_pays_at_7b():
     for gpus in (8, 16, 32):
         throughput = {
             point.strategy: flexrlhf.predict_samples_per_s(point)
@@ -60,14 +60,14 @@ def test_interleaving_with_larger_batches_pays_at_7b() -> None:
         assert throughput["interleaved-1"] > 1.05 * throughput["colocated"]
 
 
-def test_flexrlhf_points_fit_as_printed() -> None:
+def test_flexrlhf_points_fit_as_printed():
     for point in FLEX:
         fits = flexrlhf.predict_samples_per_s(point) > 0
         assert fits == (point.samples_per_s > 0), point
 
 
 @pytest.mark.parametrize("model", ["llama-33b", "llama-65b"])
-def test_interleaving_actor_and_critic_pays_for_gathered_models(model: str) -> None:
+def test_interleaving_actor_and_critic_pays_for_gathered_models(model: str):
     throughput = {
         point.strategy: flexrlhf.predict_samples_per_s(point)
         for point in FLEX
@@ -76,7 +76,7 @@ def test_interleaving_actor_and_critic_pays_for_gathered_models(model: str) -> N
     assert throughput["interleaved-2"] > throughput["colocated"]
 
 
-def test_shadows_multiply_the_throughput() -> None:
+def test_shadows_multiply_the_throughput():
     throughput = {
         point.strategy: flexrlhf.predict_samples_per_s(point)
         for point in FLEX
@@ -85,7 +85,7 @@ def test_shadows_multiply_the_throughput() -> None:
     assert throughput["disaggregated"] > 4 * throughput["colocated"]
 
 
-def test_asynchrony_loses_on_few_devices() -> None:
+def test_asynchrony_loses_on_few_devices():
     runs = {run.steps_ahead: nemo.predict_step_s(run) for run in NEMO if run.gpus == 16}
     assert runs[1] > runs[0]
     for gpus in (32, 512):
@@ -93,7 +93,7 @@ def test_asynchrony_loses_on_few_devices() -> None:
         assert runs[1] < runs[0]
 
 
-def test_asynchronous_steps_on_h100_equal_nemo() -> None:
+def test_asynchronous_steps_on_h100_equal_nemo():
     for run in NEMO:
         if run.steps_ahead and run.device == "H100":
             # 235B is off by 15.1 %, listed as a miss on the page.
@@ -101,7 +101,7 @@ def test_asynchronous_steps_on_h100_equal_nemo() -> None:
             assert nemo.predict_step_s(run) == pytest.approx(run.step_s, rel=tolerance)
 
 
-def test_asynchronous_steps_equal_verl() -> None:
+def test_asynchronous_steps_equal_verl():
     for run in VERL:
         if run.generate:
             assert verl.predict_step_s(run) == pytest.approx(run.step_s, rel=0.15)
@@ -115,14 +115,14 @@ def test_asynchronous_steps_equal_verl() -> None:
         if name not in SEARCHES
     ],
 )
-def test_page_holds_the_tables_of_the_benchmark(name: str) -> None:
+def test_page_holds_the_tables_of_the_benchmark(name: str):
     printed = format_markdown(name, list(SOURCES[name]()))
     assert printed in PAGE.read_text(), (
         "python -m benchmarks.published --into docs/planner_published.md"
     )
 
 
-def test_page_has_a_row_for_every_search() -> None:
+def test_page_has_a_row_for_every_search():
     page = PAGE.read_text()
     for (scale, length), pairs in REAL_PFLOPS.items():
         lines = [line for line in page.splitlines() if f"| {scale} of llama-" in line]
@@ -130,7 +130,7 @@ def test_page_has_a_row_for_every_search() -> None:
         assert len(rows) == len(pairs)
 
 
-def test_row_hits_within_15_percent_or_with_the_same_decision() -> None:
+def test_row_hits_within_15_percent_or_with_the_same_decision():
     rows = [
         Row("a", "", "", "", 100.0, 114.0),
         Row("a", "", "", "", 100.0, 84.0),

@@ -25,13 +25,13 @@ def sum_nemo_squares(constants: CostConstants) -> float:
     return sum(error**2 for error in nemo_fit.iter_log_errors(constants))
 
 
-def test_rest_is_the_step_minus_its_parts() -> None:
+def test_rest_is_the_step_minus_its_parts():
     assert find_run("7b-20k", 16).rest_s == pytest.approx(749 - 321 - 88 - 286)
     # Mean of two steps; the step that is left out of the fit does not count.
     assert verl.average_rest_s("7b-28k") == pytest.approx((10.89 + 10.72) / 2)
 
 
-def test_handover_of_a_padded_batch_ignores_the_number_of_devices() -> None:
+def test_handover_of_a_padded_batch_ignores_the_number_of_devices():
     # 512 prompts of 12 responses, each with 2,048 and 20,480 tokens, at 1 us per token.
     slow = replace(verl.DEFAULT_CALIBRATION, handoff_token_s=1e-6)
     for run in (find_run("7b-20k", 16), find_run("7b-20k", 12, 4)):
@@ -39,7 +39,7 @@ def test_handover_of_a_padded_batch_ignores_the_number_of_devices() -> None:
 
 
 @pytest.mark.parametrize("part", ["own", "update"])
-def test_scoring_and_training_wait_for_one_handover(part: str) -> None:
+def test_scoring_and_training_wait_for_one_handover(part: str):
     run = find_run("7b-28k", 64)
     at_once = replace(verl.DEFAULT_CALIBRATION, handoff_token_s=0.0)
     more_s = (
@@ -49,7 +49,7 @@ def test_scoring_and_training_wait_for_one_handover(part: str) -> None:
     assert more_s == pytest.approx(verl.compute_handoff_s(run), rel=0.01)
 
 
-def test_entropy_adds_time_only_with_megatron() -> None:
+def test_entropy_adds_time_only_with_megatron():
     twice = replace(verl.DEFAULT_CALIBRATION, entropy=2 * verl.DEFAULT_CALIBRATION.entropy)
 
     def own_s(run: VerlRun, calibration: verl.VerlCalibration) -> float:
@@ -64,14 +64,14 @@ def test_entropy_adds_time_only_with_megatron() -> None:
     )
 
 
-def test_slowest_replica_exceeds_the_mean_as_printed() -> None:
+def test_slowest_replica_exceeds_the_mean_as_printed():
     for name in ("7b-20k", "7b-8k"):
         parts = verl_fit.predict_parts(find_run(name, 16), verl.DEFAULT_CALIBRATION)
         printed, predicted = (parts["gen"][side] - parts["sampled"][side] for side in (0, 1))
         assert predicted == pytest.approx(printed, rel=0.2)
 
 
-def test_one_step_off_takes_the_longer_of_generation_and_training() -> None:
+def test_one_step_off_takes_the_longer_of_generation_and_training():
     run = find_run("7b-20k", 12, 4)
     problem = verl.build_problem(run)
     model, placement = verl.VerlCosts(run, problem), verl.build_placement(run, problem)
@@ -86,7 +86,7 @@ def test_one_step_off_takes_the_longer_of_generation_and_training() -> None:
 @pytest.mark.parametrize(
     "name", ["fsdp2", "megatron", "entropy", "handoff_token_s", "update_s", "decode_layer_s"]
 )
-def test_verl_constants_are_a_local_minimum(name: str) -> None:
+def test_verl_constants_are_a_local_minimum(name: str):
     best = sum_squares(verl.DEFAULT_CALIBRATION)
     for times in (0.9, 1.1):
         other = replace(
@@ -96,14 +96,14 @@ def test_verl_constants_are_a_local_minimum(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", nemo_fit.NAMES)
-def test_nemo_constants_are_a_local_minimum(name: str) -> None:
+def test_nemo_constants_are_a_local_minimum(name: str):
     best = sum_nemo_squares(nemo.CONSTANTS)
     for times in (0.9, 1.1):
         other = replace(nemo.CONSTANTS, **{name: times * vars(nemo.CONSTANTS)[name]})
         assert sum_nemo_squares(other) > best
 
 
-def test_calibration_round_trips_through_logarithms() -> None:
+def test_calibration_round_trips_through_logarithms():
     back = verl_fit.from_logarithms(verl_fit.to_logarithms(verl.DEFAULT_CALIBRATION))
     assert back.fsdp2 == pytest.approx(verl.DEFAULT_CALIBRATION.fsdp2)
     assert back.medians == pytest.approx(verl.DEFAULT_CALIBRATION.medians)

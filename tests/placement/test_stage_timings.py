@@ -13,7 +13,7 @@ TIMING = GeneratorTiming(1, 8, 1e6, 1.0, 0.5, 2.2, 0.25, 0.125, 0.0)
 COEFFICIENTS = st.floats(0.0, 1.0)
 
 
-def test_decode_step_is_memory_or_compute_bound() -> None:
+def test_decode_step_is_memory_or_compute_bound():
     # Two rollouts with 4 tokens: memory takes 1 + 0.5 * 4 = 3 s, compute 2.2 * 2 = 4.4 s.
     assert TIMING.decode_step_s(2, 4) == pytest.approx(4.4 + 0.25 + 2 * 0.125)
     # With 9 tokens memory takes 5.5 s.
@@ -30,7 +30,7 @@ def test_decode_step_is_memory_or_compute_bound() -> None:
 )
 def test_sums_over_decode_steps_equal_single_steps(
     weights_s: float, kv_token_s: float, compute_s: float, running: int, tokens: int, steps: int
-) -> None:
+):
     timing = replace(
         TIMING, weights_s=weights_s, kv_token_s=kv_token_s, compute_rollout_s=compute_s
     )

@@ -21,7 +21,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("lengths", KINDS, ids=str)
-def test_mean_longest_and_limit_match_samples(lengths: LengthDistribution) -> None:
+def test_mean_longest_and_limit_match_samples(lengths: LengthDistribution):
     rng = np.random.default_rng(0)
     drawn = lengths.sample(200_000, rng)
     assert drawn.min() >= 1
@@ -32,19 +32,19 @@ def test_mean_longest_and_limit_match_samples(lengths: LengthDistribution) -> No
 
 
 @pytest.mark.parametrize("lengths", KINDS, ids=str)
-def test_equal_seeds_give_equal_samples(lengths: LengthDistribution) -> None:
+def test_equal_seeds_give_equal_samples(lengths: LengthDistribution):
     first, second = (lengths.sample(50, np.random.default_rng(3)) for _ in range(2))
     assert first.tolist() == second.tolist()
 
 
-def test_workload_counts_rollouts_updates_and_tokens() -> None:
+def test_workload_counts_rollouts_updates_and_tokens():
     workload = Workload(32, 8, 100.0, FixedLength(50), epochs=2, mini_batches=4)
     assert workload.num_rollouts == 256
     assert workload.num_updates == 8
     assert workload.num_tokens == 256 * 150
 
 
-def test_impossible_workloads_are_refused() -> None:
+def test_impossible_workloads_are_refused():
     with pytest.raises(ConfigError, match="groups_per_step=0"):
         Workload(0, 8, 100.0, FixedLength(50))
     with pytest.raises(ConfigError, match="prompt_tokens"):
@@ -57,7 +57,7 @@ def test_impossible_workloads_are_refused() -> None:
         EmpiricalLengths.from_samples([])
 
 
-def test_filtering_raises_the_number_of_sampled_groups() -> None:
+def test_filtering_raises_the_number_of_sampled_groups():
     workload = Workload(60, 4, 100.0, FixedLength(50), filtered_fraction=0.4)
     assert workload.num_rollouts == 240
     assert workload.sampled_workload == Workload(100, 4, 100.0, FixedLength(50))
@@ -66,7 +66,7 @@ def test_filtering_raises_the_number_of_sampled_groups() -> None:
         Workload(1, 8, 100.0, FixedLength(50), filtered_fraction=1.0)
 
 
-def test_micro_batch_must_hold_the_longest_rollout() -> None:
+def test_micro_batch_must_hold_the_longest_rollout():
     # A prompt of 9.6 tokens counts as 10, and 10 + 20 fit into 30.
     Workload(1, 1, 9.6, FixedLength(20), micro_batch_tokens=30).check_micro_batch_tokens()
     message = "tokens=29: must hold one rollout, 30 tokens = prompt 10 [+] longest completion 20"

@@ -23,7 +23,7 @@ def pickle_of_call(module: str, name: str, *arguments: object) -> bytes:
     )
 
 
-def test_responses_survive_a_round_trip() -> None:
+def test_responses_survive_a_round_trip():
     needs = FunctionCallSpec(
         "f of x.py", "style", frozenset("ab"), frozenset("a"), False, (("k", [1]),)
     )
@@ -47,7 +47,7 @@ def test_responses_survive_a_round_trip() -> None:
 )
 def test_unpickling_a_response_rejects_other_classes_and_functions(
     module: str, name: str, tmp_path
-) -> None:
+):
     note = tmp_path / "ran"
     with pytest.raises(pickle.UnpicklingError, match=f"{name} is not an allowed class"):
         unpickle_response(pickle_of_call(module, name, ["touch", str(note)]))

@@ -35,7 +35,7 @@ def list_dividing_pairs() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("order", ["hf", "mcore"])
-def test_zero_redundancy_is_planned_for_all_sizes_that_divide_evenly(order: str) -> None:
+def test_zero_redundancy_is_planned_for_all_sizes_that_divide_evenly(order: str):
     pairs = list_dividing_pairs()
     assert len(pairs) == 121
     for train, generate in pairs:
@@ -51,7 +51,7 @@ def test_zero_redundancy_is_planned_for_all_sizes_that_divide_evenly(order: str)
             )
 
 
-def test_a_transformer_is_planned_for_any_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformer_is_planned_for_any_two_sizes(monkeypatch: pytest.MonkeyPatch):
     # Only plan: executing would start too many processes.
     monkeypatch.setattr(resharding, "MOST_RANKS", 35)
     for trained, served in itertools.product((1, 2, 3, 4, 5, 7), repeat=2):
@@ -84,7 +84,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_unequal_stages_and_odd_sizes_are_executed(
     train: str, generate: str, groups: list[list[int]]
-) -> None:
+):
     arguments = make_arguments(train, generate, model="transformer", rounds=1, bucket_mb=0.01)
     done = run(*arguments, "--json")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -100,7 +100,7 @@ def test_unequal_stages_and_odd_sizes_are_executed(
             assert figures["redundant_of_M"] == ["0"] * ranks
 
 
-def test_every_process_has_memory_for_the_model() -> None:
+def test_every_process_has_memory_for_the_model():
     for tensor, part in itertools.product(range(1, 17), repeat=2):
         for replicas in range(1, 16 // tensor + 1):
             sizes = GenerationSizes.from_text(f"1-{part}-1-1")
@@ -109,7 +109,7 @@ def test_every_process_has_memory_for_the_model() -> None:
 
 
 @pytest.mark.slow
-def test_generation_shards_are_views_of_larger_training_shards() -> None:
+def test_generation_shards_are_views_of_larger_training_shards():
     arguments = make_arguments("1-1-4", "1-2-1-2", grouping="overlap", rounds=1, bucket_mb=100)
     done = run(*arguments, "--json")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -123,7 +123,7 @@ def test_generation_shards_are_views_of_larger_training_shards() -> None:
 
 
 @pytest.mark.slow
-def test_no_transfer_has_no_baseline_to_compare_with() -> None:
+def test_no_transfer_has_no_baseline_to_compare_with():
     done = run(*make_arguments("1-1-2", "1-1-1-2", rounds=1), "--json")
     assert done.returncode == 0, done.stderr[-4000:]
     ways = json.loads(done.stdout)["ways"]
@@ -154,7 +154,7 @@ BAD = [
 @pytest.mark.parametrize(("options", "line"), BAD, ids=[f"{bad}" for bad, _ in BAD])
 def test_an_invalid_argument_gives_a_one_line_error(
     options: dict[str, str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     arguments = {"train": "1-4-2", "generate": "1-2-2-2", **options}
     with pytest.raises(SystemExit) as ended:
         resharding.main(make_arguments(**arguments))

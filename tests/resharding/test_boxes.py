@@ -24,7 +24,7 @@ def boxes(draw: st.DrawFn, dims: int = 3, size: int = 5) -> TensorBox:
 
 
 @given(boxes(), boxes())
-def test_intersection_and_difference_partition_a_box(one: TensorBox, other_box: TensorBox) -> None:
+def test_intersection_and_difference_partition_a_box(one: TensorBox, other_box: TensorBox):
     common, alone = one.intersect(other_box), one.subtract_box(other_box)
     assert (elements(common) if common else set()) == elements(one) & elements(other_box)
     assert sum(box.numel for box in alone) == len(elements(one) - elements(other_box))
@@ -32,22 +32,18 @@ def test_intersection_and_difference_partition_a_box(one: TensorBox, other_box: 
 
 
 @given(st.lists(boxes(dims=2), max_size=5))
-def test_the_union_counts_overlaps_once(some: list[TensorBox]) -> None:
+def test_the_union_counts_overlaps_once(some: list[TensorBox]):
     assert count_union_elements(some) == len(set().union(*map(elements, some)))
 
 
 @given(st.lists(boxes(dims=2), max_size=4))
-def test_subtraction_leaves_exactly_the_elements_in_no_removed_box(
-    removed: list[TensorBox],
-) -> None:
+def test_subtraction_leaves_exactly_the_elements_in_no_removed_box(removed: list[TensorBox]):
     remainder = subtract_boxes([TensorBox.from_shape((5, 5))], removed)
     assert count_elements(remainder) == 25 - count_union_elements(removed)
 
 
 @given(st.lists(st.integers(1, 4), max_size=4).map(tuple), st.data())
-def test_a_flat_range_is_boxes_in_row_major_order(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_a_flat_range_is_boxes_in_row_major_order(shape: tuple[int, ...], data: st.DataObject):
     every = list(itertools.product(*map(range, shape)))
     start = data.draw(st.integers(0, len(every)))
     stop = data.draw(st.integers(start, len(every)))
@@ -55,7 +51,7 @@ def test_a_flat_range_is_boxes_in_row_major_order(
     assert list(itertools.chain(*range_boxes)) == every[start:stop]
 
 
-def test_a_flat_range_of_a_matrix_is_a_row_rest_whole_rows_and_a_row_start() -> None:
+def test_a_flat_range_of_a_matrix_is_a_row_rest_whole_rows_and_a_row_start():
     range_boxes = list(iter_flat_boxes((5, 4), 3, 14))
     assert range_boxes == [
         TensorBox((0, 3), (1, 4)),
@@ -64,6 +60,6 @@ def test_a_flat_range_of_a_matrix_is_a_row_rest_whole_rows_and_a_row_start() -> 
     ]
 
 
-def test_an_empty_box_is_refused() -> None:
+def test_an_empty_box_is_refused():
     with pytest.raises(ValueError, match="must be 0 <= start < stop"):
         TensorBox((0, 2), (3, 2))

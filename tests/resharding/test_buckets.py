@@ -46,7 +46,7 @@ def assert_partition(whole: list[NamedBox], parts: list[NamedBox]) -> None:
 @given(st.lists(named_boxes(), min_size=1, max_size=4), st.integers(0, 100))
 def test_gather_rounds_send_every_element_once_within_a_bucket(
     contributions: list[list[NamedBox]], more: int
-) -> None:
+):
     bucket = 8 * len(contributions) + more
     rounds = plan_gather_rounds(contributions, SIZES, bucket)
     for index, whole in enumerate(contributions):
@@ -73,7 +73,7 @@ def assert_aligned(contributions: Iterable[tuple[NamedBox, ...]], starts: Iterab
             end += box.numel * SIZES[tensor]
 
 
-def test_equal_contributions_need_only_all_gathers() -> None:
+def test_equal_contributions_need_only_all_gathers():
     contributions = [[("plain", TensorBox((rank, 0), (rank + 1, 10)))] for rank in range(3)]
     rounds = plan_gather_rounds(contributions, {"plain": 4}, 3 * 16)
     assert [step.contribution_bytes for step in rounds] == [(16,) * 3, (16,) * 3, (8,) * 3]
@@ -90,7 +90,7 @@ def test_equal_contributions_need_only_all_gathers() -> None:
 )
 def test_copy_rounds_send_every_element_once_within_a_bucket(
     some: list[tuple[list[NamedBox], int, int]], bucket: int
-) -> None:
+):
     for whole, source, destination in some:
         copies = [BoxCopy(gift, source, destination) for gift in whole]
         rounds = plan_copy_rounds(copies, SIZES, bucket)

@@ -24,16 +24,7 @@ from streamrl.resharding.plans import plan_copies, plan_gather
 from streamrl.resharding.storage import create_from_buffers
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests import forked
-from tests.resharding.ranks import (
-    CLUSTER,
-    DTYPES,
-    LATE_S,
-    SMALL,
-    WORLD,
-    layout,
-    one_rank,
-    pairs,
-)
+from tests.resharding.ranks import CLUSTER, DTYPES, LATE_S, SMALL, WORLD, layout, one_rank, pairs
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -45,13 +36,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return forked.run(one_rank, [(rank, folder) for rank in range(WORLD)], timeout_s=240)
 
 
-def test_every_executor_is_bit_exact_between_any_layouts(ranks: list[dict[str, Any]]) -> None:
+def test_every_executor_is_bit_exact_between_any_layouts(ranks: list[dict[str, Any]]):
     for rank, results in enumerate(ranks):
         wrong = [case for case, outcome in results["ways"].items() if not outcome["exact"]]
         assert not wrong, f"rank {rank}"
 
 
-def test_moved_bytes_equal_the_plan(ranks: list[dict[str, Any]]) -> None:
+def test_moved_bytes_equal_the_plan(ranks: list[dict[str, Any]]):
     for name, (source, target) in pairs().items():
         plans: dict[str, Any] = {
             "copies": plan_copies(source, target, CLUSTER),
@@ -72,13 +63,13 @@ def test_moved_bytes_equal_the_plan(ranks: list[dict[str, Any]]) -> None:
                     )
 
 
-def test_equal_layouts_move_no_bytes(ranks: list[dict[str, Any]]) -> None:
+def test_equal_layouts_move_no_bytes(ranks: list[dict[str, Any]]):
     for results in ranks:
         assert results["ways"]["itself, copies, whole"]["received"] == 0
         assert results["ways"]["itself, copies, whole"]["rounds"] == 0
 
 
-def test_buckets_bound_the_bytes_in_flight(ranks: list[dict[str, Any]]) -> None:
+def test_buckets_bound_the_bytes_in_flight(ranks: list[dict[str, Any]]):
     for results in ranks:
         for case, outcome in results["ways"].items():
             if case.endswith("cut"):
@@ -88,9 +79,7 @@ def test_buckets_bound_the_bytes_in_flight(ranks: list[dict[str, Any]]) -> None:
     assert max(results["ways"][case_in_one_piece]["buffers"] for results in ranks) > 2 * SMALL
 
 
-def test_the_chosen_executor_moves_as_many_bytes_as_the_copy_plan(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_the_chosen_executor_moves_as_many_bytes_as_the_copy_plan(ranks: list[dict[str, Any]]):
     full, everyone = layout("1-1-4"), [list(range(WORLD))]
     sources = {
         "zero": partition_zero3(full, everyone),
@@ -106,7 +95,7 @@ def test_the_chosen_executor_moves_as_many_bytes_as_the_copy_plan(
 
 
 @pytest.mark.parametrize("rows", [8, 6, 1], ids=["even", "the last has less", "the last has none"])
-def test_a_gather_is_chosen_if_it_moves_only_missing_data(rows: int) -> None:
+def test_a_gather_is_chosen_if_it_moves_only_missing_data(rows: int):
     model = ModelSpec((TensorSpec("a", (rows, 1), (0,)), TensorSpec("b", (8,), (0,))), 1)
     full = create_layout(model, RankGrid.from_text("1-1-4").assign_ranks())
     parts = partition_zero3(full, [list(range(WORLD))])
@@ -114,14 +103,14 @@ def test_a_gather_is_chosen_if_it_moves_only_missing_data(rows: int) -> None:
     assert is_gather_least_bytes(copies, plan_gather(parts, full, CLUSTER, [list(range(WORLD))]))
 
 
-def test_a_gather_is_not_chosen_if_all_ranks_have_all_data() -> None:
+def test_a_gather_is_not_chosen_if_all_ranks_have_all_data():
     full = layout("1-1-4")
     copies = plan_copies(full, full, CLUSTER)
     gather = plan_gather(full, full, CLUSTER, [list(range(WORLD))])
     assert not is_gather_least_bytes(copies, gather)
 
 
-def test_shards_may_lie_in_padded_slices_of_a_larger_buffer() -> None:
+def test_shards_may_lie_in_padded_slices_of_a_larger_buffer():
     spec = TensorSpec("a", (5, 3), (0,))
     shard = create_whole_shard("a", spec.shape).chunk_flat(1, 2)
     assert shard is not None
@@ -140,13 +129,13 @@ def test_shards_may_lie_in_padded_slices_of_a_larger_buffer() -> None:
 )
 def test_the_collective_device_follows_the_backend(
     backend: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert get_collective_device() == torch.device(device)
 
 
-def test_versions_are_exchanged_on_the_collective_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_exchanged_on_the_collective_device(monkeypatch: pytest.MonkeyPatch):
     class MetError(Exception):
         """The tensors reached the collective."""
 
@@ -163,7 +152,7 @@ def test_versions_are_exchanged_on_the_collective_device(monkeypatch: pytest.Mon
         PointToPointExecutor(plan_copies(full, full, CLUSTER)).run(storage_of_rank, storage_of_rank)
 
 
-def test_a_bucket_smaller_than_an_element_is_refused(ranks: list[dict[str, Any]]) -> None:
+def test_a_bucket_smaller_than_an_element_is_refused(ranks: list[dict[str, Any]]):
     for results in ranks:
         assert results["small_buckets"] == [
             "buckets of 3 bytes: must be at least 8",
@@ -171,23 +160,18 @@ def test_a_bucket_smaller_than_an_element_is_refused(ranks: list[dict[str, Any]]
         ]
 
 
-def test_weights_move_between_disjoint_pools(ranks: list[dict[str, Any]]) -> None:
+def test_weights_move_between_disjoint_pools(ranks: list[dict[str, Any]]):
     assert all(results["pools"]["exact"] for results in ranks)
     assert [results["pools"]["received"] > 0 for results in ranks] == [False, False, True, True]
 
 
-def test_data_already_in_place_is_not_copied(ranks: list[dict[str, Any]]) -> None:
+def test_data_already_in_place_is_not_copied(ranks: list[dict[str, Any]]):
     assert all(results["shared"]["exact"] for results in ranks)
     assert [results["shared"]["copied"] == 0 for results in ranks] == [True, False, False, True]
 
 
-def test_fsdp_over_tensor_parallelism_matches_its_layout(
-    ranks: list[dict[str, Any]],
-) -> None:
-    specs = (
-        TensorSpec("0.weight", (12, 8), (0,), 0),
-        TensorSpec("1.weight", (8, 12), (0,), 1),
-    )
+def test_fsdp_over_tensor_parallelism_matches_its_layout(ranks: list[dict[str, Any]]):
+    specs = (TensorSpec("0.weight", (12, 8), (0,), 0), TensorSpec("1.weight", (8, 12), (0,), 1))
     seating = RankGrid.from_text("1-2-2").assign_ranks()
     kept = partition_fsdp2(create_layout(ModelSpec(specs, 1), seating), seating.list_dp_groups())
     for rank, results in enumerate(ranks):
@@ -197,18 +181,14 @@ def test_fsdp_over_tensor_parallelism_matches_its_layout(
             assert results["fsdp"][spec.name] == full[box.slices].flatten().tolist(), spec.name
 
 
-def test_different_versions_are_refused_and_the_target_stays(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_different_versions_are_refused_and_the_target_stays(ranks: list[dict[str, Any]]):
     expected = "hold different versions (rank 0: 7, rank 1: 7, rank 2: 8, rank 3: 7)"
     for results in ranks:
         assert expected in results["odd_version"]["error"]
         assert results["odd_version"]["kept"] == "True"
 
 
-def test_an_absent_rank_raises_at_the_deadline(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_an_absent_rank_raises_at_the_deadline(ranks: list[dict[str, Any]]):
     for rank, results in enumerate(ranks[:-1]):
         error = results["absent"]["error"]
         waited = re.match(rf"resharding: rank {rank} waited ([\d.]+) of {LATE_S:g} s for", error)

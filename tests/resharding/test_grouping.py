@@ -22,14 +22,14 @@ from streamrl.resharding.plans import plan_copies, plan_gather
 from tests.resharding.models import even, merge_stages, transformer
 
 
-def test_training_groups_of_figure_8_of_the_paper() -> None:
+def test_training_groups_of_figure_8_of_the_paper():
     assignment = RankGrid.from_text("1-4-2").assign_ranks()
     assert assignment.list_tp_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert assignment.list_dp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert assignment.group_ranks("dp_rank") == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_mcore_order_matches_megatron_and_real() -> None:
+def test_mcore_order_matches_megatron_and_real():
     # The second node of two, ranks 8 to 15.
     assignment = RankGrid.from_text("2-2-2", "mcore").assign_ranks()
     assert assignment.group_ranks("dp_rank", "tp_rank") == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -39,7 +39,7 @@ def test_mcore_order_matches_megatron_and_real() -> None:
 
 @pytest.mark.parametrize("order", ["hf", "mcore"])
 @given(st.data())
-def test_ranks_and_coordinates_are_a_bijection(order: str, data: st.DataObject) -> None:
+def test_ranks_and_coordinates_are_a_bijection(order: str, data: st.DataObject):
     stages, tensor, replicas = data.draw(st.tuples(*[st.integers(1, 4)] * 3))
     grid = RankGrid(stages, tensor, replicas, order)
     assert [grid.get_rank(grid.get_coordinates(rank)) for rank in range(grid.num_ranks)] == list(
@@ -87,7 +87,7 @@ def test_zero_redundancy_matches_the_paper_and_overlap_agrees(
     tensor: list[list[int]],
     pipeline: list[list[int]],
     micro: list[list[int]],
-) -> None:
+):
     grid = RankGrid.from_text(train)
     training_layout = create_layout(even(4), grid.assign_ranks())
     serving = assign_generation_ranks(
@@ -101,17 +101,13 @@ def test_zero_redundancy_matches_the_paper_and_overlap_agrees(
 @pytest.mark.parametrize(
     ("train", "generate", "tensor", "micro"),
     [
-        (
-            *("1-4-2", "1-2-2-2"),
-            [[0, 1], [2, 3], [4, 5], [6, 7]],
-            [[0, 2], [1, 3], [4, 6], [5, 7]],
-        ),
+        (*("1-4-2", "1-2-2-2"), [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2], [1, 3], [4, 6], [5, 7]]),
         ("2-4-1", "1-2-4-1", [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]),
     ],
 )
 def test_vanilla_groups_have_consecutive_ranks(
     train: str, generate: str, tensor: list[list[int]], micro: list[list[int]]
-) -> None:
+):
     grid = RankGrid.from_text(train)
     serving = assign_vanilla(grid, GenerationSizes.from_text(generate))
     assert serving.list_tp_groups() == tensor
@@ -128,7 +124,7 @@ def test_vanilla_groups_have_consecutive_ranks(
 )
 def test_vanilla_leaves_some_ranks_without_their_training_data(
     train: str, generate: str, without: list[int]
-) -> None:
+):
     grid = RankGrid.from_text(train)
     training_layout = create_layout(even(4), grid.assign_ranks())
     serving = assign_vanilla(grid, GenerationSizes.from_text(generate))
@@ -146,7 +142,7 @@ SIZES = st.integers(1, 4)
 @given(SIZES, SIZES, st.integers(1, 2), SIZES, SIZES, st.sampled_from(["hf", "mcore"]))
 def test_zero_redundancy_for_all_dividing_sizes_and_overlap_keeps_as_much(
     stages: int, tensor: int, replicas: int, more_stages: int, more_tensor: int, order: str
-) -> None:
+):
     assume(stages * more_stages <= 4 and tensor * more_tensor <= 8)
     grid = RankGrid(stages * more_stages, tensor * more_tensor, replicas, order)
     sizes = GenerationSizes(stages, tensor, more_stages * more_tensor, replicas)
@@ -169,7 +165,7 @@ def test_zero_redundancy_for_all_dividing_sizes_and_overlap_keeps_as_much(
 @given(SIZES, SIZES, st.integers(1, 2), SIZES, SIZES, st.integers(2, 9), st.data())
 def test_zero_redundancy_with_unequal_stages(
     stages: int, tensor: int, replicas: int, more_stages: int, more_tensor: int, layers: int, data
-) -> None:
+):
     assume(tensor * more_tensor in (1, 2, 4) and stages * more_stages <= layers + 2)
     order = data.draw(st.sampled_from(["hf", "mcore"]))
     grid = RankGrid(stages * more_stages, tensor * more_tensor, replicas, order)
@@ -196,7 +192,7 @@ def test_zero_redundancy_with_unequal_stages(
 @given(SIZES, SIZES, SIZES, st.randoms(use_true_random=False))
 def test_overlap_keeps_at_least_as_much_as_any_assignment(
     stages: int, tensor: int, replicas: int, random
-) -> None:
+):
     assume(stages <= 3 and tensor in (1, 2, 4) and stages * tensor * replicas <= 12)
     world = stages * tensor * replicas
     serving_tensor = random.choice([t for t in (1, 2, 4) if world % t == 0])
@@ -217,7 +213,7 @@ def test_overlap_keeps_at_least_as_much_as_any_assignment(
     assert count_kept(best) >= count_kept(shuffled)
 
 
-def test_with_more_tensor_ranks_than_in_training_neighbors_stay_together() -> None:
+def test_with_more_tensor_ranks_than_in_training_neighbors_stay_together():
     grid = RankGrid.from_text("1-2-4")
     training_layout = create_layout(even(2), grid.assign_ranks())
     serving = assign_max_overlap(training_layout, GenerationSizes(1, 4, 2, 1))
@@ -228,7 +224,7 @@ def test_with_more_tensor_ranks_than_in_training_neighbors_stay_together() -> No
     assert [sorted(group) for group in serving.list_tp_groups()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_incompatible_sizes_are_refused_by_name() -> None:
+def test_incompatible_sizes_are_refused_by_name():
     with pytest.raises(ValueError, match="training 1-4-2 has 8 ranks, generation 1-2-2-1 has 4"):
         assign_zero_redundancy(RankGrid.from_text("1-4-2"), GenerationSizes.from_text("1-2-2-1"))
     with pytest.raises(ValueError, match="1-4-2-1 must divide 1-2-4 in stages and tensor ranks"):

@@ -37,7 +37,7 @@ def stored(layout: ModelLayout, rank: int, name: str) -> torch.Tensor:
     return torch.tensor(view.untyped_storage(), dtype=torch.uint8).view(FLOAT)
 
 
-def test_fused_components_are_split_separately() -> None:
+def test_fused_components_are_split_separately():
     layout = create_layout(transformer(), RankGrid.from_text("1-2-1").assign_ranks())
     qkv = full_tensor(layout, "1.qkv")
     q, k, v = qkv.split([8, 4, 4])
@@ -48,14 +48,14 @@ def test_fused_components_are_split_separately() -> None:
     assert stored(layout, 1, "1.down").equal(down[:, 12:].flatten())
 
 
-def test_heads_are_never_split_and_shared_by_surplus_ranks() -> None:
+def test_heads_are_never_split_and_shared_by_surplus_ranks():
     layout = create_layout(transformer(), RankGrid.from_text("1-4-1").assign_ranks())
     k = full_tensor(layout, "1.qkv")[8:12]
     keys = [stored(layout, rank, "1.qkv").view(-1, 8)[2:4] for rank in range(4)]
     assert all(keys[rank].equal(k.chunk(2)[rank // 2]) for rank in range(4))
 
 
-def test_a_tied_embedding_lies_in_the_first_and_last_stage() -> None:
+def test_a_tied_embedding_lies_in_the_first_and_last_stage():
     layout = create_layout(transformer(layers=4), RankGrid.from_text("3-1-1").assign_ranks())
     assert ["embed" in layout.shards[rank] for rank in range(3)] == [True, False, True]
     untied = create_layout(
@@ -64,7 +64,7 @@ def test_a_tied_embedding_lies_in_the_first_and_last_stage() -> None:
     assert "head" in untied.shards[2] and "embed" not in untied.shards[2]
 
 
-def test_listed_stages_must_add_up_to_the_positions() -> None:
+def test_listed_stages_must_add_up_to_the_positions():
     assert split_stages_evenly(5, 3) == (2, 2, 1)
     layout = create_layout(even(5), RankGrid.from_text("2-1-1").assign_ranks(), stages=(1, 4))
     assert list(layout.shards[0]) == ["0.rows", "0.columns"]
@@ -77,7 +77,7 @@ def test_listed_stages_must_add_up_to_the_positions() -> None:
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 6))
 def test_stages_differ_by_at_most_one_and_merge_into_fewer(
     num_places: int, stages: int, ratio: int
-) -> None:
+):
     assume(stages * ratio <= num_places)
     parts, full_tensor = (
         split_stages_evenly(num_places, stages * ratio),
@@ -87,14 +87,14 @@ def test_stages_differ_by_at_most_one_and_merge_into_fewer(
     assert merge_stages(parts, stages) == full_tensor
 
 
-def test_listed_stages_merge_if_the_numbers_divide() -> None:
+def test_listed_stages_merge_if_the_numbers_divide():
     assert split_stages_evenly(6, 4) == (2, 1, 2, 1)
     assert merge_stages((3, 1, 1, 2), 2) == (4, 3)
     with pytest.raises(ValueError, match="4 stages cannot be merged into 3"):
         merge_stages((3, 1, 1, 2), 3)
 
 
-def test_indivisible_tensors_are_named() -> None:
+def test_indivisible_tensors_are_named():
     with pytest.raises(ValueError, match=r"0\.rows, dimension 0: 16 units do not divide among 3"):
         create_layout(even(1), RankGrid.from_text("1-3-1").assign_ranks())
     heads = TensorSpec("q", (8, 2), (0,), 0, (FusedComponent(8, 4),))
@@ -117,7 +117,7 @@ def assert_covers(layout: ModelLayout, ranks: list[int]) -> None:
 
 
 @given(GRIDS, ORDERS)
-def test_a_replica_covers_every_element(sizes: str, order: str) -> None:
+def test_a_replica_covers_every_element(sizes: str, order: str):
     seating = RankGrid.from_text(sizes, order).assign_ranks()
     layout = create_layout(transformer(), seating)
     for group in seating.group_ranks("dp_rank"):
@@ -125,7 +125,7 @@ def test_a_replica_covers_every_element(sizes: str, order: str) -> None:
 
 
 @given(GRIDS, ORDERS, st.sampled_from([partition_zero3, partition_fsdp2]))
-def test_partitioned_replicas_cover_every_element_together(sizes: str, order: str, share) -> None:
+def test_partitioned_replicas_cover_every_element_together(sizes: str, order: str, share):
     seating = RankGrid.from_text(sizes, order).assign_ranks()
     before = create_layout(transformer(), seating)
     layout = share(before, seating.list_dp_groups())
@@ -138,7 +138,7 @@ def test_partitioned_replicas_cover_every_element_together(sizes: str, order: st
             )
 
 
-def test_zero3_stores_flat_ranges_of_a_shard() -> None:
+def test_zero3_stores_flat_ranges_of_a_shard():
     seating = RankGrid.from_text("1-2-3").assign_ranks()
     layout = partition_zero3(create_layout(transformer(), seating), seating.list_dp_groups())
     # 3 replicas share the 6x4 elements of tensor rank 1's half of the embedding: 16 each.
@@ -150,7 +150,7 @@ def test_zero3_stores_flat_ranges_of_a_shard() -> None:
     assert stored(layout, 5, "1.down").equal(down[64:])
 
 
-def test_fsdp2_chunks_tensor_parallel_shards_along_the_first_dimension() -> None:
+def test_fsdp2_chunks_tensor_parallel_shards_along_the_first_dimension():
     seating = RankGrid.from_text("1-2-2").assign_ranks()
     layout = partition_fsdp2(create_layout(transformer(), seating), seating.list_dp_groups())
     # DTensor: (_StridedShard(0), Shard(0)) for both, (Shard(0), Shard(1)) for the next one.
@@ -160,14 +160,14 @@ def test_fsdp2_chunks_tensor_parallel_shards_along_the_first_dimension() -> None
     assert stored(layout, 1, "1.down").equal(full_tensor(layout, "1.down")[:4, 12:].flatten())
 
 
-def test_an_empty_chunk_is_not_a_shard() -> None:
+def test_an_empty_chunk_is_not_a_shard():
     seating = RankGrid.from_text("1-1-5").assign_ranks()
     layout = partition_fsdp2(create_layout(transformer(), seating), seating.list_dp_groups())
     # 12 rows in chunks of 3: none are left for the fifth rank.
     assert "embed" not in layout.shards[4] and "embed" in layout.shards[3]
 
 
-def test_groups_must_hold_equal_shards_and_contain_all_ranks() -> None:
+def test_groups_must_hold_equal_shards_and_contain_all_ranks():
     layout = create_layout(transformer(), RankGrid.from_text("1-2-2").assign_ranks())
     with pytest.raises(ValueError, match="ranks 0 and 1 of one group hold different shards"):
         partition_fsdp2(layout, [[0, 1], [2, 3]])
@@ -177,7 +177,7 @@ def test_groups_must_hold_equal_shards_and_contain_all_ranks() -> None:
         partition_zero3(layout, [[0, 2, 0], [1, 3]])
 
 
-def test_a_nested_shard_shares_the_memory_of_the_larger_one() -> None:
+def test_a_nested_shard_shares_the_memory_of_the_larger_one():
     model = transformer()
     small = create_layout(model, RankGrid.from_text("1-4-1").assign_ranks())
     large = create_layout(model, RankGrid.from_text("1-2-2").assign_ranks())
@@ -193,7 +193,7 @@ def test_a_nested_shard_shares_the_memory_of_the_larger_one() -> None:
         create_from_storage(small, 2, host)
 
 
-def test_storage_refuses_views_of_wrong_shape_or_dtype() -> None:
+def test_storage_refuses_views_of_wrong_shape_or_dtype():
     layout = create_layout(even(1), RankGrid.from_text("1-1-1").assign_ranks())
     with pytest.raises(ValueError, match=r"0\.rows: torch.float64 does not have 4 bytes"):
         allocate_storage(layout, 0, dict.fromkeys(layout.model.specs_by_name(), torch.float64))

@@ -16,11 +16,7 @@ from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests.resharding import slow_plans
 from tests.resharding.models import GRIDS, transformer
 
-SHARING = {
-    "plain": lambda layout, groups: layout,
-    "zero": partition_zero3,
-    "fsdp": partition_fsdp2,
-}
+SHARING = {"plain": lambda layout, groups: layout, "zero": partition_zero3, "fsdp": partition_fsdp2}
 
 
 def odd_model(model: ModelSpec) -> ModelSpec:
@@ -72,7 +68,7 @@ def test_copy_plans_equal_the_reference_to_the_byte(
     target_sharing: str,
     first: int,
     per_node: int,
-) -> None:
+):
     model = odd_model(transformer())
     source = SHARING[source_sharing](
         create_layout(model, source_grid.assign_ranks()),
@@ -93,7 +89,7 @@ def test_copy_plans_equal_the_reference_to_the_byte(
 @given(GRIDS, st.sampled_from(sorted(SHARING)), st.booleans(), st.integers(1, 8))
 def test_gather_plans_equal_the_reference_to_the_byte(
     grid: RankGrid, sharing: str, everyone: bool, per_node: int
-) -> None:
+):
     model = odd_model(transformer())
     plain = create_layout(model, grid.assign_ranks())
     source = SHARING[sharing](plain, grid.assign_ranks().list_dp_groups())
@@ -105,7 +101,7 @@ def test_gather_plans_equal_the_reference_to_the_byte(
         assert_report(plan, plan.copies, keeps_copy=keeps_copy)
 
 
-def test_equally_sharded_layers_form_one_pattern() -> None:
+def test_equally_sharded_layers_form_one_pattern():
     model = transformer(layers=8)
     full = create_layout(model, RankGrid.from_text("1-1-6").assign_ranks())
     for divide in (partition_zero3, partition_fsdp2):
@@ -117,9 +113,7 @@ def test_equally_sharded_layers_form_one_pattern() -> None:
         assert patterns[1].tensors[-1] == "norm"
 
 
-def test_planning_cost_grows_with_ranks_but_not_with_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_planning_cost_grows_with_ranks_but_not_with_layers(monkeypatch: pytest.MonkeyPatch):
     met: list[TensorBox] = []
     plain = TensorBox.intersect
 

@@ -38,7 +38,7 @@ LARGER = [("1-8-2", "1-2-4-2"), ("4-4-1", "2-2-4-1"), ("8-1-2", "2-1-4-2"), ("2-
 
 @pytest.mark.parametrize("order", ["hf", "mcore"])
 @pytest.mark.parametrize(("train", "generate"), PAPER + LARGER)
-def test_table_2_of_the_paper_in_exact_fractions(train: str, generate: str, order: str) -> None:
+def test_table_2_of_the_paper_in_exact_fractions(train: str, generate: str, order: str):
     grid, sizes = RankGrid.from_text(train, order), GenerationSizes.from_text(generate)
     model = even(8)
     trained = create_layout(model, grid.assign_ranks())
@@ -79,7 +79,7 @@ def test_table_2_of_the_paper_in_exact_fractions(train: str, generate: str, orde
     }
 
 
-def test_fractions_of_figure_8_of_the_paper() -> None:
+def test_fractions_of_figure_8_of_the_paper():
     grid, sizes = RankGrid.from_text("1-4-2"), GenerationSizes.from_text("1-2-2-2")
     trained = create_layout(even(2), grid.assign_ranks())
     served = create_layout(even(2), assign_vanilla(grid, sizes))
@@ -99,12 +99,9 @@ def mesh(stages: int, replicas: int, first: int = 0) -> RankAssignment:
     return RankAssignment(stages, 1, replicas, grid.assign_ranks().coordinates, first)
 
 
-def test_reals_example_on_eight_devices_balances_the_senders() -> None:
+def test_reals_example_on_eight_devices_balances_the_senders():
     model = even(2)
-    train, generate = (
-        create_layout(model, mesh(2, 2)),
-        create_layout(model, mesh(2, 4)),
-    )
+    train, generate = (create_layout(model, mesh(2, 2)), create_layout(model, mesh(2, 4)))
     plan = plan_copies(train, generate, NodeTopology(8))
     report = plan.report_bytes()
     assert sum(received_fraction(report, rank) for rank in range(8)) == 3
@@ -116,7 +113,7 @@ def test_reals_example_on_eight_devices_balances_the_senders() -> None:
     # ReaL's own plan moves 3.5 M: it sends rank 1 data that rank 1 already has.
 
 
-def test_a_holder_on_the_same_node_is_preferred() -> None:
+def test_a_holder_on_the_same_node_is_preferred():
     model = even(1)
     train = create_layout(model, RankGrid.from_text("1-1-8").assign_ranks())
     source = ModelLayout(model, {rank: train.shards[rank] for rank in (1, 5)})
@@ -129,7 +126,7 @@ def test_a_holder_on_the_same_node_is_preferred() -> None:
     assert count_link_bytes(plan.report_bytes(), "network") == 0
 
 
-def test_a_holder_of_a_smaller_box_on_the_same_node_is_preferred() -> None:
+def test_a_holder_of_a_smaller_box_on_the_same_node_is_preferred():
     model = ModelSpec((TensorSpec("w", (8, 4), (0,), 0),), 1)
     (full_shard,) = create_layout(model, RankGrid.from_text("1-1-1").assign_ranks()).shards.values()
     halves = create_layout(model, RankGrid.from_text("1-2-1").assign_ranks()).shards
@@ -160,9 +157,7 @@ def mixed(model: ModelSpec, data: st.DataObject) -> ModelLayout:
 
 
 @given(st.data(), st.integers(1, 4))
-def test_no_byte_crosses_the_network_if_the_node_holds_it(
-    data: st.DataObject, per_node: int
-) -> None:
+def test_no_byte_crosses_the_network_if_the_node_holds_it(data: st.DataObject, per_node: int):
     model = transformer(heads=4, kv_heads=4)
     (full_shard,) = create_layout(model, RankGrid.from_text("1-1-1").assign_ranks()).shards.values()
     source = ModelLayout(model, {**mixed(model, data).shards, 8: full_shard})
@@ -194,7 +189,7 @@ def test_no_byte_crosses_the_network_if_the_node_holds_it(
         )
 
 
-def test_copies_between_disjoint_pools() -> None:
+def test_copies_between_disjoint_pools():
     model = transformer()
     train = create_layout(model, RankGrid.from_text("2-2-2", "mcore").assign_ranks())
     pool = RankAssignment(
@@ -236,7 +231,7 @@ def assert_complete(plan: CopyPlan) -> None:
 @given(GRIDS, GRIDS, st.sampled_from(["plain", "zero", "fsdp"]), st.booleans(), st.integers(0, 9))
 def test_copy_plans_between_any_layouts_are_complete(
     source_grid: RankGrid, target_grid: RankGrid, shared: str, tied: bool, first: int
-) -> None:
+):
     model = transformer(tied=tied)
     source = create_layout(model, source_grid.assign_ranks())
     if shared != "plain":
@@ -267,7 +262,7 @@ def test_copy_plans_between_any_layouts_are_complete(
 
 
 @given(GRIDS, st.sampled_from(GROUPINGS), st.integers(1, 2))
-def test_gather_plans_send_no_element_twice(grid: RankGrid, grouping: str, ratio: int) -> None:
+def test_gather_plans_send_no_element_twice(grid: RankGrid, grouping: str, ratio: int):
     assume(grid.tp_size % ratio == 0)
     sizes = GenerationSizes(grid.pp_size, grid.tp_size // ratio, ratio, grid.dp_size)
     model = transformer()
@@ -283,7 +278,7 @@ def test_gather_plans_send_no_element_twice(grid: RankGrid, grouping: str, ratio
             assert count_elements(contributed) == count_union_elements(contributed) == spec.numel
 
 
-def test_shared_data_is_contributed_in_equal_shares() -> None:
+def test_shared_data_is_contributed_in_equal_shares():
     model = even(6)
     full = create_layout(model, RankGrid.from_text("1-1-4").assign_ranks())
     plan = plan_gather(full, full, CLUSTER, [[0, 1, 2], [3]])
@@ -293,7 +288,7 @@ def test_shared_data_is_contributed_in_equal_shares() -> None:
     assert contributed == {0: 1024, 1: 1024, 2: 1024, 3: 3072}
 
 
-def test_data_that_no_rank_holds_is_named() -> None:
+def test_data_that_no_rank_holds_is_named():
     model = even(2)
     train = create_layout(model, RankGrid.from_text("2-1-1").assign_ranks())
     half = ModelLayout(model, {0: train.shards[0]})
@@ -306,29 +301,26 @@ def test_data_that_no_rank_holds_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("groups", "error_text"),
-    [
-        ([[0]], "rank 1: is in 0 groups"),
-        ([[0, 1], [1]], "rank 1: is in 2 groups"),
-    ],
+    [([[0]], "rank 1: is in 0 groups"), ([[0, 1], [1]], "rank 1: is in 2 groups")],
 )
-def test_every_rank_must_be_in_exactly_one_group(groups: list[list[int]], error_text: str) -> None:
+def test_every_rank_must_be_in_exactly_one_group(groups: list[list[int]], error_text: str):
     full = create_layout(even(2), RankGrid.from_text("1-1-2").assign_ranks())
     with pytest.raises(ValueError, match=error_text):
         plan_gather(full, full, CLUSTER, groups)
 
 
 @pytest.mark.parametrize("units", [-2, 0, 3])
-def test_a_component_must_consist_of_whole_units(units: int) -> None:
+def test_a_component_must_consist_of_whole_units(units: int):
     with pytest.raises(ValueError, match=f"component of size 4: must be a multiple of {units}"):
         FusedComponent(4, units)
 
 
-def test_an_unknown_itemsize_is_refused() -> None:
+def test_an_unknown_itemsize_is_refused():
     with pytest.raises(ValueError, match="w: itemsize 3 is none of"):
         TensorSpec("w", (4,), (0,), itemsize=3)
 
 
-def test_equal_layouts_need_no_copies() -> None:
+def test_equal_layouts_need_no_copies():
     for grid in (RankGrid.from_text("1-4-2"), RankGrid.from_text("2-2-2", "mcore")):
         trained = create_layout(transformer(), grid.assign_ranks())
         sizes = GenerationSizes(grid.pp_size, grid.tp_size, 1, grid.dp_size)

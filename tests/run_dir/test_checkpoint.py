@@ -62,7 +62,7 @@ def newest(run_dir: Path) -> Checkpoint:
 # Writing.
 
 
-def test_a_partial_checkpoint_is_ignored(tmp_path: Path) -> None:
+def test_a_partial_checkpoint_is_ignored(tmp_path: Path):
     write(tmp_path, 5)
     writer = CheckpointWriter(tmp_path, 10)
     writer.get_role_dirs(POLICY)[0].mkdir()
@@ -71,14 +71,14 @@ def test_a_partial_checkpoint_is_ignored(tmp_path: Path) -> None:
     assert newest(tmp_path).version == 10, "a second try starts from nothing"
 
 
-def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
     for version in (1, 2, 3, 4):
         write(tmp_path, version, keep=2)
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert names == ["step_000003", "step_000004"]
 
 
-def test_writing_a_version_again_replaces_it(tmp_path: Path) -> None:
+def test_writing_a_version_again_replaces_it(tmp_path: Path):
     write(tmp_path, 3)
     write(tmp_path, 3)
     assert newest(tmp_path).version == 3
@@ -86,7 +86,7 @@ def test_writing_a_version_again_replaces_it(tmp_path: Path) -> None:
 
 def test_a_disk_error_names_the_checkpoint_and_keeps_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     write(tmp_path, 5)
     writer = CheckpointWriter(tmp_path, 10)
 
@@ -105,7 +105,7 @@ def test_a_disk_error_names_the_checkpoint_and_keeps_the_old_one(
 # Resume points.
 
 
-def test_resume_uses_the_newest_checkpoint_and_its_journal(tmp_path: Path) -> None:
+def test_resume_uses_the_newest_checkpoint_and_its_journal(tmp_path: Path):
     for version in (5, 100, 20):
         write(tmp_path, version)
     point = find_resume_point(tmp_path)
@@ -115,7 +115,7 @@ def test_resume_uses_the_newest_checkpoint_and_its_journal(tmp_path: Path) -> No
     assert point.checkpoint.get_role_dirs(POLICY)[1] == point.checkpoint.path / "trainer"
 
 
-def test_resume_without_a_checkpoint_starts_at_version_0_with_the_journal(tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_starts_at_version_0_with_the_journal(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("")
     write_segments(tmp_path, RUN_LOG_FOLDER, 1)
     assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
@@ -125,7 +125,7 @@ def test_resume_without_a_checkpoint_starts_at_version_0_with_the_journal(tmp_pa
 
 
 @pytest.mark.parametrize("lacks", ["config.yaml", "journal"])
-def test_resume_refuses_a_directory_that_is_no_run(tmp_path: Path, lacks: str) -> None:
+def test_resume_refuses_a_directory_that_is_no_run(tmp_path: Path, lacks: str):
     if lacks != "config.yaml":
         (tmp_path / "config.yaml").write_text("")
     if lacks != "journal":
@@ -135,7 +135,7 @@ def test_resume_refuses_a_directory_that_is_no_run(tmp_path: Path, lacks: str) -
         find_resume_point(tmp_path)
 
 
-def test_resume_of_a_run_without_a_step_starts_again(tmp_path: Path) -> None:
+def test_resume_of_a_run_without_a_step_starts_again(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("")
     assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
     (tmp_path / "metrics.jsonl").write_text("")
@@ -145,13 +145,13 @@ def test_resume_of_a_run_without_a_step_starts_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("version", "keeps"), [(10, True), (5, False)])
 def test_resume_from_a_named_checkpoint_keeps_the_journal_if_it_is_the_newest(
     tmp_path: Path, version: int, keeps: bool
-) -> None:
+):
     paths = {number: write(tmp_path, number) for number in (5, 10)}
     point = find_resume_point(paths[version])
     assert (point.run_dir, point.version, point.should_keep_journal) == (tmp_path, version, keeps)
 
 
-def test_resume_through_a_symlink_finds_the_run(tmp_path: Path) -> None:
+def test_resume_through_a_symlink_finds_the_run(tmp_path: Path):
     run_dir = tmp_path / "run"
     last = write(run_dir, 5)
     (tmp_path / "link").symlink_to(run_dir)
@@ -159,7 +159,7 @@ def test_resume_through_a_symlink_finds_the_run(tmp_path: Path) -> None:
     assert (point.run_dir, point.should_keep_journal) == (run_dir.resolve(), True)
 
 
-def test_invalid_checkpoints_are_refused_with_one_line(tmp_path: Path) -> None:
+def test_invalid_checkpoints_are_refused_with_one_line(tmp_path: Path):
     with pytest.raises(ConfigError, match="no such directory"):
         find_resume_point(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
@@ -194,7 +194,7 @@ def list_contents(run_dir: Path) -> tuple[list[str], list[int], list[int]]:
     )
 
 
-def test_resume_from_an_older_checkpoint_discards_later_state(tmp_path: Path) -> None:
+def test_resume_from_an_older_checkpoint_discards_later_state(tmp_path: Path):
     run_with_two_checkpoints(tmp_path)
     find_resume_point(tmp_path / "checkpoints" / "step_000005").discard_later()
     assert list_contents(tmp_path) == (["step_000005"], [], [1])
@@ -202,7 +202,7 @@ def test_resume_from_an_older_checkpoint_discards_later_state(tmp_path: Path) ->
     assert find_snapshot(tmp_path, "shard-0").first_segment == 3
 
 
-def test_resume_from_the_newest_checkpoint_discards_nothing(tmp_path: Path) -> None:
+def test_resume_from_the_newest_checkpoint_discards_nothing(tmp_path: Path):
     run_with_two_checkpoints(tmp_path)
     before = list_contents(tmp_path)
     for path in (tmp_path, tmp_path / "checkpoints" / "step_000010"):
@@ -211,7 +211,7 @@ def test_resume_from_the_newest_checkpoint_discards_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("version", [10, 15])
-def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path, version: int) -> None:
+def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path, version: int):
     run_with_two_checkpoints(tmp_path)
     before = list_contents(tmp_path)
     CheckpointWriter(tmp_path, version).get_role_dirs(POLICY)[0].mkdir()
@@ -222,7 +222,7 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path, vers
     assert names == {"step_000005", "step_000010"}
 
 
-def test_resume_from_the_start_discards_nothing(tmp_path: Path) -> None:
+def test_resume_from_the_start_discards_nothing(tmp_path: Path):
     write_segments(tmp_path, "shard-0", 1, 2)
     write_segments(tmp_path, RUN_LOG_FOLDER, 1)
     ResumePoint(tmp_path, None).discard_later()
@@ -231,7 +231,7 @@ def test_resume_from_the_start_discards_nothing(tmp_path: Path) -> None:
 
 def test_a_crash_while_discarding_leaves_only_consistent_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     run_with_two_checkpoints(tmp_path)
     older = tmp_path / "checkpoints" / "step_000005"
 
@@ -250,7 +250,7 @@ def test_a_crash_while_discarding_leaves_only_consistent_checkpoints(
 
 def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     run_with_two_checkpoints(tmp_path)
     older, lost = (tmp_path / "checkpoints" / f"step_0000{n}" for n in ("05", "10"))
     assert find_resume_point(older).has_contiguous_journal is False
@@ -281,7 +281,7 @@ def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
     assert find_resume_point(tmp_path).has_contiguous_journal
 
 
-def test_resume_after_losing_a_resharded_checkpoint_restores_the_old_layout(tmp_path: Path) -> None:
+def test_resume_after_losing_a_resharded_checkpoint_restores_the_old_layout(tmp_path: Path):
     write(tmp_path, 5, shard_0=3, books=2)
     write_segments(tmp_path, RUN_LOG_FOLDER, 1, 2, 3)
     write_segments(tmp_path, "shard-0.1", 4)
@@ -294,7 +294,7 @@ def test_resume_after_losing_a_resharded_checkpoint_restores_the_old_layout(tmp_
     assert find_resume_point(tmp_path).has_contiguous_journal
 
 
-def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path):
     assert find_snapshot(tmp_path, "shard-0") == SnapshotBase()
     write(tmp_path, 5, shard_0=3, shard_1=8)
     last = write(tmp_path, 10, shard_0=5, shard_1=9)
@@ -304,7 +304,7 @@ def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path)
 # Validation.
 
 
-def test_a_missing_or_truncated_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_truncated_file_is_named(tmp_path: Path):
     path = write(tmp_path, 5)
     check_files(newest(tmp_path))
     weights = path / "model" / "weights"
@@ -329,7 +329,7 @@ def test_a_missing_or_truncated_file_is_named(tmp_path: Path) -> None:
 )
 def test_invalid_values_in_state_json_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+):
     path = write(tmp_path, 5) / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(ConfigError, match=message):
@@ -337,7 +337,7 @@ def test_invalid_values_in_state_json_are_refused(
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "\xff", "[]"])
-def test_a_malformed_state_json_is_a_one_line_error(tmp_path: Path, text: str) -> None:
+def test_a_malformed_state_json_is_a_one_line_error(tmp_path: Path, text: str):
     path = write(tmp_path, 5) / "state.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"--resume .*state\.json: ") as refused:
@@ -345,7 +345,7 @@ def test_a_malformed_state_json_is_a_one_line_error(tmp_path: Path, text: str) -
     assert "\n" not in str(refused.value)
 
 
-def test_a_linked_checkpoint_survives_removal_of_the_original(tmp_path: Path) -> None:
+def test_a_linked_checkpoint_survives_removal_of_the_original(tmp_path: Path):
     for name in ("run", "other"):
         (tmp_path / name).mkdir()
     path = write(tmp_path / "run", 5, shard_0=3, books=2)
@@ -358,7 +358,7 @@ def test_a_linked_checkpoint_survives_removal_of_the_original(tmp_path: Path) ->
 # Layout of the shards' folders.
 
 
-def test_the_layout_file_sets_the_shard_folders(tmp_path: Path) -> None:
+def test_the_layout_file_sets_the_shard_folders(tmp_path: Path):
     assert read_layout(tmp_path, shards=2).shard_names == ["shard-0", "shard-1"]
     assert find_next_generation(tmp_path) == 1
     run_with_two_checkpoints(tmp_path)
@@ -382,7 +382,7 @@ def test_the_layout_file_sets_the_shard_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{}", "[", '{"shards": 0, "generation": 1}', '{"shards": "2"}'])
-def test_a_malformed_layout_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_malformed_layout_file_is_refused(tmp_path: Path, text: str):
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "layout.json").write_text(text)
     with pytest.raises(ConfigError, match=r"layout\.json: "):

@@ -45,7 +45,7 @@ def opened(run_dir: Path) -> ScaleRequestInbox:
     return inbox
 
 
-def test_a_request_is_taken_once_answered_and_removed(tmp_path: Path) -> None:
+def test_a_request_is_taken_once_answered_and_removed(tmp_path: Path):
     inbox = opened(tmp_path)
     taken: list[ScaleRequest] = []
 
@@ -59,7 +59,7 @@ def test_a_request_is_taken_once_answered_and_removed(tmp_path: Path) -> None:
     assert list((tmp_path / REQUESTS_FOLDER).iterdir()) == []
 
 
-def test_simultaneous_clients_get_their_own_answers(tmp_path: Path) -> None:
+def test_simultaneous_clients_get_their_own_answers(tmp_path: Path):
     inbox = opened(tmp_path)
     inner: list[ScaleAnswer] = []
 
@@ -80,7 +80,7 @@ def test_simultaneous_clients_get_their_own_answers(tmp_path: Path) -> None:
     "text",
     ["[" * 100_000, "", '{"counts": {"gen', "[]", '{"count": 3}', '{"counts": {"generator": 0}}'],
 )
-def test_an_invalid_request_is_answered_as_invalid(tmp_path: Path, text: str) -> None:
+def test_an_invalid_request_is_answered_as_invalid(tmp_path: Path, text: str):
     inbox = opened(tmp_path)
     (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text(text)
     assert inbox.take_requests() == []
@@ -88,7 +88,7 @@ def test_an_invalid_request_is_answered_as_invalid(tmp_path: Path, text: str) ->
     assert not answer["is_done"] and "invalid request" in answer["lines"][0]
 
 
-def test_foreign_and_partial_files_are_ignored(tmp_path: Path) -> None:
+def test_foreign_and_partial_files_are_ignored(tmp_path: Path):
     inbox = opened(tmp_path)
     for name in ("notes.txt", ".1.request.json.partial", "1.json"):
         (tmp_path / REQUESTS_FOLDER / name).write_text("{}")
@@ -96,7 +96,7 @@ def test_foreign_and_partial_files_are_ignored(tmp_path: Path) -> None:
     assert len(list((tmp_path / REQUESTS_FOLDER).iterdir())) == 3
 
 
-def test_an_unread_answer_is_removed_with_the_run(tmp_path: Path) -> None:
+def test_an_unread_answer_is_removed_with_the_run(tmp_path: Path):
     inbox = opened(tmp_path)
     taken: list[ScaleRequest] = []
     times: list[float] = []
@@ -111,7 +111,7 @@ def test_an_unread_answer_is_removed_with_the_run(tmp_path: Path) -> None:
     inbox.close()
 
 
-def test_a_resumed_run_starts_with_an_empty_inbox(tmp_path: Path) -> None:
+def test_a_resumed_run_starts_with_an_empty_inbox(tmp_path: Path):
     folder = tmp_path / REQUESTS_FOLDER
     folder.mkdir()
     for name in ("1.answer.json", ".2.request.json.partial", "3.taken.json"):
@@ -122,7 +122,7 @@ def test_a_resumed_run_starts_with_an_empty_inbox(tmp_path: Path) -> None:
 
 def test_a_disk_error_while_answering_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     inbox = opened(tmp_path)
 
     def refuse(*_: object) -> None:
@@ -136,7 +136,7 @@ def test_a_disk_error_while_answering_names_the_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_request_without_a_live_run_fails(tmp_path: Path) -> None:
+def test_a_request_without_a_live_run_fails(tmp_path: Path):
     with pytest.raises(ConfigError, match="the run is not running, or still starting"):
         send_request(tmp_path, lambda now: None, generator=2)
     inbox = opened(tmp_path)
@@ -147,7 +147,7 @@ def test_a_request_without_a_live_run_fails(tmp_path: Path) -> None:
     assert inbox.take_requests() == [], "it was taken back"
 
 
-def test_a_request_to_a_dead_run_does_not_reach_the_resumed_run(tmp_path: Path) -> None:
+def test_a_request_to_a_dead_run_does_not_reach_the_resumed_run(tmp_path: Path):
     dead = opened(tmp_path)
     (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text('{"counts": {"generator": 9}}')
     (tmp_path / REQUESTS_FOLDER / "0.request.json").write_text('{"counts": {"generator": 8}}')
@@ -160,7 +160,7 @@ def test_a_request_to_a_dead_run_does_not_reach_the_resumed_run(tmp_path: Path) 
 @pytest.mark.parametrize("end", [ScaleRequestInbox.close, ScaleRequestInbox.open])
 def test_waiting_clients_fail_when_the_run_ends_or_resumes(
     tmp_path: Path, end: Callable[[ScaleRequestInbox], None]
-) -> None:
+):
     inbox = opened(tmp_path)
     times: list[float] = []
 
@@ -173,13 +173,13 @@ def test_waiting_clients_fail_when_the_run_ends_or_resumes(
     assert len(times) == 1
 
 
-def test_a_taken_request_without_an_answer_times_out(tmp_path: Path) -> None:
+def test_a_taken_request_without_an_answer_times_out(tmp_path: Path):
     inbox = opened(tmp_path)
     with pytest.raises(ConfigError, match=r"no answer within 100 s; the change may"):
         send_request(tmp_path, lambda now: inbox.take_requests(), generator=2)
 
 
-def test_a_malformed_answer_is_a_one_line_error(tmp_path: Path) -> None:
+def test_a_malformed_answer_is_a_one_line_error(tmp_path: Path):
     (tmp_path / REQUESTS_FOLDER).mkdir()
 
     def spoil(now: float) -> None:

@@ -30,9 +30,7 @@ def _end_by(number: int, run_dir: Path, actor: str) -> None:
 @pytest.mark.parametrize(
     ("number", "reason"), [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")]
 )
-def test_a_crash_is_reported_once_and_its_stacks_are_kept(
-    tmp_path: Path, number: int, reason: str
-) -> None:
+def test_a_crash_is_reported_once_and_its_stacks_are_kept(tmp_path: Path, number: int, reason: str):
     watch = CrashWatch(tmp_path)
     assert watch.find_new_crashes() == []
     _end_by(number, tmp_path, "trainer-1")
@@ -45,7 +43,7 @@ def test_a_crash_is_reported_once_and_its_stacks_are_kept(
     assert CrashWatch(tmp_path).find_new_crashes() == [], "of a run that goes on"
 
 
-def test_sigkill_leaves_no_stacks(tmp_path: Path) -> None:
+def test_sigkill_leaves_no_stacks(tmp_path: Path):
     watch = CrashWatch(tmp_path)
     _end_by(signal.SIGKILL, tmp_path, "generator-0")
     assert watch.find_new_crashes() == []

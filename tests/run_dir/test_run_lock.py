@@ -59,7 +59,7 @@ def owner(folder: Path, *how: str) -> Iterator[tuple[subprocess.Popen[str], int]
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_second_owner_is_refused_with_the_owners_start_host_and_pid(tmp_path: Path) -> None:
+def test_a_second_owner_is_refused_with_the_owners_start_host_and_pid(tmp_path: Path):
     with owner(tmp_path) as (process, _):
         with pytest.raises(ConfigError) as refused:
             acquire_run_lock(tmp_path)
@@ -76,7 +76,7 @@ def test_a_second_owner_is_refused_with_the_owners_start_host_and_pid(tmp_path: 
         assert time.monotonic() - started < 1, "a dead owner is detected at once"
 
 
-def test_a_fork_neither_keeps_nor_releases_the_owners_lock(tmp_path: Path) -> None:
+def test_a_fork_neither_keeps_nor_releases_the_owners_lock(tmp_path: Path):
     with owner(tmp_path, "forks") as (process, child):
         process.kill()
         process.wait()
@@ -95,7 +95,7 @@ def test_a_fork_neither_keeps_nor_releases_the_owners_lock(tmp_path: Path) -> No
     lock.release()
 
 
-def test_the_directory_of_a_dead_owner_is_free(tmp_path: Path) -> None:
+def test_the_directory_of_a_dead_owner_is_free(tmp_path: Path):
     acquire_run_lock(tmp_path).release()
     assert read_owner(tmp_path) is None
     with lock_for_reading(tmp_path):
@@ -103,7 +103,7 @@ def test_the_directory_of_a_dead_owner_is_free(tmp_path: Path) -> None:
     acquire_run_lock(tmp_path).release()
 
 
-def test_a_read_lock_keeps_owners_out_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_read_lock_keeps_owners_out_and_writes_nothing(tmp_path: Path):
     with lock_for_reading(tmp_path):
         assert list(tmp_path.iterdir()) == []
     acquire_run_lock(tmp_path).release()
@@ -131,7 +131,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_owner_on_another_node_is_alive_while_its_heartbeat_moves(tmp_path: Path) -> None:
+def test_an_owner_on_another_node_is_alive_while_its_heartbeat_moves(tmp_path: Path):
     elsewhere(tmp_path)
     ended = threading.Event()
 
@@ -151,7 +151,7 @@ def test_an_owner_on_another_node_is_alive_while_its_heartbeat_moves(tmp_path: P
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_owner_sends_heartbeats(tmp_path: Path) -> None:
+def test_an_owner_sends_heartbeats(tmp_path: Path):
     lock = acquire_run_lock(tmp_path)
     before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
     time.sleep(0.3)
@@ -159,7 +159,7 @@ def test_an_owner_sends_heartbeats(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_verify_owner_names_the_command_that_took_over(tmp_path: Path) -> None:
+def test_verify_owner_names_the_command_that_took_over(tmp_path: Path):
     lock = acquire_run_lock(tmp_path)
     lock.verify_owner()
     elsewhere(tmp_path)
@@ -173,7 +173,7 @@ def test_verify_owner_names_the_command_that_took_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("alive", [True, False])
 def test_without_flock_pid_and_start_time_identify_the_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
-) -> None:
+):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
@@ -188,7 +188,7 @@ def test_without_flock_pid_and_start_time_identify_the_owner(
         acquire_run_lock(tmp_path).release()
 
 
-def test_a_lock_file_that_is_a_symlink_or_irregular_is_refused(tmp_path: Path) -> None:
+def test_a_lock_file_that_is_a_symlink_or_irregular_is_refused(tmp_path: Path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / LOCK_FILE).symlink_to(tmp_path / "precious")
     with pytest.raises(ConfigError, match="cannot be locked"):
@@ -213,9 +213,7 @@ LEADS_OUT = (
 
 @pytest.mark.parametrize("name", LEADS_OUT)
 @pytest.mark.parametrize("target", ["..", "nowhere", "absolute", "circle"])
-def test_a_directory_with_a_link_to_the_outside_is_refused(
-    tmp_path: Path, name: str, target: str
-) -> None:
+def test_a_directory_with_a_link_to_the_outside_is_refused(tmp_path: Path, name: str, target: str):
     run_dir, link = tmp_path / "run", tmp_path / "run" / name
     link.parent.mkdir(parents=True)
     out = os.path.relpath(tmp_path, link.parent)
@@ -226,7 +224,7 @@ def test_a_directory_with_a_link_to_the_outside_is_refused(
     assert not (run_dir / LOCK_FILE).exists()
 
 
-def test_links_inside_and_to_the_directory_are_allowed(tmp_path: Path) -> None:
+def test_links_inside_and_to_the_directory_are_allowed(tmp_path: Path):
     logs = tmp_path / "run/wandb/offline-run-1/logs"
     logs.mkdir(parents=True)
     (logs / "debug-core.log").symlink_to("/root/.cache/wandb/logs/core-debug.log")
@@ -238,7 +236,7 @@ def test_links_inside_and_to_the_directory_are_allowed(tmp_path: Path) -> None:
 
 def test_a_folder_removed_during_the_link_check_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     (tmp_path / "checkpoints" / ".partial").mkdir(parents=True)
     scan = os.scandir
 

@@ -117,7 +117,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_simulated_steps_end_with_those_of_the_real_loops(
     name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     case = CASES[name]
     simulated = run_simulation(
         case.dataflow,

@@ -153,16 +153,14 @@ def check_devices(case: SimulationCase, result: SimulationResult) -> None:
 
 
 @given(cases)
-def test_ledger_balances_staleness_is_bounded_and_phases_exclude_each_other(
-    case: SimulationCase,
-) -> None:
+def test_ledger_balances_staleness_is_bounded_and_phases_exclude_each_other(case: SimulationCase):
     result = case.run()
     check_ledger(case, result)
     check_devices(case, result)
 
 
 @given(cases, st.integers(0, 1))
-def test_stale_groups_are_dropped_and_replaced(case: SimulationCase, staleness: int) -> None:
+def test_stale_groups_are_dropped_and_replaced(case: SimulationCase, staleness: int):
     run_options = replace(case.run_options, depth=staleness + 2, on_stale="drop")
     result = replace(case, run_options=run_options, staleness=staleness, streamed=True).run()
     counts = result.ledger
@@ -172,7 +170,7 @@ def test_stale_groups_are_dropped_and_replaced(case: SimulationCase, staleness: 
 
 
 @given(cases)
-def test_equal_seeds_give_equal_runs(case: SimulationCase) -> None:
+def test_equal_seeds_give_equal_runs(case: SimulationCase):
     first, second = case.run(), case.run()
     assert first.step_ends == second.step_ends
     assert first.spans == second.spans
@@ -181,6 +179,6 @@ def test_equal_seeds_give_equal_runs(case: SimulationCase) -> None:
 @given(cases, st.sampled_from([40.0, 300.0]), st.integers(1, 3))
 def test_crashes_neither_lose_groups_nor_train_groups_twice(
     case: SimulationCase, mttf_s: float, checkpoint_every: int
-) -> None:
+):
     failures = FailureModel(mttf_s, 2.0, checkpoint_every, node_devices=1)
     check_ledger(case, replace(case, failures=failures).run())

@@ -31,11 +31,7 @@ TIMINGS = StageTimings(
     {"policy": TrainTiming(8, micro_batch_s=0.02, token_s=1e-4, update_s=0.2)},
 )
 PLACEMENT = placement_from_meshes(
-    {
-        "generate": ("0-7", "1-1-8"),
-        "train": ("8-15", "1-1-8"),
-        "reference": ("16-19", "1-1-4"),
-    },
+    {"generate": ("0-7", "1-1-8"), "train": ("8-15", "1-1-8"), "reference": ("16-19", "1-1-4")},
     max_staleness=1,
 )
 
@@ -61,11 +57,11 @@ def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> 
         (2048, 16, 18 + 17 + 16),
     ],
 )
-def test_fewer_steps_are_simulated_if_steps_are_large(groups: int, lead: int, steps: int) -> None:
+def test_fewer_steps_are_simulated_if_steps_are_large(groups: int, lead: int, steps: int):
     assert choose_num_steps(groups, lead) == steps
 
 
-def test_parts_divide_replicas_and_ranks_and_are_large_enough() -> None:
+def test_parts_divide_replicas_and_ranks_and_are_large_enough():
     assert choose_num_parts(TIMINGS, workload(2048), 0) == 8
     # 1000 groups: four parts of 250 are too small.
     assert choose_num_parts(TIMINGS, workload(1000), 0) == 2
@@ -76,19 +72,19 @@ def test_parts_divide_replicas_and_ranks_and_are_large_enough() -> None:
     assert choose_num_parts(replace(TIMINGS, cores=8), workload(2048), 0) == 1
 
 
-def test_filtering_on_policy_is_not_split() -> None:
+def test_filtering_on_policy_is_not_split():
     filtering = replace(workload(2048), filtered_fraction=0.5)
     assert choose_num_parts(TIMINGS, filtering, 0) == 1
     assert choose_num_parts(TIMINGS, filtering, 1) == 8
 
 
-def test_parts_keep_the_expected_longest_rollout() -> None:
+def test_parts_keep_the_expected_longest_rollout():
     endless = LognormalLengths(200, 0.6, 1_000_000)
     assert choose_num_parts(TIMINGS, workload(2048, endless), 0) == 1
     assert choose_num_parts(TIMINGS, workload(2048, FixedLength(300)), 0) == 8
 
 
-def test_indivisible_replicas_become_slower() -> None:
+def test_indivisible_replicas_become_slower():
     part = split_timings(TIMINGS, 4)
     assert part.generator.replicas == 2
     assert part.train["policy"].dp_size == 2
@@ -97,7 +93,7 @@ def test_indivisible_replicas_become_slower() -> None:
     assert (part.score["reward"].replicas, part.score["reward"].batch_s) == (1, 4e-4)
 
 
-def test_a_part_predicts_the_rate_of_the_whole() -> None:
+def test_a_part_predicts_the_rate_of_the_whole():
     quick = run_quick_simulation(
         GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, run_options=RunOptions()
     )
@@ -109,7 +105,7 @@ def test_a_part_predicts_the_rate_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_runs_far_ahead_are_simulated_for_whole_cycles(seed: int) -> None:
+def test_runs_far_ahead_are_simulated_for_whole_cycles(seed: int):
     """A step with long rollouts delays all steps in flight, so steps come in bursts."""
     step_workload = replace(workload(32, LognormalLengths(300, 0.7, 2048)), group_size=8)
     replicas = replace(TIMINGS.generator, replicas=64)
@@ -126,7 +122,7 @@ def test_runs_far_ahead_are_simulated_for_whole_cycles(seed: int) -> None:
     assert quick.mean_step_s == pytest.approx(full.mean_step_s, rel=0.1)
 
 
-def test_simulation_cost_grows_with_rollouts_and_faster_with_large_steps() -> None:
+def test_simulation_cost_grows_with_rollouts_and_faster_with_large_steps():
     seconds = estimate_simulation_s(replace(workload(512), group_size=8), steps=20_000)
     assert seconds == pytest.approx(512 * 8 * 20_000 * 40e-6)
     assert estimate_simulation_s(workload(512), steps=6) == pytest.approx(
@@ -140,7 +136,7 @@ def test_simulation_cost_grows_with_rollouts_and_faster_with_large_steps() -> No
     assert many == pytest.approx(4 * 2 * few)
 
 
-def test_preemption_makes_simulations_slower() -> None:
+def test_preemption_makes_simulations_slower():
     roomy, step_workload = TIMINGS.generator, workload(512)
     plain = estimate_simulation_s(step_workload, steps=5)
     assert estimate_simulation_s(step_workload, steps=5, generator=roomy) == plain
@@ -153,7 +149,7 @@ def test_preemption_makes_simulations_slower() -> None:
     assert estimate_simulation_s(step_workload, steps=5, generator=few) == plain
 
 
-def test_a_split_simulation_costs_the_time_of_one_part() -> None:
+def test_a_split_simulation_costs_the_time_of_one_part():
     step_workload = workload(4096)
     assert choose_num_parts(TIMINGS, step_workload, 1) == 8
     assert estimate_quick_run_s(TIMINGS, step_workload, 1) == estimate_simulation_s(

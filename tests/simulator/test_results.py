@@ -10,7 +10,7 @@ from streamrl.telemetry.metric_names import Histogram, find_missing_metrics, val
 from tests.simulator.test_simulation import APART, TIMINGS, TOGETHER, WORKLOAD, run
 
 
-def test_rows_follow_the_metrics_contract() -> None:
+def test_rows_follow_the_metrics_contract():
     result = run(placement=replace(APART, max_staleness=1))
     for row in result.metrics_rows:
         validate_row(row)
@@ -28,7 +28,7 @@ def test_rows_follow_the_metrics_contract() -> None:
     assert isinstance(mean, float) and math.isnan(mean)
 
 
-def test_the_trace_matches_that_of_a_run(tmp_path: Path) -> None:
+def test_the_trace_matches_that_of_a_run(tmp_path: Path):
     result = run(placement=replace(TOGETHER, max_staleness=1))
     result.write_run_files(tmp_path)
     events = json.loads((tmp_path / "trace.json").read_text())
@@ -44,7 +44,7 @@ def test_the_trace_matches_that_of_a_run(tmp_path: Path) -> None:
         lanes[event["tid"]] = event["ts"] + event["dur"]
 
 
-def test_completion_lengths_depend_only_on_prompt_and_seed() -> None:
+def test_completion_lengths_depend_only_on_prompt_and_seed():
     workload = replace(WORKLOAD, lengths=LognormalLengths(10, 0.5, 30))
     lengths = [
         {

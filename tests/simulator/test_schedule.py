@@ -75,26 +75,26 @@ def errors(
 @pytest.mark.parametrize("lengths", [FIXED, LONG_TAILED], ids=["fixed", "long-tailed"])
 def test_estimates_are_close_to_simulated_steps(
     lengths: FixedLength | LognormalLengths, mini_batches: int
-) -> None:
+):
     step_errors = errors(lengths, mini_batches)
     assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
 
 
 @pytest.mark.parametrize("ahead", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
-def test_estimates_include_group_delivery(ahead: int) -> None:
+def test_estimates_include_group_delivery(ahead: int):
     plain, slow = errors(LONG_TAILED, 1), errors(LONG_TAILED, 1, aheads=(ahead,), group_s=0.1)
     worse = {name: slow[name] - plain[name] for name in slow}
     assert {name: error for name, error in worse.items() if abs(error) > 0.03} == {}
 
 
 @pytest.mark.parametrize(("publish_every", "ahead"), [(2, 1), (2, 2), (3, 2)])
-def test_estimates_hold_for_steps_that_share_a_version(publish_every: int, ahead: int) -> None:
+def test_estimates_hold_for_steps_that_share_a_version(publish_every: int, ahead: int):
     step_errors = errors(FIXED, 1, publish_every, (ahead,))
     assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
 
 
 @pytest.mark.parametrize("updates", [(1,), pytest.param((1, 4), marks=pytest.mark.slow)])
-def test_the_median_error_is_small(updates: tuple[int, ...]) -> None:
+def test_the_median_error_is_small(updates: tuple[int, ...]):
     every = [
         abs(error)
         for lengths in (FIXED, LONG_TAILED)

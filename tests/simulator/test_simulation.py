@@ -11,12 +11,7 @@ from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.run_options import RunOptions
-from streamrl.placement.stage_timings import (
-    ScoreTiming,
-    StageTimings,
-    TrainTiming,
-    WeightsTiming,
-)
+from streamrl.placement.stage_timings import ScoreTiming, StageTimings, TrainTiming, WeightsTiming
 from streamrl.placement.workload import EmpiricalLengths, FixedLength, Workload
 from streamrl.resharding.grids import RankGrid
 from streamrl.simulator.results import SimulationResult
@@ -58,7 +53,7 @@ def run(
     return result.exclude_steps(0)
 
 
-def test_on_policy_steps_wait_for_the_previous_version() -> None:
+def test_on_policy_steps_wait_for_the_previous_version():
     # Pull 4, sample 10, score 0.5, train 2 and 1, publish 3; then again.
     result = run()
     assert result.step_ends == [17.5, 38.0, 58.5]
@@ -67,7 +62,7 @@ def test_on_policy_steps_wait_for_the_previous_version() -> None:
     assert result.exclude_steps(1).tokens_per_s == 20 / 20.5
 
 
-def test_one_step_ahead_samples_while_it_trains() -> None:
+def test_one_step_ahead_samples_while_it_trains():
     # Four groups are sampled by 14. The second step has its gradients at 19.5, and updates once the
     # first version is published, at 20.5. It is loaded at 24.5, the second one at 28.5: in the
     # middle of the groups of the third step, which finish at 34.5.
@@ -81,28 +76,24 @@ def test_one_step_ahead_samples_while_it_trains() -> None:
     assert result.tokens_by_staleness == {0: 20 + 12, 1: 20 + 8}
 
 
-def test_a_weight_update_pauses_running_rollouts() -> None:
+def test_a_weight_update_pauses_running_rollouts():
     # The groups of the third step pause from 24.5 to 28.5.
     weights = {"generate": WeightsTiming(publish_s=3.0, pull_s=4.0, pause_s=4.0)}
     result = run(replace(TIMINGS, weights=weights), replace(APART, max_staleness=1))
     assert result.step_ends == [17.5, 21.5, 42.0]
 
 
-def test_stages_on_shared_devices_take_turns() -> None:
+def test_stages_on_shared_devices_take_turns():
     # A trainer with devices of its own trains each group as soon as it is scored.
     workload = replace(WORKLOAD, lengths=FixedLength(10), micro_batch_tokens=11)
-    timings = replace(
-        TIMINGS,
-        generator=replace(GENERATOR, max_running=1),
-        weights={},
-    )
+    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
     # Sampled by 10 and 20, trained from 10.5 and from 20.5 on.
     assert run(timings, workload=workload, steps=1).step_ends == [20.5 + 2 + 1]
     # Scoring starts at 20, one group at a time; training starts after both.
     assert run(timings, TOGETHER, workload=workload, steps=1).step_ends == [20 + 1 + 2 + 2 + 1]
 
 
-def test_unstreamed_steps_train_once_complete() -> None:
+def test_unstreamed_steps_train_once_complete():
     workload = replace(WORKLOAD, micro_batch_tokens=11)
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
     whole = run(timings, replace(APART, is_streamed=False), workload=workload, steps=1)
@@ -111,14 +102,14 @@ def test_unstreamed_steps_train_once_complete() -> None:
     assert run(timings, workload=asked, steps=1).step_ends == [20.5 + 2 + 2 + 1]
 
 
-def test_groups_beyond_the_slots_of_a_generator_come_in_waves() -> None:
+def test_groups_beyond_the_slots_of_a_generator_come_in_waves():
     workload = replace(WORKLOAD, prompt_tokens=8, lengths=FixedLength(2))
     timings = replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=12), weights={})
     # Scored at 2.5 and 4.5, trained together.
     assert run(timings, workload=workload, steps=1).step_ends == [4.5 + 2 + 1]
 
 
-def test_short_rollouts_of_a_group_free_their_slots() -> None:
+def test_short_rollouts_of_a_group_free_their_slots():
     # 16 rollouts of 10 to 160 tokens in 16 slots; the next groups take free slots. On average a
     # group occupies the engine for 85 steps; holding its slots to the end would take 160.
     workload = Workload(
@@ -131,13 +122,13 @@ def test_short_rollouts_of_a_group_free_their_slots() -> None:
     assert result.mean_step_s == pytest.approx(8 * 85, rel=0.15)
 
 
-def test_a_preempted_group_continues_later() -> None:
+def test_a_preempted_group_continues_later():
     # After five steps the cache holds 12 tokens: the second group continues from 10 to 15.
     timings = replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=12), weights={})
     assert run(timings, steps=1).step_ends == [15.5 + 2 + 1]
 
 
-def test_unpublished_versions_are_skipped_by_generators() -> None:
+def test_unpublished_versions_are_skipped_by_generators():
     ahead, timings = replace(APART, max_staleness=1), replace(TIMINGS, weights={})
     # Four groups are sampled by 10 and scored by 11. Version 1 is not published: the next groups
     # begin with version 2, at 16.5.
@@ -149,7 +140,7 @@ def test_unpublished_versions_are_skipped_by_generators() -> None:
         run(timings, APART, run_options=RunOptions(publish_every=2))
 
 
-def test_an_ema_reference_delays_only_the_steps_at_which_it_moves() -> None:
+def test_an_ema_reference_delays_only_the_steps_at_which_it_moves():
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), moves_reference=True)
     placement = Placement({"generate": on(0), "reference": on(1), "train": on(2)})
     score = {**TIMINGS.score, "reference": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
@@ -168,14 +159,14 @@ def test_an_ema_reference_delays_only_the_steps_at_which_it_moves() -> None:
     assert played(4) == ([103.5, 117.0, 130.5, 144.0, 247.5], [0, 4])
 
 
-def test_every_update_waits_for_its_own_rounds() -> None:
+def test_every_update_waits_for_its_own_rounds():
     # Two epochs of two updates, one group each.
     workload = replace(WORKLOAD, epochs=2, mini_batches=2)
     timings = replace(TIMINGS, weights={})
     assert run(timings, workload=workload, steps=1).step_ends == [10.5 + 4 * (2 + 1)]
 
 
-def test_hops_and_bookkeeping_take_time() -> None:
+def test_hops_and_bookkeeping_take_time():
     # Begin 0.25; a hop after each stage; recording a step takes 0.5.
     generator = replace(GENERATOR, begin_s=0.25)
     timings = replace(TIMINGS, generator=generator, weights={}, hop_s=0.125, step_s=0.5)
@@ -183,7 +174,7 @@ def test_hops_and_bookkeeping_take_time() -> None:
     assert run(timings, steps=2).step_ends == [end, 2 * end]
 
 
-def test_busy_processes_share_one_core() -> None:
+def test_busy_processes_share_one_core():
     # Two generators with a group each take twice as long, with half of the core each. Their groups
     # are scored one at a time, in order.
     generator = replace(GENERATOR, replicas=2, max_running=1)
@@ -192,7 +183,7 @@ def test_busy_processes_share_one_core() -> None:
     assert run(replace(timings, cores=2), steps=1).step_ends == [10 + 1 + 2 + 1]
 
 
-def test_trained_models_run_concurrently_unless_they_share_devices() -> None:
+def test_trained_models_run_concurrently_unless_they_share_devices():
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "values"))
     score = {**TIMINGS.score, "value": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
     train = {**TIMINGS.train, "critic": TrainTiming(1, 4.0, 0.0, 1.0)}
@@ -204,7 +195,7 @@ def test_trained_models_run_concurrently_unless_they_share_devices() -> None:
     assert result.step_ends == [10.5 + 4 + 1 + 2 + 1]
 
 
-def test_publishing_and_pulling_count_as_busy_time() -> None:
+def test_publishing_and_pulling_count_as_busy_time():
     result = run().exclude_steps(1)
     assert result.idle_fractions["generate"] == pytest.approx(1 - 14 / 20.5)
     assert result.idle_fractions["reward"] == pytest.approx(1 - 0.5 / 20.5)
@@ -212,12 +203,12 @@ def test_publishing_and_pulling_count_as_busy_time() -> None:
     assert result.idle_fractions["train"] == pytest.approx(1 - 6 / 20.5)
 
 
-def test_queue_depths_are_recorded_at_every_change() -> None:
+def test_queue_depths_are_recorded_at_every_change():
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
     assert run(timings, steps=1).queue_depths["generate"] == [(0.0, 1), (10.0, 0)]
 
 
-def test_invalid_scenarios_are_errors_with_a_reason() -> None:
+def test_invalid_scenarios_are_errors_with_a_reason():
     with pytest.raises(ConfigError, match=r"timings\.score\.reward: missing"):
         run(replace(TIMINGS, score={}))
     with pytest.raises(ConfigError, match=r"timings\.train\.policy: missing"):
@@ -230,7 +221,7 @@ def test_invalid_scenarios_are_errors_with_a_reason() -> None:
         run(steps=0)
 
 
-def test_filtered_groups_are_replaced() -> None:
+def test_filtered_groups_are_replaced():
     # One rollout at a time, and sampling dominates: twice as many take twice as long.
     timings = replace(
         TIMINGS,
@@ -247,7 +238,7 @@ def test_filtered_groups_are_replaced() -> None:
     assert filtered.tokens_per_s == pytest.approx(plain.tokens_per_s / 2, rel=0.15)
 
 
-def test_filtered_groups_are_replaced_while_the_trainer_waits_for_devices() -> None:
+def test_filtered_groups_are_replaced_while_the_trainer_waits_for_devices():
     # The first unfiltered group makes the trainer request the devices, which generation holds until
     # all is sampled. Groups filtered meanwhile are replaced as fast as on separate devices.
     timings = replace(
@@ -263,7 +254,7 @@ def test_filtered_groups_are_replaced_while_the_trainer_waits_for_devices() -> N
     assert steps[1].mean_step_s == pytest.approx(steps[0].mean_step_s, rel=0.02)
 
 
-def test_weights_are_published_before_the_devices_are_released() -> None:
+def test_weights_are_published_before_the_devices_are_released():
     # The first step is sampled until 14, scored, and trained until 41. From 24 on the second step
     # waits for its scoring on the same device (6 s); publishing does not wait for that scoring.
     placement = Placement({"generate": on(0), "reward": on(1), "train": on(1)}, max_staleness=1)
@@ -282,7 +273,7 @@ def test_weights_are_published_before_the_devices_are_released() -> None:
     assert [span.start_s for span in published] == pytest.approx(updates)
 
 
-def test_cool_down_steps_do_not_count() -> None:
+def test_cool_down_steps_do_not_count():
     result = run_simulation(
         FLOW, replace(APART, max_staleness=4), TIMINGS, WORKLOAD, steps=30, seed=1
     )

@@ -8,11 +8,11 @@ import pytest
 
 from streamrl.errors import DeadlineError
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
-from tests.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 
-@in_virtual_time
-async def test_holders_take_turns_without_overlap() -> None:
+async def test_holders_take_turns_without_overlap():
     arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
 
     async def work(holder: str) -> None:
@@ -26,8 +26,7 @@ async def test_holders_take_turns_without_overlap() -> None:
     assert log == ["a in", "a out", "b in", "b out", "c in", "c out"]
 
 
-@in_virtual_time
-async def test_work_of_a_holder_runs_concurrently() -> None:
+async def test_work_of_a_holder_runs_concurrently():
     lease = SharedDeviceLease(DeviceArbiter(timeout_s=100.0), "generator-0")
 
     async def work() -> None:
@@ -38,8 +37,7 @@ async def test_work_of_a_holder_runs_concurrently() -> None:
     assert asyncio.get_running_loop().time() == pytest.approx(5.0)
 
 
-@in_virtual_time
-async def test_pool_is_held_until_the_last_work_ends() -> None:
+async def test_pool_is_held_until_the_last_work_ends():
     arbiter = DeviceArbiter(timeout_s=100.0)
     generator_lease = SharedDeviceLease(arbiter, "generator-0")
 
@@ -55,16 +53,14 @@ async def test_pool_is_held_until_the_last_work_ends() -> None:
     assert acquired_at == pytest.approx(7.0)
 
 
-@in_virtual_time
-async def test_lease_deadline_names_the_holder() -> None:
+async def test_lease_deadline_names_the_holder():
     arbiter = DeviceArbiter(timeout_s=3.0)
     await arbiter.acquire("generator-0")
     with pytest.raises(DeadlineError, match=r"trainer waited 3 s .* generator-0 has held it"):
         await arbiter.acquire("trainer")
 
 
-@in_virtual_time
-async def test_lease_deadline_restarts_with_progress() -> None:
+async def test_lease_deadline_restarts_with_progress():
     arbiter = DeviceArbiter(timeout_s=3.0)
     trainer = SharedDeviceLease(arbiter, "trainer")
 
@@ -83,8 +79,7 @@ async def test_lease_deadline_restarts_with_progress() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-@in_virtual_time
-async def test_grant_at_the_deadline_is_never_lost(order: int) -> None:
+async def test_grant_at_the_deadline_is_never_lost(order: int):
     arbiter = DeviceArbiter(timeout_s=3.0)
     await arbiter.acquire("trainer")
 
@@ -101,8 +96,7 @@ async def test_grant_at_the_deadline_is_never_lost(order: int) -> None:
     await arbiter.acquire("generator-0")
 
 
-@in_virtual_time
-async def test_end_of_one_piece_of_work_is_progress() -> None:
+async def test_end_of_one_piece_of_work_is_progress():
     arbiter = DeviceArbiter(timeout_s=3.0)
     lease = SharedDeviceLease(arbiter, "generator-0")
 
@@ -117,8 +111,7 @@ async def test_end_of_one_piece_of_work_is_progress() -> None:
     await asyncio.gather(*running)
 
 
-@in_virtual_time
-async def test_failed_work_releases_the_pool() -> None:
+async def test_failed_work_releases_the_pool():
     arbiter = DeviceArbiter(timeout_s=3.0)
     with pytest.raises(RuntimeError, match="boom"):
         async with SharedDeviceLease(arbiter, "a").hold("stage"):
@@ -127,8 +120,7 @@ async def test_failed_work_releases_the_pool() -> None:
         pass
 
 
-@in_virtual_time
-async def test_dead_waiter_gets_no_grant() -> None:
+async def test_dead_waiter_gets_no_grant():
     arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
     await arbiter.acquire("trainer")
 
@@ -149,8 +141,7 @@ async def test_dead_waiter_gets_no_grant() -> None:
     assert log == ["reward-0", "generator-0"]
 
 
-@in_virtual_time
-async def test_pool_of_a_dead_holder_goes_to_the_next_waiter() -> None:
+async def test_pool_of_a_dead_holder_goes_to_the_next_waiter():
     arbiter = DeviceArbiter(timeout_s=100.0)
     await arbiter.acquire("generator-0")
     waiting = asyncio.create_task(arbiter.acquire("trainer"))
@@ -188,8 +179,7 @@ class RemoteArbiter:
         await asyncio.shield(task)
 
 
-@in_virtual_time
-async def test_work_cancelled_while_waiting_releases_a_late_grant() -> None:
+async def test_work_cancelled_while_waiting_releases_a_late_grant():
     arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
     generator_lease = SharedDeviceLease(RemoteArbiter(arbiter), "generator-0")
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import DeadlineError
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
-from tests.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Decoding:
@@ -34,8 +34,7 @@ class Decoding:
             self.computing -= 1
 
 
-@in_virtual_time
-async def test_holders_of_a_phase_share_the_pool() -> None:
+async def test_holders_of_a_phase_share_the_pool():
     arbiter = DeviceArbiter(timeout_s=100.0, slice_s=60.0)
 
     async def work(holder: str, phase: str, after_s: float) -> None:
@@ -52,36 +51,30 @@ async def test_holders_of_a_phase_share_the_pool() -> None:
     assert asyncio.get_running_loop().time() == pytest.approx(2.0 + 5.0 + 5.0)
 
 
-def test_rollouts_are_preempted_after_their_slice_and_resume() -> None:
-    async def main() -> tuple[float, float]:
-        arbiter, decoding = DeviceArbiter(timeout_s=100.0, slice_s=2.0), Decoding()
-        generator_lease = SharedDeviceLease(
-            arbiter, "generator-0", "generate", suspendable=decoding
-        )
-        clock = asyncio.get_running_loop().time
+async def test_rollouts_are_preempted_after_their_slice_and_resume():
+    arbiter, decoding = DeviceArbiter(timeout_s=100.0, slice_s=2.0), Decoding()
+    generator_lease = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
+    clock = asyncio.get_running_loop().time
 
-        async def generate() -> None:
-            async with generator_lease.hold("generate"):
-                await decoding.work(6.0)
+    async def generate() -> None:
+        async with generator_lease.hold("generate"):
+            await decoding.work(6.0)
 
-        running = asyncio.create_task(generate())
-        await asyncio.sleep(0.5)
-        async with SharedDeviceLease(arbiter, "trainer").hold("train"):
-            acquired_at = clock()
-            await asyncio.sleep(0.2)
-            assert not decoding.computing
-            await asyncio.sleep(2.8)
-        await running
-        await arbiter.acquire("trainer")
-        return acquired_at, clock()
-
-    acquired_at, ended = run_virtual(main())
+    running = asyncio.create_task(generate())
+    await asyncio.sleep(0.5)
+    async with SharedDeviceLease(arbiter, "trainer").hold("train"):
+        acquired_at = clock()
+        await asyncio.sleep(0.2)
+        assert not decoding.computing
+        await asyncio.sleep(2.8)
+    await running
+    await arbiter.acquire("trainer")
+    acquired_at, ended = acquired_at, clock()
     assert acquired_at == pytest.approx(2.0)
     assert ended == pytest.approx(6.0 + 3.0, abs=0.2)
 
 
-@in_virtual_time
-async def test_preempted_rollouts_resume_however_late() -> None:
+async def test_preempted_rollouts_resume_however_late():
     arbiter, decoding = DeviceArbiter(timeout_s=10.0, slice_s=2.0), Decoding()
     generator_lease = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
 
@@ -96,8 +89,7 @@ async def test_preempted_rollouts_resume_however_late() -> None:
     assert asyncio.get_running_loop().time() == pytest.approx(6.0 + 35.0, abs=0.2)
 
 
-@in_virtual_time
-async def test_unsuspendable_work_keeps_the_pool_until_finished() -> None:
+async def test_unsuspendable_work_keeps_the_pool_until_finished():
     arbiter = DeviceArbiter(timeout_s=100.0, slice_s=2.0)
     running = asyncio.create_task(_held(SharedDeviceLease(arbiter, "trainer"), 8.0))
     await asyncio.sleep(0.5)
@@ -120,10 +112,9 @@ PIECES = st.lists(
 
 
 @given(PIECES, PIECES, st.floats(0.1, 5.0))
-@in_virtual_time
 async def test_conflicting_phases_never_overlap_and_none_starves(
     rollouts: list[tuple[str, float, float]], steps: list[tuple[str, float, float]], slice_s: float
-) -> None:
+):
     arbiter = DeviceArbiter(timeout_s=1000.0, slice_s=slice_s)
     decoding = {name: Decoding() for name in ("generator-0", "generator-1")}
     leases = {
@@ -162,8 +153,7 @@ async def test_conflicting_phases_never_overlap_and_none_starves(
 PARTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}}
 
 
-@in_virtual_time
-async def test_phases_without_a_common_device_run_in_parallel() -> None:
+async def test_phases_without_a_common_device_run_in_parallel():
     arbiter, clock = (DeviceArbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time)
     times = {}
 
@@ -178,8 +168,7 @@ async def test_phases_without_a_common_device_run_in_parallel() -> None:
     assert times["train"] == (5.0, 10.0)
 
 
-@in_virtual_time
-async def test_phase_on_many_devices_is_not_starved_by_single_device_phases() -> None:
+async def test_phase_on_many_devices_is_not_starved_by_single_device_phases():
     arbiter, clock = (DeviceArbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time)
 
     async def score(phase: str, after_s: float) -> None:
@@ -197,8 +186,7 @@ async def test_phase_on_many_devices_is_not_starved_by_single_device_phases() ->
     assert acquired_at == pytest.approx(6.0)
 
 
-@in_virtual_time
-async def test_deadline_names_only_conflicting_holders() -> None:
+async def test_deadline_names_only_conflicting_holders():
     arbiter = DeviceArbiter(timeout_s=3.0, slots=PARTS)
     await arbiter.acquire("reference-0", "reference")
     await arbiter.acquire("reward-0", "reward")
@@ -218,10 +206,9 @@ async def test_deadline_names_only_conflicting_holders() -> None:
     ),
     st.sampled_from([0.0, 1.0, float("inf")]),
 )
-@in_virtual_time
 async def test_no_device_is_in_two_phases_and_every_phase_gets_a_turn(
     slots: dict[str, set[int]], pieces: list[tuple[str, int, float, float]], slice_s: float
-) -> None:
+):
     arbiter, clock = DeviceArbiter(timeout_s=1e4, slice_s=slice_s, slots=slots), asyncio.sleep
     computing: list[str] = []
 
@@ -246,8 +233,7 @@ async def test_no_device_is_in_two_phases_and_every_phase_gets_a_turn(
     await arbiter.acquire("somebody")
 
 
-@in_virtual_time
-async def test_holder_is_preempted_for_each_conflicting_request() -> None:
+async def test_holder_is_preempted_for_each_conflicting_request():
     """Also if the previous request was given up."""
     arbiter, clock = DeviceArbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()
     await arbiter.acquire("a")
@@ -264,8 +250,7 @@ async def test_holder_is_preempted_for_each_conflicting_request() -> None:
     assert (preempted, at) == (True, 5.0)
 
 
-@in_virtual_time
-async def test_released_holder_is_not_preempted() -> None:
+async def test_released_holder_is_not_preempted():
     arbiter, clock = DeviceArbiter(timeout_s=100.0), asyncio.get_running_loop()
     await arbiter.acquire("a")
     waiting = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))

@@ -15,7 +15,6 @@ from streamrl.stream.group_collector import GroupCollector
 from streamrl.stream.run_state import PipelineConfig
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import Plan
-from tests.virtual_time import in_virtual_time
 
 FILTERING = Plan(
     seed=3,
@@ -33,7 +32,7 @@ FILTERING = Plan(
 """Each group is one micro-batch; training it takes as long as sampling several groups."""
 
 
-def test_groups_filtered_during_training_are_logged_at_once() -> None:
+def test_groups_filtered_during_training_are_logged_at_once():
     logged_at: list[float] = []
 
     async def watch(stream: Stream) -> None:
@@ -49,13 +48,13 @@ def test_groups_filtered_during_training_are_logged_at_once() -> None:
     assert max(late) < 0.1
 
 
-def test_filter_limit_during_training_ends_the_run() -> None:
+def test_filter_limit_during_training_ends_the_run():
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
     with pytest.raises(FilterLimitError, match="step 0 has filtered"):
         run_virtual(run_stream(plan))
 
 
-def test_filter_limit_is_raised_even_if_the_run_is_stopped() -> None:
+def test_filter_limit_is_raised_even_if_the_run_is_stopped():
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
 
     async def stop(stream: Stream) -> None:
@@ -76,8 +75,8 @@ def ready(number: int, ended: GroupOutcome | None = None) -> Experience:
     return Experience(lease, 0, info=info, ready_version=0, outcome=ended)
 
 
-@in_virtual_time
-async def test_error_during_the_last_groups_is_raised() -> None:
+@pytest.mark.virtual_time
+async def test_error_during_the_last_groups_is_raised():
     """The last group is drawn while a filtered group of the same call is still being logged."""
     assembler = StepAssembler(max_staleness=0, groups_per_step=2)
     for number in range(3):

@@ -34,7 +34,8 @@ from tests.buffer.shards import STAGES
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import FakePrompts, Plan
-from tests.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 FAILED = GroupOutcome("reward_error", "the verifier is down")
 STALE = GroupOutcome("stale", "tokens beyond pipeline.max_staleness")
@@ -119,7 +120,7 @@ def ended(*ends: dict[str, GroupOutcome], **settings: Any) -> tuple[RunState, Fa
     return run_virtual(main())
 
 
-def test_ended_group_is_logged_reported_and_removed() -> None:
+def test_ended_group_is_logged_reported_and_removed():
     reported: list[tuple[str, GroupOutcome]] = []
     ends = {"0:1:0": FAILED, "0:2:0": FILTERED}
     run_state, fake_queue = ended(
@@ -133,40 +134,39 @@ def test_ended_group_is_logged_reported_and_removed() -> None:
     assert run_state.inserted_uids == set(run_state.admission.ledger.in_flight)
 
 
-def test_failed_group_is_replaced_by_the_next_prompt() -> None:
+def test_failed_group_is_replaced_by_the_next_prompt():
     _, fake_queue = ended({"0:1:0": FAILED})
     assert fake_queue.entered[6:] == [("0:6:0", 0)]
 
 
-def test_failed_group_is_readmitted_with_readmit() -> None:
+def test_failed_group_is_readmitted_with_readmit():
     run_state, fake_queue = ended({"0:1:0": FAILED}, should_readmit_failed=True)
     assert fake_queue.entered[6:] == [("0:1:1", 0)]
     assert run_state.admission.num_credits == 0
 
 
-def test_stale_group_is_always_readmitted() -> None:
+def test_stale_group_is_always_readmitted():
     _, fake_queue = ended({"0:1:0": STALE, "0:2:0": FAILED})
     assert fake_queue.entered[6:] == [("0:1:1", 0), ("0:6:0", 0)]
 
 
-def test_filtered_group_is_never_readmitted() -> None:
+def test_filtered_group_is_never_readmitted():
     _, fake_queue = ended({"0:1:0": FILTERED}, should_readmit_failed=True)
     assert fake_queue.entered[6:] == [("0:6:0", 0)]
 
 
-def test_prompt_is_readmitted_up_to_max_attempts_then_replaced() -> None:
+def test_prompt_is_readmitted_up_to_max_attempts_then_replaced():
     ends = [{f"0:1:{attempt}": how} for attempt, how in enumerate((FAILED, STALE, FAILED))]
     _, fake_queue = ended(*ends, should_readmit_failed=True, max_attempts=3)
     assert [uid for uid, _ in fake_queue.entered[6:]] == ["0:1:1", "0:1:2", "0:6:0"]
 
 
-def test_single_attempt_means_no_readmission() -> None:
+def test_single_attempt_means_no_readmission():
     _, fake_queue = ended({"0:1:0": STALE}, should_readmit_failed=True, max_attempts=1)
     assert fake_queue.entered[6:] == [("0:6:0", 0)]
 
 
-@in_virtual_time
-async def test_readmitted_prompt_is_inserted_at_its_logged_version() -> None:
+async def test_readmitted_prompt_is_inserted_at_its_logged_version():
     run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
     await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
@@ -178,15 +178,14 @@ async def test_readmitted_prompt_is_inserted_at_its_logged_version() -> None:
     assert fake_queue.entered[6:] == [("0:1:1", 0), ("0:2:1", 1)]
 
 
-def test_end_and_readmission_are_logged_together() -> None:
+def test_end_and_readmission_are_logged_together():
     log = MemoryLog()
     ended({"0:1:0": FAILED}, should_readmit_failed=True, log=log)
     kinds = [(record.meta["kind"], record.meta.get("uids")) for record in log.records]
     assert kinds == [("admit", uids(6)), ("end", None), ("admit", ["0:1:1"])]
 
 
-@in_virtual_time
-async def test_readmitted_prompt_needs_no_credit() -> None:
+async def test_readmitted_prompt_needs_no_credit():
     run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
     admitting = asyncio.create_task(admit_prompts(run_state, fake_queue))  # type: ignore[arg-type]
     await asyncio.sleep(10.05)
@@ -200,8 +199,7 @@ async def test_readmitted_prompt_needs_no_credit() -> None:
     assert (asyncio.get_running_loop().time() - ended_at) < 1.5
 
 
-@in_virtual_time
-async def test_training_does_not_wait_for_capacity() -> None:
+async def test_training_does_not_wait_for_capacity():
     # Capacity for four groups while six may be in flight: the shard is bounded in bytes.
     bounds = ShardCapacity(100, max_bytes=4000, reserved_group_bytes=1000)
     shard = LocalShard(STAGES, QueueConfig(max_attempts=1), bounds, log=MemoryLog())
@@ -248,7 +246,7 @@ async def watch_credit(stream: Stream) -> None:
         shards=st.integers(1, 2),
     )
 )
-def test_readmissions_spend_only_refunded_credits_under_any_schedule(plan: Plan) -> None:
+def test_readmissions_spend_only_refunded_credits_under_any_schedule(plan: Plan):
     stream = run_virtual(run_stream(plan, disturb=watch_credit))
     assert stream.ledger.counts.in_flight == 0
 
@@ -261,8 +259,7 @@ class LateLog(MemoryLog):
         await asyncio.sleep(1.0)
 
 
-@in_virtual_time
-async def test_log_and_ledger_agree_whenever_the_lock_is_free() -> None:
+async def test_log_and_ledger_agree_whenever_the_lock_is_free():
     log = LateLog()
     run_state, fake_queue = make_run_state(log=log), FakeQueue()
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
@@ -276,8 +273,7 @@ async def test_log_and_ledger_agree_whenever_the_lock_is_free() -> None:
     await ending
 
 
-@in_virtual_time
-async def test_reconcile_removes_unknown_groups_and_inserts_missing_ones() -> None:
+async def test_reconcile_removes_unknown_groups_and_inserts_missing_ones():
     shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
     run_state, queue = make_run_state(), ExperienceQueue([shard], "coordinator")
     await run_state.run_log.record_admissions(uids(3), 0)
@@ -301,8 +297,7 @@ async def oversampled(factor: float | None) -> tuple[RunState, FakeQueue]:
     return run_state, fake_queue
 
 
-@in_virtual_time
-async def test_oversampling_undecided_group_spends_a_fraction_of_a_credit() -> None:
+async def test_oversampling_undecided_group_spends_a_fraction_of_a_credit():
     run_state, fake_queue = await oversampled(4.0)
     assert len(fake_queue.entered) == 24, "four for each of the six places"
     fake_queue.kept = ["0:0:0"]
@@ -314,8 +309,7 @@ async def test_oversampling_undecided_group_spends_a_fraction_of_a_credit() -> N
     assert len(fake_queue.entered) == 25, "of 19 there is one missing"
 
 
-@in_virtual_time
-async def test_oversampling_auto_follows_the_recent_keep_rate() -> None:
+async def test_oversampling_auto_follows_the_recent_keep_rate():
     run_state, fake_queue = await oversampled(None)
     assert len(fake_queue.entered) == 6, "nothing is known yet"
     await run_state.finish_groups(fake_queue, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
@@ -323,8 +317,7 @@ async def test_oversampling_auto_follows_the_recent_keep_rate() -> None:
     assert len(fake_queue.entered) == 6 + 15, "2.5 for each place, as if four of ten were kept"
 
 
-@in_virtual_time
-async def test_surplus_prompts_are_readmitted_first() -> None:
+async def test_surplus_prompts_are_readmitted_first():
     run_state, fake_queue = await oversampled(4.0)
     for version in (1, 2):
         run_state.admission.advance_version(version)
@@ -346,8 +339,7 @@ async def test_surplus_prompts_are_readmitted_first() -> None:
     assert [uid for uid, _ in fake_queue.entered[32:]] == [*again, "0:24:0", "0:25:0"]
 
 
-@in_virtual_time
-async def test_late_group_is_an_error_without_oversampling() -> None:
+async def test_late_group_is_an_error_without_oversampling():
     run_state, _ = await oversampled(1.0)
     for version in (1, 2):
         run_state.admission.advance_version(version)
@@ -362,18 +354,18 @@ async def test_late_group_is_an_error_without_oversampling() -> None:
 # Filter limit
 
 
-def test_step_that_filters_too_much_raises_with_reasons() -> None:
+def test_step_that_filters_too_much_raises_with_reasons():
     message = r"^step 0 has filtered 3 groups, more than 2 \(filter.max_filter_rounds\): all 2 rew"
     with pytest.raises(FilterLimitError, match=message):
         ended(dict.fromkeys(uids(2), FILTERED), {"0:2:0": FILTERED}, max_filtered=2)
 
 
-def test_failed_groups_do_not_count_as_filtered() -> None:
+def test_failed_groups_do_not_count_as_filtered():
     run_state, _ = ended(dict.fromkeys(uids(6), FAILED), max_filtered=2)
     assert run_state.filter_tally.num_groups == 0
 
 
-def test_filter_error_lists_the_first_distinct_reasons() -> None:
+def test_filter_error_lists_the_first_distinct_reasons():
     reasons = [GroupOutcome("filtered", f"reason {i % 5}", filtered=True) for i in range(6)]
     with pytest.raises(FilterLimitError, match=r": reason 0; reason 1; reason 2$"):
         ended(dict(zip(uids(6), reasons, strict=True)), max_filtered=1)
@@ -382,7 +374,7 @@ def test_filter_error_lists_the_first_distinct_reasons() -> None:
 # Drop limit
 
 
-def test_step_that_drops_too_much_raises_with_the_main_cause() -> None:
+def test_step_that_drops_too_much_raises_with_the_main_cause():
     message = (
         r"^step 0 has dropped 3 groups, more than 2 \(queue.max_drop_rounds\), 2 of them as"
         r" reward_error; the last: no result in 30 s$"
@@ -392,24 +384,23 @@ def test_step_that_drops_too_much_raises_with_the_main_cause() -> None:
         ended(dict.fromkeys(uids(2), FAILED), {"0:2:0": late}, max_dropped=2)
 
 
-def test_step_may_drop_up_to_the_limit() -> None:
+def test_step_may_drop_up_to_the_limit():
     run_state, _ = ended(dict.fromkeys(uids(2), FAILED), max_dropped=2)
     assert run_state.drop_counts == {"reward_error": 2}
 
 
-def test_filtered_and_late_groups_do_not_count_as_dropped() -> None:
+def test_filtered_and_late_groups_do_not_count_as_dropped():
     run_state, _ = ended({"0:0:0": FILTERED, "0:1:0": STALE, "0:2:0": FILTERED}, max_dropped=0)
     assert not run_state.drop_counts
 
 
-def test_repeatedly_failing_prompts_end_the_run() -> None:
+def test_repeatedly_failing_prompts_end_the_run():
     ends = [{f"0:1:{attempt}": FAILED} for attempt in range(3)]
     with pytest.raises(DropLimitError, match="has dropped 3 groups"):
         ended(*ends, should_readmit_failed=True, max_attempts=100, max_dropped=2)
 
 
-@in_virtual_time
-async def test_resumed_groups_do_not_count_as_dropped() -> None:
+async def test_resumed_groups_do_not_count_as_dropped():
     shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
     run_state, queue = make_run_state(max_dropped=0), ExperienceQueue([shard], "coordinator")
     await run_state.run_log.record_admissions(
@@ -429,7 +420,7 @@ async def test_resumed_groups_do_not_count_as_dropped() -> None:
 # Settings
 
 
-def test_depth_defaults_to_max_staleness() -> None:
+def test_depth_defaults_to_max_staleness():
     assert PipelineConfig(max_staleness=3).max_steps_ahead == 3
     assert PipelineConfig(max_staleness=3, depth=1).max_steps_ahead == 1
     assert PipelineConfig(max_staleness=3, depth=0).max_steps_ahead == 0

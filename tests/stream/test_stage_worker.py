@@ -23,7 +23,8 @@ from streamrl.stream.stage_worker import (
 from streamrl.telemetry.spans import SpanRecorder
 from tests.buffer.shards import STAGES, prompt, rollouts
 from tests.fake_shards import LocalShard, MemoryLog
-from tests.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 UIDS = [f"0:{i}:0" for i in range(6)]
 
@@ -75,8 +76,7 @@ async def admitted(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
 
 
 @pytest.mark.parametrize(("slots", "batch"), [(1, 1), (3, 1), (4, 2), (9, 9)])
-@in_virtual_time
-async def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, batch: int) -> None:
+async def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, batch: int):
     shard, sampler = shards_with(UIDS), Sampler()
     queue = await admitted(shard, UIDS)
     loop = await serving(shard, sampler, slots=slots, batch=batch)
@@ -88,8 +88,7 @@ async def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, 
     assert all(columns["lengths"].tolist() == [5, 5] for columns in limits.values())
 
 
-@in_virtual_time
-async def test_results_are_committed_filtered_or_failed_by_type() -> None:
+async def test_results_are_committed_filtered_or_failed_by_type():
     shard = shards_with(UIDS, max_attempts=1)
     sampler = Sampler(uid_1=FilteredGroup("not worth it"), uid_2=RewardError("no verdict"))
     queue = await admitted(shard, UIDS[:3])
@@ -105,8 +104,7 @@ async def test_results_are_committed_filtered_or_failed_by_type() -> None:
     ]
 
 
-@in_virtual_time
-async def test_leaving_stage_commits_finished_work_and_leases_nothing() -> None:
+async def test_leaving_stage_commits_finished_work_and_leases_nothing():
     shard, sampler = shards_with(UIDS), Sampler(seconds=10.0)
     queue = await admitted(shard, UIDS)
     stage = StageContext(
@@ -128,8 +126,7 @@ async def test_leaving_stage_commits_finished_work_and_leases_nothing() -> None:
     ]
 
 
-@in_virtual_time
-async def test_slow_work_is_kept_by_renewals() -> None:
+async def test_slow_work_is_kept_by_renewals():
     shard, sampler = shards_with(UIDS, lease_s=4.0), Sampler(seconds=60.0)
     await admitted(shard, UIDS[:1])
     loop = await serving(shard, sampler)
@@ -142,8 +139,7 @@ async def test_slow_work_is_kept_by_renewals() -> None:
     assert figures.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
 
 
-@in_virtual_time
-async def test_lost_work_is_cancelled_and_frees_its_slot() -> None:
+async def test_lost_work_is_cancelled_and_frees_its_slot():
     shard, sampler = shards_with(UIDS), Sampler(seconds=30.0)
     queue = await admitted(shard, UIDS[:1])
     loop = await serving(shard, sampler, slots=1)
@@ -156,8 +152,7 @@ async def test_lost_work_is_cancelled_and_frees_its_slot() -> None:
     assert sampler.finished == [UIDS[1]], "the first was in vain after some seconds"
 
 
-@in_virtual_time
-async def test_group_lost_and_leased_again_by_the_same_holder_is_processed() -> None:
+async def test_group_lost_and_leased_again_by_the_same_holder_is_processed():
     shard, sampler = shards_with(UIDS, max_attempts=9), Sampler(seconds=3.0)
     queue = await admitted(shard, UIDS[:1])
     loop = await serving(shard, sampler)
@@ -170,8 +165,7 @@ async def test_group_lost_and_leased_again_by_the_same_holder_is_processed() -> 
     assert (await queue.read_columns(UIDS[:1], ("lengths",)))[UIDS[0]]["lengths"].tolist() == [5, 5]
 
 
-@in_virtual_time
-async def test_error_of_the_compute_function_ends_the_loop() -> None:
+async def test_error_of_the_compute_function_ends_the_loop():
     class Broken(Sampler):
         async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
             raise KeyError("lengths")
@@ -190,8 +184,7 @@ def experience(uid: str, token: int = 1, *, attempt: int = 1) -> Experience:
     return Experience(GroupLease(token, uid, "reward", attempt, 0.0), 0)
 
 
-@in_virtual_time
-async def test_wait_for_slots_waits_until_a_slot_is_free() -> None:
+async def test_wait_for_slots_waits_until_a_slot_is_free():
     in_flight = InFlightWork(ConcurrencyLimit(3))
     assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (3, True)
     in_flight.add_task(
@@ -202,8 +195,7 @@ async def test_wait_for_slots_waits_until_a_slot_is_free() -> None:
     assert (await in_flight.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 3.0)
 
 
-@in_virtual_time
-async def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one() -> None:
+async def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one():
     in_flight = InFlightWork(ConcurrencyLimit(6, slots_per_group=4))
     assert await in_flight.wait_for_slots() == 2
 
@@ -224,8 +216,7 @@ async def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one
     assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (2, True)
 
 
-@in_virtual_time
-async def test_task_that_ends_early_releases_all_slots_once() -> None:
+async def test_task_that_ends_early_releases_all_slots_once():
     in_flight = InFlightWork(ConcurrencyLimit(4, slots_per_group=4))
 
     async def work() -> None:
@@ -246,9 +237,7 @@ async def test_task_that_ends_early_releases_all_slots_once() -> None:
 
 
 @given(st.integers(1, 600), st.integers(1, 32), st.booleans())
-def test_split_slots_is_proportional_to_completions(
-    count: int, group_size: int, greedy: bool
-) -> None:
+def test_split_slots_is_proportional_to_completions(count: int, group_size: int, greedy: bool):
     completions = {"generate": group_size, **({"greedy": 1} if greedy else {})}
     limits = split_slots(count, completions, group_size=group_size)
     assert {name: limit.slots_per_group for name, limit in limits.items()} == completions
@@ -262,8 +251,7 @@ def test_split_slots_is_proportional_to_completions(
         )
 
 
-@in_virtual_time
-async def test_lost_lease_cancels_only_its_own_task() -> None:
+async def test_lost_lease_cancels_only_its_own_task():
     in_flight = InFlightWork(ConcurrencyLimit(2))
     tasks = [asyncio.ensure_future(asyncio.sleep(100.0)) for _ in range(2)]
     for token, task in enumerate(tasks):
@@ -273,7 +261,7 @@ async def test_lost_lease_cancels_only_its_own_task() -> None:
     assert [task.cancelled() for task in tasks] == [True, False]
 
 
-def test_batches_keep_order_and_size() -> None:
+def test_batches_keep_order_and_size():
     items = [experience(uid) for uid in "abcde"]
     assert [[group.uid for group in chunk] for chunk in split_batches(items, 2)] == [
         ["a", "b"],
@@ -283,7 +271,7 @@ def test_batches_keep_order_and_size() -> None:
     assert split_batches([], 2) == []
 
 
-def test_retried_groups_form_batches_of_one() -> None:
+def test_retried_groups_form_batches_of_one():
     items = [experience(uid, attempt=1 + (uid in "bd")) for uid in "abcde"]
     assert [[group.uid for group in chunk] for chunk in split_batches(items, 2)] == [
         ["b"],

@@ -61,7 +61,7 @@ def facts(**changes: object) -> StepFacts:
     return StepFacts(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_component_mean_ignores_abstaining_rollouts() -> None:
+def test_component_mean_ignores_abstaining_rollouts():
     sums = {
         **facts().metric_sums,
         "reward/exact_absent": 1.0,
@@ -74,7 +74,7 @@ def test_component_mean_ignores_abstaining_rollouts() -> None:
     validate_row(row)
 
 
-def test_reward_metrics_are_means_over_rollouts() -> None:
+def test_reward_metrics_are_means_over_rollouts():
     row = compute_step_metrics(facts())
     assert row["reward/mean"] == 0.75
     assert row["reward/exact"] == 0.75
@@ -84,7 +84,7 @@ def test_reward_metrics_are_means_over_rollouts() -> None:
     assert row["rollout/length_max"] == 8.0
 
 
-def test_staleness_is_per_token_and_splits_into_flight_and_queue_time() -> None:
+def test_staleness_is_per_token_and_splits_into_flight_and_queue_time():
     row = compute_step_metrics(facts())
     # Tokens: 6 of staleness 1, 2 of 0, 4 of 2. Group b waited one version in the queue.
     assert row["staleness/mean"] == pytest.approx((6 * 1 + 4 * 2) / 12)
@@ -96,7 +96,7 @@ def test_staleness_is_per_token_and_splits_into_flight_and_queue_time() -> None:
     assert histogram.counts == (2, 6, 4)
 
 
-def test_idle_is_the_fraction_without_compute() -> None:
+def test_idle_is_the_fraction_without_compute():
     row = compute_step_metrics(facts())
     assert row["idle/generate"] == pytest.approx(1 - 3.0 / (2 * 4.0))
     assert row["idle/reward"] == pytest.approx(1 - 0.5 / 4.0)
@@ -107,7 +107,7 @@ def test_idle_is_the_fraction_without_compute() -> None:
     assert row["rollout/tokens_per_s"] == pytest.approx(12 / 1.5)
 
 
-def test_row_has_queue_and_ledger_metrics() -> None:
+def test_row_has_queue_and_ledger_metrics():
     row = compute_step_metrics(facts())
     assert row["queue/depth/reward"] == 1.5
     assert row["queue/bytes"] == 100
@@ -119,7 +119,7 @@ def test_row_has_queue_and_ledger_metrics() -> None:
     assert row["throughput/groups_per_s"] == pytest.approx(0.5)
 
 
-def test_filter_time_is_prorated_by_tokens() -> None:
+def test_filter_time_is_prorated_by_tokens():
     # 12 sampled tokens in the two trained groups, 24 tokens with prompts.
     tally = FilterTally(num_groups=6, num_tokens=72, num_sampled_tokens=36, oversample=4.0)
     row = compute_step_metrics(facts(filter_tally=tally))
@@ -131,11 +131,11 @@ def test_filter_time_is_prorated_by_tokens() -> None:
     assert [nothing[f"filter/{name}"] for name in ("share", "generate_s", "score_s")] == [0, 0, 0]
 
 
-def test_row_has_exactly_the_contract_metrics() -> None:
+def test_row_has_exactly_the_contract_metrics():
     validate_row(compute_step_metrics(facts()))
 
 
-def test_stage_without_spans_is_fully_idle() -> None:
+def test_stage_without_spans_is_fully_idle():
     activity = {
         "generate": StageActivity("generate", "generator", 2, []),
         "reward": StageActivity("score", "reward", 1, []),
@@ -146,7 +146,7 @@ def test_stage_without_spans_is_fully_idle() -> None:
     assert math.isnan(float(row["rollout/tokens_per_s"]))  # type: ignore[arg-type]
 
 
-def test_overlapping_stages_of_a_process_count_once() -> None:
+def test_overlapping_stages_of_a_process_count_once():
     both = facts()
     greedy = StageActivity("generate", "generator", 2, [Span("g0", "greedy", 1, 11.0, 13.0)])
     activity = {**both.activity, "greedy": greedy}

@@ -6,7 +6,6 @@ import pytest
 
 from streamrl.errors import GenerationError
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
-from tests.virtual_time import in_virtual_time
 
 
 class Stuck:
@@ -29,8 +28,8 @@ class Stuck:
 
 
 @pytest.mark.parametrize("fails", ["suspend", "resume"])
-@in_virtual_time
-async def test_failed_suspend_raises_and_releases_the_pool(fails: str) -> None:
+@pytest.mark.virtual_time
+async def test_failed_suspend_raises_and_releases_the_pool(fails: str):
     arbiter = DeviceArbiter(timeout_s=20.0, slice_s=0.0)
     generator = SharedDeviceLease(arbiter, "generator-0", suspendable=Stuck(fails))
 

@@ -21,7 +21,8 @@ from streamrl.stream.stage_worker import POLL_WAIT_S
 from streamrl.stream.train_step import ReadyRounds, add_metric_sums, replay_step
 from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
-from tests.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 PACE = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
 
@@ -36,7 +37,7 @@ def trained(stream: Stream) -> list[list[str]]:
     return [[group.uid for group in outcome.groups] for outcome in stream.outcomes]
 
 
-def test_step_stats_cover_the_time_since_the_previous_step() -> None:
+def test_step_stats_cover_the_time_since_the_previous_step():
     # Groups end and are removed in the middle of the steps.
     stream = run_virtual(run_stream(Plan(seed=3, fail_rate=0.4, max_attempts=2, steps=6)))
     assert stream.ledger.counts.dropped
@@ -51,7 +52,7 @@ def test_step_stats_cover_the_time_since_the_previous_step() -> None:
     assert reported == sum(attempt > 1 for attempt in attempts)
 
 
-def test_step_is_checked_against_the_queue() -> None:
+def test_step_is_checked_against_the_queue():
     stream = run_virtual(run_stream(Plan(steps=3)))
     for outcome in stream.outcomes:
         assert outcome.ledger_counts.trained == 4 * (outcome.version + 1)
@@ -59,8 +60,7 @@ def test_step_is_checked_against_the_queue() -> None:
         assert outcome.results_by_role[POLICY].metric_sums["rollouts"] == 8
 
 
-@in_virtual_time
-async def test_steps_after_the_last_checkpoint_are_replayed_identically() -> None:
+async def test_steps_after_the_last_checkpoint_are_replayed_identically():
     plan = Plan(seed=5, steps=6, train_s=1.0)
     disk = Disk.empty(plan)
     first = build_stream(plan, disk)
@@ -81,7 +81,7 @@ async def test_steps_after_the_last_checkpoint_are_replayed_identically() -> Non
     assert second.ledger.counts.trained == 24
 
 
-def test_replay_uses_the_recorded_rounds() -> None:
+def test_replay_uses_the_recorded_rounds():
     stream = run_virtual(run_stream(Plan(steps=1, world_size=2)))
     (step,) = [r for r in stream.disk.books.records if r.meta["kind"] == "step"]
     recorded = TrainedStep.from_record(step)
@@ -102,7 +102,7 @@ def test_replay_uses_the_recorded_rounds() -> None:
     ]
 
 
-def test_every_epoch_of_a_step_trains_all_groups() -> None:
+def test_every_epoch_of_a_step_trains_all_groups():
     plan = Plan(steps=2, pace=UpdatePlan(requires_full_step=True, num_epochs=3, num_mini_batches=2))
     stream = run_virtual(run_stream(plan))
     for outcome in stream.outcomes:
@@ -111,7 +111,7 @@ def test_every_epoch_of_a_step_trains_all_groups() -> None:
         assert result.metric_sums["rollouts"] == 3 * 8
 
 
-def test_stop_between_two_updates_leaves_a_partial_update() -> None:
+def test_stop_between_two_updates_leaves_a_partial_update():
     async def stop(stream: Stream) -> None:
         while not stream.trainer.num_updates:
             await asyncio.sleep(0.01)
@@ -127,7 +127,7 @@ def test_stop_between_two_updates_leaves_a_partial_update() -> None:
 @pytest.mark.parametrize(("train_s", "ends"), [(0.3, True), (3.0, False)])
 def test_stop_between_two_updates_finishes_the_step_within_the_grace_period(
     train_s: float, ends: bool
-) -> None:
+):
     plan = Plan(steps=1000, pace=PACE, train_s=train_s, critic=True)
     stream = run_virtual(run_stream(plan, disturb=stop_after_an_update))
     assert stream.control.has_partial_update is not ends
@@ -142,7 +142,7 @@ def test_stop_between_two_updates_finishes_the_step_within_the_grace_period(
 )
 def test_stop_at_any_time_leaves_short_steps_complete(
     seed: int, stop_s: float, train_s: float, pace: UpdatePlan
-) -> None:
+):
     async def stop(stream: Stream) -> None:
         await asyncio.sleep(stop_s)
         stream.control.request_stop()
@@ -161,7 +161,7 @@ def test_stop_at_any_time_leaves_short_steps_complete(
 @pytest.mark.parametrize("train_s", [0.3, 2.0, 4.0])
 def test_stop_before_the_first_update_makes_none(
     train_s: float, critic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     async def stop(stream: Stream) -> None:
         training_started, train_round = asyncio.Event(), stream.trainer.train_round
 
@@ -181,8 +181,7 @@ def test_stop_before_the_first_update_makes_none(
 
 
 @pytest.mark.parametrize("train_s", [1.0, 2.0, 3.0, 4.0])
-@in_virtual_time
-async def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: float) -> None:
+async def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: float):
     took: list[float] = []
 
     async def stop(stream: Stream) -> None:
@@ -200,7 +199,7 @@ async def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: flo
     assert took[1] - took[0] < 4 * train_s + POLL_WAIT_S + 0.1
 
 
-def test_stop_before_an_update_leaves_no_partial_update() -> None:
+def test_stop_before_an_update_leaves_no_partial_update():
     async def stop(stream: Stream) -> None:
         while not stream.trainer.gradient:
             await asyncio.sleep(0.01)
@@ -211,7 +210,7 @@ def test_stop_before_an_update_leaves_no_partial_update() -> None:
     assert not stream.control.has_partial_update
 
 
-def test_depth_above_max_staleness_drops_stale_groups_and_readmits_their_prompts() -> None:
+def test_depth_above_max_staleness_drops_stale_groups_and_readmits_their_prompts():
     plan = Plan(seed=1, steps=8, max_staleness=1, depth=4, on_stale="drop", max_attempts=9)
     stream = run_virtual(run_stream(plan))
     causes = dict(stream.ledger.counts.drops)
@@ -231,7 +230,7 @@ def test_depth_above_max_staleness_drops_stale_groups_and_readmits_their_prompts
     assert max(ages) <= 1
 
 
-def test_stall_without_abort_lasts_twice_the_time_of_all_attempts() -> None:
+def test_stall_without_abort_lasts_twice_the_time_of_all_attempts():
     async def main(on_stall: str) -> tuple[str, float]:
         plan = Plan(
             generate_s=(1e6, 1e6), stall_s=50.0, lease_s=1e7, on_stall=on_stall, max_attempts=3
@@ -246,7 +245,7 @@ def test_stall_without_abort_lasts_twice_the_time_of_all_attempts() -> None:
     assert "got no group for 300 s" in text and 300 <= seconds < 303
 
 
-def test_stall_error_counts_groups_of_the_step_and_missing_ones() -> None:
+def test_stall_error_counts_groups_of_the_step_and_missing_ones():
     async def never_again(stream: Stream) -> None:
         """Stop generation once the step has some of its groups."""
         while not stream.control.assembler.num_drawn:
@@ -265,7 +264,7 @@ def test_stall_error_counts_groups_of_the_step_and_missing_ones() -> None:
     assert 0 < has < 6 and has + lacking == 12
 
 
-def test_stall_is_reported_once_and_redelivered_if_configured() -> None:
+def test_stall_is_reported_once_and_redelivered_if_configured():
     async def slow_once(stream: Stream) -> None:
         """The first generator never finishes its work."""
         await asyncio.sleep(2.0)
@@ -280,7 +279,7 @@ def test_stall_is_reported_once_and_redelivered_if_configured() -> None:
     assert {one.holder for one in stream.stalls} == {"generator-0"}
 
 
-def test_stopping_run_leaves_its_step_unfinished() -> None:
+def test_stopping_run_leaves_its_step_unfinished():
     async def stop(stream: Stream) -> None:
         await asyncio.sleep(6.0)
         stream.control.request_stop()
@@ -292,13 +291,13 @@ def test_stopping_run_leaves_its_step_unfinished() -> None:
     assert counts.in_flight > 0
 
 
-def test_metric_sums_add_and_negative_maxima_are_kept() -> None:
+def test_metric_sums_add_and_negative_maxima_are_kept():
     total: dict[str, float] = {}
     for ready in ({"a": 1.0, "b_max": -3.0}, {"a": 2.0, "b_max": -5.0}):
         add_metric_sums(total, ready)
     assert total == {"a": 3.0, "b_max": -3.0}
 
 
-def test_default_pipeline_settings_are_valid() -> None:
+def test_default_pipeline_settings_are_valid():
     config = PipelineConfig()
     assert (config.on_stale, config.on_stall, config.max_steps_ahead) == ("wait", "abort", 1)

@@ -34,7 +34,7 @@ class Source:
         return WeightManifest(version, (), ())
 
 
-def test_ema_reference_follows_its_own_publish_schedule() -> None:
+def test_ema_reference_follows_its_own_publish_schedule():
     def due(role: str) -> list[int]:
         reference = ReferenceConfig(every=3)
         return [
@@ -47,7 +47,7 @@ def test_ema_reference_follows_its_own_publish_schedule() -> None:
     assert due(EMA_REFERENCE) == [3, 6]
 
 
-def test_roles_publish_in_parallel_and_versions_in_order() -> None:
+def test_roles_publish_in_parallel_and_versions_in_order():
     async def scenario() -> None:
         clock = asyncio.get_running_loop().time
         sources = {"policy": Source(2.0), "critic": Source(5.0)}
@@ -68,7 +68,7 @@ def test_roles_publish_in_parallel_and_versions_in_order() -> None:
 
 
 @pytest.mark.parametrize("failures", [1, PUBLISH_ATTEMPTS - 1, PUBLISH_ATTEMPTS])
-def test_failed_publish_is_retried_and_reported(failures: int) -> None:
+def test_failed_publish_is_retried_and_reported(failures: int):
     faults: list[tuple[str, WeightFault]] = []
 
     async def scenario() -> None:
@@ -94,7 +94,7 @@ def test_failed_publish_is_retried_and_reported(failures: int) -> None:
     assert faults == [once] * min(failures, PUBLISH_ATTEMPTS - 1)
 
 
-def test_awaited_version_is_published_though_not_due() -> None:
+def test_awaited_version_is_published_though_not_due():
     async def scenario() -> None:
         sources = {role: Source(0.0) for role in ("policy", "critic", EMA_REFERENCE)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
@@ -111,7 +111,7 @@ def test_awaited_version_is_published_though_not_due() -> None:
     run_virtual(scenario())
 
 
-def test_corrupt_version_is_resent_while_the_model_is_unchanged() -> None:
+def test_corrupt_version_is_resent_while_the_model_is_unchanged():
     async def scenario() -> None:
         sources = {role: Source(1.0) for role in ("policy", EMA_REFERENCE)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
@@ -139,7 +139,7 @@ def test_corrupt_version_is_resent_while_the_model_is_unchanged() -> None:
     run_virtual(scenario())
 
 
-def test_wait_until_published_includes_resent_versions() -> None:
+def test_wait_until_published_includes_resent_versions():
     async def scenario() -> None:
         sources = {"policy": Source(1.0), "critic": Source(5.0)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}

@@ -214,13 +214,13 @@ def test_without_a_limit_a_trace_is_one_file(tmp_path):
         '{"ph": "i", "name": "x", "pid": [], "tid": 1}',
     ],
 )
-def test_a_foreign_trace_is_an_error_of_one_line(tmp_path: Path, line: str) -> None:
+def test_a_foreign_trace_is_an_error_of_one_line(tmp_path: Path, line: str):
     (tmp_path / TRACE_FILE).write_text(f"[\n{line}\n]\n")
     with pytest.raises(ConfigError, match=r"trace\.json: "):
         check_trace(tmp_path)
 
 
-def test_a_trace_is_not_written_through_a_link(tmp_path: Path) -> None:
+def test_a_trace_is_not_written_through_a_link(tmp_path: Path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "trace.partial").symlink_to("precious")
     sink = TraceSink(tmp_path)

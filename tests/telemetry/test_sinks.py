@@ -148,14 +148,14 @@ def test_the_base_models_evaluation_is_an_event_instead_of_a_row(tmp_path):
     assert events[0]["eval/pass_at_1"] == 0.25
 
 
-def test_a_binary_file_is_an_error_with_its_name(tmp_path: Path) -> None:
+def test_a_binary_file_is_an_error_with_its_name(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xd0\xff\n')
     with pytest.raises(ValueError, match=rf"^{path}: byte 12: not text in UTF-8$"):
         read_jsonl(path)
 
 
-def test_a_step_with_samples_has_a_file_of_them(tmp_path: Path) -> None:
+def test_a_step_with_samples_has_a_file_of_them(tmp_path: Path):
     log = RolloutLog(tmp_path)
     log.write_samples(1, [])
     assert not (tmp_path / "rollouts").exists()
@@ -166,7 +166,7 @@ def test_a_step_with_samples_has_a_file_of_them(tmp_path: Path) -> None:
 
 def test_samples_on_a_full_disk_raise_an_error_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -175,7 +175,7 @@ def test_samples_on_a_full_disk_raise_an_error_with_the_file(
         RolloutLog(tmp_path).write_samples(2, [{"score": 1.0}])
 
 
-def test_resuming_removes_the_samples_of_later_steps(tmp_path: Path) -> None:
+def test_resuming_removes_the_samples_of_later_steps(tmp_path: Path):
     log = RolloutLog(tmp_path)
     for step in (1, 2, 3):
         log.write_samples(step, [{"step": step}])

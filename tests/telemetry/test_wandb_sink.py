@@ -242,7 +242,7 @@ def test_closing_an_unstarted_sink_has_no_effect(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "sparse", "elsewhere", "binary"])
-def test_an_invalid_run_id_is_an_error(tmp_path: Path, kind: str) -> None:
+def test_an_invalid_run_id_is_an_error(tmp_path: Path, kind: str):
     path = tmp_path / "wandb" / "run_id.txt"
     path.parent.mkdir()
     if kind == "pipe":

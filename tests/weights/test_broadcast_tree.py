@@ -21,7 +21,7 @@ def count_rounds(tree: BroadcastTree, num_nodes: int, *, broken: set[str]) -> in
     raise AssertionError(f"{missing} never got it")
 
 
-def test_the_publisher_serves_two_pulls_and_three_nodes_serve_six() -> None:
+def test_the_publisher_serves_two_pulls_and_three_nodes_serve_six():
     tree = BroadcastTree("a", fanout=2)
     assert tree.try_start_pull("a", 1, 0.0)
     assert [tree.try_start_pull(node, 1, 0.0) for node in "bcde"] == [True, True, False, False]
@@ -37,7 +37,7 @@ def test_the_publisher_serves_two_pulls_and_three_nodes_serve_six() -> None:
     ]
 
 
-def test_readers_of_a_node_share_its_pull() -> None:
+def test_readers_of_a_node_share_its_pull():
     tree = BroadcastTree("a", fanout=1)
     assert tree.try_start_pull("b", 1, 0.0)
     assert not tree.try_start_pull("c", 1, 0.0)
@@ -46,7 +46,7 @@ def test_readers_of_a_node_share_its_pull() -> None:
     assert tree.try_start_pull("b", 1, 1.0)
 
 
-def test_a_newer_version_starts_at_the_publisher() -> None:
+def test_a_newer_version_starts_at_the_publisher():
     tree = BroadcastTree("a", fanout=1)
     tree.try_start_pull("b", 1, 0.0)
     tree.mark_pulled("b", 1)
@@ -57,14 +57,14 @@ def test_a_newer_version_starts_at_the_publisher() -> None:
     assert not tree.try_start_pull("d", 2, 1.0)
 
 
-def test_a_pull_past_its_deadline_does_not_count() -> None:
+def test_a_pull_past_its_deadline_does_not_count():
     tree = BroadcastTree("a", fanout=1, deadline_s=5)
     assert tree.try_start_pull("b", 1, 0.0)
     assert not tree.try_start_pull("c", 1, 4.9)
     assert tree.try_start_pull("c", 1, 5.0)
 
 
-def test_a_removed_node_neither_counts_nor_serves() -> None:
+def test_a_removed_node_neither_counts_nor_serves():
     tree = BroadcastTree("a", fanout=1)
     tree.try_start_pull("b", 1, 0.0)
     tree.remove_node("b")
@@ -78,15 +78,13 @@ def test_a_removed_node_neither_counts_nor_serves() -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 5))
-def test_rounds_grow_with_the_logarithm_of_the_nodes(num_nodes: int, fanout: int) -> None:
+def test_rounds_grow_with_the_logarithm_of_the_nodes(num_nodes: int, fanout: int):
     rounds = count_rounds(BroadcastTree("origin", fanout=fanout), num_nodes, broken=set())
     assert rounds == math.ceil(round(math.log(num_nodes + 1, fanout + 1), 9))
 
 
 @given(st.integers(2, 40), st.integers(1, 3), st.data())
-def test_failed_nodes_do_not_block_a_version(
-    num_nodes: int, fanout: int, data: st.DataObject
-) -> None:
+def test_failed_nodes_do_not_block_a_version(num_nodes: int, fanout: int, data: st.DataObject):
     broken = data.draw(st.sets(st.sampled_from([f"n{i}" for i in range(num_nodes)])))
     tree = BroadcastTree("origin", fanout=fanout, deadline_s=15)
     count_rounds(tree, num_nodes, broken=broken)
@@ -98,7 +96,7 @@ def test_failed_nodes_do_not_block_a_version(
 )
 def test_concurrent_pulls_are_at_most_fanout_times_ready_nodes(
     events: list[tuple[str, int, bool]], fanout: int
-) -> None:
+):
     tree = BroadcastTree("a", fanout=fanout)
     newest = -1
     have, pulling = {"a"}, set[str]()
@@ -114,6 +112,6 @@ def test_concurrent_pulls_are_at_most_fanout_times_ready_nodes(
         assert len(pulling) <= fanout * len(have)
 
 
-def test_fanout_must_be_positive() -> None:
+def test_fanout_must_be_positive():
     with pytest.raises(ValueError, match="fanout=0: must be at least 1"):
         BroadcastTree("a", fanout=0)

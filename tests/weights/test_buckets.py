@@ -53,7 +53,7 @@ def publish_and_receive(
     return manifest, arrays
 
 
-def test_unpacked_tensors_equal_the_published_ones() -> None:
+def test_unpacked_tensors_equal_the_published_ones():
     tensors = some_tensors()
     manifest, arrays = publish_and_receive(tensors)
     unpacked = unpack_tensors(manifest, arrays)
@@ -76,7 +76,7 @@ def test_unpacked_tensors_equal_the_published_ones() -> None:
 )
 def test_round_trip_of_any_tensors_with_any_bucket_size(
     kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int
-) -> None:
+):
     tensors = {
         f"t{i}": torch.full(shape, i % 2).to(TORCH_DTYPES[dtype])
         for i, (dtype, shape) in enumerate(kinds)
@@ -89,7 +89,7 @@ def test_round_trip_of_any_tensors_with_any_bucket_size(
         assert torch.equal(unpacked[name].float(), tensor.float())
 
 
-def test_unpacking_copies_nothing() -> None:
+def test_unpacking_copies_nothing():
     manifest, arrays = publish_and_receive(some_tensors(), bucket_bytes=10_000)
     (array,) = arrays
     first = array.ctypes.data
@@ -97,7 +97,7 @@ def test_unpacking_copies_nothing() -> None:
         assert first <= tensor.data_ptr() < first + array.nbytes
 
 
-def test_packing_holds_a_single_bucket_at_a_time() -> None:
+def test_packing_holds_a_single_bucket_at_a_time():
     alive: list[weakref.ref[Array]] = []
     max_buckets = 0
 
@@ -114,7 +114,7 @@ def test_packing_holds_a_single_bucket_at_a_time() -> None:
     assert max_buckets == 1
 
 
-def test_each_tensor_is_copied_before_the_next_is_requested() -> None:
+def test_each_tensor_is_copied_before_the_next_is_requested():
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
         shared = torch.zeros(4)
         for i in range(5):
@@ -126,7 +126,7 @@ def test_each_tensor_is_copied_before_the_next_is_requested() -> None:
     assert [unpacked[f"t{i}"].tolist() for i in range(5)] == [[i] * 4 for i in range(5)]
 
 
-def test_parameters_with_requires_grad_can_be_published() -> None:
+def test_parameters_with_requires_grad_can_be_published():
     module = torch.nn.Linear(3, 2)
     manifest = publish_version(
         module.named_parameters(), version=1, bucket_bytes=300, writer=LocalWriter()
@@ -136,7 +136,7 @@ def test_parameters_with_requires_grad_can_be_published() -> None:
     assert not unpacked["weight"].requires_grad
 
 
-def test_no_tensors_make_no_buckets() -> None:
+def test_no_tensors_make_no_buckets():
     assert list(pack_buckets((), version=1, bucket_bytes=100)) == []
 
 
@@ -156,13 +156,13 @@ def test_no_tensors_make_no_buckets() -> None:
 )
 def test_unsupported_tensors_are_refused_by_name(
     tensors: list[tuple[str, torch.Tensor]], fault: str
-) -> None:
+):
     with pytest.raises(WeightsError, match=fault):
         list(pack_buckets(tensors, version=9, bucket_bytes=100))
 
 
 @pytest.mark.parametrize("name", FLOATS)
-def test_a_flipped_bit_is_detected(name: str) -> None:
+def test_a_flipped_bit_is_detected(name: str):
     manifest, arrays = publish_and_receive(
         {"a": torch.ones(100, dtype=TORCH_DTYPES[name]), "b": torch.ones(60)}
     )
@@ -172,7 +172,7 @@ def test_a_flipped_bit_is_detected(name: str) -> None:
         unpack_tensors(manifest, arrays)
 
 
-def test_missing_and_extra_buckets_are_detected() -> None:
+def test_missing_and_extra_buckets_are_detected():
     manifest, arrays = publish_and_receive(some_tensors())
     with pytest.raises(WeightsError, match="version 4: received 2 buckets, expected 3"):
         unpack_tensors(manifest, arrays[:-1])
@@ -180,7 +180,7 @@ def test_missing_and_extra_buckets_are_detected() -> None:
         unpack_tensors(manifest, [*arrays, arrays[0]])
 
 
-def test_swapped_and_truncated_buckets_are_detected() -> None:
+def test_swapped_and_truncated_buckets_are_detected():
     manifest, arrays = publish_and_receive(some_tensors())
     with pytest.raises(WeightsError, match="version 4, bucket 0 of 3: checksum"):
         unpack_tensors(manifest, arrays[::-1])
@@ -199,12 +199,12 @@ def test_swapped_and_truncated_buckets_are_detected() -> None:
         ({"keep_versions": 0}, "weights.keep_versions=0: must be at least 1"),
     ],
 )
-def test_invalid_settings_are_refused_by_name(settings: dict[str, int], rule: str) -> None:
+def test_invalid_settings_are_refused_by_name(settings: dict[str, int], rule: str):
     with pytest.raises(ConfigError, match=rule):
         WeightsConfig(**settings)  # type: ignore[arg-type]
 
 
-def test_a_bucket_of_64_mb_has_67108864_bytes() -> None:
+def test_a_bucket_of_64_mb_has_67108864_bytes():
     assert WeightsConfig().bucket_bytes == 67_108_864
 
 
@@ -213,7 +213,7 @@ def pack_slots(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> list[tupl
     return [bucket.slots for bucket, _ in packed]
 
 
-def test_tensors_are_packed_at_multiples_of_64_bytes() -> None:
+def test_tensors_are_packed_at_multiples_of_64_bytes():
     tensors = {"a": torch.ones(5), "b": torch.ones(3, 2, dtype=torch.bfloat16)}
     assert pack_slots(tensors, 100) == [
         (
@@ -232,7 +232,7 @@ def test_tensors_are_packed_at_multiples_of_64_bytes() -> None:
 )
 def test_a_tensor_that_does_not_fit_starts_a_new_bucket(
     sizes: dict[str, int], bucket_bytes: int, packed: list[list[str]]
-) -> None:
+):
     tensors = {name: torch.ones(size, dtype=torch.uint8) for name, size in sizes.items()}
     slots = pack_slots(tensors, bucket_bytes)
     assert [[slot.name for slot in bucket] for bucket in slots] == packed
@@ -250,7 +250,7 @@ def test_a_tensor_that_does_not_fit_starts_a_new_bucket(
 )
 def test_every_tensor_has_exactly_one_slot_and_slots_do_not_overlap(
     kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int
-) -> None:
+):
     tensors = {
         f"t{i}": torch.zeros(shape, dtype=TORCH_DTYPES[dtype])
         for i, (dtype, shape) in enumerate(kinds)
@@ -265,7 +265,7 @@ def test_every_tensor_has_exactly_one_slot_and_slots_do_not_overlap(
         assert all(a.end <= b.offset for a, b in pairwise(bucket))
 
 
-def test_a_tensor_view_shares_memory_even_with_a_read_only_array() -> None:
+def test_a_tensor_view_shares_memory_even_with_a_read_only_array():
     data = np.zeros(128, np.uint8)
     data[64:68] = np.frombuffer(np.float32(2.5).tobytes(), np.uint8)
     data.flags.writeable = False
@@ -279,7 +279,7 @@ def random_bytes(num_bytes: int) -> np.ndarray:
 
 
 @given(st.lists(st.lists(st.integers(0, 300), max_size=8), min_size=1, max_size=4))
-def test_hashing_in_pieces_gives_the_checksum_of_the_bucket(ends: list[list[int]]) -> None:
+def test_hashing_in_pieces_gives_the_checksum_of_the_bucket(ends: list[list[int]]):
     with pytest.MonkeyPatch.context() as patch, RunningChecksum() as running:
         patch.setattr(buckets, "HASH_CHUNK_BYTES", 100)
         for sizes in ends:
@@ -290,12 +290,12 @@ def test_hashing_in_pieces_gives_the_checksum_of_the_bucket(ends: list[list[int]
 
 
 @pytest.mark.parametrize("num_bytes", [10, HASH_CHUNK_BYTES])
-def test_checksums_keep_the_order_of_the_arrays(num_bytes: int) -> None:
+def test_checksums_keep_the_order_of_the_arrays(num_bytes: int):
     arrays = [random_bytes(num_bytes + i) for i in range(5)]
     assert compute_checksums(arrays) == [compute_checksum(array) for array in arrays]
 
 
-def test_a_tensor_larger_than_a_hash_chunk_is_copied_completely() -> None:
+def test_a_tensor_larger_than_a_hash_chunk_is_copied_completely():
     tensors = {
         "a": torch.randn(3, 1_000_001),
         "b": torch.randn(1_000_001, 3).t(),
@@ -308,7 +308,7 @@ def test_a_tensor_larger_than_a_hash_chunk_is_copied_completely() -> None:
         assert torch.equal(copy, tensors[slot.name])
 
 
-def test_gaps_between_tensors_are_zeroed() -> None:
+def test_gaps_between_tensors_are_zeroed():
     def pack(filled_with: int) -> list[tuple[str, bytes]]:
         rooms = pack_buckets(
             some_tensors().items(),
@@ -321,5 +321,5 @@ def test_gaps_between_tensors_are_zeroed() -> None:
     assert pack(0) == pack(255)
 
 
-def test_tensor_sizes_match_torch() -> None:
+def test_tensor_sizes_match_torch():
     assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == DTYPE_BYTES

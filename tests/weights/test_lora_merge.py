@@ -63,20 +63,20 @@ def model_path(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_merge_adds_the_scaled_product_to_the_weight() -> None:
+def test_merge_adds_the_scaled_product_to_the_weight():
     merged = LoraAdapter(A, B, scale=2.0).compute_merged(STORED["proj.weight"])
     # 2 B A = [[1, 0, -1], [4, 0, -4]]
     assert merged.tolist() == [[2.0, 2.0, 2.0], [8.0, 5.0, 2.0]]
 
 
-def test_merge_computes_in_float32() -> None:
+def test_merge_computes_in_float32():
     weight, a, b = (torch.full(shape, 1.0, dtype=torch.bfloat16) for shape in [(1, 1)] * 3)
     merged = LoraAdapter(a, b, scale=2**-10).compute_merged(weight)
     assert merged.dtype == torch.float32
     assert merged.item() == 1 + 2**-10  # not representable in bfloat16
 
 
-def test_full_weights_combine_adapters_head_and_model_directory(model_path: str) -> None:
+def test_full_weights_combine_adapters_head_and_model_directory(model_path: str):
     full = build_full_weights(PUBLISHED, PARAMETERS, model_path=model_path, device=CPU)
     assert full.keys() == PARAMETERS.shapes.keys()
     assert full["proj.weight"].tolist() == [[2.0, 2.0, 2.0], [8.0, 5.0, 2.0]]
@@ -85,7 +85,7 @@ def test_full_weights_combine_adapters_head_and_model_directory(model_path: str)
         assert torch.equal(full[name], STORED["embed.weight"])
 
 
-def test_published_tensors_may_be_read_only_arrays(model_path: str) -> None:
+def test_published_tensors_may_be_read_only_arrays(model_path: str):
     arrays = {name: tensor.numpy().copy() for name, tensor in PUBLISHED.items()}
     for array in arrays.values():
         array.flags.writeable = False
@@ -93,13 +93,13 @@ def test_published_tensors_may_be_read_only_arrays(model_path: str) -> None:
     assert full["proj.weight"].tolist() == [[2.0, 2.0, 2.0], [8.0, 5.0, 2.0]]
 
 
-def test_every_merge_starts_from_the_stored_weight(model_path: str) -> None:
+def test_every_merge_starts_from_the_stored_weight(model_path: str):
     full = build_full_weights(PUBLISHED, PARAMETERS, model_path=model_path, device=CPU)
     assert torch.equal(full["proj.weight"], full["proj.weight"])
     assert torch.equal(load_stored_weights(model_path)["proj.weight"], STORED["proj.weight"])
 
 
-def test_zero_adapters_give_the_stored_weights_bit_for_bit(tmp_path: Path) -> None:
+def test_zero_adapters_give_the_stored_weights_bit_for_bit(tmp_path: Path):
     weight = torch.randn(2, 3, generator=torch.manual_seed(0)).bfloat16()
     save_file({**STORED, "proj.weight": weight}, tmp_path / "model.safetensors")
     published = {
@@ -111,7 +111,7 @@ def test_zero_adapters_give_the_stored_weights_bit_for_bit(tmp_path: Path) -> No
     assert torch.equal(full["proj.weight"].bfloat16(), weight)
 
 
-def test_without_adapters_the_published_tensors_are_the_full_set(tmp_path: Path) -> None:
+def test_without_adapters_the_published_tensors_are_the_full_set(tmp_path: Path):
     published: dict[str, Any] = {"weight": torch.ones(2, 3), "bias": np.zeros(2, np.float32)}
     parameters = ParameterSet.from_module(torch.nn.Linear(3, 2))
     full = build_full_weights(
@@ -137,7 +137,7 @@ def test_without_adapters_the_published_tensors_are_the_full_set(tmp_path: Path)
 )
 def test_adapters_of_a_different_model_are_refused(
     model_path: str, change: dict[str, torch.Tensor | None], fault: str
-) -> None:
+):
     changed = {
         name: tensor for name, tensor in {**PUBLISHED, **change}.items() if tensor is not None
     }

@@ -18,14 +18,14 @@ class Tied(torch.nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_a_parameter_set_has_all_names_and_the_tied_groups() -> None:
+def test_a_parameter_set_has_all_names_and_the_tied_groups():
     parameters = ParameterSet.from_module(Tied())
     assert parameters.shapes == {"embed.weight": (6, 4), "norm.weight": (4,), "head.weight": (6, 4)}
     assert parameters.tied_groups == (frozenset({"embed.weight", "head.weight"}),)
 
 
 @pytest.mark.parametrize("given", ["embed.weight", "head.weight"])
-def test_any_tied_name_is_enough(given: str) -> None:
+def test_any_tied_name_is_enough(given: str):
     weight = torch.ones(6, 4)
     full = ParameterSet.from_module(Tied()).expand_tied(
         {given: weight, "norm.weight": torch.ones(4)}
@@ -34,13 +34,13 @@ def test_any_tied_name_is_enough(given: str) -> None:
     assert full["head.weight"] is weight
 
 
-def test_a_full_set_is_returned_unchanged() -> None:
+def test_a_full_set_is_returned_unchanged():
     tensors = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
     full = ParameterSet.from_module(torch.nn.Linear(3, 2)).expand_tied(tensors)
     assert all(full[name] is tensor for name, tensor in tensors.items())
 
 
-def test_arrays_become_tensors_without_a_copy() -> None:
+def test_arrays_become_tensors_without_a_copy():
     arrays = {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(2, np.float32)}
     arrays["bias"].flags.writeable = False
     full = ParameterSet.from_module(torch.nn.Linear(3, 2)).expand_tied(arrays)
@@ -63,12 +63,12 @@ def test_arrays_become_tensors_without_a_copy() -> None:
 )
 def test_missing_unknown_and_misshapen_parameters_are_named(
     tensors: dict[str, torch.Tensor], fault: str
-) -> None:
+):
     with pytest.raises(WeightsError, match=fault):
         ParameterSet.from_module(torch.nn.Linear(3, 2)).expand_tied(tensors)
 
 
-def test_tied_names_go_by_the_first_name() -> None:
+def test_tied_names_go_by_the_first_name():
     model = tiny_model(tied=True, seed=0)
     assert ParameterSet.from_module(model).unique_names == order_for_fusion(
         dict(model.named_parameters())

@@ -14,7 +14,7 @@ LOCAL = ClusterAccess(np.copy, lambda handles, subject: handles, lambda: "127.0.
 
 
 @pytest.mark.parametrize("name", TRANSPORT_MODULES)
-def test_a_version_travels_by_every_transport(name: str, tmp_path: Path) -> None:
+def test_a_version_travels_by_every_transport(name: str, tmp_path: Path):
     spec = TransportSpec(name, "", "travel", tmp_path, 2, LOCAL, max_bytes={"critic": 1 << 20})
     writer, reader = spec.make_writer("critic", ""), spec.make_reader("critic", "critic-0")
     try:

@@ -24,7 +24,7 @@ LITTLE_ROOM = ClusterFacts(
 )
 
 
-def test_auto_chooses_shared_memory_on_a_single_node() -> None:
+def test_auto_chooses_shared_memory_on_a_single_node():
     assert choose_transport(WeightsConfig(), ONE_NODE) == (
         "shared_memory",
         "weights: shared memory, as publisher and 3 readers are on one node, /dev/shm has 11.2 GB"
@@ -32,7 +32,7 @@ def test_auto_chooses_shared_memory_on_a_single_node() -> None:
     )
 
 
-def test_auto_chooses_the_object_store_on_two_nodes() -> None:
+def test_auto_chooses_the_object_store_on_two_nodes():
     assert choose_transport(WeightsConfig(), TWO_NODES) == (
         "store",
         "weights: the object store, as for shared memory publisher and readers are on 2 nodes, "
@@ -40,7 +40,7 @@ def test_auto_chooses_the_object_store_on_two_nodes() -> None:
     )
 
 
-def test_the_share_of_rays_object_store_is_not_available_to_weights() -> None:
+def test_the_share_of_rays_object_store_is_not_available_to_weights():
     assert choose_transport(WeightsConfig(), LITTLE_ROOM) == (
         "store",
         "weights: the object store, as for shared memory /dev/shm has 64.0 MB = 576.0 MB - 512.0 MB"
@@ -55,7 +55,7 @@ def test_the_share_of_rays_object_store_is_not_available_to_weights() -> None:
 )
 def test_lagging_versions_are_bounded_by_readers_and_max_staleness(
     readers: int, max_staleness: int, read: int
-) -> None:
+):
     model = PublishedModel("policy", 100, readers)
     facts = ClusterFacts(1, (model,), max_staleness, shm_free_bytes=100 * (3 + read))
     assert choose_transport(WeightsConfig(), facts)[0] == "shared_memory"
@@ -63,7 +63,7 @@ def test_lagging_versions_are_bounded_by_readers_and_max_staleness(
     assert choose_transport(WeightsConfig(), facts)[0] == "store"
 
 
-def test_published_models_share_the_memory_by_need() -> None:
+def test_published_models_share_the_memory_by_need():
     models = (
         PublishedModel("policy", 100, num_readers=2),
         PublishedModel("critic", 50, num_readers=1),
@@ -85,9 +85,7 @@ def test_published_models_share_the_memory_by_need() -> None:
         (LITTLE_ROOM, "weights.transport=shared_memory: /dev/shm has 64.0 MB = 576.0 MB - 512.0"),
     ],
 )
-def test_impossible_shared_memory_is_refused_with_the_arithmetic(
-    facts: ClusterFacts, rule: str
-) -> None:
+def test_impossible_shared_memory_is_refused_with_the_arithmetic(facts: ClusterFacts, rule: str):
     with pytest.raises(ConfigError, match=rule):
         choose_transport(WeightsConfig(transport="shared_memory"), facts)
 
@@ -110,7 +108,7 @@ def test_impossible_shared_memory_is_refused_with_the_arithmetic(
         object_store_bytes=st.integers(0, 10**11),
     ),
 )
-def test_the_configured_transport_is_chosen_or_refused(transport: str, facts: ClusterFacts) -> None:
+def test_the_configured_transport_is_chosen_or_refused(transport: str, facts: ClusterFacts):
     try:
         chosen, reason = choose_transport(WeightsConfig(transport=transport), facts)
     except ConfigError:

@@ -27,7 +27,7 @@ def manifest(version: int) -> WeightManifest:
     return WeightManifest(version, (), ())
 
 
-def test_the_slowest_publish_is_reported_once() -> None:
+def test_the_slowest_publish_is_reported_once():
     registry = WeightRegistry(keep_versions=2)
     assert math.isnan(registry.drain_stats().publish_s)
     registry.add_manifest(manifest(0), publish_s=9.0)
@@ -38,7 +38,7 @@ def test_the_slowest_publish_is_reported_once() -> None:
     assert math.isnan(registry.drain_stats().publish_s)
 
 
-def test_nodes_pull_in_turns_and_a_failed_node_is_skipped() -> None:
+def test_nodes_pull_in_turns_and_a_failed_node_is_skipped():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2, broadcast_tree=BroadcastTree("node-0", fanout=1))
         registry.add_manifest(manifest(0))
@@ -59,7 +59,7 @@ def test_nodes_pull_in_turns_and_a_failed_node_is_skipped() -> None:
     run_virtual(scenario())
 
 
-def test_a_node_with_a_failed_reader_does_not_serve_others() -> None:
+def test_a_node_with_a_failed_reader_does_not_serve_others():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2, broadcast_tree=BroadcastTree("node-0", fanout=1))
         registry.add_manifest(manifest(0))
@@ -80,7 +80,7 @@ def test_a_node_with_a_failed_reader_does_not_serve_others() -> None:
     run_virtual(scenario())
 
 
-def test_a_fallback_is_not_a_fault() -> None:
+def test_a_fallback_is_not_a_fault():
     reported: list[tuple[str, str, WeightFault]] = []
 
     async def scenario() -> None:
@@ -93,7 +93,7 @@ def test_a_fallback_is_not_a_fault() -> None:
     assert reported == [(FALLBACK_USED, "generator-0", WeightFault(4, "it came too late"))]
 
 
-def test_skew_counts_only_readers_with_a_version() -> None:
+def test_skew_counts_only_readers_with_a_version():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         registry.add_manifest(manifest(6))
@@ -104,7 +104,7 @@ def test_skew_counts_only_readers_with_a_version() -> None:
     run_virtual(scenario())
 
 
-def test_critics_count_for_bytes_but_not_for_pauses() -> None:
+def test_critics_count_for_bytes_but_not_for_pauses():
     policy = SyncStats([PullStats(1.0, 0.25, 100, 7, logprob_diff=0.5, copied_bytes=40)], 0.5, 1, 2)
     critic = SyncStats([PullStats(4.0, 3.0, 900, 9)], 2.0, 3, 1)
     metrics = weight_metrics(policy, [critic, SyncStats([], math.nan, 0, 0)])
@@ -122,7 +122,7 @@ def test_critics_count_for_bytes_but_not_for_pauses() -> None:
     }
 
 
-def test_copied_bytes_are_known_only_if_every_pull_reports_them() -> None:
+def test_copied_bytes_are_known_only_if_every_pull_reports_them():
     def reported(*copied_bytes: float) -> float:
         pulls = [PullStats(copied_bytes=each) for each in copied_bytes]
         return weight_metrics(SyncStats(pulls, 0.5, 0, 0))["weights/copied_bytes"]
@@ -131,7 +131,7 @@ def test_copied_bytes_are_known_only_if_every_pull_reports_them() -> None:
     assert math.isnan(reported()) and math.isnan(reported(30, math.nan))
 
 
-def test_a_reader_that_failed_verification_gets_the_republished_version() -> None:
+def test_a_reader_that_failed_verification_gets_the_republished_version():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         for version in (3, 4, 4):
@@ -148,7 +148,7 @@ def test_a_reader_that_failed_verification_gets_the_republished_version() -> Non
     run_virtual(scenario())
 
 
-async def test_waiters_resume_when_their_version_is_served() -> None:
+async def test_waiters_resume_when_their_version_is_served():
     served = ServedVersion("generator 2")
     waiting = [asyncio.create_task(served.wait_for_version(v)) for v in (0, 1, 3)]
     await asyncio.sleep(0)
@@ -162,13 +162,13 @@ async def test_waiters_resume_when_their_version_is_served() -> None:
     assert await asyncio.gather(*waiting) == [0, 2, 3]
 
 
-async def test_a_served_version_needs_no_wait() -> None:
+async def test_a_served_version_needs_no_wait():
     served = ServedVersion("generator 2", version=7)
     assert await served.wait_for_version(5) == 7
     assert served.version == 7
 
 
-async def test_a_model_that_skips_versions_waits_only_for_the_due_version() -> None:
+async def test_a_model_that_skips_versions_waits_only_for_the_due_version():
     served = ServedVersion(
         "reference-0", version=3, resolve_due_version=lambda version: version - version % 4
     )
@@ -181,7 +181,7 @@ async def test_a_model_that_skips_versions_waits_only_for_the_due_version() -> N
 
 
 @pytest.mark.parametrize("version", [3, 2, -1])
-async def test_a_version_never_goes_backwards(version: int) -> None:
+async def test_a_version_never_goes_backwards(version: int):
     served = ServedVersion("generator 2", version=3)
     with pytest.raises(WeightsError, match=f"generator 2 holds version 3: .* version {version}"):
         served.advance_to(version)

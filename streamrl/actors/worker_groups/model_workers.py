@@ -60,13 +60,7 @@ from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import ConfigError, StreamError
 from streamrl.files.hf_config import make_trusted_env
-from streamrl.messages import (
-    Array,
-    Columns,
-    Experience,
-    GroupLease,
-    Prompt,
-)
+from streamrl.messages import Array, Columns, Experience, GroupLease, Prompt
 from streamrl.pipeline import verify_weights
 from streamrl.stream.protocols import FetchedWeights
 from streamrl.stream.step_metrics import average_metrics

@@ -59,12 +59,7 @@ def clipped_surrogate_loss(
 
 
 def sequence_clipped_surrogate_loss(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
+    log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
     """Return the clipped loss with a ratio per rollout, the geometric mean over its tokens: [B, T].
 
@@ -76,12 +71,7 @@ def sequence_clipped_surrogate_loss(
 
 
 def clipped_importance_loss(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    *,
-    logprobs: Tensor,
-    clip_low: float,
-    clip_high: float,
+    log_ratio: Tensor, advantages: Tensor, *, logprobs: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
     """Return -clip(r, 1 - low, 1 + high) A log pi, without gradient through the ratio: [B, T].
 
@@ -92,12 +82,7 @@ def clipped_importance_loss(
 
 
 def geometric_mean_loss(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
+    log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
     """Return -A times the geometric mean of a rollout's clipped ratios, on each token: [B, T].
 
@@ -107,9 +92,7 @@ def geometric_mean_loss(
     """
     clipped = log_ratio.clamp(-clip_low, clip_high)
     pessimistic = torch.where(
-        advantages > 0,
-        torch.minimum(log_ratio, clipped),
-        torch.maximum(log_ratio, clipped),
+        advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
     )
     mean = masked_row_mean(pessimistic, loss_mask)
     return (

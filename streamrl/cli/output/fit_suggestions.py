@@ -26,9 +26,7 @@ PlanningInputs = tuple[PlacementProblem, PlacementCosts, SplitRules]
 
 
 def suggest_fixes(
-    config: RunConfig,
-    cluster: Cluster,
-    make_inputs: Callable[[RunConfig, Cluster], PlanningInputs],
+    config: RunConfig, cluster: Cluster, make_inputs: Callable[[RunConfig, Cluster], PlanningInputs]
 ) -> list[str]:
     """Return changes as command-line words, each of which alone lets some placement fit the memory.
 

@@ -101,10 +101,7 @@ class PlanReport:
         """
         lines = [describe_problem(self.config, self.problem), ""]
         if self.front:
-            lines += [
-                *format_table([HEADING, *(self._format_row(*row) for row in self.front)]),
-                "",
-            ]
+            lines += [*format_table([HEADING, *(self._format_row(*row) for row in self.front)]), ""]
         lines += (
             self._describe_no_fit()
             if self.best_row is None

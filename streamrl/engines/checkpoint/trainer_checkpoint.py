@@ -32,11 +32,7 @@ LEGACY_FIELDS = {"layout": str, "num_updates": int, "rng": torch.Tensor}
 
 
 def save_trainer(
-    directory: Path,
-    rank: int,
-    backend: "TrainingBackend",
-    config: TrainerConfig,
-    num_updates: int,
+    directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig, num_updates: int
 ) -> None:
     """Write one rank's parameters, optimizer state and random state into a checkpoint directory.
 

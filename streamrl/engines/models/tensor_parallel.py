@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel.style import ParallelStyle
     from transformers import PreTrainedModel
 
-COLUMN_PARALLEL = (
-    *(f"self_attn.{name}_proj" for name in "qkv"),
-    "mlp.gate_proj",
-    "mlp.up_proj",
-)
+COLUMN_PARALLEL = (*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj")
 ROW_PARALLEL = ("self_attn.o_proj", "mlp.down_proj")
 
 

@@ -12,13 +12,7 @@ from streamrl.algorithms.objective import derive_group_columns
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.messages import Array, ColumnAxis, Columns, get_column_spec, split_token_column
 
-TOKEN_COLUMNS = (
-    "token_ids",
-    "loss_mask",
-    "generator_logprobs",
-    "policy_version",
-    "ref_logprobs",
-)
+TOKEN_COLUMNS = ("token_ids", "loss_mask", "generator_logprobs", "policy_version", "ref_logprobs")
 """Columns of a group that a loss may read per token; a batch omits columns that the group lacks."""
 
 

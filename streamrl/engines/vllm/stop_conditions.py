@@ -46,10 +46,7 @@ def _make_detokenizer_class() -> Any:
         """Decodes the last tokens of a request, as many as a stop string can span."""
 
         def __init__(
-            self,
-            tokenizer: "PreTrainedTokenizerBase",
-            texts: Sequence[str],
-            sampled: Sequence[int],
+            self, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], sampled: Sequence[int]
         ) -> None:
             super().__init__()
             self._tokenizer = tokenizer

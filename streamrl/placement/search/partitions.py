@@ -81,10 +81,7 @@ def iter_allocations(
 
 
 def _iter_runs(
-    edges: Sequence[int],
-    sets: int,
-    accepts: Callable[[int, Mesh], bool],
-    before: tuple[Mesh, ...],
+    edges: Sequence[int], sets: int, accepts: Callable[[int, Mesh], bool], before: tuple[Mesh, ...]
 ) -> Iterator[tuple[Mesh, ...]]:
     """Yield the meshes `before`, followed by runs of whole nodes for `sets` further sets.
 

@@ -21,7 +21,7 @@ from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.run_state import PipelineConfig
 
 
-def test_round_robin_follows_joining_and_leaving_replicas() -> None:
+def test_round_robin_follows_joining_and_leaving_replicas():
     role = RoleActors([GENERATE_CALL], ["generator-0", "generator-1"], ["a", "b"])
     replicas = RoundRobinReplicas(role)
     assert [replicas.next_replica()[1] for _ in range(3)] == ["a", "b", "a"]
@@ -66,7 +66,7 @@ class Method:
 
 
 @pytest.mark.parametrize(("moves", "dies"), [(True, False), (True, True), (False, False)])
-def test_the_evaluation_timeout_counts_only_time_without_progress(moves: bool, dies: bool) -> None:
+def test_the_evaluation_timeout_counts_only_time_without_progress(moves: bool, dies: bool):
     progress_clock = ProgressClock()
     config = RunConfig(
         model=ModelConfig(path="model"),

@@ -75,7 +75,7 @@ def saved(run_dir: Path, shard: Shard) -> Any:
 @pytest.mark.parametrize("kind", [NoSpaceError, JournalError])
 async def test_a_failed_checkpoint_leaves_no_partial_files_and_can_be_retried(
     tmp_path: Path, where: str, kind: type[StreamError]
-) -> None:
+):
     error = kind("00000002.journal cannot be begun: No space left on device")
     shard = Shard(**{where: error})
     persistence, save = saved(tmp_path, shard)

@@ -146,7 +146,7 @@ class Run:
         return f"{'done' if answer.is_done else 'failed'}: {line}"
 
 
-def test_joining_replicas_are_placed_started_and_serve(tmp_path: Path) -> None:
+def test_joining_replicas_are_placed_started_and_serve(tmp_path: Path):
     run = Run(2, tmp_path)
     run.ask(generator=4)
     for name in ("generator-2", "generator-3"):
@@ -159,7 +159,7 @@ def test_joining_replicas_are_placed_started_and_serve(tmp_path: Path) -> None:
     assert run.events == [("joined", "generator-2"), ("joined", "generator-3")]
 
 
-def test_replicas_with_the_highest_numbers_leave_and_their_loops_may_end(tmp_path: Path) -> None:
+def test_replicas_with_the_highest_numbers_leave_and_their_loops_may_end(tmp_path: Path):
     run = Run(3, tmp_path)
     run.ask(generator=1)
     assert sorted(run.registry.drained) == ["generator-1", "generator-2"]
@@ -173,7 +173,7 @@ def test_replicas_with_the_highest_numbers_leave_and_their_loops_may_end(tmp_pat
     assert run.registry.gone == ["generator-2", "generator-1"]
 
 
-def test_a_restarting_replica_leaves_at_once(tmp_path: Path) -> None:
+def test_a_restarting_replica_leaves_at_once(tmp_path: Path):
     run = Run(2, tmp_path)
     del run.loops["run generator-1"]
     run.starting.add_actor("back generator-1", "generator-1")
@@ -183,7 +183,7 @@ def test_a_restarting_replica_leaves_at_once(tmp_path: Path) -> None:
     assert list(run.starting) == []
 
 
-def test_a_failed_join_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_failed_join_is_reported_and_the_run_goes_on(tmp_path: Path):
     run = Run(1, tmp_path)
     run.registry.errors["started generator-1"] = ActorLostError("generator-1: the actor died")
     run.ask(generator=4)
@@ -202,9 +202,7 @@ def test_a_failed_join_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("told_by", ["its loops", "its answer", "nobody"])
-def test_a_replica_that_never_serves_is_rejected_and_the_run_goes_on(
-    tmp_path: Path, told_by: str
-) -> None:
+def test_a_replica_that_never_serves_is_rejected_and_the_run_goes_on(tmp_path: Path, told_by: str):
     run = Run(1, tmp_path)
     run.registry.errors["serving generator-1"] = WeightsError("bucket 0: gone")
     run.ask(generator=2)
@@ -229,7 +227,7 @@ def test_a_replica_that_never_serves_is_rejected_and_the_run_goes_on(
     assert run.events == []
 
 
-def test_a_replica_that_has_served_is_not_rejected(tmp_path: Path) -> None:
+def test_a_replica_that_has_served_is_not_rejected(tmp_path: Path):
     run = Run(1, tmp_path)
     run.ask(generator=2)
     run.reply("placed generator-1", "started generator-1", "serving generator-1")
@@ -238,7 +236,7 @@ def test_a_replica_that_has_served_is_not_rejected(tmp_path: Path) -> None:
     assert run.registry.gone == []
 
 
-def test_changes_run_one_at_a_time(tmp_path: Path) -> None:
+def test_changes_run_one_at_a_time(tmp_path: Path):
     run = Run(1, tmp_path)
     run.ask(generator=2)
     run.ask(generator=1)
@@ -264,13 +262,13 @@ def test_changes_run_one_at_a_time(tmp_path: Path) -> None:
 )
 def test_no_op_and_impossible_requests_are_answered_at_once(
     tmp_path: Path, counts: dict[str, int], line: str
-) -> None:
+):
     run = Run(2, tmp_path)
     run.ask(**counts)
     assert run.line == line
 
 
-def test_a_colocated_run_scales_scorers_but_not_generators(tmp_path: Path) -> None:
+def test_a_colocated_run_scales_scorers_but_not_generators(tmp_path: Path):
     run = Run(1, tmp_path, "placement.mode=colocated")
     run.ask(generator=2)
     assert run.line == (
@@ -283,7 +281,7 @@ def test_a_colocated_run_scales_scorers_but_not_generators(tmp_path: Path) -> No
     assert run.registry.spawned == ["reward-1"]
 
 
-def test_the_inbox_closes_when_the_run_ends(tmp_path: Path) -> None:
+def test_the_inbox_closes_when_the_run_ends(tmp_path: Path):
     run = Run(1, tmp_path)
     run.ask(generator=2)
     run.ask(generator=3)
@@ -291,7 +289,7 @@ def test_the_inbox_closes_when_the_run_ends(tmp_path: Path) -> None:
     assert not (tmp_path / REQUESTS_FOLDER).exists()
 
 
-def test_each_start_has_its_own_deadline_and_late_actors_are_named() -> None:
+def test_each_start_has_its_own_deadline_and_late_actors_are_named():
     now = 0.0
     starting = PendingStarts(30.0, clock=lambda: now)
     starting.add_actor("reply a", "generator-1")

@@ -121,7 +121,7 @@ def read_worker_state(path: Path) -> dict:
 
 def test_a_forked_worker_has_its_launchers_arguments_environment_and_directory(
     command, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "found.json"
     assert fork_worker(ray_arguments(worker, str(out), env={"Y": "why"}))
@@ -140,7 +140,7 @@ def test_a_forked_worker_has_its_launchers_arguments_environment_and_directory(
 
 def test_a_worker_is_forked_from_its_level_with_its_own_random_state(
     command, worker: str, tmp_path: Path
-) -> None:
+):
     draws = []
     for i, level in enumerate(["base", "second", "second"]):
         out = tmp_path / f"{i}.json"
@@ -177,12 +177,12 @@ def test_a_worker_is_forked_from_its_level_with_its_own_random_state(
 )
 def test_a_worker_with_other_requirements_is_left_to_ray(
     command, worker: str, tmp_path: Path, env: dict[str, str], context: dict
-) -> None:
+):
     assert not fork_worker(ray_arguments(worker, str(tmp_path / "x"), env=env, **context))
     assert not (tmp_path / "x").exists()
 
 
-def test_a_level_with_a_cuda_context_does_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_with_a_cuda_context_does_not_fork(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("streamrl.actors.launch.fork_server.os.listdir", lambda path: ["1"])
     assert _is_forkable()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -191,7 +191,7 @@ def test_a_level_with_a_cuda_context_does_not_fork(monkeypatch: pytest.MonkeyPat
 
 def test_a_level_refuses_other_users(
     command, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Connect as another user, or pretend to be another user where that is impossible."""
     asked, out = os.environ[SOCKETS_VARIABLE], tmp_path / "found.json"
     here, there = socket.socketpair()
@@ -235,7 +235,7 @@ print(answer or "hung up")
 
 def test_a_launcher_sends_no_request_to_another_users_socket(
     worker: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Any user may bind the abstract socket name of a dead level."""
     name = f"streamrl-test-{os.getpid()}"
     monkeypatch.setenv(SOCKETS_VARIABLE, name)
@@ -251,7 +251,7 @@ def test_a_launcher_sends_no_request_to_another_users_socket(
 
 def test_without_a_fork_server_a_worker_is_left_to_ray(
     worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.delenv(SOCKETS_VARIABLE, raising=False)
     assert not fork_worker(ray_arguments(worker))
     monkeypatch.setenv(SOCKETS_VARIABLE, str(tmp_path / "gone"))
@@ -261,7 +261,7 @@ def test_without_a_fork_server_a_worker_is_left_to_ray(
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_levels_and_workers_die_with_the_command(
     command, worker: str, tmp_path: Path, sent: signal.Signals
-) -> None:
+):
     out = tmp_path / "found.json"
     assert fork_worker(ray_arguments(worker, str(out), "stay"))
     found = read_worker_state(out)
@@ -286,7 +286,7 @@ def printed_by(code: str, **variables: str) -> list[str]:
 
 def test_levels_start_after_threads_and_imports_in_the_command(
     worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     before = (
         "import ray, threading, time; ray.remote(int)\n"
         "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
@@ -297,7 +297,7 @@ def test_levels_start_after_threads_and_imports_in_the_command(
         assert read_worker_state(out)["parent"]
 
 
-def test_a_failed_start_of_the_levels_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_of_the_levels_is_a_note(monkeypatch: pytest.MonkeyPatch):
     none = "import sys; sys.executable = 'no-such-python'\n"
     reason, sockets = printed_by(none + COMMAND)
     assert reason.startswith("workers start slowly, each importing its own libraries: ")
@@ -305,7 +305,7 @@ def test_a_failed_start_of_the_levels_is_a_note(monkeypatch: pytest.MonkeyPatch)
     assert sockets == "None"
 
 
-def test_dead_levels_are_a_note_and_can_be_restarted() -> None:
+def test_dead_levels_are_a_note_and_can_be_restarted():
     restarts = (
         "import os, signal\n"
         "first = fork_server._server_state.process\n"
@@ -319,16 +319,16 @@ def test_dead_levels_are_a_note_and_can_be_restarted() -> None:
     assert anew == "True True"
 
 
-def test_the_levels_of_an_enclosing_command_are_left_alone() -> None:
+def test_the_levels_of_an_enclosing_command_are_left_alone():
     around = {SOCKETS_VARIABLE: "streamrl-of-another", FORK_VARIABLE: "0"}
     assert printed_by(COMMAND, **around) == ["", "None"]
 
 
-def test_the_fork_server_can_be_disabled() -> None:
+def test_the_fork_server_can_be_disabled():
     assert printed_by(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
 
 
-def test_forks_of_a_level_draw_distinct_ray_ids() -> None:
+def test_forks_of_a_level_draw_distinct_ray_ids():
     code = (
         "from streamrl.actors.launch import fork_server\n"
         "for level in fork_server.FORK_LEVELS: fork_server._import_modules(level)\n"
@@ -362,11 +362,11 @@ with start_local_ray(2, 200 << 20):
 """
 
 
-def test_ray_restarts_an_actor_whose_level_was_killed() -> None:
+def test_ray_restarts_an_actor_whose_level_was_killed():
     # Ray prints messages about the death in between.
     assert "True" in printed_by(KILLED_LEVEL)
 
 
-def test_every_level_forks_from_one_before_it() -> None:
+def test_every_level_forks_from_one_before_it():
     for i, level in enumerate(FORK_LEVELS):
         assert level.parent in {"", *(one.name for one in FORK_LEVELS[:i])}

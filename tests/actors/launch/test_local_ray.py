@@ -36,7 +36,7 @@ def place(
     made.rmdir()
 
 
-def test_rays_directory_is_accessible_to_its_user_only(place: Path) -> None:
+def test_rays_directory_is_accessible_to_its_user_only(place: Path):
     before = os.umask(0)
     try:
         folder = _make_private_folder()
@@ -48,7 +48,7 @@ def test_rays_directory_is_accessible_to_its_user_only(place: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["open", "link", "file"])
-def test_a_directory_of_or_accessible_to_other_users_is_refused(place: Path, what: str) -> None:
+def test_a_directory_of_or_accessible_to_other_users_is_refused(place: Path, what: str):
     folder = place / f"streamrl-{os.getuid()}"
     if what == "open":
         folder.mkdir()
@@ -63,24 +63,20 @@ def test_a_directory_of_or_accessible_to_other_users_is_refused(place: Path, wha
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_directory_is_in_tmp_if_socket_paths_would_be_too_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_directory_is_in_tmp_if_socket_paths_would_be_too_long(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "x" * 60)
     folder = _make_private_folder()
     assert folder.parent == Path("/tmp")
     assert len(f"{folder}{LONGEST_SOCKET_SUFFIX}") <= MAX_SOCKET_PATH_BYTES
 
 
-def test_a_directory_that_cannot_be_created_is_a_one_line_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_directory_that_cannot_be_created_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
     with pytest.raises(ActorError, match=r"^Ray did not start: /nowhere/streamrl-\d+: No such"):
         _make_private_folder()
 
 
-def test_the_users_ray_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_ray_environment_is_restored(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv(TOKEN_VARIABLE, "of a cluster")
     with override_ray_environment({**TOKEN_AUTH_ENV, TOKEN_VARIABLE: "own", "STREAMRL_TEST": "1"}):
@@ -106,7 +102,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_an_instance_listens_on_loopback_only_and_its_workers_have_its_token() -> None:
+def test_an_instance_listens_on_loopback_only_and_its_workers_have_its_token():
     actor: Any = ray.remote(num_cpus=0)(Listing).remote()
     token, address, places = ray.get(actor.look.remote(), timeout=60.0)
     assert token == os.environ[TOKEN_VARIABLE] and len(token) == 64

@@ -42,7 +42,7 @@ class Where:
         return dict(ray.get_runtime_context().get_assigned_resources())
 
 
-def test_actors_get_their_share_of_a_slot_and_slots_are_released() -> None:
+def test_actors_get_their_share_of_a_slot_and_slots_are_released():
     said: list[str] = []
     seats = SharedSlots(
         lay_out_slots(POOLS, COUNTS), is_hybrid=True, on_gpu=(), waiting=said.append
@@ -61,7 +61,7 @@ def test_actors_get_their_share_of_a_slot_and_slots_are_released() -> None:
 
 
 @pytest.mark.slow
-def test_only_slots_of_gpu_roles_have_a_gpu_and_only_those_roles_share_it() -> None:
+def test_only_slots_of_gpu_roles_have_a_gpu_and_only_those_roles_share_it():
     counts = {"policy": 1, "generator": 1, "reference": 1, "reward": 2}
     pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0, "reward": 1.0}]
     on_gpu = {"policy", "generator", "reference"}
@@ -80,7 +80,7 @@ def test_only_slots_of_gpu_roles_have_a_gpu_and_only_those_roles_share_it() -> N
     seats.close()
 
 
-def test_neighboring_slots_share_a_node_where_possible() -> None:
+def test_neighboring_slots_share_a_node_where_possible():
     gpu, cpu = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}
     assert order_by_node([gpu] * 6, ["a", "b", "a", "b", "a", "b"]) == [0, 2, 4, 1, 3, 5]
     assert order_by_node([gpu] * 3, ["a", "a", "a"]) == [0, 1, 2]
@@ -97,7 +97,7 @@ def shares(options: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     return [{k: v for k, v in each.items() if k in ("CPU", "GPU") and v} for each in found]
 
 
-def test_an_interrupted_wait_for_room_leaves_no_reservation(held: PlacementGroup) -> None:
+def test_an_interrupted_wait_for_room_leaves_no_reservation(held: PlacementGroup):
     def stop(text: str) -> None:
         raise KeyboardInterrupt
 
@@ -115,7 +115,7 @@ def ranks(count: int, *, role: str = "trainer", cpus: int = 1, gpus: int = 0) ->
 
 
 @pytest.mark.slow
-def test_ranks_of_a_model_have_dedicated_slots_which_are_released() -> None:
+def test_ranks_of_a_model_have_dedicated_slots_which_are_released():
     said: list[str] = []
     # A single rank needs no group, and a rank without resources gets no slot.
     demands = {"policy": ranks(3), "critic": ranks(1), "cost_critic": ranks(2, cpus=0)}
@@ -130,9 +130,7 @@ def test_ranks_of_a_model_have_dedicated_slots_which_are_released() -> None:
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
 
-def test_a_model_without_room_is_named_and_all_slots_are_released(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_without_room_is_named_and_all_slots_are_released(monkeypatch: pytest.MonkeyPatch):
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
     monkeypatch.setattr(seats_module, "CAPACITY_WAIT_S", 2.0)
     said: list[str] = []
@@ -148,7 +146,7 @@ def test_a_model_without_room_is_named_and_all_slots_are_released(
         DedicatedSlots({"policy": ranks(2, cpus=0, gpus=1)}, node="", waiting=said.append)
 
 
-def test_releasing_slots_of_a_lost_cluster_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_releasing_slots_of_a_lost_cluster_does_not_block(monkeypatch: pytest.MonkeyPatch):
     group, asked = reserve_bundles([{"CPU": 1.0}]), threading.Event()
 
     def unanswered(group: Any) -> None:

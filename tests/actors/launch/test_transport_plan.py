@@ -99,17 +99,17 @@ PPO = ["algorithm.name=ppo", "critic.replicas=3"]
 )
 def test_published_models_are_counted_with_their_followers(
     model_path: str, tmp_path: Path, overrides: list[str], published: dict[str, tuple[int, int]]
-) -> None:
+):
     assert counted(config_of(model_path, tmp_path, *overrides)) == published
 
 
-def test_an_untied_embedding_counts_twice(untied_path: str, tmp_path: Path) -> None:
+def test_an_untied_embedding_counts_twice(untied_path: str, tmp_path: Path):
     assert counted(config_of(untied_path, tmp_path)) == {"policy": (4 * (WHOLE + EMBEDDING), 1)}
 
 
 def test_shared_memory_binds_all_actors_to_a_node_and_divides_its_memory(
     model_path: str, tmp_path: Path
-) -> None:
+):
     config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
     travel = plan_transport(config, demands_of(config), token="t")
     assert travel.node == "abc"
@@ -123,7 +123,7 @@ def test_shared_memory_binds_all_actors_to_a_node_and_divides_its_memory(
 )
 def test_other_transports_bind_no_node_and_some_pass_versions_on_between_nodes(
     model_path: str, tmp_path: Path, transport: str, passes_on: bool
-) -> None:
+):
     config = config_of(model_path, tmp_path, f"weights.transport={transport}")
     travel = plan_transport(config, demands_of(config), token="t")
     assert (travel.node, travel.max_bytes) == ("", {})
@@ -132,7 +132,7 @@ def test_other_transports_bind_no_node_and_some_pass_versions_on_between_nodes(
 
 def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
     model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [99.0 * MB])
     with pytest.raises(ConfigError, match=r"/dev/shm has 1.0 MB = 100.0 MB - 99.0 MB of Ray's"):

@@ -21,19 +21,19 @@ from streamrl.errors import ActorError, ActorLostError, ConfigError, RankLostErr
 
 
 @pytest.mark.parametrize("error", [ConfigError("model.path=x: no"), RewardError("no verdict")])
-def test_an_actors_own_error_arrives_as_itself(error: Exception) -> None:
+def test_an_actors_own_error_arrives_as_itself(error: Exception):
     nested = ExceptionGroup("tasks", [error])
     for cause in (error, nested):
         assert translate_error(RayTaskError("start", "", cause), "trainer-0.start") is error
 
 
-def test_any_other_error_names_the_call() -> None:
+def test_any_other_error_names_the_call():
     error = translate_error(RayTaskError("put", "", KeyError("lengths")), "shard-0.put")
     assert isinstance(error, ActorError)
     assert str(error).startswith("shard-0.put: KeyError: 'lengths'")
 
 
-def test_other_ray_errors_become_one_line() -> None:
+def test_other_ray_errors_become_one_line():
     text = "The node was running low on memory.\n" * 40
     error = translate_error(OutOfMemoryError(text), "generator-0.run")
     assert isinstance(error, ActorLostError)
@@ -41,7 +41,7 @@ def test_other_ray_errors_become_one_line() -> None:
     assert "\n" not in str(translate_error(ObjectStoreFullError(text), "shard-0.put"))
 
 
-def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch):
     def init(**settings: object) -> None:
         raise Exception("The node timed out\nduring startup.")
 
@@ -51,7 +51,7 @@ def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_a_dead_actor_is_lost_and_so_is_what_it_owned() -> None:
+def test_a_dead_actor_is_lost_and_so_is_what_it_owned():
     for error in (ActorDiedError(), ActorUnavailableError("closed", None)):
         translated = translate_error(error, "shard-0.take")
         assert isinstance(translated, ActorLostError)
@@ -62,7 +62,7 @@ def test_a_dead_actor_is_lost_and_so_is_what_it_owned() -> None:
 
 
 @pytest.mark.parametrize("how", ["the actor died", "another error"])
-def test_the_error_of_the_dead_rank_wins_over_its_peers_errors(how: str) -> None:
+def test_the_error_of_the_dead_rank_wins_over_its_peers_errors(how: str):
     async def survive() -> None:
         raise RankLostError("lost another rank: Connection closed by peer")
 
@@ -74,9 +74,7 @@ def test_the_error_of_the_dead_rank_wins_over_its_peers_errors(how: str) -> None
         asyncio.run(_answers(survive(), die(), survive()))
 
 
-def test_gathering_waits_only_briefly_for_the_error_of_a_lost_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gathering_waits_only_briefly_for_the_error_of_a_lost_rank(monkeypatch: pytest.MonkeyPatch):
     async def survive() -> None:
         raise RankLostError("lost another rank")
 
@@ -89,7 +87,7 @@ async def _answers(*replies: Awaitable[Any]) -> list[Any]:
     return await asyncio.wait_for(gather_replies(*replies), 10.0)
 
 
-def test_ranks_answer_in_their_order() -> None:
+def test_ranks_answer_in_their_order():
     async def answer(after_s: float) -> float:
         await asyncio.sleep(after_s)
         return after_s

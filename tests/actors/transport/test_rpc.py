@@ -41,105 +41,85 @@ async def connected(handler: Any = echo) -> AsyncIterator[RpcConnection]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000, 20 << 20])
-def test_messages_of_any_size_arrive_complete(size: int) -> None:
-    async def main() -> None:
-        array = np.random.default_rng(size).integers(0, 255, size, np.uint8)
-        async with connected() as connection:
-            reply = await connection.call({"a": array, "b": [array.tobytes(), "c"]}, "echo")
-        assert reply["a"].tobytes() == reply["b"][0] == array.tobytes()
-        assert reply["b"][1] == "c"
-
-    asyncio.run(main())
+async def test_messages_of_any_size_arrive_complete(size: int):
+    array = np.random.default_rng(size).integers(0, 255, size, np.uint8)
+    async with connected() as connection:
+        reply = await connection.call({"a": array, "b": [array.tobytes(), "c"]}, "echo")
+    assert reply["a"].tobytes() == reply["b"][0] == array.tobytes()
+    assert reply["b"][1] == "c"
 
 
-def test_arrays_arrive_aligned() -> None:
-    async def main() -> None:
-        arrays = [np.arange(n, dtype=np.int64) for n in (1, 2, 3)]
-        odd = [np.zeros(n, np.int8) for n in (1, 5, 7)]
-        mixed = [one for pair in zip(odd, arrays, strict=True) for one in pair]
-        async with connected() as connection:
-            found = await connection.call(mixed, "echo")
-        assert all(array.flags.aligned for array in found)
-        assert [array.tolist() for array in found] == [array.tolist() for array in mixed]
-
-    asyncio.run(main())
+async def test_arrays_arrive_aligned():
+    arrays = [np.arange(n, dtype=np.int64) for n in (1, 2, 3)]
+    odd = [np.zeros(n, np.int8) for n in (1, 5, 7)]
+    mixed = [one for pair in zip(odd, arrays, strict=True) for one in pair]
+    async with connected() as connection:
+        found = await connection.call(mixed, "echo")
+    assert all(array.flags.aligned for array in found)
+    assert [array.tolist() for array in found] == [array.tolist() for array in mixed]
 
 
-def test_replies_arrive_in_order_of_completion() -> None:
+async def test_replies_arrive_in_order_of_completion():
     gates = [asyncio.Event() for _ in range(3)]
 
     async def wait(index: int) -> int:
         await gates[index].wait()
         return index
 
-    async def main() -> None:
-        ended = []
+    ended = []
 
-        async def ask(connection: RpcConnection, index: int) -> None:
-            ended.append(await connection.call(index, "wait"))
+    async def ask(connection: RpcConnection, index: int) -> None:
+        ended.append(await connection.call(index, "wait"))
 
-        async with connected(wait) as connection, asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(ask(connection, index)) for index in range(3)]
-            for index in (1, 2, 0):
-                gates[index].set()
-                await asked[index]
-        assert ended == [1, 2, 0]
-
-    asyncio.run(main())
+    async with connected(wait) as connection, asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(ask(connection, index)) for index in range(3)]
+        for index in (1, 2, 0):
+            gates[index].set()
+            await asked[index]
+    assert ended == [1, 2, 0]
 
 
-def test_a_cancelled_call_continues_on_the_server_and_disturbs_no_other() -> None:
-    async def main() -> None:
-        gate, ended = asyncio.Event(), asyncio.Event()
+async def test_a_cancelled_call_continues_on_the_server_and_disturbs_no_other():
+    gate, ended = asyncio.Event(), asyncio.Event()
 
-        async def work(request: str) -> str:
-            if request == "slow":
-                await gate.wait()
-                ended.set()
-            return request
+    async def work(request: str) -> str:
+        if request == "slow":
+            await gate.wait()
+            ended.set()
+        return request
 
-        async with connected(work) as connection:
-            with pytest.raises(
-                DeadlineError, match=re.escape("shard-0.put: no answer within 0.05")
-            ):
-                await connection.call("slow", "shard-0.put", 0.05)
-            slow = asyncio.create_task(connection.call("slow", "shard-0.put"))
-            await asyncio.sleep(0)
-            slow.cancel()
-            assert await connection.call("fast", "shard-0.put") == "fast"
-            gate.set()
-            await asyncio.wait_for(ended.wait(), 5.0)
-            assert await connection.call("after", "shard-0.put") == "after"
-
-    asyncio.run(main())
+    async with connected(work) as connection:
+        with pytest.raises(DeadlineError, match=re.escape("shard-0.put: no answer within 0.05")):
+            await connection.call("slow", "shard-0.put", 0.05)
+        slow = asyncio.create_task(connection.call("slow", "shard-0.put"))
+        await asyncio.sleep(0)
+        slow.cancel()
+        assert await connection.call("fast", "shard-0.put") == "fast"
+        gate.set()
+        await asyncio.wait_for(ended.wait(), 5.0)
+        assert await connection.call("after", "shard-0.put") == "after"
 
 
 @pytest.mark.parametrize("error", [ConfigError("model.path=x: no"), RewardError("no verdict")])
-def test_an_error_of_streamrl_arrives_as_itself(error: Exception) -> None:
+async def test_an_error_of_streamrl_arrives_as_itself(error: Exception):
     async def fail(_: Any) -> None:
         raise ExceptionGroup("tasks", [error])
 
-    async def main() -> None:
-        async with connected(fail) as connection:
-            with pytest.raises(type(error), match=re.escape(str(error))):
-                await connection.call("x", "shard-0.put")
-
-    asyncio.run(main())
+    async with connected(fail) as connection:
+        with pytest.raises(type(error), match=re.escape(str(error))):
+            await connection.call("x", "shard-0.put")
 
 
-def test_any_other_error_names_the_call_with_its_traceback() -> None:
+async def test_any_other_error_names_the_call_with_its_traceback():
     async def fail(_: Any) -> None:
         raise KeyError("lengths")
 
-    async def main() -> None:
-        async with connected(fail) as connection:
-            with pytest.raises(ActorError) as caught:
-                await connection.call("x", "shard-0.put")
-        lines = str(caught.value).splitlines()
-        assert lines[0] == "shard-0.put: KeyError: 'lengths'"
-        assert any("in fail" in line for line in lines)
-
-    asyncio.run(main())
+    async with connected(fail) as connection:
+        with pytest.raises(ActorError) as caught:
+            await connection.call("x", "shard-0.put")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "shard-0.put: KeyError: 'lengths'"
+    assert any("in fail" in line for line in lines)
 
 
 class Unreadable:
@@ -156,55 +136,44 @@ class SecretiveError(StreamError):
         super().__init__(f"{name} failed")
 
 
-def test_an_error_that_cannot_travel_arrives_as_text() -> None:
+async def test_an_error_that_cannot_travel_arrives_as_text():
     async def fail(_: Any) -> None:
         raise SecretiveError("judge", "of all")
 
-    async def main() -> None:
-        async with connected(fail) as connection:
-            with pytest.raises(ActorError, match=r"shard-0\.put: SecretiveError: judge failed"):
-                await connection.call("x", "shard-0.put", 5.0)
-
-    asyncio.run(main())
+    async with connected(fail) as connection:
+        with pytest.raises(ActorError, match=r"shard-0\.put: SecretiveError: judge failed"):
+            await connection.call("x", "shard-0.put", 5.0)
 
 
-def test_an_unpicklable_request_or_reply_is_an_error_of_the_call() -> None:
+async def test_an_unpicklable_request_or_reply_is_an_error_of_the_call():
     async def odd(request: Any) -> Any:
         return (lambda: 0) if request == "unsendable" else request
 
-    async def main() -> None:
-        async with connected(odd) as connection:
-            with pytest.raises(ActorError, match=r"shard-0\.take: ValueError: invalid literal"):
-                await connection.call(Unreadable(), "shard-0.take")
-            with pytest.raises(ActorError, match=r"shard-0\.take: .*[Pp]ickle"):
-                await connection.call("unsendable", "shard-0.take")
-            with pytest.raises((AttributeError, pickle.PicklingError)):
-                await connection.call(lambda: 0, "shard-0.take")
-            assert await connection.call("fine", "shard-0.take") == "fine"
-
-    asyncio.run(main())
+    async with connected(odd) as connection:
+        with pytest.raises(ActorError, match=r"shard-0\.take: ValueError: invalid literal"):
+            await connection.call(Unreadable(), "shard-0.take")
+        with pytest.raises(ActorError, match=r"shard-0\.take: .*[Pp]ickle"):
+            await connection.call("unsendable", "shard-0.take")
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            await connection.call(lambda: 0, "shard-0.take")
+        assert await connection.call("fine", "shard-0.take") == "fine"
 
 
-def test_clients_and_servers_without_the_secret_are_refused() -> None:
+async def test_clients_and_servers_without_the_secret_are_refused():
     answered = []
 
     async def answer(request: Any) -> Any:
         answered.append(request)
 
-    async def main() -> None:
-        async with listening(answer) as right:
-            assert str(right.secret) not in repr(right)
-            with pytest.raises(
-                ConnectionError, match="closed the connection during authentication"
-            ):
-                await RpcConnection.open(RpcEndpoint(right.host, right.port, bytes(32)))
-            # A client that sends a message instead of a proof.
-            reader, writer = await asyncio.open_connection(right.host, right.port)
-            writer.write(rpc._encode_frame(0, "x") + bytes(64))
-            assert len(await asyncio.wait_for(reader.read(), 5.0)) == rpc._CHALLENGE_BYTES
-            writer.close()
-
-    asyncio.run(main())
+    async with listening(answer) as right:
+        assert str(right.secret) not in repr(right)
+        with pytest.raises(ConnectionError, match="closed the connection during authentication"):
+            await RpcConnection.open(RpcEndpoint(right.host, right.port, bytes(32)))
+        # A client that sends a message instead of a proof.
+        reader, writer = await asyncio.open_connection(right.host, right.port)
+        writer.write(rpc._encode_frame(0, "x") + bytes(64))
+        assert len(await asyncio.wait_for(reader.read(), 5.0)) == rpc._CHALLENGE_BYTES
+        writer.close()
     assert not answered
 
 
@@ -222,136 +191,117 @@ class Marked:
         return leave_mark, ()
 
 
-def test_messages_from_unauthenticated_peers_are_never_unpickled() -> None:
-    async def main() -> None:
-        async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(bytes(64) + rpc._encode_frame(0, (True, Marked())))
-            await reader.read()
+async def test_messages_from_unauthenticated_peers_are_never_unpickled():
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes(64) + rpc._encode_frame(0, (True, Marked())))
+        await reader.read()
 
-        server = await asyncio.start_server(pretend, HOST, 0)
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(ConnectionError, match="does not have the secret"):
-            await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
-        server.close()
-        async with listening(echo) as endpoint:
-            _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-            writer.write(bytes(64) + rpc._encode_frame(0, Marked()))
-            await asyncio.sleep(0.05)
-            writer.close()
-
-    asyncio.run(main())
+    server = await asyncio.start_server(pretend, HOST, 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(ConnectionError, match="does not have the secret"):
+        await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
+    server.close()
+    async with listening(echo) as endpoint:
+        _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        writer.write(bytes(64) + rpc._encode_frame(0, Marked()))
+        await asyncio.sleep(0.05)
+        writer.close()
     assert MARKS == []
     rpc._decode_message(memoryview(rpc._encode_frame(0, Marked()))[rpc._FRAME_HEADER.size :])
     assert MARKS == ["read"], "what was sent would have left its mark"
 
 
-def test_a_recorded_handshake_cannot_be_replayed_and_hides_the_secret() -> None:
+async def test_a_recorded_handshake_cannot_be_replayed_and_hides_the_secret():
     answered, heard = [], []
 
     async def answer(request: Any) -> Any:
         answered.append(request)
 
-    async def main() -> None:
-        async with listening(answer) as right:
+    async with listening(answer) as right:
 
-            async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                """Proxy the connection and record the client's bytes."""
-                theirs = await asyncio.open_connection(right.host, right.port)
-                writer.write(await theirs[0].readexactly(rpc._CHALLENGE_BYTES))
-                heard.append(await reader.readexactly(64))
-                theirs[1].write(heard[0])
-                writer.write(await theirs[0].readexactly(rpc._PROOF_BYTES))
-                heard.append(await reader.readexactly(16))
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """Proxy the connection and record the client's bytes."""
+            theirs = await asyncio.open_connection(right.host, right.port)
+            writer.write(await theirs[0].readexactly(rpc._CHALLENGE_BYTES))
+            heard.append(await reader.readexactly(64))
+            theirs[1].write(heard[0])
+            writer.write(await theirs[0].readexactly(rpc._PROOF_BYTES))
+            heard.append(await reader.readexactly(16))
 
-            server = await asyncio.start_server(relay, HOST, 0)
-            port = server.sockets[0].getsockname()[1]
-            connection = await RpcConnection.open(RpcEndpoint(HOST, port, right.secret))
-            call = asyncio.create_task(connection.call("x", "shard-0.put", 5.0))
-            while len(heard) < 2:
-                await asyncio.sleep(0.001)
-            call.cancel()
-            assert right.secret not in b"".join(heard)
-            reader, writer = await asyncio.open_connection(right.host, right.port)
-            writer.write(heard[0] + rpc._encode_frame(0, "again"))
-            assert len(await asyncio.wait_for(reader.read(), 5.0)) == rpc._CHALLENGE_BYTES
-            writer.close()
-            connection.close()
-            server.close()
-
-    asyncio.run(main())
+        server = await asyncio.start_server(relay, HOST, 0)
+        port = server.sockets[0].getsockname()[1]
+        connection = await RpcConnection.open(RpcEndpoint(HOST, port, right.secret))
+        call = asyncio.create_task(connection.call("x", "shard-0.put", 5.0))
+        while len(heard) < 2:
+            await asyncio.sleep(0.001)
+        call.cancel()
+        assert right.secret not in b"".join(heard)
+        reader, writer = await asyncio.open_connection(right.host, right.port)
+        writer.write(heard[0] + rpc._encode_frame(0, "again"))
+        assert len(await asyncio.wait_for(reader.read(), 5.0)) == rpc._CHALLENGE_BYTES
+        writer.close()
+        connection.close()
+        server.close()
     assert not answered
 
 
-def test_calls_in_flight_fail_when_the_server_is_gone() -> None:
-    async def main() -> None:
-        lines: list[asyncio.StreamWriter] = []
+async def test_calls_in_flight_fail_when_the_server_is_gone():
+    lines: list[asyncio.StreamWriter] = []
 
-        async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await rpc._authenticate_client(reader, writer, bytes(32))
-            lines.append(writer)
-            await reader.readexactly(40)
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await rpc._authenticate_client(reader, writer, bytes(32))
+        lines.append(writer)
+        await reader.readexactly(40)
 
-        server = await asyncio.start_server(hear, HOST, 0)
-        port = server.sockets[0].getsockname()[1]
-        connection = await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
-        calls = [asyncio.create_task(connection.call(i, "shard-0.take")) for i in range(3)]
-        while not lines:
-            await asyncio.sleep(0.001)
-        lines[0].transport.abort()
-        for call in calls:
-            with pytest.raises(ConnectionError, match="the connection is lost"):
-                await asyncio.wait_for(call, 5.0)
+    server = await asyncio.start_server(hear, HOST, 0)
+    port = server.sockets[0].getsockname()[1]
+    connection = await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
+    calls = [asyncio.create_task(connection.call(i, "shard-0.take")) for i in range(3)]
+    while not lines:
+        await asyncio.sleep(0.001)
+    lines[0].transport.abort()
+    for call in calls:
         with pytest.raises(ConnectionError, match="the connection is lost"):
-            await connection.call(3, "shard-0.take")
-        server.close()
+            await asyncio.wait_for(call, 5.0)
+    with pytest.raises(ConnectionError, match="the connection is lost"):
+        await connection.call(3, "shard-0.take")
+    server.close()
 
-    asyncio.run(main())
 
-
-def test_a_peer_that_stops_reading_is_a_lost_connection_not_a_timeout(
+async def test_a_peer_that_stops_reading_is_a_lost_connection_not_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr(rpc, "KEEPALIVE_TIMEOUT_S", 4)
+    gone = asyncio.Event()
 
-    async def main() -> None:
-        gone = asyncio.Event()
+    async def stare(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await rpc._authenticate_client(reader, writer, bytes(32))
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await gone.wait()
+        writer.close()
 
-        async def stare(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await rpc._authenticate_client(reader, writer, bytes(32))
-            reader._transport.pause_reading()  # type: ignore[attr-defined]
-            await gone.wait()
-            writer.close()
-
-        server = await asyncio.start_server(stare, HOST, 0)
-        port = server.sockets[0].getsockname()[1]
-        connection = await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
-        with pytest.raises(ConnectionResetError, match=r"the connection is lost .*timed out"):
-            await connection.call(bytes(64 << 20), "shard-0.put", 60.0)
-        gone.set()
-        server.close()
-
-    asyncio.run(main())
+    server = await asyncio.start_server(stare, HOST, 0)
+    port = server.sockets[0].getsockname()[1]
+    connection = await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
+    with pytest.raises(ConnectionResetError, match=r"the connection is lost .*timed out"):
+        await connection.call(bytes(64 << 20), "shard-0.put", 60.0)
+    gone.set()
+    server.close()
 
 
-def test_a_closed_connection_takes_no_calls() -> None:
-    async def main() -> None:
-        async with listening(echo) as endpoint:
-            connection = await RpcConnection.open(endpoint)
-            connection.close()
-            calling = connection.call("x", "shard-0.put")
-            with pytest.raises(ConnectionResetError, match="closed by this process"):
-                await asyncio.wait_for(calling, 5.0)
-
-    asyncio.run(main())
+async def test_a_closed_connection_takes_no_calls():
+    async with listening(echo) as endpoint:
+        connection = await RpcConnection.open(endpoint)
+        connection.close()
+        calling = connection.call("x", "shard-0.put")
+        with pytest.raises(ConnectionResetError, match="closed by this process"):
+            await asyncio.wait_for(calling, 5.0)
 
 
-def test_connecting_without_a_listener_names_the_address() -> None:
-    async def main() -> None:
-        server = await asyncio.start_server(lambda *_: None, HOST, 0)
-        port = server.sockets[0].getsockname()[1]
-        server.close()
-        await server.wait_closed()
-        with pytest.raises(ConnectionError, match=f"{HOST}:{port} cannot be reached"):
-            await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
-
-    asyncio.run(main())
+async def test_connecting_without_a_listener_names_the_address():
+    server = await asyncio.start_server(lambda *_: None, HOST, 0)
+    port = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    with pytest.raises(ConnectionError, match=f"{HOST}:{port} cannot be reached"):
+        await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))

@@ -89,9 +89,7 @@ def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
     group.close()
 
 
-def test_a_batch_is_split_over_ranks_and_collected_in_order(
-    group: WorkerGroup,
-) -> None:
+def test_a_batch_is_split_over_ranks_and_collected_in_order(group: WorkerGroup):
     batch = put({"x": np.arange(5.0)})
     found = group.double(batch, 100).load()
     assert found["x"].tolist() == [100, 102, 104, 106, 108]
@@ -103,7 +101,7 @@ def test_a_batch_is_split_over_ranks_and_collected_in_order(
 
 def test_a_reply_is_passed_to_the_next_call_by_reference(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     fetched = []
 
     def noted(batch: BatchRef) -> object:
@@ -118,7 +116,7 @@ def test_a_reply_is_passed_to_the_next_call_by_reference(
     assert both.load()["x"].tolist() == [4.0 * (i // 2) for i in range(12)]
 
 
-def test_two_batches_are_joined_column_beside_column(group: WorkerGroup) -> None:
+def test_two_batches_are_joined_column_beside_column(group: WorkerGroup):
     prompts = put({"x": np.arange(4.0)})
     answers = put({"y": np.arange(4.0) + 10})
     found = fetch_rows((prompts | answers).slice_rows(1, 3))
@@ -129,7 +127,7 @@ def test_two_batches_are_joined_column_beside_column(group: WorkerGroup) -> None
         (prompts | group.double(prompts)).load()
 
 
-def test_columns_of_a_reply_are_replaced_dropped_selected_and_renamed(group: WorkerGroup) -> None:
+def test_columns_of_a_reply_are_replaced_dropped_selected_and_renamed(group: WorkerGroup):
     prompts = put({"x": np.arange(4.0), "y": np.arange(4.0)})
     doubled = group.double(prompts)
     assert prompts.replace(doubled.drop("rank").get()).columns["y"] == prompts.columns["y"]
@@ -141,7 +139,7 @@ def test_columns_of_a_reply_are_replaced_dropped_selected_and_renamed(group: Wor
         doubled.drop("y").get()
 
 
-def test_ranks_know_their_context_and_rendezvous(group: WorkerGroup) -> None:
+def test_ranks_know_their_context_and_rendezvous(group: WorkerGroup):
     places = group.where().get()
     assert [rank for rank, *_ in places] == [0, 1, 2, 3]
     assert len({(address, port) for _, address, port, _ in places}) == 1
@@ -149,18 +147,18 @@ def test_ranks_know_their_context_and_rendezvous(group: WorkerGroup) -> None:
     assert group.first().get() == 0
 
 
-def test_metrics_come_from_every_rank(group: WorkerGroup) -> None:
+def test_metrics_come_from_every_rank(group: WorkerGroup):
     found = group.mean(put({"x": np.arange(6.0)})).get()
     assert [(each["mean"], each["rows"]) for each in found] == [(0.5, 2), (2.5, 2), (4, 1), (5, 1)]
 
 
-def test_a_rank_must_return_as_many_rows_as_it_got(group: WorkerGroup) -> None:
+def test_a_rank_must_return_as_many_rows_as_it_got(group: WorkerGroup):
     for rows in (8, 7):
         with pytest.raises(ValueError, match=r"Doubler-1\.uneven: 0 rows returned for 2"):
             group.uneven(put({"x": np.arange(float(rows))})).get()
 
 
-def test_put_accepts_only_columns_of_equal_length(group: WorkerGroup) -> None:
+def test_put_accepts_only_columns_of_equal_length(group: WorkerGroup):
     with pytest.raises(ValueError, match=r"Doubler\.double: a dict of columns .*put\(\.\.\.\)"):
         group.double({"x": np.arange(3.0)})
     for wrong in ({"x": 3}, {"x": "abc"}, None):
@@ -200,19 +198,17 @@ class Gone(Doubler):
         (Gone, "Gone.where is a NoneType: must be a plain method"),
     ],
 )
-def test_invalid_transfer_methods_are_refused(
-    pool: ResourcePool, worker: type, message: str
-) -> None:
+def test_invalid_transfer_methods_are_refused(pool: ResourcePool, worker: type, message: str):
     with pytest.raises(ConfigError, match=message):
         WorkerGroup(pool, worker, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()))
 
 
-def test_an_unknown_protocol_is_refused() -> None:
+def test_an_unknown_protocol_is_refused():
     with pytest.raises(ConfigError, match="protocol dp: must be one of ONE_TO_ALL, "):
         transfers("dp")
 
 
-def test_invalid_arguments_of_a_call_are_refused(group: WorkerGroup) -> None:
+def test_invalid_arguments_of_a_call_are_refused(group: WorkerGroup):
     with pytest.raises(
         ValueError, match=r"Doubler\.double: more passed by name; arguments must be"
     ):
@@ -224,7 +220,7 @@ def test_invalid_arguments_of_a_call_are_refused(group: WorkerGroup) -> None:
 
 
 @pytest.mark.slow
-def test_a_group_that_meets_a_full_slot_releases_its_other_slots(pool: ResourcePool) -> None:
+def test_a_group_that_meets_a_full_slot_releases_its_other_slots(pool: ResourcePool):
     pool = ResourcePool(2, cpus=0.5, groups=1)
     one = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
     second = WorkerGroup(pool, Doubler, mesh=one, first_slot=1)
@@ -242,7 +238,7 @@ def test_a_group_that_meets_a_full_slot_releases_its_other_slots(pool: ResourceP
         WorkerGroup(pool, Doubler, mesh=one)
 
 
-def test_invalid_slots_are_refused(pool: ResourcePool) -> None:
+def test_invalid_slots_are_refused(pool: ResourcePool):
     one = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
     with pytest.raises(ConfigError, match="1 ranks from slot -1 on; the pool has 4 slots"):
         WorkerGroup(pool, Doubler, mesh=one, first_slot=-1)
@@ -259,7 +255,7 @@ def test_invalid_slots_are_refused(pool: ResourcePool) -> None:
 
 
 @pytest.mark.slow
-def test_a_failure_is_reported_once(tmp_path: Path) -> None:
+def test_a_failure_is_reported_once(tmp_path: Path):
     """Ray prints every error whose reference is dropped unread; none may appear."""
     (tmp_path / "failing.py").write_text(FAILING)
     run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="failing")
@@ -310,9 +306,7 @@ time.sleep(3)
 
 
 @pytest.mark.slow
-def test_several_groups_share_a_pool_until_it_is_full(
-    pool: ResourcePool, group: WorkerGroup
-) -> None:
+def test_several_groups_share_a_pool_until_it_is_full(pool: ResourcePool, group: WorkerGroup):
     others = [
         WorkerGroup(
             pool,
@@ -338,7 +332,7 @@ def test_several_groups_share_a_pool_until_it_is_full(
         other.close()
 
 
-def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup) -> None:
+def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup):
     with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
         group.fail(put({"x": np.arange(4.0)})).get()
     with pytest.raises(
@@ -350,7 +344,7 @@ def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup) 
 
 
 @pytest.mark.slow
-def test_a_hung_or_dead_worker_is_reported(pool: ResourcePool) -> None:
+def test_a_hung_or_dead_worker_is_reported(pool: ResourcePool):
     group = WorkerGroup(
         pool,
         Doubler,
@@ -369,7 +363,7 @@ def test_a_hung_or_dead_worker_is_reported(pool: ResourcePool) -> None:
         other.die().get()
 
 
-def test_a_pool_without_room_reports_the_free_resources(pool: ResourcePool) -> None:
+def test_a_pool_without_room_reports_the_free_resources(pool: ResourcePool):
     with pytest.raises(ConfigError, match=r"no room for .* in 1 s; free: \S+ of 5 CPU"):
         ResourcePool(9, timeout_s=1.0)
     assert ray.is_initialized()
@@ -405,7 +399,7 @@ class Served(Doubler):
             os._exit(3)
 
 
-def test_generation_may_have_its_own_layout_and_a_user_a_protocol(pool: ResourcePool) -> None:
+def test_generation_may_have_its_own_layout_and_a_user_a_protocol(pool: ResourcePool):
     mesh = WorkerMesh(
         RankGrid.from_text("1-2-1").assign_ranks(),
         serving=RankGrid.from_text("1-1-2").assign_ranks(),
@@ -434,9 +428,7 @@ class Stubborn(Doubler):
 
 
 @pytest.mark.slow
-def test_a_worker_that_fails_to_start_is_reported_and_frees_its_slot(
-    pool: ResourcePool,
-) -> None:
+def test_a_worker_that_fails_to_start_is_reported_and_frees_its_slot(pool: ResourcePool):
     for _ in range(4):
         group = WorkerGroup(
             pool, Stubborn, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())

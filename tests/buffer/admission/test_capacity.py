@@ -10,7 +10,6 @@ from streamrl.buffer import QueueShard, ShardCapacity, group
 from streamrl.buffer.codec import encode_columns
 from streamrl.errors import ConfigError, DeadlineError
 from streamrl.messages import GroupLease
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.shards import (
     STAGES,
     WORK,
@@ -25,11 +24,13 @@ from tests.buffer.shards import (
 )
 from tests.fake_shards import MemoryLog, recover
 
+pytestmark = pytest.mark.virtual_time
+
 WHOLE_BYTES = sum(len(encode_columns(columns)) for columns in WORK.values())
 """Bytes of the columns of a finished group."""
 
 
-def test_full_shard_blocks_admission_until_a_removal() -> None:
+def test_full_shard_blocks_admission_until_a_removal():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
@@ -44,7 +45,7 @@ def test_full_shard_blocks_admission_until_a_removal() -> None:
     on_shard(test, bounds=ShardCapacity(1))
 
 
-def test_ended_group_occupies_capacity_until_removal() -> None:
+def test_ended_group_occupies_capacity_until_removal():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (experience,) = await take(shard, "generate")
@@ -58,7 +59,7 @@ def test_ended_group_occupies_capacity_until_removal() -> None:
     on_shard(test, bounds=ShardCapacity(1), max_attempts=1)
 
 
-def test_admission_inserts_as_many_as_fit() -> None:
+def test_admission_inserts_as_many_as_fit():
     async def test(shard: QueueShard) -> None:
         entries = [entry(uid) for uid in "abc"]
         assert await shard.admit_prompts(entries, wait_s=60.0) == ["a", "b"]
@@ -75,18 +76,15 @@ def test_admission_inserts_as_many_as_fit() -> None:
 @pytest.mark.parametrize(
     "bounds", [ShardCapacity(2), ShardCapacity(9, max_bytes=2999, reserved_group_bytes=1000)]
 )
-def test_admissions_being_journaled_occupy_capacity(bounds: ShardCapacity) -> None:
-    async def main() -> None:
-        shard = make_shard(bounds=bounds, log=MemoryLog(write_s=1.0))
-        entering = [asyncio.create_task(admit(shard, uid, wait_s=5.0)) for uid in "abc"]
-        await asyncio.wait(entering)
-        assert [task.exception() is None for task in entering] == [True, True, False]
-        assert (await shard.get_stats()).uids == ("a", "b")
-
-    run_virtual(main())
+async def test_admissions_being_journaled_occupy_capacity(bounds: ShardCapacity):
+    shard = make_shard(bounds=bounds, log=MemoryLog(write_s=1.0))
+    entering = [asyncio.create_task(admit(shard, uid, wait_s=5.0)) for uid in "abc"]
+    await asyncio.wait(entering)
+    assert [task.exception() is None for task in entering] == [True, True, False]
+    assert (await shard.get_stats()).uids == ("a", "b")
 
 
-def test_repeated_admission_is_ignored() -> None:
+def test_repeated_admission_is_ignored():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
         (experience,) = await take(shard, "generate")
@@ -97,7 +95,7 @@ def test_repeated_admission_is_ignored() -> None:
     on_shard(test, bounds=ShardCapacity(1))
 
 
-def test_admission_retried_while_waiting_is_inserted_once() -> None:
+def test_admission_retried_while_waiting_is_inserted_once():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "x")
         both = [asyncio.create_task(admit(shard, "a", wait_s=60.0)) for _ in range(2)]
@@ -110,7 +108,7 @@ def test_admission_retried_while_waiting_is_inserted_once() -> None:
     on_shard(test, bounds=ShardCapacity(1))
 
 
-def test_admission_retried_after_removal_does_not_bring_the_group_back() -> None:
+def test_admission_retried_after_removal_does_not_bring_the_group_back():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         waiting = asyncio.create_task(shard.admit_prompts([entry("b")], wait_s=60.0))
@@ -125,25 +123,20 @@ def test_admission_retried_after_removal_does_not_bring_the_group_back() -> None
     on_shard(test, bounds=ShardCapacity(1))
 
 
-def test_seen_uids_survive_a_shard_restart_but_not_a_new_session() -> None:
-    async def main() -> None:
-        log, removed = MemoryLog(), {}
-        shard = make_shard(log=log, session="first")
-        await take(shard, "generate")
-        await admit(shard, "a")
-        await shard.remove_groups(["a"], 1)
-        for session in ("first", "second"):
-            successor = make_shard(book=recover(STAGES, log), session=session)
-            assert await successor.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
-            removed[session] = (await successor.get_stats()).uids
-        assert removed == {"first": (), "second": ("a",)}
-
-    run_virtual(main())
+async def test_seen_uids_survive_a_shard_restart_but_not_a_new_session():
+    log, removed = MemoryLog(), {}
+    shard = make_shard(log=log, session="first")
+    await take(shard, "generate")
+    await admit(shard, "a")
+    await shard.remove_groups(["a"], 1)
+    for session in ("first", "second"):
+        successor = make_shard(book=recover(STAGES, log), session=session)
+        assert await successor.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
+        removed[session] = (await successor.get_stats()).uids
+    assert removed == {"first": (), "second": ("a",)}
 
 
-def test_seen_uids_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_seen_uids_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(group, "MAX_SEEN_UIDS", 2)
 
     async def test(shard: QueueShard) -> None:
@@ -156,20 +149,17 @@ def test_seen_uids_are_bounded(
     on_shard(test)
 
 
-def test_cancelled_admission_releases_its_reservation() -> None:
-    async def main() -> None:
-        shard = make_shard(bounds=ShardCapacity(1), log=MemoryLog(write_s=1.0))
-        dying = asyncio.create_task(admit(shard, "a", wait_s=5.0))
-        await asyncio.sleep(0.5)
-        dying.cancel()
-        await asyncio.sleep(2.0)
-        await admit(shard, "a", wait_s=5.0)
-        assert len(await take(shard, "generate")) == 1
-
-    run_virtual(main())
+async def test_cancelled_admission_releases_its_reservation():
+    shard = make_shard(bounds=ShardCapacity(1), log=MemoryLog(write_s=1.0))
+    dying = asyncio.create_task(admit(shard, "a", wait_s=5.0))
+    await asyncio.sleep(0.5)
+    dying.cancel()
+    await asyncio.sleep(2.0)
+    await admit(shard, "a", wait_s=5.0)
+    assert len(await take(shard, "generate")) == 1
 
 
-def test_capacity_deadline_names_the_groups_in_the_shard() -> None:
+def test_capacity_deadline_names_the_groups_in_the_shard():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         message = r"prompt b waited .* full shard: it holds 1 of 1 groups .*; the first are \['a'\]"
@@ -180,7 +170,7 @@ def test_capacity_deadline_names_the_groups_in_the_shard() -> None:
     on_shard(test, bounds=ShardCapacity(1))
 
 
-def test_admission_reserves_bytes_per_group() -> None:
+def test_admission_reserves_bytes_per_group():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         message = r"it holds 2 of 10 groups and 2000 of 2999 bytes; the first are \['a', 'b'\]"
@@ -190,7 +180,7 @@ def test_admission_reserves_bytes_per_group() -> None:
     on_shard(test, bounds=ShardCapacity(10, max_bytes=2999, reserved_group_bytes=1000))
 
 
-def test_complete_group_releases_unused_reservation() -> None:
+def test_complete_group_releases_unused_reservation():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         blocked = asyncio.create_task(admit(shard, "c", wait_s=60.0))
@@ -205,7 +195,7 @@ def test_complete_group_releases_unused_reservation() -> None:
     on_shard(test, bounds=bounds)
 
 
-def test_ended_group_releases_its_bytes() -> None:
+def test_ended_group_releases_its_bytes():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -221,7 +211,7 @@ def test_ended_group_releases_its_bytes() -> None:
     )
 
 
-def test_commit_never_waits_and_stays_within_reservations() -> None:
+def test_commit_never_waits_and_stays_within_reservations():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         await finish(shard)
@@ -233,7 +223,7 @@ def test_commit_never_waits_and_stays_within_reservations() -> None:
     )
 
 
-def test_without_reservation_actual_bytes_count() -> None:
+def test_without_reservation_actual_bytes_count():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await finish(shard)
@@ -245,7 +235,7 @@ def test_without_reservation_actual_bytes_count() -> None:
     on_shard(test, bounds=ShardCapacity(10, max_bytes=2 * WHOLE_BYTES))
 
 
-def test_add_groups_reserves_its_column_bytes_before_insertion() -> None:
+def test_add_groups_reserves_its_column_bytes_before_insertion():
     async def test(shard: QueueShard) -> None:
         size = len(encode_columns(WORK["generate"]))
         entries = [entry(uid) for uid in "abcde"]
@@ -266,7 +256,7 @@ def test_add_groups_reserves_its_column_bytes_before_insertion() -> None:
     on_shard(test, bounds=ShardCapacity(100, 3 * size + 1), log=MemoryLog())
 
 
-def test_group_larger_than_the_shard_enters_an_empty_one() -> None:
+def test_group_larger_than_the_shard_enters_an_empty_one():
     async def test(shard: QueueShard) -> None:
         entries = [entry(uid) for uid in "ab"]
         commits = [commit(GroupLease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "ab"]
@@ -286,6 +276,6 @@ def test_group_larger_than_the_shard_enters_an_empty_one() -> None:
         ((10, math.nan), "max_bytes=nan"),
     ],
 )
-def test_capacity_that_admits_no_group_raises(bounds: tuple[Any, ...], words: str) -> None:
+def test_capacity_that_admits_no_group_raises(bounds: tuple[Any, ...], words: str):
     with pytest.raises(ConfigError, match=words):
         ShardCapacity(*bounds)

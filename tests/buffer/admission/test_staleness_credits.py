@@ -14,22 +14,19 @@ from streamrl.buffer.admission.staleness_credits import (
     compute_credit_limit,
 )
 from streamrl.errors import ConfigError
-from streamrl.simulator.replicas.virtual_loop import run_virtual
+
+pytestmark = pytest.mark.virtual_time
 
 
 def make(
     ledger: Ledger, *, depth: int = 1, steps: int = 10, capacity: int = 8
 ) -> AdmissionController:
     return AdmissionController(
-        ledger,
-        depth=depth,
-        groups_per_step=4,
-        capacity_groups=capacity,
-        total_groups=4 * steps,
+        ledger, depth=depth, groups_per_step=4, capacity_groups=capacity, total_groups=4 * steps
     )
 
 
-def test_depth_zero_admits_exactly_one_step() -> None:
+def test_depth_zero_admits_exactly_one_step():
     ledger = Ledger()
     admission = make(ledger, depth=0, capacity=4)
     assert admission.num_credits == 4
@@ -38,11 +35,11 @@ def test_depth_zero_admits_exactly_one_step() -> None:
     assert admission.num_credits == 0
 
 
-def test_depth_one_admits_two_steps() -> None:
+def test_depth_one_admits_two_steps():
     assert make(Ledger(), depth=1).num_credits == 8
 
 
-def test_new_version_brings_credits_for_one_step() -> None:
+def test_new_version_brings_credits_for_one_step():
     ledger = Ledger()
     admission = make(ledger)
     for i in range(8):
@@ -54,7 +51,7 @@ def test_new_version_brings_credits_for_one_step() -> None:
     assert admission.num_credits == 4
 
 
-def test_unpublished_version_brings_no_credits() -> None:
+def test_unpublished_version_brings_no_credits():
     """Otherwise version 0 would sample for step 2: two versions behind, with a bound of 1."""
     ledger = Ledger()
     admission = make(ledger, depth=1)
@@ -70,7 +67,7 @@ def test_unpublished_version_brings_no_credits() -> None:
     assert admission.num_credits == 8, "two steps were made, both have their credits now"
 
 
-def test_dropped_group_refunds_its_credit() -> None:
+def test_dropped_group_refunds_its_credit():
     ledger = Ledger()
     admission = make(ledger)
     for i in range(8):
@@ -79,57 +76,48 @@ def test_dropped_group_refunds_its_credit() -> None:
     assert admission.num_credits == 1
 
 
-def test_admission_stops_at_total_groups() -> None:
+def test_admission_stops_at_total_groups():
     ledger = Ledger()
     admission = make(ledger, steps=1)
     assert admission.num_credits == 4
 
 
-def test_wait_for_credit_ends_with_a_published_version() -> None:
-    async def main() -> int:
-        ledger = Ledger()
-        admission = make(ledger)
-        for i in range(8):
-            ledger.mark_admitted(str(i), 0)
-        waiting = asyncio.create_task(admission.wait_for_credit(100.0))
-        await asyncio.sleep(5.0)
-        assert not waiting.done()
-        for i in range(4):
-            ledger.mark_trained(str(i))
-        admission.advance_version(1)
-        return await waiting
-
-    assert run_virtual(main()) == 4
+async def test_wait_for_credit_ends_with_a_published_version():
+    ledger = Ledger()
+    admission = make(ledger)
+    for i in range(8):
+        ledger.mark_admitted(str(i), 0)
+    waiting = asyncio.create_task(admission.wait_for_credit(100.0))
+    await asyncio.sleep(5.0)
+    assert not waiting.done()
+    for i in range(4):
+        ledger.mark_trained(str(i))
+    admission.advance_version(1)
+    assert (await waiting) == 4
 
 
-def test_wait_for_credit_times_out() -> None:
-    async def main() -> int:
-        ledger = Ledger()
-        admission = make(ledger)
-        for i in range(8):
-            ledger.mark_admitted(str(i), 0)
-        return await admission.wait_for_credit(3.0)
-
-    assert run_virtual(main()) == 0
+async def test_wait_for_credit_times_out():
+    ledger = Ledger()
+    admission = make(ledger)
+    for i in range(8):
+        ledger.mark_admitted(str(i), 0)
+    assert (await admission.wait_for_credit(3.0)) == 0
 
 
-def test_refunded_credit_wakes_the_admission_loop() -> None:
-    async def main() -> float:
-        ledger = Ledger()
-        admission = make(ledger)
-        for i in range(8):
-            ledger.mark_admitted(str(i), 0)
-        waiting = asyncio.create_task(admission.wait_for_credit(100.0))
-        await asyncio.sleep(5.0)
-        ledger.mark_filtered("3")
-        admission.refund_credit()
-        assert await waiting == 1
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == 5.0
+async def test_refunded_credit_wakes_the_admission_loop():
+    ledger = Ledger()
+    admission = make(ledger)
+    for i in range(8):
+        ledger.mark_admitted(str(i), 0)
+    waiting = asyncio.create_task(admission.wait_for_credit(100.0))
+    await asyncio.sleep(5.0)
+    ledger.mark_filtered("3")
+    admission.refund_credit()
+    assert await waiting == 1
+    assert asyncio.get_running_loop().time() == 5.0
 
 
-def test_groups_in_flight_never_exceed_capacity() -> None:
+def test_groups_in_flight_never_exceed_capacity():
     ledger = Ledger()
     admission = make(ledger, depth=0, capacity=5)
     for i in range(4):
@@ -138,7 +126,7 @@ def test_groups_in_flight_never_exceed_capacity() -> None:
     assert admission.num_credits == 1, "the step's groups are not yet booked as trained"
 
 
-def test_resumed_run_continues_at_its_version() -> None:
+def test_resumed_run_continues_at_its_version():
     ledger = Ledger()
     for i in range(12):
         ledger.mark_admitted(str(i), i // 4)
@@ -150,14 +138,14 @@ def test_resumed_run_continues_at_its_version() -> None:
     assert (admission.num_credits, admission.is_finished) == (4, False)
 
 
-def test_capacity_that_would_deadlock_raises_with_the_calculation() -> None:
+def test_capacity_that_would_deadlock_raises_with_the_calculation():
     message = r"capacity_groups=7: must be at least 8 = \(pipeline.depth 1 \+ 1\) \* .*step 4$"
     with pytest.raises(ConfigError, match=message):
         check_capacity(7, depth=1, groups_per_step=4)
     check_capacity(8, depth=1, groups_per_step=4)
 
 
-def test_shard_too_small_for_a_step_raises_with_the_calculation() -> None:
+def test_shard_too_small_for_a_step_raises_with_the_calculation():
     message = (
         r"^queue.store_share=0.5: 8.00 MB for a shard, must be at least 10.00 MB"
         r" = pipeline.groups_per_step 4 \* 2.50 MB, the largest group$"
@@ -175,6 +163,6 @@ def test_shard_too_small_for_a_step_raises_with_the_calculation() -> None:
 @given(st.integers(0, 8), st.integers(1, 64), st.integers(0, 100))
 def test_last_credit_of_a_version_is_trained_depth_steps_later(
     depth: int, groups: int, version: int
-) -> None:
+):
     last = compute_credit_limit(version, depth=depth, groups_per_step=groups) - 1
     assert last // groups - version == depth

@@ -96,23 +96,9 @@ def test_mini_batches_do_not_depend_on_order_of_arrival(order):
 def test_schedule_worked_example():
     one, two, three = ((("a", 0),),), ((("a", 1),),), ((("b", 0),),)
     all_rounds = list(StepSchedule(((one, two), (three,)), num_epochs=2).iter_rounds())
-    assert [r.micro_batches for r in all_rounds] == [
-        one,
-        two,
-        three,
-        one,
-        two,
-        three,
-    ]
+    assert [r.micro_batches for r in all_rounds] == [one, two, three, one, two, three]
     assert [r.epoch for r in all_rounds] == [0, 0, 0, 1, 1, 1]
-    assert [r.is_last_of_update for r in all_rounds] == [
-        False,
-        True,
-        True,
-        False,
-        True,
-        True,
-    ]
+    assert [r.is_last_of_update for r in all_rounds] == [False, True, True, False, True, True]
     assert [r.is_last_of_step for r in all_rounds] == [False] * 5 + [True]
 
 

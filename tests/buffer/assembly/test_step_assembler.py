@@ -32,7 +32,7 @@ def uids(groups: list[Experience]) -> list[str]:
     return [g.uid for g in groups]
 
 
-def test_groups_enter_out_of_order_while_places_are_free() -> None:
+def test_groups_enter_out_of_order_while_places_are_free():
     steps = assembler(1, 2, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("d", 1)])
     assert uids(steps.draw_groups(0)) == ["d"]
@@ -41,7 +41,7 @@ def test_groups_enter_out_of_order_while_places_are_free() -> None:
     assert steps.is_complete
 
 
-def test_group_due_in_this_step_keeps_its_place() -> None:
+def test_group_due_in_this_step_keeps_its_place():
     steps = assembler(1, 2, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("c", 1), group("d", 1)])
     assert steps.pending_uids == ["a", "b"]
@@ -54,19 +54,19 @@ def test_group_due_in_this_step_keeps_its_place() -> None:
     assert uids(steps.draw_groups(2)) == ["c", "d"]
 
 
-def test_earliest_deadline_enters_first() -> None:
+def test_earliest_deadline_enters_first():
     steps = assembler(2, 1, a=1, b=0)
     steps.offer_groups([group("a", 1), group("b", 0)])
     assert uids(steps.draw_groups(1)) == ["b"]
 
 
-def test_dropped_group_frees_its_reserved_place() -> None:
+def test_dropped_group_frees_its_reserved_place():
     steps = assembler(0, 1, a=0)
     steps.drop_group("a")
     assert steps.pending_uids == []
 
 
-def test_newer_groups_do_not_push_older_ones_beyond_their_deadline() -> None:
+def test_newer_groups_do_not_push_older_ones_beyond_their_deadline():
     steps = assembler(2, 1, b=0, c=0, d=1)
     # b and c have the steps of versions 1 and 2 left, one place each, so d cannot enter step 1.
     steps.offer_groups([group("d", 1)])
@@ -75,14 +75,14 @@ def test_newer_groups_do_not_push_older_ones_beyond_their_deadline() -> None:
     assert uids(steps.draw_groups(1)) == ["b"]
 
 
-def test_stale_token_raises_with_the_group() -> None:
+def test_stale_token_raises_with_the_group():
     steps = assembler(1, 1, a=1)
     steps.offer_groups([group("a", 1, sampled=0)])
     with pytest.raises(StaleGroupError, match="group a was sampled by version 0: 2 behind"):
         steps.draw_groups(2)
 
 
-def test_group_offered_twice_is_ignored() -> None:
+def test_group_offered_twice_is_ignored():
     steps = assembler(1, 2, a=0)
     for _ in range(2):
         steps.offer_groups([group("a", 0)])
@@ -92,7 +92,7 @@ def test_group_offered_twice_is_ignored() -> None:
     steps.drop_group("unknown")
 
 
-def test_finish_step_returns_its_groups_and_starts_an_empty_step() -> None:
+def test_finish_step_returns_its_groups_and_starts_an_empty_step():
     steps = assembler(1, 2, a=0, b=1)
     steps.offer_groups([group("b", 1), group("a", 0)])
     steps.draw_groups(1)
@@ -105,20 +105,20 @@ def test_finish_step_returns_its_groups_and_starts_an_empty_step() -> None:
 # on_stale: drop
 
 
-def test_drop_stale_reserves_no_places() -> None:
+def test_drop_stale_reserves_no_places():
     steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("c", 1), group("d", 1)])
     assert uids(steps.draw_groups(1)) == ["c", "d"], "a and b would be due now"
     assert steps.pending_uids == ["a", "b"]
 
 
-def test_drop_stale_takes_oldest_tokens_first() -> None:
+def test_drop_stale_takes_oldest_tokens_first():
     steps = assembler(3, 1, drops_stale=True, a=0, b=1)
     steps.offer_groups([group("a", 0, sampled=2), group("b", 1, sampled=1)])
     assert uids(steps.draw_groups(2)) == ["b"]
 
 
-def test_drop_stale_drops_only_groups_beyond_the_bound() -> None:
+def test_drop_stale_drops_only_groups_beyond_the_bound():
     steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1)
     steps.offer_groups([group("a", 0), group("b", 0, sampled=1), group("c", 1)])
     assert steps.remove_late_groups(1) == []
@@ -127,7 +127,7 @@ def test_drop_stale_drops_only_groups_beyond_the_bound() -> None:
     assert sorted(uids(steps.draw_groups(2))) == ["b", "c"]
 
 
-def test_drop_stale_waits_for_pending_groups() -> None:
+def test_drop_stale_waits_for_pending_groups():
     steps = assembler(1, 2, drops_stale=True, a=0)
     assert steps.remove_late_groups(99) == []
 
@@ -148,7 +148,7 @@ def oversampled(
     return made
 
 
-def test_undecided_group_reserves_a_fraction_and_kept_group_a_whole_place() -> None:
+def test_undecided_group_reserves_a_fraction_and_kept_group_a_whole_place():
     # The estimated keep rate is one of three.
     steps = oversampled(3.0, 1, 2, a=0, b=0, c=0, d=1, e=1)
     steps.offer_groups([group("d", 1), group("e", 1)])
@@ -161,7 +161,7 @@ def test_undecided_group_reserves_a_fraction_and_kept_group_a_whole_place() -> N
     assert uids(steps.draw_groups(1)) == ["b"]
 
 
-def test_full_step_makes_due_groups_late_except_those_that_fill_it() -> None:
+def test_full_step_makes_due_groups_late_except_those_that_fill_it():
     steps = oversampled(4.0, 0, 1, a=0, b=0, c=0, d=1)
     steps.offer_groups([group("a", 0), group("b", 0)])
     assert steps.remove_late_groups(0) == []
@@ -169,7 +169,7 @@ def test_full_step_makes_due_groups_late_except_those_that_fill_it() -> None:
     assert uids(steps.draw_groups(0)) == ["a"]
 
 
-def test_groups_past_their_deadline_are_late_ready_or_not() -> None:
+def test_groups_past_their_deadline_are_late_ready_or_not():
     steps = oversampled(4.0, 1, 1, a=0, b=0, c=0, d=0, e=1)
     steps.offer_groups([group("a", 0), group("b", 0), group("c", 0, sampled=1)])
     assert steps.remove_late_groups(1) == []

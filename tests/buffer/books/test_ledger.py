@@ -17,7 +17,7 @@ def with_admitted(*uids: str, debug: bool = False) -> Ledger:
     return ledger
 
 
-def test_ledger_counts_every_prompt_in_one_state() -> None:
+def test_ledger_counts_every_prompt_in_one_state():
     ledger = with_admitted(*"abcd")
     ledger.mark_trained("a")
     ledger.mark_filtered("b")
@@ -27,7 +27,7 @@ def test_ledger_counts_every_prompt_in_one_state() -> None:
     assert counts.drops == (("deadline", 1),)
 
 
-def test_ledger_keeps_the_admitted_version_while_in_flight() -> None:
+def test_ledger_keeps_the_admitted_version_while_in_flight():
     ledger = Ledger()
     ledger.mark_admitted("a", 3)
     ledger.mark_admitted("b", 4)
@@ -35,36 +35,36 @@ def test_ledger_keeps_the_admitted_version_while_in_flight() -> None:
     assert ledger.in_flight == {"b": 4}
 
 
-def test_training_a_group_twice_raises() -> None:
+def test_training_a_group_twice_raises():
     ledger = with_admitted("a")
     ledger.mark_trained("a")
     with pytest.raises(LedgerError, match="prompt a is trained, but it is not in flight"):
         ledger.mark_trained("a")
 
 
-def test_admitting_a_prompt_twice_raises() -> None:
+def test_admitting_a_prompt_twice_raises():
     ledger = with_admitted("a")
     with pytest.raises(LedgerError, match="in flight already"):
         ledger.mark_admitted("a", 1)
 
 
-def test_group_lost_by_the_queue_is_named() -> None:
+def test_group_lost_by_the_queue_is_named():
     with pytest.raises(LedgerError, match=r"lost from the queue: \['b'\]"):
         with_admitted("a", "b").check_balance(["a"])
 
 
-def test_group_left_in_the_queue_is_named() -> None:
+def test_group_left_in_the_queue_is_named():
     ledger = with_admitted("a")
     ledger.mark_trained("a")
     with pytest.raises(LedgerError, match=r"ended but in it: \['a'\]"):
         ledger.check_balance(["a"])
 
 
-def test_pending_insert_is_not_missing() -> None:
+def test_pending_insert_is_not_missing():
     with_admitted("a", "b").check_balance(["a"], inserted=["a"])
 
 
-def test_ended_groups_refund_their_credit_unless_trained() -> None:
+def test_ended_groups_refund_their_credit_unless_trained():
     ledger = with_admitted(*"abcd")
     ledger.mark_trained("a")
     ledger.mark_filtered("b")
@@ -90,21 +90,21 @@ def test_debug_ledger_names_the_outcome_of_a_readmitted_uid(end, how: str) -> No
         ledger.mark_admitted("a", 1)
 
 
-def test_ledger_without_debug_forgets_ended_uids() -> None:
+def test_ledger_without_debug_forgets_ended_uids():
     ledger = with_admitted("a")
     ledger.mark_trained("a")
     ledger.mark_admitted("a", 1)
     assert "ended" not in ledger.state_dict()
 
 
-def test_debug_ledger_finds_wrong_counts_at_the_next_transition() -> None:
+def test_debug_ledger_finds_wrong_counts_at_the_next_transition():
     ledger = with_admitted("a", "b", debug=True)
     ledger._num_trained += 1
     with pytest.raises(LedgerError, match="the uids do not add up"):
         ledger.mark_trained("a")
 
 
-def test_debug_ledger_resumes_from_a_debug_checkpoint() -> None:
+def test_debug_ledger_resumes_from_a_debug_checkpoint():
     ledger = with_admitted("a", "b", debug=True)
     ledger.mark_trained("a")
     state = json.loads(json.dumps(ledger.state_dict()))
@@ -113,7 +113,7 @@ def test_debug_ledger_resumes_from_a_debug_checkpoint() -> None:
     Ledger.from_state(state).mark_admitted("a", 1)
 
 
-def test_debug_needs_a_debug_checkpoint() -> None:
+def test_debug_needs_a_debug_checkpoint():
     ledger = with_admitted("a", "b")
     ledger.mark_trained("a")
     restored = Ledger.from_state(ledger.state_dict(), debug=True)
@@ -126,9 +126,7 @@ def test_debug_needs_a_debug_checkpoint() -> None:
     st.randoms(),
     st.booleans(),
 )
-def test_any_history_balances_and_round_trips(
-    moves: list[str], random: object, debug: bool
-) -> None:
+def test_any_history_balances_and_round_trips(moves: list[str], random: object, debug: bool):
     ledger, serial = Ledger(debug=debug), 0
     for move in moves:
         if move == "admit":

@@ -27,6 +27,8 @@ from streamrl.messages import GroupInfo, GroupOutcome, make_uid, parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.fake_shards import MemoryLog
 
+pytestmark = pytest.mark.virtual_time
+
 FILTERED = GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
 DROPPED = GroupOutcome("deadline", "the verifier is down")
 
@@ -73,11 +75,11 @@ def steps(draw: st.DrawFn) -> TrainedStep:
 
 
 @given(steps())
-def test_step_record_has_the_whole_schedule(trained_step: TrainedStep) -> None:
+def test_step_record_has_the_whole_schedule(trained_step: TrainedStep):
     assert TrainedStep.from_record(travelled(trained_step.to_record())) == trained_step
 
 
-def test_step_record_has_plain_uids() -> None:
+def test_step_record_has_plain_uids():
     meta = step(3, "0:1:0", "0:2:0").to_record().meta
     assert (meta["kind"], meta["version"], meta["uids"]) == ("step", 3, ["0:1:0", "0:2:0"])
 
@@ -88,7 +90,7 @@ MOVES = ["admit", "admit", "admit", "step", "filter", "drop", "again", "checkpoi
 
 
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 99)), max_size=40))
-def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]) -> None:
+def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]):
     async def main() -> None:
         log = MemoryLog()
         run_log = RunLog(Ledger(debug=True), log)
@@ -130,39 +132,33 @@ def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]
     run_virtual(main())
 
 
-def test_replayed_step_is_not_logged_again() -> None:
-    async def main() -> None:
-        log = MemoryLog()
-        run_log = RunLog(Ledger(debug=True), log)
-        await run_log.record_admissions(["0:0:0", "0:1:0"], 0)
-        await run_log.record_step(step(0, "0:0:0"))
-        recovered = recover_run_log(log.records, None, debug=True)
-        again = RunLog(recovered.ledger, log.crash(), recovered.steps_to_replay)
-        before = len(log.records)
-        await again.record_step(recovered.steps_to_replay[0])
-        assert len(log.records) == before and again.ledger.counts.trained == 1
-        assert not again.steps_to_replay
-        await again.record_step(step(1, "0:1:0"))
-        assert again.ledger.counts.trained == 2
-
-    run_virtual(main())
+async def test_replayed_step_is_not_logged_again():
+    log = MemoryLog()
+    run_log = RunLog(Ledger(debug=True), log)
+    await run_log.record_admissions(["0:0:0", "0:1:0"], 0)
+    await run_log.record_step(step(0, "0:0:0"))
+    recovered = recover_run_log(log.records, None, debug=True)
+    again = RunLog(recovered.ledger, log.crash(), recovered.steps_to_replay)
+    before = len(log.records)
+    await again.record_step(recovered.steps_to_replay[0])
+    assert len(log.records) == before and again.ledger.counts.trained == 1
+    assert not again.steps_to_replay
+    await again.record_step(step(1, "0:1:0"))
+    assert again.ledger.counts.trained == 2
 
 
-def test_step_is_logged_before_the_ledger_changes() -> None:
-    async def main() -> None:
-        log = MemoryLog(write_s=5.0)
-        run_log = RunLog(Ledger(), log)
-        await run_log.record_admissions(["0:0:0"], 0)
-        training = asyncio.create_task(run_log.record_step(step(0, "0:0:0")))
-        await asyncio.sleep(1.0)
-        assert run_log.ledger.counts.trained == 0
-        await training
-        assert run_log.ledger.counts.trained == 1
-
-    run_virtual(main())
+async def test_step_is_logged_before_the_ledger_changes():
+    log = MemoryLog(write_s=5.0)
+    run_log = RunLog(Ledger(), log)
+    await run_log.record_admissions(["0:0:0"], 0)
+    training = asyncio.create_task(run_log.record_step(step(0, "0:0:0")))
+    await asyncio.sleep(1.0)
+    assert run_log.ledger.counts.trained == 0
+    await training
+    assert run_log.ledger.counts.trained == 1
 
 
-def test_contradicting_log_and_ledger_raise() -> None:
+def test_contradicting_log_and_ledger_raise():
     with pytest.raises(LedgerError, match="prompt 0:0:0 is trained, but it is not in flight"):
         recover_run_log([step(0, "0:0:0").to_record()], None)
 
@@ -183,7 +179,7 @@ async def written(folder: Path) -> RunLog:
     return run_log
 
 
-def test_history_yields_all_entries(tmp_path: Path) -> None:
+def test_history_yields_all_entries(tmp_path: Path):
     asyncio.run(written(tmp_path))
     entries = list(read_history(tmp_path))
     assert [entry["kind"] for entry in entries] == ["open", "admit", "step", "end", "admit", "end"]
@@ -196,7 +192,7 @@ def tells_of(entry: Any, prompt: str) -> bool:
     return any(uid.startswith(prompt) for uid in (*entry.get("uids", ()), entry.get("uid", "")))
 
 
-def test_log_is_read_from_a_cut(tmp_path: Path) -> None:
+def test_log_is_read_from_a_cut(tmp_path: Path):
     live = asyncio.run(written(tmp_path))
     state = Ledger()
     for uid in ("0:0:0", "0:1:0", "0:2:0"):
@@ -206,7 +202,7 @@ def test_log_is_read_from_a_cut(tmp_path: Path) -> None:
     assert recovered.drawn_uids == ()
 
 
-def test_damaged_log_raises_with_file_and_offset(tmp_path: Path) -> None:
+def test_damaged_log_raises_with_file_and_offset(tmp_path: Path):
     asyncio.run(written(tmp_path))
     path = segment_path(tmp_path, 2)
     path.write_bytes(path.read_bytes().replace(b"deadline", b"reward_errer"))

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # Commits
 
 
-async def test_group_commit_shares_fsyncs(tmp_path: Path, fsyncs: list[str]) -> None:
+async def test_group_commit_shares_fsyncs(tmp_path: Path, fsyncs: list[str]):
     journal = opened(tmp_path)
     positions = await asyncio.gather(*(journal.append([note(i)]) for i in range(200)))
     assert fsyncs.count("00000001.journal") <= 3
@@ -61,7 +61,7 @@ class SlowDisk:
 
 async def test_appends_during_an_fsync_join_the_next_commit_without_blocking_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     journal = opened(tmp_path)
     disk = SlowDisk(monkeypatch)
     waiting = [asyncio.ensure_future(journal.append([note(0)]))]
@@ -79,7 +79,7 @@ async def test_appends_during_an_fsync_join_the_next_commit_without_blocking_the
 
 async def test_pending_appends_fail_after_a_failed_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     mishaps: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: mishaps.append(context))
     journal = opened(tmp_path)
@@ -96,9 +96,7 @@ async def test_pending_appends_fail_after_a_failed_commit(
     assert (disk.calls, mishaps, numbers(tmp_path)) == (1, [], [])
 
 
-async def test_append_returns_after_fsync_of_file_and_folder(
-    tmp_path: Path, fsyncs: list[str]
-) -> None:
+async def test_append_returns_after_fsync_of_file_and_folder(tmp_path: Path, fsyncs: list[str]):
     journal = opened(tmp_path / "new" / "folder")
     await journal.append([note(0)])
     assert {tmp_path.name, "new", "folder", "00000001.journal"} <= set(fsyncs)
@@ -108,7 +106,7 @@ async def test_append_returns_after_fsync_of_file_and_folder(
     await journal.close()
 
 
-async def test_appends_and_waiters_keep_their_order(tmp_path: Path) -> None:
+async def test_appends_and_waiters_keep_their_order(tmp_path: Path):
     journal, woken = opened(tmp_path), []
 
     async def owner(start: int) -> None:
@@ -129,7 +127,7 @@ async def test_appends_and_waiters_keep_their_order(tmp_path: Path) -> None:
     assert woken == [i for i in numbers_read if i % 4 == 2]
 
 
-async def test_cancelled_append_does_not_affect_others(tmp_path: Path) -> None:
+async def test_cancelled_append_does_not_affect_others(tmp_path: Path):
     journal = opened(tmp_path)
     cancelled = asyncio.ensure_future(journal.append([note(0)]))
     await asyncio.sleep(0)
@@ -139,7 +137,7 @@ async def test_cancelled_append_does_not_affect_others(tmp_path: Path) -> None:
     assert read_record(tmp_path, position).meta["i"] == 1
 
 
-async def test_closed_journal_rejects_appends(tmp_path: Path) -> None:
+async def test_closed_journal_rejects_appends(tmp_path: Path):
     journal = opened(tmp_path)
     journal.append_nowait([note(0)])
     await journal.close()
@@ -164,7 +162,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fsync_s", [0.0, 5.0, None])
 async def test_full_disk_fails_all_waiters_with_a_clear_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_s: float | None
-) -> None:
+):
     journal = opened(tmp_path, fsync_s=fsync_s)
     await journal.append([note(0), note(1)])
     size = segment_path(tmp_path, 1).stat().st_size
@@ -190,7 +188,7 @@ async def test_full_disk_fails_all_waiters_with_a_clear_message(
 @pytest.mark.parametrize("refused", ["open", "fsync"])
 async def test_rotate_on_a_full_disk_can_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
-) -> None:
+):
     journal = opened(tmp_path)
     await journal.append([note(0)])
     works = getattr(os, refused)
@@ -215,7 +213,7 @@ async def test_rotate_on_a_full_disk_can_be_retried(
 
 async def test_failed_append_nowait_raises_in_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     journal = opened(tmp_path)
     full_disk(monkeypatch)
     journal.append_nowait([note(0)])
@@ -226,7 +224,7 @@ async def test_failed_append_nowait_raises_in_the_next_call(
 @pytest.mark.parametrize(("fsync_s", "safe"), [(0.0, "accepted"), (1000.0, "fsynced")])
 async def test_failed_fsync_is_not_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_s: float, safe: str
-) -> None:
+):
     journal = opened(tmp_path, fsync_s=fsync_s)
     await journal.append([note(0)])
     tried = []
@@ -248,7 +246,7 @@ async def test_failed_fsync_is_not_retried(
 
 async def test_unexpected_writer_error_fails_all_waiters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     journal = opened(tmp_path)
     monkeypatch.setattr(os, "writev", lambda descriptor, buffers: None)
     with pytest.raises(JournalError, match="TypeError"):
@@ -277,7 +275,7 @@ asyncio.run(main())
 """
 
 
-def test_partial_write_keeps_complete_records(tmp_path: Path) -> None:
+def test_partial_write_keeps_complete_records(tmp_path: Path):
     run = subprocess.run(
         [sys.executable, "-c", SMALL_DISK, tmp_path],
         cwd=ROOT,
@@ -327,7 +325,7 @@ def killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("fsync_s", ["0", "0.05", ""])
-def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync_s: str) -> None:
+def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync_s: str):
     acknowledged = [*killed(tmp_path, fsync_s, 150), *killed(tmp_path, fsync_s, 77)]
     replayed: dict[str, list[int]] = {}
     for item in replay_segments(tmp_path):
@@ -352,14 +350,14 @@ class Clock:
         return self.now
 
 
-async def test_fsync_s_null_never_fsyncs(tmp_path: Path, fsyncs: list[str]) -> None:
+async def test_fsync_s_null_never_fsyncs(tmp_path: Path, fsyncs: list[str]):
     await written(tmp_path / "new", range(3), range(3, 6), fsync_s=None)
     await written(tmp_path / "new", range(6, 9), fsync_s=None)
     assert fsyncs == []
     assert numbers(tmp_path / "new") == list(range(9))
 
 
-async def test_fsync_s_bounds_the_time_between_fsyncs(tmp_path: Path, fsyncs: list[str]) -> None:
+async def test_fsync_s_bounds_the_time_between_fsyncs(tmp_path: Path, fsyncs: list[str]):
     clock = Clock()
     journal = Journal(tmp_path, JournalConfig(fsync_s=5.0), clock=clock)
     at = []
@@ -372,9 +370,7 @@ async def test_fsync_s_bounds_the_time_between_fsyncs(tmp_path: Path, fsyncs: li
     await journal.close()
 
 
-async def test_overdue_fsync_runs_without_further_appends(
-    tmp_path: Path, fsyncs: list[str]
-) -> None:
+async def test_overdue_fsync_runs_without_further_appends(tmp_path: Path, fsyncs: list[str]):
     journal = opened(tmp_path, fsync_s=0.1)
     fsyncs.clear()
 
@@ -392,7 +388,7 @@ async def test_overdue_fsync_runs_without_further_appends(
 @pytest.mark.parametrize("end", [Journal.rotate, Journal.close])
 async def test_rotate_and_close_fsync_at_once(
     tmp_path: Path, fsyncs: list[str], end: Callable[[Journal], Any]
-) -> None:
+):
     journal = opened(tmp_path, fsync_s=1000.0)
     await journal.append([note(0)])
     assert "00000001.journal" not in fsyncs
@@ -402,7 +398,7 @@ async def test_rotate_and_close_fsync_at_once(
         await journal.close()
 
 
-def test_write_segment_fsyncs_file_and_folder(tmp_path: Path, fsyncs: list[str]) -> None:
+def test_write_segment_fsyncs_file_and_folder(tmp_path: Path, fsyncs: list[str]):
     write_segment(tmp_path / "00000000.journal", [note(0)])
     assert fsyncs == ["00000000.journal", tmp_path.name]
     assert numbers(tmp_path) == [0]
@@ -419,6 +415,6 @@ def test_write_segment_fsyncs_file_and_folder(tmp_path: Path, fsyncs: list[str])
         ("max_mb", 0, "must be at least 1 MB"),
     ],
 )
-def test_invalid_journal_settings_are_named(key: str, value: Any, rule: str) -> None:
+def test_invalid_journal_settings_are_named(key: str, value: Any, rule: str):
     with pytest.raises(ConfigError, match=rf"^queue\.journal\.{key}={value}: {rule}$"):
         JournalConfig(**{key: value})

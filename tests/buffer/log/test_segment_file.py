@@ -45,7 +45,7 @@ from tests.buffer.journals import intact, note, numbers, opened, written
     ],
     ids=["empty", "bytes", "bytearray", "slice", "array", "wide", "large", "pieces"],
 )
-async def test_record_round_trips(tmp_path: Path, payload: Blob) -> None:
+async def test_record_round_trips(tmp_path: Path, payload: Blob):
     journal = opened(tmp_path)
     meta = {
         "kind": "put",
@@ -73,14 +73,14 @@ JSON = st.recursive(
 @given(st.lists(st.tuples(st.dictionaries(st.text(), JSON), st.binary(max_size=300)), max_size=8))
 def test_write_segment_writes_all_records(
     tmp_path_factory: pytest.TempPathFactory, content: list[tuple[dict[str, Any], bytes]]
-) -> None:
+):
     path = tmp_path_factory.getbasetemp() / "snapshot.journal"
     records = [JournalRecord({**meta, "kind": "any"}, payload) for meta, payload in content]
     write_segment(path, records)
     assert [record for _, record in intact(read_segment(path))] == records
 
 
-async def test_append_with_an_unserializable_record_writes_nothing(tmp_path: Path) -> None:
+async def test_append_with_an_unserializable_record_writes_nothing(tmp_path: Path):
     journal = opened(tmp_path)
     with pytest.raises(TypeError):
         await journal.append([note(0), JournalRecord({"kind": "bad", "x": object()})])
@@ -91,7 +91,7 @@ async def test_append_with_an_unserializable_record_writes_nothing(tmp_path: Pat
 
 async def test_writev_limits_and_short_writes_are_handled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     writev = os.writev
 
     def stingy(descriptor: int, buffers: list[memoryview]) -> int:
@@ -106,9 +106,7 @@ async def test_writev_limits_and_short_writes_are_handled(
 # Damage
 
 
-async def test_replay_skips_a_last_record_truncated_at_any_byte(
-    tmp_path: Path,
-) -> None:
+async def test_replay_skips_a_last_record_truncated_at_any_byte(tmp_path: Path):
     last = (await written(tmp_path, range(4)))[-1]
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
@@ -117,7 +115,7 @@ async def test_replay_skips_a_last_record_truncated_at_any_byte(
         assert numbers(tmp_path) == [0, 1, 2], size
 
 
-async def test_replay_skips_a_last_record_with_unwritten_sectors(tmp_path: Path) -> None:
+async def test_replay_skips_a_last_record_with_unwritten_sectors(tmp_path: Path):
     # A file system may persist the file's length before its data.
     journal = opened(tmp_path)
     await journal.append([note(0), note(1, os.urandom(5000))])
@@ -130,7 +128,7 @@ async def test_replay_skips_a_last_record_with_unwritten_sectors(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, kept: int) -> None:
+async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, kept: int):
     positions = await written(tmp_path, range(2))
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
@@ -141,7 +139,7 @@ async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, kept: 
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: int) -> None:
+async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: int):
     positions = await written(tmp_path, range(4))
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
@@ -160,9 +158,7 @@ async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: in
             read_record(tmp_path, positions[bad])
 
 
-async def test_flipped_byte_in_the_last_record_is_corrupt_and_not_torn(
-    tmp_path: Path,
-) -> None:
+async def test_flipped_byte_in_the_last_record_is_corrupt_and_not_torn(tmp_path: Path):
     position = (await written(tmp_path, range(4)))[-1]
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
@@ -173,7 +169,7 @@ async def test_flipped_byte_in_the_last_record_is_corrupt_and_not_torn(
         assert numbers(tmp_path) == [0, 1, 2, None]
 
 
-async def test_consecutive_corrupt_records_are_all_reported(tmp_path: Path) -> None:
+async def test_consecutive_corrupt_records_are_all_reported(tmp_path: Path):
     positions = await written(tmp_path, range(5))
     path = segment_path(tmp_path, 1)
     damaged = bytearray(path.read_bytes())
@@ -185,7 +181,7 @@ async def test_consecutive_corrupt_records_are_all_reported(tmp_path: Path) -> N
 
 async def test_replay_finds_the_next_record_at_any_distance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     journal = opened(tmp_path)
     positions = await journal.append([note(0, segment_file.MAGIC * 50), note(1)])
     await journal.close()
@@ -202,7 +198,7 @@ async def test_replay_finds_the_next_record_at_any_distance(
         assert (position, record.meta["i"]) == (positions[1], 1)
 
 
-async def test_records_inside_a_payload_are_not_replayed(tmp_path: Path) -> None:
+async def test_records_inside_a_payload_are_not_replayed(tmp_path: Path):
     inner = tmp_path / "inner"
     await written(inner, range(3))
     journal = opened(tmp_path)
@@ -213,9 +209,7 @@ async def test_records_inside_a_payload_are_not_replayed(tmp_path: Path) -> None
     assert numbers(tmp_path) == [None, 11]
 
 
-async def test_unknown_format_version_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unknown_format_version_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(segment_file, "FORMAT_VERSION", 2)
     await written(tmp_path, range(1))
     monkeypatch.setattr(segment_file, "FORMAT_VERSION", 1)
@@ -223,7 +217,7 @@ async def test_unknown_format_version_raises(
         numbers(tmp_path)
 
 
-def test_reading_a_missing_record_names_file_and_offset(tmp_path: Path) -> None:
+def test_reading_a_missing_record_names_file_and_offset(tmp_path: Path):
     with pytest.raises(JournalError, match=r"00000007\.journal: No such file"):
         read_record(tmp_path, RecordPosition(7, 0, 10))
     write_segment(segment_path(tmp_path, 7), [note(0)])
@@ -234,7 +228,7 @@ def test_reading_a_missing_record_names_file_and_offset(tmp_path: Path) -> None:
 # Segments
 
 
-async def test_rotate_separates_earlier_from_later_records(tmp_path: Path) -> None:
+async def test_rotate_separates_earlier_from_later_records(tmp_path: Path):
     journal = opened(tmp_path)
     for i in range(0, 40, 2):
         journal.append_nowait([note(i)])
@@ -245,7 +239,7 @@ async def test_rotate_separates_earlier_from_later_records(tmp_path: Path) -> No
     await journal.close()
 
 
-async def test_rotate_of_an_empty_segment_keeps_it(tmp_path: Path) -> None:
+async def test_rotate_of_an_empty_segment_keeps_it(tmp_path: Path):
     journal = opened(tmp_path)
     assert [await journal.rotate(), await journal.rotate()] == [1, 1]
     await journal.append([note(0)])
@@ -254,7 +248,7 @@ async def test_rotate_of_an_empty_segment_keeps_it(tmp_path: Path) -> None:
     assert list_segments(tmp_path) == [1, 2]
 
 
-async def test_full_segment_is_followed_by_a_new_one(tmp_path: Path) -> None:
+async def test_full_segment_is_followed_by_a_new_one(tmp_path: Path):
     journal = opened(tmp_path, max_mb=1)
     for i in range(6):
         await journal.append([note(i, bytes(400_000))])
@@ -265,9 +259,7 @@ async def test_full_segment_is_followed_by_a_new_one(tmp_path: Path) -> None:
     assert numbers(tmp_path) == list(range(6))
 
 
-async def test_full_segment_is_fsynced_before_the_next_starts(
-    tmp_path: Path, fsyncs: list[str]
-) -> None:
+async def test_full_segment_is_fsynced_before_the_next_starts(tmp_path: Path, fsyncs: list[str]):
     journal = opened(tmp_path, max_mb=1, fsync_s=1000.0)
     await journal.append([note(0, bytes(1 << 20))])
     assert "00000001.journal" not in fsyncs
@@ -276,7 +268,7 @@ async def test_full_segment_is_fsynced_before_the_next_starts(
     await journal.close()
 
 
-async def test_discard_before_removes_lower_segments_and_their_bytes(tmp_path: Path) -> None:
+async def test_discard_before_removes_lower_segments_and_their_bytes(tmp_path: Path):
     await written(tmp_path, range(3), range(3, 6))
     journal = opened(tmp_path)
     await journal.append([note(6)])
@@ -289,7 +281,7 @@ async def test_discard_before_removes_lower_segments_and_their_bytes(tmp_path: P
     assert numbers(tmp_path) == [6]
 
 
-async def test_segment_numbers_are_not_reused_after_discard(tmp_path: Path) -> None:
+async def test_segment_numbers_are_not_reused_after_discard(tmp_path: Path):
     journal = opened(tmp_path)
     await journal.append([note(0)])
     journal.discard_before(await journal.rotate())
@@ -302,7 +294,7 @@ async def test_segment_numbers_are_not_reused_after_discard(tmp_path: Path) -> N
     await journal.close()
 
 
-async def test_replay_reads_the_requested_segments(tmp_path: Path) -> None:
+async def test_replay_reads_the_requested_segments(tmp_path: Path):
     await written(tmp_path, range(2), range(2, 4), range(4, 6))
     assert numbers(tmp_path, first=2) == [2, 3, 4, 5]
     assert numbers(tmp_path, before=3) == [0, 1, 2, 3]
@@ -313,7 +305,7 @@ async def test_replay_reads_the_requested_segments(tmp_path: Path) -> None:
     assert numbers(tmp_path / "missing") == []
 
 
-async def test_missing_segment_raises_with_its_number(tmp_path: Path) -> None:
+async def test_missing_segment_raises_with_its_number(tmp_path: Path):
     await written(tmp_path, *(range(i, i + 1) for i in range(5)))
     for number in (2, 4):
         segment_path(tmp_path, number).unlink()
@@ -324,9 +316,7 @@ async def test_missing_segment_raises_with_its_number(tmp_path: Path) -> None:
     assert numbers(tmp_path, first=5) == [4]
 
 
-async def test_successor_starts_a_new_segment_after_a_torn_end(
-    tmp_path: Path, fsyncs: list[str]
-) -> None:
+async def test_successor_starts_a_new_segment_after_a_torn_end(tmp_path: Path, fsyncs: list[str]):
     await written(tmp_path, range(3), fsync_s=None)
     path = segment_path(tmp_path, 1)
     torn = path.read_bytes()[:-1]
@@ -340,7 +330,7 @@ async def test_successor_starts_a_new_segment_after_a_torn_end(
     assert numbers(tmp_path) == [0, 1, 3, 4]
 
 
-async def test_fenced_writer_cannot_append(tmp_path: Path) -> None:
+async def test_fenced_writer_cannot_append(tmp_path: Path):
     first, second = opened(tmp_path), opened(tmp_path)
     with pytest.raises(JournalError, match=r"00000001\.journal: another process has taken this"):
         await first.append([note(0)])
@@ -349,13 +339,13 @@ async def test_fenced_writer_cannot_append(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [1]
 
 
-def test_uncreatable_folder_raises_with_its_path(tmp_path: Path) -> None:
+def test_uncreatable_folder_raises_with_its_path(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(JournalError, match=f"journal {tmp_path}/file/folder: "):
         opened(tmp_path / "file" / "folder")
 
 
-async def test_segment_format_is_readable_without_streamrl(tmp_path: Path) -> None:
+async def test_segment_format_is_readable_without_streamrl(tmp_path: Path):
     await written(tmp_path, range(1))
     content = segment_path(tmp_path, 1).read_bytes()
     meta_bytes = int.from_bytes(content[8:12], "little")

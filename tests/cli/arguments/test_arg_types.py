@@ -36,7 +36,7 @@ ASKED = [GRPO, "--cluster", "8xH100"]
 )
 def test_an_empty_argument_is_refused_in_one_line(
     words: list[str], option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     error = refusal(capsys, *words)
     assert f"{option}" in error.split(":")[1] and ": must not be empty" in error
 
@@ -44,17 +44,17 @@ def test_an_empty_argument_is_refused_in_one_line(
 @pytest.mark.parametrize("command", [["calibrate"], ["report"], ["report", "--ledger"]])
 def test_an_impossible_file_name_is_not_a_run(
     command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     error = refusal(capsys, *command, "x" * 400)
     assert error.endswith((": no run: no such directory\n", ": not a run: no such directory\n"))
 
 
-def test_an_impossible_file_name_is_not_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_file_name_is_not_a_model(capsys: pytest.CaptureFixture[str]):
     error = refusal(capsys, "plan", *ASKED, "--prompt-tokens", "9", "--model", "x" * 400)
     assert "neither a known model name" in error
 
 
-def test_parse_path_keeps_the_path() -> None:
+def test_parse_path_keeps_the_path():
     assert parse_path("a/b") == Path("a/b")
     with pytest.raises(argparse.ArgumentTypeError, match="must not be empty"):
         parse_path("")

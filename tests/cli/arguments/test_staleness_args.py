@@ -20,7 +20,7 @@ def absent(plan: dict[str, list[dict[str, Any]]]) -> dict[int, str]:
 
 def test_an_excluded_bound_is_absent_and_the_written_config_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     plan = tmp_path / "plan.yaml"
     # The config's own bound is 1.
     words = ["--max-staleness", "0,1,2", SELDOM, "-o", str(plan)]
@@ -32,12 +32,12 @@ def test_an_excluded_bound_is_absent_and_the_written_config_loads(
     assert (written.pipeline.max_staleness, written.weights.publish_every) == (2, 3)
 
 
-def test_excluding_every_bound_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_excluding_every_bound_is_an_error(capsys: pytest.CaptureFixture[str]):
     error = refusal(capsys, *PLAN, "--max-staleness", "0,1", SELDOM)
     assert SELDOM in error and "pipeline.max_staleness=1" in error
 
 
-def test_a_small_queue_capacity_excludes_large_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_queue_capacity_excludes_large_bounds(capsys: pytest.CaptureFixture[str]):
     words = ["--max-staleness", "1,3", "queue.capacity_groups=32"]
     plan = json.loads(run(capsys, *PLAN, *words)[1])
     assert [point["max_staleness"] for point in plan["front"]] == [1]
@@ -50,9 +50,7 @@ def kinds(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
     return {candidate["kind"] for candidate in candidates if "unfit" not in candidate}
 
 
-def test_drain_allows_colocation_only_with_max_staleness_0(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_drain_allows_colocation_only_with_max_staleness_0(capsys: pytest.CaptureFixture[str]):
     # Under the run's current placement a bound of 1 would be invalid.
     words = ["weights.on_update=drain", "placement.mode=colocated", "trainer.threads=1"]
     colocated_kinds = kinds(capsys, "--max-staleness", "0,1", *words, "generator.threads=1")
@@ -61,13 +59,11 @@ def test_drain_allows_colocation_only_with_max_staleness_0(
     assert "colocated, 1 ahead" not in colocated_kinds
 
 
-def test_the_runs_current_sizes_do_not_prevent_colocation(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_runs_current_sizes_do_not_prevent_colocation(capsys: pytest.CaptureFixture[str]):
     apart = ["generator.replicas=3", "trainer.world_size=2"]
     assert "colocated" in kinds(capsys, "--max-staleness", "0", *apart)
 
 
-def test_an_error_under_every_bound_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_under_every_bound_is_reported_once(capsys: pytest.CaptureFixture[str]):
     assert main([*PLAN, "trainer.world=2"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

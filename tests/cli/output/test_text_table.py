@@ -16,5 +16,5 @@ from streamrl.cli.output.text_table import format_inner_percent
         (1e-300, "1e-300"),
     ],
 )
-def test_an_inner_percentage_never_reads_0_or_100(part: float, text: str) -> None:
+def test_an_inner_percentage_never_reads_0_or_100(part: float, text: str):
     assert format_inner_percent(part) == text

@@ -24,7 +24,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_with_a_swallowed_exception_still_interrupts(number: int) -> None:
+def test_a_signal_with_a_swallowed_exception_still_interrupts(number: int):
     check = interrupt_on_signals()
     check()
     with contextlib.suppress(KeyboardInterrupt):
@@ -33,13 +33,13 @@ def test_a_signal_with_a_swallowed_exception_still_interrupts(number: int) -> No
         check()
 
 
-def test_a_command_with_closed_stdout_succeeds() -> None:
+def test_a_command_with_closed_stdout_succeeds():
     command = f"{shlex.quote(sys.executable)} -m streamrl.cli algorithms >&-"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_opened_files_never_reuse_closed_standard_descriptors() -> None:
+def test_opened_files_never_reuse_closed_standard_descriptors():
     program = "import os, sys; from streamrl.cli.main import main; main(['algorithms'])"
     program += "; sys.exit(min(os.open('/dev/null', os.O_RDONLY), 3) != 3)"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} <&- >&- 2>&-"
@@ -63,7 +63,7 @@ sys.exit(main.main())
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_an_interrupt_converted_by_a_library_is_still_an_interrupt(name: str) -> None:
+def test_an_interrupt_converted_by_a_library_is_still_an_interrupt(name: str):
     words = [sys.executable, "-c", SWALLOWED.format(name=name)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (130, "streamrl: interrupted\n")

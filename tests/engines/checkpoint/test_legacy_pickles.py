@@ -20,7 +20,7 @@ class Hostile:
 @pytest.mark.parametrize("kind", ["zip", "pickle", "empty", "noise"])
 def test_a_hostile_pickle_is_neither_loaded_nor_recommended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "rank_0.pt"
     if kind == "zip":
@@ -34,14 +34,14 @@ def test_a_hostile_pickle_is_neither_loaded_nor_recommended(
     assert str(path) in str(refused.value) and not Path("harmed").exists()
 
 
-def test_a_pipe_in_place_of_a_file_is_rejected(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_file_is_rejected(tmp_path: Path):
     os.mkfifo(tmp_path / "rank_0.pt")
     with pytest.raises(CheckpointError, match=r"rank_0\.pt: not a regular file"):
         load_plain_pickle(tmp_path / "rank_0.pt")
 
 
 @pytest.mark.parametrize("value", [{}, [], {"layout": 1, "num_updates": 2}])
-def test_plain_values_of_another_format_are_rejected(tmp_path: Path, value: object) -> None:
+def test_plain_values_of_another_format_are_rejected(tmp_path: Path, value: object):
     torch.save(value, tmp_path / "rank_0.pt")
     with pytest.raises(CheckpointError, match="not a trainer's state of the old format"):
         load_legacy_progress(tmp_path / "rank_0.pt")

@@ -78,16 +78,14 @@ def tokens(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_logprobs_are_those_of_the_sampling_distribution(
-    bench: Bench, temperature: float
-) -> None:
+async def test_logprobs_are_those_of_the_sampling_distribution(bench: Bench, temperature: float):
     rollouts = await bench.engine.generate(
         SHORT, seeds=range(16), sampling=SamplingSettings(temperature)
     )
     assert worst_error(rollouts, bench.models, temperature=temperature) < 1e-4
 
 
-async def test_temperature_0_decodes_greedily(bench: Bench) -> None:
+async def test_temperature_0_decodes_greedily(bench: Bench):
     model = bench.models[bench.engine.version]
     (rollout,) = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
     with torch.no_grad():
@@ -100,21 +98,21 @@ async def test_temperature_0_decodes_greedily(bench: Bench) -> None:
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}])
 async def test_top_k_and_top_p_sample_among_the_likeliest_tokens(
     bench: Bench, narrow: dict[str, float]
-) -> None:
+):
     greedy = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
     narrowed = SamplingSettings(1.0, **narrow)  # type: ignore[arg-type]
     rollouts = await bench.engine.generate(SHORT, seeds=[7], sampling=narrowed)
     assert tokens(rollouts) == tokens(greedy)
 
 
-async def test_a_rollout_is_the_prompt_and_the_sampled_tokens(bench: Bench) -> None:
+async def test_a_rollout_is_the_prompt_and_the_sampled_tokens(bench: Bench):
     (rollout,) = await bench.engine.generate(SHORT, seeds=[3])
     assert rollout.token_ids[: len(SHORT)].tolist() == SHORT.tolist()
     assert rollout.loss_mask.tolist() == [False] * 4 + [True] * (len(rollout.token_ids) - 4)
     assert set(rollout.policy_version[4:].tolist()) == {bench.engine.version}
 
 
-async def test_the_eos_token_ends_a_rollout_and_is_included(bench: Bench) -> None:
+async def test_the_eos_token_ends_a_rollout_and_is_included(bench: Bench):
     rollouts = await bench.engine.generate(SHORT, seeds=range(64), max_new_tokens=40)
     stopped = [r for r in rollouts if r.finish_reason is FinishReason.STOP]
     cut = [r for r in rollouts if r.finish_reason is FinishReason.LENGTH]
@@ -127,7 +125,7 @@ async def test_the_eos_token_ends_a_rollout_and_is_included(bench: Bench) -> Non
         assert EOS not in rollout.completion_ids[:-1]
 
 
-async def test_a_rollout_that_fills_the_context_finishes_by_length(bench: Bench) -> None:
+async def test_a_rollout_that_fills_the_context_finishes_by_length(bench: Bench):
     await bench.load(endless_model(seed=1))
     full = prompt(*(4 + i % 50 for i in range(MAX_LENGTH - 10)))
     (rollout,) = await bench.engine.generate(full, seeds=[0], max_new_tokens=400)
@@ -135,7 +133,7 @@ async def test_a_rollout_that_fills_the_context_finishes_by_length(bench: Bench)
     assert rollout.finish_reason is FinishReason.LENGTH
 
 
-async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench) -> None:
+async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench):
     alone = await bench.engine.generate(SHORT, seeds=[11, 12])
     company = asyncio.create_task(bench.sample(60, max_new_tokens=50))
     await asyncio.sleep(0.02)
@@ -147,18 +145,18 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench) -
     )
 
 
-async def test_a_seed_may_be_any_integer_type(bench: Bench) -> None:
+async def test_a_seed_may_be_any_integer_type(bench: Bench):
     plain = await bench.engine.generate(SHORT, seeds=[2**63 - 1, 5])
     numpy = await bench.engine.generate(SHORT, seeds=list(np.array([2**63 - 1, 5], np.uint64)))
     assert tokens(plain) == tokens(numpy)
 
 
-async def test_different_seeds_differ(bench: Bench) -> None:
+async def test_different_seeds_differ(bench: Bench):
     rollouts = await bench.engine.generate(SHORT, seeds=range(32))
     assert len({tuple(row) for row in tokens(rollouts)}) == 32
 
 
-async def test_more_rollouts_than_slots_all_finish(bench: Bench) -> None:
+async def test_more_rollouts_than_slots_all_finish(bench: Bench):
     calls = asyncio.gather(*(bench.engine.generate(SHORT, seeds=[i, i + 100]) for i in range(100)))
     await asyncio.sleep(0)
     assert bench.engine.num_running == 200
@@ -166,14 +164,14 @@ async def test_more_rollouts_than_slots_all_finish(bench: Bench) -> None:
     assert bench.engine.num_running == 0
 
 
-async def test_prompts_beyond_the_token_budget_of_a_step_all_finish(bench: Bench) -> None:
+async def test_prompts_beyond_the_token_budget_of_a_step_all_finish(bench: Bench):
     prompts = [prompt(*np.roll(LONG, i).tolist()) for i in range(20)]
     assert sum(map(len, prompts)) > STEP_TOKENS_ON_CPU
     groups = await asyncio.gather(*(bench.engine.generate(p, seeds=[1, 2]) for p in prompts))
     assert worst_error([rollout for group in groups for rollout in group], bench.models) < 1e-4
 
 
-async def test_every_parameter_of_a_new_version_is_loaded(bench: Bench) -> None:
+async def test_every_parameter_of_a_new_version_is_loaded(bench: Bench):
     model = tiny_model(tied=False, seed=1)
     before = await bench.engine.generate(SHORT, seeds=range(4))
     for name, parameter in model.named_parameters():
@@ -188,7 +186,7 @@ async def test_every_parameter_of_a_new_version_is_loaded(bench: Bench) -> None:
         before = rollouts
 
 
-async def test_weights_may_be_read_only_arrays(bench: Bench) -> None:
+async def test_weights_may_be_read_only_arrays(bench: Bench):
     model = tiny_model(tied=False, seed=6)
     arrays = {name: tensor.numpy().copy() for name, tensor in weights_of(model).items()}
     for array in arrays.values():
@@ -211,9 +209,7 @@ def make_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict[st
     return published
 
 
-async def test_each_version_merges_adapters_into_the_weights_of_the_directory(
-    bench: Bench,
-) -> None:
+async def test_each_version_merges_adapters_into_the_weights_of_the_directory(bench: Bench):
     for seed, size in ((1, 0.1), (2, 0.0), (3, 0.1)):
         model = tiny_model(tied=False, seed=1)
         published = make_adapters(model, size=size, seed=seed)
@@ -238,7 +234,7 @@ async def test_each_version_merges_adapters_into_the_weights_of_the_directory(
                 assert np.array_equal(one.generator_logprobs, other.generator_logprobs)
 
 
-async def test_adapters_of_another_model_are_rejected_without_harm(bench: Bench) -> None:
+async def test_adapters_of_another_model_are_rejected_without_harm(bench: Bench):
     published = make_adapters(tiny_model(tied=False, seed=1), size=0.1, seed=1)
     published["model.layers.0.mlp.up_proj" + LORA_A_SUFFIX] = torch.ones(2, 63)
     with pytest.raises(WeightsError, match=r"adapter of .*up_proj.* fit no weight of the model"):
@@ -246,9 +242,7 @@ async def test_adapters_of_another_model_are_rejected_without_harm(bench: Bench)
     assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
 
 
-async def test_rollouts_survive_weight_loads_and_tokens_record_their_version(
-    bench: Bench,
-) -> None:
+async def test_rollouts_survive_weight_loads_and_tokens_record_their_version(bench: Bench):
     first = await bench.load(endless_model(seed=1))
     running = asyncio.create_task(bench.sample(32, max_new_tokens=200))
     for seed in (2, 3):
@@ -263,7 +257,7 @@ async def test_rollouts_survive_weight_loads_and_tokens_record_their_version(
     assert worst_error(rollouts, bench.models) < 1e-4
 
 
-async def test_loading_the_same_weights_changes_no_token(bench: Bench) -> None:
+async def test_loading_the_same_weights_changes_no_token(bench: Bench):
     await bench.load(endless_model(seed=1))
     expected = await bench.sample(32, max_new_tokens=100)
     running = asyncio.create_task(bench.sample(32, max_new_tokens=100))
@@ -274,7 +268,7 @@ async def test_loading_the_same_weights_changes_no_token(bench: Bench) -> None:
     assert tokens(rollouts) == tokens(expected)
 
 
-async def test_a_weight_load_invalidates_the_prefix_cache(bench: Bench) -> None:
+async def test_a_weight_load_invalidates_the_prefix_cache(bench: Bench):
     await bench.engine.generate(LONG, seeds=range(4))
     running = asyncio.create_task(bench.engine.generate(LONG, seeds=range(4), max_new_tokens=99))
     await asyncio.sleep(0.02)
@@ -284,7 +278,7 @@ async def test_a_weight_load_invalidates_the_prefix_cache(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("step", [0, -1])
-async def test_a_version_that_is_not_newer_is_rejected(bench: Bench, step: int) -> None:
+async def test_a_version_that_is_not_newer_is_rejected(bench: Bench, step: int):
     current = bench.engine.version
     with pytest.raises(
         WeightsError, match=f"version {current + step} came after version {current}"
@@ -307,7 +301,7 @@ async def test_a_version_that_is_not_newer_is_rejected(bench: Bench, step: int) 
 )
 async def test_wrong_parameters_are_rejected_without_harm(
     bench: Bench, change: dict[str, torch.Tensor | None], fault: str
-) -> None:
+):
     weights = {**weights_of(tiny_model(tied=False, seed=2)), **change}
     with pytest.raises(WeightsError, match=fault):
         await bench.engine.load_weights(
@@ -326,9 +320,7 @@ async def test_wrong_parameters_are_rejected_without_harm(
         (prompt(-1, 5), "token ids -1 to 5"),
     ],
 )
-async def test_an_invalid_prompt_fails_alone(
-    bench: Bench, prompt_ids: np.ndarray, fault: str
-) -> None:
+async def test_an_invalid_prompt_fails_alone(bench: Bench, prompt_ids: np.ndarray, fault: str):
     running = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(8)))
     with pytest.raises(ConfigError, match=fault):
         await bench.engine.generate(prompt_ids, seeds=range(8))
@@ -336,7 +328,7 @@ async def test_an_invalid_prompt_fails_alone(
     assert bench.engine.num_running == 0
 
 
-async def test_a_request_that_vllm_rejects_fails_alone(bench: Bench) -> None:
+async def test_a_request_that_vllm_rejects_fails_alone(bench: Bench):
     running = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(8)))
     with pytest.raises(ConfigError, match=r"vLLM rejected the request: .*temperature"):
         await bench.engine.generate(SHORT, seeds=range(8), sampling=SamplingSettings(-1.0))
@@ -345,14 +337,14 @@ async def test_a_request_that_vllm_rejects_fails_alone(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("seeds", [[], [3, -1], [2**63]])
-async def test_seeds_must_be_given_and_fit_int64(bench: Bench, seeds: list[int]) -> None:
+async def test_seeds_must_be_given_and_fit_int64(bench: Bench, seeds: list[int]):
     with pytest.raises(ValueError, match="seeds"):
         await bench.engine.generate(SHORT, seeds=seeds)
 
 
 async def test_a_prompt_past_its_deadline_is_reported_and_aborted(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     await bench.load(endless_model(seed=1))
     with monkeypatch.context() as patch:
         patch.setattr(bench.config, "request_timeout_s", 0.05)
@@ -362,7 +354,7 @@ async def test_a_prompt_past_its_deadline_is_reported_and_aborted(
     assert len(await bench.engine.generate(SHORT, seeds=[1])) == 1
 
 
-async def test_a_cancelled_call_frees_its_slots(bench: Bench) -> None:
+async def test_a_cancelled_call_frees_its_slots(bench: Bench):
     await bench.load(endless_model(seed=1))
     call = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(64), max_new_tokens=500))
     await asyncio.sleep(0.05)

@@ -13,8 +13,10 @@ from streamrl.engines.generation.requests_in_flight import (
 from streamrl.messages import FinishReason, Rollout
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 
+pytestmark = pytest.mark.virtual_time
 
-def test_a_request_of_finished_rollouts_is_done_at_once() -> None:
+
+async def test_a_request_of_finished_rollouts_is_done_at_once():
     finished = Rollout.from_single_turn(
         np.array([1, 2], np.int32),
         [3],
@@ -23,40 +25,33 @@ def test_a_request_of_finished_rollouts_is_done_at_once() -> None:
         finish_reason=FinishReason.STOP,
     )
     calls: list[None] = []
-
-    async def main() -> None:
-        done = asyncio.get_running_loop().create_future()
-        watch = ProgressWatch("uid", lambda: calls.append(None))
-        request = RequestInFlight([finished, finished], (), done, watch)
-        assert done.done() and len(calls) == 2
-        assert all(rollout is finished for rollout in request.build_rollouts())
-
-    run_virtual(main())
+    done = asyncio.get_running_loop().create_future()
+    watch = ProgressWatch("uid", lambda: calls.append(None))
+    request = RequestInFlight([finished, finished], (), done, watch)
+    assert done.done() and len(calls) == 2
+    assert all(rollout is finished for rollout in request.build_rollouts())
 
 
-def test_a_timeout_is_suspended_while_the_engine_is_paused() -> None:
-    async def main() -> float:
-        standstill, clock = PauseState(), asyncio.get_running_loop().time
+async def test_a_timeout_is_suspended_while_the_engine_is_paused():
+    standstill, clock = PauseState(), asyncio.get_running_loop().time
 
-        async def work() -> float:
-            try:
-                async with standstill.pausable_timeout(10.0):
-                    await asyncio.sleep(1000.0)
-            except TimeoutError:
-                return clock()
-            raise AssertionError("it has no end")
+    async def work() -> float:
+        try:
+            async with standstill.pausable_timeout(10.0):
+                await asyncio.sleep(1000.0)
+        except TimeoutError:
+            return clock()
+        raise AssertionError("it has no end")
 
-        working = asyncio.create_task(work())
-        await asyncio.sleep(4.0)
-        standstill.add_reason("lease")
-        await asyncio.sleep(100.0)
-        assert standstill.remove_reason("lease")
-        return await working
-
-    assert run_virtual(main()) == pytest.approx(4.0 + 100.0 + 6.0)
+    working = asyncio.create_task(work())
+    await asyncio.sleep(4.0)
+    standstill.add_reason("lease")
+    await asyncio.sleep(100.0)
+    assert standstill.remove_reason("lease")
+    assert (await working) == pytest.approx(4.0 + 100.0 + 6.0)
 
 
-def test_the_engine_resumes_after_the_last_reason_is_removed() -> None:
+def test_the_engine_resumes_after_the_last_reason_is_removed():
     async def main() -> list[bool]:
         standstill = PauseState()
         standstill.add_reason("update")
@@ -71,32 +66,26 @@ def test_the_engine_resumes_after_the_last_reason_is_removed() -> None:
     assert run_virtual(main()) == [False, False, True, False]
 
 
-def test_a_timeout_started_while_paused_runs_in_full_after_resume() -> None:
-    async def main() -> float:
-        standstill, clock = PauseState(), asyncio.get_running_loop().time
-        standstill.add_reason("update")
+async def test_a_timeout_started_while_paused_runs_in_full_after_resume():
+    standstill, clock = PauseState(), asyncio.get_running_loop().time
+    standstill.add_reason("update")
 
-        async def work() -> float:
-            with pytest.raises(TimeoutError):
-                async with standstill.pausable_timeout(10.0):
-                    await asyncio.sleep(1000.0)
-            return clock()
+    async def work() -> float:
+        with pytest.raises(TimeoutError):
+            async with standstill.pausable_timeout(10.0):
+                await asyncio.sleep(1000.0)
+        return clock()
 
-        working = asyncio.create_task(work())
-        await asyncio.sleep(50.0)
-        standstill.remove_reason("update")
-        return await working
-
-    assert run_virtual(main()) == pytest.approx(60.0)
+    working = asyncio.create_task(work())
+    await asyncio.sleep(50.0)
+    standstill.remove_reason("update")
+    assert (await working) == pytest.approx(60.0)
 
 
-def test_a_finished_call_leaves_no_timeout_behind() -> None:
-    async def main() -> None:
-        standstill = PauseState()
-        async with standstill.pausable_timeout(10.0):
-            await asyncio.sleep(1.0)
-        standstill.add_reason("lease")
-        standstill.remove_reason("lease")
-        await asyncio.sleep(100.0)
-
-    run_virtual(main())
+async def test_a_finished_call_leaves_no_timeout_behind():
+    standstill = PauseState()
+    async with standstill.pausable_timeout(10.0):
+        await asyncio.sleep(1.0)
+    standstill.add_reason("lease")
+    standstill.remove_reason("lease")
+    await asyncio.sleep(100.0)

@@ -15,7 +15,7 @@ def as_before() -> Iterator[None]:
     gc.enable()
 
 
-def test_gc_stays_off_until_the_last_user_leaves() -> None:
+def test_gc_stays_off_until_the_last_user_leaves():
     first, second = pause_gc(), pause_gc()
     first.__enter__()
     second.__enter__()
@@ -28,13 +28,13 @@ def test_gc_stays_off_until_the_last_user_leaves() -> None:
     assert gc.isenabled()
 
 
-def test_gc_is_enabled_again_after_an_exception() -> None:
+def test_gc_is_enabled_again_after_an_exception():
     with pytest.raises(ValueError, match="no model"), pause_gc():
         raise ValueError("no model")
     assert gc.isenabled()
 
 
-def test_a_disabled_gc_stays_disabled() -> None:
+def test_a_disabled_gc_stays_disabled():
     gc.disable()
     with pause_gc():
         pass

@@ -32,7 +32,7 @@ def of(path: str, trainer: TrainerConfig, *, tokens: int = 0, dtype: str = "auto
     return estimate_worker_memory(path, trainer, generator, micro_batch_tokens=tokens, on_gpu=False)
 
 
-def test_torch_backend_holds_weights_gradients_and_two_moments(path: str) -> None:
+def test_torch_backend_holds_weights_gradients_and_two_moments(path: str):
     model = tiny_model(tied=True, seed=0)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.ones(1, 4, dtype=torch.long)
@@ -68,7 +68,7 @@ def test_bytes_per_element_on_two_ranks_of_each_zero_stage(
     gradients: int,
     activations: int,
     update: int,
-) -> None:
+):
     num = sum(p.numel() for p in tiny_model(tied=True, seed=0).parameters())
     memory = of(path, TrainerConfig(world_size=2, zero_stage=stage))
     assert (memory.weights, memory.serving_weights) == (weights * num, served * num)
@@ -81,7 +81,7 @@ def test_bytes_per_element_on_two_ranks_of_each_zero_stage(
 )
 def test_bytes_per_element_on_a_rank_of_a_mesh(
     path: str, sharded: bool, world_size: int, tensor_parallel: int
-) -> None:
+):
     sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
     cut = sum(size for name, size in sizes.items() if "_proj" in name)
     local = sum(sizes.values()) - cut + cut // tensor_parallel
@@ -102,7 +102,7 @@ def test_bytes_per_element_on_a_rank_of_a_mesh(
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_aliased_weights_count_once(path: str, tp_size: int) -> None:
+def test_aliased_weights_count_once(path: str, tp_size: int):
     sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
     full = sum(sizes.values())
     cut = sum(size for name, size in sizes.items() if "_proj" in name)
@@ -129,9 +129,7 @@ def test_aliased_weights_count_once(path: str, tp_size: int) -> None:
     assert served("float32", on_gpu=True) == full // tp_size
 
 
-def test_unsplit_models_of_any_family_are_estimated(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_unsplit_models_of_any_family_are_estimated(tmp_path_factory: pytest.TempPathFactory):
     sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 16, "n_positions": 8}
     model = GPT2LMHeadModel(GPT2Config(**sizes))
     path = tmp_path_factory.mktemp("other") / "model"
@@ -141,19 +139,19 @@ def test_unsplit_models_of_any_family_are_estimated(
     assert memory.weights == num // 2 * 4
 
 
-def test_lora_adapters_are_added_and_have_the_only_moments(path: str) -> None:
+def test_lora_adapters_are_added_and_have_the_only_moments(path: str):
     full, memory = of(path, TrainerConfig()), of(path, TrainerConfig(lora_rank=2))
     adapters = memory.weights - full.weights
     assert 0 < adapters < full.weights
     assert (memory.optimizer, memory.gradients) == (3 * adapters, adapters)
 
 
-def test_a_generator_of_another_dtype_has_own_weights(path: str) -> None:
+def test_a_generator_of_another_dtype_has_own_weights(path: str):
     trainer = TrainerConfig(backend="torch")
     assert of(path, trainer, dtype="bfloat16").serving_weights == of(path, trainer).weights // 2
 
 
-def test_ranks_of_a_split_generator_hold_a_part_each(path: str) -> None:
+def test_ranks_of_a_split_generator_hold_a_part_each(path: str):
     trainer = TrainerConfig(backend="torch", world_size=2)
     weights = of(path, trainer).weights
     assert of(path, trainer).serving_weights == 0
@@ -162,7 +160,7 @@ def test_ranks_of_a_split_generator_hold_a_part_each(path: str) -> None:
     assert (memory.weights, memory.serving_weights) == (weights, weights // 2)
 
 
-def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(path: str) -> None:
+def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(path: str):
     layers, hidden = 2, 64
     memory = of(path, TrainerConfig(), tokens=10)
     assert memory.activations == 10 * 4 * (layers * 17 * hidden + 3 * VOCABULARY)
@@ -194,7 +192,7 @@ def grown(path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Map
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_measured_trainer_memory_matches_the_model(
     grown: tuple[str, Mapping[str, Any]], case: Case
-) -> None:
+):
     path, results = grown
     stated = replace(of(path, case.config, tokens=TOKENS), kv_cache=0, serving_weights=0)
     measured = results[case.label]

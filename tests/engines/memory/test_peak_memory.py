@@ -11,7 +11,7 @@ from streamrl.engines.memory.peak_memory import PeakMemoryTracker
 MB = 1 << 20
 
 
-def test_a_peak_is_attributed_to_its_phase() -> None:
+def test_a_peak_is_attributed_to_its_phase():
     memory = PeakMemoryTracker()
     memory.record_phase("before")
     block = np.ones(100 * MB // 8)
@@ -23,7 +23,7 @@ def test_a_peak_is_attributed_to_its_phase() -> None:
     assert memory.drain_peaks() == {}
 
 
-def test_a_repeated_phase_reports_its_larger_peak() -> None:
+def test_a_repeated_phase_reports_its_larger_peak():
     memory = PeakMemoryTracker()
     for num_mb in (60, 0):
         memory.record_phase("between")
@@ -52,7 +52,7 @@ print(next(line for line in status if line.startswith("VmRSS")).split()[1])
 
 
 @pytest.mark.slow
-def test_large_blocks_are_returned_when_freed() -> None:
+def test_large_blocks_are_returned_when_freed():
     default, eager = (
         subprocess.run([sys.executable, "-c", FREED, how], capture_output=True, check=True)
         for how in ("later", "at once")

@@ -151,7 +151,7 @@ def test_a_loaded_model_is_the_saved_one(model, tmp_path):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_flex_attention_uses_the_prefill_kernel_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
-) -> None:
+):
     config = AutoConfig.for_model("gemma2", **COMMON, attn_logit_softcapping=50.0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     kernel_options = []

@@ -42,7 +42,7 @@ def write(folder: Path, model: dict[str, Any]) -> str:
     return str(folder)
 
 
-def test_trained_elements_of_a_small_model_by_hand(tmp_path: Path) -> None:
+def test_trained_elements_of_a_small_model_by_hand(tmp_path: Path):
     path = write(tmp_path, MODELS["llama"])
     # Query and output 24 x 24, key and value 24 x 12, three matrices 24 x 40, two norms of 24.
     layer = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40 + 2 * 24
@@ -59,9 +59,7 @@ def test_trained_elements_of_a_small_model_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "tied"), product(MODELS, (False, True)))
-def test_the_count_from_config_equals_the_built_models(
-    tmp_path: Path, model: str, tied: bool
-) -> None:
+def test_the_count_from_config_equals_the_built_models(tmp_path: Path, model: str, tied: bool):
     path = write(tmp_path, {**MODELS[model], "tie_word_embeddings": tied})
     policy, both, critic = load_skeleton(path), load_skeleton(path), load_value_skeleton(path)
     add_value_head(both, dtype=both.dtype)
@@ -77,7 +75,7 @@ def test_the_count_from_config_equals_the_built_models(
             assert count == count_trained_params(module, config)
 
 
-def test_the_count_of_the_examples_model(tmp_path: Path) -> None:
+def test_the_count_of_the_examples_model(tmp_path: Path):
     tokenizer = make_tokenizer()
     model = make_untrained(tokenizer, seed=0)
     save(model, tokenizer, tmp_path)
@@ -101,7 +99,7 @@ def test_the_count_of_the_examples_model(tmp_path: Path) -> None:
         {"model_type": "llama", "hidden_size": None},
     ],
 )
-def test_unsupported_families_have_no_count(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_unsupported_families_have_no_count(tmp_path: Path, model: dict[str, Any]):
     path = write(tmp_path, model)
     assert (
         count_trained_params_from_config(path, TrainerConfig(), has_output=True, has_value=False)

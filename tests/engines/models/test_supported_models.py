@@ -44,7 +44,7 @@ def change(folder: Path, **settings: Any) -> None:
 )
 def test_a_complete_directory_is_accepted_and_one_missing_a_layer_rejected(
     tmp_path: Path, family: str
-) -> None:
+):
     path = write(tmp_path, family)
     check_model_support(path, "auto")
     assert describe_untrained_layers(path) == []
@@ -80,7 +80,7 @@ def test_a_complete_directory_is_accepted_and_one_missing_a_layer_rejected(
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_a_config_that_contradicts_the_files_is_rejected(
     tmp_path: Path, family: str, settings: dict[str, Any], words: str
-) -> None:
+):
     path = write(tmp_path, family)
     change(tmp_path, **settings)
     with pytest.raises(ConfigError) as caught:
@@ -94,7 +94,7 @@ PLAIN = ["llama", "qwen2", "qwen3", "mistral"]
 
 
 @pytest.mark.parametrize("family", [*PLAIN, "gemma2", "olmo2", "phi3"])
-def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, family: str) -> None:
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, family: str):
     path = write(tmp_path, family, tie_word_embeddings=family == "gemma2")
     check_weight_files(path, "model.path")
     tensors = load_file(tmp_path / FILE)
@@ -109,7 +109,7 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, family: str) ->
 
 
 @pytest.mark.parametrize("family", [*PLAIN, "qwen3_moe"])
-def test_layers_beyond_the_configs_number_are_rejected(tmp_path: Path, family: str) -> None:
+def test_layers_beyond_the_configs_number_are_rejected(tmp_path: Path, family: str):
     path = write(tmp_path, family)
     change(tmp_path, num_hidden_layers=1, layer_types=None)
     with pytest.raises(ConfigError, match=r"its files hold 2 layers, config\.json says 1"):
@@ -120,7 +120,7 @@ def test_layers_beyond_the_configs_number_are_rejected(tmp_path: Path, family: s
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_plain_families_are_checked_without_importing_their_class(
     tmp_path: Path, family: str, is_tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     config = AutoConfig.for_model(family, **COMMON, tie_word_embeddings=is_tied)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     monkeypatch.setattr("streamrl.engines.models.supported_models.load_skeleton", None)
@@ -134,7 +134,7 @@ def rename(folder: Path, old: str, new: str) -> None:
     save_file({name.replace(old, new): t for name, t in tensors.items()}, folder / FILE)
 
 
-def test_names_that_transformers_converts_are_accepted(tmp_path: Path) -> None:
+def test_names_that_transformers_converts_are_accepted(tmp_path: Path):
     path = write(tmp_path, "llama", tie_word_embeddings=True)
     rename(tmp_path, "model.", "")
     check_weight_files(path, "critic.path", is_served=False)
@@ -146,7 +146,7 @@ def test_names_that_transformers_converts_are_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_neox"])
-def test_a_tensor_with_an_unknown_name_is_rejected(tmp_path: Path, family: str) -> None:
+def test_a_tensor_with_an_unknown_name_is_rejected(tmp_path: Path, family: str):
     path = write(tmp_path, family)
     part = ".attention.dense." if family == "gpt_neox" else ".self_attn.o_proj."
     rename(tmp_path, part, part.replace("o_proj", "out_proj").replace("dense", "linear"))
@@ -164,7 +164,7 @@ def test_a_tensor_with_an_unknown_name_is_rejected(tmp_path: Path, family: str) 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantized_tensors_without_a_config_are_rejected(
     tmp_path: Path, family: str, dtype: torch.dtype
-) -> None:
+):
     path = write(tmp_path, family)
     tensors = load_file(tmp_path / FILE)
     name = next(name for name in tensors if "down_proj" in name)
@@ -188,7 +188,7 @@ def test_quantized_tensors_without_a_config_are_rejected(
 )
 def test_settings_that_must_be_positive_are_checked(
     tmp_path: Path, family: str, settings: dict[str, Any]
-) -> None:
+):
     path = write(tmp_path, family)
     change(tmp_path, **settings)
     with pytest.raises(ConfigError, match=r"config\.json: \w+=\S+: must be a number above 0"):
@@ -209,7 +209,7 @@ def test_settings_that_must_be_positive_are_checked(
 )
 def test_a_tensor_of_another_shape_than_the_configs_is_named(
     tmp_path: Path, family: str, settings: dict[str, int]
-) -> None:
+):
     path = write(tmp_path, family)
     change(tmp_path, **settings)
     with pytest.raises(ConfigError) as caught:
@@ -241,7 +241,7 @@ def test_a_tensor_of_another_shape_than_the_configs_is_named(
 )
 def test_settings_that_vllm_computes_differently_are_rejected(
     tmp_path: Path, family: str, settings: dict[str, Any], words: str
-) -> None:
+):
     path = write(tmp_path, family, **settings)
     with pytest.raises(ConfigError, match=words):
         check_model_support(path, "auto")
@@ -253,7 +253,7 @@ def test_settings_that_vllm_computes_differently_are_rejected(
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq", "bitsandbytes"])
-def test_quantized_weights_are_rejected(tmp_path: Path, method: str) -> None:
+def test_quantized_weights_are_rejected(tmp_path: Path, method: str):
     path = write(tmp_path, "qwen3")
     change(tmp_path, quantization_config={"quant_method": method})
     with pytest.raises(ConfigError, match=f"{method} weights: quantised weights cannot be"):
@@ -270,20 +270,20 @@ def test_quantized_weights_are_rejected(tmp_path: Path, method: str) -> None:
 )
 def test_attention_that_computes_differently_is_rejected(
     tmp_path: Path, family: str, attention: str, words: str
-) -> None:
+):
     path = write(tmp_path, family)
     check_model_support(path, "eager")
     with pytest.raises(ConfigError, match=f"^trainer.attention={attention}: {words}"):
         check_model_support(path, attention)
 
 
-def test_lora_on_a_model_without_linear_layers_is_rejected(tmp_path: Path) -> None:
+def test_lora_on_a_model_without_linear_layers_is_rejected(tmp_path: Path):
     path = write(tmp_path, "gpt2")
     with pytest.raises(ConfigError, match="has no linear layers"):
         check_lora_targets(path, TrainerConfig(lora_rank=4), section="trainer")
 
 
-def test_a_warning_names_multi_token_prediction_layers(tmp_path: Path) -> None:
+def test_a_warning_names_multi_token_prediction_layers(tmp_path: Path):
     path = write(tmp_path, "glm4_moe")
     tensors = load_file(tmp_path / FILE)
     more = {n.replace(".1.", ".2."): t.clone() for n, t in tensors.items() if ".layers.1." in n}
@@ -297,7 +297,7 @@ def test_a_warning_names_multi_token_prediction_layers(tmp_path: Path) -> None:
     "name",
     ["mtp.layers.0.weight", "model.mtp_block.0.x", "score.0.weight", "model.visual.blocks.0.x"],
 )
-def test_tensors_outside_of_layers_do_not_count_as_layers(tmp_path: Path, name: str) -> None:
+def test_tensors_outside_of_layers_do_not_count_as_layers(tmp_path: Path, name: str):
     path = write(tmp_path, "qwen3")
     save_file({**load_file(tmp_path / FILE), name: torch.zeros(3)}, tmp_path / FILE)
     check_weight_files(path, "critic.path", is_served=False)
@@ -306,14 +306,14 @@ def test_tensors_outside_of_layers_do_not_count_as_layers(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["adapter_model", "consolidated", "model-00001-of-00001"])
-def test_without_an_index_only_one_weight_file_is_accepted(tmp_path: Path, name: str) -> None:
+def test_without_an_index_only_one_weight_file_is_accepted(tmp_path: Path, name: str):
     path = write(tmp_path, "qwen2")
     save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ConfigError, match=f"{name}.safetensors. Move it elsewhere"):
         check_model_support(path, "auto")
 
 
-def test_a_file_listed_in_the_index_must_exist(tmp_path: Path) -> None:
+def test_a_file_listed_in_the_index_must_exist(tmp_path: Path):
     path = write(tmp_path, "qwen2")
     index = {"weight_map": {"a": FILE, "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -323,7 +323,7 @@ def test_a_file_listed_in_the_index_must_exist(tmp_path: Path) -> None:
         check_model_support(path, "auto")
 
 
-def test_a_model_safetensors_missing_from_the_index_is_rejected(tmp_path: Path) -> None:
+def test_a_model_safetensors_missing_from_the_index_is_rejected(tmp_path: Path):
     path = write(tmp_path, "qwen2")
     save_file(load_file(tmp_path / FILE), tmp_path / "model-1.safetensors")
     index = {"weight_map": dict.fromkeys(load_file(tmp_path / FILE), "model-1.safetensors")}
@@ -334,14 +334,14 @@ def test_a_model_safetensors_missing_from_the_index_is_rejected(tmp_path: Path) 
     check_model_support(path, "auto")
 
 
-def test_indivisible_key_value_heads_are_rejected(tmp_path: Path) -> None:
+def test_indivisible_key_value_heads_are_rejected(tmp_path: Path):
     path = write(tmp_path, "llama")
     change(tmp_path, num_attention_heads=4, num_key_value_heads=3)
     with pytest.raises(ConfigError, match=r"num_key_value_heads=3: must divide num_attention"):
         check_model_support(path, "auto")
 
 
-def test_files_outside_of_the_index_are_not_read(tmp_path: Path) -> None:
+def test_files_outside_of_the_index_are_not_read(tmp_path: Path):
     path = write(tmp_path, "mixtral")
     tensors = load_file(tmp_path / FILE)
     index = {"weight_map": dict.fromkeys(tensors, FILE)}
@@ -351,7 +351,7 @@ def test_files_outside_of_the_index_are_not_read(tmp_path: Path) -> None:
     check_model_support(path, "auto")
 
 
-def test_architectures_must_name_the_trained_class(tmp_path: Path) -> None:
+def test_architectures_must_name_the_trained_class(tmp_path: Path):
     path = write(tmp_path, "llama")
     change(tmp_path, architectures=["LlamaModel"])
     check_model_support(path, "auto")
@@ -361,7 +361,7 @@ def test_architectures_must_name_the_trained_class(tmp_path: Path) -> None:
             check_model_support(path, "auto")
 
 
-def test_an_adapter_beside_the_weights_is_rejected(tmp_path: Path) -> None:
+def test_an_adapter_beside_the_weights_is_rejected(tmp_path: Path):
     path = write(tmp_path, "llama")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"adapter_config\.json: .* move it elsewhere"):

@@ -23,7 +23,7 @@ def state(reference: EmaReference) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in reference.named_tensors()}
 
 
-def test_the_reference_starts_as_the_policy_and_changes_only_when_updated() -> None:
+def test_the_reference_starts_as_the_policy_and_changes_only_when_updated():
     reference = EmaReference(decay=0.0)
     reference.update_from_policy(policy(1.0), moves=False)
     reference.update_from_policy(policy(2.0), moves=False)
@@ -32,7 +32,7 @@ def test_the_reference_starts_as_the_policy_and_changes_only_when_updated() -> N
     assert state(reference) == {"a": [3.0, 3.0], "b": [3.0, 3.0]}
 
 
-def test_a_soft_update_keeps_the_decay_of_the_old_reference() -> None:
+def test_a_soft_update_keeps_the_decay_of_the_old_reference():
     reference = EmaReference(decay=0.75)
     reference.update_from_policy(policy(0.0), moves=True)
     reference.update_from_policy(policy(4.0), moves=True)
@@ -41,7 +41,7 @@ def test_a_soft_update_keeps_the_decay_of_the_old_reference() -> None:
     assert state(reference)["a"] == [2.0, 2.0]
 
 
-def test_a_soft_update_of_bfloat16_parameters_averages_in_float32() -> None:
+def test_a_soft_update_of_bfloat16_parameters_averages_in_float32():
     reference = EmaReference(decay=0.5)
     reference.update_from_policy([("a", torch.ones(1, dtype=torch.bfloat16))], moves=True)
     for _ in range(3):
@@ -52,7 +52,7 @@ def test_a_soft_update_of_bfloat16_parameters_averages_in_float32() -> None:
     assert average.item() == 1 + 0.0078125 * 0.875
 
 
-def test_resume_loads_the_reference_or_reports_that_it_is_missing(tmp_path: Path) -> None:
+def test_resume_loads_the_reference_or_reports_that_it_is_missing(tmp_path: Path):
     reference = EmaReference(decay=0.5)
     reference.update_from_policy(policy(1.0), moves=False)
     reference.update_from_policy(policy(2.0), moves=True)
@@ -67,7 +67,7 @@ def test_resume_loads_the_reference_or_reports_that_it_is_missing(tmp_path: Path
         again.update_from_policy([("c", torch.ones(1))], moves=True)
 
 
-def test_the_reference_is_updated_at_the_configured_versions() -> None:
+def test_the_reference_is_updated_at_the_configured_versions():
     config = ReferenceConfig(every=4)
     assert [v for v in range(13) if config.is_updated_at(v)] == [4, 8, 12]
     assert [config.find_reference_version(v) for v in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
@@ -84,6 +84,6 @@ def test_the_reference_is_updated_at_the_configured_versions() -> None:
         ({"decay": 0.9}, "has no effect while reference.every=0"),
     ],
 )
-def test_invalid_reference_settings_are_rejected(settings: dict[str, float], rule: str) -> None:
+def test_invalid_reference_settings_are_rejected(settings: dict[str, float], rule: str):
     with pytest.raises(ConfigError, match=rule):
         ReferenceConfig(**settings)  # type: ignore[arg-type]

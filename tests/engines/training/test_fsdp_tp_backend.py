@@ -44,7 +44,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case: Case) -> None:
+def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case: Case):
     for results in ranks:
         single, mesh = results[alone(case.model)], results[case.label]
         assert min(single["norms"][:UPDATES]) > 1, "the gradient is clipped"
@@ -60,24 +60,20 @@ def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case:
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_a_non_finite_gradient_norm_changes_no_parameter(
-    ranks: list[dict[str, Any]], case: Case
-) -> None:
+def test_a_non_finite_gradient_norm_changes_no_parameter(ranks: list[dict[str, Any]], case: Case):
     for results in ranks:
         assert not torch.tensor(results[case.label]["norms"][UPDATES]).isfinite()
         assert results[case.label]["unchanged"]
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_a_shard_holds_the_elements_it_describes(ranks: list[dict[str, Any]], case: Case) -> None:
+def test_a_shard_holds_the_elements_it_describes(ranks: list[dict[str, Any]], case: Case):
     for results in ranks:
         assert results[case.label]["misplaced"] == []
 
 
 @pytest.mark.parametrize("case", [each for each in EACH if "sharded" not in str(each.id)])
-def test_a_rank_holds_no_memory_of_other_ranks_shards(
-    ranks: list[dict[str, Any]], case: Case
-) -> None:
+def test_a_rank_holds_no_memory_of_other_ranks_shards(ranks: list[dict[str, Any]], case: Case):
     for results in ranks:
         assert results[case.label]["memory_bytes"] == results[case.label]["kept_bytes"]
 
@@ -100,7 +96,7 @@ def test_a_rank_holds_no_memory_of_other_ranks_shards(
 )
 def test_a_model_that_cannot_be_split_is_rejected(
     tmp_path: Path, settings: dict[str, Any], count: int, message: str
-) -> None:
+):
     from transformers import AutoConfig
 
     kind = settings.pop("model_type")

@@ -35,7 +35,7 @@ def memory_of(
     return OptimizerOffload(lambda: iter_optimizer_tensors(optimizer), excluding=lambda: parameters)
 
 
-def test_restored_state_is_bitwise_equal_and_in_the_same_storages() -> None:
+def test_restored_state_is_bitwise_equal_and_in_the_same_storages():
     parameters, optimizer = adam(1000, 1, 7)
     before = [tensor.clone() for tensor in iter_optimizer_tensors(optimizer)]
     state_tensors = list(iter_optimizer_tensors(optimizer))
@@ -56,7 +56,7 @@ def test_restored_state_is_bitwise_equal_and_in_the_same_storages() -> None:
     assert not torch.equal(state_tensors[-1], before[-1]), "it is the state that is stepped with"
 
 
-def test_offloading_returns_the_memory_to_the_system() -> None:
+def test_offloading_returns_the_memory_to_the_system():
     parameters, optimizer = adam(*[25 * MB // 4] * 4)
     memory = memory_of(parameters, optimizer)
     process = psutil.Process()
@@ -68,7 +68,7 @@ def test_offloading_returns_the_memory_to_the_system() -> None:
     assert process.memory_info().rss - empty > 190 * MB
 
 
-def test_offloading_before_the_first_step_does_nothing() -> None:
+def test_offloading_before_the_first_step_does_nothing():
     parameters = [torch.nn.Parameter(torch.ones(3))]
     memory = memory_of(parameters, torch.optim.AdamW(parameters))
     memory.offload_state()
@@ -76,7 +76,7 @@ def test_offloading_before_the_first_step_does_nothing() -> None:
     assert parameters[0].tolist() == [1, 1, 1]
 
 
-def test_an_empty_shard_does_not_offload_the_memory_of_other_tensors() -> None:
+def test_an_empty_shard_does_not_offload_the_memory_of_other_tensors():
     # As torch shards it: only padding rows, so the rank's shard is empty.
     padded = torch.ones(8)
     parameters, optimizer = adam(10)
@@ -86,7 +86,7 @@ def test_an_empty_shard_does_not_offload_the_memory_of_other_tensors() -> None:
     assert padded.untyped_storage().nbytes() == 8 * 4
 
 
-def test_offloading_names_a_missing_tmpdir(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_names_a_missing_tmpdir(monkeypatch: pytest.MonkeyPatch):
     parameters, optimizer = adam(10)
     monkeypatch.setattr(tempfile, "tempdir", "/not/there")
     with pytest.raises(StreamError, match=r"offloaded to /not/there \(TMPDIR\): No such file"):
@@ -94,7 +94,7 @@ def test_offloading_names_a_missing_tmpdir(monkeypatch: pytest.MonkeyPatch) -> N
     step(parameters, optimizer)
 
 
-def test_offloading_without_space_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_without_space_keeps_the_state(monkeypatch: pytest.MonkeyPatch):
     class Full(contextlib.nullcontext[None]):
         def __enter__(self) -> Any:
             return self

@@ -75,7 +75,7 @@ def compared(model: Served, check: LoadCheck, tensors: Mapping[str, Tensor]) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fingerprints_detect_missing_parameters_in_any_layout(dtype: torch.dtype) -> None:
+def test_fingerprints_detect_missing_parameters_in_any_layout(dtype: torch.dtype):
     first, second = published(seed=0), published(seed=1)
     model = Served(first, dtype=dtype)
     check = LoadCheck(model, first, MERGED)
@@ -98,7 +98,7 @@ def test_fingerprints_detect_missing_parameters_in_any_layout(dtype: torch.dtype
     assert bool(compared(model, check, small)) == (dtype == torch.float32)
 
 
-def test_parameters_without_a_counterpart_are_named() -> None:
+def test_parameters_without_a_counterpart_are_named():
     first = published(seed=0)
     first["layers.1.o.bias"] = torch.full((4,), 1e-3)
     model = Served(first, dtype=torch.float32)
@@ -106,7 +106,7 @@ def test_parameters_without_a_counterpart_are_named() -> None:
     assert compared(model, check, first) == ["layers.1.o.bias"]
 
 
-def test_parameters_that_vllm_changes_while_loading_are_excluded() -> None:
+def test_parameters_that_vllm_changes_while_loading_are_excluded():
     first, second = published(seed=0), published(seed=1)
 
     class Scaled(Served):
@@ -121,7 +121,7 @@ def test_parameters_that_vllm_changes_while_loading_are_excluded() -> None:
     assert "layers.0.q.weight" in compared(model, check, second)
 
 
-def test_the_error_names_the_parameters_and_vllms_warnings() -> None:
+def test_the_error_names_the_parameters_and_vllms_warnings():
     first, second = published(seed=0), published(seed=1)
     model = Served(first, dtype=torch.float32)
     check = LoadCheck(model, first, MERGED)
@@ -133,7 +133,7 @@ def test_the_error_names_the_parameters_and_vllms_warnings() -> None:
         arrival.raise_on_difference("generator-0")
 
 
-def test_load_warnings_are_collected_and_counted() -> None:
+def test_load_warnings_are_collected_and_counted():
     handler = LoadWarningHandler()
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     other = logging.getLogger("vllm.config.model")

@@ -13,14 +13,7 @@ from streamrl.resharding.byte_report import NodeTopology
 from tests import forked
 from tests.engines.conftest import list_cases
 from tests.engines.dying_team import TEAM, member
-from tests.engines.team_ranks import (
-    ODD_VOCABULARY,
-    UPDATES,
-    make,
-    one_rank,
-    whole,
-    write_model,
-)
+from tests.engines.team_ranks import ODD_VOCABULARY, UPDATES, make, one_rank, whole, write_model
 from tests.engines.tiny_qwen import save, tiny_model
 from tests.engines.trainer_ranks import find_free_ports
 
@@ -79,12 +72,12 @@ CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
 )
 def test_rank_groups_maximize_the_overlap_of_trained_and_served_shards(
     settings: dict[str, Any], size: int, teams: list[tuple[int, ...]]
-) -> None:
+):
     assert list(assign_rank_groups(TrainerConfig(backend="torch", **settings), size)) == teams
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_rank_groups_stay_within_a_node_where_possible(tensor_parallel: int) -> None:
+def test_rank_groups_stay_within_a_node_where_possible(tensor_parallel: int):
     trainer = TrainerConfig(
         backend="torch", zero_stage=3, world_size=32, tensor_parallel=tensor_parallel
     )
@@ -98,11 +91,11 @@ def test_rank_groups_stay_within_a_node_where_possible(tensor_parallel: int) -> 
 @pytest.mark.parametrize(
     ("nodes", "per_node"), [("aaaabbbb", 4), ("aaaa", 4), ("abab", 1), ("aaab", 4)]
 )
-def test_ranks_of_a_node_are_near(nodes: str, per_node: int) -> None:
+def test_ranks_of_a_node_are_near(nodes: str, per_node: int):
     assert make_nodes(list(nodes)) == NodeTopology(per_node)
 
 
-def test_a_rank_group_gives_shard_index_and_leader() -> None:
+def test_a_rank_group_gives_shard_index_and_leader():
     trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
     rank_group = make_rank_group(3, trainer, 2)
     assert rank_group == RankGroup(3, ((0, 2), (1, 3)))
@@ -112,13 +105,7 @@ def test_a_rank_group_gives_shard_index_and_leader() -> None:
         rank_group.size,
         rank_group.leader_rank,
         rank_group.is_leader,
-    ) == (
-        (1, 3),
-        1,
-        2,
-        1,
-        False,
-    )
+    ) == ((1, 3), 1, 2, 1, False)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +129,7 @@ def results(
 @pytest.mark.parametrize(("name", "mesh"), parametrize_runs(CASES))
 def test_a_split_generator_serves_the_trainers_weights_after_each_update(
     results: dict[str, list[Any]], name: str, mesh: str
-) -> None:
+):
     leaders = [rank for rank in results[name][:-1] if "tokens" in rank["meshes"]]
     assert len(leaders) == RUNS[name][0] // 2
     for leader in leaders:
@@ -156,7 +143,7 @@ def test_a_split_generator_serves_the_trainers_weights_after_each_update(
 @pytest.mark.parametrize(("name", "mesh"), parametrize_runs(CASES))
 def test_a_rank_receives_only_the_elements_it_lacks_once(
     results: dict[str, list[Any]], name: str, mesh: str
-) -> None:
+):
     for rank in results[name][:-1]:
         mesh_results = rank["meshes"][mesh]
         assert mesh_results["served_bytes"] < 0.6 * mesh_results["model_bytes"]
@@ -168,9 +155,7 @@ def test_a_rank_receives_only_the_elements_it_lacks_once(
 
 @pytest.mark.slow
 @pytest.mark.ranks(Run("four"))
-def test_four_tensor_ranks_form_generators_of_every_other_rank(
-    results: dict[str, list[Any]],
-) -> None:
+def test_four_tensor_ranks_form_generators_of_every_other_rank(results: dict[str, list[Any]]):
     ranks = results["four"][:-1]
     assert [rank["team"] for rank in ranks] == [(0, 2), (1, 3)] * 2
     cut = sum(p.nbytes for name, p in make(4).named_parameters() if "_proj" in name)
@@ -184,7 +169,7 @@ def test_four_tensor_ranks_form_generators_of_every_other_rank(
 )
 def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
     results: dict[str, list[Any]], name: str, copies_columns: bool
-) -> None:
+):
     of = {name: parameter.nbytes for name, parameter in make(4).named_parameters()}
     # Those are split for the generator and not for the trainer.
     ends = sum(of.pop(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
@@ -206,7 +191,7 @@ def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
 @pytest.mark.parametrize("name", parametrize_runs((name,) for name in RUNS))
 def test_a_split_generator_samples_the_tokens_of_an_unsplit_one_also_after_sleep(
     results: dict[str, list[Any]], name: str
-) -> None:
+):
     *ranks, by_one = results[name]
     for rank in ranks:
         before, after = rank["meshes"]["kv_bytes"]
@@ -223,7 +208,7 @@ def test_a_split_generator_samples_the_tokens_of_an_unsplit_one_also_after_sleep
         (1, "rank 1 of the split generator has died"),
     ],
 )
-def test_a_split_generator_names_the_dead_rank(tmp_path: Path, victim: int, told: str) -> None:
+def test_a_split_generator_names_the_dead_rank(tmp_path: Path, victim: int, told: str):
     path = save(tiny_model(tied=True, seed=1), tmp_path / "model", ends=False)
     (port,) = find_free_ports(1)
     arguments = [(rank, path, port, victim, tmp_path / "under way") for rank in TEAM]

@@ -11,19 +11,9 @@ from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.vllm.stop_conditions import StopConditions
 from streamrl.messages import FinishReason, Rollout
-from tests.engines.tiny_qwen import (
-    MAX_LENGTH,
-    endless_model,
-    prompt,
-    save,
-    weights_of,
-    worst_error,
-)
+from tests.engines.tiny_qwen import MAX_LENGTH, endless_model, prompt, save, weights_of, worst_error
 
-pytestmark = [
-    pytest.mark.xdist_group("engines"),
-    pytest.mark.usefixtures("no_engine"),
-]
+pytestmark = [pytest.mark.xdist_group("engines"), pytest.mark.usefixtures("no_engine")]
 
 PROMPT = prompt(5, 14, 6, 18)
 #: The end of a token, a space, and the start of the next; and a token.
@@ -43,7 +33,7 @@ def is_stopped(token_ids: list[int]) -> bool:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_a_rollout_ends_with_the_token_that_completes_a_stop_string(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     model = endless_model(seed=1)
     folder = save(model, tmp_path)
     for name, value in make_vllm_env("cpu").items():
@@ -71,7 +61,7 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_string(
         await engine.close()
 
 
-def test_a_stop_string_is_found_across_a_resume_and_between_bytes(tmp_path: Path) -> None:
+def test_a_stop_string_is_found_across_a_resume_and_between_bytes(tmp_path: Path):
     folder = save(endless_model(seed=1), tmp_path)
     rules = StopConditions(folder, GeneratorConfig(stop=["1 t3 t4", "t9"]))
     for sampled, new, expected in (

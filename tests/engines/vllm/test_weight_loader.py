@@ -19,14 +19,14 @@ def parameter(rows: int, columns: int = 4) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(rows, columns), requires_grad=False)
 
 
-def test_a_fused_parameter_lists_its_source_names_in_order() -> None:
+def test_a_fused_parameter_lists_its_source_names_in_order():
     names = list_source_names("model.layers.1.self_attn.qkv_proj.bias", MERGED)
     parent = "model.layers.1.self_attn"
     assert names == (f"{parent}.q_proj.bias", f"{parent}.k_proj.bias", f"{parent}.v_proj.bias")
     assert list_source_names("model.norm.weight", MERGED) == ("model.norm.weight",)
 
 
-def test_adjacent_parts_are_viewed_as_a_block() -> None:
+def test_adjacent_parts_are_viewed_as_a_block():
     data = np.arange(24, dtype=np.float32)
     # Two arrays, as in a bucket: separate storages.
     parts = [torch.from_dlpack(data[:8]).view(2, 4), torch.from_dlpack(data[8:]).view(4, 4)]
@@ -38,25 +38,21 @@ def test_adjacent_parts_are_viewed_as_a_block() -> None:
 
 @pytest.mark.parametrize(
     "parts",
-    [
-        [(2, 6), (0, 2)],
-        [(0, 2), (3, 7)],
-        [(0, 2), (2, 5)],
-    ],
+    [[(2, 6), (0, 2)], [(0, 2), (3, 7)], [(0, 2), (2, 5)]],
     ids=["in another order", "with a gap", "with a row too few"],
 )
-def test_parts_that_are_not_adjacent_are_not_viewed(parts: list[tuple[int, int]]) -> None:
+def test_parts_that_are_not_adjacent_are_not_viewed(parts: list[tuple[int, int]]):
     memory = torch.zeros(8, 4)
     assert view_as_block([memory[a:b] for a, b in parts], torch.empty(6, 4)) is None
 
 
-def test_parts_of_another_dtype_or_with_strides_are_not_viewed() -> None:
+def test_parts_of_another_dtype_or_with_strides_are_not_viewed():
     assert view_as_block([torch.zeros(6, 4, dtype=torch.float64)], torch.empty(6, 4)) is None
     assert view_as_block([torch.zeros(4, 6).t()], torch.empty(6, 4)) is None
     assert view_as_block([torch.zeros(6, 4, device="meta")], torch.empty(6, 4)) is None
 
 
-def test_a_view_copies_nothing_and_is_never_written() -> None:
+def test_a_view_copies_nothing_and_is_never_written():
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     first = torch.arange(24.0).view(6, 4)
     expected = first.clone()
@@ -68,7 +64,7 @@ def test_a_view_copies_nothing_and_is_never_written() -> None:
     assert torch.equal(first, expected)
 
 
-def test_copies_reuse_their_memory_and_views_keep_theirs_alive() -> None:
+def test_copies_reuse_their_memory_and_views_keep_theirs_alive():
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     apart = [torch.ones(2, 4), torch.ones(4, 4)]
     bound.load_parts(apart)
@@ -82,7 +78,7 @@ def test_copies_reuse_their_memory_and_views_keep_theirs_alive() -> None:
     assert target.tolist() == [[3.0] * 4] * 6
 
 
-def test_a_copied_embedding_is_padded_with_zeros_and_a_view_is_not() -> None:
+def test_a_copied_embedding_is_padded_with_zeros_and_a_view_is_not():
     bound = BoundParameter(target := parameter(8), ("embed",))
     assert bound.has_matching_shapes({"embed": (5, 4)})
     for value in (1.0, 2.0):
@@ -92,7 +88,7 @@ def test_a_copied_embedding_is_padded_with_zeros_and_a_view_is_not() -> None:
     assert target.tolist() == [[3.0] * 4] * 5
 
 
-def test_target_views_write_into_own_memory_also_after_a_view() -> None:
+def test_target_views_write_into_own_memory_also_after_a_view():
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     viewed = torch.ones(6, 4)
     bound.load_parts([viewed[:2], viewed[2:]])
@@ -112,11 +108,11 @@ def test_target_views_write_into_own_memory_also_after_a_view() -> None:
         ({"q": (6, 4)}, False),
     ],
 )
-def test_parts_must_match_by_name_and_shape(shapes: dict[str, tuple[int, ...]], fits: bool) -> None:
+def test_parts_must_match_by_name_and_shape(shapes: dict[str, tuple[int, ...]], fits: bool):
     assert BoundParameter(parameter(6), ("q", "k")).has_matching_shapes(shapes) is fits
 
 
-def test_a_parameter_is_compared_with_the_stored_values() -> None:
+def test_a_parameter_is_compared_with_the_stored_values():
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     target.data.copy_(torch.arange(24.0).view(6, 4))
     stored = torch.arange(24.0, dtype=torch.float64).view(6, 4)
@@ -127,9 +123,7 @@ def test_a_parameter_is_compared_with_the_stored_values() -> None:
 @pytest.mark.parametrize("dtype", filter(_has_onednn_kernel, [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (0, 8), (2, 3, 8)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_onednn_linear_equals_torch(
-    dtype: torch.dtype, shape: tuple[int, ...], has_bias: bool
-) -> None:
+def test_onednn_linear_equals_torch(dtype: torch.dtype, shape: tuple[int, ...], has_bias: bool):
     x = torch.randn(shape, generator=torch.manual_seed(1)).to(dtype)
     weight, bias = torch.randn(5, 8).to(dtype), torch.randn(5).to(dtype)
     actual = onednn_linear(x, weight, bias if has_bias else None)

@@ -12,13 +12,13 @@ from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.constants import CPU_CONSTANTS, UPPER_BOUNDS, CostConstants
 
 
-def test_constants_round_trip_through_yaml(tmp_path: Path) -> None:
+def test_constants_round_trip_through_yaml(tmp_path: Path):
     path, constants = tmp_path / "c.yaml", CostConstants(decode_rollout_s=3e-5, recompute=False)
     path.write_text(yaml.safe_dump(constants.to_dict()))
     assert CostConstants.from_yaml(path) == constants
 
 
-def test_yaml_file_overrides_only_named_constants(tmp_path: Path) -> None:
+def test_yaml_file_overrides_only_named_constants(tmp_path: Path):
     path = tmp_path / "c.yaml"
     path.write_text("max_running: 8\n")
     assert CostConstants.from_yaml(path, CPU_CONSTANTS).max_running == 8
@@ -51,7 +51,7 @@ def test_yaml_file_overrides_only_named_constants(tmp_path: Path) -> None:
         ("a: [\n", "constants"),
     ],
 )
-def test_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str):
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -60,7 +60,7 @@ def test_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, message:
     assert str(path) in str(caught.value)
 
 
-def test_every_constant_has_an_upper_bound() -> None:
+def test_every_constant_has_an_upper_bound():
     assert set(UPPER_BOUNDS) == set(vars(CostConstants()))
     for name, limit in UPPER_BOUNDS.items():
         bound: dict[str, Any] = {name: limit}
@@ -70,18 +70,18 @@ def test_every_constant_has_an_upper_bound() -> None:
             replace(CostConstants(), **beyond)
 
 
-def test_missing_file_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_missing_file_is_refused_in_one_line(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"none\.yaml: no such file$"):
         CostConstants.from_yaml(tmp_path / "none.yaml")
 
 
-def test_binary_file_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_binary_file_is_refused_in_one_line(tmp_path: Path):
     path = tmp_path / "c.yaml"
     path.write_bytes(b"hop_s: \xff\n")
     with pytest.raises(ConfigError, match=r"c\.yaml: .*utf-8"):
         CostConstants.from_yaml(path)
 
 
-def test_cpu_clusters_use_cpu_constants() -> None:
+def test_cpu_clusters_use_cpu_constants():
     assert CostConstants.from_cluster(Cluster.from_text("16xCPU")) == CPU_CONSTANTS
     assert CostConstants.from_cluster(Cluster.from_text("8xA100")) == CostConstants()

@@ -51,7 +51,7 @@ def colocate(problem: PlacementProblem, train: str, generate: str) -> Placement:
 A100 = Cluster.from_text("2x8xA100@200Gb")
 
 
-def test_timings_cover_every_call_and_version() -> None:
+def test_timings_cover_every_call_and_version():
     problem = make_ppo_problem("llama-7b", A100)
     timings = CostModel(problem).predict_timings(colocate(problem, "1-8-2", "1-2-8"))
     assert timings.generator.replicas == 8
@@ -61,14 +61,14 @@ def test_timings_cover_every_call_and_version() -> None:
     assert timings.train["policy"].dp_size == 2
 
 
-def test_rule_based_reward_takes_no_devices() -> None:
+def test_rule_based_reward_takes_no_devices():
     problem = make_grpo_problem("llama-7b", A100)
     timings = CostModel(problem).predict_timings(colocate(problem, "1-8-2", "1-2-8"))
     assert set(timings.score) == {"reward"}
     assert timings.score["reward"].token_s == 0.0
 
 
-def test_decode_step_by_hand() -> None:
+def test_decode_step_by_hand():
     # 13.2 GB of weights and 0.5 MiB per token over 2 devices of 1000 GB/s, without overheads.
     plain = CostConstants(
         decode_memory_fraction=1.0,
@@ -93,7 +93,7 @@ def test_decode_step_by_hand() -> None:
     assert generator.step_s == 0.0
 
 
-def test_pipelined_sampling_reads_the_weights_once_per_batch() -> None:
+def test_pipelined_sampling_reads_the_weights_once_per_batch():
     problem = make_grpo_problem("llama-7b", A100)
     model = CostModel(problem)
     by_grid = {
@@ -113,7 +113,7 @@ def make_lora_problem(cluster: Cluster, rank: int = 16) -> PlacementProblem:
     )
 
 
-def test_adapters_shrink_training_state_and_skip_products() -> None:
+def test_adapters_shrink_training_state_and_skip_products():
     base, shape = MODEL_SHAPES["llama-7b"], add_lora_adapters(MODEL_SHAPES["llama-7b"], 16)
     plain = replace(
         CostConstants(), update_s=0.0, collective_s=0.0, link_hop_s=0.0, recompute=False
@@ -138,7 +138,7 @@ def test_adapters_shrink_training_state_and_skip_products() -> None:
     assert states[1].optimizer == pytest.approx(fraction * states[0].optimizer)
 
 
-def test_adapters_travel_alone_and_merge_into_host_weights() -> None:
+def test_adapters_travel_alone_and_merge_into_host_weights():
     shape, base = add_lora_adapters(MODEL_SHAPES["llama-7b"], 16), MODEL_SHAPES["llama-7b"]
     placement = Placement(
         {"train": make_assignment("1-1-8"), "generate": make_assignment("1-1-8", 8)}
@@ -160,7 +160,7 @@ def test_adapters_travel_alone_and_merge_into_host_weights() -> None:
     assert shared is not None and shared.extra_bytes == 2 * base.num_params
 
 
-def test_adapters_fit_where_full_training_does_not() -> None:
+def test_adapters_fit_where_full_training_does_not():
     # 13.5 GB of weights and 16 more bytes per trained parameter, on 80 GB.
     placement = Placement(
         {"train": make_assignment("1-1-1"), "generate": make_assignment("1-1-1", 1)}
@@ -169,7 +169,7 @@ def test_adapters_fit_where_full_training_does_not() -> None:
     assert not CostModel(make_lora_problem(A100)).explain_infeasible(placement)
 
 
-def test_zero_3_is_slower_than_zero_1() -> None:
+def test_zero_3_is_slower_than_zero_1():
     model = CostModel(make_grpo_problem("llama-7b", A100))
 
     def train_s(text: str, zero_stage: int = 1) -> float:
@@ -178,7 +178,7 @@ def test_zero_3_is_slower_than_zero_1() -> None:
     assert train_s("1-8-2", 3) > train_s("1-8-2", 1)
 
 
-def test_pipeline_has_two_micro_batches_per_stage() -> None:
+def test_pipeline_has_two_micro_batches_per_stage():
     # 32 rollouts per update of one replica: 8 micro-batches in 4 stages take 11 / 8 of the time.
     large = replace(WORK, micro_batch_tokens=1 << 20)
     free = CostConstants(half_width=0.0)
@@ -206,7 +206,7 @@ def test_pipeline_has_two_micro_batches_per_stage() -> None:
     ) == pytest.approx(7 / 4)
 
 
-def test_epochs_repeat_passes_and_updates_by_count() -> None:
+def test_epochs_repeat_passes_and_updates_by_count():
     once = CostModel(make_grpo_problem("llama-7b", A100)).call_duration_s(
         "train", make_assignment("1-8-2")
     )
@@ -217,7 +217,7 @@ def test_epochs_repeat_passes_and_updates_by_count() -> None:
     )
 
 
-def test_memory_shortage_is_explained_in_one_line() -> None:
+def test_memory_shortage_is_explained_in_one_line():
     problem = make_ppo_problem("llama-70b", A100)
     model = CostModel(problem)
     why = model.explain_infeasible(colocate(problem, "2-8-1", "1-8-2"))
@@ -227,7 +227,7 @@ def test_memory_shortage_is_explained_in_one_line() -> None:
         assert term in why
 
 
-def test_shortage_for_one_rollout_is_explained() -> None:
+def test_shortage_for_one_rollout_is_explained():
     long = replace(WORK, lengths=FixedLength(200_000), groups_per_step=16)
     problem = make_grpo_problem("llama-7b", A100, long)
     why = CostModel(problem).explain_infeasible(
@@ -237,7 +237,7 @@ def test_shortage_for_one_rollout_is_explained() -> None:
     assert "keys and values" in why
 
 
-def test_indivisible_model_is_explained() -> None:
+def test_indivisible_model_is_explained():
     problem = make_grpo_problem("qwen2.5-0.5b", A100)
     model = CostModel(problem)
     assert "layer.0.qkv" in model.explain_infeasible(colocate(problem, "1-8-2", "1-1-16"))
@@ -249,7 +249,7 @@ def test_indivisible_model_is_explained() -> None:
     assert few.call_duration_s("train", make_assignment("1-1-16")) == float("inf")
 
 
-def test_memory_of_a_feasible_placement_fits_the_devices() -> None:
+def test_memory_of_a_feasible_placement_fits_the_devices():
     problem = make_ppo_problem("llama-7b", A100)
     model = CostModel(problem)
     placement = colocate(problem, "1-8-2", "1-2-8")
@@ -265,7 +265,7 @@ def test_memory_of_a_feasible_placement_fits_the_devices() -> None:
     assert memory["generate"].resident_bytes == memory["value"].resident_bytes == 0.0
 
 
-def test_served_weights_alias_trained_weights() -> None:
+def test_served_weights_alias_trained_weights():
     # An eighth of the model is on the rank already, half of the model is served; the rest is filled
     # at each version, or stays.
     filled_bytes = 13.48e9 * (1 / 2 - 1 / 8)
@@ -280,7 +280,7 @@ def test_served_weights_alias_trained_weights() -> None:
     assert kv_tokens[0] == pytest.approx(kv_tokens[1])
 
 
-def test_kv_cache_gets_the_memory_left_over() -> None:
+def test_kv_cache_gets_the_memory_left_over():
     problem = make_ppo_problem("llama-7b", A100)
     model = CostModel(problem)
     with_others = model.predict_timings(colocate(problem, "1-8-2", "1-2-8")).generator.kv_tokens
@@ -289,7 +289,7 @@ def test_kv_cache_gets_the_memory_left_over() -> None:
     assert alone > with_others
 
 
-def test_kv_capacity_matches_the_timings() -> None:
+def test_kv_capacity_matches_the_timings():
     problem = make_ppo_problem("llama-7b", A100)
     costs, placement = CostModel(problem), colocate(problem, "1-8-2", "1-2-8")
     tokens = costs.predict_timings(placement).generator.kv_tokens
@@ -299,7 +299,7 @@ def test_kv_capacity_matches_the_timings() -> None:
     assert costs.kv_capacity_bytes(alone) > costs.kv_capacity_bytes(placement)
 
 
-def test_calls_of_one_role_share_resident_weights() -> None:
+def test_calls_of_one_role_share_resident_weights():
     remax = build_dataflow(("scores", "baseline_scores", "generator_logprobs"))
     shape = MODEL_SHAPES["llama-7b"]
     models = {"policy": shape, "reward": shape.to_critic()}
@@ -319,7 +319,7 @@ def scale_device(device: DeviceSpec, **factors: float) -> DeviceSpec:
     st.sampled_from(["1-8-2", "2-4-2", "1-2-8", "2-8-1"]),
     st.sampled_from(["train", "generate", "reference"]),
 )
-def test_faster_devices_are_never_slower(key: str, by: float, grid: str, stage: str) -> None:
+def test_faster_devices_are_never_slower(key: str, by: float, grid: str, stage: str):
     seconds = []
     for device in (DEVICES["A100"], scale_device(DEVICES["A100"], **{key: by})):
         model = CostModel(make_ppo_problem("llama-7b", Cluster((NodeGroup(device, 8, 2, 25e9),))))
@@ -328,7 +328,7 @@ def test_faster_devices_are_never_slower(key: str, by: float, grid: str, stage: 
 
 
 @given(st.floats(1.0, 8.0), st.integers(1, 4))
-def test_faster_networks_and_smaller_workloads_are_never_slower(by: float, groups: int) -> None:
+def test_faster_networks_and_smaller_workloads_are_never_slower(by: float, groups: int):
     slow, fast = (Cluster((NodeGroup(DEVICES["A100"], 8, 2, 25e9 * x),)) for x in (1.0, by))
     larger = replace(WORK, groups_per_step=WORK.groups_per_step * groups)
     placement = colocate(make_ppo_problem("llama-7b", slow), "2-8-1", "1-8-2")
@@ -351,7 +351,7 @@ def test_faster_networks_and_smaller_workloads_are_never_slower(by: float, group
     assert pulls[1] <= pulls[0]
 
 
-def test_follower_on_another_node_pulls_over_the_network() -> None:
+def test_follower_on_another_node_pulls_over_the_network():
     problem = make_grpo_problem("llama-7b", A100)
     model = CostModel(problem)
     timings = model.predict_timings(
@@ -364,7 +364,7 @@ def test_follower_on_another_node_pulls_over_the_network() -> None:
     assert timings.weights["generate"].publish_s == constants.publish_s
 
 
-def test_filtering_does_not_change_the_time_of_a_batch() -> None:
+def test_filtering_does_not_change_the_time_of_a_batch():
     durations = []
     for fraction in (0.0, 0.75):
         problem = make_grpo_problem("llama-7b", A100, replace(WORK, filtered_fraction=fraction))
@@ -373,7 +373,7 @@ def test_filtering_does_not_change_the_time_of_a_batch() -> None:
     assert durations[1] == durations[0]
 
 
-def test_rewards_of_a_step_cover_all_sampled_groups() -> None:
+def test_rewards_of_a_step_cover_all_sampled_groups():
     rewards, totals = [], []
     for fraction in (0.0, 0.75):
         problem = make_grpo_problem("llama-7b", A100, replace(WORK, filtered_fraction=fraction))

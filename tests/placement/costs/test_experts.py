@@ -50,7 +50,7 @@ def make_problem(shape: ModelShape = SMALL) -> PlacementProblem:
     return PlacementProblem(GRPO, {"policy": shape}, WORKLOAD, CLUSTER)
 
 
-def test_expert_rank_holds_its_experts_and_the_rest() -> None:
+def test_expert_rank_holds_its_experts_and_the_rest():
     assert SMALL.routed_params == ROUTED
     assert max_stage_params(SMALL, 1, 1, 8) == SMALL.num_params - ROUTED + ROUTED // 8
     # Tensor-parallel ranks also split the rest, except norms and routers.
@@ -59,13 +59,13 @@ def test_expert_rank_holds_its_experts_and_the_rest() -> None:
     assert max_stage_params(SMALL, 1, 2, 8) == rest // 2 + unsplit + ROUTED // 8
 
 
-def test_shared_expert_is_split_over_tensor_ranks() -> None:
+def test_shared_expert_is_split_over_tensor_ranks():
     shared = replace(SMALL, shared_experts=1)
     more = max_stage_params(shared, 1, 2, 8) - max_stage_params(SMALL, 1, 2, 8)
     assert more == 4 * 3 * 64 * 32 // 2
 
 
-def test_indivisible_experts_are_infeasible() -> None:
+def test_indivisible_experts_are_infeasible():
     costs = CostModel(make_problem())
     calls = {"train": make_assignment("1-1-12", 12), "generate": make_assignment("1-1-1", 1, 12)}
     assert costs.explain_infeasible(Placement(calls)) == (
@@ -76,7 +76,7 @@ def test_indivisible_experts_are_infeasible() -> None:
     assert "0 experts over 8 expert ranks" in dense.explain_infeasible(Placement(calls))
 
 
-def test_all_to_all_by_hand() -> None:
+def test_all_to_all_by_hand():
     # Of 8 ranks in a node, 7/8 of a rank's bytes leave the rank; of 16 in two nodes, half leave the
     # node.
     one_node = build_parallel_groups(CLUSTER, Mesh(0, 8), RankGrid(1, 1, 8), PLAIN, 8).expert
@@ -87,7 +87,7 @@ def test_all_to_all_by_hand() -> None:
     assert no_experts.all_to_all_byte_s == no_experts.all_to_all_latency_s == 0.0
 
 
-def test_token_travels_to_its_experts_and_back() -> None:
+def test_token_travels_to_its_experts_and_back():
     # Twice (dispatch, combine), in 4 layers, 2 copies of 64 elements of 2 bytes, 7/8 of which leave
     # the rank.
     num_bytes = 2 * 4 * 2 * 64 * 2 * 7 / 8
@@ -97,12 +97,12 @@ def test_token_travels_to_its_experts_and_back() -> None:
     assert make_call_cost("2-1-4", 4).expert_token_s == pytest.approx(num_bytes * 6 / 7 / 2 / 1e11)
 
 
-def test_whole_experts_need_no_all_reduce() -> None:
+def test_whole_experts_need_no_all_reduce():
     assert make_call_cost("1-2-4", 1).all_reduces_per_layer == 2
     assert make_call_cost("1-2-4", 8).all_reduces_per_layer == 1
 
 
-def test_decode_step_reads_the_used_experts() -> None:
+def test_decode_step_reads_the_used_experts():
     # A rollout uses 2 of 16 experts; those of 8 replicas that share them use 1 - (14/16)^8 of them.
     rest = SMALL.num_params - ROUTED - 128 * 64
     alone = decode_step_params(SMALL, 1, 1, 1)
@@ -111,7 +111,7 @@ def test_decode_step_reads_the_used_experts() -> None:
     assert shared == pytest.approx(rest + ROUTED / 8 * (1 - (14 / 16) ** 8))
 
 
-def test_optimizer_is_sharded_over_holders_of_equal_parameters() -> None:
+def test_optimizer_is_sharded_over_holders_of_equal_parameters():
     # With 8 expert ranks of 8, every expert is held once; the rest by all ranks.
     cost = make_call_cost("1-1-8", 8)
     assert cost.sharded_params == pytest.approx((SMALL.num_params - ROUTED) / 8 + ROUTED / 8)
@@ -119,7 +119,7 @@ def test_optimizer_is_sharded_over_holders_of_equal_parameters() -> None:
     assert cost.sharded_params == pytest.approx((SMALL.num_params - ROUTED) / 16 + ROUTED / 16)
 
 
-def test_expert_layer_host_time_counts_per_pass() -> None:
+def test_expert_layer_host_time_counts_per_pass():
     slow = replace(PLAIN, expert_layer_s=0.01, recompute=False)
     calls = {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
     times = [
@@ -134,7 +134,7 @@ def test_expert_layer_host_time_counts_per_pass() -> None:
 
 
 @given(st.sampled_from(["llama-7b", "qwen2.5-0.5b"]), st.floats(0, 1))
-def test_expert_constants_do_not_affect_dense_models(name: str, host: float) -> None:
+def test_expert_constants_do_not_affect_dense_models(name: str, host: float):
     calls = {"train": make_assignment("1-1-8", 1), "generate": make_assignment("1-1-8", 1, 8)}
     costs = [
         CostModel(make_problem(MODEL_SHAPES[name]), constants).predict_timings(Placement(calls))
@@ -144,14 +144,14 @@ def test_expert_constants_do_not_affect_dense_models(name: str, host: float) -> 
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4]))
-def test_more_expert_ranks_hold_fewer_parameters(expert: int, tensor: int) -> None:
+def test_more_expert_ranks_hold_fewer_parameters(expert: int, tensor: int):
     if expert > 1:
         assert max_stage_params(SMALL, 1, tensor, expert) <= max_stage_params(
             SMALL, 1, tensor, max(2, expert // 2)
         )
 
 
-def test_transfer_to_another_expert_split_by_hand() -> None:
+def test_transfer_to_another_expert_split_by_hand():
     calls = {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-2-4", 1)}
     transfer = CostModel(make_problem()).estimate_transfer("generate", Placement(calls))
     assert transfer is not None
@@ -161,7 +161,7 @@ def test_transfer_to_another_expert_split_by_hand() -> None:
     assert transfer.received_bytes == pytest.approx((served_params - held_params) * 2, abs=1)
 
 
-def test_expert_ranks_round_trip_through_a_file() -> None:
+def test_expert_ranks_round_trip_through_a_file():
     placement = Placement(
         {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
     )
@@ -172,7 +172,7 @@ def test_expert_ranks_round_trip_through_a_file() -> None:
     assert str(placement.assignments["train"]) == "1-1-8 on 0-7 with 8 expert ranks"
 
 
-def test_expert_ranks_must_divide_the_ranks_of_a_stage() -> None:
+def test_expert_ranks_must_divide_the_ranks_of_a_stage():
     placement = Placement(
         {"train": make_assignment("1-1-8", 3), "generate": make_assignment("1-1-8", 1, 8)}
     )
@@ -180,7 +180,7 @@ def test_expert_ranks_must_divide_the_ranks_of_a_stage() -> None:
         placement.check_valid(GRPO, CLUSTER)
 
 
-def test_a_run_has_no_expert_parallelism() -> None:
+def test_a_run_has_no_expert_parallelism():
     placement = Placement(
         {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
     )
@@ -194,7 +194,7 @@ def test_a_run_has_no_expert_parallelism() -> None:
     assert "not support expert parallelism" in costs.explain_infeasible(placement)
 
 
-def test_expert_sizes_exist_only_for_expert_models() -> None:
+def test_expert_sizes_exist_only_for_expert_models():
     assert list_ep_sizes(MODEL_SHAPES["llama-7b"], RankGrid(1, 1, 64)) == [1]
     assert list_ep_sizes(MODEL_SHAPES["qwen3-30b-a3b"], RankGrid(1, 2, 8)) == [1, 8, 16]
     assert list_ep_sizes(SMALL, RankGrid(1, 1, 64)) == [1, 8, 16]

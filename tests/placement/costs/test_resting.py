@@ -39,7 +39,7 @@ def make_placement(reference: int = 0) -> Placement:
     )
 
 
-def test_trained_state_moves_from_and_to_the_host_once_a_step() -> None:
+def test_trained_state_moves_from_and_to_the_host_once_a_step():
     steps = [
         CostModel(PROBLEM, constants).predict_timings(make_placement()).train["policy"].step_s
         for constants in (STAYS, OPTIMIZER, RESTS)
@@ -49,7 +49,7 @@ def test_trained_state_moves_from_and_to_the_host_once_a_step() -> None:
     assert steps[2] - steps[0] == pytest.approx(2 * (optimizer + weights) / HOST)
 
 
-def test_scoring_weights_load_from_the_host_once_a_step() -> None:
+def test_scoring_weights_load_from_the_host_once_a_step():
     timings = [
         CostModel(PROBLEM, constants).predict_timings(make_placement()).score["reference"]
         for constants in (STAYS, OPTIMIZER, RESTS)
@@ -59,7 +59,7 @@ def test_scoring_weights_load_from_the_host_once_a_step() -> None:
     assert timings[2].batch_s - timings[0].batch_s == pytest.approx(2 * SHAPE.num_params / HOST)
 
 
-def test_offloading_frees_memory_for_the_kv_cache() -> None:
+def test_offloading_frees_memory_for_the_kv_cache():
     capacities = [
         CostModel(PROBLEM, constants).kv_capacity_bytes(make_placement())
         for constants in (STAYS, OPTIMIZER, RESTS)
@@ -72,7 +72,7 @@ def test_offloading_frees_memory_for_the_kv_cache() -> None:
     assert memory["train"].resident_bytes == memory["reference"].resident_bytes == 0.0
 
 
-def test_call_with_its_own_devices_is_not_offloaded() -> None:
+def test_call_with_its_own_devices_is_not_offloaded():
     separate = make_placement(8)
     stays, rests = (CostModel(PROBLEM, constants) for constants in (STAYS, RESTS))
     assert stays.predict_timings(separate).score == rests.predict_timings(separate).score
@@ -81,7 +81,7 @@ def test_call_with_its_own_devices_is_not_offloaded() -> None:
     )
 
 
-def test_offloading_makes_large_models_fit_in_turn() -> None:
+def test_offloading_makes_large_models_fit_in_turn():
     shape = MODEL_SHAPES["llama-13b"]
     problem = replace(PROBLEM, models={"policy": shape, "reference": shape})
     four = CallAssignment(Mesh(0, 8), RankGrid(1, 4, 2))
@@ -94,7 +94,7 @@ def test_offloading_makes_large_models_fit_in_turn() -> None:
     assert not CostModel(problem, RESTS).explain_infeasible(Placement(calls))
 
 
-def test_cluster_file_sets_host_bandwidth() -> None:
+def test_cluster_file_sets_host_bandwidth():
     entry = {"name": "X", "tflops": 1, "memory_gb": 1, "memory_gbps": 1, "link_gbps": 1}
     node = {"device": entry, "devices": 1}
     cluster = Cluster.from_dict({"nodes": [node]}, place="c")

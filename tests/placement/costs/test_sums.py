@@ -40,7 +40,7 @@ def score_bytes(tokens: int) -> float:
     return tokens * (SHAPE.hidden * 34 + SHAPE.vocab * 8)
 
 
-def test_scoring_memory_follows_its_batch_size() -> None:
+def test_scoring_memory_follows_its_batch_size():
     for tokens in (8192, 16384):
         costs = CostModel(make_problem(score_tokens={"reference": tokens}), RUN)
         assert costs.predict_memory(make_colocated())["reference"].active_bytes == pytest.approx(
@@ -53,7 +53,7 @@ def test_scoring_memory_follows_its_batch_size() -> None:
     )
 
 
-def test_training_memory_follows_the_micro_batch_limit() -> None:
+def test_training_memory_follows_the_micro_batch_limit():
     # 256 groups are 33 micro-batches of a replica, the last of which is small.
     costs = [
         CostModel(make_problem(workload=replace(WORK, micro_batch_tokens=tokens)), RUN)
@@ -66,7 +66,7 @@ def test_training_memory_follows_the_micro_batch_limit() -> None:
     assert batch_bytes[2] / batch_bytes[0] == pytest.approx(2, rel=0.01)
 
 
-def test_gpu_runs_copy_served_weights_and_keep_the_kv_cache() -> None:
+def test_gpu_runs_copy_served_weights_and_keep_the_kv_cache():
     by_constants = {}
     for name, constants in (("run", RUN), ("shared", CostConstants(keeps_served=True))):
         plain = Placement(
@@ -89,7 +89,7 @@ def test_gpu_runs_copy_served_weights_and_keep_the_kv_cache() -> None:
     assert by_constants["run"][1] < by_constants["shared"][1]
 
 
-def test_kv_cache_of_the_run_is_used_as_set() -> None:
+def test_kv_cache_of_the_run_is_used_as_set():
     kv_bytes = 4 << 30
     costs = CostModel(make_problem(kv_cache_bytes=kv_bytes), RUN)
     assert costs.explain_infeasible(make_colocated()) == ""
@@ -106,7 +106,7 @@ def test_kv_cache_of_the_run_is_used_as_set() -> None:
     assert "generate 75.2 for keys and values," in too_large
 
 
-def test_shortage_message_sums_to_the_needed_memory() -> None:
+def test_shortage_message_sums_to_the_needed_memory():
     large = {"policy": MODEL_SHAPES["llama-34b"], "reference": MODEL_SHAPES["llama-34b"]}
     large_problem = make_problem(models=large, score_tokens={"reference": 8192})
     why = CostModel(large_problem, RUN).explain_infeasible(make_colocated())

@@ -31,7 +31,7 @@ def make_traffic(cluster: str = "16x8xA100@200Gb") -> WeightTraffic:
 @pytest.mark.parametrize(
     ("train", "follow"), [("1-8-2", "1-2-8"), ("1-8-2", "1-4-4"), ("1-4-4", "1-1-16")]
 )
-def test_transfer_on_shared_devices_matches_table_2(train: str, follow: str) -> None:
+def test_transfer_on_shared_devices_matches_table_2(train: str, follow: str):
     source, target = make_assignment(train), make_assignment(follow)
     report = make_traffic().plan_transfer(SMALL, source, target).report_bytes()
     expected = compute_table_2(
@@ -51,7 +51,7 @@ def test_transfer_on_shared_devices_matches_table_2(train: str, follow: str) -> 
 @pytest.mark.parametrize(
     ("train", "follow"), [("2-4-2", "1-2-8"), ("2-8-1", "2-2-4"), ("4-2-1", "2-1-4")]
 )
-def test_uneven_stages_receive_only_missing_shards(train: str, follow: str) -> None:
+def test_uneven_stages_receive_only_missing_shards(train: str, follow: str):
     plan = make_traffic().plan_transfer(SMALL, make_assignment(train), make_assignment(follow))
     for rank, counts in plan.report_bytes().rank_bytes.items():
         lacking = plan.target.count_bytes(rank) - plan.source.count_bytes(rank)
@@ -59,14 +59,14 @@ def test_uneven_stages_receive_only_missing_shards(train: str, follow: str) -> N
         assert counts.redundant_bytes == 0
 
 
-def test_equal_layouts_transfer_nothing() -> None:
+def test_equal_layouts_transfer_nothing():
     transfer = make_traffic().estimate_transfer(
         MODEL_SHAPES["llama-7b"], make_assignment("1-8-2"), make_assignment("1-8-2")
     )
     assert (transfer.seconds, transfer.received_bytes, transfer.extra_bytes) == (0.0, 0, 0)
 
 
-def test_transfer_within_a_node_is_bound_by_links() -> None:
+def test_transfer_within_a_node_is_bound_by_links():
     # 13B, 1-8-2 to 1-4-4: each rank gets another eighth from its neighbor, at 300 GB/s.
     transfer = make_traffic("2x8xA100@200Gb").estimate_transfer(
         MODEL_SHAPES["llama-13b"], make_assignment("1-8-2"), make_assignment("1-4-4")
@@ -77,7 +77,7 @@ def test_transfer_within_a_node_is_bound_by_links() -> None:
     assert transfer.extra_bytes == transfer.received_bytes
 
 
-def test_devices_of_a_node_share_its_network() -> None:
+def test_devices_of_a_node_share_its_network():
     # A node receives one copy of 7B at 25 GB/s, whichever of its devices want it.
     shape = MODEL_SHAPES["llama-7b"]
     for grid, copies in (("1-8-1", 1), ("1-2-4", 4)):
@@ -98,7 +98,7 @@ def test_devices_of_a_node_share_its_network() -> None:
 )
 def test_published_transitions_take_their_lower_bound(
     model: str, train: str, follow: str, floor_s: float
-) -> None:
+):
     # Figure 14 of arXiv:2409.19256; uneven stages take up to a tenth more.
     transfer = make_traffic().estimate_transfer(
         MODEL_SHAPES[model], make_assignment(train), make_assignment(follow)
@@ -143,9 +143,7 @@ GRIDS = st.tuples(*[st.sampled_from([1, 2, 4])] * 3).map(lambda sizes: RankGrid(
 
 @example(RankGrid(1, 2, 4), RankGrid(4, 1, 2), False)
 @given(GRIDS, GRIDS, st.booleans())
-def test_merged_plan_receives_the_same_bytes(
-    train: RankGrid, follow: RankGrid, separate: bool
-) -> None:
+def test_merged_plan_receives_the_same_bytes(train: RankGrid, follow: RankGrid, separate: bool):
     source = CallAssignment(Mesh(0, train.num_ranks), train)
     # Separate devices start at the next node, or within the same node.
     first = -(-train.num_ranks // follow.num_ranks) * follow.num_ranks if separate else 0
@@ -158,12 +156,12 @@ def test_merged_plan_receives_the_same_bytes(
 @pytest.mark.parametrize(
     ("train", "follow"), [("1-8-4", "1-4-8"), ("2-8-2", "1-8-4"), ("4-8-2", "2-4-8")]
 )
-def test_merged_plan_of_large_replicas_receives_the_same_bytes(train: str, follow: str) -> None:
+def test_merged_plan_of_large_replicas_receives_the_same_bytes(train: str, follow: str):
     check_equal_transfers(make_traffic(), make_assignment(train), make_assignment(follow))
     check_equal_transfers(make_traffic(), make_assignment(train), make_assignment(follow, 64))
 
 
-def test_overlap_assignment_keeps_shards_in_place() -> None:
+def test_overlap_assignment_keeps_shards_in_place():
     # From 2 to 4 tensor ranks each device already holds all it serves.
     transfer = make_traffic().estimate_transfer(
         SMALL, make_assignment("1-2-4"), make_assignment("1-4-2")
@@ -171,7 +169,7 @@ def test_overlap_assignment_keeps_shards_in_place() -> None:
     assert transfer.received_bytes == 0
 
 
-def test_zero_3_shards_are_gathered() -> None:
+def test_zero_3_shards_are_gathered():
     # ZeRO stage 3 over two replicas: half of every shard comes from the other replica.
     node_traffic = make_traffic("1x8xA100")
     unsharded = node_traffic.estimate_transfer(
@@ -185,7 +183,7 @@ def test_zero_3_shards_are_gathered() -> None:
     assert sharded.received_bytes == pytest.approx(model_bytes / 8, rel=0.1)
 
 
-def test_mixed_nodes_use_their_own_bandwidth() -> None:
+def test_mixed_nodes_use_their_own_bandwidth():
     mixed_traffic = make_traffic("8xA100@200Gb,1x4xGB200")
     transfer = mixed_traffic.estimate_transfer(
         MODEL_SHAPES["llama-7b"], make_assignment("1-8-1"), make_assignment("1-4-1", 8)

@@ -24,7 +24,7 @@ def make_search(seed: int, aheads: tuple[int, ...] = (0, 1)) -> AnnealingSearch:
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_search_is_never_worse_than_its_start_and_valid(seed: int) -> None:
+def test_search_is_never_worse_than_its_start_and_valid(seed: int):
     initial = make_start_state()
     search = make_search(seed)
     best, cost = search.run(initial, 60)
@@ -37,18 +37,18 @@ def test_search_is_never_worse_than_its_start_and_valid(seed: int) -> None:
     assert not CHOICES.estimator.costs.explain_infeasible(placement)
 
 
-def test_equal_seeds_find_equal_placements() -> None:
+def test_equal_seeds_find_equal_placements():
     assert make_search(3).run(make_start_state(), 80) == make_search(3).run(make_start_state(), 80)
 
 
-def test_lower_bound_is_below_the_step_time() -> None:
+def test_lower_bound_is_below_the_step_time():
     initial = make_start_state()
     search = make_search(0, (0,))
     assert search.lower_bound_s(initial) <= search.state_step_s(initial) * 1.001
     assert math.isinf(search.state_step_s(initial, search.lower_bound_s(initial)))
 
 
-def test_descent_ends_in_a_local_minimum() -> None:
+def test_descent_ends_in_a_local_minimum():
     options = choices(grpo("4xA100", "qwen2.5-1.5b"))
     roles = options.fit_on_mesh(options.roles, Mesh(0, 4))
     assert roles is not None

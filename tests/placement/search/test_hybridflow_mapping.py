@@ -10,7 +10,7 @@ from streamrl.placement.search.partitions import group_roles_by_model
 from tests.placement.search.problems import choices, ppo
 
 
-def test_best_mapping_is_minimal_over_all_allocations() -> None:
+def test_best_mapping_is_minimal_over_all_allocations():
     options = choices(ppo("4x8xA100"))
     mapping = MappingSearch(options, group_roles_by_model(options.problem))
     best, num_scheduled = mapping.find_best()
@@ -27,7 +27,7 @@ def test_best_mapping_is_minimal_over_all_allocations() -> None:
 
 @pytest.mark.parametrize("cluster", ["6x8xA100", "2x8xA100,2x8xV100", "8xA100"])
 @pytest.mark.parametrize("count", [1, 5, 40])
-def test_find_lowest_equals_sorted_allocations(cluster: str, count: int) -> None:
+def test_find_lowest_equals_sorted_allocations(cluster: str, count: int):
     options = choices(ppo(cluster, "qwen2.5-3b"))
     mapping = MappingSearch(options, [(role,) for role in options.roles])
     allocations = sorted(
@@ -36,7 +36,7 @@ def test_find_lowest_equals_sorted_allocations(cluster: str, count: int) -> None
     assert mapping.find_lowest(0, count) == allocations[:count]
 
 
-def test_large_models_get_enough_nodes() -> None:
+def test_large_models_get_enough_nodes():
     options = choices(ppo("8x8xA100", "llama-70b"))
     mapping = MappingSearch(options, group_roles_by_model(options.problem))
     for allocation in mapping.iter_allocations(0):
@@ -48,7 +48,7 @@ def test_large_models_get_enough_nodes() -> None:
     assert not options.estimator.costs.explain_infeasible(best)
 
 
-def test_generation_may_use_all_devices() -> None:
+def test_generation_may_use_all_devices():
     options = choices(ppo("4xA100", "qwen2.5-1.5b"))
     mapping = MappingSearch(options, group_roles_by_model(options.problem), everywhere=True)
     best, _ = mapping.find_best()
@@ -58,7 +58,7 @@ def test_generation_may_use_all_devices() -> None:
         assert "generator" not in itertools.chain(*allocation.role_sets)
 
 
-def test_infeasible_problem_has_no_mapping() -> None:
+def test_infeasible_problem_has_no_mapping():
     options = choices(ppo("2xV100", "llama-70b"))
     best, num_scheduled = MappingSearch(options, group_roles_by_model(options.problem)).find_best()
     assert (best, num_scheduled) == (None, 0)

@@ -15,7 +15,7 @@ from tests.placement.search.problems import choices, ppo
 LLAMA = load_model_shape("llama-7b")
 
 
-def test_grids_divide_devices_with_at_most_one_stage_per_node() -> None:
+def test_grids_divide_devices_with_at_most_one_stage_per_node():
     grids = list_grids(Mesh(0, 16), Cluster.from_text("2x8xA100"), LLAMA)
     assert {str(grid) for grid in grids} == {
         *("1-1-16", "1-2-8", "1-4-4", "1-8-2"),
@@ -23,20 +23,20 @@ def test_grids_divide_devices_with_at_most_one_stage_per_node() -> None:
     }
 
 
-def test_part_of_a_node_has_one_stage_only() -> None:
+def test_part_of_a_node_has_one_stage_only():
     grids = list_grids(Mesh(0, 4), Cluster.from_text("8xA100"), LLAMA)
     assert {str(grid) for grid in grids} == {"1-1-4", "1-2-2", "1-4-1"}
 
 
 @given(st.integers(1, 16))
-def test_every_grid_uses_all_ranks(nodes: int) -> None:
+def test_every_grid_uses_all_ranks(nodes: int):
     for grid in list_grids(Mesh(0, 8 * nodes), Cluster.from_text("16x8xA100"), LLAMA):
         assert grid.num_ranks == 8 * nodes
         assert grid.tp_size <= 8
         assert grid.pp_size <= nodes
 
 
-def test_options_are_sorted_fastest_first() -> None:
+def test_options_are_sorted_fastest_first():
     options = choices(ppo("2x8xA100"))
     times = [
         options.alone_duration_s("policy", option)
@@ -46,12 +46,12 @@ def test_options_are_sorted_fastest_first() -> None:
     assert times and all(map(math.isfinite, times))
 
 
-def test_no_option_is_listed_if_nothing_fits() -> None:
+def test_no_option_is_listed_if_nothing_fits():
     options = choices(ppo("8xV100", "llama-70b"))
     assert not options.list_options("policy", Mesh(0, 1))
 
 
-def test_models_on_shared_devices_trade_speed_for_memory() -> None:
+def test_models_on_shared_devices_trade_speed_for_memory():
     options = choices(ppo("8xA100"))
     roles = ["generator", "policy", "critic", "value", "reference", "reward"]
     alone = {role: options.list_options(role, Mesh(0, 8))[0] for role in roles}
@@ -62,7 +62,7 @@ def test_models_on_shared_devices_trade_speed_for_memory() -> None:
 
 
 @pytest.mark.parametrize("size", ["llama-7b", "llama-70b"])
-def test_fit_on_mesh_results_fit(size: str) -> None:
+def test_fit_on_mesh_results_fit(size: str):
     options = choices(ppo("4x8xA100", size))
     roles = options.fit_on_mesh(["generator", "policy"], Mesh(0, 32))
     assert roles is not None

@@ -10,7 +10,7 @@ from tests.placement.search.problems import choices, grpo, ppo
 LEFT, RIGHT, WHOLE = Mesh(0, 16), Mesh(16, 16), Mesh(0, 32)
 
 
-def test_rearrangements_cover_every_mesh_and_all_devices() -> None:
+def test_rearrangements_cover_every_mesh_and_all_devices():
     options = choices(grpo("4x8xA100", "qwen2.5-1.5b"))
     current = {"generator": LEFT, "policy": LEFT, "reference": RIGHT}
     roles = options.fit_on_meshes(current)
@@ -23,7 +23,7 @@ def test_rearrangements_cover_every_mesh_and_all_devices() -> None:
     assert (WHOLE, LEFT, RIGHT) in meshes
 
 
-def test_rearrangements_fit_with_little_memory() -> None:
+def test_rearrangements_fit_with_little_memory():
     options = choices(ppo("4x8xA100", "llama-34b"))
     roles = options.fit_on_mesh(options.roles, WHOLE)
     assert roles is not None
@@ -37,7 +37,7 @@ def test_rearrangements_fit_with_little_memory() -> None:
     assert all(options.can_fit(assignments) for assignments in rearranged)
 
 
-def test_rearrangements_above_the_limit_are_skipped() -> None:
+def test_rearrangements_above_the_limit_are_skipped():
     options = choices(ppo("4x8xA100"))
     roles = options.fit_on_mesh(options.roles, WHOLE)
     assert roles is not None
@@ -47,7 +47,7 @@ def test_rearrangements_above_the_limit_are_skipped() -> None:
     assert not list(iter_rearrangements(options, initial, 0, 0.0))
 
 
-def test_search_moves_several_roles_at_once() -> None:
+def test_search_moves_several_roles_at_once():
     options = choices(ppo("4x8xA100", "llama-34b"))
     search = AnnealingSearch(options, (0,), seed=0, streamed=(True,))
     halves = dict.fromkeys(options.roles, LEFT) | {"critic": RIGHT, "value": RIGHT}

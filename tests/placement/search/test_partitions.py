@@ -18,7 +18,7 @@ from streamrl.placement.workload import FixedLength, Workload
 
 
 @pytest.mark.parametrize(("models", "partitions"), [(3, 5), (4, 15), (5, 52)])
-def test_partition_counts_are_bell_numbers(models: int, partitions: int) -> None:
+def test_partition_counts_are_bell_numbers(models: int, partitions: int):
     partitions_found = [
         tuple(map(tuple, subsets)) for subsets in iter_set_partitions(range(models))
     ]
@@ -27,7 +27,7 @@ def test_partition_counts_are_bell_numbers(models: int, partitions: int) -> None
         assert sorted(item for subset in subsets for item in subset) == list(range(models))
 
 
-def test_allocation_count_of_ppo_on_16_nodes() -> None:
+def test_allocation_count_of_ppo_on_16_nodes():
     cluster = Cluster.from_text("16x8xA100")
     count = sum(
         len(list(iter_allocations(cluster, len(parts)))) for parts in iter_set_partitions(range(4))
@@ -37,7 +37,7 @@ def test_allocation_count_of_ppo_on_16_nodes() -> None:
 
 @pytest.mark.parametrize("cluster", ["8xA100", "1x6xA100", "4xA100", "4x8xA100", "2xA100"])
 @pytest.mark.parametrize("sets", [1, 2, 3])
-def test_allocated_meshes_are_valid_and_disjoint(cluster: str, sets: int) -> None:
+def test_allocated_meshes_are_valid_and_disjoint(cluster: str, sets: int):
     parsed = Cluster.from_text(cluster)
     for meshes in iter_allocations(parsed, sets):
         devices = [device for mesh in meshes for device in mesh.devices]
@@ -47,7 +47,7 @@ def test_allocated_meshes_are_valid_and_disjoint(cluster: str, sets: int) -> Non
 
 
 @pytest.mark.parametrize("cluster", ["8xA100", "5x8xA100"])
-def test_rejected_meshes_are_not_allocated(cluster: str) -> None:
+def test_rejected_meshes_are_not_allocated(cluster: str):
     parsed = Cluster.from_text(cluster)
 
     def accepts(number: int, mesh: Mesh) -> bool:
@@ -61,7 +61,7 @@ def test_rejected_meshes_are_not_allocated(cluster: str) -> None:
     assert 0 < len(accepted) < len(allocations)
 
 
-def test_followers_are_grouped_with_their_leader() -> None:
+def test_followers_are_grouped_with_their_leader():
     shape = load_model_shape("llama-7b")
     dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values"))
     roles = {"policy": shape, "critic": shape, "reference": shape, "reward": shape}

@@ -53,30 +53,30 @@ def measure_gap(problem: PlacementProblem, ahead: int) -> float:
 @pytest.mark.parametrize("size", ["qwen2.5-0.5b", "qwen2.5-3b"])
 def test_on_policy_plan_is_near_the_exhaustive_optimum(
     cluster: str, size: str, lengths: FixedLength | LognormalLengths
-) -> None:
+):
     assert measure_gap(grpo(cluster, size, lengths), 0) <= MOST_GAP
 
 
 @pytest.mark.parametrize("cluster", ["2xA100", "4xA100"])
-def test_ahead_plan_is_near_the_exhaustive_optimum(cluster: str) -> None:
+def test_ahead_plan_is_near_the_exhaustive_optimum(cluster: str):
     lengths = LONG_TAILED if cluster == "2xA100" else FIXED
     assert measure_gap(grpo(cluster, "qwen2.5-0.5b", lengths), 1) <= MOST_GAP
 
 
-def test_ppo_plan_on_two_devices_is_near_the_optimum() -> None:
+def test_ppo_plan_on_two_devices_is_near_the_optimum():
     assert measure_gap(ppo("2xA100", "qwen2.5-0.5b", LONG_TAILED), 0) <= MOST_GAP
 
 
-def test_ppo_plan_on_four_devices_is_near_the_optimum() -> None:
+def test_ppo_plan_on_four_devices_is_near_the_optimum():
     assert measure_gap(ppo("4xA100", "qwen2.5-1.5b"), 0) <= MOST_GAP
 
 
-def test_exhaustive_search_refuses_large_clusters() -> None:
+def test_exhaustive_search_refuses_large_clusters():
     with pytest.raises(ConfigError, match="16 devices"):
         ExhaustiveSearch(choices(ppo("2x8xA100")), [0], [True])
 
 
-def test_exhaustive_pruning_keeps_the_optimum() -> None:
+def test_exhaustive_pruning_keeps_the_optimum():
     problem = grpo("2xA100", "qwen2.5-0.5b", LONG_TAILED)
     options = choices(problem)
     best, seconds = ExhaustiveSearch(options, [0], [True]).find_best()
@@ -92,7 +92,7 @@ def test_exhaustive_pruning_keeps_the_optimum() -> None:
     assert seconds == min(step_times)
 
 
-def test_random_placements_never_beat_the_exhaustive_search() -> None:
+def test_random_placements_never_beat_the_exhaustive_search():
     problem = ppo("4xA100", "qwen2.5-1.5b")
     search_options, planned = choices(problem), plan_placement(problem, SimpleCosts, proposals=100)
     assert planned.best is not None
@@ -122,7 +122,7 @@ def list_all_options(options: ParallelismChoices, role: str) -> list[CallAssignm
     ]
 
 
-def test_equal_seeds_give_equal_plans() -> None:
+def test_equal_seeds_give_equal_plans():
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
     first, second = (
         plan_placement(problem, SimpleCosts, max_staleness=[0, 1], seed=5, proposals=100)
@@ -131,7 +131,7 @@ def test_equal_seeds_give_equal_plans() -> None:
     assert first == second
 
 
-def test_front_is_strictly_faster_with_more_staleness() -> None:
+def test_front_is_strictly_faster_with_more_staleness():
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
     planned = plan_placement(problem, SimpleCosts, max_staleness=[0, 1, 2], proposals=60)
     times = [point.candidate.step_s for point in planned.front]
@@ -144,7 +144,7 @@ def test_front_is_strictly_faster_with_more_staleness() -> None:
         assert point.candidate.estimate.staleness_mean <= point.max_staleness
 
 
-def test_every_losing_kind_has_a_reason() -> None:
+def test_every_losing_kind_has_a_reason():
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
     planned = plan_placement(problem, SimpleCosts, max_staleness=[0, 1], proposals=60)
     winner, *others = planned.candidates
@@ -169,7 +169,7 @@ class CostsWithoutAhead(SimpleCosts):
         return "0.1 GB short" if placement.max_staleness else super().explain_infeasible(placement)
 
 
-def test_bound_rejected_by_exact_costs_has_a_reason() -> None:
+def test_bound_rejected_by_exact_costs_has_a_reason():
     problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
     planned = plan_placement(problem, CostsWithoutAhead, max_staleness=[0, 1], proposals=60)
     assert [point.max_staleness for point in planned.front] == [0]
@@ -180,7 +180,7 @@ def test_bound_rejected_by_exact_costs_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize("bounds", [[0, 1, 2], [1, 4]])
-def test_every_bound_is_on_the_front_or_has_a_reason(bounds: list[int]) -> None:
+def test_every_bound_is_on_the_front_or_has_a_reason(bounds: list[int]):
     problem = grpo("4xA100", "qwen2.5-0.5b", FIXED)
     planned = plan_placement(problem, SimpleCosts, max_staleness=bounds, proposals=30)
     front = [point.max_staleness for point in planned.front]
@@ -190,7 +190,7 @@ def test_every_bound_is_on_the_front_or_has_a_reason(bounds: list[int]) -> None:
         assert re.fullmatch(r"a step of .* s is no shorter than with \d", excluded.why)
 
 
-def test_runners_up_are_close_and_differ_in_step_time() -> None:
+def test_runners_up_are_close_and_differ_in_step_time():
     problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
     options: dict[str, Any] = {"max_staleness": [0, 1], "proposals": 60}
     plain = plan_placement(problem, SimpleCosts, **options)
@@ -209,7 +209,7 @@ def test_runners_up_are_close_and_differ_in_step_time() -> None:
         )
 
 
-def test_publishing_every_other_step_needs_a_staleness_of_one() -> None:
+def test_publishing_every_other_step_needs_a_staleness_of_one():
     problem = replace(
         grpo("4xA100", "qwen2.5-0.5b", FIXED), run_options=RunOptions(publish_every=2)
     )
@@ -222,7 +222,7 @@ def test_publishing_every_other_step_needs_a_staleness_of_one() -> None:
     assert excluded.why.startswith("publish_every=2: ")
 
 
-def test_infeasible_plan_reports_the_shortage() -> None:
+def test_infeasible_plan_reports_the_shortage():
     problem = ppo("2xV100", "llama-70b")
     planned = plan_placement(problem, SimpleCosts, proposals=10)
     assert planned.best is None
@@ -234,7 +234,7 @@ def test_infeasible_plan_reports_the_shortage() -> None:
     assert {candidate.label for candidate in planned.candidates} == {"colocated", "disaggregated"}
 
 
-def test_split_rules_restrict_the_plan() -> None:
+def test_split_rules_restrict_the_plan():
     problem = ppo("4x8xA100", "llama-34b")
 
     def allow_unpipelined(call: ModelCall, grid: RankGrid) -> Sequence[int]:
@@ -259,7 +259,7 @@ def test_split_rules_restrict_the_plan() -> None:
         ),
     ],
 )
-def test_more_devices_are_never_slower(size: str, ahead: int) -> None:
+def test_more_devices_are_never_slower(size: str, ahead: int):
     def best_s(cluster: str) -> float:
         problem = ppo(cluster, size, FIXED)
         planned = plan_placement(problem, SimpleCosts, max_staleness=[ahead], proposals=60)
@@ -269,7 +269,7 @@ def test_more_devices_are_never_slower(size: str, ahead: int) -> None:
     assert many <= few * 1.02
 
 
-def test_guideline_separates_trained_models_on_many_nodes() -> None:
+def test_guideline_separates_trained_models_on_many_nodes():
     options = choices(ppo("8x8xA100"))
     roles = apply_guideline(options)
     assert roles is not None
@@ -283,14 +283,14 @@ def test_guideline_separates_trained_models_on_many_nodes() -> None:
     assert roles["policy"].zero_stage == 3
 
 
-def test_guideline_interleaves_scorers_on_few_nodes() -> None:
+def test_guideline_interleaves_scorers_on_few_nodes():
     roles = apply_guideline(choices(ppo("2x8xA100", "qwen2.5-1.5b")))
     assert roles is not None
     assert roles["policy"].mesh.size == 16
     assert not roles["reference"].mesh.overlaps(roles["reward"].mesh)
 
 
-def test_front_excludes_bounds_without_gain() -> None:
+def test_front_excludes_bounds_without_gain():
     problem = ppo("2x8xA100", "qwen2.5-1.5b")
     planner = PlacementPlanner(problem, SimpleCosts(problem))
     roles = planner.list_starts()[0].assignments

@@ -28,28 +28,24 @@ def make_plan(
     problem: PlacementProblem, *bounds: int, proposals: int = 300, runners_up: int = 0
 ) -> PlanResult:
     return plan_placement(
-        problem,
-        CostModel,
-        max_staleness=bounds or (0,),
-        proposals=proposals,
-        runners_up=runners_up,
+        problem, CostModel, max_staleness=bounds or (0,), proposals=proposals, runners_up=runners_up
     )
 
 
 @pytest.mark.parametrize("cluster", ["8xA100,1xV100", "8xV100,8xA100"])
-def test_additional_slower_nodes_never_slow_the_plan(cluster: str) -> None:
+def test_additional_slower_nodes_never_slow_the_plan(cluster: str):
     alone, both = (make_plan(make_problem(text), 0, 1) for text in ("8xA100", cluster))
     assert alone.best is not None and both.best is not None
     # Exact bytes may differ with device numbers.
     assert both.best.step_s <= alone.best.step_s * 1.001
 
 
-def test_plan_exists_with_more_devices_than_rollouts() -> None:
+def test_plan_exists_with_more_devices_than_rollouts():
     few = replace(WORKLOAD, groups_per_step=8, group_size=1)
     assert make_plan(make_problem("64xA100", few)).best is not None
 
 
-def test_sub_problems_are_node_groups_limited_by_rollouts() -> None:
+def test_sub_problems_are_node_groups_limited_by_rollouts():
     few = replace(WORKLOAD, groups_per_step=4, group_size=4)
     parts = [
         (first, str(sub_problem.cluster))
@@ -59,7 +55,7 @@ def test_sub_problems_are_node_groups_limited_by_rollouts() -> None:
     assert list(iter_sub_problems(make_problem("8x8xA100"))) == []
 
 
-def test_best_of_a_part_is_among_the_results_of_the_whole() -> None:
+def test_best_of_a_part_is_among_the_results_of_the_whole():
     few = replace(WORKLOAD, groups_per_step=8, group_size=2)
     alone, larger = (
         make_plan(make_problem(cluster, few), 0, 1, proposals=60, runners_up=2)

@@ -16,12 +16,7 @@ from streamrl.placement.steady_state.call_durations import (
     split_seconds,
     train_duration,
 )
-from streamrl.placement.workload import (
-    EmpiricalLengths,
-    FixedLength,
-    LognormalLengths,
-    Workload,
-)
+from streamrl.placement.workload import EmpiricalLengths, FixedLength, LognormalLengths, Workload
 from tests.placement.simple_costs import sampler
 
 ALL = (1.0,)
@@ -29,17 +24,17 @@ ROOMY = sampler(0.01)
 """A decode step takes 10 ms, whatever runs."""
 
 
-def test_rollouts_of_equal_length_take_one_decode_step_per_token() -> None:
+def test_rollouts_of_equal_length_take_one_decode_step_per_token():
     generation = GenerationModel(Workload(16, 1, 100, FixedLength(50)))
     assert generation.find_completions_s(ROOMY, ALL) == pytest.approx([0.5])
 
 
-def test_rollouts_beyond_the_slots_run_in_waves() -> None:
+def test_rollouts_beyond_the_slots_run_in_waves():
     generation = GenerationModel(Workload(10, 1, 100, FixedLength(50)))
     assert generation.find_completions_s(replace(ROOMY, max_running=4), ALL) == pytest.approx([1.5])
 
 
-def test_full_kv_cache_preempts_the_last_rollout() -> None:
+def test_full_kv_cache_preempts_the_last_rollout():
     generation = GenerationModel(Workload(3, 1, 100, FixedLength(50)))
     timing = replace(ROOMY, kv_tokens=310, prefill_token_s=1e-3)
     # Three prompts and three tokens of each fit. Then two rollouts run to their end; the third is
@@ -48,7 +43,7 @@ def test_full_kv_cache_preempts_the_last_rollout() -> None:
     assert generation.find_completions_s(timing, ALL) == pytest.approx([0.97 + 0.403], abs=0.025)
 
 
-def test_waiting_rollouts_start_as_others_end() -> None:
+def test_waiting_rollouts_start_as_others_end():
     lengths = LognormalLengths(200, 0.5, 1000)
     generation = GenerationModel(Workload(64, 1, 100, lengths))
     (unlimited,) = generation.find_completions_s(ROOMY, ALL)
@@ -57,14 +52,14 @@ def test_waiting_rollouts_start_as_others_end() -> None:
     assert 0.8 * 64 / 20 * lengths.mean * 0.01 < limited < 64 / 20 * lengths.mean * 0.01 + unlimited
 
 
-def test_kv_cache_reads_grow_with_the_tokens() -> None:
+def test_kv_cache_reads_grow_with_the_tokens():
     generation = GenerationModel(Workload(8, 1, 100, FixedLength(50)))
     timing = replace(ROOMY, weights_s=0.0, kv_token_s=1e-6)
     # 8 rollouts, each with 100 to 150 tokens, over 50 steps.
     assert generation.find_completions_s(timing, ALL) == pytest.approx([50 * 8 * 125 * 1e-6])
 
 
-def test_decode_steps_get_faster_as_the_batch_shrinks() -> None:
+def test_decode_steps_get_faster_as_the_batch_shrinks():
     generation = GenerationModel(Workload(2, 1, 100, EmpiricalLengths.from_samples([10, 30])))
     timing = replace(ROOMY, weights_s=0.0, rollout_s=0.01)
     schedule = generation.find_replica_schedules(timing)[0]
@@ -73,13 +68,13 @@ def test_decode_steps_get_faster_as_the_batch_shrinks() -> None:
     assert schedule.group_ends_s(timing).max() == pytest.approx(expected)
 
 
-def test_every_rollout_pays_its_prefill() -> None:
+def test_every_rollout_pays_its_prefill():
     timing = replace(ROOMY, prefill_token_s=1e-3, begin_s=2.0)
     generation = GenerationModel(Workload(3, 4, 100, FixedLength(50)))
     assert generation.find_completions_s(timing, ALL) == pytest.approx([2.0 + 12 * 0.1 + 0.5])
 
 
-def test_passing_on_groups_delays_running_rollouts() -> None:
+def test_passing_on_groups_delays_running_rollouts():
     timing = replace(ROOMY, group_s=0.05)
     equal = GenerationModel(Workload(12, 2, 100, FixedLength(50)))
     assert equal.find_completions_s(timing, ALL) == pytest.approx([0.5])
@@ -90,7 +85,7 @@ def test_passing_on_groups_delays_running_rollouts() -> None:
     assert np.sort(schedule.group_ends_s(timing)) == pytest.approx(ends * 0.01 + earlier * 0.05)
 
 
-def test_replicas_divide_whole_groups() -> None:
+def test_replicas_divide_whole_groups():
     generation = GenerationModel(Workload(5, 8, 100, FixedLength(50)))
     timing = replace(ROOMY, weights_s=0.0, rollout_s=1e-3)
     # Two replicas: the busier one has 3 groups of 8.
@@ -102,13 +97,13 @@ def test_replicas_divide_whole_groups() -> None:
     )
 
 
-def test_greedy_rollouts_join_their_group() -> None:
+def test_greedy_rollouts_join_their_group():
     generation = GenerationModel(Workload(4, 1, 100, FixedLength(50)), extra=1)
     timing = replace(ROOMY, weights_s=0.0, rollout_s=1e-3)
     assert generation.find_completions_s(timing, ALL) == pytest.approx([50 * 0.008])
 
 
-def test_group_completes_with_its_longest_rollout() -> None:
+def test_group_completes_with_its_longest_rollout():
     lengths = LognormalLengths(200, 1.0, 4096)
     ends = [
         GenerationModel(Workload(64, size, 100, lengths)).find_completions_s(ROOMY, (0.5, 1.0))
@@ -117,7 +112,7 @@ def test_group_completes_with_its_longest_rollout() -> None:
     assert ends[1][0] > 2 * ends[0][0]
 
 
-def test_a_replica_has_the_longest_rollout_of_the_step() -> None:
+def test_a_replica_has_the_longest_rollout_of_the_step():
     lengths = LognormalLengths(200, 0.5, 10**6)
     generation = GenerationModel(Workload(1024, 1, 100, lengths))
     longest = round(lengths.expected_longest(1024))
@@ -125,7 +120,7 @@ def test_a_replica_has_the_longest_rollout_of_the_step() -> None:
     assert end == pytest.approx(longest * 0.01, rel=1e-6)
 
 
-def test_saturated_step_takes_its_part_of_a_full_batch() -> None:
+def test_saturated_step_takes_its_part_of_a_full_batch():
     generation = GenerationModel(Workload(16, 1, 100, FixedLength(50)))
     timing = replace(ROOMY, max_running=32)
     # 16 rollouts of 50 tokens; 32 run at a time one step ahead, 16 on policy.
@@ -142,7 +137,7 @@ def test_saturated_step_takes_its_part_of_a_full_batch() -> None:
 )
 def test_completion_is_monotonic_and_more_kv_cache_is_never_slower(
     groups: int, size: int, replicas: int, kv_tokens: float, sigma: float
-) -> None:
+):
     generation = GenerationModel(Workload(groups, size, 100, LognormalLengths(100, sigma, 4096)))
     timing = replace(ROOMY, replicas=replicas, kv_tokens=kv_tokens)
     ends = generation.find_completions_s(timing, choose_cuts(8))
@@ -153,7 +148,7 @@ def test_completion_is_monotonic_and_more_kv_cache_is_never_slower(
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.floats(1.0, 500.0))
-def test_schedules_decode_every_token_once(groups: int, size: int, slots: float) -> None:
+def test_schedules_decode_every_token_once(groups: int, size: int, slots: float):
     generation = GenerationModel(Workload(groups, size, 100, FixedLength(50)))
     timing = replace(ROOMY, kv_tokens=slots * 150)
     for schedule in generation.find_replica_schedules(timing):
@@ -161,7 +156,7 @@ def test_schedules_decode_every_token_once(groups: int, size: int, slots: float)
         assert decoded == pytest.approx(groups * size * 50)
 
 
-def test_scoring_time_counts_batches_of_groups() -> None:
+def test_scoring_time_counts_batches_of_groups():
     timing = ScoreTiming(replicas=2, batch=4, batch_s=1.0, rollout_s=0.1, token_s=0.001)
     workload = Workload(20, 2, 100, FixedLength(50))
     # 10 groups per replica: 3 batches, 20 rollouts, 3000 tokens.
@@ -171,7 +166,7 @@ def test_scoring_time_counts_batches_of_groups() -> None:
     assert score_duration_s(timing, workload, 2, singly=True) == pytest.approx(10 + 2 + 3)
 
 
-def test_training_has_an_early_and_a_final_part() -> None:
+def test_training_has_an_early_and_a_final_part():
     timing = TrainTiming(dp_size=2, micro_batch_s=0.5, token_s=1e-3, update_s=4.0)
     workload = Workload(20, 2, 100, FixedLength(50), epochs=3, mini_batches=2)
     # 20 rollouts of 150 tokens per mini-batch: each rank has one micro-batch of 10.
@@ -183,7 +178,7 @@ def test_training_has_an_early_and_a_final_part() -> None:
     assert duration.total_s == pytest.approx(3 * epoch + 6 * 4.0)
 
 
-def test_round_takes_as_long_as_the_fullest_rank() -> None:
+def test_round_takes_as_long_as_the_fullest_rank():
     timing = TrainTiming(dp_size=3, micro_batch_s=0.0, token_s=1.0, update_s=0.0)
     workload = Workload(4, 1, 5, FixedLength(5), micro_batch_tokens=20)
     # Four rollouts, two per micro-batch; one of the two is halved, and 2, 1, 1 are one round.
@@ -191,7 +186,7 @@ def test_round_takes_as_long_as_the_fullest_rank() -> None:
 
 
 @given(st.integers(1, 100), st.floats(0.0, 1e6))
-def test_cuts_cover_all_of_the_work(pieces: int, total: float) -> None:
+def test_cuts_cover_all_of_the_work(pieces: int, total: float):
     cuts = choose_cuts(pieces)
     assert cuts[-1] == 1.0
     assert len(cuts) <= max(pieces + 1, 1)

@@ -22,12 +22,7 @@ from streamrl.placement.problem import (
     PlacementProblem,
 )
 from streamrl.placement.run_options import RunOptions
-from streamrl.placement.stage_timings import (
-    ScoreTiming,
-    StageTimings,
-    TrainTiming,
-    WeightsTiming,
-)
+from streamrl.placement.stage_timings import ScoreTiming, StageTimings, TrainTiming, WeightsTiming
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.steady_state.list_scheduler import JobDependency
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
@@ -52,10 +47,7 @@ GENERATOR = sampler(0.1)
 """10 s for a step's rollouts, whatever runs beside them."""
 TIMINGS = StageTimings(
     GENERATOR,
-    {
-        "reference": ScoreTiming(1, 8, 3.0, 0.0, 0.0),
-        "value": ScoreTiming(1, 8, 2.0, 0.0, 0.0),
-    },
+    {"reference": ScoreTiming(1, 8, 3.0, 0.0, 0.0), "value": ScoreTiming(1, 8, 2.0, 0.0, 0.0)},
     {"policy": TrainTiming(1, 4.0, 0.0, 1.0), "critic": TrainTiming(1, 2.0, 0.0, 1.0)},
 )
 """Reference 3 s, values 2 s, policy 4 + 1 s, critic 2 + 1 s."""
@@ -110,12 +102,12 @@ def estimate_step_s(
     return estimate_placement(make_problem(dataflow), placement, FixedCosts(timings)).step_s
 
 
-def test_colocated_calls_run_in_turn() -> None:
+def test_colocated_calls_run_in_turn():
     placement = Placement(assign_meshes(generate="0-7", reference="0-7", train="0-7"))
     assert estimate_step_s(placement) == pytest.approx(10 + 3 + 5)
 
 
-def test_steps_between_two_published_versions_wait_for_the_same_version() -> None:
+def test_steps_between_two_published_versions_wait_for_the_same_version():
     placement = Placement(
         assign_meshes(generate="0-3", reference="4-7", train="4-7"), 1, is_streamed=False
     )
@@ -135,9 +127,7 @@ def test_steps_between_two_published_versions_wait_for_the_same_version() -> Non
 
 
 @pytest.mark.parametrize(("lag", "every"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
-def test_dependency_finds_the_first_published_version_within_the_bound(
-    lag: int, every: int
-) -> None:
+def test_dependency_finds_the_first_published_version_within_the_bound(lag: int, every: int):
     dependency = JobDependency(0, lag, step_interval=every)
     for step in range(20):
         version = step - dependency.find_lag(step) + 1
@@ -145,14 +135,14 @@ def test_dependency_finds_the_first_published_version_within_the_bound(
         assert step - lag < version <= step - lag + every
 
 
-def test_whole_steps_on_policy_run_in_turn() -> None:
+def test_whole_steps_on_policy_run_in_turn():
     placement = Placement(
         assign_meshes(generate="0-3", reference="4-7", train="4-7"), is_streamed=False
     )
     assert estimate_step_s(placement) == pytest.approx(10 + 3 + 5)
 
 
-def test_one_step_ahead_takes_the_slower_part() -> None:
+def test_one_step_ahead_takes_the_slower_part():
     placement = Placement(
         assign_meshes(generate="0-3", reference="4-7", train="4-7"), 1, is_streamed=False
     )
@@ -162,7 +152,7 @@ def test_one_step_ahead_takes_the_slower_part() -> None:
     assert estimate_step_s(placement, slow) == pytest.approx(3 + 13)
 
 
-def test_calls_on_separate_devices_overlap() -> None:
+def test_calls_on_separate_devices_overlap():
     calls = assign_meshes(
         generate="0-7", reference="0-3", value="4-7", train="0-3", train_critic="4-7"
     )
@@ -173,7 +163,7 @@ def test_calls_on_separate_devices_overlap() -> None:
 
 
 @pytest.mark.parametrize("ahead", range(5))
-def test_whole_steps_ahead_match_the_closed_form(ahead: int) -> None:
+def test_whole_steps_ahead_match_the_closed_form(ahead: int):
     weights = {"generate": WeightsTiming(0.0, 2.0, 0.0)}
     timings = replace(TIMINGS, weights=weights)
     placement = Placement(
@@ -185,7 +175,7 @@ def test_whole_steps_ahead_match_the_closed_form(ahead: int) -> None:
     assert estimate_step_s(placement, timings) == pytest.approx(expected)
 
 
-def test_streamed_calls_process_groups_as_they_arrive() -> None:
+def test_streamed_calls_process_groups_as_they_arrive():
     # With a KV cache for one rollout they arrive one by one, 1.25 s apart.
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1, weights_s=0.0125))
     calls = assign_meshes(generate="0-3", reference="4-5", train="6-7")
@@ -202,7 +192,7 @@ def test_streamed_calls_process_groups_as_they_arrive() -> None:
     assert streamed_s == pytest.approx(8.75 + 0.75 + 1 + 0.5 + 1)
 
 
-def test_version_pauses_its_follower_and_waits_for_publication() -> None:
+def test_version_pauses_its_follower_and_waits_for_publication():
     timings = replace(TIMINGS, weights={"generate": WeightsTiming(1.0, 2.0, 0.5)})
     placement = Placement(
         assign_meshes(generate="0-3", reference="4-7", train="4-7"), is_streamed=False
@@ -210,13 +200,13 @@ def test_version_pauses_its_follower_and_waits_for_publication() -> None:
     assert estimate_step_s(placement, timings) == pytest.approx(10 + 3 + 5 + 1 + 2)
 
 
-def test_hops_add_to_the_step() -> None:
+def test_hops_add_to_the_step():
     placement = Placement(assign_meshes(generate="0-7", reference="0-7", train="0-7"))
     timings = replace(TIMINGS, hop_s=0.1)
     assert estimate_step_s(placement, timings) == pytest.approx(18.2)
 
 
-def test_shared_cores_bound_a_step() -> None:
+def test_shared_cores_bound_a_step():
     placement = Placement(
         assign_meshes(generate="0-3", reference="4-7", train="4-7"), 4, is_streamed=False
     )
@@ -224,7 +214,7 @@ def test_shared_cores_bound_a_step() -> None:
     assert estimate_step_s(placement, replace(TIMINGS, cores=1)) == pytest.approx(10)
 
 
-def test_infeasible_placement_has_a_reason() -> None:
+def test_infeasible_placement_has_a_reason():
     estimate = estimate_placement(
         make_problem(), Placement(assign_meshes(generate="0")), FixedCosts(reason="too large")
     )
@@ -232,7 +222,7 @@ def test_infeasible_placement_has_a_reason() -> None:
     assert math.isinf(estimate.step_s)
 
 
-def test_estimate_reports_idle_time_memory_and_throughput() -> None:
+def test_estimate_reports_idle_time_memory_and_throughput():
     placement = Placement(
         assign_meshes(generate="0-3", reference="4-7", train="4-7"), is_streamed=False
     )
@@ -246,7 +236,7 @@ def test_estimate_reports_idle_time_memory_and_throughput() -> None:
     assert [interval.stage for interval in estimate.timeline].count("generate") == 1
 
 
-def test_staleness_of_tokens_ahead() -> None:
+def test_staleness_of_tokens_ahead():
     placement = Placement(
         assign_meshes(generate="0-3", reference="4-7", train="4-7"), 1, is_streamed=False
     )
@@ -259,7 +249,7 @@ def test_staleness_of_tokens_ahead() -> None:
     assert 0 < estimate.staleness_mean < 1
 
 
-def test_generation_ahead_loses_on_few_devices() -> None:
+def test_generation_ahead_loses_on_few_devices():
     cluster = Cluster.from_text("2xA100")
     small = PlacementProblem(GRPO, {"policy": SMALL, "reference": SMALL}, WORKLOAD, cluster)
     heavy = replace(small, workload=Workload(1024, 1, 100, FixedLength(1000)))
@@ -283,12 +273,8 @@ MESHES = ("0-7", "0-3", "4-7", "0-1", "2-3", "4-5", "6", "7")
     pause=st.floats(0.0, 1.0),
 )
 def test_devices_are_exclusive_and_staleness_is_within_the_bound(
-    meshes: tuple[str, ...],
-    ahead: int,
-    streamed: bool,
-    seconds: tuple[float, ...],
-    pause: float,
-) -> None:
+    meshes: tuple[str, ...], ahead: int, streamed: bool, seconds: tuple[float, ...], pause: float
+):
     stages = ("generate", "reference", "value", "train", "train_critic")
     placement = Placement(assign_meshes(**dict(zip(stages, meshes, strict=True))), ahead, streamed)
     timings = StageTimings(
@@ -320,13 +306,13 @@ def test_devices_are_exclusive_and_staleness_is_within_the_bound(
 
 
 @given(ahead=st.integers(0, 4), train=st.floats(0.5, 30.0))
-def test_step_takes_at_least_the_load_of_the_busiest_devices(ahead: int, train: float) -> None:
+def test_step_takes_at_least_the_load_of_the_busiest_devices(ahead: int, train: float):
     timings = replace(TIMINGS, train={"policy": TrainTiming(1, train, 0.0, 1.0)})
     placement = Placement(assign_meshes(generate="0-3", reference="4-7", train="4-7"), ahead)
     assert estimate_step_s(placement, timings) >= (3 + train + 1) * (1 - 1e-6)
 
 
-def test_estimator_caches_step_times() -> None:
+def test_estimator_caches_step_times():
     placement = Placement(assign_meshes(generate="0-7", reference="0-7", train="0-7"))
     estimator = PlacementEstimator(make_problem(), FixedCosts())
     assert estimator.step_s(placement) == estimator.step_s(placement)
@@ -334,7 +320,7 @@ def test_estimator_caches_step_times() -> None:
     assert math.isinf(estimator.step_s(replace(placement, max_staleness=1), limit_s=1.0))
 
 
-def test_ahead_replacements_of_filtered_groups_overlap() -> None:
+def test_ahead_replacements_of_filtered_groups_overlap():
     # 8 rollouts fill the replica; 16 take twice as long.
     timing, placement = replace(GENERATOR, max_running=8), Placement({}, max_staleness=1)
     ends = []
@@ -347,7 +333,7 @@ def test_ahead_replacements_of_filtered_groups_overlap() -> None:
     assert ends[1] == pytest.approx(2 * ends[0])
 
 
-def test_on_policy_replacements_follow_filtered_groups() -> None:
+def test_on_policy_replacements_follow_filtered_groups():
     filtered_problem = make_problem(
         workload=replace(WORKLOAD, groups_per_step=64, filtered_fraction=0.5)
     )

@@ -15,17 +15,17 @@ UNLIKE = np.exp(np.random.default_rng(1).normal(6.0, 0.8, 4096))
 
 
 @given(st.integers(1, 6), st.integers(1, 40))
-def test_equal_steps_do_not_delay_each_other(window: int, groups: int) -> None:
+def test_equal_steps_do_not_delay_each_other(window: int, groups: int):
     time_in_flight = mean_time_in_flight(np.full(3, 7.0), window=window, groups=groups)
     assert time_in_flight == pytest.approx(7.0)
 
 
-def test_single_step_takes_its_longest_group() -> None:
+def test_single_step_takes_its_longest_group():
     expected = np.random.default_rng(2).choice(UNLIKE, (4000, 16)).max(axis=1).mean()
     assert mean_time_in_flight(UNLIKE, window=1, groups=16) == pytest.approx(expected, rel=0.05)
 
 
-def test_two_steps_in_flight_delay_each_other() -> None:
+def test_two_steps_in_flight_delay_each_other():
     # Steps that take 1 or 9, by hand: a step starts when the step before the previous one ends, and
     # ends in order.
     drawn = np.random.default_rng(3).choice([1.0, 9.0], 20_000)
@@ -36,7 +36,7 @@ def test_two_steps_in_flight_delay_each_other() -> None:
     assert mean_time_in_flight(np.array([1.0, 9.0]), window=2) == pytest.approx(expected, rel=0.05)
 
 
-def test_time_in_flight_grows_with_filtering_and_groups() -> None:
+def test_time_in_flight_grows_with_filtering_and_groups():
     by_filtered = [
         mean_time_in_flight(UNLIKE, window=2, groups=64, filtered=f)
         for f in (0.0, 0.2, 0.5, 0.8, 0.95)
@@ -51,7 +51,7 @@ def test_time_in_flight_grows_with_filtering_and_groups() -> None:
 @pytest.mark.parametrize(("groups", "filtered"), [(20_000, 0.5), (20_000, 0.995), (1, 0.999)])
 def test_large_steps_are_sampled_in_part(
     groups: int, filtered: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     drawn: list[int] = []
 
     def count_draws(values: Array | None) -> Iterator[float]:

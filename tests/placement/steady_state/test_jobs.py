@@ -23,9 +23,7 @@ def assign_devices(first: int, size: int) -> CallAssignment:
 
 
 @pytest.mark.parametrize(("slice_s", "scored_s"), [(0.5, 8.0), (1.0, 6.0), (2.0, 4.0), (5.0, 2.0)])
-def test_generation_ahead_pauses_for_a_group_after_every_slice(
-    slice_s: float, scored_s: float
-) -> None:
+def test_generation_ahead_pauses_for_a_group_after_every_slice(slice_s: float, scored_s: float):
     # Groups take 1 s each. 12 s of generation hold as many turns of slice and group as fit; with
     # the shortest slice all 8 groups are scored before the end.
     placement = Placement(

@@ -12,13 +12,13 @@ from streamrl.placement.steady_state.micro_batch_rounds import pack_rounds
 from streamrl.placement.workload import EmpiricalLengths, FixedLength, Workload
 
 
-def test_round_waits_for_the_fullest_rank() -> None:
+def test_round_waits_for_the_fullest_rank():
     # Up to 12 tokens: [10], [6, 6] and [3, 2, 1]. For two ranks [6, 6] is halved; the rounds are
     # ([10], [3, 2, 1]) and ([6], [6]).
     assert pack_rounds(np.array([1, 2, 3, 6, 6, 10]), 12, 2) == (2, 10 + 6)
 
 
-def test_varied_lengths_need_more_micro_batches() -> None:
+def test_varied_lengths_need_more_micro_batches():
     timing = TrainTiming(dp_size=1, micro_batch_s=1.0, token_s=0.0, update_s=0.0)
     equal = Workload(64, 1, 5, FixedLength(20), micro_batch_tokens=100)
     mixed = EmpiricalLengths.from_samples([5] * 30 + [65] * 10)
@@ -33,7 +33,7 @@ def test_varied_lengths_need_more_micro_batches() -> None:
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(40, 200), st.integers(1, 9)
 )
-def test_rounds_equal_those_of_the_packer(lengths: list[int], budget: int, dp_size: int) -> None:
+def test_rounds_equal_those_of_the_packer(lengths: list[int], budget: int, dp_size: int):
     packed = pack_rollouts(
         [("0", i, length) for i, length in enumerate(lengths)],
         world_size=dp_size,

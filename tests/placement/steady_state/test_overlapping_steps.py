@@ -24,13 +24,13 @@ def collect_times(flow: OverlappedGeneration, until: float = math.inf) -> list[f
     return result_times
 
 
-def test_single_step_takes_its_decode_steps() -> None:
+def test_single_step_takes_its_decode_steps():
     flow = OverlappedGeneration(make_profile())
     flow.admit_step(0)
     assert collect_times(flow) == pytest.approx([2.6, 2.6 + 1.4])
 
 
-def test_overlapping_steps_slow_each_other() -> None:
+def test_overlapping_steps_slow_each_other():
     flow = OverlappedGeneration(make_profile())
     flow.admit_step(0)
     assert flow.advance(2.5) is None
@@ -40,7 +40,7 @@ def test_overlapping_steps_slow_each_other() -> None:
     assert collect_times(flow) == pytest.approx([2.6 + 3.0, 2.6 + 3.0, 2.6 + 3.0 + 1.4])
 
 
-def test_earlier_steps_get_slots_first() -> None:
+def test_earlier_steps_get_slots_first():
     flow = OverlappedGeneration(make_profile(slots=16))
     flow.admit_step(0)
     flow.admit_step(1)
@@ -51,7 +51,7 @@ def test_earlier_steps_get_slots_first() -> None:
     assert collect_times(flow) == pytest.approx([first, second, third, third + 100 * 0.014])
 
 
-def test_generation_stops_while_devices_are_blocked() -> None:
+def test_generation_stops_while_devices_are_blocked():
     flow = OverlappedGeneration(make_profile())
     flow.admit_step(0)
     flow.block_devices(1.0, 4.0)
@@ -66,7 +66,7 @@ def test_generation_stops_while_devices_are_blocked() -> None:
 )
 def test_results_are_ordered_and_never_earlier_than_alone(
     gaps: list[float], blocks: list[tuple[float, float]], slots: float
-) -> None:
+):
     flow, now, results = OverlappedGeneration(make_profile(slots)), 0.0, []
     for start, seconds in blocks:
         flow.block_devices(start, start + seconds)

@@ -24,7 +24,7 @@ def make_loads(longest: float, tokens: float) -> ReplicaLoads:
     return ReplicaLoads(np.array([[longest]]), np.array([[tokens]]), np.zeros((1, 1)))
 
 
-def test_slowest_replica_has_more_tokens() -> None:
+def test_slowest_replica_has_more_tokens():
     # 100 decode steps of 10 ms, and 1 ms per token: 1.2 s for 200 tokens, 1.5 s for 500.
     factor = slowest_replica_factor(
         TIMING, make_loads(100, 500), make_loads(100, 200), steps=100, slots=8, rollouts=8
@@ -32,7 +32,7 @@ def test_slowest_replica_has_more_tokens() -> None:
     assert factor == pytest.approx(1.5 / 1.2)
 
 
-def test_waiting_rollouts_add_decode_steps() -> None:
+def test_waiting_rollouts_add_decode_steps():
     # 4 at a time: 400 tokens take 100 steps, and the longest 50 more; 600 take 150 and 50.
     factor = slowest_replica_factor(
         TIMING, make_loads(100, 600), make_loads(100, 400), steps=150, slots=4, rollouts=8
@@ -40,7 +40,7 @@ def test_waiting_rollouts_add_decode_steps() -> None:
     assert factor == pytest.approx((200 * 0.01 + 0.6) / (150 * 0.01 + 0.4))
 
 
-def test_sampled_loads_cover_all_rollouts() -> None:
+def test_sampled_loads_cover_all_rollouts():
     loads = sample_loads(Workload(5, 3, 10, EmpiricalLengths.from_samples([7])), 3, 2)
     assert loads.longest_tokens.tolist()[0] == [7, 7]
     assert sorted(loads.total_tokens.tolist()[0]) == [2 * 3 * 7, 3 * 3 * 7]
@@ -52,9 +52,7 @@ def test_sampled_loads_cover_all_rollouts() -> None:
     replicas=st.integers(2, 8),
     kv_tokens=st.sampled_from([1e9, 8000.0, 4000.0]),
 )
-def test_completion_matches_simulated_engines(
-    sigma: float, replicas: int, kv_tokens: float
-) -> None:
+def test_completion_matches_simulated_engines(sigma: float, replicas: int, kv_tokens: float):
     lengths = LognormalLengths(150, sigma, 1500)
     workload = Workload(32, 2, 100, lengths)
     timing = replace(

@@ -17,7 +17,6 @@ from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.kinds import openai_client as endpoint_module
 from streamrl.rewards.kinds.openai_client import RateLimiter, parse_retry_after
 from streamrl.rewards.registry import build_rewards
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.rewards.chat_server import MODEL, ChatServer
 
 CHAT = ({"role": "user", "content": "2+3"},)
@@ -158,29 +157,25 @@ async def test_tokens_keep_the_rate_limit(server, started):
     assert server.at[1] - began > 0.14 and server.at[2] - began > 0.48
 
 
-def test_the_rate_limiter_is_fifo_and_has_no_burst():
-    async def main():
-        pace, passed = RateLimiter(60), []  # one unit a second
+@pytest.mark.virtual_time
+async def test_the_rate_limiter_is_fifo_and_has_no_burst():
+    pace, passed = RateLimiter(60), []  # one unit a second
 
-        async def pass_with(units):
-            await pace.acquire(units)
-            passed.append((units, asyncio.get_running_loop().time()))
+    async def pass_with(units):
+        await pace.acquire(units)
+        passed.append((units, asyncio.get_running_loop().time()))
 
-        await asyncio.gather(*map(pass_with, (1, 8, 2, 1)))
-        await asyncio.sleep(100)
-        await asyncio.gather(*map(pass_with, (5, 1)))
-        return passed
-
-    assert run_virtual(main()) == [(1, 0), (8, 1), (2, 9), (1, 11), (5, 111), (1, 116)]
+    await asyncio.gather(*map(pass_with, (1, 8, 2, 1)))
+    await asyncio.sleep(100)
+    await asyncio.gather(*map(pass_with, (5, 1)))
+    assert passed == [(1, 0), (8, 1), (2, 9), (1, 11), (5, 111), (1, 116)]
 
 
-def test_the_rate_limiter_without_a_limit_never_waits():
-    async def main():
-        pace = RateLimiter(0)
-        await asyncio.gather(*(pace.acquire(1000) for _ in range(9)))
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == 0
+@pytest.mark.virtual_time
+async def test_the_rate_limiter_without_a_limit_never_waits():
+    pace = RateLimiter(0)
+    await asyncio.gather(*(pace.acquire(1000) for _ in range(9)))
+    assert asyncio.get_running_loop().time() == 0
 
 
 async def test_retry_after_is_honored_within_the_same_attempt(server, started):

@@ -60,7 +60,7 @@ PLAIN = st.recursive(
         ("3 0.5", "3.0000001 0.5", False, False),
     ],
 )
-def test_whitespace_at_ends_is_ignored(wanted: str, got: str, same: bool, loosely: bool) -> None:
+def test_whitespace_at_ends_is_ignored(wanted: str, got: str, same: bool, loosely: bool):
     assert is_same_text(wanted, got, loose_numbers=False) is same
     assert is_same_text(wanted, got, loose_numbers=True) is loosely
 
@@ -106,14 +106,12 @@ def test_whitespace_at_ends_is_ignored(wanted: str, got: str, same: bool, loosel
         ("0.5", 0.5, False),
     ],
 )
-def test_integers_compare_exactly_and_floats_approximately(
-    wanted: object, got: object, same: bool
-) -> None:
+def test_integers_compare_exactly_and_floats_approximately(wanted: object, got: object, same: bool):
     assert is_same_value(wanted, got) is same
 
 
 @given(PLAIN)
-def test_a_value_equals_itself_but_not_a_list_of_itself(value: object) -> None:
+def test_a_value_equals_itself_but_not_a_list_of_itself(value: object):
     assert is_same_value(value, value)
     assert not is_same_value(value, [value])
 
@@ -121,13 +119,13 @@ def test_a_value_equals_itself_but_not_a_list_of_itself(value: object) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"1 2", b"[" * 100_000, b"\xff", b"1" * 10_000, b"{1: 2}"], ids=len
 )
-def test_invalid_json_is_a_value_error(data: bytes) -> None:
+def test_invalid_json_is_a_value_error(data: bytes):
     with pytest.raises(ValueError):
         parse_value(data)
 
 
 @given(st.text("1 x\n\t\r\u3000"), st.text("1 x\n\t\r\u3000"), st.integers(1, 5))
-def test_long_texts_are_compared_like_short_ones(wanted: str, got: str, block: int) -> None:
+def test_long_texts_are_compared_like_short_ones(wanted: str, got: str, block: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "_BLOCK_SIZE", block)
         lines, others = (
@@ -139,14 +137,14 @@ def test_long_texts_are_compared_like_short_ones(wanted: str, got: str, block: i
 
 
 @given(st.binary() | st.text().map(str.encode), st.integers(1, 5))
-def test_long_outputs_are_decoded_like_short_ones(data: bytes, block: int) -> None:
+def test_long_outputs_are_decoded_like_short_ones(data: bytes, block: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "_BLOCK_SIZE", block)
         assert decode_output(data) == data.decode(errors="replace")
 
 
 @given(PLAIN)
-def test_a_long_value_is_parsed_only_with_matching_structure(value: object) -> None:
+def test_a_long_value_is_parsed_only_with_matching_structure(value: object):
     long = [value, "x" * (1 << 16)]
     data = json.dumps(long).encode()
     assert can_be_value(data, [5, long])

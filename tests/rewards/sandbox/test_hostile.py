@@ -95,7 +95,7 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("attack", EACH)
-async def test_an_attack_gets_its_outcome_and_leaves_no_trace(host: Host, attack: Attack) -> None:
+async def test_an_attack_gets_its_outcome_and_leaves_no_trace(host: Host, attack: Attack):
     outcome, neighbour = await asyncio.gather(
         host.sandbox.run(attack.make_program(host.facts)), host.sandbox.run(NEIGHBOUR)
     )
@@ -108,5 +108,5 @@ async def test_an_attack_gets_its_outcome_and_leaves_no_trace(host: Host, attack
     await host.wait_until_only_jails(JAILS)
 
 
-def test_attack_names_are_unique() -> None:
+def test_attack_names_are_unique():
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) > 100

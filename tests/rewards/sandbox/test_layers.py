@@ -99,7 +99,7 @@ async def ways_out(isolation: IsolationMode) -> set[str]:
 @pytest.mark.parametrize("isolation", list_isolation_modes(), ids=lambda isolation: isolation.name)
 async def test_namespaces_block_the_network_even_without_the_syscall_filter(
     isolation: IsolationMode,
-) -> None:
+):
     reason = await probe_isolation(make_jail_spec(isolation, LIMITS, build_syscall_filter()))
     if reason is None:
         assert await ways_out(isolation) == set()
@@ -108,7 +108,7 @@ async def test_namespaces_block_the_network_even_without_the_syscall_filter(
         assert isolation != list_isolation_modes()[0], reason
 
 
-async def test_the_network_probe_succeeds_without_isolation() -> None:
+async def test_the_network_probe_succeeds_without_isolation():
     assert await ways_out(NO_ISOLATION) >= HOSTS
 
 
@@ -122,7 +122,7 @@ async def jail() -> AsyncIterator[tuple[JailSpec, int]]:
     await started.kill()
 
 
-async def test_a_jail_has_its_own_namespaces(jail: tuple[JailSpec, int]) -> None:
+async def test_a_jail_has_its_own_namespaces(jail: tuple[JailSpec, int]):
     plan, pid = jail
     kinds = ["mnt", "pid", "net", "ipc", "uts"] + ["user"] * plan.isolation.has_user_namespace
     shared = [
@@ -134,7 +134,7 @@ async def test_a_jail_has_its_own_namespaces(jail: tuple[JailSpec, int]) -> None
     assert os.getsid(pid) != os.getsid(0), "it has no terminal"
 
 
-async def test_a_jail_has_no_capabilities_and_cannot_gain_any(jail: tuple[JailSpec, int]) -> None:
+async def test_a_jail_has_no_capabilities_and_cannot_gain_any(jail: tuple[JailSpec, int]):
     plan, pid = jail
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
@@ -159,7 +159,7 @@ async def outcome_of(
         await sandbox.close()
 
 
-async def test_a_compiler_beyond_compile_s_is_killed() -> None:
+async def test_a_compiler_beyond_compile_s_is_killed():
     slow = LanguageSpec("x.sh", run=["sh", "{dir}/x.sh"], compile=["sleep", "60"])
     outcome = await outcome_of(slow, "echo", StdinTest("", ""))
     assert outcome.outcome is RewardOutcome.COMPILE_ERROR
@@ -190,13 +190,13 @@ def reserve(mib):
 )
 async def test_a_language_without_address_space_limit_is_limited_by_memory_use(
     limited: bool, mib: int, verdict: RewardOutcome
-) -> None:
+):
     language = LanguageSpec("solution.py", limit_address_space=limited)
     outcome = await outcome_of(language, RESERVE, CallTest("reserve", [mib], [mib]))
     assert outcome.outcome is verdict, outcome
 
 
-async def test_a_program_is_pinned_to_a_core_and_sees_no_installed_packages() -> None:
+async def test_a_program_is_pinned_to_a_core_and_sees_no_installed_packages():
     source = f"""
 import os, sys
 from importlib.util import find_spec

@@ -90,7 +90,7 @@ if os.geteuid() == 0:
     "isolation",
     [pytest.param(way, marks=[pytest.mark.slow] * (i > 0)) for i, way in enumerate(WAYS)],
 )
-def test_attacks_are_contained_for_an_ordinary_user(folder: Path, isolation: str) -> None:
+def test_attacks_are_contained_for_an_ordinary_user(folder: Path, isolation: str):
     facts = {"canary": str(folder / "main.py"), "port": "9", "pid": str(os.getpid())}
     programs = []
     for attack in CHOSEN:

@@ -88,7 +88,7 @@ async def verdict(sandbox: Sandbox, source: str, *tests: StdinTest | CallTest) -
 
 
 @here
-async def test_a_program_is_judged_by_its_output(sandbox: Sandbox) -> None:
+async def test_a_program_is_judged_by_its_output(sandbox: Sandbox):
     assert sandbox.user_warning == ""
     assert await verdict(sandbox, ADD, StdinTest("1 2", "3\n")) is RewardOutcome.PASS
     assert await verdict(sandbox, ADD, StdinTest("1 2", "4\n")) is RewardOutcome.WRONG
@@ -97,7 +97,7 @@ async def test_a_program_is_judged_by_its_output(sandbox: Sandbox) -> None:
 
 
 @here
-async def test_a_function_is_judged_by_its_return_value(sandbox: Sandbox) -> None:
+async def test_a_function_is_judged_by_its_return_value(sandbox: Sandbox):
     pairs = "def pairs(a, b): return [(a, b)], {a: 0.1 + 0.2}"
     right = CallTest("pairs", [1, "x"], [None, ([[1, "x"]], {"1": 0.3})])
     assert await verdict(sandbox, pairs, right) is RewardOutcome.PASS
@@ -110,7 +110,7 @@ async def test_a_function_is_judged_by_its_return_value(sandbox: Sandbox) -> Non
 
 
 @here
-async def test_an_async_function_is_refused_by_name(sandbox: Sandbox) -> None:
+async def test_an_async_function_is_refused_by_name(sandbox: Sandbox):
     source = "async def later(): return 5"
     outcome = await run(sandbox, source, CallTest("later", [], [5]))
     assert outcome.outcome is RewardOutcome.RUNTIME_ERROR
@@ -118,7 +118,7 @@ async def test_an_async_function_is_refused_by_name(sandbox: Sandbox) -> None:
 
 
 @here
-async def test_a_failure_is_described_in_one_line(sandbox: Sandbox) -> None:
+async def test_a_failure_is_described_in_one_line(sandbox: Sandbox):
     outcome = await run(sandbox, "x = 1\nx / 0")
     assert outcome.detail == "ZeroDivisionError: division by zero"
     outcome = await run(sandbox, "import sys; sys.exit(3)")
@@ -128,7 +128,7 @@ async def test_a_failure_is_described_in_one_line(sandbox: Sandbox) -> None:
 
 
 @here
-async def test_tests_stop_at_the_first_failure_if_stop_early(sandbox: Sandbox) -> None:
+async def test_tests_stop_at_the_first_failure_if_stop_early(sandbox: Sandbox):
     tests = [StdinTest("1 2", "3"), StdinTest("x", "0"), StdinTest("2 2", "4"), StdinTest("", "")]
     first = await sandbox.run(SandboxProgram("python", ADD, tests))
     assert [r.outcome for r in first.test_results] == [
@@ -147,7 +147,7 @@ async def test_tests_stop_at_the_first_failure_if_stop_early(sandbox: Sandbox) -
 
 
 @here
-async def test_each_test_starts_in_a_clean_workspace(sandbox: Sandbox) -> None:
+async def test_each_test_starts_in_a_clean_workspace(sandbox: Sandbox):
     source = """
 import os
 assert os.listdir(".") == [] and sorted(os.listdir("/tmp")) == ["program", "stdin", "work"]
@@ -182,14 +182,14 @@ if os.fork() == 0:
 )
 async def test_compiled_files_are_restored_before_each_test(
     sandbox: Sandbox, language: str, source: str
-) -> None:
+):
     expected = {"python": "[]", "bash": "solution.sh"}[language]
     outcome = await sandbox.run(SandboxProgram(language, source, [StdinTest("", expected)] * 3))
     assert [result.outcome for result in outcome.test_results] == [RewardOutcome.PASS] * 3, outcome
 
 
 @here
-async def test_tests_continue_after_a_jail_was_killed(sandbox: Sandbox) -> None:
+async def test_tests_continue_after_a_jail_was_killed(sandbox: Sandbox):
     source = """
 import os, time
 if input() == "grow":
@@ -207,7 +207,7 @@ print("done")
 
 
 @here
-async def test_total_s_limits_all_tests_together(sandbox: Sandbox) -> None:
+async def test_total_s_limits_all_tests_together(sandbox: Sandbox):
     slow = SandboxProgram("python", "import time; time.sleep(0.4)", [StdinTest("", "")] * 9)
     limited = await Sandbox.start(replace(QUICK, total_s=2.2), jails=1)
     outcome = await limited.run(slow)
@@ -219,13 +219,13 @@ async def test_total_s_limits_all_tests_together(sandbox: Sandbox) -> None:
 
 
 @here
-async def test_str_subclasses_are_accepted(sandbox: Sandbox) -> None:
+async def test_str_subclasses_are_accepted(sandbox: Sandbox):
     source, stdin, expected = map(np.str_, (ADD, "1 2", "3"))
     assert await verdict(sandbox, source, StdinTest(stdin, expected)) is RewardOutcome.PASS
 
 
 @here
-async def test_python_programs_run_in_a_normal_environment(sandbox: Sandbox) -> None:
+async def test_python_programs_run_in_a_normal_environment(sandbox: Sandbox):
     source = """
 import asyncio, collections, dataclasses, heapq, itertools, math, multiprocessing, numbers, re
 import sys, threading, typing
@@ -252,7 +252,7 @@ if __name__ == "__main__":
 
 @here
 @pytest.mark.parametrize("language", INSTALLED)
-async def test_built_in_languages_run(sandbox: Sandbox, language: str) -> None:
+async def test_built_in_languages_run(sandbox: Sandbox, language: str):
     source, broken = ADD_IN[language]
     tests = [StdinTest("1 2", "3"), StdinTest("3 4", "7"), StdinTest("1 1", "3")]
     outcome = await run(sandbox, source, *tests, language=language)
@@ -270,7 +270,7 @@ async def test_built_in_languages_run(sandbox: Sandbox, language: str) -> None:
 @pytest.mark.parametrize("long", LONG, ids=["text", "value"])
 async def test_programs_run_in_order_without_blocking_the_event_loop(
     sandbox: Sandbox, long: SandboxProgram
-) -> None:
+):
     longest = 0.0
 
     async def beat() -> None:
@@ -292,7 +292,7 @@ async def test_programs_run_in_order_without_blocking_the_event_loop(
 
 
 @here
-async def test_cancelling_the_caller_kills_the_program(sandbox: Sandbox) -> None:
+async def test_cancelling_the_caller_kills_the_program(sandbox: Sandbox):
     sleeper = SandboxProgram("python", "import time; time.sleep(60)", [StdinTest("", "")])
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(sandbox.run(sleeper), 0.2)
@@ -300,7 +300,7 @@ async def test_cancelling_the_caller_kills_the_program(sandbox: Sandbox) -> None
 
 
 @here
-async def test_unsupported_programs_are_refused(sandbox: Sandbox) -> None:
+async def test_unsupported_programs_are_refused(sandbox: Sandbox):
     with pytest.raises(ValueError, match="no language cobol"):
         await sandbox.run(SandboxProgram("cobol", "", [StdinTest("", "")]))
     assert "bash" in INSTALLED
@@ -310,7 +310,7 @@ async def test_unsupported_programs_are_refused(sandbox: Sandbox) -> None:
         await sandbox.run(SandboxProgram("python", "", []))
 
 
-async def test_closing_the_sandbox_leaves_no_process_and_refuses_programs() -> None:
+async def test_closing_the_sandbox_leaves_no_process_and_refuses_programs():
     before = descendants()
     sandbox = await Sandbox.start(QUICK, jails=2)
     sleeper = SandboxProgram("python", "import time; time.sleep(60)", [StdinTest("", "")])
@@ -323,7 +323,7 @@ async def test_closing_the_sandbox_leaves_no_process_and_refuses_programs() -> N
     await sandbox.close()
 
 
-def test_jails_die_with_the_host_process() -> None:
+def test_jails_die_with_the_host_process():
     source = """
 import asyncio, sys
 from streamrl.rewards.sandbox.program import ProgramLimits, SandboxProgram, StdinTest
@@ -352,7 +352,7 @@ asyncio.run(main())
 
 async def test_the_probe_detects_a_bubblewrap_without_isolation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     hollow = tmp_path / "bwrap"
     hollow.write_text(HOLLOW)
     hollow.chmod(0o755)
@@ -361,7 +361,7 @@ async def test_the_probe_detects_a_bubblewrap_without_isolation(
         await Sandbox.start(QUICK, jails=1)
 
 
-async def test_the_probe_lists_all_escapes() -> None:
+async def test_the_probe_lists_all_escapes():
     why = await probe_isolation(make_jail_spec(NO_ISOLATION, QUICK, b""))
     assert why is not None
     for way in ("connect to", "read a file", "list the directories", "without limit", "signal"):
@@ -370,7 +370,7 @@ async def test_the_probe_lists_all_escapes() -> None:
 
 async def test_allow_unsafe_runs_programs_within_limits_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     # Without isolation RLIMIT_NPROC counts all processes of the user, not those of a program.
@@ -395,24 +395,24 @@ async def test_allow_unsafe_runs_programs_within_limits_with_a_warning(
     assert not Path(folder).exists()
 
 
-async def test_allow_unsafe_still_uses_available_isolation() -> None:
+async def test_allow_unsafe_still_uses_available_isolation():
     sandbox = await Sandbox.start(QUICK, jails=1, allow_unsafe=True)
     await sandbox.close()
     assert sandbox.user_warning == ""
 
 
-async def test_a_language_with_a_missing_tool_is_refused_by_name() -> None:
+async def test_a_language_with_a_missing_tool_is_refused_by_name():
     languages = {"cobol": LanguageSpec("x.cob", run=["{dir}/x"], compile=["cobc", "{dir}/x.cob"])}
     with pytest.raises(ConfigError, match="cobol needs cobc"):
         await Sandbox.start(QUICK, jails=1, languages=languages)
 
 
-async def test_at_least_one_jail_is_required() -> None:
+async def test_at_least_one_jail_is_required():
     with pytest.raises(ConfigError, match=r"sandbox.jails=0: must be 1 or more"):
         await Sandbox.start(QUICK, jails=0)
 
 
-def test_an_infra_error_determines_the_outcome() -> None:
+def test_an_infra_error_determines_the_outcome():
     results = (
         ProgramTestResult(RewardOutcome.WRONG, 0.1),
         ProgramTestResult(RewardOutcome.INFRA_ERROR, 0.1, "no jail"),
@@ -421,5 +421,5 @@ def test_an_infra_error_determines_the_outcome() -> None:
     assert ProgramResult(results, 3).detail == "no jail"
 
 
-def test_this_machine_can_isolate() -> None:
+def test_this_machine_can_isolate():
     assert explain_unavailability() is None

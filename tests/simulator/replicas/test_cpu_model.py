@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from streamrl.simulator.replicas.cpu_model import CpuModel, SerialProcess
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def ends(cores: int, works: list[tuple[float, float]]) -> list[float]:
     """Return the end time of each work, given as (begin, duration) in seconds."""
@@ -24,47 +26,41 @@ async def ends(cores: int, works: list[tuple[float, float]]) -> list[float]:
     return [round(end, 6) for end in end_times]
 
 
-def test_work_takes_its_duration_with_a_core_per_process() -> None:
+def test_work_takes_its_duration_with_a_core_per_process():
     assert run_virtual(ends(0, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
 
 
-def test_two_processes_on_one_core_take_twice_as_long() -> None:
+def test_two_processes_on_one_core_take_twice_as_long():
     # Until 2 both run at half speed; then the longer one runs alone for its last two seconds.
     assert run_virtual(ends(1, [(0, 1), (0, 3)])) == [2, 4]
 
 
-def test_a_later_process_slows_down_running_ones() -> None:
+def test_a_later_process_slows_down_running_ones():
     # One alone until 1, both until 3, when the second has done its 1 s; then 1 s of 3 remains.
     assert run_virtual(ends(1, [(0, 3), (1, 1)])) == [4, 3]
 
 
-def test_two_processes_on_two_cores_run_at_full_speed() -> None:
+def test_two_processes_on_two_cores_run_at_full_speed():
     assert run_virtual(ends(2, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
 
 
-def test_crowding_slows_two_processes_on_two_cores() -> None:
-    async def main() -> float:
-        machine = CpuModel(2, crowding=0.25)
-        await machine.run_work(4.0, processes=2)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == 5.0
+async def test_crowding_slows_two_processes_on_two_cores():
+    machine = CpuModel(2, crowding=0.25)
+    await machine.run_work(4.0, processes=2)
+    assert asyncio.get_running_loop().time() == 5.0
 
 
-def test_work_of_several_processes_ends_together() -> None:
-    async def main() -> float:
-        machine = CpuModel(2)
-        await machine.run_work(3.0, processes=4)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == 6.0
+async def test_work_of_several_processes_ends_together():
+    machine = CpuModel(2)
+    await machine.run_work(3.0, processes=4)
+    assert asyncio.get_running_loop().time() == 6.0
 
 
 works = st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 5)), min_size=1, max_size=6)
 
 
 @given(works, st.integers(1, 3))
-def test_total_work_is_bounded_by_the_cores(works: list[tuple[float, float]], cores: int) -> None:
+def test_total_work_is_bounded_by_the_cores(works: list[tuple[float, float]], cores: int):
     end_times = run_virtual(ends(cores, works))
     alone = [at + seconds for at, seconds in works]
     assert all(end >= least - 1e-5 for end, least in zip(end_times, alone, strict=True))
@@ -72,28 +68,22 @@ def test_total_work_is_bounded_by_the_cores(works: list[tuple[float, float]], co
     assert max(end_times) <= max(at for at, _ in works) + sum(s for _, s in works) + 1e-5
 
 
-def test_a_cancelled_timer_does_not_fire() -> None:
-    async def main() -> list[str]:
-        machine, rung = CpuModel(), list[str]()
-        machine.call_at(1.0, lambda: rung.append("first")).cancel()
-        machine.call_at(2.0, lambda: rung.append("second"))
-        await asyncio.sleep(3.0)
-        return rung
-
-    assert run_virtual(main()) == ["second"]
+async def test_a_cancelled_timer_does_not_fire():
+    machine, rung = CpuModel(), list[str]()
+    machine.call_at(1.0, lambda: rung.append("first")).cancel()
+    machine.call_at(2.0, lambda: rung.append("second"))
+    await asyncio.sleep(3.0)
+    assert rung == ["second"]
 
 
-def test_a_serial_process_works_through_its_queue() -> None:
-    async def main() -> tuple[float, float]:
-        machine, clock = CpuModel(2), asyncio.get_running_loop()
-        clerk = SerialProcess(machine)
-        for seconds in (1.0, 3.0, 0.0):
-            clerk.add_work(seconds)
-        # Three work processes and the serial process compete for two cores.
-        await machine.run_work(3.0)
-        beside = clock.time()
-        await asyncio.gather(machine.run_work(1.5), machine.run_work(1.5))
-        return beside, clock.time()
-
+async def test_a_serial_process_works_through_its_queue():
+    machine, clock = CpuModel(2), asyncio.get_running_loop()
+    clerk = SerialProcess(machine)
+    for seconds in (1.0, 3.0, 0.0):
+        clerk.add_work(seconds)
+    # Three work processes and the serial process compete for two cores.
+    await machine.run_work(3.0)
+    beside = clock.time()
+    await asyncio.gather(machine.run_work(1.5), machine.run_work(1.5))
     # At 3 s the serial process has 1 s left: three run at 2/3 speed for 1.5 s, then two for 0.5 s.
-    assert run_virtual(main()) == pytest.approx((3.0, 3.0 + 1.5 + 0.5))
+    assert (beside, clock.time()) == pytest.approx((3.0, 3.0 + 1.5 + 0.5))

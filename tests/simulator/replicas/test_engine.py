@@ -28,21 +28,21 @@ def run(engine: SimulatedEngine[str]) -> dict[str, float]:
     return ends
 
 
-def test_a_group_finishes_with_its_longest_rollout() -> None:
+def test_a_group_finishes_with_its_longest_rollout():
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
     engine.add_group("a", 2, [3, 5], 10.0)
     assert run(engine) == {"a": 15.0}
     assert (engine.is_empty, engine.resident_tokens, engine.decode_steps) == (True, 0, 5)
 
 
-def test_step_time_grows_with_kv_cache_tokens() -> None:
+def test_step_time_grows_with_kv_cache_tokens():
     # Two rollouts with 2 prompt tokens: 4, 6 and 8 tokens in the KV cache before the three steps.
     engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, kv_token_s=0.5))
     engine.add_group("a", 2, [3, 3], 0.0)
     assert run(engine) == {"a": (1 + 2) + (1 + 3) + (1 + 4)}
 
 
-def test_a_step_is_compute_bound_until_it_is_memory_bound() -> None:
+def test_a_step_is_compute_bound_until_it_is_memory_bound():
     # One rollout: memory time 1.5, 2, 2.5 s; compute time 2.2 s.
     engine: SimulatedEngine[str] = SimulatedEngine(
         replace(PLAIN, kv_token_s=0.5, compute_rollout_s=2.2)
@@ -51,20 +51,20 @@ def test_a_step_is_compute_bound_until_it_is_memory_bound() -> None:
     assert run(engine) == {"a": pytest.approx(2.2 + 2.2 + 2.5)}
 
 
-def test_a_group_added_during_a_step_starts_with_the_next() -> None:
+def test_a_group_added_during_a_step_starts_with_the_next():
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
     engine.add_group("a", 1, [4], 0.0)
     engine.add_group("b", 1, [2], 1.5)
     assert run(engine) == {"a": 4.0, "b": 4.0}
 
 
-def test_prefill_precedes_the_next_step() -> None:
+def test_prefill_precedes_the_next_step():
     engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, prefill_token_s=0.1))
     engine.add_group("a", 10, [1, 1], 0.0)
     assert run(engine) == {"a": 2 + 1.0}
 
 
-def test_delivering_a_group_delays_the_next_step() -> None:
+def test_delivering_a_group_delays_the_next_step():
     engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, group_s=0.25))
     engine.add_group("a", 1, [2], 0.0)
     engine.add_group("b", 1, [2], 0.0)
@@ -72,13 +72,13 @@ def test_delivering_a_group_delays_the_next_step() -> None:
     assert run(engine) == {"a": 2.0, "b": 2.0, "c": 3 + 2 * 0.25}
 
 
-def test_rollouts_beyond_max_running_wait_for_a_slot() -> None:
+def test_rollouts_beyond_max_running_wait_for_a_slot():
     engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, max_running=2))
     engine.add_group("a", 1, [2, 3, 2], 0.0)
     assert run(engine) == {"a": 4.0}
 
 
-def test_rollouts_beyond_the_kv_cache_wait() -> None:
+def test_rollouts_beyond_the_kv_cache_wait():
     # KV cache of 20 tokens: 3 * 4 + 3 fit when the third rollout starts, but not 18 at the end.
     engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, kv_tokens=9))
     engine.add_group("a", 3, [3], 0.0)
@@ -88,7 +88,7 @@ def test_rollouts_beyond_the_kv_cache_wait() -> None:
     assert engine.num_running == 2
 
 
-def test_a_full_kv_cache_preempts_the_newest_rollout() -> None:
+def test_a_full_kv_cache_preempts_the_newest_rollout():
     # Both have 4 tokens after a step and 5 after two; the KV cache holds 10, so that the
     # second is preempted, and prefilled again when the first finishes after its third step.
     timing = replace(PLAIN, kv_tokens=10, prefill_token_s=0.01)
@@ -100,7 +100,7 @@ def test_a_full_kv_cache_preempts_the_newest_rollout() -> None:
     assert ends == {"a": pytest.approx(4.06), "b": pytest.approx(4.06 + 0.05 + 2)}
 
 
-def test_every_token_keeps_the_version_that_sampled_it() -> None:
+def test_every_token_keeps_the_version_that_sampled_it():
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
     engine.load_version(3, 0.0, 0.0)
     engine.add_group("a", 1, [5, 2], 0.0)
@@ -110,7 +110,7 @@ def test_every_token_keeps_the_version_that_sampled_it() -> None:
     assert engine.now == 5.5
 
 
-def test_resume_continues_after_a_pause() -> None:
+def test_resume_continues_after_a_pause():
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
     engine.add_group("a", 1, [3], 0.0)
     assert engine.pause(0.2) == 1.0
@@ -119,7 +119,7 @@ def test_resume_continues_after_a_pause() -> None:
     assert run(engine) == {"a": 9.0}
 
 
-def test_count_sampled_tokens_covers_unfinished_groups() -> None:
+def test_count_sampled_tokens_covers_unfinished_groups():
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
     engine.add_group("a", 1, [1, 1], 0.0)
     engine.add_group("b", 1, [2, 9], 0.0)
@@ -128,7 +128,7 @@ def test_count_sampled_tokens_covers_unfinished_groups() -> None:
     assert engine.count_sampled_tokens() == 2 + 3
 
 
-def test_a_newly_free_slot_is_an_event() -> None:
+def test_a_newly_free_slot_is_an_event():
     kind = ConcurrencyLimit(-1, slots_per_group=4)
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [kind])
     engine.add_group("a", 1, [2, 3, 6, 9], 0.0, kind)
@@ -140,7 +140,7 @@ def test_a_newly_free_slot_is_an_event() -> None:
     assert engine.next_event_s == 6.0
 
 
-def test_a_slot_freed_at_the_end_of_the_current_step_is_an_event() -> None:
+def test_a_slot_freed_at_the_end_of_the_current_step_is_an_event():
     kind = ConcurrencyLimit(0, slots_per_group=2)
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [kind])
     engine.add_group("a", 1, [2, 9], 0.0, kind)
@@ -216,7 +216,7 @@ events = st.lists(
 @given(timings, events)
 def test_closed_form_matches_token_by_token(
     timing: GeneratorTiming, events: list[tuple[int, list[int]]]
-) -> None:
+):
     """An event without lengths is a new version. No version arrives exactly at the end of a
     step."""
     engine: SimulatedEngine[int] = SimulatedEngine(timing)
@@ -251,7 +251,7 @@ def test_closed_form_matches_token_by_token(
     assert engine.is_empty and not slow.waiting
 
 
-def test_a_new_version_recomputes_the_kv_cache_unless_kept() -> None:
+def test_a_new_version_recomputes_the_kv_cache_unless_kept():
     ends: dict[float, float] = {}
     for recompute_token_s in (0.0, 0.1):
         timing = GeneratorTiming(1, 8, 1e6, 0, 0, 0, 1.0, 0, 0, recompute_token_s=recompute_token_s)
@@ -274,7 +274,7 @@ def test_a_new_version_recomputes_the_kv_cache_unless_kept() -> None:
 )
 def test_the_planners_batching_matches_the_engine(
     groups: int, size: int, prompt: int, tokens: int, places: int, spare: int
-) -> None:
+):
     room = float(prompt + tokens + 1 + spare)
     timing = replace(PLAIN, max_running=places, kv_tokens=room)
     workload = Workload(groups, size, prompt, FixedLength(tokens))

@@ -20,7 +20,7 @@ def run(placement: Placement, failures: FailureModel | None, *, replicas: int = 
     )
 
 
-def test_longer_restarts_cost_more_time() -> None:
+def test_longer_restarts_cost_more_time():
     ends = [run(APART, None).step_ends[-1]]
     for restart_s in (5.0, 50.0):
         result = run(APART, FailureModel(150.0, restart_s, node_devices=1))
@@ -31,7 +31,7 @@ def test_longer_restarts_cost_more_time() -> None:
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, 6, 100])
-def test_the_mean_step_includes_time_lost_in_crashes(checkpoint_every: int) -> None:
+def test_the_mean_step_includes_time_lost_in_crashes(checkpoint_every: int):
     plain = run(APART, None)
     failures = FailureModel(150.0, 50.0, checkpoint_every=checkpoint_every, node_devices=2)
     result = run(APART, failures, seed=4)
@@ -39,7 +39,7 @@ def test_the_mean_step_includes_time_lost_in_crashes(checkpoint_every: int) -> N
     assert result.mean_step_s > plain.mean_step_s and result.tokens_per_s < plain.tokens_per_s
 
 
-def test_groups_of_a_crashed_generator_are_requeued() -> None:
+def test_groups_of_a_crashed_generator_are_requeued():
     # The generator has its node to itself; the trainer is on the other node.
     result = run(APART, FailureModel(60.0, 3.0, node_devices=1), seed=2)
     own = [crash for crash in result.crashes if not crash.is_restart]
@@ -48,7 +48,7 @@ def test_groups_of_a_crashed_generator_are_requeued() -> None:
     assert all(crash.repeated_steps == 0 for crash in own)
 
 
-def test_a_trainer_crash_repeats_the_steps_since_the_checkpoint() -> None:
+def test_a_trainer_crash_repeats_the_steps_since_the_checkpoint():
     often = run(APART, FailureModel(150.0, 5.0, checkpoint_every=1, node_devices=2), seed=4)
     seldom = run(APART, FailureModel(150.0, 5.0, checkpoint_every=6, node_devices=2), seed=4)
     assert all(crash.is_restart for crash in (*often.crashes, *seldom.crashes))
@@ -60,7 +60,7 @@ def test_a_trainer_crash_repeats_the_steps_since_the_checkpoint() -> None:
     assert [sorted(g.uid for g in o.groups) for o in seldom.outcomes] == groups
 
 
-def test_a_node_failure_kills_only_its_replicas() -> None:
+def test_a_node_failure_kills_only_its_replicas():
     placement = Placement({"generate": on(0), "train": on(2)})
     result = run(placement, FailureModel(200.0, 5.0, node_devices=1))
     assert {name for crash in result.crashes for name in crash.processes} <= {
@@ -69,7 +69,7 @@ def test_a_node_failure_kills_only_its_replicas() -> None:
     }
 
 
-def test_failure_times_must_be_positive_and_finite() -> None:
+def test_failure_times_must_be_positive_and_finite():
     with pytest.raises(ConfigError, match="mttf_s=0"):
         FailureModel(0, 1.0)
     with pytest.raises(ConfigError, match="checkpoint_every=0"):
@@ -80,7 +80,7 @@ def test_failure_times_must_be_positive_and_finite() -> None:
         FailureModel(5.0, 5.0)
 
 
-def test_more_than_five_expected_failures_without_a_checkpoint_are_an_error() -> None:
+def test_more_than_five_expected_failures_without_a_checkpoint_are_an_error():
     # Devices 0 to 3 and 6 to 9 are on three nodes of four devices; one fails every 10 s.
     failures, trained = FailureModel(30.0, 1.0, 10, node_devices=4), [Mesh(0, 4), Mesh(6, 4)]
     failures.check_progress(trained, first_s=50.0, step_s=5.0, steps=100)

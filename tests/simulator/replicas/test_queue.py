@@ -4,12 +4,15 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL, build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
 from streamrl.simulator.replicas.cpu_model import CpuModel
 from streamrl.simulator.replicas.prompts import SimulatedPrompts
 from streamrl.simulator.replicas.queue import SimulatedGroup, SimulatedQueue
-from streamrl.simulator.replicas.virtual_loop import run_virtual
+
+pytestmark = pytest.mark.virtual_time
 
 FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
 
@@ -43,144 +46,117 @@ async def filled(queue: SimulatedQueue, count: int) -> None:
     await queue.admit_prompts(SimulatedPrompts().draw_prompts(count), 0)
 
 
-def test_waiting_replicas_share_ready_groups_in_admission_order() -> None:
-    async def main() -> list[list[int]]:
-        queue, replicas = make(), [Replica(4), Replica(4)]
-        for replica in replicas:
-            queue.request_groups(GENERATE_CALL.stage, replica)
-        await filled(queue, 5)
-        return [replica.orders for replica in replicas]
-
-    assert run_virtual(main()) == [[0, 1, 2], [3, 4]]
+async def test_waiting_replicas_share_ready_groups_in_admission_order():
+    queue, replicas = make(), [Replica(4), Replica(4)]
+    for replica in replicas:
+        queue.request_groups(GENERATE_CALL.stage, replica)
+    await filled(queue, 5)
+    assert [replica.orders for replica in replicas] == [[0, 1, 2], [3, 4]]
 
 
-def test_a_request_covers_the_slots_free_at_its_time() -> None:
-    async def main() -> list[list[int]]:
-        queue, replicas = make(), [Replica(1), Replica(1)]
-        for replica in replicas:
-            queue.request_groups(GENERATE_CALL.stage, replica)
-            replica.places = 3
-        await filled(queue, 5)
-        return [replica.orders for replica in replicas]
-
+async def test_a_request_covers_the_slots_free_at_its_time():
+    queue, replicas = make(), [Replica(1), Replica(1)]
+    for replica in replicas:
+        queue.request_groups(GENERATE_CALL.stage, replica)
+        replica.places = 3
+    await filled(queue, 5)
     # One group each, as requested; then only the first replica requests again.
-    assert run_virtual(main()) == [[0, 2, 3], [1, 4]]
+    assert [replica.orders for replica in replicas] == [[0, 2, 3], [1, 4]]
 
 
-def test_unfinished_groups_of_a_crashed_replica_are_requeued() -> None:
-    async def main() -> tuple[list[int], int]:
-        queue, first, second = make(hop_s=1.0), Replica(3), Replica(3)
-        queue.request_groups(GENERATE_CALL.stage, first)
-        await filled(queue, 3)
-        queue.commit_groups(GENERATE_CALL.stage, [first.groups[1]])
-        queue.request_groups(GENERATE_CALL.stage, second)
-        first.places = 0
-        count = queue.requeue_groups(first)
-        return second.orders, count
-
-    assert run_virtual(main()) == ([0, 2], 2)
+async def test_unfinished_groups_of_a_crashed_replica_are_requeued():
+    queue, first, second = make(hop_s=1.0), Replica(3), Replica(3)
+    queue.request_groups(GENERATE_CALL.stage, first)
+    await filled(queue, 3)
+    queue.commit_groups(GENERATE_CALL.stage, [first.groups[1]])
+    queue.request_groups(GENERATE_CALL.stage, second)
+    first.places = 0
+    count = queue.requeue_groups(first)
+    assert (second.orders, count) == ([0, 2], 2)
 
 
-def test_a_group_reaches_the_next_stage_after_a_hop() -> None:
-    async def main() -> tuple[float, list[int], str, int | None]:
-        queue, generator, scorer = make(hop_s=0.5), Replica(2), Replica(2)
-        clock = asyncio.get_running_loop()
-        queue.request_groups(GENERATE_CALL.stage, generator)
-        queue.request_groups(REWARD_CALL.stage, scorer)
-        await filled(queue, 1)
-        generator.groups[0].info = GroupInfo((4,), 3, ((0, 3),))
-        queue.commit_groups(GENERATE_CALL.stage, generator.groups)
-        await asyncio.sleep(0.75)
-        given = scorer.orders
-        queue.commit_groups(REWARD_CALL.stage, scorer.groups)
-        queue.version = 2
-        (one,) = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-        return clock.time(), given, one.uid, one.ready_version
-
-    assert run_virtual(main()) == (1.25, [0], "0:0:0", 2)
+async def test_a_group_reaches_the_next_stage_after_a_hop():
+    queue, generator, scorer = make(hop_s=0.5), Replica(2), Replica(2)
+    clock = asyncio.get_running_loop()
+    queue.request_groups(GENERATE_CALL.stage, generator)
+    queue.request_groups(REWARD_CALL.stage, scorer)
+    await filled(queue, 1)
+    generator.groups[0].info = GroupInfo((4,), 3, ((0, 3),))
+    queue.commit_groups(GENERATE_CALL.stage, generator.groups)
+    await asyncio.sleep(0.75)
+    given = scorer.orders
+    queue.commit_groups(REWARD_CALL.stage, scorer.groups)
+    queue.version = 2
+    (one,) = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    assert (clock.time(), given, one.uid, one.ready_version) == (1.25, [0], "0:0:0", 2)
 
 
-def test_unstreamed_stages_get_the_groups_of_a_step_together() -> None:
-    async def main() -> list[list[int]]:
-        queue, generator, scorer = make(streamed=False), Replica(4), Replica(9)
-        queue.request_groups(GENERATE_CALL.stage, generator)
-        queue.request_groups(REWARD_CALL.stage, scorer)
-        await filled(queue, 4)
-        seen = []
-        for index in (0, 2, 3):
-            queue.commit_groups(GENERATE_CALL.stage, [generator.groups[index]])
-            seen.append(scorer.orders)
-        return seen
-
-    assert run_virtual(main()) == [[], [], [2, 3]]
+async def test_unstreamed_stages_get_the_groups_of_a_step_together():
+    queue, generator, scorer = make(streamed=False), Replica(4), Replica(9)
+    queue.request_groups(GENERATE_CALL.stage, generator)
+    queue.request_groups(REWARD_CALL.stage, scorer)
+    await filled(queue, 4)
+    seen = []
+    for index in (0, 2, 3):
+        queue.commit_groups(GENERATE_CALL.stage, [generator.groups[index]])
+        seen.append(scorer.orders)
+    assert seen == [[], [], [2, 3]]
 
 
-def test_a_filtered_group_goes_to_the_coordinator_once_scored() -> None:
+async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
-
-    async def main() -> tuple[list[int], list[int], list[bool], list[int]]:
-        queue = SimulatedQueue(
-            flow, CpuModel(), hop_s=0.0, books_s=0.0, streamed=True, groups_per_step=3
-        )
-        generator, judge, reference = Replica(3), Replica(3), Replica(3)
-        queue.request_groups(GENERATE_CALL.stage, generator)
-        await filled(queue, 3)
-        generator.groups[1].is_filtered = True
-        for group in generator.groups:
-            group.info = GroupInfo((2,), 1, ((0, 1),))
-        queue.commit_groups(GENERATE_CALL.stage, generator.groups)
-        queue.request_groups(REWARD_CALL.stage, judge)
-        queue.commit_groups(REWARD_CALL.stage, judge.groups)
-        leased = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-        filtered = [
-            experience.outcome is not None and experience.outcome.filtered for experience in leased
-        ]
-        queue.request_groups("reference", reference)
-        queue.commit_groups("reference", reference.groups)
-        whole = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-        orders = [experience.lease.token for experience in whole]
-        return judge.orders, reference.orders, filtered, orders
-
-    judged, scored, filtered, trained = run_virtual(main())
+    queue = SimulatedQueue(
+        flow, CpuModel(), hop_s=0.0, books_s=0.0, streamed=True, groups_per_step=3
+    )
+    generator, judge, reference = Replica(3), Replica(3), Replica(3)
+    queue.request_groups(GENERATE_CALL.stage, generator)
+    await filled(queue, 3)
+    generator.groups[1].is_filtered = True
+    for group in generator.groups:
+        group.info = GroupInfo((2,), 1, ((0, 1),))
+    queue.commit_groups(GENERATE_CALL.stage, generator.groups)
+    queue.request_groups(REWARD_CALL.stage, judge)
+    queue.commit_groups(REWARD_CALL.stage, judge.groups)
+    leased = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    filtered = [
+        experience.outcome is not None and experience.outcome.filtered for experience in leased
+    ]
+    queue.request_groups("reference", reference)
+    queue.commit_groups("reference", reference.groups)
+    whole = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    orders = [experience.lease.token for experience in whole]
+    judged, scored, filtered, trained = judge.orders, reference.orders, filtered, orders
     assert judged == [0, 1, 2]
     assert filtered == [True]
     assert scored == trained == [0, 2]
 
 
-def test_bookkeeping_uses_the_shared_cores() -> None:
-    async def main() -> list[float]:
-        machine, clock = CpuModel(1), asyncio.get_running_loop()
-        queue = SimulatedQueue(
-            FLOW, machine, hop_s=0.0, books_s=6.0, streamed=True, groups_per_step=2
-        )
-        replica = Replica(1)
-        await filled(queue, 1)
-        queue.request_groups(GENERATE_CALL.stage, replica)
-        queue.commit_groups(GENERATE_CALL.stage, replica.groups)
-        await machine.run_work(3.0)
-        ends = [clock.time()]
-        await machine.run_work(1.0)
-        return [*ends, clock.time()]
-
+async def test_bookkeeping_uses_the_shared_cores():
+    machine, clock = CpuModel(1), asyncio.get_running_loop()
+    queue = SimulatedQueue(FLOW, machine, hop_s=0.0, books_s=6.0, streamed=True, groups_per_step=2)
+    replica = Replica(1)
+    await filled(queue, 1)
+    queue.request_groups(GENERATE_CALL.stage, replica)
+    queue.commit_groups(GENERATE_CALL.stage, replica.groups)
+    await machine.run_work(3.0)
+    ends = [clock.time()]
+    await machine.run_work(1.0)
     # Six entries of 1 s: admission, two leases, two commits, and training.
     # Three entries so far: for 6 s the other process has half of the core.
-    assert run_virtual(main()) == [6.0, 7.0]
+    assert [*ends, clock.time()] == [6.0, 7.0]
 
 
-def test_a_trainers_lease_request_takes_a_hop() -> None:
-    async def main() -> float:
-        queue, clock = make(hop_s=0.5), asyncio.get_running_loop()
-        generator, scorer = Replica(1), Replica(1)
-        await filled(queue, 1)
-        queue.request_groups(GENERATE_CALL.stage, generator)
-        generator.groups[0].info = GroupInfo((3,), 1, ((0, 1),))
-        queue.commit_groups(GENERATE_CALL.stage, generator.groups)
-        queue.request_groups(REWARD_CALL.stage, scorer)
-        await asyncio.sleep(1.0)
-        queue.commit_groups(REWARD_CALL.stage, scorer.groups)
-        await asyncio.sleep(9.0)
-        taken = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-        assert len(taken) == 1
-        return clock.time()
-
-    assert run_virtual(main()) == 10.5
+async def test_a_trainers_lease_request_takes_a_hop():
+    queue, clock = make(hop_s=0.5), asyncio.get_running_loop()
+    generator, scorer = Replica(1), Replica(1)
+    await filled(queue, 1)
+    queue.request_groups(GENERATE_CALL.stage, generator)
+    generator.groups[0].info = GroupInfo((3,), 1, ((0, 1),))
+    queue.commit_groups(GENERATE_CALL.stage, generator.groups)
+    queue.request_groups(REWARD_CALL.stage, scorer)
+    await asyncio.sleep(1.0)
+    queue.commit_groups(REWARD_CALL.stage, scorer.groups)
+    await asyncio.sleep(9.0)
+    taken = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    assert len(taken) == 1
+    assert clock.time() == 10.5

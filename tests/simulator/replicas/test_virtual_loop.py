@@ -9,7 +9,7 @@ from streamrl.simulator.replicas.virtual_loop import run_virtual
 
 
 @pytest.mark.parametrize("polls", [True, False])
-def test_time_jumps_to_the_next_timer(polls: bool) -> None:
+def test_time_jumps_to_the_next_timer(polls: bool):
     async def main() -> float:
         await asyncio.sleep(1e6)
         return asyncio.get_running_loop().time()
@@ -18,7 +18,7 @@ def test_time_jumps_to_the_next_timer(polls: bool) -> None:
 
 
 @pytest.mark.parametrize("polls", [True, False])
-def test_waiting_without_timers_is_a_deadlock(polls: bool) -> None:
+def test_waiting_without_timers_is_a_deadlock(polls: bool):
     async def woken() -> None:
         event = asyncio.Event()
         asyncio.get_running_loop().call_later(5.0, event.set)
@@ -32,10 +32,8 @@ def test_waiting_without_timers_is_a_deadlock(polls: bool) -> None:
         run_virtual(forgotten(), polls=polls)
 
 
-def test_time_advances_beyond_nanosecond_precision() -> None:
-    async def main() -> float:
-        for _ in range(100):
-            await asyncio.sleep(1e9 / 3)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == pytest.approx(1e11 / 3)
+@pytest.mark.virtual_time
+async def test_time_advances_beyond_nanosecond_precision():
+    for _ in range(100):
+        await asyncio.sleep(1e9 / 3)
+    assert asyncio.get_running_loop().time() == pytest.approx(1e11 / 3)

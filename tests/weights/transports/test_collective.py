@@ -149,9 +149,7 @@ def cluster() -> Iterator[Broadcasting]:
 
 
 @pytest.mark.slow
-def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(
-    cluster: Broadcasting,
-) -> None:
+def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(cluster: Broadcasting):
     cluster.add("a", "b")
     for _ in range(3):
         assert cluster.round() == [(True, None)] * 2
@@ -179,7 +177,7 @@ def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(
 @pytest.mark.slow
 def test_a_member_that_dies_during_a_broadcast_costs_the_others_only_a_deadline(
     cluster: Broadcasting,
-) -> None:
+):
     cluster.add("a", "b", "c")
     assert cluster.round() == [(True, None)] * 3
     manifest = cluster.put()
@@ -204,7 +202,7 @@ def test_a_member_that_dies_during_a_broadcast_costs_the_others_only_a_deadline(
 @pytest.mark.slow
 def test_a_member_that_skips_a_version_is_named_and_returns_in_the_next_epoch(
     cluster: Broadcasting,
-) -> None:
+):
     cluster.add("a", "b", "c")
     a, b, c = cluster.readers
     assert cluster.round() == [(True, None)] * 3
@@ -221,7 +219,7 @@ def test_a_member_that_skips_a_version_is_named_and_returns_in_the_next_epoch(
     assert cluster.round() == [(True, None)] * 3
 
 
-def test_without_members_the_fallback_is_used() -> None:
+def test_without_members_the_fallback_is_used():
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=2)
     collective_reader = CollectiveReader("a", LocalReader(), timeout_s=2)
     manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, writer=writer)
@@ -231,7 +229,7 @@ def test_without_members_the_fallback_is_used() -> None:
     writer.close()
 
 
-def test_staging_buffers_are_not_refilled_during_a_broadcast() -> None:
+def test_staging_buffers_are_not_refilled_during_a_broadcast():
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8)
     writer.set_readers(["absent"])
     start = time.monotonic()
@@ -249,7 +247,7 @@ def test_staging_buffers_are_not_refilled_during_a_broadcast() -> None:
 
 def test_an_absent_member_delays_the_next_version_only_by_the_gathering(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", 1e3)  # a transfer time of hours
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8)
     writer.set_readers(["absent"])
@@ -266,7 +264,7 @@ def test_an_absent_member_delays_the_next_version_only_by_the_gathering(
 
 def test_a_restarted_member_uses_the_fallback_for_the_version_of_its_dead_predecessor(
     cluster: Broadcasting,
-) -> None:
+):
     """A process cannot take the place of a dead process in a group; trying would wait for a
     timeout.
     """
@@ -302,7 +300,7 @@ def publish_and_fetch(
 @pytest.mark.parametrize(("bytes_per_s", "arrives"), [(100e6, False), (4e5, True)])
 def test_a_broadcasts_deadline_grows_with_its_bytes(
     monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, arrives: bool
-) -> None:
+):
     send = collective_group.BroadcastGroup.broadcast_tensor
 
     def broadcast_slowly(
@@ -325,7 +323,7 @@ def test_a_broadcasts_deadline_grows_with_its_bytes(
     collective_reader.close()
 
 
-def test_store_keys_of_old_versions_are_deleted() -> None:
+def test_store_keys_of_old_versions_are_deleted():
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=10)
     collective_reader = CollectiveReader("a", LocalReader(), timeout_s=10)
     writer.set_readers(["a"])
@@ -340,7 +338,7 @@ def test_store_keys_of_old_versions_are_deleted() -> None:
     collective_reader.close()
 
 
-def test_a_dead_publisher_leaves_the_fallback() -> None:
+def test_a_dead_publisher_leaves_the_fallback():
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=1)
     writer.set_readers(["a"])
     manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=writer)
@@ -353,7 +351,7 @@ def test_a_dead_publisher_leaves_the_fallback() -> None:
     assert collective_reader.fallback_reason is not None
 
 
-def test_the_error_names_the_failures_of_broadcast_and_fallback() -> None:
+def test_the_error_names_the_failures_of_broadcast_and_fallback():
     class Closed(LocalReader):
         def fetch_buckets(self, manifest: WeightManifest) -> list[Array]:
             raise WeightsError(f"version {manifest.version}, bucket 0: gone")

@@ -39,12 +39,12 @@ def exchange(sent: Header, expected: Header) -> None:
         reading.result(TIMEOUT_S)
 
 
-def test_equal_headers_pass() -> None:
+def test_equal_headers_pass():
     exchange((1, 4), (1, 4))
 
 
 @pytest.mark.parametrize("expected", [(1, 5), (2, 4)])
-def test_a_different_version_or_epoch_is_refused(expected: Header) -> None:
+def test_a_different_version_or_epoch_is_refused(expected: Header):
     text = rf"received epoch and version \(1, 4\), expected \({expected[0]}, {expected[1]}\)"
     with pytest.raises(WeightsError, match=text):
         exchange((1, 4), expected)

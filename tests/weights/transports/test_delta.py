@@ -38,7 +38,7 @@ def is_equal(fetched: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     )
 
 
-def test_a_delta_is_a_bitmap_and_the_words_that_changed() -> None:
+def test_a_delta_is_a_bitmap_and_the_words_that_changed():
     old = np.array([1, 2, 3, 4, 5], np.float32)
     new = np.array([1, 2, 9, 4, 8], np.float32)
     delta = encode_delta(old.view(np.uint8), new.view(np.uint8), 4)
@@ -48,7 +48,7 @@ def test_a_delta_is_a_bitmap_and_the_words_that_changed() -> None:
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 200), st.floats(0, 1), st.integers(0, 999))
-def test_decoding_inverts_encoding(word: int, num_words: int, share: float, seed: int) -> None:
+def test_decoding_inverts_encoding(word: int, num_words: int, share: float, seed: int):
     random = np.random.default_rng(seed)
     old = random.integers(0, 256, word * num_words, np.uint8)
     flips = np.repeat(random.random(num_words) < share, word)
@@ -57,7 +57,7 @@ def test_decoding_inverts_encoding(word: int, num_words: int, share: float, seed
 
 
 @given(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4), st.integers(0, 99))
-def test_versions_arrive_bit_for_bit_for_any_change(kinds: list[torch.dtype], seed: int) -> None:
+def test_versions_arrive_bit_for_bit_for_any_change(kinds: list[torch.dtype], seed: int):
     random = torch.Generator().manual_seed(seed)
     writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     tensors = {
@@ -71,7 +71,7 @@ def test_versions_arrive_bit_for_bit_for_any_change(kinds: list[torch.dtype], se
             tensor[torch.rand(37, generator=random) < 0.2] += 1
 
 
-def test_signed_zeros_and_nans_are_exact() -> None:
+def test_signed_zeros_and_nans_are_exact():
     writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     first = torch.tensor([0.0, float("nan"), 1.0] + [7.0] * 30)
     second = torch.tensor([-0.0, float("nan"), float("-inf")] + [7.0] * 30)
@@ -79,7 +79,7 @@ def test_signed_zeros_and_nans_are_exact() -> None:
     assert is_equal(read(reader, put(writer, 1, {"a": second})), {"a": second})
 
 
-def test_one_changed_element_costs_a_32nd_of_the_bucket() -> None:
+def test_one_changed_element_costs_a_32nd_of_the_bucket():
     writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     weight = torch.zeros(1024)
     read(reader, put(writer, 0, {"a": weight}))
@@ -89,7 +89,7 @@ def test_one_changed_element_costs_a_32nd_of_the_bucket() -> None:
     assert reader.bytes_fetched == 4096 + 1024 // 8 + 4
 
 
-def test_a_reader_without_the_base_version_fetches_full_buckets() -> None:
+def test_a_reader_without_the_base_version_fetches_full_buckets():
     writer = DeltaWriter(LocalWriter())
     early, late, skips = (DeltaReader(LocalReader()) for _ in range(3))
     weight = torch.zeros(1024)
@@ -106,7 +106,7 @@ def test_a_reader_without_the_base_version_fetches_full_buckets() -> None:
     assert late.bytes_fetched == 4096
 
 
-def test_full_buckets_travel_if_all_words_or_the_layout_changed() -> None:
+def test_full_buckets_travel_if_all_words_or_the_layout_changed():
     writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     layouts = [{"a": torch.zeros(64)}, {"a": torch.ones(64)}, {"a": torch.ones(32, 2)}]
     for version, tensors in enumerate(layouts):
@@ -115,7 +115,7 @@ def test_full_buckets_travel_if_all_words_or_the_layout_changed() -> None:
         assert is_equal(read(reader, manifest), tensors)
 
 
-def test_a_failed_version_is_not_a_base() -> None:
+def test_a_failed_version_is_not_a_base():
     writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     weight = torch.zeros(1024)
     read(reader, put(writer, 0, {"a": weight}))
@@ -129,7 +129,7 @@ def test_a_failed_version_is_not_a_base() -> None:
     assert is_equal(read(reader, manifest), {"a": weight})
 
 
-def test_fetched_arrays_do_not_change_later() -> None:
+def test_fetched_arrays_do_not_change_later():
     writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     weight = torch.zeros(1024)
     (old,) = reader.fetch_buckets(put(writer, 0, {"a": weight}))
@@ -139,7 +139,7 @@ def test_fetched_arrays_do_not_change_later() -> None:
     assert not new.flags.writeable
 
 
-def test_shared_memory_can_carry_deltas() -> None:
+def test_shared_memory_can_carry_deltas():
     writer = DeltaWriter(SharedMemoryWriter("delta", LocalWriter(), keep_versions=1))
     reader = DeltaReader(SharedMemoryReader("policy", LocalReader()))
     weights = {f"t{i}": torch.randn(300) for i in range(5)}
@@ -152,7 +152,7 @@ def test_shared_memory_can_carry_deltas() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [100, 131, 132, 136])
-def test_a_delta_that_does_not_fit_is_an_error(num_bytes: int) -> None:
+def test_a_delta_that_does_not_fit_is_an_error(num_bytes: int):
     class Cutting(LocalReader):
         def fetch_buckets(self, manifest: WeightManifest) -> list[Array]:
             return [np.resize(array, num_bytes) for array in super().fetch_buckets(manifest)]
@@ -171,7 +171,7 @@ def test_a_delta_that_does_not_fit_is_an_error(num_bytes: int) -> None:
             read(reader, manifest)
 
 
-def test_a_republished_version_travels_in_full() -> None:
+def test_a_republished_version_travels_in_full():
     writer, reader = DeltaWriter(LocalWriter()), DeltaReader(LocalReader())
     tensors = {"a": torch.arange(1000.0)}
     put(writer, 0, tensors)

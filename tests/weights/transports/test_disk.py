@@ -46,7 +46,7 @@ def is_version(fetched: dict[str, torch.Tensor], version: int) -> bool:
     )
 
 
-def test_versions_round_trip(tmp_path: Path) -> None:
+def test_versions_round_trip(tmp_path: Path):
     writer = DiskWriter(tmp_path / "weights", keep_versions=2)
     for version in range(4):
         manifest = put(writer, version)
@@ -54,7 +54,7 @@ def test_versions_round_trip(tmp_path: Path) -> None:
         assert is_version(read(manifest), version)
 
 
-def test_a_process_outside_the_run_follows_the_directory(tmp_path: Path) -> None:
+def test_a_process_outside_the_run_follows_the_directory(tmp_path: Path):
     assert latest_version(tmp_path) == -1
     writer = DiskWriter(tmp_path, keep_versions=2)
     manifests = [put(writer, version) for version in range(3)]
@@ -65,7 +65,7 @@ def test_a_process_outside_the_run_follows_the_directory(tmp_path: Path) -> None
     assert is_version(read(fetched), 2)
 
 
-def test_a_directory_can_be_moved(tmp_path: Path) -> None:
+def test_a_directory_can_be_moved(tmp_path: Path):
     put(DiskWriter(tmp_path / "here", keep_versions=1), 7)
     (tmp_path / "here").rename(tmp_path / "there")
     assert is_version(read(read_manifest(tmp_path / "there" / "v00000007")), 7)
@@ -86,7 +86,7 @@ def test_round_trip_of_any_tensors(
     tmp_path_factory: pytest.TempPathFactory,
     kinds: list[tuple[str, tuple[int, ...]]],
     bucket_bytes: int,
-) -> None:
+):
     tensors = {
         f"t{i}": torch.full(shape, i % 2).to(TORCH_DTYPES[dtype])
         for i, (dtype, shape) in enumerate(kinds)
@@ -100,7 +100,7 @@ def test_round_trip_of_any_tensors(
         assert torch.equal(fetched[name].float(), tensor.float())
 
 
-def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_versions_are_kept(tmp_path: Path):
     writer = DiskWriter(tmp_path, keep_versions=2)
     manifests = [put(writer, version) for version in (1, 2, 5, 6)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "v00000005", "v00000006"]
@@ -110,7 +110,7 @@ def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
         read_manifest(tmp_path / "v00000001")
 
 
-def test_a_resumed_run_replaces_later_versions(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_later_versions(tmp_path: Path):
     for version in (1, 2, 3, 4):
         put(DiskWriter(tmp_path, keep_versions=3), version)
     writer = DiskWriter(tmp_path, keep_versions=3)
@@ -121,7 +121,7 @@ def test_a_resumed_run_replaces_later_versions(tmp_path: Path) -> None:
     assert is_version(read(read_manifest(tmp_path / "v00000002")), 2)
 
 
-def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(tmp_path: Path):
     manifest = put(DiskWriter(tmp_path, keep_versions=1), 1)
     path = tmp_path / "v00000001" / "model-00002-of-00002.safetensors"
     raw = bytearray(path.read_bytes())
@@ -134,7 +134,7 @@ def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
         read(manifest)
 
 
-def test_transformers_loads_a_version(tmp_path: Path) -> None:
+def test_transformers_loads_a_version(tmp_path: Path):
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -160,7 +160,7 @@ def test_transformers_loads_a_version(tmp_path: Path) -> None:
     assert index["weight_map"].keys() == dict(trained.named_parameters()).keys()
 
 
-def test_a_write_error_names_version_and_directory(tmp_path: Path) -> None:
+def test_a_write_error_names_version_and_directory(tmp_path: Path):
     (tmp_path / "weights").write_text("not a directory")
     with pytest.raises(WeightsError, match=r"v00000001, bucket 0: cannot be written to .*weights"):
         put(DiskWriter(tmp_path / "weights", keep_versions=1), 1)
@@ -215,9 +215,7 @@ def list_complete_versions(directory: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_crash_at_any_file_operation_leaves_no_partial_version(
-    tmp_path: Path, resumed: bool
-) -> None:
+def test_a_crash_at_any_file_operation_leaves_no_partial_version(tmp_path: Path, resumed: bool):
     published = 3 if resumed else 4
     for number in range(1000):
         directory = tmp_path / str(number)
@@ -243,7 +241,7 @@ def test_a_crash_at_any_file_operation_leaves_no_partial_version(
     assert 15 < number < 100
 
 
-def test_fetched_arrays_are_read_only(tmp_path: Path) -> None:
+def test_fetched_arrays_are_read_only(tmp_path: Path):
     (array, _) = DiskReader("policy").fetch_buckets(put(DiskWriter(tmp_path, keep_versions=1), 1))
     assert array.dtype == np.uint8
     assert not array.flags.writeable

@@ -79,7 +79,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if not path.name.endswith(".owner")}
 
 
-def test_versions_round_trip(writer: SharedMemoryWriter) -> None:
+def test_versions_round_trip(writer: SharedMemoryWriter):
     for version in range(6):
         assert is_version(read(put(writer, version)), version)
 
@@ -98,7 +98,7 @@ def test_versions_round_trip(writer: SharedMemoryWriter) -> None:
 )
 def test_bucket_layouts_may_change_between_versions(
     layouts: list[list[tuple[str, int]]], bucket_bytes: int
-) -> None:
+):
     writer = SharedMemoryWriter("property", LocalWriter(), keep_versions=1)
     try:
         for version, layout in enumerate(layouts):
@@ -117,7 +117,7 @@ def test_bucket_layouts_may_change_between_versions(
         writer.close()
 
 
-def test_segments_of_old_versions_are_reused(writer: SharedMemoryWriter, folder: Path) -> None:
+def test_segments_of_old_versions_are_reused(writer: SharedMemoryWriter, folder: Path):
     first = [handle.path for handle in put(writer, 0).handles]
     put(writer, 1)
     assert [handle.path for handle in put(writer, 2).handles] == first
@@ -125,7 +125,7 @@ def test_segments_of_old_versions_are_reused(writer: SharedMemoryWriter, folder:
     assert len(files(folder)) == 2 * len(first)
 
 
-def test_a_version_in_use_is_not_overwritten(writer: SharedMemoryWriter, folder: Path) -> None:
+def test_a_version_in_use_is_not_overwritten(writer: SharedMemoryWriter, folder: Path):
     old = read(put(writer, 0))
     for version in range(1, 5):
         num_buckets = len(put(writer, version).buckets)
@@ -137,7 +137,7 @@ def test_a_version_in_use_is_not_overwritten(writer: SharedMemoryWriter, folder:
     assert len(files(folder)) == 2 * num_buckets
 
 
-def test_only_kept_versions_can_be_read(folder: Path) -> None:
+def test_only_kept_versions_can_be_read(folder: Path):
     writer = SharedMemoryWriter("run", LocalWriter(), keep_versions=2, directory=folder)
     manifests = [put(writer, version) for version in range(5)]
     for version in (3, 4):
@@ -150,7 +150,7 @@ def test_only_kept_versions_can_be_read(folder: Path) -> None:
         read(manifests[4])
 
 
-def test_a_segment_being_overwritten_cannot_be_mapped(writer: SharedMemoryWriter) -> None:
+def test_a_segment_being_overwritten_cannot_be_mapped(writer: SharedMemoryWriter):
     first = put(writer, 0)
     put(writer, 1)
     writer.begin_version(2)
@@ -159,7 +159,7 @@ def test_a_segment_being_overwritten_cannot_be_mapped(writer: SharedMemoryWriter
         read(first)
 
 
-def test_a_failed_version_leaves_no_segments(writer: SharedMemoryWriter, folder: Path) -> None:
+def test_a_failed_version_leaves_no_segments(writer: SharedMemoryWriter, folder: Path):
     put(writer, 0)
     with_memory = put(writer, 1)
     broken = [*tensors_of(2).items(), ("t0", torch.ones(1))]
@@ -171,7 +171,7 @@ def test_a_failed_version_leaves_no_segments(writer: SharedMemoryWriter, folder:
     assert len(files(folder)) == 2 * len(with_memory.buckets)
 
 
-def test_fetched_arrays_are_read_only(writer: SharedMemoryWriter) -> None:
+def test_fetched_arrays_are_read_only(writer: SharedMemoryWriter):
     (array, *_) = SharedMemoryReader("policy", LocalReader()).fetch_buckets(put(writer, 0))
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
@@ -206,7 +206,7 @@ def test_buckets_without_memory_use_the_fallback_and_keep_their_order(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     granted: tuple[int, ...],
-) -> None:
+):
     Room(monkeypatch, *granted)
     manifest = put(writer, 0)
     assert len(manifest.buckets) == 4
@@ -222,7 +222,7 @@ def test_buckets_without_memory_use_the_fallback_and_keep_their_order(
 
 def test_the_next_version_tries_shared_memory_again(
     writer: SharedMemoryWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     with monkeypatch.context() as patch:
         Room(patch)
         without_memory = put(writer, 0)
@@ -237,7 +237,7 @@ def test_the_next_version_tries_shared_memory_again(
 
 def test_memory_shortage_does_not_affect_kept_versions(
     writer: SharedMemoryWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     first = put(writer, 0)
     before = files(folder)
     Room(monkeypatch)
@@ -246,7 +246,7 @@ def test_memory_shortage_does_not_affect_kept_versions(
     assert is_version(read(first), 0)
 
 
-def test_segments_take_at_most_max_bytes(folder: Path) -> None:
+def test_segments_take_at_most_max_bytes(folder: Path):
     measured = put(SharedMemoryWriter("some", LocalWriter(), keep_versions=1, directory=folder), 0)
     page = os.sysconf("SC_PAGESIZE")
     limit = sum(bucket.num_bytes + page for bucket in measured.buckets)
@@ -264,7 +264,7 @@ def test_segments_take_at_most_max_bytes(folder: Path) -> None:
 
 def test_other_allocation_errors_are_raised(
     writer: SharedMemoryWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def refuse(file: int, offset: int, num_bytes: int) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -290,7 +290,7 @@ def small_mount(body: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.skipif(
     small_mount("").returncode != 0, reason="needs the right to mount a file system"
 )
-def test_a_full_file_system_raises_instead_of_killing_the_process() -> None:
+def test_a_full_file_system_raises_instead_of_killing_the_process():
     fetched = small_mount(
         "import torch; from pathlib import Path\n"
         "from streamrl.errors import WeightsError\n"
@@ -340,7 +340,7 @@ def hold(pipe: Connection, manifest: WeightManifest) -> None:
         pipe.recv()
 
 
-def test_a_dead_reader_releases_its_segments(writer: SharedMemoryWriter, folder: Path) -> None:
+def test_a_dead_reader_releases_its_segments(writer: SharedMemoryWriter, folder: Path):
     manifest = put(writer, 0)
     child, pipe = in_child(hold, manifest)
     assert pipe.recv()
@@ -360,7 +360,7 @@ def publish_and_wait(pipe: Connection, folder: Path) -> None:
     pipe.recv()
 
 
-def test_the_next_publisher_removes_the_files_of_a_killed_one(folder: Path) -> None:
+def test_the_next_publisher_removes_the_files_of_a_killed_one(folder: Path):
     child, pipe = in_child(publish_and_wait, folder)
     manifest = pipe.recv()
     assert f"run-{child.pid}" in manifest.handles[0].path
