@@ -47,7 +47,8 @@ from benchmarks.process_tree import ProcessTree
 from benchmarks.runs import QUIET, make_arithmetic
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
-from streamrl.telemetry.sinks import METRICS_FILE, read_jsonl
+from streamrl.files.bounded_read import read_jsonl
+from streamrl.telemetry.sinks import METRICS_FILE
 
 PARITY_PYTHON = ROOT / ".venv-parity" / "bin" / "python"
 DEMO = ROOT / "configs" / "grpo_arithmetic.yaml"

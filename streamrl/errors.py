@@ -39,7 +39,10 @@ class WeightsError(StreamError):
 
 
 class VersionSupersededError(StreamError):
-    """A version was released before the follower loaded it; a newer version follows."""
+    """The trainer of the same process overwrote shared weights before the follower loaded them.
+
+    A newer version follows.
+    """
 
 
 class LogprobCheckError(StreamError):

@@ -12,6 +12,7 @@ of the time and pickling half of it.
 """
 
 import functools
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -222,6 +223,17 @@ class Rollout:
         if not self.loss_mask.any():
             return self.token_ids[:0]
         return self.token_ids[int(np.argmax(self.loss_mask)) :]
+
+
+def make_rollout_seeds(run_seed: int, uid: str, count: int) -> list[int]:
+    """Return `count` sampling seeds in [0, 2^31), one per rollout of the prompt `uid`.
+
+    Weights, prompt and seed determine a rollout.
+    """
+    digests = (
+        hashlib.blake2b(f"{run_seed}/{uid}/{i}".encode(), digest_size=4) for i in range(count)
+    )
+    return [int.from_bytes(digest.digest(), "big") >> 1 for digest in digests]
 
 
 def rollouts_to_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:

@@ -153,9 +153,10 @@ def make_lease(
     *,
     suspendable: SuspendableWork | None = None,
 ) -> DeviceLease:
-    """Return the device lease of actor `holder` with this role (all trainers: TRAINER_PHASE).
+    """Return the device lease of the process `holder`, which serves `role`.
 
-    Returns a DedicatedDeviceLease, which never waits, if no other phase uses the slots of the role.
+    Each role is a phase, and all trained roles are one phase (TRAINER_PHASE). The lease never waits
+    (DedicatedDeviceLease) if no other phase uses the role's slots, unless placement is sequential.
     suspendable: work that the actor suspends when another phase needs the slots.
     """
     if config.placement.is_sequential:

@@ -24,8 +24,8 @@ from streamrl.weights import ServedVersion, TransportReader, WeightManifest
 from streamrl.weights.versions import ReaderState
 
 
-def identity_version(version: int) -> int:
-    """Return the policy version unchanged: a follower of the policy must load every version."""
+def find_policy_version(version: int) -> int:
+    """Return the version due at policy version `version`: the same, unlike for an EMA reference."""
     return version
 
 
@@ -93,7 +93,7 @@ class ReplicaActor(PingableActor):
         name: str,
         *,
         follows: str | None,
-        due: Callable[[int], int] = identity_version,
+        due: Callable[[int], int] = find_policy_version,
         suspendable: SuspendableWork | None = None,
     ) -> None:
         """Set up what the actor `name` needs to serve the stages of `calls`.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.engine_factory import HostedScorer
-from streamrl.actors.replica import ReplicaActor, identity_version
+from streamrl.actors.replica import ReplicaActor, find_policy_version
 from streamrl.dataflow import EMA_REFERENCE, REWARD_CALL, ModelCall
 from streamrl.errors import ActorLostError
 from streamrl.messages import Experience
@@ -25,7 +25,7 @@ class ScorerActor(ReplicaActor):
         due = (
             self._config.reference.find_reference_version
             if follows == EMA_REFERENCE
-            else identity_version
+            else find_policy_version
         )
         self._join_stream(context, calls, f"{role}-{replica}", follows=follows, due=due)
         self._scorer = await context.engines.make_scorer(context.config, context.max_length, role)

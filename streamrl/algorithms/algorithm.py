@@ -121,10 +121,11 @@ class Algorithm:
     - limits: (smallest, largest) allowed value of those params that have limits.
     - scope: "group" if `advantages` and `derived` need only whole groups; "step" if they need all
       groups of the step, for which training then waits.
-    - derived: further functions like `advantages`, whose result they receive as a column. Their
-      results go to `token_loss` under these names.
-    - dials: update functions of adaptive params, (value, means, settings) -> value. `means` has the
-      step's mean score per rollout, and the mean cost if the run has costs.
+    - derived: further functions like `advantages`, run after it in order. Each also receives the
+      column `advantages` and the derived columns before its own; `token_loss` gets all of them.
+    - dials: update functions of adaptive params, (value, means, settings) -> new value. `means` has
+      the step's mean score per rollout and, in runs with a cost limit (Safe RLHF), the mean cost.
+    - min_group_size: fewest rollouts of a group from which `advantages` can be computed.
     """
 
     name: str

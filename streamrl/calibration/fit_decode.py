@@ -42,10 +42,10 @@ START_FRACTIONS = (
 
 @dataclass(frozen=True)
 class GroupWindow:
-    """Consecutive groups of a replica that are replayed together.
+    """Consecutive recorded groups of a generator replica, for one term of the decode fit.
 
-    The groups still running when the window starts come first. Only a group whose concurrent groups
-    are all in the window counts in the fit.
+    Groups that were still running when the window starts come first, as load. Only a group whose
+    concurrent groups are all in the window counts in the fit.
     """
 
     groups: Sequence[GeneratedGroup]

@@ -20,10 +20,11 @@ from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import GENERATE_CALL
 from streamrl.errors import ConfigError, JournalError
+from streamrl.files.bounded_read import read_jsonl
 from streamrl.placement.workload import EmpiricalLengths
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_spans
-from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
+from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
 from streamrl.telemetry.spans import Span
 
 ENGINE_WARM_UP_STEPS = 2
@@ -314,7 +315,7 @@ def _check_number(row: Any, name: str, location: str) -> None:
 def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
     """Return the spans in the run's trace, ordered by start.
 
-    Raises ConfigError, naming the `location`, without spans or for a file that is not a trace.
+    location: name of the run in errors. Raises ConfigError if the file is no trace or has no spans.
     """
     try:
         spans = read_spans(run_dir / TRACE_FILE)

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[ConfigKey]:
-    """Yield the config keys of a settings dataclass and of dataclasses nested in it, in order.
+    """Yield the keys of a settings dataclass and of those nested in it, as `streamrl config` lists.
 
     prefix: start of each key, such as "trainer.".
     """

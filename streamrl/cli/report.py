@@ -21,9 +21,10 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.run_config import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output import advice_report
 from streamrl.errors import ConfigError
+from streamrl.files.bounded_read import read_jsonl
 from streamrl.messages import parse_uid
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
-from streamrl.telemetry.sinks import EVENTS_FILE, read_jsonl
+from streamrl.telemetry.sinks import EVENTS_FILE
 
 LogEntry = Mapping[str, Any]
 MAX_SHOWN_UIDS = 20

@@ -20,6 +20,7 @@ from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import POLICY, CallKind, Dataflow
 from streamrl.errors import CheckpointError, ConfigError, DataError, JournalError, LedgerError
+from streamrl.files.bounded_read import read_jsonl
 from streamrl.run_dir.checkpoint import (
     RUN_LOG_FOLDER,
     Checkpoint,
@@ -31,7 +32,7 @@ from streamrl.run_dir.checkpoint import (
 )
 from streamrl.run_dir.run_lock import check_links
 from streamrl.telemetry.metric_names import parse_metrics_row
-from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
+from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
 
 
 def load_run_log(

@@ -50,5 +50,5 @@ def assign_slots(config: RunConfig) -> SlotMap:
 
 
 def describe_shared_slots(config: RunConfig) -> str:
-    """Describe in one line which roles share placement slots; return "" without shared pools."""
+    """Describe in one line which roles use which placement slots; "" if no roles share a pool."""
     return assign_slots(config).describe() if config.placement.shared_pools else ""

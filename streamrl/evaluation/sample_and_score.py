@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streamrl.data.rollout_seeds import make_rollout_seeds
 from streamrl.errors import DeadlineError, RewardError
 from streamrl.evaluation.config import EvaluationConfig
 from streamrl.evaluation.metrics import EvaluationResult, summarize_scores
-from streamrl.messages import Array, Columns, Prompt, Rollout
+from streamrl.messages import Array, Columns, Prompt, Rollout, make_rollout_seeds
 
 GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[list[Rollout]]]
 ScoreFn = Callable[[Prompt, list[Rollout]], Awaitable[Columns]]

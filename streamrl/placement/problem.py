@@ -75,11 +75,12 @@ class DeviceInterval:
 class PlacementEstimate:
     """Steady-state estimate of a placement.
 
-    step_s: time between two updates.
+    step_s: time of a training step.
     tokens_per_s: sampled tokens that are trained, over the whole cluster.
     idle: by stage, the fraction of a step in which the stage does not compute.
     device_idle: idle fraction of all devices of the cluster, used or not.
     memory_bytes, free_bytes: used and free memory of the device with the least free memory.
+    timeline: intervals in which stages have devices, in one period.
     staleness_mean: mean staleness of a trained token, in versions.
     infeasible_reason: empty for a feasible placement; otherwise step_s is infinite and all other
       figures are NaN.

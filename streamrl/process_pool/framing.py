@@ -53,7 +53,8 @@ def unpickle_response(body: bytes) -> Any:
 def read_message(read: Callable[[int], bytes]) -> Any:
     """Read and unpickle the next message; raise EOFError at the end of the stream.
 
-    For the worker only: unpickles any class, since the pool's messages are trusted.
+    For worker processes, which trust the pool: unpickles any class. The pool reads responses with
+    `unpickle_response`.
     read: called with a number of bytes n; returns n bytes, or fewer at the end of the stream.
     """
     header = read(HEADER_BYTES)

@@ -111,6 +111,7 @@ def _rollout_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
 
 
 def _staleness_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
+    """Return how many versions old the trained tokens of a step are, and where they waited."""
     tokens: Counter[int] = Counter()
     in_queue = 0
     for group in facts.groups:

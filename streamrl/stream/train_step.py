@@ -124,7 +124,10 @@ class RoundRunner:
         return TrainStepResult(self._metric_sums, self._update_metrics)
 
     async def run_rounds(self, role: str, ready: ReadyRounds) -> None:
-        """Train the rounds in order, with the updates between them; stop at an abandoned step."""
+        """Have the trainer train the ready rounds in order, with the updates between them.
+
+        Returns early if a stopping run abandons the step (`RunState.should_abandon_step`).
+        """
         rounds = ready.rounds_by_role[role]
         if ready.uids:
             await self._trainer.plan_step(ready.uids, rounds)

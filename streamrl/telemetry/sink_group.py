@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from streamrl.files.bounded_read import read_jsonl
 from streamrl.telemetry.chrome_trace import MAX_TRACE_BYTES, TraceSink, check_trace
 from streamrl.telemetry.config import TelemetryConfig
 from streamrl.telemetry.console import PlainConsole, RunConsole
@@ -21,7 +22,6 @@ from streamrl.telemetry.sinks import (
     EventFieldValue,
     JsonlSink,
     MetricsSink,
-    read_jsonl,
 )
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.wandb_sink import WandbSink, load_run_id

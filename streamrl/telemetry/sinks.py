@@ -10,8 +10,7 @@ from typing import Any, Protocol, TextIO
 
 from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
-from streamrl.files.bounded_read import open_regular_file, parse_json, read_lines, wrap_file_errors
-from streamrl.files.typed_settings import describe_read_error
+from streamrl.files.bounded_read import read_jsonl
 from streamrl.telemetry.metric_names import MetricsRow, to_json_value
 
 METRICS_FILE = "metrics.jsonl"
@@ -155,33 +154,6 @@ def to_json_fields(fields: EventFields) -> dict[str, Any]:
         else value
         for name, value in fields.items()
     }
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a JSONL file as dicts; [] without a file.
-
-    A last line torn by a crash is left out. Raises ConfigError with the line's number if another
-    line is not JSON or not UTF-8, and for a path that is not a regular file.
-    """
-    if not path.exists():
-        return []
-    rows: list[dict[str, Any]] = []
-    torn_line = offset = 0
-    with wrap_file_errors(path), open_regular_file(path) as file:
-        for number, line in enumerate(read_lines(file), start=1):
-            if torn_line:
-                raise ConfigError(f"{path}:{torn_line}: not a line of JSON")
-            try:
-                rows.append(parse_json(line.decode()))
-            except json.JSONDecodeError:
-                torn_line = number
-            except UnicodeDecodeError as error:
-                byte = offset + error.start
-                raise ConfigError(f"{path}: byte {byte}: not text in UTF-8") from None
-            except ValueError as error:
-                raise ConfigError(f"{path}:{number}: {describe_read_error(error)}") from None
-            offset += len(line)
-    return rows
 
 
 def _format_line(line: Mapping[str, Any]) -> str:

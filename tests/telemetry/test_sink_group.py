@@ -6,11 +6,11 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from streamrl.errors import ConfigError
+from streamrl.files.bounded_read import read_jsonl
 from streamrl.telemetry.config import TelemetryConfig, WandbConfig
 from streamrl.telemetry.console import PlainConsole
 from streamrl.telemetry.live_console import LiveConsole
 from streamrl.telemetry.sink_group import SinkGroup, make_console, make_sink_group
-from streamrl.telemetry.sinks import read_jsonl
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.wandb_sink import WandbSink
 from tests.telemetry.rows import facts, full_row

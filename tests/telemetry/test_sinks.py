@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ConfigError, DiskError
+from streamrl.files.bounded_read import read_jsonl
 from streamrl.telemetry.metric_names import Histogram
-from streamrl.telemetry.sinks import JsonlSink, RolloutLog, read_jsonl
+from streamrl.telemetry.sinks import JsonlSink, RolloutLog
 from tests.telemetry.rows import Clock, full_row
 
 

@@ -178,7 +178,7 @@ class StepReporter:
         return samples
 
     async def _drain_actors(self) -> dict[str, list[ActorReport]]:
-        """Collect a report from every actor, by role."""
+        """Collect by role what each actor did since its last report."""
         tasks = {
             role.role: [
                 asyncio.ensure_future(self._drain_actor(name, actor))

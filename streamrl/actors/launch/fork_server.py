@@ -277,7 +277,12 @@ def _serve_level(
 
 
 def _serve_launcher(level: ForkLevel, connection: socket.socket, listener: socket.socket) -> None:
-    """Fork the worker that a `launch_worker` process requests; reply "y", or "n" if refused."""
+    """Fork the worker that a `launch_worker` process requests; reply "y", or "n" without a fork.
+
+    Does not fork if the launcher gave up, wants another environment than the level's, or forking is
+    unsound. A process of another user gets no reply. listener: socket of the level, closed in the
+    worker.
+    """
     connection.settimeout(REQUEST_TIMEOUT_S)
     if not is_same_user(connection):
         return

@@ -136,7 +136,7 @@ def _count_trained_elements(config: RunConfig, role: str) -> int:
 
 
 def _load_role_skeleton(config: RunConfig, role: str) -> "PreTrainedModel":
-    """Load a role's model without weights, to count its parameters."""
+    """Load a role's model without weights, to size what the trainer publishes."""
     if role != POLICY:
         return load_value_skeleton(config.get_model_path(role))
     module = load_skeleton(config.get_model_path(role))

@@ -245,8 +245,8 @@ _PositionsFuture = asyncio.Future[list[RecordPosition]]
 class _PendingAppend:
     """Records of one append call that wait for the next write of a journal.
 
-    sync: True fsyncs with the next write, None only if an fsync is due by `fsync_s`, False not at
-        all.
+    sync: whether the records ask for an fsync of their write: True yes, False no, None if one is
+        due by `JournalConfig.fsync_s`.
     should_rotate: the journal starts a new segment after these records.
     """
 

@@ -17,7 +17,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from streamrl.data.rollout_seeds import make_rollout_seeds
 from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
 from streamrl.engines.generation.partial_rollouts import (
     count_remaining_tokens,
@@ -49,6 +48,7 @@ from streamrl.messages import (
     Prompt,
     Rollout,
     columns_to_rollouts,
+    make_rollout_seeds,
     rollouts_to_columns,
 )
 from streamrl.resharding.storage import ShardStorage

@@ -27,10 +27,11 @@ class ProgressWatch:
 
 
 class RequestInFlight:
-    """Collects the results of a request for several rollouts of a prompt.
+    """Collects the sequences that the engine samples for a request.
 
-    `partials` are all rollouts as they were when the request started, including finished ones.
-    `missing` are the indices of those not finished yet. `done` is resolved when none is missing.
+    partials: all rollouts as they were before the request, finished ones included.
+    missing: indices of the unfinished ones.
+    done: resolved when none is missing.
     """
 
     def __init__(

@@ -171,7 +171,7 @@ def _to_local(tensor: Tensor) -> Tensor:
 
 
 def _get_local_tensor(parameter: Tensor) -> Tensor:
-    """Return the local tensor object of a parameter; `to_local` would return a new view of it."""
+    """Return the local tensor object of a parameter, to set its `data`; `to_local` makes a view."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 

@@ -57,9 +57,9 @@ class ApproximateTraffic(WeightTraffic):
         return received, per_node * min(received, wanted_bytes * (1 - node_fraction))
 
     def _cross_mesh_bytes(self, source: Mesh, target: Mesh, wanted_bytes: int) -> float:
-        """Return network bytes of the node that sends or receives most, for separate meshes.
+        """Return network bytes of the busiest node when weights move to a different mesh.
 
-        wanted_bytes: weights of a rank of the follower.
+        wanted_bytes: weights that each rank of `target` receives.
         """
         nodes = [self._cluster.find_node(device) for device in (source.first, target.first)]
         counts = (source.count_nodes(self._cluster), target.count_nodes(self._cluster))

@@ -212,9 +212,11 @@ class _TransferPlanner:
             self._make_source_layout(spec, train, self.source.mesh.first), target_layout, self.nodes
         )
 
-    def _make_source_layout(self, spec: ModelSpec, train: RankGrid, first: int) -> ModelLayout:
-        """Return the shards that each trained rank holds; ranks are numbered from `first`."""
-        ranks = replace(train.assign_ranks(), first_rank=first)
+    def _make_source_layout(
+        self, spec: ModelSpec, train_grid: RankGrid, first_rank: int
+    ) -> ModelLayout:
+        """Return the shards on each rank of the trained model, flat ranges under ZeRO-3."""
+        ranks = replace(train_grid.assign_ranks(), first_rank=first_rank)
         layout = create_layout(spec, ranks)
         return partition_zero3(layout, ranks.list_dp_groups()) if self.is_sharded else layout
 

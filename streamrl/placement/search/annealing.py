@@ -325,7 +325,10 @@ class _MeshNeighbors:
         self.find_neighbors = cache(self._list_neighbors)
 
     def _list_neighbors(self, mesh: Mesh) -> list[Mesh]:
-        """Return the meshes with the same start or end, and the adjacent meshes of equal size."""
+        """Return meshes with the same first or last device, and adjacent ones of equal size.
+
+        Without any, returns `mesh` itself.
+        """
         return [
             other
             for other in self._meshes

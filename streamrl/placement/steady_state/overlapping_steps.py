@@ -67,9 +67,9 @@ class _StepProgress:
 
 
 class OverlappedGeneration:
-    """Simulated generation of several training steps on the same engines.
+    """Estimated progress of the rollouts of several training steps on the same engines.
 
-    Time only moves forward.
+    Estimated time only moves forward.
     """
 
     def __init__(self, profile: RolloutProfile) -> None:
@@ -79,7 +79,7 @@ class OverlappedGeneration:
         self._blocked_spans: list[tuple[float, float]] = []
 
     def admit_step(self, step: int) -> None:
-        """Start the rollouts of a training step."""
+        """Begin the rollouts of a training step at the present estimated time."""
         self._steps.append(_StepProgress(step))
 
     def block_devices(self, start_s: float, end_s: float) -> None:

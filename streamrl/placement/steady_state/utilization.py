@@ -95,7 +95,7 @@ class SteadyState:
             if begin is None or end is None or end <= max(begin, at):
                 continue
             at = max(begin, at)
-            for start, stop in _find_gaps(blocked, (at, end)):
+            for start, stop in _find_free_intervals(blocked, (at, end)):
                 intervals.append((job.stage, step, start, stop))
             at = end
         return intervals
@@ -173,11 +173,11 @@ def _mean_versions_behind(span: TimeSpan, step: int, arrived: dict[int, float], 
     return total / (end - start) if end > start else staleness
 
 
-def _find_gaps(occupied: Iterable[TimeSpan], within: TimeSpan) -> list[TimeSpan]:
-    """Return the parts of `within` that the occupied spans, ordered by start, leave free."""
+def _find_free_intervals(busy: Iterable[TimeSpan], within: TimeSpan) -> list[TimeSpan]:
+    """Return the parts of `within` that busy intervals, ordered by start, leave free."""
     at, end = within
     gaps = []
-    for start, stop in occupied:
+    for start, stop in busy:
         if start >= end:
             break
         if start > at:

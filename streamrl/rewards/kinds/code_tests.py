@@ -77,7 +77,7 @@ def _parse_pairs(fields: dict[str, Any]) -> list[ProgramTest]:
             StdinTest(_join_lines(i), _join_lines(o)) for i, o in zip(inputs, outputs, strict=True)
         ]
     return [
-        CallTest(function, _parse_arguments(i), _parse_accepted(o))
+        CallTest(function, _parse_call_arguments(i), _parse_accepted(o))
         for i, o in zip(inputs, outputs, strict=True)
     ]
 
@@ -88,8 +88,11 @@ def _join_lines(value: Any) -> str:
     return str(value)
 
 
-def _parse_arguments(value: Any) -> list[Any]:
-    """Parse the arguments of a call: a list, or text with an argument in JSON on each line."""
+def _parse_call_arguments(value: Any) -> list[Any]:
+    """Parse the arguments of a test of `fn_name`: a list, or text with one JSON value per line.
+
+    Any other value is the only argument. Raises RewardError for a line that is not JSON.
+    """
     if not isinstance(value, str):
         return list(value) if isinstance(value, list) else [value]
     try:

@@ -167,7 +167,7 @@ class ModelReward(Reward):
         return rows
 
     async def _compute_logits(self, rows: Sequence[TokenRow]) -> Sequence[RowLogits]:
-        """Run a forward pass in the model's thread; rows: token ids. Raises RewardTimeoutError."""
+        """Return the logits of each row, computed in `_model_thread`. Raises RewardTimeoutError."""
         model = self._model
         assert model is not None
         return await self._run_with_timeout(self._model_thread, lambda: model.compute_logits(rows))

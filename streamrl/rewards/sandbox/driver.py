@@ -121,7 +121,10 @@ def prepare_program(program: JobMessage) -> bool:
 
 
 def read_compiled_files() -> list[tuple[str, int, bytes]]:
-    """Return the files in program/ as (path, mode, content), for `reset_workspace` to restore."""
+    """Return the compiled program, the files of program/ in the workspace: (path, mode, content).
+
+    `reset_workspace` restores them before each test.
+    """
     files = []
     for folder, _, names in os.walk("program"):
         for name in names:
@@ -372,8 +375,11 @@ def run_python(job: JobMessage, value: int, note: int) -> None:
         call_function(job, module.__dict__, value)
 
 
-def call_function(job: JobMessage, names: JobMessage, value: int) -> None:
-    """Call a function among the globals `names`, write its result as JSON to `value`, and exit."""
+def call_function(job: JobMessage, names: JobMessage, result_fd: int) -> None:
+    """Call the function that the job names, write its result as JSON, and exit the process.
+
+    names: globals of the program; the function may also be a method of its class `Solution`.
+    """
     import json
     from types import CoroutineType
 
@@ -390,7 +396,7 @@ def call_function(job: JobMessage, names: JobMessage, value: int) -> None:
         raise TypeError(f"{name} is async; it must be a plain function")
     data = json.dumps(result).encode()
     while data:
-        data = data[os.write(value, data) :]
+        data = data[os.write(result_fd, data) :]
     os._exit(0)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from streamrl.stream.protocols import DeviceLease
 
 
-class DeviceHold:
+class SimulatedDeviceHold:
     """Holds a device lease while a replica has pending work.
 
     `on_granted` is called whenever the devices are granted. Without a lease the devices belong to

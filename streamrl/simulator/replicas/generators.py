@@ -10,7 +10,7 @@ from streamrl.messages import GroupInfo
 from streamrl.placement.stage_timings import WeightsTiming
 from streamrl.simulator.replicas.context import SimulationContext
 from streamrl.simulator.replicas.cpu_model import CpuTimer
-from streamrl.simulator.replicas.device_hold import DeviceHold
+from streamrl.simulator.replicas.device_hold import SimulatedDeviceHold
 from streamrl.simulator.replicas.engine import RunningGroup, SimulatedEngine
 from streamrl.simulator.replicas.queue import SimulatedGroup
 from streamrl.simulator.replicas.weight_followers import WeightPuller
@@ -53,7 +53,7 @@ class SimulatedGenerator:
             timing, list(self._slots.values())
         )
         self._generator_pool, lease = pool, pool.lease
-        self._device_hold = DeviceHold(calls[0].stage, lease, self._start_sampling)
+        self._device_hold = SimulatedDeviceHold(calls[0].stage, lease, self._start_sampling)
         self._weight_puller = WeightPuller(
             self,
             context.timings.weights.get(calls[0].stage, WeightsTiming()),

@@ -8,7 +8,7 @@ from streamrl.dataflow import EMA_REFERENCE, ModelCall
 from streamrl.placement.stage_timings import WeightsTiming
 from streamrl.simulator.replicas.context import SimulationContext
 from streamrl.simulator.replicas.cpu_model import CpuTimer
-from streamrl.simulator.replicas.device_hold import DeviceHold
+from streamrl.simulator.replicas.device_hold import SimulatedDeviceHold
 from streamrl.simulator.replicas.queue import SimulatedGroup
 from streamrl.simulator.replicas.weight_followers import WeightPuller
 from streamrl.stream.device_lease import DedicatedDeviceLease
@@ -43,7 +43,7 @@ class SimulatedScorer:
         self._free_slots = {stage: 2 * context.timings.score[stage].batch for stage in self._calls}
         self._recorder = context.recordings.get_recorder(process)
         lease = context.leases.make_lease(calls[0].role, holder)
-        self._device_hold = DeviceHold(calls[0].stage, lease, self._start_next_batch)
+        self._device_hold = SimulatedDeviceHold(calls[0].stage, lease, self._start_next_batch)
         self._weight_puller: WeightPuller | None = None
         if calls[0].followed_role:
             timing = context.timings.weights.get(calls[0].stage, WeightsTiming())
