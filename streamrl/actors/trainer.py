@@ -370,7 +370,8 @@ class TrainerActor(PingableActor):
     ) -> AsyncIterator[None]:
         """Context in which the trainer computes in the memory that the generator gives up.
 
-        Does nothing without a generator in this process. may_release_kv: the generator is idle, so
+        Does nothing without a generator in this process. If memory is short, offloads the optimizer
+        at the end. may_release_kv: the generator is idle, so
         its KV cache may be freed. is_piece: the context computes only a micro-batch of several, so
         freed memory stays cached for the next, unless memory is short.
         """

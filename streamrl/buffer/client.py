@@ -258,10 +258,10 @@ class ExperienceQueue:
         """Commit the columns computed for leased groups; return the uids whose lease was lost.
 
         The columns of the returned uids are discarded. After the return, all other columns survive
-        the death of this process and of the shard; until then the columns must not change. If a
-        shard dies during the call, a repeated commit is refused where the first attempt was already
-        written. Raises ContractError for columns that differ from the stage's declaration in name,
-        shape or dtype.
+        the death of this process and, with a journal, of the shard; until then they must not
+        change. If a shard dies during the call, the commit is repeated: groups that the first
+        attempt had written are returned, too, but keep their columns. Raises ContractError for
+        columns that differ from the stage's declaration in name, shape or dtype.
         """
         commits = [_make_commit(lease, columns) for lease, columns in entries]
         refused = await self._call_owners(QueueShard.commit_columns, commits)
@@ -470,7 +470,11 @@ async def _enter_batches(
     wait_s: float,
     on_entered: Callable[[Collection[str]], None],
 ) -> None:
-    """Insert groups into a shard, in batches that find capacity, as `_enter_groups` does."""
+    """Insert groups into one shard, as many at a time as it has capacity for, until all are in.
+
+    enter: inserts what fits and returns its uids. Raises DeadlineError if nothing gets in for
+    `wait_s`.
+    """
     deadline = _loop_time() + wait_s
     while rows:
         remaining_s = deadline - _loop_time()

@@ -47,7 +47,7 @@ class SettingsOption:
 
 @dataclass(frozen=True)
 class SettingsAdvice:
-    """Metrics of a run, measured and simulated, and alternatives, shortest step time first."""
+    """Measured and simulated metrics of a run, and other settings for it, fastest first."""
 
     measured_metrics: SteadyMetrics
     simulated_metrics: SteadyMetrics
@@ -65,7 +65,7 @@ class SettingsAdvice:
 
 
 def recommend_settings(trace: RunTrace, cluster: Cluster | None = None) -> SettingsAdvice:
-    """Simulate a run with its own and with alternative settings, on its devices or on `cluster`.
+    """Simulate a run with its own settings and with `list_alternatives`, there or on `cluster`.
 
     Raises ConfigError if the run is too short or incomplete.
     """

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `streamrl report`. Returns exit code 1 if the run's ledger does not balance, else 0."""
+    """Run `streamrl report`. Returns exit code 1 if `--ledger` finds a ledger out of balance."""
     _check_options(arguments)
     if arguments.run_dir is not None:
         return _print_run_report(arguments)

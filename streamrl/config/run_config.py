@@ -65,11 +65,12 @@ class RunSettings:
     name: name of the run directory, dir/name.
     dir: parent folder of run directories.
     seed: seed of the prompt order and of every rollout.
-    steps: total optimizer steps, including those before a resume.
+    steps: training steps in total, including those before a resume.
     overwrite: replace an existing run directory of the same name.
     max_restarts: restarts of each generator or scorer after it dies.
     silent_s: seconds without an answer after which a process counts as dead. Generators, scorers
-        and shards are then killed and restarted; others are only reported. Longer than any load.
+        and shards are then killed and restarted; others are only reported. Set
+        it above the longest load of a model, during which a process cannot answer.
     debug: check the ledger uid by uid at every change, instead of only its sums at every step.
     """
 

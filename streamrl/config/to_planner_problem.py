@@ -135,7 +135,7 @@ def _load_model_shape(model: str, role: str) -> ModelShape:
 
 
 def _find_model_reward(config: RunConfig, role: str) -> RewardConfig | None:
-    """Return the first reward of kind "model", or None; for role "cost" the first such cost."""
+    """Return the first entry of kind "model" in `rewards` (role "cost": in `costs`), or None."""
     entries = config.rewards if role == "reward" else config.costs
     return next((entry for entry in entries if entry.kind == "model"), None)
 

@@ -92,7 +92,10 @@ class WorkerMemory:
 
     @property
     def summary_line(self) -> str:
-        """Console line: memory of the worker in generation and in training, and the offloads."""
+        """Console line: estimated memory of a colocated worker to generate and to train, in parts.
+
+        The line ends with what is freed to stay within `placement.memory_mb`.
+        """
         offloads = ["", "; the KV cache is released while it trains"][self.releases_kv]
         if self.offloads_optimizer:
             offloads += "; the optimizer's state is offloaded while it generates"

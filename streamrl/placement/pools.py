@@ -117,7 +117,7 @@ def lay_out_slots(pools: Sequence[RolePool], counts: Mapping[str, int]) -> SlotM
 
 
 def _count_slots(pool: RolePool, counts: Mapping[str, int]) -> int:
-    """Return the smallest size of a pool in which each role's fraction holds its actors."""
+    """Return how many slots a pool needs so that each role's actors fit into its fraction."""
     return max(
         (math.ceil(counts[role] / _to_fraction(fraction)) for role, fraction in pool.items()),
         default=0,

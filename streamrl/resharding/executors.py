@@ -396,9 +396,10 @@ def get_collective_device() -> torch.device:
 def validate_bucket_bytes(
     bucket_bytes: int, itemsizes: Mapping[str, int], *, ranks: int = 1
 ) -> int:
-    """Return `bucket_bytes`; raise ValueError if a bucket cannot hold an element from each rank.
+    """Return `bucket_bytes`; raise ValueError if a bucket cannot hold an element of each rank.
 
-    ranks: ranks that share a bucket. itemsizes: bytes per element, by tensor name.
+    Resharding sends tensors in buckets. ranks: ranks that share a bucket. itemsizes: bytes per
+    element, by tensor name.
     """
     min_bytes = ranks * max(itemsizes.values())
     if bucket_bytes < min_bytes:

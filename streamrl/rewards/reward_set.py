@@ -141,7 +141,7 @@ class RewardSet:
 
     @asynccontextmanager
     async def _start_deadline(self, name: str) -> AsyncIterator[None]:
-        """Raise RewardError if starting reward `name` takes more than START_TIMEOUT_S."""
+        """Raise RewardError if the body takes more than START_TIMEOUT_S; name: the reward."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 yield

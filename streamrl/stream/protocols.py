@@ -67,7 +67,11 @@ class TrainerProtocol(Protocol):
         ...
 
     async def plan_step(self, uids: Sequence[str], rounds: Sequence[ScheduledRound]) -> None:
-        """Announce all groups of a training step, and its rounds still to come, in advance."""
+        """Compute what needs all groups of a step, such as step-wide advantages, before training.
+
+        Called once the last group is known. uids: all groups of the step. rounds: those not yet
+        trained.
+        """
         ...
 
     async def train_round(self, micro_batches: Round, *, epoch: int) -> Mapping[str, float]:

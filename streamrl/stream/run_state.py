@@ -85,11 +85,12 @@ class RunState:
     """State that the admission loop and the training loop share.
 
     `max_attempts`: most admissions per prompt.
-    `should_readmit_failed`: readmit the prompt of a failed group instead of drawing the next.
+    `should_readmit_failed`: readmit the prompt of a group that a stage failed; those of late groups
+      are readmitted in any case.
     `max_filtered`: most filtered groups per step; beyond it the run ends, because the data yields
     no training signal.
-    `max_dropped`: most dropped groups per step; beyond it the run ends, because, say, the reward
-    fails for every group.
+    `max_dropped`: most groups per step dropped because a stage failed; beyond it the run ends,
+    because, say, the reward fails for every group.
     """
 
     admission: AdmissionController

@@ -69,7 +69,7 @@ class TraceSink:
         self._tids: set[int] = set()
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open trace.json; on resume, read the process names in its events."""
+        """Create trace.json; on resume, keep its events and their process and thread ids."""
         kept = list(_read_events(self._path)) if self._is_resumed else []
         for event in kept:
             if event["name"] == "process_name":

@@ -66,11 +66,11 @@ class WeightLoadStats:
 
 
 class ServedVersion:
-    """Version of the weights that one generator or scorer (`holder`) serves.
+    """Record of the version that one generator or scorer (`holder`) serves; tasks can wait for one.
 
-    Use from a single event loop. Version -1 means no weights yet. A followed model may skip
-    versions of the policy (publish_every): `resolve_due_version` maps a policy version to the
-    version of the followed model that is current at that point.
+    Loads nothing: the loader calls `advance_to`. Use from a single event loop. Version -1 means no
+    weights yet. A followed model may skip versions of the policy (publish_every):
+    `resolve_due_version` maps a policy version to the newest published version of that model.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class WeightRegistry:
         self._version_published.set()
 
     def count_fault(self) -> None:
-        """Count a failed publish that will be retried, for the metrics."""
+        """Count a failed attempt to publish, for the metrics."""
         self._num_faults += 1
 
     async def wait_for_newer(

@@ -187,7 +187,7 @@ class SharedSlots:
         }
 
     def _count_processes(self, roles: Iterable[str]) -> int:
-        """Return the processes of these roles on a slot; hybrid roles share a process."""
+        """Return how many processes these roles have on a slot; hybrid roles share a process."""
         return len({self._host_roles.get(role, role) for role in roles})
 
     def __contains__(self, role: str) -> bool:

@@ -45,7 +45,7 @@ class RayContext:
 
     @property
     def machine_facts(self) -> dict[str, int | bool | str]:
-        """Facts about the cluster that a run records with its results."""
+        """Facts that a run records: GPUs, live nodes, cores of this machine, placement mode."""
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         cores = len(os.sched_getaffinity(0))
         return {

@@ -233,7 +233,7 @@ class RpcConnection:
 async def _authenticate_client(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes
 ) -> bool:
-    """Return whether the client knows the secret; if so, prove the secret to the client."""
+    """Handshake of the server: return whether the client knows the secret; prove it in turn."""
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     writer.write(challenge)
     challenges = challenge + await reader.readexactly(_CHALLENGE_BYTES)
@@ -247,7 +247,7 @@ async def _authenticate_client(
 async def _authenticate_server(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes
 ) -> None:
-    """Prove the secret to the server; ConnectionError if the server does not know the secret."""
+    """Handshake of the client: prove the secret; ConnectionError if the server cannot."""
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     challenges = await reader.readexactly(_CHALLENGE_BYTES) + challenge
     writer.write(challenge + _compute_proof(secret, b"caller", challenges))
@@ -257,7 +257,7 @@ async def _authenticate_server(
 
 
 def _compute_proof(secret: bytes, side: bytes, challenges: bytes) -> bytes:
-    """Return the HMAC by which a side ("client" or "server") proves that it knows the secret."""
+    """Return the HMAC by which a side, "caller" or "listener", proves that it knows the secret."""
     return hmac.digest(secret, side + challenges, "sha256")
 
 

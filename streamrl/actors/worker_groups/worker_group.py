@@ -235,6 +235,7 @@ def resolve_reply(value: Any) -> Any:
 
 
 def _require_batch(value: Any) -> BatchRef:
+    """Return the batch of a worker group's reply, or a batch itself; else raise ValueError."""
     batch = resolve_reply(value)
     if not isinstance(batch, BatchRef):
         type_name = type(batch).__name__

@@ -93,7 +93,7 @@ class CapacityLimiter:
         self._capacity_freed.set()
 
     def _required_bytes(self, group: GroupState) -> int:
-        """Return the bytes to reserve for a group, which may still get columns."""
+        """Return the bytes to reserve for a group: its size, at least a minimum until complete."""
         if self._state.is_complete(group):
             return group.num_bytes
         return max(group.num_bytes, self._capacity.reserved_group_bytes)

@@ -75,7 +75,7 @@ def _iter_lossless_settings(config: RunConfig) -> Iterator[SettingValues]:
 
 
 def _list_micro_batch_sizes(config: RunConfig) -> list[int]:
-    """Return micro-batch sizes in tokens below the configured size, ascending."""
+    """Return smaller micro-batch sizes to try, in tokens, ascending."""
     full = config.pipeline.micro_batch_tokens
     return [full * k // MICRO_BATCH_FRACTIONS for k in range(1, MICRO_BATCH_FRACTIONS)]
 

@@ -186,7 +186,10 @@ def _normalize_message(message: Any, *, where: str, place: str) -> Mapping[str, 
 
 
 def _get_part_text(part: Any, *, where: str, place: str) -> str:
-    """Return the text of a content part. Raises ConfigError for images and other types."""
+    """Return the text of a content part. Raises ConfigError for images and other types.
+
+    where: the message, place: the row, both for errors.
+    """
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else _describe_type(part)

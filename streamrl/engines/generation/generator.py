@@ -371,9 +371,10 @@ class GenerationEngine:
     async def _apply_version(
         self, version: int, load: Callable[[int], Awaitable[WeightLoadStats]]
     ) -> WeightLoadStats:
-        """Call `load` with a version and wait until the engine's thread has loaded it.
+        """Have the engine's thread load a version, unless it is old; bound the wait.
 
-        Returns the statistics of the load. Raises as `load_weights` does.
+        load: sends the version to the engine's thread and awaits its reply. Returns the statistics
+        of the load. Raises as `load_weights` does.
         """
         self._thread.check_alive()
         if version <= self._newest_version:

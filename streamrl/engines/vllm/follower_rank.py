@@ -102,9 +102,9 @@ class FollowerRank:
         return num_bytes
 
     async def sleep(self) -> None:
-        """Free the KV cache on a CPU; the leader's next step allocates it again.
+        """Free this rank's KV cache if it is on a CPU; the leader's next step allocates it again.
 
-        On a GPU the leader's `sleep` reaches the followers through vLLM's sleep mode.
+        On a GPU, does nothing: vLLM's sleep mode frees the caches of all ranks with the leader's.
         """
         await asyncio.to_thread(self._release_kv)
 

@@ -39,7 +39,7 @@ class RankGroup:
 
     @property
     def group_rank(self) -> int:
-        """Index of `rank` in its group, which is the index of the shard it serves."""
+        """Index of `rank` in its generator's group: its tensor-parallel rank in vLLM."""
         return self.ranks.index(self.rank)
 
     @property

@@ -241,11 +241,11 @@ class _TransferPlanner:
         return replace(served, first_rank=first)
 
     def _count_equal_parts(self) -> int:
-        """Return into how many parts with identical, independent transfers the devices are divided.
+        """Return the number of device sets with equal, independent transfers; one set is planned.
 
-        On shared devices a part is the smallest block with whole replicas of trainer and follower.
-        On separate devices each part is a set of whole nodes of the trainer, and the set of the
-        follower's nodes that it serves.
+        On shared devices a set is the smallest block with whole replicas of trainer and follower.
+        On separate devices a set is some whole nodes of the trainer, and the follower's nodes that
+        they serve. Returns 1 without such a division.
         """
         train, follow = self.source.grid, self.target.grid
         if train.order != "hf" or follow.order != "hf" or len(set(self.nodes.node_by_device)) == 1:

@@ -89,14 +89,15 @@ def find_pareto_front(points: Iterable[ParetoPoint]) -> list[ParetoPoint]:
 
 def compare_to_winner(winner: PlacementCandidate, other: PlacementCandidate) -> PlacementCandidate:
     """Return the other candidate with the reason why it loses to the winner."""
-    reason = other.estimate.infeasible_reason or _explain_loss(winner, other)
+    reason = other.estimate.infeasible_reason or _explain_slowness(winner, other)
     return PlacementCandidate(other.label, other.placement, other.estimate, reason)
 
 
-def _explain_loss(best: PlacementCandidate, candidate: PlacementCandidate) -> str:
+def _explain_slowness(best: PlacementCandidate, candidate: PlacementCandidate) -> str:
     """Explain why a candidate is slower than the best.
 
-    The reason is the stage with the largest extra time, else shared devices, else idle devices.
+    Names the stage with the largest extra time, else the extra time on shared devices; adds idle
+    devices. Otherwise its calls wait for each other, or the difference is insignificant.
     """
     winner, other = best.estimate, candidate.estimate
     extra_s = {

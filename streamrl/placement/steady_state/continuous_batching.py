@@ -125,7 +125,7 @@ def schedule_replica(
 
 @dataclass
 class _ContinuousBatch:
-    """Simulated continuous batch that serves rollouts in order of arrival.
+    """Estimated schedule of a continuous batch that serves rollouts in order of arrival.
 
     A replacement arrives when the filtered group is complete. The first waiting rollout starts if a
     slot is free and the KV cache holds its tokens plus one more token per running rollout. If the

@@ -195,7 +195,7 @@ class JobGraph:
 
     @property
     def has_single_group_arrivals(self) -> bool:
-        """Whether groups of a step become ready one by one, and scorers take each group at once."""
+        """Whether groups of a step become ready one by one, so that each is scored on arrival."""
         return self.placement.is_streamed and self.workload.has_varied_lengths
 
     def find_weights_timing(self, stage: str) -> WeightsTiming:

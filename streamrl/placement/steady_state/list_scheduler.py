@@ -391,11 +391,14 @@ class ListScheduler:
         return end
 
     def _release_dependents(
-        self, followers: _Dependents, step: int, at: float, source_job: int
+        self, dependents: _Dependents, step: int, at: float, source_job: int
     ) -> None:
-        """Count a result at time `at` for the parts that wait for it; queue the ready parts."""
+        """Mark a result as available at time `at` for the job parts that wait; queue ready parts.
+
+        step, source_job: step and job that produced the result.
+        """
         part_graph, jobs = self._part_graph, self._jobs
-        for part, lag, delay_s in followers:
+        for part, lag, delay_s in dependents:
             dependent_step = step + lag
             if dependent_step >= len(self._wait_counts):
                 self._open_steps(dependent_step)

@@ -31,10 +31,10 @@ class RefillChains:
 
     @classmethod
     def from_counts(cls, lengths: Array, counts: Array) -> "RefillChains":
-        """Arrange groups in chains.
+        """Build chains of a group and its replacements after filtering; the last one is trained.
 
-        lengths: tokens of each rollout, float64 [groups, rollouts].
-        counts: groups of each chain, int [chains].
+        lengths: tokens of each rollout, float64 [groups, rollouts]; the first groups of all chains,
+        then the second groups, and so on. counts: groups of each chain, int [chains].
         """
         positions = range(int(counts.max()))
         # Position k lists the chains with more than k groups.

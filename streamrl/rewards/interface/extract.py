@@ -19,7 +19,7 @@ SEARCH_TIMEOUT_S = 0.5
 def decode_completions(
     tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array]
 ) -> list[str]:
-    """Decode token ids, int32 [tokens] per completion, to text as sampled, no special tokens."""
+    """Decode token ids, int32 [tokens] per completion, without special tokens or cleaned spaces."""
     texts = tokenizer.batch_decode(
         [completion.tolist() for completion in completions],
         skip_special_tokens=True,

@@ -129,10 +129,11 @@ class LanguageSpec:
     """Commands of a language; `{dir}` in a command stands for the program's directory.
 
     file: name of the source file in that directory.
-    run: command of a test; empty: run in the driver's Python, the fastest way.
+    run: command of a test; empty: run in the jail driver's own Python, the fastest way.
     compile: command run once before the tests; empty: no compilation.
-    limit_address_space: limit each process to memory_mib of address space. False for runtimes that
-        reserve far more than they use, such as node; their memory use is limited all the same.
+    limit_address_space: limit the address space of each process to `memory_mib`. False for runtimes
+        that reserve far more than they use, such as node; the jail's memory is limited all the
+        same.
     """
 
     file: str

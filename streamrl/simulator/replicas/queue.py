@@ -51,7 +51,7 @@ class SimulatedGroup:
 
 
 class GroupConsumer(Protocol):
-    """Protocol of a replica that leases groups."""
+    """Protocol of a simulated replica that leases groups."""
 
     def count_free_slots(self, stage: str) -> int:
         """Return how many more groups the replica can take for a stage."""
