@@ -218,17 +218,17 @@ def test_batches_of_a_call_must_have_equal_lengths():
 @given(st.lists(st.integers(0, 5), max_size=5), st.data())
 def test_slicing_a_column_equals_slicing_its_concatenation(lengths: list[int], data: st.DataObject):
     ref = BatchRef({"x": tuple(RowSlice(i, "x", 0, n) for i, n in enumerate(lengths))})
-    every = [(part.reference, row) for part in parts_of(ref) for row in range(len(part))]
+    all_rows = [(part.reference, row) for part in parts_of(ref) for row in range(len(part))]
     start = data.draw(st.integers(0, len(ref)))
     stop = data.draw(st.integers(start, len(ref)))
-    found = ref.slice_rows(start, stop)
+    sliced = ref.slice_rows(start, stop)
     assert [
-        (part.reference, row) for part in parts_of(found) for row in range(part.start, part.stop)
-    ] == every[start:stop]
+        (part.reference, row) for part in parts_of(sliced) for row in range(part.start, part.stop)
+    ] == all_rows[start:stop]
     again = join_batches([ref.slice_rows(0, start), ref.slice_rows(start, len(ref))]).slice_rows(
         start, stop
     )
-    assert again == found or len(again) == len(found) == 0
+    assert again == sliced or len(again) == len(sliced) == 0
 
 
 def test_an_empty_slice_keeps_its_columns():
@@ -284,10 +284,10 @@ def test_columns_are_replaced_dropped_selected_and_renamed():
 def test_columns_of_any_type_are_sliced_and_concatenated():
     import torch
 
-    whole = {"ids": np.arange(6), "logprobs": torch.arange(6.0), "text": list("abcdef")}
-    ref = BatchRef.from_stored(0, whole, count_rows(whole))
-    again = join_batches(ref.split(4)).resolve_columns({0: whole})
+    columns = {"ids": np.arange(6), "logprobs": torch.arange(6.0), "text": list("abcdef")}
+    ref = BatchRef.from_stored(0, columns, count_rows(columns))
+    again = join_batches(ref.split(4)).resolve_columns({0: columns})
     assert again["ids"].tolist() == list(range(6)) and again["text"] == list("abcdef")
-    assert again["logprobs"].equal(whole["logprobs"])
+    assert again["logprobs"].equal(columns["logprobs"])
     with pytest.raises(ValueError, match=r"different lengths \(a: 1, b: 2\)"):
         count_rows({"a": [1], "b": [1, 2]})

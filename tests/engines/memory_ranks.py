@@ -72,11 +72,11 @@ def one_rank(
     _import_deepspeed()
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     results = {}
-    split, sharded, *others = TOGETHER
+    split, sharded, *other_cases = TOGETHER
     free = list(ports)
     # A forked process touches new memory when it runs code for the first time.
     train(ALONE[0], rank, small_path)
-    for case in (split, sharded, ALONE[rank], *others):
+    for case in (split, sharded, ALONE[rank], *other_cases):
         if case.world_size > 1:
             os.environ["MASTER_PORT"] = str(free.pop())
         results[case.label] = train(case, rank, model_path)

@@ -46,19 +46,19 @@ def one_rank(rank: int, folder: Path, port: int) -> dict[str, Any]:
     results = {}
     for case, (model, settings, parts) in CASES.items():
         config = TrainerConfig(backend="torch", world_size=WORLD, **settings)
-        parameters, place = ParameterSet.from_module(make(model)), rank if parts > 1 else 0
-        served = allocate_generator(parameters, parts, place)
+        parameters, shard_index = ParameterSet.from_module(make(model)), rank if parts > 1 else 0
+        served = allocate_generator(parameters, parts, shard_index)
         files = folder / case
         files.mkdir(exist_ok=True)
-        by_itself = train(model, config, files, None)
-        results[case] = {"by itself": by_itself, "moved": train(model, config, files, served)}
+        separate = train(model, config, files, None)
+        results[case] = {"by itself": separate, "moved": train(model, config, files, served)}
     return results
 
 
-def allocate_generator(parameters: ParameterSet, parts: int, place: int) -> ShardStorage:
-    """Allocate shard `place` of a generator: q, k and v fused, gate and up fused."""
+def allocate_generator(parameters: ParameterSet, parts: int, shard_index: int) -> ShardStorage:
+    """Allocate a shard of a generator: q, k and v fused, gate and up fused."""
     boxes = {
-        name: box_of(name, parameters.shapes[name], parts, place)
+        name: box_of(name, parameters.shapes[name], parts, shard_index)
         for name in parameters.unique_names
     }
     fused: dict[str, list[str]] = {}
@@ -77,7 +77,7 @@ def allocate_generator(parameters: ParameterSet, parts: int, place: int) -> Shar
     return ShardStorage(views)
 
 
-def box_of(name: str, shape: tuple[int, ...], parts: int, place: int) -> TensorBox:
+def box_of(name: str, shape: tuple[int, ...], parts: int, shard_index: int) -> TensorBox:
     path, _, kind = name.rpartition(".")
     by_rows = path.endswith((*COLUMN_PARALLEL, "embed_tokens", "lm_head"))
     by_columns = path.endswith(ROW_PARALLEL) and kind == "weight"
@@ -85,7 +85,7 @@ def box_of(name: str, shape: tuple[int, ...], parts: int, place: int) -> TensorB
         return TensorBox.from_shape(shape)
     dim = 0 if by_rows else 1
     size = shape[dim] // parts
-    return TensorBox.from_shape(shape).narrow(dim, place * size, (place + 1) * size)
+    return TensorBox.from_shape(shape).narrow(dim, shard_index * size, (shard_index + 1) * size)
 
 
 def train(
@@ -96,7 +96,7 @@ def train(
     The optimizer has state when the parameters move, and is offloaded between updates.
     """
     backend = FsdpTpBackend(make(model), config)
-    aside = OptimizerOffload(
+    offload = OptimizerOffload(
         backend.iter_optimizer_state,
         excluding=lambda: (kept for _, kept, _ in backend.iter_shards()),
     )
@@ -111,13 +111,13 @@ def train(
             )
         ids = torch.randint(0, 64, (4, 12), generator=drawn)
         results["norms"].append(step(backend, ids))
-        aside.offload_state()
+        offload.offload_state()
         if served is not None:
             moved = switch.run(backend, served, update)
             assert moved is not None
             results["moved"].append((moved.copied_bytes, moved.received_bytes))
             results["served"].append(is_served(backend, served))
-        aside.restore_state()
+        offload.restore_state()
     results["parameters"] = whole(backend)
     if served is not None:
         results["there"] = count_aliased_bytes((view for _, _, view in served), backend)
@@ -145,17 +145,20 @@ def is_served(backend: FsdpTpBackend, served: ShardStorage) -> bool:
     return all(view.equal(trained[name][box.slices]) for name, box, view in served)
 
 
-def count_aliased_bytes(others: Iterable[torch.Tensor], backend: Any) -> dict[str, int]:
+def count_aliased_bytes(served_tensors: Iterable[torch.Tensor], backend: Any) -> dict[str, int]:
     """Return bytes by name of parameters that model and optimizer both alias."""
-    held = {tensor.untyped_storage().data_ptr() for tensor in others}
-    of_model = dict(backend.module.named_parameters())
-    found = {}
-    for name, kept, _ in backend.iter_shards():
-        used = of_model[name].detach()
-        used = used.to_local() if isinstance(used, DTensor) else used
-        if kept.untyped_storage().data_ptr() in held and used.data_ptr() == kept.data_ptr():
-            found[name] = kept.nbytes
-    return found
+    served_pointers = {tensor.untyped_storage().data_ptr() for tensor in served_tensors}
+    model_parameters = dict(backend.module.named_parameters())
+    aliased_bytes = {}
+    for name, shard, _ in backend.iter_shards():
+        parameter = model_parameters[name].detach()
+        parameter = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if (
+            shard.untyped_storage().data_ptr() in served_pointers
+            and parameter.data_ptr() == shard.data_ptr()
+        ):
+            aliased_bytes[name] = shard.nbytes
+    return aliased_bytes
 
 
 def count_storage_bytes(backend: FsdpTpBackend, served: ShardStorage) -> int:

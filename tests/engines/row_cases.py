@@ -50,8 +50,8 @@ def train(trainer: "ModelTrainer", groups: dict[str, Columns], layout: Layout) -
     total = torch.tensor(list(sums.values()), dtype=torch.float64)
     if layout.world_size > 1:
         dist.all_reduce(total)
-    whole = dict(zip(sums, total.tolist(), strict=True))
-    return trainer.step(trainer.compute_loss_denominator(whole))
+    total_sums = dict(zip(sums, total.tolist(), strict=True))
+    return trainer.step(trainer.compute_loss_denominator(total_sums))
 
 
 @cache

@@ -118,8 +118,8 @@ async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
             "lacking_bytes": lacking(backend, storage),
         }
         for _ in range(UPDATES + 1):
-            found = await look(engine, backend, switch, version)
-            results[mesh]["updates"].append(found)
+            update_result = await look(engine, backend, switch, version)
+            results[mesh]["updates"].append(update_result)
             version += 1
             await asyncio.to_thread(update, backend)
         results[mesh]["one memory"] = count_aliased_bytes(parameters_of(engine), backend)
@@ -172,11 +172,11 @@ async def measure_sleep(engine: GenerationEngine | FollowerRank) -> tuple[int, i
 
 
 def kv_bytes(engine: GenerationEngine | FollowerRank) -> int:
-    within: Any = engine
+    rank_engine: Any = engine
     if isinstance(engine, GenerationEngine):
-        worker = within._thread._weight_loader._worker
+        worker = rank_engine._thread._weight_loader._worker
     else:
-        worker = within._worker.wrapper
+        worker = rank_engine._worker.wrapper
     return sum(cache.untyped_storage().nbytes() for cache in worker.model_runner.kv_caches)
 
 

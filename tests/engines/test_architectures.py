@@ -166,11 +166,11 @@ def probe_of(model: PreTrainedModel) -> LogprobCheck:
     return LogprobCheck(sequences, [score[0].numpy() for score in scores], LIMIT)
 
 
-async def compared(engine: GenerationEngine, model: PreTrainedModel, who: str) -> None:
+async def compared(engine: GenerationEngine, model: PreTrainedModel, context: str) -> None:
     """Raise ProbeError unless engine and model compute equal logprobs."""
     probe = probe_of(model)
-    found = await engine.compute_logprobs(probe.sequences)
-    probe.compare_logprobs(found, who)
+    logprobs = await engine.compute_logprobs(probe.sequences)
+    probe.compare_logprobs(logprobs, context)
 
 
 def publish_adapters(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
@@ -194,7 +194,7 @@ def merged(model: PreTrainedModel, published: Mapping[str, torch.Tensor]) -> Pre
     """Return the model with adapters merged into its weights."""
     with torch.no_grad():
         for name in [
-            one.removesuffix(LORA_A_SUFFIX) for one in published if one.endswith(LORA_A_SUFFIX)
+            key.removesuffix(LORA_A_SUFFIX) for key in published if key.endswith(LORA_A_SUFFIX)
         ]:
             layer = model.get_submodule(name)
             assert isinstance(layer, torch.nn.Linear)
@@ -210,10 +210,10 @@ ARCHITECTURES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name i
 async def test_the_generator_equals_the_trainers_model_initially_and_after_updates(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    base, other = make(architecture, tmp_path, seed=1), tmp_path / "other"
+    base, other_path = make(architecture, tmp_path, seed=1), tmp_path / "other"
     async with started(str(tmp_path), monkeypatch) as engine:
         # Build the trainer's model beside the engine, as in a colocated process.
-        for version, model in enumerate((base, make(architecture, other, seed=2), base)):
+        for version, model in enumerate((base, make(architecture, other_path, seed=2), base)):
             # Buffers keep the values of the directory.
             buffers = {n: b for n, b in base.named_buffers() if n in base.state_dict()}
             model.load_state_dict(buffers, strict=False)
@@ -244,9 +244,9 @@ def test_a_checkpoint_has_the_trained_weights_in_the_original_layout(
         trained = {name: 2 * tensor for name, tensor in weights_of(base).items()}
     write_hf_model(tmp_path / "saved", base, trained, tokenizer_from=str(tmp_path / "base"))
     read = load_model(str(tmp_path / "saved"), dtype=torch.float32)
-    found, buffers = weights_of(read), dict(base.named_buffers())
-    assert found.keys() == trained.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+    saved_weights, buffers = weights_of(read), dict(base.named_buffers())
+    assert saved_weights.keys() == trained.keys()
+    assert all(torch.equal(saved_weights[name], tensor) for name, tensor in trained.items())
     assert all(torch.equal(b, buffers[name]) for name, b in read.named_buffers())
-    layout, saved = (read_stored_shapes(tmp_path / one, "path") for one in ("base", "saved"))
+    layout, saved = (read_stored_shapes(tmp_path / folder, "path") for folder in ("base", "saved"))
     assert saved == layout

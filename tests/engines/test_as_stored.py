@@ -24,13 +24,13 @@ def given(path: str) -> dict[str, torch.Tensor]:
 def test_recomputed_buffers_are_not_loaded(tmp_path: Path):
     path = write(tmp_path, "gpt_neox")
     before = given(path).keys()
-    place = "gpt_neox.layers.0.attention."
-    older = {
-        f"{place}bias": torch.ones(1, 1, 8, 8).to(torch.uint8),
-        f"{place}masked_bias": torch.tensor(-1e9),
-        f"{place}rotary_emb.inv_freq": torch.zeros(4),
+    prefix = "gpt_neox.layers.0.attention."
+    buffers = {
+        f"{prefix}bias": torch.ones(1, 1, 8, 8).to(torch.uint8),
+        f"{prefix}masked_bias": torch.tensor(-1e9),
+        f"{prefix}rotary_emb.inv_freq": torch.zeros(4),
     }
-    save_file({**load_file(tmp_path / FILE), **older}, tmp_path / FILE)
+    save_file({**load_file(tmp_path / FILE), **buffers}, tmp_path / FILE)
     check_model_support(path, "auto")
     assert given(path).keys() == before
 
@@ -44,11 +44,11 @@ def test_an_untrained_router_bias_is_loaded(tmp_path: Path):
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
 def test_stacked_experts_are_loaded_one_by_one(tmp_path: Path, family: str):
     path = write(tmp_path, family)
-    apart = given(path)
-    together = load_model(path, dtype=torch.float32).state_dict()
-    save_file({n: tensor.clone() for n, tensor in together.items()}, tmp_path / FILE)
-    assert load_file(tmp_path / FILE).keys() != apart.keys()
+    separate = given(path)
+    stacked = load_model(path, dtype=torch.float32).state_dict()
+    save_file({n: tensor.clone() for n, tensor in stacked.items()}, tmp_path / FILE)
+    assert load_file(tmp_path / FILE).keys() != separate.keys()
     check_model_support(path, "auto")
-    found = given(path)
-    assert found.keys() == apart.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in apart.items())
+    loaded = given(path)
+    assert loaded.keys() == separate.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in separate.items())

@@ -73,7 +73,7 @@ async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path):
     # each other and are resumed.
     model = endless_model(seed=1)
     folder = save(model, tmp_path)
-    found = []
+    samples = []
     for seed, config in enumerate(
         (GeneratorConfig(), GeneratorConfig(kv_cache_mb=1, max_concurrent_rollouts=20))
     ):
@@ -81,8 +81,8 @@ async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path):
             await engine.load_weights(weights_of(model), 0)
             calls = (engine.generate(SHORT, seeds=[i], max_new_tokens=150) for i in range(24))
             groups = await asyncio.gather(*calls)
-        found.append([rollout.token_ids.tolist() for (rollout,) in groups])
-    assert found[0] == found[1]
+        samples.append([rollout.token_ids.tolist() for (rollout,) in groups])
+    assert samples[0] == samples[1]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -97,12 +97,12 @@ async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(t
         await asyncio.sleep(0.05)
         # Meta tensors have valid names and shapes and cannot be read.
         broken = {name: tensor.to("meta") for name, tensor in weights_of(model).items()}
-        began = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(WeightsError, match=r"version 1 was not loaded: the engine of .* died"):
             await engine.load_weights(broken, 1)
         errors = await running
         # At once, not after generator.request_timeout_s.
-        assert time.monotonic() - began < GeneratorConfig().request_timeout_s / 10
+        assert time.monotonic() - start < GeneratorConfig().request_timeout_s / 10
         assert [type(error) for error in errors] == [GenerationError] * 8
         with pytest.raises(GenerationError, match="died: NotImplementedError: Cannot copy out"):
             await engine.generate(SHORT, seeds=[1])

@@ -44,25 +44,25 @@ def arguments(config: GeneratorConfig, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def test_on_a_cpu_the_engine_is_eager_float32_with_a_small_cache():
-    found = arguments(GeneratorConfig(max_concurrent_rollouts=10), on_cpu=True)
-    assert found["enforce_eager"] is True
-    assert found["dtype"] == "float32"
-    assert found["kv_cache_memory_bytes"] == 64 * 2**20
-    assert found["max_num_seqs"] == 10 + NUM_SEQUENCES, "a probe waits for no rollout to end"
+    args = arguments(GeneratorConfig(max_concurrent_rollouts=10), on_cpu=True)
+    assert args["enforce_eager"] is True
+    assert args["dtype"] == "float32"
+    assert args["kv_cache_memory_bytes"] == 64 * 2**20
+    assert args["max_num_seqs"] == 10 + NUM_SEQUENCES, "the logprob check has slots of its own"
 
 
 def test_on_a_cpu_the_token_budget_fits_the_longest_prompt():
-    found = arguments(GeneratorConfig(), on_cpu=True)
-    assert found["enable_chunked_prefill"] is False
-    assert found["max_num_batched_tokens"] == 8192
+    args = arguments(GeneratorConfig(), on_cpu=True)
+    assert args["enable_chunked_prefill"] is False
+    assert args["max_num_batched_tokens"] == 8192
 
 
 def test_on_a_gpu_only_memory_settings_differ_from_vllms_defaults():
-    found = arguments(GeneratorConfig(gpu_memory_utilization=0.5), on_cpu=False)
-    assert found["gpu_memory_utilization"] == 0.5
-    assert found["dtype"] == "auto"
-    assert not {"enforce_eager", "kv_cache_memory_bytes", "max_num_batched_tokens"} & found.keys()
-    assert "enable_sleep_mode" not in found
+    args = arguments(GeneratorConfig(gpu_memory_utilization=0.5), on_cpu=False)
+    assert args["gpu_memory_utilization"] == 0.5
+    assert args["dtype"] == "auto"
+    assert not {"enforce_eager", "kv_cache_memory_bytes", "max_num_batched_tokens"} & args.keys()
+    assert "enable_sleep_mode" not in args
     shared = arguments(GeneratorConfig(kv_cache_mb=5), on_cpu=False)
     assert shared["kv_cache_memory_bytes"] == 5 << 20
     # vLLM refuses to start unless this fraction of the GPU is free, even if it uses less.
@@ -73,9 +73,9 @@ def test_on_a_gpu_only_memory_settings_differ_from_vllms_defaults():
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_processed_logprobs_without_async_scheduling(on_cpu: bool):
-    found = arguments(GeneratorConfig(), on_cpu=on_cpu)
-    assert found["logprobs_mode"] == "processed_logprobs"
-    assert found["async_scheduling"] is False
+    args = arguments(GeneratorConfig(), on_cpu=on_cpu)
+    assert args["logprobs_mode"] == "processed_logprobs"
+    assert args["async_scheduling"] is False
 
 
 def test_dynamo_is_disabled_only_on_a_cpu():

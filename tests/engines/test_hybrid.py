@@ -75,13 +75,15 @@ def test_trained_shards_alias_the_generator_and_only_columns_are_copied(
     for results in ranks:
         assert len(results[SPLIT]) == UPDATES + 1
         for version in results[SPLIT]:
-            of = version["sizes"]
-            cut = {name for name in of if "_proj" in name}
+            sizes = version["sizes"]
+            cut = {name for name in sizes if "_proj" in name}
             columns = {name for name in cut if "o_proj" in name or "down_proj" in name}
-            there = {n: of[n] // (WORLD if n in cut else 1) for n in of.keys() - columns}
-            assert version["one memory"] == there
-            assert version["copied_bytes"] == sum(of[name] for name in columns) // WORLD
-            assert version["received_bytes"] == sum(of[name] for name in cut) // WORLD
+            aliased_bytes = {
+                n: sizes[n] // (WORLD if n in cut else 1) for n in sizes.keys() - columns
+            }
+            assert version["one memory"] == aliased_bytes
+            assert version["copied_bytes"] == sum(sizes[name] for name in columns) // WORLD
+            assert version["received_bytes"] == sum(sizes[name] for name in cut) // WORLD
 
 
 @pytest.mark.ranks(Case(FILLED))

@@ -32,9 +32,9 @@ def under(*policies: str) -> pytest.MarkDecorator:
 @pytest_asyncio.fixture(loop_scope="session")
 async def flight(policy: str, engines: Engines) -> Flight:
     """Return the engine of a policy, serving the model of seed 1."""
-    found = await engines.get(WIDE, policy)
-    await found.load(endless_model(seed=1))
-    return found
+    flight = await engines.get(WIDE, policy)
+    await flight.load(endless_model(seed=1))
+    return flight
 
 
 async def test_a_weight_load_interrupts_no_rollout_and_versions_match_the_decode_steps(
@@ -53,10 +53,10 @@ async def test_a_weight_load_interrupts_no_rollout_and_versions_match_the_decode
     assert versions == flight.logged_versions(number, CONCURRENT)
     assert all(0 < loaded.pause_s < 5 for loaded in loads)
     if flight.policy == "drain":
-        assert {v for of_one in versions for v in of_one} == {first}
+        assert {v for row in versions for v in row} == {first}
         assert [loaded.num_interrupted for loaded in loads] == [0]
     else:
-        assert {v for of_one in versions for v in of_one} == {first, first + 1, first + 2}
+        assert {v for row in versions for v in row} == {first, first + 1, first + 2}
         assert [loaded.num_interrupted for loaded in loads] == [CONCURRENT] * 2
     if flight.policy != "keep":
         assert worst_error(rollouts[::8], flight.models) < 1e-4
@@ -78,18 +78,18 @@ async def test_new_and_waiting_requests_use_no_prefix_of_old_weights(flight: Fli
     later = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4), max_new_tokens=20))
     await loading
     queued = [rollout for call in calls for rollout in await call]
-    begun = [r for r in queued if old in r.policy_version]
-    waited = [r for r in queued if old not in r.policy_version]
+    interrupted = [r for r in queued if old in r.policy_version]
+    waiting = [r for r in queued if old not in r.policy_version]
     if flight.policy == "drain":
-        assert len(waited) == 0
+        assert len(waiting) == 0
         assert all(set(v) == {old} for v in sampled_versions(queued))
     else:
-        assert len(begun) == CONCURRENT
-        assert len(waited) == 32
-    started = [*waited, *await later]
+        assert len(interrupted) == CONCURRENT
+        assert len(waiting) == 32
+    started = [*waiting, *await later]
     assert worst_error(started, {old + 1: flight.models[old + 1]}) < 1e-4
     if flight.policy != "keep":
-        assert worst_error(begun[::8], flight.models) < 1e-4
+        assert worst_error(interrupted[::8], flight.models) < 1e-4
 
 
 @torch.no_grad()
@@ -130,17 +130,17 @@ async def test_requests_during_a_drain_start_with_the_new_weights(flight: Flight
     await flight.steps(5)
     loads = [asyncio.create_task(flight.load(second))]
     await asyncio.sleep(0)
-    between = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
-    given_up = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
+    during = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
+    cancelled = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
     await asyncio.sleep(0.01)
-    given_up.cancel()
+    cancelled.cancel()
     loads.append(asyncio.create_task(flight.load(third)))
     await asyncio.sleep(0)
     after = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
     assert not running.done()
-    found = [await running, await between, await after]
-    for version, rollouts in enumerate(found, old):
-        assert {v for of_one in sampled_versions(rollouts) for v in of_one} == {version}
+    groups = [await running, await during, await after]
+    for version, rollouts in enumerate(groups, old):
+        assert {v for row in sampled_versions(rollouts) for v in row} == {version}
         assert worst_error(rollouts, flight.models) < 1e-4
     assert [loaded.num_interrupted for loaded in await asyncio.gather(*loads)] == [0, 0]
     assert flight.engine.num_running == 0
@@ -161,24 +161,24 @@ async def test_a_cancelled_request_ends_the_drain(flight: Flight):
 
 @under("keep")
 async def test_paused_rollouts_resume_with_the_same_tokens(flight: Flight):
-    whole = await flight.engine.generate(SHORT, seeds=range(8))
+    expected = await flight.engine.generate(SHORT, seeds=range(8))
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
     await flight.steps(10)
     await flight.engine.pause("others have the pool")
     await flight.engine.pause("weights change")
-    stood = flight.log.num_steps
+    num_steps = flight.log.num_steps
     late = asyncio.create_task(flight.engine.generate(SHORT, seeds=[3]))
     await flight.engine.resume("weights change")
     # Requests made while paused wait as well.
     await asyncio.sleep(0.3)
-    assert flight.log.num_steps == stood
+    assert flight.log.num_steps == num_steps
     assert not running.done() and not late.done()
     await flight.engine.resume("others have the pool")
-    found = [*await running, *await late]
-    assert [rollout.token_ids.tolist() for rollout in found] == [
-        rollout.token_ids.tolist() for rollout in [*whole, whole[3]]
+    resumed = [*await running, *await late]
+    assert [rollout.token_ids.tolist() for rollout in resumed] == [
+        rollout.token_ids.tolist() for rollout in [*expected, expected[3]]
     ]
-    assert flight.log.num_steps > stood
+    assert flight.log.num_steps > num_steps
 
 
 @under("keep")
@@ -187,10 +187,10 @@ async def test_weights_can_be_loaded_while_paused(flight: Flight):
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
     await flight.steps(10)
     await flight.engine.pause("weights change")
-    stood = flight.log.num_steps
+    num_steps = flight.log.num_steps
     loaded = await flight.load(endless_model(seed=9))
-    assert flight.log.num_steps == stood
+    assert flight.log.num_steps == num_steps
     assert loaded.num_interrupted == 8
     await flight.engine.resume("weights change")
     versions = sampled_versions(await running)
-    assert {tuple(sorted(set(of_one))) for of_one in versions} == {(first, first + 1)}
+    assert {tuple(sorted(set(row))) for row in versions} == {(first, first + 1)}

@@ -34,9 +34,9 @@ def test_aliasing_the_generator_does_not_change_updates_bitwise(
     ranks: list[dict[str, Any]], case: str
 ):
     for results in ranks:
-        alone, moved = results[case]["by itself"], results[case]["moved"]
-        assert moved["norms"] == alone["norms"]
-        for name, expected in alone["parameters"].items():
+        separate, moved = results[case]["by itself"], results[case]["moved"]
+        assert moved["norms"] == separate["norms"]
+        for name, expected in separate["parameters"].items():
             assert moved["parameters"][name].equal(expected), name
 
 
@@ -48,24 +48,24 @@ def test_served_weights_equal_trained_weights(ranks: list[dict[str, Any]], case:
 
 def test_equal_splits_copy_no_byte_of_a_layer(ranks: list[dict[str, Any]]):
     # The trainer replicates embedding and head; the generator splits them in halves.
-    apart = {"model.embed_tokens.weight", "lm_head.weight"}
-    of = sizes(SAME)
+    unaliased = {"model.embed_tokens.weight", "lm_head.weight"}
+    sizes_bytes = sizes(SAME)
     for results in ranks:
         moved = results[SAME]["moved"]
-        assert set(moved["there"]) == of.keys() - apart
-        halves = sum(of[name] for name in apart) // 2
+        assert set(moved["there"]) == sizes_bytes.keys() - unaliased
+        halves = sum(sizes_bytes[name] for name in unaliased) // 2
         assert moved["moved"] == [(halves, 0)] * UPDATES
 
 
 def test_an_unsplit_generator_copies_only_row_parallel_columns(ranks: list[dict[str, Any]]):
-    of, apart = sizes(WHOLE), columns(WHOLE)
+    sizes_bytes, unaliased = sizes(WHOLE), columns(WHOLE)
     for results in ranks:
         moved = results[WHOLE]["moved"]
-        assert set(moved["there"]) == of.keys() - apart
-        own = sum(of[name] for name in apart) // 2
-        assert [copied for copied, _ in moved["moved"]] == [own] * UPDATES
-        padding = 3 * of["model.embed_tokens.weight"] // 64
-        assert moved["count_storage_bytes"] == sum(of.values()) + padding + own
+        assert set(moved["there"]) == sizes_bytes.keys() - unaliased
+        copied_bytes = sum(sizes_bytes[name] for name in unaliased) // 2
+        assert [copied for copied, _ in moved["moved"]] == [copied_bytes] * UPDATES
+        padding = 3 * sizes_bytes["model.embed_tokens.weight"] // 64
+        assert moved["count_storage_bytes"] == sum(sizes_bytes.values()) + padding + copied_bytes
 
 
 def test_fsdp2_shards_are_not_moved(ranks: list[dict[str, Any]]):
@@ -76,6 +76,6 @@ def test_fsdp2_shards_are_not_moved(ranks: list[dict[str, Any]]):
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_is_loaded_into_the_aliased_memory(ranks: list[dict[str, Any]], case: str):
     for results in ranks:
-        for found in results[case].values():
-            for name, expected in found["parameters"].items():
-                assert found["again"][name].equal(expected), name
+        for result in results[case].values():
+            for name, expected in result["parameters"].items():
+                assert result["again"][name].equal(expected), name

@@ -42,9 +42,9 @@ NARROW = GeneratorConfig(max_new_tokens=LIMIT, max_concurrent_rollouts=CONCURREN
 @pytest_asyncio.fixture(loop_scope="session")
 async def flight(engines: Engines) -> Flight:
     """Return the engine, serving the model of seed 1."""
-    found = await engines.get(NARROW)
-    await found.load(endless_model(seed=1))
-    return found
+    flight = await engines.get(NARROW)
+    await flight.load(endless_model(seed=1))
+    return flight
 
 
 async def sample_partially(flight: Flight, num: int, *, steps: int) -> list[Rollout]:
@@ -61,37 +61,39 @@ async def sample_partially(flight: Flight, num: int, *, steps: int) -> list[Roll
 
 async def test_a_partial_rollout_resumes_with_new_weights(flight: Flight):
     old = max(flight.models)
-    begun = await sample_partially(flight, 4, steps=10)
-    sizes = [len(rollout.completion_ids) for rollout in begun]
+    partials = await sample_partially(flight, 4, steps=10)
+    sizes = [len(rollout.completion_ids) for rollout in partials]
     assert all(10 <= size < LIMIT for size in sizes)
-    assert {rollout.finish_reason for rollout in begun} == {FinishReason.ABORT}
-    assert worst_error(begun, flight.models) < 1e-4
+    assert {rollout.finish_reason for rollout in partials} == {FinishReason.ABORT}
+    assert worst_error(partials, flight.models) < 1e-4
     await flight.load(endless_model(seed=2))
-    rollouts = await flight.engine.generate(SHORT, seeds=range(4), partial_rollouts=begun)
-    for rollout, before, size in zip(rollouts, begun, sizes, strict=True):
+    rollouts = await flight.engine.generate(SHORT, seeds=range(4), partial_rollouts=partials)
+    for rollout, before, size in zip(rollouts, partials, sizes, strict=True):
         kept = len(before.token_ids)
         for name in ("token_ids", "loss_mask", "generator_logprobs", "policy_version"):
             assert np.array_equal(vars(rollout)[name][:kept], vars(before)[name])
         assert sampled_versions([rollout]) == [[old] * size + [old + 1] * (LIMIT - size)]
         assert rollout.finish_reason is FinishReason.LENGTH
     assert worst_error(rollouts, flight.models) < 1e-4
-    again = await flight.engine.generate(SHORT, seeds=range(4), partial_rollouts=begun)
+    again = await flight.engine.generate(SHORT, seeds=range(4), partial_rollouts=partials)
     assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in rollouts]
 
 
 async def test_a_resumed_rollout_does_not_repeat_the_first_random_numbers(flight: Flight):
     # With the same distribution at each position, the same seed would repeat the tokens.
-    begun = await sample_partially(flight, 1, steps=10)
-    size = len(begun[0].completion_ids)
-    (on,) = await flight.engine.generate(SHORT, seeds=[0], partial_rollouts=begun)
+    partials = await sample_partially(flight, 1, steps=10)
+    size = len(partials[0].completion_ids)
+    (resumed,) = await flight.engine.generate(SHORT, seeds=[0], partial_rollouts=partials)
     (fresh,) = await flight.engine.generate(
-        begun[0].token_ids, seeds=[0], max_new_tokens=LIMIT - size
+        partials[0].token_ids, seeds=[0], max_new_tokens=LIMIT - size
     )
-    assert on.token_ids.tolist() != fresh.token_ids.tolist()
+    assert resumed.token_ids.tolist() != fresh.token_ids.tolist()
     (drawn,) = await flight.engine.generate(
-        begun[0].token_ids, seeds=[derive_continuation_seed(0, size)], max_new_tokens=LIMIT - size
+        partials[0].token_ids,
+        seeds=[derive_continuation_seed(0, size)],
+        max_new_tokens=LIMIT - size,
     )
-    assert on.token_ids.tolist() == drawn.token_ids.tolist()
+    assert resumed.token_ids.tolist() == drawn.token_ids.tolist()
 
 
 async def test_resume_returns_finished_rollouts_and_finishes_full_ones_by_length(flight: Flight):
@@ -99,23 +101,23 @@ async def test_resume_returns_finished_rollouts_and_finishes_full_ones_by_length
     finished = await flight.engine.generate(SHORT, seeds=range(8))
     assert {r.finish_reason for r in finished} == {FinishReason.STOP, FinishReason.LENGTH}
     again = await flight.engine.generate(SHORT, seeds=range(8), partial_rollouts=finished)
-    assert all(one is other for one, other in zip(again, finished, strict=True))
+    assert all(rollout is expected for rollout, expected in zip(again, finished, strict=True))
     await flight.load(endless_model(seed=1))
-    begun = await sample_partially(flight, 2, steps=10)
-    size = len(begun[0].completion_ids)
-    mixed = [finished[0], begun[1]]
+    partials = await sample_partially(flight, 2, steps=10)
+    size = len(partials[0].completion_ids)
+    mixed = [finished[0], partials[1]]
     first, second = await flight.engine.generate(SHORT, seeds=[5, 6], partial_rollouts=mixed)
     assert first is finished[0]
     assert len(second.completion_ids) == LIMIT
     (full,) = await flight.engine.generate(
-        SHORT, seeds=[0], partial_rollouts=begun[:1], max_new_tokens=size
+        SHORT, seeds=[0], partial_rollouts=partials[:1], max_new_tokens=size
     )
     assert full.finish_reason is FinishReason.LENGTH
-    assert full.token_ids.tolist() == begun[0].token_ids.tolist()
+    assert full.token_ids.tolist() == partials[0].token_ids.tolist()
     with pytest.raises(ValueError, match="1 partial rollouts for 2 seeds"):
-        await flight.engine.generate(SHORT, seeds=[0, 1], partial_rollouts=begun[:1])
+        await flight.engine.generate(SHORT, seeds=[0, 1], partial_rollouts=partials[:1])
     with pytest.raises(ValueError, match="does not start with the prompt"):
-        await flight.engine.generate(LONG, seeds=[0], partial_rollouts=begun[:1])
+        await flight.engine.generate(LONG, seeds=[0], partial_rollouts=partials[:1])
 
 
 async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_ones(flight: Flight):
@@ -131,38 +133,41 @@ async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_on
     }
     await flight.steps(5)
     partials = await flight.engine.collect_partial_rollouts()
-    found = {name: columns_to_rollouts(columns) for name, columns in partials.items()}
-    assert found.keys() == {"a", "b"}
-    sizes = {name: [len(r.completion_ids) for r in rollouts] for name, rollouts in found.items()}
+    rollouts_by_call = {name: columns_to_rollouts(columns) for name, columns in partials.items()}
+    assert rollouts_by_call.keys() == {"a", "b"}
+    sizes = {
+        name: [len(r.completion_ids) for r in rollouts]
+        for name, rollouts in rollouts_by_call.items()
+    }
     assert all(5 <= size < 80 for size in sizes["a"]), "16 run at once: 2, 12 and 2"
     assert [size > 0 for size in sizes["b"]] == [True] * 2 + [False] * 10
     for name, call in calls.items():
-        for partial, whole in zip(found[name], await call, strict=True):
+        for partial, finished in zip(rollouts_by_call[name], await call, strict=True):
             num = len(partial.token_ids)
             assert partial.finish_reason is FinishReason.ABORT
-            assert partial.token_ids.tolist() == whole.token_ids[:num].tolist()
-            assert np.array_equal(partial.generator_logprobs, whole.generator_logprobs[:num])
-            assert np.array_equal(partial.policy_version, whole.policy_version[:num])
+            assert partial.token_ids.tolist() == finished.token_ids[:num].tolist()
+            assert np.array_equal(partial.generator_logprobs, finished.generator_logprobs[:num])
+            assert np.array_equal(partial.policy_version, finished.policy_version[:num])
     await unwatched
 
 
 async def test_on_finished_is_called_for_each_finished_rollout(flight: Flight):
     """Counts rollouts finished before the call, too; a longer partial rollout finishes earlier."""
-    near = await sample_partially(flight, 3, steps=40)
-    far = await sample_partially(flight, 3, steps=10)
-    limit = len(near[0].completion_ids)
-    begun, running_counts = [near[0], near[1], far[2]], []
-    sizes = [len(rollout.completion_ids) for rollout in begun]
+    longer = await sample_partially(flight, 3, steps=40)
+    shorter = await sample_partially(flight, 3, steps=10)
+    limit = len(longer[0].completion_ids)
+    partials, running_counts = [longer[0], longer[1], shorter[2]], []
+    sizes = [len(rollout.completion_ids) for rollout in partials]
     assert sizes[0] == limit > sizes[2]
     watch = ProgressWatch("a", lambda: running_counts.append(flight.engine.num_running))
     call = flight.engine.generate(
-        SHORT, seeds=range(3), partial_rollouts=begun, watch=watch, max_new_tokens=limit + 5
+        SHORT, seeds=range(3), partial_rollouts=partials, watch=watch, max_new_tokens=limit + 5
     )
     await call
     assert running_counts == [2, 1, 0]
     running_counts.clear()
     await flight.engine.generate(
-        SHORT, seeds=range(3), partial_rollouts=begun, watch=watch, max_new_tokens=9
+        SHORT, seeds=range(3), partial_rollouts=partials, watch=watch, max_new_tokens=9
     )
     assert len(running_counts) == 3, "all were finished"
 
@@ -232,9 +237,9 @@ async def test_compute_logprobs_does_not_wait_for_rollouts(flight: Flight):
         flight.engine.generate(SHORT, seeds=range(CONCURRENT - NUM_SEQUENCES))
     )
     await flight.steps(5)
-    began = flight.log.num_steps
+    start_steps = flight.log.num_steps
     await flight.engine.compute_logprobs([LONG] * NUM_SEQUENCES)
-    assert flight.log.num_steps - began < LIMIT * 3 / 4
+    assert flight.log.num_steps - start_steps < LIMIT * 3 / 4
     assert not running.done()
     await running
 
@@ -287,6 +292,6 @@ async def test_aliased_weights_outlive_their_publisher(flight: Flight):
     tensors = packed(weights, version)
     await flight.engine.load_weights(tensors, version)
     del tensors
-    rubbish = [np.full(1 << 20, 0.5, np.float32) for _ in range(8)]
-    assert len(rubbish) == 8
+    allocations = [np.full(1 << 20, 0.5, np.float32) for _ in range(8)]
+    assert len(allocations) == 8
     assert worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4

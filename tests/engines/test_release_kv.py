@@ -51,8 +51,8 @@ async def test_rollouts_continue_with_the_same_tokens_after_sleep(engines: Engin
         # Other memory that the process has freed meanwhile is not allocated again.
         assert before_mb - held_mb() < 0.5 * KV_MB
     disturbed = await running
-    for one, other in zip(undisturbed, disturbed, strict=True):
-        assert np.array_equal(one.token_ids, other.token_ids)
+    for expected, rollout in zip(undisturbed, disturbed, strict=True):
+        assert np.array_equal(expected.token_ids, rollout.token_ids)
     assert worst_error(disturbed, flight.models) < 1e-4
 
 

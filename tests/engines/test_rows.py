@@ -65,9 +65,9 @@ def test_an_algorithm_makes_better_rollouts_likelier(results, model_path, tmp_pa
 
 @pytest.mark.parametrize("name", ROWS)
 def test_an_algorithm_makes_the_same_updates_for_any_ranks_and_micro_batches(results, name):
-    (alone,), pair = results[f"row/{ONE.label}/{name}"], results[f"row/{TWO.label}/{name}"]
+    (single_rank,), pair = results[f"row/{ONE.label}/{name}"], results[f"row/{TWO.label}/{name}"]
     for case in pair:
-        assert case["norms"] == pytest.approx(alone["norms"], rel=1e-4)
-        for parameter, expected in alone["parameters"].items():
-            far = (case["parameters"][parameter] - expected).abs().max().item()
-            assert far < 0.2 * SEVERAL_LR, parameter
+        assert case["norms"] == pytest.approx(single_rank["norms"], rel=1e-4)
+        for parameter, expected in single_rank["parameters"].items():
+            difference = (case["parameters"][parameter] - expected).abs().max().item()
+            assert difference < 0.2 * SEVERAL_LR, parameter

@@ -39,9 +39,9 @@ class Forks:
     def __getattr__(self, name: str) -> Any:
         return getattr(forked.context(), name)
 
-    def Process(self, *, target: Any, kwargs: Any, **more: Any) -> Any:  # noqa: N802
+    def Process(self, *, target: Any, kwargs: Any, **options: Any) -> Any:  # noqa: N802
         arguments = (dict(os.environ), target, kwargs)
-        process = forked.context().Process(target=in_environment, args=arguments, **more)
+        process = forked.context().Process(target=in_environment, args=arguments, **options)
         self.started.append(process)
         return process
 
@@ -119,24 +119,28 @@ async def test_every_version_reaches_every_rank(tmp_path: Path):
     assert not [path for path in shared if path.exists()]
 
 
-@pytest.mark.parametrize("over", ["rollouts", "weights"])
+@pytest.mark.parametrize("activity", ["rollouts", "weights"])
 async def test_a_dead_rank_is_reported_and_ends_the_other_ranks(
-    tmp_path: Path, over: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, activity: str, monkeypatch: pytest.MonkeyPatch
 ):
     # vLLM would shut the engine down on garbage collection, when the next one may run already.
     shut_down: list[None] = []
-    frees = vllm_engine.shut_down_engine
-    monkeypatch.setattr(vllm_engine, "shut_down_engine", lambda one: shut_down.append(frees(one)))
+    shut_down_engine = vllm_engine.shut_down_engine
+    monkeypatch.setattr(
+        vllm_engine,
+        "shut_down_engine",
+        lambda dead_engine: shut_down.append(shut_down_engine(dead_engine)),
+    )
     model = tiny_model(tied=True, seed=1)
     async with started(model, tmp_path) as engine:
         await engine.load_weights(weights_of(model), 0)
         work: Coroutine[Any, Any, object]
-        if over == "rollouts":
+        if activity == "rollouts":
             work = engine.generate(SHORT, seeds=range(8), max_new_tokens=500)
         else:
             work = engine.load_weights(weights_of(model), 1)
         running = asyncio.create_task(work)
-        await asyncio.sleep(0.5 if over == "rollouts" else 0.0)
+        await asyncio.sleep(0.5 if activity == "rollouts" else 0.0)
         ranks()[1].kill()
         with pytest.raises(StreamError, match="a process of the split engine has died"):
             async with asyncio.timeout(60):

@@ -104,13 +104,15 @@ def test_a_value_scorer_merges_adapters_and_loads_the_head(model_path):
     layer = "model.layers.0.self_attn.q_proj"
     published = {layer + LORA_A_SUFFIX: a, layer + LORA_B_SUFFIX: b, LORA_SCALE: torch.tensor(0.5)}
     published |= {name: p for name, p in trained.named_parameters() if name.startswith("score.")}
-    scorer, other = scorer_of(model_path), scorer_of(model_path)
+    scorer, expected_scorer = scorer_of(model_path), scorer_of(model_path)
     with torch.no_grad():
         trained.get_submodule(layer).weight += 0.5 * b @ a
-    other.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
+    expected_scorer.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
     for _ in range(2):
         scorer.load_weights(published)
-        actual, expected_values = (one.compute_values(COLUMNS) for one in (scorer, other))
+        actual, expected_values = (
+            value_scorer.compute_values(COLUMNS) for value_scorer in (scorer, expected_scorer)
+        )
         np.testing.assert_allclose(actual, expected_values, atol=1e-6)
 
 
@@ -122,10 +124,10 @@ def test_a_value_scorer_of_a_shared_model_loads_its_part_of_the_policy(model_pat
     model.score.load_state_dict(critic.score.state_dict())
     shared = scorer_of(model_path, shares_policy=True)
     shared.load_weights(dict(model.named_parameters(remove_duplicate=False)))
-    alone = scorer_of(model_path)
-    alone.load_weights(dict(critic.named_parameters(remove_duplicate=False)))
+    separate = scorer_of(model_path)
+    separate.load_weights(dict(critic.named_parameters(remove_duplicate=False)))
     np.testing.assert_allclose(
-        shared.compute_values(COLUMNS), alone.compute_values(COLUMNS), atol=1e-6
+        shared.compute_values(COLUMNS), separate.compute_values(COLUMNS), atol=1e-6
     )
     with pytest.raises(WeightsError, match="the weights lack"):
         shared.load_weights(dict(tiny_model(tied=True, seed=1).named_parameters()))

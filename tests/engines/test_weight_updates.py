@@ -102,9 +102,11 @@ def changed(model: PreTrainedModel, pattern: str) -> PreTrainedModel | None:
     return model if group_parameters else None
 
 
-def distance(model: PreTrainedModel, other: PreTrainedModel, rollouts: list[Rollout]) -> float:
+def distance(
+    model: PreTrainedModel, other_model: PreTrainedModel, rollouts: list[Rollout]
+) -> float:
     return max(
-        float(np.abs(forward_logprobs(model, r) - forward_logprobs(other, r)).max())
+        float(np.abs(forward_logprobs(model, r) - forward_logprobs(other_model, r)).max())
         for r in rollouts
     )
 
@@ -171,7 +173,7 @@ async def test_each_group_of_parameters_is_loaded(
 async def test_each_group_of_parameters_is_loaded_through_reload_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(weight_loader, "bind_parameters", lambda *of: [])
+    monkeypatch.setattr(weight_loader, "bind_parameters", lambda *args: [])
     base = family_model("qwen2", tied=True)
     async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
         await check_each_group(engine, base)

@@ -17,10 +17,10 @@ def make_rollout(rng: np.random.Generator, completion: int) -> Rollout:
         finish_reason=FinishReason.STOP,
     )
     if completion > 5:
-        foreign = len(prompt) + 2
-        rollout.loss_mask[foreign] = False
-        rollout.generator_logprobs[foreign] = 0
-        rollout.policy_version[foreign] = -1
+        env_index = len(prompt) + 2
+        rollout.loss_mask[env_index] = False
+        rollout.generator_logprobs[env_index] = 0
+        rollout.policy_version[env_index] = -1
     return rollout
 
 

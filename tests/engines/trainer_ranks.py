@@ -143,10 +143,10 @@ class RankJob:
             pretraining=pretraining,
         )
 
-    def meet(self, occasion: str) -> None:
+    def meet(self, event: str) -> None:
         """Wait until both processes are here; the test's own timeout applies."""
-        (self.folder / f"{occasion}_{self.rank}").touch()
-        while not (self.folder / f"{occasion}_{1 - self.rank}").exists():
+        (self.folder / f"{event}_{self.rank}").touch()
+        while not (self.folder / f"{event}_{1 - self.rank}").exists():
             time.sleep(0.05)
 
 
@@ -225,20 +225,20 @@ def save_and_resume(job: RankJob, layout: Layout) -> None:
     first = second_step(trainer, layout)
     trainer.close()
     trainer = job.trainer(layout, warmup_steps=4)
-    for other in job.saved:
-        trainer.load_training_state(other.folder)
+    for state in job.saved:
+        trainer.load_training_state(state.folder)
         loaded = parameters_of(trainer)
         job.results.setdefault(f"moved/{layout.label}", []).append(
-            Moved(other.label, other.parameters, loaded, second_step(trainer, layout))
+            Moved(state.label, state.parameters, loaded, second_step(trainer, layout))
         )
     trainer.load_training_state(folder)
     # The state is restored on demand. Others may still be reading the first files.
     trainer.offload_optimizer()
     trainer.save_training_state(job.folder / f"{layout.label}-again")
     trainer.offload_optimizer()
-    gone = trainer._optimizer_offload._offloaded_storages
-    assert isinstance(gone, DiskOffload)
-    job.results[f"offloaded/{layout.label}"] = sum(size for _, size in gone._sizes)
+    offload = trainer._optimizer_offload._offloaded_storages
+    assert isinstance(offload, DiskOffload)
+    job.results[f"offloaded/{layout.label}"] = sum(size for _, size in offload._sizes)
     job.saved.append(Saved(layout.label, folder, saved))
     job.results[f"resume/{layout.label}"] = [first, second_step(trainer, layout)]
     trainer.close()
@@ -248,19 +248,19 @@ def master_weights(job: RankJob, layout: Layout) -> None:
     """Run and save a bfloat16 step in each stage; run the second step from there in all stages."""
     saved: dict[int, Path] = {}
     for stage in (1, 2, 3):
-        at = replace(layout, zero_stage=stage)
+        stage_layout = replace(layout, zero_stage=stage)
         folder = job.folder / f"bf16-{job.rank}-{stage}"
-        trainer = job.trainer(at, dtype="bfloat16", lr=SEVERAL_LR)
+        trainer = job.trainer(stage_layout, dtype="bfloat16", lr=SEVERAL_LR)
         train_step(trainer, 1, 1)
         trainer.save_training_state(folder)
-        first = second_step(trainer, at)
+        first = second_step(trainer, stage_layout)
         trainer.close()
         saved[stage] = folder
         runs = {}
-        for other, path in saved.items():
-            trainer = job.trainer(at, dtype="bfloat16", lr=SEVERAL_LR)
+        for source_stage, path in saved.items():
+            trainer = job.trainer(stage_layout, dtype="bfloat16", lr=SEVERAL_LR)
             trainer.load_training_state(path)
-            runs[other] = second_step(trainer, at)
+            runs[source_stage] = second_step(trainer, stage_layout)
             trainer.close()
         job.results[f"bf16_state/{stage}"] = (first, runs)
 
@@ -337,12 +337,14 @@ def resume_from_one_rank(job: RankJob, layout: Layout) -> None:
     trainer = job.trainer(single)
     train_step(trainer, 1, 1)
     trainer.save_training_state(job.folder / f"single-{layout.label}-{job.rank}")
-    alone = parameters_of(trainer)
+    saved_parameters = parameters_of(trainer)
     trainer.close()
     trainer = job.trainer(layout)
     # Wait until both have saved: gathering takes both ranks.
     trainer.load_training_state(job.folder / f"single-{layout.label}-0")
-    moved = Moved(single.label, alone, parameters_of(trainer), second_step(trainer, layout))
+    moved = Moved(
+        single.label, saved_parameters, parameters_of(trainer), second_step(trainer, layout)
+    )
     job.results[f"grown/{layout.label}"] = moved
     trainer.close()
 
@@ -612,10 +614,10 @@ def run_ranks(
     order = sorted(cases, key=lambda case: case.layout.backend, reverse=True)
     last = [case for case in order if case.name == miss_collective.__name__]
     order = [case for case in order if case not in last]
-    together = [case for case in order if case.layout.world_size == 2]
-    alone = [case for case in order if case.layout.world_size == 1]
-    plans = [[*together, *alone[rank::2], *last] for rank in range(2)]
-    ports = find_free_ports(len(together) * PORTS_PER_CASE + len(last))
+    two_rank_cases = [case for case in order if case.layout.world_size == 2]
+    single_rank_cases = [case for case in order if case.layout.world_size == 1]
+    plans = [[*two_rank_cases, *single_rank_cases[rank::2], *last] for rank in range(2)]
+    ports = find_free_ports(len(two_rank_cases) * PORTS_PER_CASE + len(last))
     arguments = [(rank, plan, model_path, folder, ports) for rank, plan in enumerate(plans)]
     results: dict[str, list[Any]] = {}
     for process_results in forked.run(sit, arguments, timeout_s=timeout_s):

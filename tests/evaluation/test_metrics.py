@@ -67,8 +67,8 @@ def test_k_is_every_power_of_two_and_all_samples(samples, ks):
 def test_maj_at_k_scores_the_majority_answer(answers, passed, chance):
     single = np.array([passed], np.bool_)
     assert compute_maj_at_k(single, np.array([answers], np.int64)) == chance
-    both = np.concatenate([single, np.zeros((1, 4), np.bool_)])
-    assert compute_maj_at_k(both, np.array([answers, [1, 1, 1, 1]], np.int64)) == chance / 2
+    two_prompts = np.concatenate([single, np.zeros((1, 4), np.bool_)])
+    assert compute_maj_at_k(two_prompts, np.array([answers, [1, 1, 1, 1]], np.int64)) == chance / 2
 
 
 def test_the_mean_interval_is_clustered_by_prompt():
@@ -79,12 +79,12 @@ def test_the_mean_interval_is_clustered_by_prompt():
 
 
 def test_correlated_completions_of_a_prompt_widen_the_interval():
-    alike = compute_fraction_interval(passes(0, 4, 0, 4, 4, 0, 0, 4, 0, 4))
+    correlated = compute_fraction_interval(passes(0, 4, 0, 4, 4, 0, 0, 4, 0, 4))
     mixed = compute_fraction_interval(passes(2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
-    assert mixed[1] - mixed[0] < (alike[1] - alike[0]) * 0.6
+    assert mixed[1] - mixed[0] < (correlated[1] - correlated[0]) * 0.6
     # n* = p (1 - p) / SE^2 = 0.25 / (2.5 / 90) = 9; half width at p = 1/2: z / 2 sqrt(n* + z^2).
     half = 1.96 / (2 * math.sqrt(9 + 1.96**2))
-    assert alike == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
+    assert correlated == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
 
 
 def test_the_interval_of_a_perfect_score_has_a_width():

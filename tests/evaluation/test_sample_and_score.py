@@ -121,15 +121,15 @@ async def test_maj_at_k_requires_answers_from_every_source():
 
 async def seeds_used(delays, **settings):
     """Return the seeds of each prompt if generation takes these delays."""
-    seen = {}
+    seeds_by_uid = {}
 
     async def slow(prompt, seeds):
         await asyncio.sleep(delays[prompt.token_ids[0]])
-        seen[prompt.uid] = list(seeds)
+        seeds_by_uid[prompt.uid] = list(seeds)
         return await generate(prompt, seeds)
 
     await evaluate(prompts("", "", ""), generate=slow, **settings)
-    return seen
+    return seeds_by_uid
 
 
 async def test_seeds_depend_only_on_prompt_and_config():
@@ -165,13 +165,13 @@ async def test_concurrency_bounds_prompts_in_flight(concurrency):
 
 def failing_scores(table, failing):
     """Return a score function that fails once for each uid in `failing`."""
-    right = scoring(table)
+    score_all = scoring(table)
 
     async def score(prompt, rollouts):
         if prompt.uid in failing:
             failing.remove(prompt.uid)  # evaluate_policy does not retry
             raise RewardError("judge is down")
-        return await right(prompt, rollouts)
+        return await score_all(prompt, rollouts)
 
     return score
 

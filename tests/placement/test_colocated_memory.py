@@ -17,14 +17,14 @@ SIZES = (
 )
 
 
-def make_memory(**other: int) -> WorkerMemory:
+def make_memory(**changes: int) -> WorkerMemory:
     """Return a memory of 4 MB weights, 8 optimizer, 4 gradients, 30 activations, 64 KV cache.
 
     Update buffers are smaller than activations, so they do not determine the peak.
     """
     sizes = {"weights": 4, "serving_weights": 0, "optimizer": 8, "gradients": 4, "activations": 30}
     sizes |= {"update_buffers": 12, "kv_cache": 64}
-    sizes_bytes: dict[str, Any] = {name: size * MB for name, size in {**sizes, **other}.items()}
+    sizes_bytes: dict[str, Any] = {name: size * MB for name, size in {**sizes, **changes}.items()}
     return WorkerMemory(**sizes_bytes)
 
 

@@ -10,8 +10,8 @@ from streamrl.placement.meshes import Mesh, iter_meshes, list_node_runs
 def test_iter_meshes_lists_all_meshes_of_two_nodes():
     meshes = list(iter_meshes(Cluster.from_text("2x4xA100")))
     assert meshes == [
-        *(Mesh(at, 1) for at in range(8)),
-        *(Mesh(at, 2) for at in (0, 2, 4, 6)),
+        *(Mesh(first, 1) for first in range(8)),
+        *(Mesh(first, 2) for first in (0, 2, 4, 6)),
         *(Mesh(0, 4), Mesh(4, 4), Mesh(0, 8)),
     ]
 

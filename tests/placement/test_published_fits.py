@@ -41,16 +41,16 @@ def test_handover_of_a_padded_batch_ignores_the_number_of_devices():
 @pytest.mark.parametrize("part", ["own", "update"])
 def test_scoring_and_training_wait_for_one_handover(part: str):
     run = find_run("7b-28k", 64)
-    at_once = replace(verl.DEFAULT_CALIBRATION, handoff_token_s=0.0)
+    without_handoff = replace(verl.DEFAULT_CALIBRATION, handoff_token_s=0.0)
     more_s = (
         verl_fit.predict_parts(run, verl.DEFAULT_CALIBRATION)[part][1]
-        - verl_fit.predict_parts(run, at_once)[part][1]
+        - verl_fit.predict_parts(run, without_handoff)[part][1]
     )
     assert more_s == pytest.approx(verl.compute_handoff_s(run), rel=0.01)
 
 
 def test_entropy_adds_time_only_with_megatron():
-    twice = replace(verl.DEFAULT_CALIBRATION, entropy=2 * verl.DEFAULT_CALIBRATION.entropy)
+    doubled = replace(verl.DEFAULT_CALIBRATION, entropy=2 * verl.DEFAULT_CALIBRATION.entropy)
 
     def own_s(run: VerlRun, calibration: verl.VerlCalibration) -> float:
         return verl_fit.predict_parts(run, calibration)["own"][1] - verl.compute_handoff_s(
@@ -58,8 +58,8 @@ def test_entropy_adds_time_only_with_megatron():
         )
 
     fsdp2, megatron = find_run("7b-20k", 16), find_run("7b-8k", 16)
-    assert own_s(fsdp2, twice) == own_s(fsdp2, verl.DEFAULT_CALIBRATION)
-    assert own_s(megatron, twice) == pytest.approx(
+    assert own_s(fsdp2, doubled) == own_s(fsdp2, verl.DEFAULT_CALIBRATION)
+    assert own_s(megatron, doubled) == pytest.approx(
         2 * own_s(megatron, verl.DEFAULT_CALIBRATION), rel=0.01
     )
 
@@ -88,19 +88,19 @@ def test_one_step_off_takes_the_longer_of_generation_and_training():
 )
 def test_verl_constants_are_a_local_minimum(name: str):
     best = sum_squares(verl.DEFAULT_CALIBRATION)
-    for times in (0.9, 1.1):
-        other = replace(
-            verl.DEFAULT_CALIBRATION, **{name: times * vars(verl.DEFAULT_CALIBRATION)[name]}
+    for factor in (0.9, 1.1):
+        perturbed = replace(
+            verl.DEFAULT_CALIBRATION, **{name: factor * vars(verl.DEFAULT_CALIBRATION)[name]}
         )
-        assert sum_squares(other) > best
+        assert sum_squares(perturbed) > best
 
 
 @pytest.mark.parametrize("name", nemo_fit.NAMES)
 def test_nemo_constants_are_a_local_minimum(name: str):
     best = sum_nemo_squares(nemo.CONSTANTS)
-    for times in (0.9, 1.1):
-        other = replace(nemo.CONSTANTS, **{name: times * vars(nemo.CONSTANTS)[name]})
-        assert sum_nemo_squares(other) > best
+    for factor in (0.9, 1.1):
+        perturbed = replace(nemo.CONSTANTS, **{name: factor * vars(nemo.CONSTANTS)[name]})
+        assert sum_nemo_squares(perturbed) > best
 
 
 def test_calibration_round_trips_through_logarithms():

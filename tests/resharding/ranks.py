@@ -67,8 +67,10 @@ def fill(storage: ShardStorage, version: int) -> ShardStorage:
 
 
 def holds(storage: ShardStorage, version: int) -> bool:
-    same = all(view.equal(full_tensors(version)[name][box.slices]) for name, box, view in storage)
-    return same and storage.version == version
+    is_equal = all(
+        view.equal(full_tensors(version)[name][box.slices]) for name, box, view in storage
+    )
+    return is_equal and storage.version == version
 
 
 def switch(
@@ -79,15 +81,15 @@ def switch(
     Returns whether both results are right, and the stats of the second run.
     """
     rank = dist.get_rank()
-    apart = allocate_storage(source, rank, DTYPES), allocate_storage(target, rank, DTYPES)
+    separate = allocate_storage(source, rank, DTYPES), allocate_storage(target, rank, DTYPES)
     exact = []
-    for version, (held_storage, into) in (
-        (3, apart),
+    for version, (source_storage, target_storage) in (
+        (3, separate),
         (4, allocate_overlapping(source, target, rank, DTYPES)),
     ):
-        fill(into, 2)
-        moved = executor.run(fill(held_storage, version), into)
-        exact.append(holds(into, version) and moved.version == version)
+        fill(target_storage, 2)
+        moved = executor.run(fill(source_storage, version), target_storage)
+        exact.append(holds(target_storage, version) and moved.version == version)
     return {
         "exact": all(exact),
         "received": moved.received_bytes,
@@ -157,16 +159,18 @@ def shared() -> dict[str, Any]:
     """Reshard training shards inside the generation weights; data that stays is not copied."""
     rank = dist.get_rank()
     source, target = layout("1-4-1"), layout("1-2-2")
-    into = allocate_storage(target, rank, DTYPES)
+    target_storage = allocate_storage(target, rank, DTYPES)
     # Rank 0 serves the first half and trains its first quarter; rank 3 trains the last quarter.
     stays = rank in (0, 3)
-    held_storage = (
-        create_from_storage(source, rank, into) if stays else allocate_storage(source, rank, DTYPES)
+    source_storage = (
+        create_from_storage(source, rank, target_storage)
+        if stays
+        else allocate_storage(source, rank, DTYPES)
     )
     moved = PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(
-        fill(held_storage, 5), into
+        fill(source_storage, 5), target_storage
     )
-    return {"exact": holds(into, 5), "copied": moved.copied_bytes}
+    return {"exact": holds(target_storage, 5), "copied": moved.copied_bytes}
 
 
 def small_buckets() -> list[str]:
@@ -214,16 +218,18 @@ def odd_version() -> dict[str, str]:
     """Give one rank a different version: no rank moves anything."""
     rank = dist.get_rank()
     source, target = layout("1-4-1"), layout("1-2-2")
-    held_storage, into = (
+    source_storage, target_storage = (
         allocate_storage(source, rank, DTYPES),
         allocate_storage(target, rank, DTYPES),
     )
-    fill(held_storage, 8 if rank == 2 else 7)
-    fill(into, 6)
+    fill(source_storage, 8 if rank == 2 else 7)
+    fill(target_storage, 6)
     try:
-        PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(held_storage, into)
+        PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(
+            source_storage, target_storage
+        )
     except WeightsError as error:
-        return {"error": str(error), "kept": str(holds(into, 6))}
+        return {"error": str(error), "kept": str(holds(target_storage, 6))}
     return {"error": "", "kept": ""}
 
 
@@ -235,12 +241,12 @@ def absent() -> dict[str, str]:
     if rank == WORLD - 1:
         time.sleep(LATE_S + 2.0)
         return {"error": "absent"}
-    held_storage, into = (
+    source_storage, target_storage = (
         allocate_storage(source, rank, DTYPES),
         allocate_storage(target, rank, DTYPES),
     )
     try:
-        executor.run(fill(held_storage, 9), into)
+        executor.run(fill(source_storage, 9), target_storage)
     except WeightsError as error:
         return {"error": str(error)}
     return {"error": ""}

@@ -54,7 +54,7 @@ def report(
     source: ModelLayout,
     target: ModelLayout,
     cluster: NodeTopology,
-    made: Iterable[BoxCopy],
+    copies: Iterable[BoxCopy],
     *,
     keeps_copy: bool,
 ) -> dict[int, tuple[dict[str, int], dict[str, int], int, int]]:
@@ -63,13 +63,13 @@ def report(
     ranks = sorted({*source.ranks, *target.ranks})
     received = {rank: dict.fromkeys(LINK_KINDS, 0) for rank in ranks}
     sent = {rank: dict.fromkeys(LINK_KINDS, 0) for rank in ranks}
-    arrived: dict[tuple[int, str], list[TensorBox]] = defaultdict(list)
-    for copy in made:
+    received_boxes: dict[tuple[int, str], list[TensorBox]] = defaultdict(list)
+    for copy in copies:
         tensor, box = copy.named_box
         link = cluster.get_link(copy.source, copy.destination)
         received[copy.destination][link] += box.numel * sizes[tensor]
         sent[copy.source][link] += box.numel * sizes[tensor]
-        arrived[copy.destination, tensor].append(box)
+        received_boxes[copy.destination, tensor].append(box)
     counts_by_rank = {}
     for rank in ranks:
         peak = redundant = 0
@@ -79,7 +79,7 @@ def report(
                 target.get_boxes(rank, tensor),
             )
             peak += itemsize * count_union_elements(
-                [*arrived[rank, tensor], *source_boxes, *target_boxes]
+                [*received_boxes[rank, tensor], *source_boxes, *target_boxes]
             )
             redundant += itemsize * count_elements(
                 source_boxes if keeps_copy else subtract_boxes(source_boxes, target_boxes)

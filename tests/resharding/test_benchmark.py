@@ -15,8 +15,8 @@ from streamrl.resharding.grouping import GenerationSizes
 from streamrl.resharding.layouts import create_layout
 
 
-def make_arguments(train: str, generate: str, **more: object) -> list[str]:
-    options = {"train": train, "generate": generate, **more}
+def make_arguments(train: str, generate: str, **settings: object) -> list[str]:
+    options = {"train": train, "generate": generate, **settings}
     return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
 
 

@@ -24,16 +24,16 @@ def boxes(draw: st.DrawFn, dims: int = 3, size: int = 5) -> TensorBox:
 
 
 @given(boxes(), boxes())
-def test_intersection_and_difference_partition_a_box(one: TensorBox, other_box: TensorBox):
-    common, alone = one.intersect(other_box), one.subtract_box(other_box)
-    assert (elements(common) if common else set()) == elements(one) & elements(other_box)
-    assert sum(box.numel for box in alone) == len(elements(one) - elements(other_box))
-    assert set().union(*map(elements, alone)) == elements(one) - elements(other_box)
+def test_intersection_and_difference_partition_a_box(first_box: TensorBox, second_box: TensorBox):
+    common, remainder = first_box.intersect(second_box), first_box.subtract_box(second_box)
+    assert (elements(common) if common else set()) == elements(first_box) & elements(second_box)
+    assert sum(box.numel for box in remainder) == len(elements(first_box) - elements(second_box))
+    assert set().union(*map(elements, remainder)) == elements(first_box) - elements(second_box)
 
 
 @given(st.lists(boxes(dims=2), max_size=5))
-def test_the_union_counts_overlaps_once(some: list[TensorBox]):
-    assert count_union_elements(some) == len(set().union(*map(elements, some)))
+def test_the_union_counts_overlaps_once(overlapping: list[TensorBox]):
+    assert count_union_elements(overlapping) == len(set().union(*map(elements, overlapping)))
 
 
 @given(st.lists(boxes(dims=2), max_size=4))
@@ -44,11 +44,11 @@ def test_subtraction_leaves_exactly_the_elements_in_no_removed_box(removed: list
 
 @given(st.lists(st.integers(1, 4), max_size=4).map(tuple), st.data())
 def test_a_flat_range_is_boxes_in_row_major_order(shape: tuple[int, ...], data: st.DataObject):
-    every = list(itertools.product(*map(range, shape)))
-    start = data.draw(st.integers(0, len(every)))
-    stop = data.draw(st.integers(start, len(every)))
+    indices = list(itertools.product(*map(range, shape)))
+    start = data.draw(st.integers(0, len(indices)))
+    stop = data.draw(st.integers(start, len(indices)))
     range_boxes = [sorted(elements(box)) for box in iter_flat_boxes(shape, start, stop)]
-    assert list(itertools.chain(*range_boxes)) == every[start:stop]
+    assert list(itertools.chain(*range_boxes)) == indices[start:stop]
 
 
 def test_a_flat_range_of_a_matrix_is_a_row_rest_whole_rows_and_a_row_start():

@@ -26,38 +26,40 @@ def named_boxes(draw: st.DrawFn) -> list[NamedBox]:
     return boxes_drawn
 
 
-def num_bytes(some: Iterable[NamedBox]) -> int:
-    return sum(box.numel * SIZES[tensor] for tensor, box in some)
+def num_bytes(named: Iterable[NamedBox]) -> int:
+    return sum(box.numel * SIZES[tensor] for tensor, box in named)
 
 
-def assert_partition(whole: list[NamedBox], parts: list[NamedBox]) -> None:
+def assert_partition(expected: list[NamedBox], parts: list[NamedBox]) -> None:
     """Assert that the parts contain every element of the whole exactly once."""
-    for tensor, box in whole:
-        own_boxes = [part for name, part in parts if name == tensor]
+    for tensor, box in expected:
+        tensor_boxes = [part for name, part in parts if name == tensor]
         assert (
-            count_elements(own_boxes)
-            == count_union_elements(own_boxes)
-            == count_union_elements([*own_boxes, box])
+            count_elements(tensor_boxes)
+            == count_union_elements(tensor_boxes)
+            == count_union_elements([*tensor_boxes, box])
             == box.numel
         )
-    assert num_bytes(parts) == num_bytes(whole)
+    assert num_bytes(parts) == num_bytes(expected)
 
 
 @given(st.lists(named_boxes(), min_size=1, max_size=4), st.integers(0, 100))
 def test_gather_rounds_send_every_element_once_within_a_bucket(
-    contributions: list[list[NamedBox]], more: int
+    contributions: list[list[NamedBox]], extra_bytes: int
 ):
-    bucket = 8 * len(contributions) + more
+    bucket = 8 * len(contributions) + extra_bytes
     rounds = plan_gather_rounds(contributions, SIZES, bucket)
-    for index, whole in enumerate(contributions):
-        assert_partition(whole, [gift for step in rounds for gift in step.contributions[index]])
+    for index, contribution in enumerate(contributions):
+        assert_partition(
+            contribution, [named_box for step in rounds for named_box in step.contributions[index]]
+        )
     evens = [step.is_even for step in rounds]
     assert evens == sorted(evens, reverse=True), "even ones first"
     even_bytes = sum(step.contribution_bytes[0] for step in rounds if step.is_even)
     assert even_bytes == min(map(num_bytes, contributions)) // 8 * 8
     for step in rounds:
         assert 0 < sum(step.contribution_bytes) <= bucket
-        assert list(step.contribution_bytes) == [num_bytes(parcel) for parcel in step.contributions]
+        assert list(step.contribution_bytes) == [num_bytes(boxes) for boxes in step.contributions]
         assert len(set(step.contribution_bytes)) == 1 or not step.is_even
         assert_aligned(step.contributions, step.buffer_offsets)
 
@@ -65,10 +67,10 @@ def test_gather_rounds_send_every_element_once_within_a_bucket(
 def assert_aligned(contributions: Iterable[tuple[NamedBox, ...]], starts: Iterable[int]) -> None:
     """Assert that contributions do not overlap and that every element is aligned."""
     end = 0
-    for parcel, start in zip(contributions, starts, strict=True):
+    for contribution, start in zip(contributions, starts, strict=True):
         assert start >= end
         end = start
-        for tensor, box in parcel:
+        for tensor, box in contribution:
             assert end % SIZES[tensor] == 0
             end += box.numel * SIZES[tensor]
 
@@ -89,15 +91,19 @@ def test_equal_contributions_need_only_all_gathers():
     st.integers(8, 100),
 )
 def test_copy_rounds_send_every_element_once_within_a_bucket(
-    some: list[tuple[list[NamedBox], int, int]], bucket: int
+    transfers: list[tuple[list[NamedBox], int, int]], bucket: int
 ):
-    for whole, source, destination in some:
-        copies = [BoxCopy(gift, source, destination) for gift in whole]
+    for boxes, source, destination in transfers:
+        copies = [BoxCopy(named_box, source, destination) for named_box in boxes]
         rounds = plan_copy_rounds(copies, SIZES, bucket)
         parts = [copy.named_box for copies in rounds for copy in copies]
-        assert_partition([] if source == destination else whole, parts)
-    every = [BoxCopy(gift, source, to) for whole, source, to in some for gift in whole]
-    for copies in plan_copy_rounds(every, SIZES, bucket):
+        assert_partition([] if source == destination else boxes, parts)
+    all_copies = [
+        BoxCopy(named_box, source, receiver)
+        for boxes, source, receiver in transfers
+        for named_box in boxes
+    ]
+    for copies in plan_copy_rounds(all_copies, SIZES, bucket):
         sent: Counter[tuple[str, int]] = Counter()
         for copy in copies:
             sent["from", copy.source] += num_bytes([copy.named_box])

@@ -80,10 +80,10 @@ def test_buckets_bound_the_bytes_in_flight(ranks: list[dict[str, Any]]):
 
 
 def test_the_chosen_executor_moves_as_many_bytes_as_the_copy_plan(ranks: list[dict[str, Any]]):
-    full, everyone = layout("1-1-4"), [list(range(WORLD))]
+    full, all_ranks = layout("1-1-4"), [list(range(WORLD))]
     sources = {
-        "zero": partition_zero3(full, everyone),
-        "fsdp": partition_fsdp2(full, everyone),
+        "zero": partition_zero3(full, all_ranks),
+        "fsdp": partition_fsdp2(full, all_ranks),
         "whole": full,
     }
     for name, source in sources.items():
@@ -139,8 +139,8 @@ def test_versions_are_exchanged_on_the_collective_device(monkeypatch: pytest.Mon
     class MetError(Exception):
         """The tensors reached the collective."""
 
-    def fake_all_gather(into: list[torch.Tensor], mine: torch.Tensor, *, async_op: bool) -> None:
-        raise MetError({tensor.device.type for tensor in (*into, mine)})
+    def fake_all_gather(into: list[torch.Tensor], local: torch.Tensor, *, async_op: bool) -> None:
+        raise MetError({tensor.device.type for tensor in (*into, local)})
 
     monkeypatch.setattr(executors, "get_collective_device", lambda: torch.device("meta"))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)

@@ -115,7 +115,7 @@ def test_vanilla_groups_have_consecutive_ranks(
 
 
 @pytest.mark.parametrize(
-    ("train", "generate", "without"),
+    ("train", "generate", "expected_ranks"),
     [
         ("1-4-2", "1-2-2-2", [1, 2, 5, 6]),
         ("2-4-1", "1-2-4-1", [1, 2, 5, 6]),
@@ -123,7 +123,7 @@ def test_vanilla_groups_have_consecutive_ranks(
     ],
 )
 def test_vanilla_leaves_some_ranks_without_their_training_data(
-    train: str, generate: str, without: list[int]
+    train: str, generate: str, expected_ranks: list[int]
 ):
     grid = RankGrid.from_text(train)
     training_layout = create_layout(even(4), grid.assign_ranks())
@@ -133,7 +133,7 @@ def test_vanilla_leaves_some_ranks_without_their_training_data(
     ).report_bytes()
     assert [
         rank for rank in report.rank_bytes if not report.rank_bytes[rank].received_by_link["local"]
-    ] == without
+    ] == expected_ranks
 
 
 SIZES = st.integers(1, 4)
@@ -155,8 +155,8 @@ def test_zero_redundancy_for_all_dividing_sizes_and_overlap_keeps_as_much(
         received_fraction(report, rank) == pytest.approx(expected) for rank in report.rank_bytes
     )
     assert all(redundant_fraction(report, rank) == 0 for rank in report.rank_bytes)
-    other = create_layout(model, assign_max_overlap(training_layout, sizes))
-    best = plan_copies(training_layout, other, NodeTopology()).report_bytes()
+    overlap_layout = create_layout(model, assign_max_overlap(training_layout, sizes))
+    best = plan_copies(training_layout, overlap_layout, NodeTopology()).report_bytes()
     assert sum(received_fraction(best, rank) for rank in best.rank_bytes) == sum(
         received_fraction(report, rank) for rank in report.rank_bytes
     )

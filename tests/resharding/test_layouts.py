@@ -112,8 +112,8 @@ def assert_covers(layout: ModelLayout, ranks: list[int]) -> None:
         boxes = [box for rank in ranks for box in layout.get_boxes(rank, spec.name)]
         assert count_union_elements(boxes) == spec.numel, spec.name
         for rank in ranks:
-            own = layout.get_boxes(rank, spec.name)
-            assert count_union_elements(own) == count_elements(own)
+            rank_boxes = layout.get_boxes(rank, spec.name)
+            assert count_union_elements(rank_boxes) == count_elements(rank_boxes)
 
 
 @given(GRIDS, ORDERS)

@@ -88,13 +88,13 @@ def test_copy_plans_equal_the_reference_to_the_byte(
 
 @given(GRIDS, st.sampled_from(sorted(SHARING)), st.booleans(), st.integers(1, 8))
 def test_gather_plans_equal_the_reference_to_the_byte(
-    grid: RankGrid, sharing: str, everyone: bool, per_node: int
+    grid: RankGrid, sharing: str, gathers_all: bool, per_node: int
 ):
     model = odd_model(transformer())
     plain = create_layout(model, grid.assign_ranks())
     source = SHARING[sharing](plain, grid.assign_ranks().list_dp_groups())
     ranks = list(range(grid.num_ranks))
-    groups = [ranks] if everyone else grid.assign_ranks().list_dp_groups()
+    groups = [ranks] if gathers_all else grid.assign_ranks().list_dp_groups()
     for keeps_copy in (False, True):
         plan = plan_gather(source, plain, NodeTopology(per_node), groups, keeps_copy=keeps_copy)
         assert plan.contributions == slow_plans.gives(source, groups)
@@ -114,22 +114,22 @@ def test_equally_sharded_layers_form_one_pattern():
 
 
 def test_planning_cost_grows_with_ranks_but_not_with_layers(monkeypatch: pytest.MonkeyPatch):
-    met: list[TensorBox] = []
+    intersected: list[TensorBox] = []
     plain = TensorBox.intersect
 
     def counting_intersect(box: TensorBox, other: TensorBox) -> TensorBox | None:
-        met.append(box)
+        intersected.append(box)
         return plain(box, other)
 
     monkeypatch.setattr(TensorBox, "intersect", counting_intersect)
 
     def count_intersections(layers: int, ranks: int) -> int:
-        whole = create_layout(transformer(layers=layers), RankGrid(1, 1, ranks).assign_ranks())
-        parts = partition_zero3(whole, [list(range(ranks))])
-        met.clear()
-        plan_copies(parts, whole, NodeTopology()).report_bytes()
-        plan_gather(parts, whole, NodeTopology(), [list(range(ranks))]).report_bytes()
-        return len(met)
+        full = create_layout(transformer(layers=layers), RankGrid(1, 1, ranks).assign_ranks())
+        parts = partition_zero3(full, [list(range(ranks))])
+        intersected.clear()
+        plan_copies(parts, full, NodeTopology()).report_bytes()
+        plan_gather(parts, full, NodeTopology(), [list(range(ranks))]).report_bytes()
+        return len(intersected)
 
     assert count_intersections(4, 8) == count_intersections(40, 8) > 0
     assert count_intersections(4, 32) < 2 * (32 / 8) * count_intersections(4, 8)

@@ -208,19 +208,19 @@ def assert_complete(plan: CopyPlan) -> None:
     """Assert that every needed element comes once, from a rank that holds it."""
     for rank in plan.target.ranks:
         for spec in plan.target.model.tensors:
-            come = [
+            received_boxes = [
                 c.named_box[1]
                 for c in plan.copies
                 if c.destination == rank and c.named_box[0] == spec.name
             ]
             needed = plan.target.get_boxes(rank, spec.name)
             assert (
-                count_elements(come)
-                == count_union_elements(come)
+                count_elements(received_boxes)
+                == count_union_elements(received_boxes)
                 == count_union_elements(needed)
                 == count_elements(needed)
             )
-            assert count_union_elements([*come, *needed]) == count_elements(needed)
+            assert count_union_elements([*received_boxes, *needed]) == count_elements(needed)
     for copy in plan.copies:
         tensor, box = copy.named_box
         assert any(

@@ -310,13 +310,13 @@ def test_a_tensor_larger_than_a_hash_chunk_is_copied_completely():
 
 def test_gaps_between_tensors_are_zeroed():
     def pack(filled_with: int) -> list[tuple[str, bytes]]:
-        rooms = pack_buckets(
+        packed = pack_buckets(
             some_tensors().items(),
             version=1,
             bucket_bytes=200,
             allocate=lambda num_bytes: np.full(num_bytes, filled_with, np.uint8),
         )
-        return [(bucket.checksum, data.tobytes()) for bucket, data in rooms]
+        return [(bucket.checksum, data.tobytes()) for bucket, data in packed]
 
     assert pack(0) == pack(255)
 

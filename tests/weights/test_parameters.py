@@ -24,11 +24,11 @@ def test_a_parameter_set_has_all_names_and_the_tied_groups():
     assert parameters.tied_groups == (frozenset({"embed.weight", "head.weight"}),)
 
 
-@pytest.mark.parametrize("given", ["embed.weight", "head.weight"])
-def test_any_tied_name_is_enough(given: str):
+@pytest.mark.parametrize("tied_name", ["embed.weight", "head.weight"])
+def test_any_tied_name_is_enough(tied_name: str):
     weight = torch.ones(6, 4)
     full = ParameterSet.from_module(Tied()).expand_tied(
-        {given: weight, "norm.weight": torch.ones(4)}
+        {tied_name: weight, "norm.weight": torch.ones(4)}
     )
     assert full["embed.weight"] is weight
     assert full["head.weight"] is weight

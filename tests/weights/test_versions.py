@@ -53,8 +53,10 @@ def test_nodes_pull_in_turns_and_a_failed_node_is_skipped():
         assert await ask("node-2", -1) is None, "a node serves one pull at a time (fanout=1)"
         assert await ask("node-1", -1, fault="it broke") is not None
         assert await ask("node-1", 0) is None, "node-1 has version 0; no newer version exists"
-        both = await asyncio.gather(ask("node-2", -1), ask("node-3", -1))
-        assert all(manifest is not None for manifest in both), "two ready nodes serve a pull each"
+        manifests = await asyncio.gather(ask("node-2", -1), ask("node-3", -1))
+        assert all(manifest is not None for manifest in manifests), (
+            "two ready nodes serve a pull each"
+        )
 
     run_virtual(scenario())
 
@@ -84,7 +86,7 @@ def test_a_fallback_is_not_a_fault():
     reported: list[tuple[str, str, WeightFault]] = []
 
     async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: reported.append(one))
+        registry = WeightRegistry(keep_versions=2, on_fault=lambda *args: reported.append(args))
         pull = PullStats(fallback_reason="it came too late")
         await registry.wait_for_newer("generator-0", ReaderState(4, pull), wait_s=0.0)
         assert registry.drain_stats().num_faults == 0
@@ -124,7 +126,7 @@ def test_critics_count_for_bytes_but_not_for_pauses():
 
 def test_copied_bytes_are_known_only_if_every_pull_reports_them():
     def reported(*copied_bytes: float) -> float:
-        pulls = [PullStats(copied_bytes=each) for each in copied_bytes]
+        pulls = [PullStats(copied_bytes=num_bytes) for num_bytes in copied_bytes]
         return weight_metrics(SyncStats(pulls, 0.5, 0, 0))["weights/copied_bytes"]
 
     assert reported(0) == 0 and reported(30, 12) == 42

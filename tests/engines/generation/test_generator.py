@@ -134,14 +134,14 @@ async def test_a_rollout_that_fills_the_context_finishes_by_length(bench: Bench)
 
 
 async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench):
-    alone = await bench.engine.generate(SHORT, seeds=[11, 12])
-    company = asyncio.create_task(bench.sample(60, max_new_tokens=50))
+    expected = await bench.engine.generate(SHORT, seeds=[11, 12])
+    other_requests = asyncio.create_task(bench.sample(60, max_new_tokens=50))
     await asyncio.sleep(0.02)
-    crowded = await bench.engine.generate(SHORT, seeds=[12, 13, 11])
-    await company
-    assert tokens([crowded[2], crowded[0]]) == tokens(alone)
+    batched = await bench.engine.generate(SHORT, seeds=[12, 13, 11])
+    await other_requests
+    assert tokens([batched[2], batched[0]]) == tokens(expected)
     np.testing.assert_allclose(
-        crowded[2].generator_logprobs, alone[0].generator_logprobs, atol=1e-4
+        batched[2].generator_logprobs, expected[0].generator_logprobs, atol=1e-4
     )
 
 
@@ -230,8 +230,8 @@ async def test_each_version_merges_adapters_into_the_weights_of_the_directory(be
         if size == 0.0:
             await bench.load(model)
             again = await bench.engine.generate(SHORT, seeds=range(16))
-            for one, other in zip(rollouts, again, strict=True):
-                assert np.array_equal(one.generator_logprobs, other.generator_logprobs)
+            for before, after in zip(rollouts, again, strict=True):
+                assert np.array_equal(before.generator_logprobs, after.generator_logprobs)
 
 
 async def test_adapters_of_another_model_are_rejected_without_harm(bench: Bench):

@@ -67,9 +67,9 @@ def test_token_ids_in_the_padding_do_not_matter(model):
 
 
 def test_the_order_of_rows_does_not_matter(model):
-    batch, turned = batch_of(), batch_of(PICKS[::-1])
+    batch, reversed_batch = batch_of(), batch_of(PICKS[::-1])
     torch.testing.assert_close(
-        scores_of(model, turned).logprobs.flip(0), scores_of(model, batch).logprobs
+        scores_of(model, reversed_batch).logprobs.flip(0), scores_of(model, batch).logprobs
     )
 
 
@@ -97,8 +97,8 @@ def test_chunks_change_neither_values_nor_gradients(model, monkeypatch):
         gradient = model.model.embed_tokens.weight.grad.clone()
         results.append((scores.logprobs.detach(), scores.entropy.detach(), gradient))
     model.zero_grad()
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0], atol=1e-4, rtol=1e-5)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], atol=1e-4, rtol=1e-5)
 
 
 def test_logprobs_of_all_tokens_add_up_to_one(model):
@@ -156,7 +156,7 @@ def test_flex_attention_uses_the_prefill_kernel_on_a_gpu(
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     kernel_options = []
 
-    def attend(module: Any, query: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def attend(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         kernel_options.append(kwargs.get("kernel_options"))
         return query.transpose(1, 2).contiguous(), None
 

@@ -65,9 +65,9 @@ def logits_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Callable[[Tens
     return run
 
 
-def furthest(tensors, others) -> float:
-    assert tensors.keys() == others.keys()
-    return max((tensors[name] - others[name]).abs().max().item() for name in others)
+def furthest(tensors, expected) -> float:
+    assert tensors.keys() == expected.keys()
+    return max((tensors[name] - expected[name]).abs().max().item() for name in expected)
 
 
 def adapters_only(published):
@@ -184,7 +184,7 @@ def test_a_version_on_disk_has_the_logprobs_of_the_trainer(results, folder, layo
 @parametrize_layouts("lora_critic", on=CRITICS, quick=[ONE, GATHERED])
 def test_lora_trains_the_whole_value_head_of_a_critic(results, folder, one_kv_head_path, layout):
     head = {"score.weight", "score.bias"}
-    (other,) = results["lora_critic/torch-1"]
+    (single_rank,) = results["lora_critic/torch-1"]
     saved = load_value_model(str(folder / f"lora-critic-{layout.label}"), dtype=torch.float32)
     parameters = ParameterSet.from_module(load_value_model(one_kv_head_path, dtype=torch.float32))
     for case in results[f"lora_critic/{layout.label}"]:
@@ -193,7 +193,7 @@ def test_lora_trains_the_whole_value_head_of_a_critic(results, folder, one_kv_he
             layer + LORA_B_SUFFIX for layer in LAYERS
         } | head | {LORA_SCALE}
         assert all(not torch.equal(published[name], case["start"][name]) for name in head)
-        assert furthest(published, other["published"]) < 0.01 * SEVERAL_LR
+        assert furthest(published, single_rank["published"]) < 0.01 * SEVERAL_LR
         full = build_full_weights(published, parameters, model_path=one_kv_head_path, device=CPU)
         assert furthest(dict(saved.named_parameters()), dict(full)) == 0
 
@@ -259,8 +259,8 @@ def test_lora_targets_match_the_ends_of_names_and_exclude_heads(one_kv_head_path
     critic = load_value_model(one_kv_head_path, dtype=torch.float32)
     for module in (policy, critic):
         assert set(find_lora_layers(module, TrainerConfig(lora_rank=1))) == LAYERS.keys()
-    one = TrainerConfig(lora_rank=1, lora_targets=["1.self_attn.q_proj", "up_proj"])
-    assert find_lora_layers(policy, one) == [
+    config = TrainerConfig(lora_rank=1, lora_targets=["1.self_attn.q_proj", "up_proj"])
+    assert find_lora_layers(policy, config) == [
         "model.layers.0.mlp.up_proj",
         "model.layers.1.self_attn.q_proj",
         "model.layers.1.mlp.up_proj",

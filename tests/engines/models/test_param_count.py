@@ -61,12 +61,12 @@ def test_trained_elements_of_a_small_model_by_hand(tmp_path: Path):
 @pytest.mark.parametrize(("model", "tied"), product(MODELS, (False, True)))
 def test_the_count_from_config_equals_the_built_models(tmp_path: Path, model: str, tied: bool):
     path = write(tmp_path, {**MODELS[model], "tie_word_embeddings": tied})
-    policy, both, critic = load_skeleton(path), load_skeleton(path), load_value_skeleton(path)
-    add_value_head(both, dtype=both.dtype)
+    policy, two_headed, critic = load_skeleton(path), load_skeleton(path), load_value_skeleton(path)
+    add_value_head(two_headed, dtype=two_headed.dtype)
     for config in TRAINERS:
         for module, has_output, has_value in (
             (policy, True, False),
-            (both, True, True),
+            (two_headed, True, True),
             (critic, False, True),
         ):
             count = count_trained_params_from_config(

@@ -98,8 +98,8 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, family: str):
     path = write(tmp_path, family, tie_word_embeddings=family == "gemma2")
     check_weight_files(path, "model.path")
     tensors = load_file(tmp_path / FILE)
-    once = {re.sub(r"\.\d+\.", ".1.", name) for name in tensors}
-    for name in sorted(once):
+    names_of_layer_1 = {re.sub(r"\.\d+\.", ".1.", name) for name in tensors}
+    for name in sorted(names_of_layer_1):
         for odd in ({}, {name: tensors[name].flatten()[:-1].clone()}):
             save_file({**{n: t for n, t in tensors.items() if n != name}, **odd}, tmp_path / FILE)
             with pytest.raises(ConfigError) as caught:
@@ -286,8 +286,10 @@ def test_lora_on_a_model_without_linear_layers_is_rejected(tmp_path: Path):
 def test_a_warning_names_multi_token_prediction_layers(tmp_path: Path):
     path = write(tmp_path, "glm4_moe")
     tensors = load_file(tmp_path / FILE)
-    more = {n.replace(".1.", ".2."): t.clone() for n, t in tensors.items() if ".layers.1." in n}
-    save_file({**tensors, **more}, tmp_path / FILE)
+    extra_tensors = {
+        n.replace(".1.", ".2."): t.clone() for n, t in tensors.items() if ".layers.1." in n
+    }
+    save_file({**tensors, **extra_tensors}, tmp_path / FILE)
     check_model_support(path, "auto")
     (text,) = describe_untrained_layers(path)
     assert "num_nextn_predict_layers=1: " in text
@@ -355,9 +357,9 @@ def test_architectures_must_name_the_trained_class(tmp_path: Path):
     path = write(tmp_path, "llama")
     change(tmp_path, architectures=["LlamaModel"])
     check_model_support(path, "auto")
-    for other in ("MyLlamaForCausalLM", "LlamaForSequenceClassification"):
-        change(tmp_path, architectures=[other])
-        with pytest.raises(ConfigError, match=rf'{other}"\]: must be \["LlamaForCausalLM"\]'):
+    for class_name in ("MyLlamaForCausalLM", "LlamaForSequenceClassification"):
+        change(tmp_path, architectures=[class_name])
+        with pytest.raises(ConfigError, match=rf'{class_name}"\]: must be \["LlamaForCausalLM"\]'):
             check_model_support(path, "auto")
 
 

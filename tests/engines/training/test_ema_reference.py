@@ -71,9 +71,9 @@ def test_the_reference_is_updated_at_the_configured_versions():
     config = ReferenceConfig(every=4)
     assert [v for v in range(13) if config.is_updated_at(v)] == [4, 8, 12]
     assert [config.find_reference_version(v) for v in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
-    still = ReferenceConfig()
-    assert not any(still.is_updated_at(v) for v in range(10))
-    assert still.find_reference_version(7) == 7
+    fixed = ReferenceConfig()
+    assert not any(fixed.is_updated_at(v) for v in range(10))
+    assert fixed.find_reference_version(7) == 7
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,11 @@ def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case:
         assert list(mesh["parameters"]) == list(single["parameters"])
         for name, expected in single["parameters"].items():
             assert mesh["parameters"][name].shape == expected.shape
-            apart = (mesh["parameters"][name] - expected).abs()
-            assert apart.max() <= 2 * UPDATES * LR, name
+            difference = (mesh["parameters"][name] - expected).abs()
+            assert difference.max() <= 2 * UPDATES * LR, name
             # Adam makes full steps of gradients that are rounding, such as those of key biases.
             if not name.endswith("k_proj.bias"):
-                assert (apart > 0.1 * LR).double().mean() < 1e-3, name
+                assert (difference > 0.1 * LR).double().mean() < 1e-3, name
 
 
 @pytest.mark.parametrize("case", EACH)

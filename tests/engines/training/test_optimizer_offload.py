@@ -50,8 +50,8 @@ def test_restored_state_is_bitwise_equal_and_in_the_same_storages():
         assert all(parameter.untyped_storage().nbytes() for parameter in parameters)
         memory.restore_state()
         memory.restore_state()
-        for tensor, was in zip(state_tensors, before, strict=True):
-            assert torch.equal(tensor, was)
+        for tensor, original in zip(state_tensors, before, strict=True):
+            assert torch.equal(tensor, original)
     step(parameters, optimizer)
     assert not torch.equal(state_tensors[-1], before[-1]), "it is the state that is stepped with"
 

@@ -110,12 +110,12 @@ def several_plain_updates():
             rows.append(row)
     mask = torch.cat([row["loss_mask"][0] for row in rows])
     flat = torch.cat([row["advantages"][0] for row in rows])[mask]
-    behind = [row["proximal_logprobs"] - row["generator_logprobs"] for row in rows]
-    squares = torch.cat([x[0] for x in behind])[mask].double().square().sort().values
+    log_ratios = [row["proximal_logprobs"] - row["generator_logprobs"] for row in rows]
+    squares = torch.cat([x[0] for x in log_ratios])[mask].double().square().sort().values
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
     limit = squares[means < SECOND_MOMENT].max()
     sums = []
-    for row, x in zip(rows, behind, strict=True):
+    for row, x in zip(rows, log_ratios, strict=True):
         row["near"] = x.double().square() <= limit * (1 + 1e-6)
         row["advantages"] = (row["advantages"] - flat.mean()) / (flat.var() + 1e-8).sqrt()
     uids = list(GROUPS)
@@ -177,9 +177,11 @@ def plain_critic(model_path):
                     returns.insert(0, advantage + value)
                     value_after, reward = value, 0.0
                 target, before = torch.tensor(returns), old[1:][sampled]
-                near = before + (hidden[sampled] - before).clamp(-VALUE_CLIP, VALUE_CLIP)
-                far = torch.maximum((hidden[sampled] - target) ** 2, (near - target) ** 2)
-                loss = far.sum() / 2
+                clipped = before + (hidden[sampled] - before).clamp(-VALUE_CLIP, VALUE_CLIP)
+                squared_error = torch.maximum(
+                    (hidden[sampled] - target) ** 2, (clipped - target) ** 2
+                )
+                loss = squared_error.sum() / 2
                 (loss / SEVERAL_DIVISOR).backward()
                 total += loss.item()
         losses.append(total)
@@ -210,8 +212,8 @@ def plain_two_headed(coef):
     head = torch.nn.Linear(body.config.hidden_size, 1)
     for parameter in head.parameters():
         torch.nn.init.zeros_(parameter)
-    both = [*body.parameters(), *head.parameters()]
-    optimizer = torch.optim.AdamW(both, lr=SEVERAL_LR, weight_decay=0.0)
+    trained = [*body.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(trained, lr=SEVERAL_LR, weight_decay=0.0)
     settings = PPO.to_settings(max_length=8, reward_weights={})
     for _ in range(2):
         total = torch.zeros(())
@@ -237,13 +239,15 @@ def plain_two_headed(coef):
                     entropy=entropy_from_logits(logits),
                 )
                 values = head(output.hidden_states[-1])[:, :-1, 0]
-                near = row["values"] + (values - row["values"]).clamp(-VALUE_CLIP, VALUE_CLIP)
-                far = torch.maximum((values - row["returns"]) ** 2, (near - row["returns"]) ** 2)
+                clipped = row["values"] + (values - row["values"]).clamp(-VALUE_CLIP, VALUE_CLIP)
+                squared_error = torch.maximum(
+                    (values - row["returns"]) ** 2, (clipped - row["returns"]) ** 2
+                )
                 # PPO averages over tokens, as the value loss does.
-                total = total + loss + coef * far[row["loss_mask"]].sum() / 2
+                total = total + loss + coef * squared_error[row["loss_mask"]].sum() / 2
         optimizer.zero_grad()
         (total / SEVERAL_DIVISOR).backward()
-        torch.nn.utils.clip_grad_norm_(both, 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
     named = dict(body.named_parameters(remove_duplicate=False))
     named |= {f"score.{name}": parameter for name, parameter in head.named_parameters()}
@@ -268,10 +272,10 @@ def test_a_two_headed_model_learns_the_sum_of_both_losses(results, folder, layou
 
 @parametrize_layouts("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
 def test_a_value_loss_of_weight_0_does_not_change_the_policy(results, layout):
-    with_head, alone = (
+    with_head, policy_only = (
         results[f"two_headed/{layout.label}/{coef}"] for coef in (SHARED_COEFS[0], None)
     )
-    for case, expected in zip(with_head, alone, strict=True):
+    for case, expected in zip(with_head, policy_only, strict=True):
         parameters = dict(case["parameters"])
         assert not parameters.pop("score.weight").any()
         assert not parameters.pop("score.bias").any()
@@ -315,9 +319,9 @@ def expected():
     return plain_steps(2)
 
 
-def furthest(parameters, others) -> float:
-    assert parameters.keys() == others.keys()
-    return max((parameters[name] - others[name]).abs().max().item() for name in others)
+def furthest(parameters, expected) -> float:
+    assert parameters.keys() == expected.keys()
+    return max((parameters[name] - expected[name]).abs().max().item() for name in expected)
 
 
 @pytest.mark.parametrize("cuts", CUTS)
@@ -356,8 +360,8 @@ def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(resu
         metrics.append(summarise_policy(total, divisor_of(GROUPS)))
     assert metrics[0].keys() >= {"policy/kl_ref", "loss/kl", "policy/ess", "loss/policy"}
     assert all(math.isfinite(value) for value in metrics[0].values())
-    for other in metrics[1:]:
-        assert other == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+    for split_metrics in metrics[1:]:
+        assert split_metrics == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
 
 
 @parametrize_layouts("save_and_resume", on=SAVED, quick=[TWO, SHARDED])
@@ -371,8 +375,10 @@ def test_resume_continues_as_if_uninterrupted(results, layout):
 
 @parametrize_layouts("save_and_resume", on=SAVED, quick=[TWO, SHARDED])
 def test_the_whole_optimizer_state_is_offloaded(results, expected, layout):
-    once = {name: p for name, p in expected[1].items() if name != "lm_head.weight"}  # it is tied
-    num_bytes = 4 * sum(parameter.numel() for parameter in once.values())
+    unique_parameters = {
+        name: p for name, p in expected[1].items() if name != "lm_head.weight"
+    }  # it is tied
+    num_bytes = 4 * sum(parameter.numel() for parameter in unique_parameters.values())
     # Moments, and from ZeRO stage 1 on master weights.
     copies = 3 if layout.backend == "deepspeed" and layout.zero_stage > 0 else 2
     is_sharded = layout.zero_stage > 0 if layout.backend == "deepspeed" else layout.zero_stage == 3
@@ -407,9 +413,9 @@ def test_a_legacy_state_is_loaded_only_into_its_own_layout(results, layout):
         first, again = case["runs"]
         assert again[0] == first[0] and again[2] == 2
         assert furthest(again[1], first[1]) == 0
-        hostile, other = case["refusals"]
-        assert "holds more than plain data" in hostile and not case["harmed"]
-        assert "was written with backend=other, not" in other
+        pickle_refusal, layout_refusal = case["refusals"]
+        assert "holds more than plain data" in pickle_refusal and not case["harmed"]
+        assert "was written with backend=other, not" in layout_refusal
 
 
 @pytest.mark.slow
@@ -418,9 +424,9 @@ def test_a_legacy_state_is_loaded_only_into_its_own_layout(results, layout):
 def test_resume_restores_the_master_weights_of_any_stage(results, stage):
     (((report, parameters, _), runs),) = results[f"bf16_state/{stage}"]
     assert runs.pop(stage)[0] == report
-    for other, (metrics, trained, num_updates) in runs.items():
+    for source_stage, (metrics, trained, num_updates) in runs.items():
         assert metrics["policy/grad_norm"] == pytest.approx(report["policy/grad_norm"], rel=1e-3)
-        assert furthest(trained, parameters) < 5e-3, other
+        assert furthest(trained, parameters) < 5e-3, source_stage
         assert num_updates == 2
 
 
@@ -480,10 +486,10 @@ def test_recomputing_activations_does_not_change_the_update(results, expected):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_gradients_agree_within_bfloat16_precision(results, expected, stage):
     (case,) = results[f"bfloat16/{stage}"]
-    (other,) = results["bfloat16/1"]
+    (stage_1,) = results["bfloat16/1"]
     # Rounded to bfloat16, the parameters of the second step differ from those in float32.
     assert case["norms"][0] == pytest.approx(expected[0][0], rel=0.05)
-    assert case["norms"] == pytest.approx(other["norms"], rel=1e-3)
+    assert case["norms"] == pytest.approx(stage_1["norms"], rel=1e-3)
 
 
 @pytest.mark.slow
@@ -537,7 +543,7 @@ def test_a_decaying_schedule_ends_at_lr_min(name):
 
 
 def test_all_lr_schedules_of_transformers_that_need_no_loss_are_supported():
-    assert {*LR_SCHEDULES} == {one.value for one in SchedulerType} - {
+    assert {*LR_SCHEDULES} == {schedule.value for schedule in SchedulerType} - {
         "reduce_lr_on_plateau",
         "greedy",
     }

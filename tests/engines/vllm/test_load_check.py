@@ -136,15 +136,15 @@ def test_the_error_names_the_parameters_and_vllms_warnings():
 def test_load_warnings_are_collected_and_counted():
     handler = LoadWarningHandler()
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    other = logging.getLogger("vllm.config.model")
-    for vllm_logger in (logger, other):
+    other_logger = logging.getLogger("vllm.config.model")
+    for vllm_logger in (logger, other_logger):
         vllm_logger.addHandler(handler)
     try:
         for _ in range(3):
             logger.warning("%s: Failed to load weights", "FusedMoE")
-        other.warning("a warning of something else")
+        other_logger.warning("a warning of something else")
     finally:
-        for vllm_logger in (logger, other):
+        for vllm_logger in (logger, other_logger):
             vllm_logger.removeHandler(handler)
     assert handler.drain_warnings() == ("FusedMoE: Failed to load weights (3 times)",)
     assert handler.drain_warnings() == ()

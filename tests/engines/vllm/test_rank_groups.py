@@ -170,19 +170,26 @@ def test_four_tensor_ranks_form_generators_of_every_other_rank(results: dict[str
 def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
     results: dict[str, list[Any]], name: str, copies_columns: bool
 ):
-    of = {name: parameter.nbytes for name, parameter in make(4).named_parameters()}
+    sizes = {name: parameter.nbytes for name, parameter in make(4).named_parameters()}
     # Those are split for the generator and not for the trainer.
-    ends = sum(of.pop(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    cut = {name for name in of if "_proj" in name}
+    embedding_bytes = sum(
+        sizes.pop(name) for name in ("model.embed_tokens.weight", "lm_head.weight")
+    )
+    cut = {name for name in sizes if "_proj" in name}
     columns = {name for name in cut if "o_proj" in name or "down_proj" in name}
-    apart = columns if copies_columns else set()
+    copied_names = columns if copies_columns else set()
     *ranks, _ = results[name]
     for number, rank in enumerate(ranks):
         mesh_results = rank["meshes"]["tensor"]
-        aliased_bytes = {n: of[n] // (len(ranks) if n in cut else 1) for n in of.keys() - apart}
+        aliased_bytes = {
+            n: sizes[n] // (len(ranks) if n in cut else 1) for n in sizes.keys() - copied_names
+        }
         assert mesh_results["one memory"] == aliased_bytes
         rows = 64 if number == rank["team"][0] else ODD_VOCABULARY - 64
-        copied_bytes = sum(of[n] for n in apart) // len(ranks) + ends * rows // ODD_VOCABULARY
+        copied_bytes = (
+            sum(sizes[n] for n in copied_names) // len(ranks)
+            + embedding_bytes * rows // ODD_VOCABULARY
+        )
         assert [update["copied_bytes"] for update in mesh_results["updates"]] == [copied_bytes] * (
             UPDATES + 1
         )
@@ -192,24 +199,24 @@ def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
 def test_a_split_generator_samples_the_tokens_of_an_unsplit_one_also_after_sleep(
     results: dict[str, list[Any]], name: str
 ):
-    *ranks, by_one = results[name]
+    *ranks, unsplit_tokens = results[name]
     for rank in ranks:
         before, after = rank["meshes"]["kv_bytes"]
         assert before > 1 << 20 and after == 0
         if "tokens" in rank["meshes"]:
-            assert rank["meshes"]["tokens"] == rank["meshes"]["tokens after"] == by_one
+            assert rank["meshes"]["tokens"] == rank["meshes"]["tokens after"] == unsplit_tokens
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "told"),
+    ("victim", "message"),
     [
         (0, "rank 0 of the split generator, which leads it, has ended"),
         (1, "rank 1 of the split generator has died"),
     ],
 )
-def test_a_split_generator_names_the_dead_rank(tmp_path: Path, victim: int, told: str):
+def test_a_split_generator_names_the_dead_rank(tmp_path: Path, victim: int, message: str):
     path = save(tiny_model(tied=True, seed=1), tmp_path / "model", ends=False)
     (port,) = find_free_ports(1)
     arguments = [(rank, path, port, victim, tmp_path / "under way") for rank in TEAM]
-    assert told in forked.run(member, arguments, timeout_s=400, killed=[victim])[1 - victim]
+    assert message in forked.run(member, arguments, timeout_s=400, killed=[victim])[1 - victim]

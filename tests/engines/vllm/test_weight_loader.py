@@ -66,11 +66,11 @@ def test_a_view_copies_nothing_and_is_never_written():
 
 def test_copies_reuse_their_memory_and_views_keep_theirs_alive():
     bound = BoundParameter(target := parameter(6), ("q", "k"))
-    apart = [torch.ones(2, 4), torch.ones(4, 4)]
-    bound.load_parts(apart)
-    place = target.data_ptr()
-    bound.load_parts([2 * part for part in apart])
-    assert target.data_ptr() == place
+    parts = [torch.ones(2, 4), torch.ones(4, 4)]
+    bound.load_parts(parts)
+    address = target.data_ptr()
+    bound.load_parts([2 * part for part in parts])
+    assert target.data_ptr() == address
     memory = torch.full((6, 4), 3.0)
     bound.load_parts([memory[:2], memory[2:]])
     del memory

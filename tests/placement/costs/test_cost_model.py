@@ -207,34 +207,34 @@ def test_pipeline_has_two_micro_batches_per_stage():
 
 
 def test_epochs_repeat_passes_and_updates_by_count():
-    once = CostModel(make_grpo_problem("llama-7b", A100)).call_duration_s(
+    one_epoch_s = CostModel(make_grpo_problem("llama-7b", A100)).call_duration_s(
         "train", make_assignment("1-8-2")
     )
-    twice = CostModel(make_grpo_problem("llama-7b", A100, replace(WORK, epochs=2)))
-    step_s = twice.constants.train_step_s
-    assert twice.call_duration_s("train", make_assignment("1-8-2")) - step_s == pytest.approx(
-        2 * (once - step_s)
+    two_epochs = CostModel(make_grpo_problem("llama-7b", A100, replace(WORK, epochs=2)))
+    step_s = two_epochs.constants.train_step_s
+    assert two_epochs.call_duration_s("train", make_assignment("1-8-2")) - step_s == pytest.approx(
+        2 * (one_epoch_s - step_s)
     )
 
 
 def test_memory_shortage_is_explained_in_one_line():
     problem = make_ppo_problem("llama-70b", A100)
     model = CostModel(problem)
-    why = model.explain_infeasible(colocate(problem, "2-8-1", "1-8-2"))
-    assert why.startswith("devices 0-15: ")
-    assert "\n" not in why
+    reason = model.explain_infeasible(colocate(problem, "2-8-1", "1-8-2"))
+    assert reason.startswith("devices 0-15: ")
+    assert "\n" not in reason
     for term in ("A100", "68.0 of 80.0", "train ", "train_critic ", "active train "):
-        assert term in why
+        assert term in reason
 
 
 def test_shortage_for_one_rollout_is_explained():
     long = replace(WORK, lengths=FixedLength(200_000), groups_per_step=16)
     problem = make_grpo_problem("llama-7b", A100, long)
-    why = CostModel(problem).explain_infeasible(
+    reason = CostModel(problem).explain_infeasible(
         Placement({"train": make_assignment("1-8-1"), "generate": make_assignment("1-1-8", 8)})
     )
-    assert why.startswith("devices 8-15: ")
-    assert "keys and values" in why
+    assert reason.startswith("devices 8-15: ")
+    assert "keys and values" in reason
 
 
 def test_indivisible_model_is_explained():
@@ -244,8 +244,8 @@ def test_indivisible_model_is_explained():
     few = CostModel(
         make_grpo_problem("qwen2.5-0.5b", A100, replace(WORK, groups_per_step=8, mini_batches=1))
     )
-    why = few.explain_infeasible(colocate(problem, "1-1-16", "1-1-16"))
-    assert why == "generate as 1-1-16: 16 replicas for 8 rollouts"
+    reason = few.explain_infeasible(colocate(problem, "1-1-16", "1-1-16"))
+    assert reason == "generate as 1-1-16: 16 replicas for 8 rollouts"
     assert few.call_duration_s("train", make_assignment("1-1-16")) == float("inf")
 
 
@@ -283,10 +283,12 @@ def test_served_weights_alias_trained_weights():
 def test_kv_cache_gets_the_memory_left_over():
     problem = make_ppo_problem("llama-7b", A100)
     model = CostModel(problem)
-    with_others = model.predict_timings(colocate(problem, "1-8-2", "1-2-8")).generator.kv_tokens
+    ppo_tokens = model.predict_timings(colocate(problem, "1-8-2", "1-2-8")).generator.kv_tokens
     small = CostModel(make_grpo_problem("llama-7b", A100))
-    alone = small.predict_timings(colocate(small.problem, "1-8-2", "1-2-8")).generator.kv_tokens
-    assert alone > with_others
+    grpo_tokens = small.predict_timings(
+        colocate(small.problem, "1-8-2", "1-2-8")
+    ).generator.kv_tokens
+    assert grpo_tokens > ppo_tokens
 
 
 def test_kv_capacity_matches_the_timings():
@@ -295,8 +297,8 @@ def test_kv_capacity_matches_the_timings():
     tokens = costs.predict_timings(placement).generator.kv_tokens
     assert costs.kv_capacity_bytes(placement) == pytest.approx(tokens * 524288 / 2)
     # Fewer calls on the same devices leave more.
-    alone = Placement({"generate": placement.assignments["generate"]})
-    assert costs.kv_capacity_bytes(alone) > costs.kv_capacity_bytes(placement)
+    generation_only = Placement({"generate": placement.assignments["generate"]})
+    assert costs.kv_capacity_bytes(generation_only) > costs.kv_capacity_bytes(placement)
 
 
 def test_calls_of_one_role_share_resident_weights():
@@ -319,17 +321,17 @@ def scale_device(device: DeviceSpec, **factors: float) -> DeviceSpec:
     st.sampled_from(["1-8-2", "2-4-2", "1-2-8", "2-8-1"]),
     st.sampled_from(["train", "generate", "reference"]),
 )
-def test_faster_devices_are_never_slower(key: str, by: float, grid: str, stage: str):
+def test_faster_devices_are_never_slower(key: str, factor: float, grid: str, stage: str):
     seconds = []
-    for device in (DEVICES["A100"], scale_device(DEVICES["A100"], **{key: by})):
+    for device in (DEVICES["A100"], scale_device(DEVICES["A100"], **{key: factor})):
         model = CostModel(make_ppo_problem("llama-7b", Cluster((NodeGroup(device, 8, 2, 25e9),))))
         seconds.append(model.call_duration_s(stage, make_assignment(grid)))
     assert seconds[1] <= seconds[0]
 
 
 @given(st.floats(1.0, 8.0), st.integers(1, 4))
-def test_faster_networks_and_smaller_workloads_are_never_slower(by: float, groups: int):
-    slow, fast = (Cluster((NodeGroup(DEVICES["A100"], 8, 2, 25e9 * x),)) for x in (1.0, by))
+def test_faster_networks_and_smaller_workloads_are_never_slower(factor: float, groups: int):
+    slow, fast = (Cluster((NodeGroup(DEVICES["A100"], 8, 2, 25e9 * x),)) for x in (1.0, factor))
     larger = replace(WORK, groups_per_step=WORK.groups_per_step * groups)
     placement = colocate(make_ppo_problem("llama-7b", slow), "2-8-1", "1-8-2")
     for stage, assignment in placement.assignments.items():

@@ -55,14 +55,14 @@ def test_expert_rank_holds_its_experts_and_the_rest():
     assert max_stage_params(SMALL, 1, 1, 8) == SMALL.num_params - ROUTED + ROUTED // 8
     # Tensor-parallel ranks also split the rest, except norms and routers.
     unsplit = 9 * 64 + 4 * 64 * 16
-    rest = SMALL.num_params - ROUTED - unsplit
-    assert max_stage_params(SMALL, 1, 2, 8) == rest // 2 + unsplit + ROUTED // 8
+    split_params = SMALL.num_params - ROUTED - unsplit
+    assert max_stage_params(SMALL, 1, 2, 8) == split_params // 2 + unsplit + ROUTED // 8
 
 
 def test_shared_expert_is_split_over_tensor_ranks():
     shared = replace(SMALL, shared_experts=1)
-    more = max_stage_params(shared, 1, 2, 8) - max_stage_params(SMALL, 1, 2, 8)
-    assert more == 4 * 3 * 64 * 32 // 2
+    added_params = max_stage_params(shared, 1, 2, 8) - max_stage_params(SMALL, 1, 2, 8)
+    assert added_params == 4 * 3 * 64 * 32 // 2
 
 
 def test_indivisible_experts_are_infeasible():
@@ -104,11 +104,11 @@ def test_whole_experts_need_no_all_reduce():
 
 def test_decode_step_reads_the_used_experts():
     # A rollout uses 2 of 16 experts; those of 8 replicas that share them use 1 - (14/16)^8 of them.
-    rest = SMALL.num_params - ROUTED - 128 * 64
-    alone = decode_step_params(SMALL, 1, 1, 1)
-    assert alone == pytest.approx(rest + ROUTED * 2 / 16)
+    dense_params = SMALL.num_params - ROUTED - 128 * 64
+    single = decode_step_params(SMALL, 1, 1, 1)
+    assert single == pytest.approx(dense_params + ROUTED * 2 / 16)
     shared = decode_step_params(SMALL, 1, 1, 1, 8)
-    assert shared == pytest.approx(rest + ROUTED / 8 * (1 - (14 / 16) ** 8))
+    assert shared == pytest.approx(dense_params + ROUTED / 8 * (1 - (14 / 16) ** 8))
 
 
 def test_optimizer_is_sharded_over_holders_of_equal_parameters():

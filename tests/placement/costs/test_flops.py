@@ -98,9 +98,9 @@ def test_decode_step_reads_all_weights_except_the_embedding():
 def test_decode_step_reads_more_experts_with_more_rollouts():
     shape = MODEL_SHAPES["qwen3-30b-a3b"]
     experts = 48 * 128 * 3 * 2048 * 768
-    others = decode_step_params(shape, 1, 1, 1e9) - experts
+    dense_params = decode_step_params(shape, 1, 1, 1e9) - experts
     # One token uses 8 of 128 experts.
-    assert decode_step_params(shape, 1, 1, 1) == pytest.approx(others + experts / 16)
+    assert decode_step_params(shape, 1, 1, 1) == pytest.approx(dense_params + experts / 16)
     # Two tokens miss an expert with probability (15/16)^2.
-    both = others + experts * (1 - (15 / 16) ** 2)
-    assert decode_step_params(shape, 1, 1, 2) == pytest.approx(both)
+    expected = dense_params + experts * (1 - (15 / 16) ** 2)
+    assert decode_step_params(shape, 1, 1, 2) == pytest.approx(expected)

@@ -109,17 +109,17 @@ def test_kv_cache_of_the_run_is_used_as_set():
 def test_shortage_message_sums_to_the_needed_memory():
     large = {"policy": MODEL_SHAPES["llama-34b"], "reference": MODEL_SHAPES["llama-34b"]}
     large_problem = make_problem(models=large, score_tokens={"reference": 8192})
-    why = CostModel(large_problem, RUN).explain_infeasible(make_colocated())
+    reason = CostModel(large_problem, RUN).explain_infeasible(make_colocated())
     match = re.fullmatch(
         r"devices 0-7: needs (\S+) GB per A100; (\S+) of 80.0 GB usable, (\S+) GB short:"
         r" resident (.*); active (.*)",
-        why,
+        reason,
     )
-    assert match is not None, why
+    assert match is not None, reason
     needed, usable, short = (float(number) for number in match.groups()[:3])
     assert needed - usable == pytest.approx(short, abs=0.11)
     numbers = [float(number) for number in re.findall(r" (\d+(?:\.\d+)?)(?= |,|$)", f"{match[4]}")]
-    active = re.findall(r"(\w+) (\S+) (for keys and values of one rollout|for \d+ tokens)", why)
+    active = re.findall(r"(\w+) (\S+) (for keys and values of one rollout|for \d+ tokens)", reason)
     assert sum(numbers) + sum(float(size) for _, size, _ in active) == pytest.approx(
         needed, abs=0.4
     )

@@ -59,5 +59,5 @@ def test_descent_ends_in_a_local_minimum():
     for role in state.assignments:
         for mesh in (Mesh(0, 4), Mesh(0, 2), Mesh(2, 2), Mesh(1, 1)):
             for option in options.list_options(role, mesh):
-                other = SearchState({**state.assignments, role: option})
-                assert search.state_step_s(other) >= cost * (1 - 1e-9)
+                neighbor = SearchState({**state.assignments, role: option})
+                assert search.state_step_s(neighbor) >= cost * (1 - 1e-9)

@@ -55,5 +55,5 @@ def test_search_moves_several_roles_at_once():
     assert initial is not None
     state = SearchState(initial)
     cost = search.state_step_s(state)
-    other, best_cost = search.rearrange_roles(state, cost)
-    assert best_cost == search.state_step_s(other) < cost
+    rearranged, best_cost = search.rearrange_roles(state, cost)
+    assert best_cost == search.state_step_s(rearranged) < cost

@@ -147,13 +147,13 @@ def test_front_is_strictly_faster_with_more_staleness():
 def test_every_losing_kind_has_a_reason():
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
     planned = plan_placement(problem, SimpleCosts, max_staleness=[0, 1], proposals=60)
-    winner, *others = planned.candidates
+    winner, *losers = planned.candidates
     assert winner == planned.best
     assert not winner.reason
     labels = [candidate.label for candidate in planned.candidates]
     assert len(set(labels)) == len(labels)
     assert {"colocated", "split", "disaggregated", "asynchronous, 1 ahead"} <= set(labels)
-    for candidate in others:
+    for candidate in losers:
         assert candidate.reason
         assert candidate.step_s >= winner.step_s
 

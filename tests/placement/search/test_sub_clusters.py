@@ -34,10 +34,10 @@ def make_plan(
 
 @pytest.mark.parametrize("cluster", ["8xA100,1xV100", "8xV100,8xA100"])
 def test_additional_slower_nodes_never_slow_the_plan(cluster: str):
-    alone, both = (make_plan(make_problem(text), 0, 1) for text in ("8xA100", cluster))
-    assert alone.best is not None and both.best is not None
+    small_plan, large_plan = (make_plan(make_problem(text), 0, 1) for text in ("8xA100", cluster))
+    assert small_plan.best is not None and large_plan.best is not None
     # Exact bytes may differ with device numbers.
-    assert both.best.step_s <= alone.best.step_s * 1.001
+    assert large_plan.best.step_s <= small_plan.best.step_s * 1.001
 
 
 def test_plan_exists_with_more_devices_than_rollouts():
@@ -57,12 +57,14 @@ def test_sub_problems_are_node_groups_limited_by_rollouts():
 
 def test_best_of_a_part_is_among_the_results_of_the_whole():
     few = replace(WORKLOAD, groups_per_step=8, group_size=2)
-    alone, larger = (
+    smaller, larger = (
         make_plan(make_problem(cluster, few), 0, 1, proposals=60, runners_up=2)
         for cluster in ("16xA100", "64xA100")
     )
-    for point, other in zip(alone.front, larger.front, strict=True):
-        placements = [candidate.placement for candidate in (other.candidate, *other.runners_up)]
+    for point, larger_point in zip(smaller.front, larger.front, strict=True):
+        placements = [
+            candidate.placement for candidate in (larger_point.candidate, *larger_point.runners_up)
+        ]
         assert all(
             candidate.placement in placements for candidate in (point.candidate, *point.runners_up)
         )

@@ -126,13 +126,13 @@ def test_steps_between_two_published_versions_wait_for_the_same_version():
     )
 
 
-@pytest.mark.parametrize(("lag", "every"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
-def test_dependency_finds_the_first_published_version_within_the_bound(lag: int, every: int):
-    dependency = JobDependency(0, lag, step_interval=every)
+@pytest.mark.parametrize(("lag", "interval"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
+def test_dependency_finds_the_first_published_version_within_the_bound(lag: int, interval: int):
+    dependency = JobDependency(0, lag, step_interval=interval)
     for step in range(20):
         version = step - dependency.find_lag(step) + 1
-        assert version % every == 0
-        assert step - lag < version <= step - lag + every
+        assert version % interval == 0
+        assert step - lag < version <= step - lag + interval
 
 
 def test_whole_steps_on_policy_run_in_turn():

@@ -84,5 +84,5 @@ def test_results_are_ordered_and_never_earlier_than_alone(
     ]
     assert [event.at_s for event in results] == sorted(event.at_s for event in results)
     for event in results:
-        alone = 2.6 if event.result_index == 0 else 4.0
-        assert event.at_s - admitted[event.step] >= alone - 1e-6
+        single_step_s = 2.6 if event.result_index == 0 else 4.0
+        assert event.at_s - admitted[event.step] >= single_step_s - 1e-6

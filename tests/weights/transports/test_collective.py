@@ -130,10 +130,10 @@ class Broadcasting:
     def round(self, readers: Sequence[Reader] | None = None) -> list[tuple[bool, str | None]]:
         """Publish a version and return the outcomes of these readers."""
         manifest = self.put()
-        taking_part = self.readers if readers is None else readers
-        for reader in taking_part:
+        members = self.readers if readers is None else readers
+        for reader in members:
             reader.pull(manifest)
-        return [reader.outcome() for reader in taking_part]
+        return [reader.outcome() for reader in members]
 
     def end(self) -> None:
         for reader in self.readers:
@@ -191,7 +191,7 @@ def test_a_member_that_dies_during_a_broadcast_costs_the_others_only_a_deadline(
     b.process.join(10)
     assert b.process.exitcode == 1
     # The publisher does not know of the death yet: the next version waits for b.
-    assert [right for right, _ in cluster.round([a, c])] == [True, True]
+    assert [is_right for is_right, _ in cluster.round([a, c])] == [True, True]
     manifest = cluster.put()
     assert manifest.handles[0].epoch.members == ("a", "c")
     for reader in (a, c):
@@ -278,8 +278,8 @@ def test_a_restarted_member_uses_the_fallback_for_the_version_of_its_dead_predec
     cluster.add("a")
     start = time.monotonic()
     cluster.readers[0].pull(manifest)
-    came_right, reason = cluster.readers[0].outcome()
-    assert came_right and reason is not None and "another process of a" in reason
+    is_right, reason = cluster.readers[0].outcome()
+    assert is_right and reason is not None and "another process of a" in reason
     assert time.monotonic() - start < TIMEOUT_S / 4
     for _ in range(3):  # misses one version; the next epoch has the new process
         outcome = cluster.round()
@@ -360,7 +360,7 @@ def test_the_error_names_the_failures_of_broadcast_and_fallback():
     writer.set_readers(["a", "absent"])
     manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=writer)
     collective_reader = CollectiveReader("a", Closed(), timeout_s=8)
-    both = r"bucket 0: gone \(weights version 0 was not sent: absent did not join in time"
-    with pytest.raises(WeightsError, match=both):
+    pattern = r"bucket 0: gone \(weights version 0 was not sent: absent did not join in time"
+    with pytest.raises(WeightsError, match=pattern):
         collective_reader.fetch_buckets(manifest)
     writer.close()

@@ -120,9 +120,9 @@ def test_a_failed_version_is_not_a_base():
     weight = torch.zeros(1024)
     read(reader, put(writer, 0, {"a": weight}))
     weight[1] = 1
-    twice = [("a", weight), ("a", weight)]
+    duplicates = [("a", weight), ("a", weight)]
     with pytest.raises(WeightsError, match="duplicate tensor"):
-        publish_version(twice, version=1, bucket_bytes=4096, writer=writer)
+        publish_version(duplicates, version=1, bucket_bytes=4096, writer=writer)
     weight[2] = 1
     manifest = put(writer, 2, {"a": weight})
     assert manifest.handles[0].base_version == 0
