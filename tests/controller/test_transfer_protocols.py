@@ -21,7 +21,7 @@ from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.grouping import GenerationSizes, assign_zero_redundancy
 
 
-def batch(rows: int, reference: str = "x") -> BatchRef:
+def make_batch(rows: int, reference: str = "x") -> BatchRef:
     """Return a batch of a column, named as its stored batch."""
     return BatchRef.from_stored(reference, [reference], rows)
 
@@ -41,14 +41,14 @@ def calls_of(calls: RankCalls) -> list[tuple[Any, ...]]:
     return [call for call in calls if call is not None]
 
 
-def through(name: str, mesh: WorkerMesh, rows: BatchRef) -> tuple[list, BatchRef]:
+def call_through(name: str, mesh: WorkerMesh, rows: BatchRef) -> tuple[list, BatchRef]:
     """Return each rank's rows, and the result if each rank answers with its input."""
     calls = PROTOCOLS[name].distribute(mesh, (rows,))
     answers = [call and call[0] for call in calls]
-    return answers, collected(name, mesh, calls, answers)
+    return answers, collect_answers(name, mesh, calls, answers)
 
 
-def collected(name: str, mesh: WorkerMesh, calls: RankCalls, answers: Sequence[Any]) -> Any:
+def collect_answers(name: str, mesh: WorkerMesh, calls: RankCalls, answers: Sequence[Any]) -> Any:
     """Collect answers to distributed calls."""
     return TransferMethod("W", "do", PROTOCOLS[name]).collect_answers(mesh, calls, answers)
 
@@ -71,7 +71,7 @@ MESHES = st.builds(
 
 @given(st.sampled_from(["DP", "P3D"]), MESHES, st.integers(0, 30))
 def test_distributed_rows_return_once_and_in_order(name: str, mesh: WorkerMesh, rows: int):
-    _, back = through(name, mesh, batch(rows))
+    _, back = call_through(name, mesh, make_batch(rows))
     assert rows_of(back) == list(range(rows))
 
 
@@ -79,8 +79,8 @@ def test_distributed_rows_return_once_and_in_order(name: str, mesh: WorkerMesh, 
 def test_generation_gets_a_share_per_generating_replica(rows: int, sizes):
     train, generate = RankGrid.from_text(sizes[0]), GenerationSizes.from_text(sizes[1])
     serving = assign_zero_redundancy(train, generate)
-    answers, back = through(
-        "P3D_ALL_MICRO_DP", WorkerMesh(train.assign_ranks(), serving), batch(rows)
+    answers, back = call_through(
+        "P3D_ALL_MICRO_DP", WorkerMesh(train.assign_ranks(), serving), make_batch(rows)
     )
     assert rows_of(back) == list(range(rows))
     for group in serving.group_ranks("dp_rank"):
@@ -92,7 +92,7 @@ def test_the_3d_call_of_hybridflow_figure_5():
     actor = WorkerMesh(RankGrid.from_text("1-2-3").assign_ranks())
     critic = WorkerMesh(RankGrid.from_text("2-1-2").assign_ranks())
     protocol = PROTOCOLS["P3D"]
-    calls = protocol.distribute(actor, (batch(6),))
+    calls = protocol.distribute(actor, (make_batch(6),))
     assert [rows_of(call[0]) for call in calls_of(calls)] == [
         *([[0, 1]] * 2),
         *([[2, 3]] * 2),
@@ -126,7 +126,7 @@ def test_one_to_all_all_to_all_and_rank_zero():
     for value, message in (
         ([1, 2, 3], "3 values for 4 ranks"),
         (5, "a int: must be a list with a value for each rank"),
-        (batch(4), "a BatchRef: must be a list"),
+        (make_batch(4), "a BatchRef: must be a list"),
     ):
         with pytest.raises(ValueError, match=message):
             PROTOCOLS["ALL_TO_ALL"].distribute(mesh, (value,))
@@ -134,7 +134,7 @@ def test_one_to_all_all_to_all_and_rank_zero():
 
 def test_metrics_come_from_every_rank():
     mesh = WorkerMesh(RankGrid.from_text("1-1-3").assign_ranks())
-    calls = PROTOCOLS["DP_METRIC"].distribute(mesh, (batch(4), "setting"))
+    calls = PROTOCOLS["DP_METRIC"].distribute(mesh, (make_batch(4), "setting"))
     assert [(len(share), setting) for share, setting in calls_of(calls)] == [
         (2, "setting"),
         (1, "setting"),
@@ -145,18 +145,18 @@ def test_metrics_come_from_every_rank():
 
 def test_rows_are_split_as_evenly_as_possible_and_a_row_may_become_several():
     mesh = WorkerMesh(RankGrid.from_text("1-1-4").assign_ranks())
-    calls = PROTOCOLS["DP"].distribute(mesh, (batch(6),))
+    calls = PROTOCOLS["DP"].distribute(mesh, (make_batch(6),))
     assert [rows_of(call[0]) for call in calls_of(calls)] == [[0, 1], [2, 3], [4], [5]]
     # Two rollouts per prompt.
-    assert len(collected("DP", mesh, calls, make_answers(4, 4, 2, 2))) == 12
+    assert len(collect_answers("DP", mesh, calls, make_answers(4, 4, 2, 2))) == 12
 
 
 def test_a_rank_without_rows_may_answer_with_no_columns():
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    calls = PROTOCOLS["DP"].distribute(mesh, (batch(1),))
+    calls = PROTOCOLS["DP"].distribute(mesh, (make_batch(1),))
     (answer,) = make_answers(1)
-    assert collected("DP", mesh, calls, [answer, {}]) == answer
-    assert collected("DP", mesh, calls, [answer, None]) == [answer, None]
+    assert collect_answers("DP", mesh, calls, [answer, {}]) == answer
+    assert collect_answers("DP", mesh, calls, [answer, None]) == [answer, None]
 
 
 @pytest.mark.parametrize(
@@ -170,16 +170,16 @@ def test_a_rank_without_rows_may_answer_with_no_columns():
 def test_wrong_row_counts_per_rank_are_refused(counts: tuple[int, int], message: str):
     """The totals may fit: as many rows as distributed."""
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    calls = PROTOCOLS["DP"].distribute(mesh, (batch(4),))
+    calls = PROTOCOLS["DP"].distribute(mesh, (make_batch(4),))
     with pytest.raises(ValueError, match=message):
-        collected("DP", mesh, calls, make_answers(*counts))
+        collect_answers("DP", mesh, calls, make_answers(*counts))
 
 
 def test_stages_before_the_last_return_no_rows():
     mesh = WorkerMesh(RankGrid.from_text("2-1-2").assign_ranks())
-    calls = PROTOCOLS["P3D"].distribute(mesh, (batch(3),))
+    calls = PROTOCOLS["P3D"].distribute(mesh, (make_batch(3),))
     first, last = make_answers(2, 1)
-    assert len(collected("P3D", mesh, calls, [None, first, None, last])) == 3
+    assert len(collect_answers("P3D", mesh, calls, [None, first, None, last])) == 3
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,9 @@ def test_a_plain_dict_of_columns_is_refused():
 def test_batches_of_a_call_must_have_equal_lengths():
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     with pytest.raises(ValueError, match=r"batches of different lengths in a call: \[2, 4\] rows"):
-        PROTOCOLS["DP"].distribute(mesh, (batch(2), batch(4)))
+        PROTOCOLS["DP"].distribute(mesh, (make_batch(2), make_batch(4)))
     with pytest.raises(ValueError, match="no layout for generation"):
-        PROTOCOLS["P3D_ALL_MICRO_DP"].distribute(mesh, (batch(2),))
+        PROTOCOLS["P3D_ALL_MICRO_DP"].distribute(mesh, (make_batch(2),))
 
 
 @given(st.lists(st.integers(0, 5), max_size=5), st.data())
@@ -233,28 +233,28 @@ def test_slicing_a_column_equals_slicing_its_concatenation(lengths: list[int], d
 
 def test_an_empty_slice_keeps_its_columns():
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    answers, back = through("DP", mesh, batch(0))
+    answers, back = call_through("DP", mesh, make_batch(0))
     assert [parts_of(answer) for answer in answers] == [(RowSlice("x", "x", 0, 0),)] * 2
     assert parts_of(back) == (RowSlice("x", "x", 0, 0),)
     # Joined with rows, an empty slice needs no fetch.
     empty = BatchRef.from_stored("y", ["x"], 0)
-    assert parts_of(join_batches([empty, batch(2)])) == (RowSlice("x", "x", 0, 2),)
+    assert parts_of(join_batches([empty, make_batch(2)])) == (RowSlice("x", "x", 0, 2),)
 
 
 def test_columns_of_two_batches_are_sliced_together():
     scores = (RowSlice("a", "scores", 3, 5), RowSlice("b", "scores", 0, 2))
-    half = (batch(4, "ids") | BatchRef({"scores": scores})).slice_rows(1, 3)
+    half = (make_batch(4, "ids") | BatchRef({"scores": scores})).slice_rows(1, 3)
     assert half.columns == {
         "ids": (RowSlice("ids", "ids", 1, 3),),
         "scores": (RowSlice("a", "scores", 4, 5), RowSlice("b", "scores", 0, 1)),
     }
     assert half.references == ["ids", "a", "b"]
     with pytest.raises(ValueError, match=r"columns of \[3, 4\] rows side by side"):
-        batch(4, "x") | batch(3, "y")
+        make_batch(4, "x") | make_batch(3, "y")
     with pytest.raises(ValueError, match="columns x are in both of the joined batches"):
-        batch(4) | batch(4)
+        make_batch(4) | make_batch(4)
     with pytest.raises(ValueError, match=r"different columns: \['x'\] and \['y'\]"):
-        join_batches([batch(1, "x"), batch(1, "y")])
+        join_batches([make_batch(1, "x"), make_batch(1, "y")])
 
 
 def test_columns_are_replaced_dropped_selected_and_renamed():

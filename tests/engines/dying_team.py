@@ -19,7 +19,7 @@ CONFIG = GeneratorConfig(max_new_tokens=400, tensor_parallel=len(TEAM))
 UNDER_WAY_S = 0.5
 
 
-def member(rank: int, path: str, port: int, victim: int, sign: Path) -> str:
+def run_member(rank: int, path: str, port: int, victim: int, sign: Path) -> str:
     """Return the survivor's error; the file `sign` appears once the ranks sample."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=len(TEAM), timeout_s=120.0)

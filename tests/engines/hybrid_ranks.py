@@ -59,16 +59,16 @@ def write_model(folder: Path) -> str:
     return save(model, folder)
 
 
-def one_rank(
+def run_rank(
     rank: int, model_path: str, port: int, cases: Sequence[Case]
 ) -> dict[str, list[dict[str, Any]]]:
     """Return a rank's results for every version, by backend."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=WORLD, timeout_s=120.0)
-    return asyncio.run(all_backends(model_path, cases))
+    return asyncio.run(run_backends(model_path, cases))
 
 
-async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[str, Any]]]:
+async def run_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[str, Any]]]:
     engine = await GenerationEngine.start(EngineSpec(path, GeneratorConfig(), 64))
     version = 0
     results: dict[str, list[dict[str, Any]]] = {}
@@ -77,7 +77,7 @@ async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         backend = make_backend(module, config)
         results[name] = []
-        fill = await filler(engine, backend) if backend.has_sharded_params else None
+        fill = await make_fill(engine, backend) if backend.has_sharded_params else None
         for _ in range(UPDATES + 1):
             if fill is None:
                 loaded = await engine.load_weights(dict(backend.full_state()), version)
@@ -87,14 +87,14 @@ async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[
                 loaded = await engine.activate_version(version)
                 assert not loaded.copied_bytes
             version += 1
-            results[name].append({**figures, **await look(engine, backend)})
+            results[name].append({**figures, **await measure_version(engine, backend)})
             await engine.pause("update")
             await asyncio.to_thread(update, backend, config)
             await engine.resume("update")
     return results
 
 
-def served_by(engine: GenerationEngine) -> Any:
+def get_weight_loader(engine: GenerationEngine) -> Any:
     """Return the weights that an engine holds."""
     return engine._thread._weight_loader
 
@@ -116,7 +116,7 @@ class HalvedShards(TrainingBackend):
             yield name, tensor.bfloat16(), shard
 
 
-async def cast(engine: GenerationEngine, backend: Any) -> bool:
+async def is_cast(engine: GenerationEngine, backend: Any) -> bool:
     """Return whether weights of another dtype are served cast."""
     served = await engine.get_storage()
     assert served is not None
@@ -126,16 +126,16 @@ async def cast(engine: GenerationEngine, backend: Any) -> bool:
     return all(torch.equal(view, full_state[name].bfloat16().float()) for name, _, view in served)
 
 
-async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
+async def make_fill(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
     """Return a function that reshards a version into the engine and counts bytes."""
-    unplanned, rounded = await is_unplanned(engine, backend), await cast(engine, backend)
+    unplanned, rounded = await is_unplanned(engine, backend), await is_cast(engine, backend)
     served = await engine.get_storage()
     assert served is not None
     resharder = WeightResharder(60.0)
     if isinstance(backend, FsdpTpBackend):
-        return in_place(resharder, engine, backend, served)
+        return make_fill_in_place(resharder, engine, backend, served)
     local_bytes = sum(tensor.nbytes for _, tensor, _ in backend.iter_shards())
-    memory = sum(b.live_tensors[0].nbytes for b in served_by(engine)._bound_parameters)
+    memory = sum(b.live_tensors[0].nbytes for b in get_weight_loader(engine)._bound_parameters)
 
     def fill(version: int) -> dict[str, Any]:
         stats = resharder.run(backend, served, version)
@@ -153,13 +153,13 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
     return fill
 
 
-def in_place(
+def make_fill_in_place(
     resharder: WeightResharder,
     engine: GenerationEngine,
     backend: FsdpTpBackend,
     served: ShardStorage,
 ) -> Callable[[int], dict[str, Any]]:
-    """As `filler`, for a trainer that moves its shards into the engine's memory."""
+    """Return such a function for a trainer that moves its shards into the engine's memory."""
 
     def fill(version: int) -> dict[str, Any]:
         stats = resharder.run(backend, served, version)
@@ -167,7 +167,9 @@ def in_place(
         return {
             "copied_bytes": stats.copied_bytes,
             "received_bytes": stats.received_bytes,
-            "one memory": count_aliased_bytes(served_by(engine)._model.parameters(), backend),
+            "one memory": count_aliased_bytes(
+                get_weight_loader(engine)._model.parameters(), backend
+            ),
             "sizes": {name: view.nbytes for name, _, view in served},
         }
 
@@ -181,7 +183,7 @@ def update(backend: Any, config: TrainerConfig) -> None:
     backend.step(divisor=float(config.dp_size), lr=LR)
 
 
-async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
+async def measure_version(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
     """Return parameter addresses and the logprobs of trainer and engine for a sequence."""
     (served,) = await engine.compute_logprobs([SEQUENCE])
     ids = torch.from_numpy(SEQUENCE).long()
@@ -190,7 +192,7 @@ async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
     trained = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
     lies_at = {name: p.data_ptr() for name, p in backend.module.named_parameters()}
     # A fused parameter of the engine starts at the address of its first part.
-    bound = served_by(engine)._bound_parameters
+    bound = get_weight_loader(engine)._bound_parameters
     return {
         "apart": [b.names for b in bound if b.live_tensors[0].data_ptr() != lies_at[b.names[0]]],
         "bound": len(bound),

@@ -62,7 +62,7 @@ TOGETHER = (
 CASES = (*ALONE, *TOGETHER)
 
 
-def one_rank(
+def run_rank(
     rank: int, model_path: str, small_path: str, ports: Sequence[int]
 ) -> dict[str, dict[str, float]]:
     """Return a rank's measurements by case, after a warm-up with a small model."""
@@ -75,15 +75,15 @@ def one_rank(
     split, sharded, *other_cases = TOGETHER
     free = list(ports)
     # A forked process touches new memory when it runs code for the first time.
-    train(ALONE[0], rank, small_path)
+    measure_training(ALONE[0], rank, small_path)
     for case in (split, sharded, ALONE[rank], *other_cases):
         if case.world_size > 1:
             os.environ["MASTER_PORT"] = str(free.pop())
-        results[case.label] = train(case, rank, model_path)
+        results[case.label] = measure_training(case, rank, model_path)
     return results
 
 
-def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
+def measure_training(case: Case, rank: int, model_path: str) -> dict[str, float]:
     """Return the peak of some steps and the bytes freed by offloading, MB."""
     from streamrl.engines.training.tasks import PolicyTask
     from streamrl.engines.training.trainer import ModelTrainer
@@ -94,7 +94,7 @@ def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
     picks = [("0:0:0", i) for i in range(4)]
     gc.collect()
     release_freed_memory()
-    before = resident_mb()
+    before = measure_resident_mb()
     trainer = ModelTrainer(task, config=case.config, rank=rank if case.world_size > 1 else 0)
     memory = PeakMemoryTracker()
     for _ in range(UPDATES):
@@ -103,13 +103,13 @@ def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
         trainer.step(4.0)
     memory.record_phase("train")
     release_freed_memory()
-    resident = resident_mb()
+    resident = measure_resident_mb()
     trainer.offload_optimizer()
-    offloaded = resident - resident_mb()
+    offloaded = resident - measure_resident_mb()
     trainer.close()
     return {"peak": memory.drain_peaks()["train"] - before, "offloaded": offloaded}
 
 
-def resident_mb() -> float:
+def measure_resident_mb() -> float:
     lines = PROC_STATUS.read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024

@@ -64,7 +64,7 @@ CASES += [Case(model, WIDE) for model in MODELS if model != "qwen2 tied"]
 CASES += [Case("qwen2 tied", WIDE, recomputes=True)]
 
 
-def make(model: str) -> PreTrainedModel:
+def make_model(model: str) -> PreTrainedModel:
     """Build a model with all biases that its family supports."""
     if model == "llama":
         module: Any = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
@@ -76,21 +76,23 @@ def make(model: str) -> PreTrainedModel:
     return module.train()
 
 
-def alone(model: str) -> str:
+def make_single_rank_key(model: str) -> str:
     """Return the key of the single-rank results of a case."""
     return f"{model}; alone"
 
 
-def one_rank(rank: int, ports: Sequence[int], cases: Sequence[Case]) -> dict[str, Any]:
+def run_rank(rank: int, ports: Sequence[int], cases: Sequence[Case]) -> dict[str, Any]:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     results = {}
     # Each rank computes the single-rank results of some of the models.
     for model in list(dict.fromkeys(case.model for case in cases))[rank::WORLD]:
-        results[alone(model)] = train(0, make(model), TrainerConfig(backend="torch", world_size=1))
+        results[make_single_rank_key(model)] = train(
+            0, make_model(model), TrainerConfig(backend="torch", world_size=1)
+        )
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         config = TrainerConfig(backend="torch", world_size=WORLD, **MESHES[case.mesh])
-        module = make(case.model)
+        module = make_model(case.model)
         if case.recomputes:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         results[case.label] = train(rank, module, config)
@@ -120,21 +122,21 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
         "norms": norms,
         "unchanged": all(full_state[name].equal(before[name]) for name in before),
         "parameters": full_state,
-        "misplaced": misplaced(backend, full_state),
+        "misplaced": find_misplaced(backend, full_state),
         "kept_bytes": sum(tensor.nbytes for _, tensor, _ in backend.iter_shards()),
-        "memory_bytes": memory_bytes(backend),
+        "memory_bytes": count_memory_bytes(backend),
     }
     backend.close()
     return results
 
 
-def memory_bytes(backend: TrainingBackend) -> int:
+def count_memory_bytes(backend: TrainingBackend) -> int:
     """Return the bytes of the distinct storages of the local shards."""
     blocks = [tensor.untyped_storage() for _, tensor, _ in backend.iter_shards()]
     return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
 
 
-def misplaced(backend: TrainingBackend, full_state: dict[str, torch.Tensor]) -> list[str]:
+def find_misplaced(backend: TrainingBackend, full_state: dict[str, torch.Tensor]) -> list[str]:
     """Return parameters whose shards differ from the full tensor or lie elsewhere."""
     wrong_names = []
     for name, local, shard in backend.iter_shards():

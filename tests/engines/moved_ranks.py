@@ -22,7 +22,7 @@ from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.resharding.boxes import TensorBox
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import ParameterSet
-from tests.engines.mesh_ranks import make
+from tests.engines.mesh_ranks import make_model
 
 WORLD = 2
 UPDATES = 4
@@ -40,13 +40,16 @@ FUSED = {
 }
 
 
-def one_rank(rank: int, folder: Path, port: int) -> dict[str, Any]:
+def run_rank(rank: int, folder: Path, port: int) -> dict[str, Any]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=WORLD, timeout_s=60.0)
     results = {}
     for case, (model, settings, parts) in CASES.items():
         config = TrainerConfig(backend="torch", world_size=WORLD, **settings)
-        parameters, shard_index = ParameterSet.from_module(make(model)), rank if parts > 1 else 0
+        parameters, shard_index = (
+            ParameterSet.from_module(make_model(model)),
+            rank if parts > 1 else 0,
+        )
         served = allocate_generator(parameters, parts, shard_index)
         files = folder / case
         files.mkdir(exist_ok=True)
@@ -58,7 +61,7 @@ def one_rank(rank: int, folder: Path, port: int) -> dict[str, Any]:
 def allocate_generator(parameters: ParameterSet, parts: int, shard_index: int) -> ShardStorage:
     """Allocate a shard of a generator: q, k and v fused, gate and up fused."""
     boxes = {
-        name: box_of(name, parameters.shapes[name], parts, shard_index)
+        name: make_shard_box(name, parameters.shapes[name], parts, shard_index)
         for name in parameters.unique_names
     }
     fused: dict[str, list[str]] = {}
@@ -77,7 +80,7 @@ def allocate_generator(parameters: ParameterSet, parts: int, shard_index: int) -
     return ShardStorage(views)
 
 
-def box_of(name: str, shape: tuple[int, ...], parts: int, shard_index: int) -> TensorBox:
+def make_shard_box(name: str, shape: tuple[int, ...], parts: int, shard_index: int) -> TensorBox:
     path, _, kind = name.rpartition(".")
     by_rows = path.endswith((*COLUMN_PARALLEL, "embed_tokens", "lm_head"))
     by_columns = path.endswith(ROW_PARALLEL) and kind == "weight"
@@ -95,7 +98,7 @@ def train(
 
     The optimizer has state when the parameters move, and is offloaded between updates.
     """
-    backend = FsdpTpBackend(make(model), config)
+    backend = FsdpTpBackend(make_model(model), config)
     offload = OptimizerOffload(
         backend.iter_optimizer_state,
         excluding=lambda: (kept for _, kept, _ in backend.iter_shards()),
@@ -118,14 +121,14 @@ def train(
             results["moved"].append((moved.copied_bytes, moved.received_bytes))
             results["served"].append(is_served(backend, served))
         offload.restore_state()
-    results["parameters"] = whole(backend)
+    results["parameters"] = copy_full_state(backend)
     if served is not None:
         results["there"] = count_aliased_bytes((view for _, _, view in served), backend)
         results["count_storage_bytes"] = count_storage_bytes(backend, served)
     fragments, optimizer = backend.iter_fragments(), backend.optimizer
     load_state(folder, saved_at, fragments, optimizer, backend.iter_shards())
     step(backend, ids)
-    results["again"] = whole(backend)
+    results["again"] = copy_full_state(backend)
     return results
 
 
@@ -135,13 +138,13 @@ def step(backend: FsdpTpBackend, ids: torch.Tensor) -> float:
     return backend.step(divisor=4.0, lr=LR)
 
 
-def whole(backend: FsdpTpBackend) -> Mapping[str, torch.Tensor]:
+def copy_full_state(backend: FsdpTpBackend) -> Mapping[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in backend.full_state()}
 
 
 def is_served(backend: FsdpTpBackend, served: ShardStorage) -> bool:
     """Return whether the generator's storage holds the trainer's values."""
-    trained = whole(backend)
+    trained = copy_full_state(backend)
     return all(view.equal(trained[name][box.slices]) for name, box, view in served)
 
 

@@ -15,10 +15,10 @@ from tests.engines.trainer_ranks import (
     SEVERAL_LR,
     TEMPERATURE,
     RankJob,
-    add_up,
-    cut,
-    own,
+    get_micro_batch,
     parameters_of,
+    split_rounds,
+    sum_metrics,
 )
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ def train_row(job: RankJob, layout: Layout, name: str) -> None:
 def train(trainer: "ModelTrainer", groups: dict[str, Columns], layout: Layout) -> dict[str, float]:
     """Run a step, in a micro-batch on a single rank or two on each of two ranks."""
     trainer.plan_step(groups)
-    rounds = cut(groups, num_micro_batches=layout.num_shares, num_shares=layout.num_shares)
-    sums = add_up(trainer.train_micro_batch(groups, own(trainer, work)) for work in rounds)
+    rounds = split_rounds(groups, num_micro_batches=layout.num_shares, num_shares=layout.num_shares)
+    sums = sum_metrics(
+        trainer.train_micro_batch(groups, get_micro_batch(trainer, work)) for work in rounds
+    )
     total = torch.tensor(list(sums.values()), dtype=torch.float64)
     if layout.world_size > 1:
         dist.all_reduce(total)

@@ -46,7 +46,7 @@ SEQUENCE = np.array([3, 14, 15, 9, 26, 5, 35, 8, 9, 7], np.int32)
 LR = 1e-2
 
 
-def make(kv_heads: int) -> PreTrainedModel:
+def make_model(kv_heads: int) -> PreTrainedModel:
     config = Qwen2Config(
         vocab_size=ODD_VOCABULARY,
         hidden_size=128,
@@ -71,37 +71,37 @@ def trainer_config(mesh: str, world: int) -> TrainerConfig:
 
 
 def write_model(kv_heads: int, folder: Path) -> str:
-    return save(make(kv_heads), folder, ends=False)
+    return save(make_model(kv_heads), folder, ends=False)
 
 
-def whole(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[int]]:
+def sample_unsplit(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[int]]:
     """Return the tokens that an unsplit generator samples with these weights."""
 
     async def sampled() -> list[list[int]]:
         config = GeneratorConfig(max_new_tokens=CONFIG.max_new_tokens)
         engine = await GenerationEngine.start(EngineSpec(path, config, MAX_LENGTH))
         await engine.load_weights(weights, 0)
-        return await tokens(engine)
+        return await sample_tokens(engine)
 
     return asyncio.run(sampled())
 
 
-def one_rank(rank: int, path: str, port: int, world: int, meshes: Sequence[str]) -> dict[str, Any]:
+def run_rank(rank: int, path: str, port: int, world: int, meshes: Sequence[str]) -> dict[str, Any]:
     """Return a rank's results by mesh, and the ranks of its group."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=world, timeout_s=120.0)
     team = make_rank_group(rank, trainer_config(meshes[0], world), SIZE)
-    return {"team": team.ranks, "meshes": asyncio.run(all_meshes(path, team, meshes))}
+    return {"team": team.ranks, "meshes": asyncio.run(run_meshes(path, team, meshes))}
 
 
-async def start(path: str, team: RankGroup) -> GenerationEngine | FollowerRank:
+async def start_engine(path: str, team: RankGroup) -> GenerationEngine | FollowerRank:
     spec = EngineSpec(path, CONFIG, MAX_LENGTH, rank_group=team)
     return await (GenerationEngine.start(spec) if team.is_leader else FollowerRank.start(spec))
 
 
-async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[str, Any]:
+async def run_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[str, Any]:
     world = dist.get_world_size()
-    engine = await start(path, team)
+    engine = await start_engine(path, team)
     results: dict[str, Any] = {}
     version = 0
     for mesh in meshes:
@@ -115,30 +115,30 @@ async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
             "updates": [],
             "model_bytes": sum(tensor.nbytes for _, tensor in backend.full_state()),
             "served_bytes": sum(view.nbytes for _, _, view in storage),
-            "lacking_bytes": lacking(backend, storage),
+            "lacking_bytes": count_lacking_bytes(backend, storage),
         }
         for _ in range(UPDATES + 1):
-            update_result = await look(engine, backend, switch, version)
+            update_result = await measure_version(engine, backend, switch, version)
             results[mesh]["updates"].append(update_result)
             version += 1
             await asyncio.to_thread(update, backend)
-        results[mesh]["one memory"] = count_aliased_bytes(parameters_of(engine), backend)
+        results[mesh]["one memory"] = count_aliased_bytes(get_served_parameters(engine), backend)
         last = {name: tensor.clone() for name, tensor in backend.full_state()}
     await asyncio.to_thread(switch, version)
     await asyncio.to_thread(dist.barrier)
     if isinstance(engine, GenerationEngine):
         await engine.activate_version(version)
-        results["tokens"] = await tokens(engine)
+        results["tokens"] = await sample_tokens(engine)
     if team.rank == 0:
         results["last"] = last
     results["kv_bytes"] = await measure_sleep(engine)
     if isinstance(engine, GenerationEngine):
-        results["tokens after"] = await tokens(engine)
+        results["tokens after"] = await sample_tokens(engine)
     await asyncio.to_thread(dist.barrier)
     return results
 
 
-def lacking(backend: Any, storage: ShardStorage) -> int:
+def count_lacking_bytes(backend: Any, storage: ShardStorage) -> int:
     """Return the bytes of served elements that this rank does not train."""
     trained = {name: shard.boxes for name, _, shard in backend.iter_shards()}
     return sum(
@@ -147,7 +147,7 @@ def lacking(backend: Any, storage: ShardStorage) -> int:
     )
 
 
-def parameters_of(engine: GenerationEngine | FollowerRank) -> Iterator[torch.Tensor]:
+def get_served_parameters(engine: GenerationEngine | FollowerRank) -> Iterator[torch.Tensor]:
     """Return the parameters of vLLM's model on this rank."""
     weights: Any = (
         engine._thread._weight_loader
@@ -161,17 +161,17 @@ async def measure_sleep(engine: GenerationEngine | FollowerRank) -> tuple[int, i
     """Return the bytes of the KV cache on this rank before and after sleep."""
     if isinstance(engine, GenerationEngine):
         await engine.pause("test")
-    before = kv_bytes(engine)
+    before = count_kv_bytes(engine)
     await asyncio.to_thread(dist.barrier)
     await engine.sleep()
-    after = kv_bytes(engine)
+    after = count_kv_bytes(engine)
     await asyncio.to_thread(dist.barrier)
     if isinstance(engine, GenerationEngine):
         await engine.resume("test")
     return before, after
 
 
-def kv_bytes(engine: GenerationEngine | FollowerRank) -> int:
+def count_kv_bytes(engine: GenerationEngine | FollowerRank) -> int:
     rank_engine: Any = engine
     if isinstance(engine, GenerationEngine):
         worker = rank_engine._thread._weight_loader._worker
@@ -180,7 +180,7 @@ def kv_bytes(engine: GenerationEngine | FollowerRank) -> int:
     return sum(cache.untyped_storage().nbytes() for cache in worker.model_runner.kv_caches)
 
 
-async def look(
+async def measure_version(
     engine: GenerationEngine | FollowerRank,
     backend: Any,
     switch: Callable[[int], ReshardingStats | None],
@@ -207,7 +207,7 @@ async def look(
     return results
 
 
-async def tokens(engine: GenerationEngine) -> list[list[int]]:
+async def sample_tokens(engine: GenerationEngine) -> list[list[int]]:
     rollouts = await engine.generate(SEQUENCE, seeds=SEEDS)
     return [rollout.token_ids.tolist() for rollout in rollouts]
 

@@ -27,7 +27,7 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.files.hf_config import read_stored_shapes
 from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
-from tests.engines.test_weight_updates import started
+from tests.engines.test_weight_updates import start_engine
 from tests.engines.tiny_qwen import MAX_LENGTH, save, weights_of
 
 pytestmark = [pytest.mark.xdist_group("engines"), pytest.mark.usefixtures("no_engine")]
@@ -137,7 +137,7 @@ SLOW: dict[str, dict[str, Any]] = {
 }
 
 
-def make(architecture: str, folder: Path, *, seed: int) -> PreTrainedModel:
+def make_model(architecture: str, folder: Path, *, seed: int) -> PreTrainedModel:
     """Save a randomly initialized model and return the trainer's copy."""
     settings = {**COMMON, **(QUICK | SLOW)[architecture]}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings))
@@ -157,7 +157,7 @@ def make(architecture: str, folder: Path, *, seed: int) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def probe_of(model: PreTrainedModel) -> LogprobCheck:
+def make_logprob_check(model: PreTrainedModel) -> LogprobCheck:
     sequences = make_check_sequences(vocab_size=VOCABULARY, max_length=MAX_LENGTH)
     rows = [torch.from_numpy(sequence)[None].long() for sequence in sequences]
     scores = [
@@ -166,9 +166,9 @@ def probe_of(model: PreTrainedModel) -> LogprobCheck:
     return LogprobCheck(sequences, [score[0].numpy() for score in scores], LIMIT)
 
 
-async def compared(engine: GenerationEngine, model: PreTrainedModel, context: str) -> None:
+async def check_logprobs(engine: GenerationEngine, model: PreTrainedModel, context: str) -> None:
     """Raise ProbeError unless engine and model compute equal logprobs."""
-    probe = probe_of(model)
+    probe = make_logprob_check(model)
     logprobs = await engine.compute_logprobs(probe.sequences)
     probe.compare_logprobs(logprobs, context)
 
@@ -190,7 +190,9 @@ def publish_adapters(model: PreTrainedModel, folder: str) -> dict[str, torch.Ten
     return published
 
 
-def merged(model: PreTrainedModel, published: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+def merge_adapters(
+    model: PreTrainedModel, published: Mapping[str, torch.Tensor]
+) -> PreTrainedModel:
     """Return the model with adapters merged into its weights."""
     with torch.no_grad():
         for name in [
@@ -210,20 +212,22 @@ ARCHITECTURES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name i
 async def test_the_generator_equals_the_trainers_model_initially_and_after_updates(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    base, other_path = make(architecture, tmp_path, seed=1), tmp_path / "other"
-    async with started(str(tmp_path), monkeypatch) as engine:
+    base, other_path = make_model(architecture, tmp_path, seed=1), tmp_path / "other"
+    async with start_engine(str(tmp_path), monkeypatch) as engine:
         # Build the trainer's model beside the engine, as in a colocated process.
-        for version, model in enumerate((base, make(architecture, other_path, seed=2), base)):
+        for version, model in enumerate((base, make_model(architecture, other_path, seed=2), base)):
             # Buffers keep the values of the directory.
             buffers = {n: b for n, b in base.named_buffers() if n in base.state_dict()}
             model.load_state_dict(buffers, strict=False)
             loaded = await engine.load_weights(weights_of(model), version)
             assert loaded.verification.num_compared and not loaded.verification.differing_names
             assert not loaded.verification.warnings
-            await compared(engine, model, f"{architecture}, with version {version},")
+            await check_logprobs(engine, model, f"{architecture}, with version {version},")
         published = publish_adapters(base, str(tmp_path))
         await engine.load_weights(published, 3)
-        await compared(engine, merged(base, published), f"{architecture}, with adapters,")
+        await check_logprobs(
+            engine, merge_adapters(base, published), f"{architecture}, with adapters,"
+        )
 
 
 def test_docs_list_exactly_the_tested_architectures():
@@ -238,7 +242,7 @@ def test_docs_list_exactly_the_tested_architectures():
 def test_a_checkpoint_has_the_trained_weights_in_the_original_layout(
     architecture: str, tmp_path: Path
 ):
-    make(architecture, tmp_path / "base", seed=1)
+    make_model(architecture, tmp_path / "base", seed=1)
     base = load_model(str(tmp_path / "base"), dtype=torch.float32)
     with torch.no_grad():
         trained = {name: 2 * tensor for name, tensor in weights_of(base).items()}

@@ -42,7 +42,7 @@ def environment(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 @asynccontextmanager
-async def started(
+async def start_engine(
     folder: str, config: GeneratorConfig, *, seed: int = 0
 ) -> AsyncIterator[GenerationEngine]:
     engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH, seed))
@@ -55,7 +55,7 @@ async def started(
 async def test_a_tied_model_needs_each_parameter_once(tmp_path: Path):
     models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
     folder = save(models[0], tmp_path)
-    async with started(folder, GeneratorConfig(max_new_tokens=32)) as engine:
+    async with start_engine(folder, GeneratorConfig(max_new_tokens=32)) as engine:
         assert engine.version == -1
         with pytest.raises(WeightsError, match="no weights yet"):
             await engine.generate(SHORT, seeds=[1])
@@ -77,7 +77,7 @@ async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path):
     for seed, config in enumerate(
         (GeneratorConfig(), GeneratorConfig(kv_cache_mb=1, max_concurrent_rollouts=20))
     ):
-        async with started(folder, config, seed=seed) as engine:
+        async with start_engine(folder, config, seed=seed) as engine:
             await engine.load_weights(weights_of(model), 0)
             calls = (engine.generate(SHORT, seeds=[i], max_new_tokens=150) for i in range(24))
             groups = await asyncio.gather(*calls)
@@ -88,7 +88,7 @@ async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(tmp_path: Path):
     model = endless_model(seed=1)
-    async with started(save(model, tmp_path), GeneratorConfig()) as engine:
+    async with start_engine(save(model, tmp_path), GeneratorConfig()) as engine:
         await engine.load_weights(weights_of(model), 0)
         running = asyncio.gather(
             *(engine.generate(SHORT, seeds=[i], max_new_tokens=500) for i in range(8)),
@@ -115,7 +115,7 @@ async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(t
 async def test_a_weight_load_past_its_deadline_ends_the_engine(tmp_path: Path):
     model = endless_model(seed=1)
     config = GeneratorConfig()
-    async with started(save(model, tmp_path), config) as engine:
+    async with start_engine(save(model, tmp_path), config) as engine:
         await engine.load_weights(weights_of(model), 0)
         config.request_timeout_s = 1e-6
         with pytest.raises(GenerationError, match="version 1 was not loaded within 1e-06 s"):
@@ -128,7 +128,7 @@ async def test_a_weight_load_past_its_deadline_ends_the_engine(tmp_path: Path):
 async def test_a_logprob_check_past_its_deadline_ends_the_engine(tmp_path: Path):
     model = endless_model(seed=1)
     config = GeneratorConfig()
-    async with started(save(model, tmp_path), config) as engine:
+    async with start_engine(save(model, tmp_path), config) as engine:
         await engine.load_weights(weights_of(model), 0)
         config.request_timeout_s = 1e-6
         with pytest.raises(
@@ -143,7 +143,7 @@ async def test_a_logprob_check_past_its_deadline_ends_the_engine(tmp_path: Path)
 async def test_a_process_has_at_most_one_engine_and_a_closed_one_raises(tmp_path: Path):
     model = endless_model(seed=1)
     folder = save(model, tmp_path)
-    async with started(folder, GeneratorConfig()) as engine:
+    async with start_engine(folder, GeneratorConfig()) as engine:
         with pytest.raises(GenerationError, match="has a generation engine already"):
             await GenerationEngine.start(EngineSpec(folder, GeneratorConfig(), 64, 1))
         await engine.load_weights(weights_of(model), 0)

@@ -6,7 +6,7 @@ import pytest
 
 from tests import forked
 from tests.engines.conftest import list_cases
-from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD, Case, one_rank, write_model
+from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD, Case, run_rank, write_model
 from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -31,7 +31,7 @@ def ranks(
     cases = sorted(list_cases(request, Case), key=lambda case: order.index(case.backend))
     (port,) = find_free_ports(1)
     arguments = [(rank, path, port, cases) for rank in range(WORLD)]
-    return forked.run(one_rank, arguments, timeout_s=400)
+    return forked.run(run_rank, arguments, timeout_s=400)
 
 
 @pytest.mark.parametrize("backend", SHARING)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.engines.mesh_ranks import make
-from tests.engines.moved_ranks import CASES, UPDATES, WORLD, one_rank
+from tests.engines.mesh_ranks import make_model
+from tests.engines.moved_ranks import CASES, UPDATES, WORLD, run_rank
 from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -17,12 +17,14 @@ SAME, WHOLE, SHARDED = CASES
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return each rank's results, by case."""
     folder, ports = tmp_path_factory.mktemp("moved"), find_free_ports(1)
-    return forked.run(one_rank, [(rank, folder, *ports) for rank in range(WORLD)], timeout_s=400)
+    return forked.run(run_rank, [(rank, folder, *ports) for rank in range(WORLD)], timeout_s=400)
 
 
 def sizes(case: str) -> dict[str, int]:
     """Return the bytes of each parameter of a case's model."""
-    return {name: parameter.nbytes for name, parameter in make(CASES[case][0]).named_parameters()}
+    return {
+        name: parameter.nbytes for name, parameter in make_model(CASES[case][0]).named_parameters()
+    }
 
 
 def columns(case: str) -> set[str]:

@@ -25,31 +25,31 @@ SEEDS = range(4)
 CONFIG = GeneratorConfig(max_new_tokens=100, max_concurrent_rollouts=8, kv_cache_mb=KV_MB)
 
 
-def held_mb() -> float:
+def measure_resident_mb() -> float:
     return psutil.Process().memory_info().rss / MB
 
 
-async def sampled(flight: Flight) -> list[Rollout]:
+async def sample(flight: Flight) -> list[Rollout]:
     return await flight.engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS)
 
 
 async def test_rollouts_continue_with_the_same_tokens_after_sleep(engines: Engines):
     flight = await engines.get(CONFIG)
     await flight.load(endless_model(seed=3))
-    undisturbed = await sampled(flight)
-    running = asyncio.create_task(sampled(flight))
+    undisturbed = await sample(flight)
+    running = asyncio.create_task(sample(flight))
     await flight.steps(30)
     for reason in ("lease", "lease again"):
         await flight.engine.pause(reason)
-        before_mb = held_mb()
+        before_mb = measure_resident_mb()
         await flight.engine.sleep()
         await flight.engine.sleep()
-        assert before_mb - held_mb() > 0.9 * KV_MB
+        assert before_mb - measure_resident_mb() > 0.9 * KV_MB
         assert flight.engine.num_running == len(SEEDS)
         await flight.engine.resume(reason)
         await flight.steps(10)
         # Other memory that the process has freed meanwhile is not allocated again.
-        assert before_mb - held_mb() < 0.5 * KV_MB
+        assert before_mb - measure_resident_mb() < 0.5 * KV_MB
     disturbed = await running
     for expected, rollout in zip(undisturbed, disturbed, strict=True):
         assert np.array_equal(expected.token_ids, rollout.token_ids)
@@ -100,7 +100,7 @@ async def test_weights_are_written_in_place_on_a_gpu(tmp_path: Path):
 async def test_weights_can_be_loaded_while_asleep(engines: Engines):
     flight = await engines.get(CONFIG)
     await flight.load(endless_model(seed=3))
-    running = asyncio.create_task(sampled(flight))
+    running = asyncio.create_task(sample(flight))
     await flight.steps(30)
     await flight.engine.pause("lease")
     await flight.engine.sleep()

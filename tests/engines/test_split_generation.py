@@ -62,7 +62,7 @@ def forks(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def started(model: PreTrainedModel, folder: Path) -> AsyncIterator[GenerationEngine]:
+async def start_engine(model: PreTrainedModel, folder: Path) -> AsyncIterator[GenerationEngine]:
     config = GeneratorConfig(max_new_tokens=32, tensor_parallel=2)
     path = save(model, folder, ends=False)
     engine = await GenerationEngine.start(EngineSpec(path, config, MAX_LENGTH))
@@ -91,7 +91,7 @@ def shared_files() -> set[Path]:
 
 async def test_every_version_reaches_every_rank(tmp_path: Path):
     models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
-    async with started(models[0], tmp_path) as engine:
+    async with start_engine(models[0], tmp_path) as engine:
         assert len(ranks()) == 2
         shared = shared_files()
         assert shared
@@ -132,7 +132,7 @@ async def test_a_dead_rank_is_reported_and_ends_the_other_ranks(
         lambda dead_engine: shut_down.append(shut_down_engine(dead_engine)),
     )
     model = tiny_model(tied=True, seed=1)
-    async with started(model, tmp_path) as engine:
+    async with start_engine(model, tmp_path) as engine:
         await engine.load_weights(weights_of(model), 0)
         work: Coroutine[Any, Any, object]
         if activity == "rollouts":

@@ -92,7 +92,7 @@ def family_model(family: str, *, tied: bool) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def changed(model: PreTrainedModel, pattern: str) -> PreTrainedModel | None:
+def change_group(model: PreTrainedModel, pattern: str) -> PreTrainedModel | None:
     """Return the model with other values in a group of parameters; None if it has no such group."""
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(7)
@@ -102,7 +102,7 @@ def changed(model: PreTrainedModel, pattern: str) -> PreTrainedModel | None:
     return model if group_parameters else None
 
 
-def distance(
+def measure_logprob_difference(
     model: PreTrainedModel, other_model: PreTrainedModel, rollouts: list[Rollout]
 ) -> float:
     return max(
@@ -112,7 +112,7 @@ def distance(
 
 
 @asynccontextmanager
-async def started(folder: str, patch: pytest.MonkeyPatch) -> AsyncIterator[GenerationEngine]:
+async def start_engine(folder: str, patch: pytest.MonkeyPatch) -> AsyncIterator[GenerationEngine]:
     for name, value in make_vllm_env("cpu").items():
         patch.setenv(name, value)
     config = GeneratorConfig(max_new_tokens=12)
@@ -130,7 +130,7 @@ async def check_each_group(engine: GenerationEngine, base: PreTrainedModel) -> N
     running = asyncio.create_task(engine.generate(PROMPT, seeds=range(2), max_new_tokens=500))
     tested_groups = set()
     for group, pattern in GROUPS.items():
-        model = changed(models[max(models)], pattern)
+        model = change_group(models[max(models)], pattern)
         if model is None:
             continue
         tested_groups.add(group)
@@ -138,7 +138,7 @@ async def check_each_group(engine: GenerationEngine, base: PreTrainedModel) -> N
         models[version] = model
         await engine.load_weights(weights_of(model), version)
         fresh = await engine.generate(PROMPT, seeds=range(4))
-        assert distance(model, models[version - 1], fresh) > 1e-2, group
+        assert measure_logprob_difference(model, models[version - 1], fresh) > 1e-2, group
         assert worst_error(fresh, models) < 1e-4, group
     assert tested_groups >= ALL_HAVE
     rollouts = await running
@@ -165,7 +165,7 @@ async def test_each_group_of_parameters_is_loaded(
     family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     base = family_model(family, tied=tied)
-    async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
+    async with start_engine(save(base, tmp_path, ends=False), monkeypatch) as engine:
         await check_each_group(engine, base)
 
 
@@ -175,7 +175,7 @@ async def test_each_group_of_parameters_is_loaded_through_reload_weights(
 ):
     monkeypatch.setattr(weight_loader, "bind_parameters", lambda *args: [])
     base = family_model("qwen2", tied=True)
-    async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
+    async with start_engine(save(base, tmp_path, ends=False), monkeypatch) as engine:
         await check_each_group(engine, base)
         loaded = await engine.load_weights(weights_of(base), 100)
         assert loaded.copied_bytes >= num_bytes(weights_of(base))
@@ -192,7 +192,7 @@ async def test_large_layers_use_onednn_and_bfloat16_is_served(
     monkeypatch.setattr(weight_loader, "MIN_ONEDNN_ELEMENTS", 1)
     base = family_model("qwen2", tied=True)
     folder = save(base, tmp_path, ends=False)
-    async with started(folder, monkeypatch) as engine:
+    async with start_engine(folder, monkeypatch) as engine:
         await engine.load_weights(weights_of(base), 0)
         assert worst_error(await engine.generate(PROMPT, seeds=range(4)), {0: base}) < 1e-4
     for name, value in make_vllm_env("cpu").items():

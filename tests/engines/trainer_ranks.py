@@ -150,7 +150,9 @@ class RankJob:
             time.sleep(0.05)
 
 
-def cut(groups: Mapping[str, Columns], *, num_micro_batches: int, num_shares: int) -> list[Round]:
+def split_rounds(
+    groups: Mapping[str, Columns], *, num_micro_batches: int, num_shares: int
+) -> list[Round]:
     """Split all rollouts into rounds; of five micro-batches the last leaves the last rank idle."""
     picks = [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
     num_parts = num_micro_batches * num_shares
@@ -161,12 +163,12 @@ def cut(groups: Mapping[str, Columns], *, num_micro_batches: int, num_shares: in
     return [tuple(parts[start : start + num_shares]) for start in range(0, len(parts), num_shares)]
 
 
-def own(trainer: "ModelTrainer", work: Round) -> MicroBatch:
+def get_micro_batch(trainer: "ModelTrainer", work: Round) -> MicroBatch:
     """Return a rank's micro-batch of a round."""
     return work[trainer._config.get_dp_rank(trainer.rank)]
 
 
-def divisor_of(groups: dict[str, Columns]) -> float:
+def compute_divisor(groups: dict[str, Columns]) -> float:
     return loss_denominator(
         SETTINGS.loss_aggregation,
         num_tokens=sum(int(columns["loss_mask"].sum()) for columns in groups.values()),
@@ -178,9 +180,11 @@ def train_step(
     trainer: "ModelTrainer", num_micro_batches: int, num_shares: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Run a step over all groups; return this rank's metric sums and the update's metrics."""
-    rounds = cut(GROUPS, num_micro_batches=num_micro_batches, num_shares=num_shares)
-    sums = add_up(trainer.train_micro_batch(GROUPS, own(trainer, work)) for work in rounds)
-    return sums, trainer.step(divisor_of(GROUPS))
+    rounds = split_rounds(GROUPS, num_micro_batches=num_micro_batches, num_shares=num_shares)
+    sums = sum_metrics(
+        trainer.train_micro_batch(GROUPS, get_micro_batch(trainer, work)) for work in rounds
+    )
+    return sums, trainer.step(compute_divisor(GROUPS))
 
 
 def parameters_of(trainer: "ModelTrainer") -> dict[str, torch.Tensor]:
@@ -299,11 +303,11 @@ def resume_legacy_state(job: RankJob, layout: Layout) -> None:
     again = second_step(trainer, layout)
     harm = folder / f"harm_{trainer.rank}"
     torch.save({**progress, "rng": Hostile(harm)}, folder / f"rank_{trainer.rank}.pt")
-    refusal = refusal_of(trainer, folder)
+    refusal = get_refusal(trainer, folder)
     torch.save({**progress, "layout": "backend=other"}, folder / f"rank_{trainer.rank}.pt")
     job.results[f"old/{layout.label}"] = {
         "runs": [first, again],
-        "refusals": [refusal, refusal_of(trainer, folder)],
+        "refusals": [refusal, get_refusal(trainer, folder)],
         "harmed": harm.exists(),
     }
     trainer.close()
@@ -325,7 +329,7 @@ def hostile_state(job: RankJob, layout: Layout) -> None:
     for path in sorted((folder / "zero").glob("*.pt")):
         original = path.read_bytes()
         torch.save({"module": Hostile(folder / "harm")}, path)
-        refusals.append(refusal_of(trainer, folder))
+        refusals.append(get_refusal(trainer, folder))
         path.write_bytes(original)
     job.results["hostile"] = (refusals, (folder / "harm").exists())
     trainer.close()
@@ -361,8 +365,12 @@ def critic_updates(job: RankJob, layout: Layout) -> None:
     trainer = job.trainer(layout, PPO, lr=SEVERAL_LR)
     sums = []
     for _ in range(2):
-        rounds = cut(VALUED, num_micro_batches=2, num_shares=layout.num_shares)
-        sums.append(add_up(trainer.train_micro_batch(VALUED, own(trainer, w)) for w in rounds))
+        rounds = split_rounds(VALUED, num_micro_batches=2, num_shares=layout.num_shares)
+        sums.append(
+            sum_metrics(
+                trainer.train_micro_batch(VALUED, get_micro_batch(trainer, w)) for w in rounds
+            )
+        )
         report = trainer.step(SEVERAL_DIVISOR)
     folder = job.folder / f"critic-{layout.label}"
     trainer.save_training_state(folder / "state")
@@ -393,8 +401,12 @@ def two_headed_updates(job: RankJob, layout: Layout) -> None:
         trainer = job.trainer(layout, PPO, task=task, lr=SEVERAL_LR)
         sums = []
         for _ in range(2):
-            rounds = cut(VALUED, num_micro_batches=2, num_shares=layout.num_shares)
-            sums.append(add_up(trainer.train_micro_batch(VALUED, own(trainer, w)) for w in rounds))
+            rounds = split_rounds(VALUED, num_micro_batches=2, num_shares=layout.num_shares)
+            sums.append(
+                sum_metrics(
+                    trainer.train_micro_batch(VALUED, get_micro_batch(trainer, w)) for w in rounds
+                )
+            )
             trainer.step(SEVERAL_DIVISOR)
         folder = job.folder / f"two-headed-{layout.label}-{coef}"
         trainer.save_training_state(folder / "state")
@@ -421,22 +433,22 @@ def pretraining_updates(job: RankJob, layout: Layout) -> None:
     trainer = job.trainer(layout, AlgorithmConfig(), pretraining=texts, lr=SEVERAL_LR)
     reports = []
     for divisor in PTX_DIVISORS:
-        for work in cut(UNTAUGHT, num_micro_batches=2, num_shares=layout.num_shares):
-            trainer.train_micro_batch(UNTAUGHT, own(trainer, work))
+        for work in split_rounds(UNTAUGHT, num_micro_batches=2, num_shares=layout.num_shares):
+            trainer.train_micro_batch(UNTAUGHT, get_micro_batch(trainer, work))
         reports.append(trainer.step(divisor))
     parameters = parameters_of(trainer)
     trainer.close()
     job.results[f"pretraining/{layout.label}"] = {"reports": reports, "parameters": parameters}
 
 
-def narrow(job: RankJob) -> RankJob:
+def use_narrow_model(job: RankJob) -> RankJob:
     """Return the same rank with the model of the LoRA tests."""
     return replace(job, model_path=str(job.folder / NARROW))
 
 
 def lora_updates(job: RankJob, layout: Layout) -> None:
     """Run two LoRA steps, then repeat the second from a checkpoint after the first."""
-    job = narrow(job)
+    job = use_narrow_model(job)
     folder = job.folder / f"lora-{layout.label}"
     trainer = job.trainer(layout, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
@@ -458,18 +470,18 @@ def lora_updates(job: RankJob, layout: Layout) -> None:
         "published": first,
         "logprobs": torch.from_numpy(logprobs),
         "runs": [again, resumed],
-        "refusal": refusal_of(trainer, folder / "state"),
+        "refusal": get_refusal(trainer, folder / "state"),
     }
     trainer.close()
 
 
 def lora_critic(job: RankJob, layout: Layout) -> None:
     """Run a step of a critic's adapters and head."""
-    job = narrow(job)
+    job = use_narrow_model(job)
     trainer = job.trainer(layout, PPO, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
-    for work in cut(VALUED, num_micro_batches=2, num_shares=layout.num_shares):
-        trainer.train_micro_batch(VALUED, own(trainer, work))
+    for work in split_rounds(VALUED, num_micro_batches=2, num_shares=layout.num_shares):
+        trainer.train_micro_batch(VALUED, get_micro_batch(trainer, work))
     trainer.step(SEVERAL_DIVISOR)
     trainer.save_model(job.folder / f"lora-critic-{layout.label}")
     job.results[f"lora_critic/{layout.label}"] = {
@@ -480,12 +492,12 @@ def lora_critic(job: RankJob, layout: Layout) -> None:
 
 
 def lora_recomputed(job: RankJob, layout: Layout) -> None:
-    job = narrow(job)
+    job = use_narrow_model(job)
     changes = {"lr": SEVERAL_LR, "gradient_checkpointing": True, **LORA}
     job.results[f"lora_recomputed/{layout.label}"] = run_two_steps(job, layout, 2, **changes)
 
 
-def refusal_of(trainer: "ModelTrainer", folder: Path) -> str:
+def get_refusal(trainer: "ModelTrainer", folder: Path) -> str:
     try:
         trainer.load_training_state(folder)
     except CheckpointError as error:
@@ -498,25 +510,31 @@ def several_updates(job: RankJob, layout: Layout) -> None:
     trainer = job.trainer(layout, SEVERAL, lr=SEVERAL_LR)
     uids = list(GROUPS)
     updates = [
-        cut({uid: GROUPS[uid] for uid in part}, num_micro_batches=2, num_shares=layout.num_shares)
+        split_rounds(
+            {uid: GROUPS[uid] for uid in part}, num_micro_batches=2, num_shares=layout.num_shares
+        )
         for part in (uids[::2], uids[1::2])
     ]
     trainer.plan_step(GROUPS)
     for rounds in updates:
         for work in rounds:
-            trainer.precompute_logprobs(GROUPS, own(trainer, work))
+            trainer.precompute_logprobs(GROUPS, get_micro_batch(trainer, work))
     trainer.sync_plan()
     sums = []
     for _ in range(SEVERAL.epochs):
         for rounds in updates:
-            sums.append(add_up(trainer.train_micro_batch(GROUPS, own(trainer, w)) for w in rounds))
+            sums.append(
+                sum_metrics(
+                    trainer.train_micro_batch(GROUPS, get_micro_batch(trainer, w)) for w in rounds
+                )
+            )
             trainer.step(SEVERAL_DIVISOR)
     parameters = parameters_of(trainer)
     trainer.close()
     job.results[f"several/{layout.label}"] = {"sums": sums, "parameters": parameters}
 
 
-def add_up(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+def sum_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -594,7 +612,9 @@ class Case(NamedTuple):
     more: tuple[str, ...] = ()
 
 
-def sit(rank: int, plan: Sequence[Case], model_path: str, folder: Path, ports: list[int]) -> Any:
+def run_cases(
+    rank: int, plan: Sequence[Case], model_path: str, folder: Path, ports: list[int]
+) -> Any:
     """Run all cases in a process and return the results."""
     job = RankJob(rank, model_path, folder, list(ports))
     for case in plan:
@@ -620,7 +640,7 @@ def run_ranks(
     ports = find_free_ports(len(two_rank_cases) * PORTS_PER_CASE + len(last))
     arguments = [(rank, plan, model_path, folder, ports) for rank, plan in enumerate(plans)]
     results: dict[str, list[Any]] = {}
-    for process_results in forked.run(sit, arguments, timeout_s=timeout_s):
+    for process_results in forked.run(run_cases, arguments, timeout_s=timeout_s):
         for name, value in process_results.items():
             results.setdefault(name, []).append(value)
     return results

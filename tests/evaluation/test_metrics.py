@@ -19,19 +19,21 @@ from streamrl.evaluation.metrics import (
 )
 
 
-def passes(*counts, samples=4):
+def make_passes(*counts, samples=4):
     """Return a row per prompt with this number of passing completions."""
     return np.array([[i < count for i in range(samples)] for count in counts])
 
 
-tables = st.lists(st.integers(0, 5), min_size=1, max_size=6).map(lambda c: passes(*c, samples=5))
+tables = st.lists(st.integers(0, 5), min_size=1, max_size=6).map(
+    lambda c: make_passes(*c, samples=5)
+)
 
 
 def test_pass_at_k_is_drawing_without_replacement():
     # 1 of 4 passes: two tries miss in 3 of 6 subsets. 3 of 4 pass: two tries always hit.
-    assert compute_pass_at_k(passes(1), 2) == pytest.approx(1 / 2)
-    assert compute_pass_at_k(passes(3), 2) == 1.0
-    assert compute_pass_at_k(passes(1, 3, 0), 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
+    assert compute_pass_at_k(make_passes(1), 2) == pytest.approx(1 / 2)
+    assert compute_pass_at_k(make_passes(3), 2) == 1.0
+    assert compute_pass_at_k(make_passes(1, 3, 0), 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
 
 
 @given(tables)
@@ -79,8 +81,8 @@ def test_the_mean_interval_is_clustered_by_prompt():
 
 
 def test_correlated_completions_of_a_prompt_widen_the_interval():
-    correlated = compute_fraction_interval(passes(0, 4, 0, 4, 4, 0, 0, 4, 0, 4))
-    mixed = compute_fraction_interval(passes(2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
+    correlated = compute_fraction_interval(make_passes(0, 4, 0, 4, 4, 0, 0, 4, 0, 4))
+    mixed = compute_fraction_interval(make_passes(2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
     assert mixed[1] - mixed[0] < (correlated[1] - correlated[0]) * 0.6
     # n* = p (1 - p) / SE^2 = 0.25 / (2.5 / 90) = 9; half width at p = 1/2: z / 2 sqrt(n* + z^2).
     half = 1.96 / (2 * math.sqrt(9 + 1.96**2))
@@ -89,9 +91,9 @@ def test_correlated_completions_of_a_prompt_widen_the_interval():
 
 def test_the_interval_of_a_perfect_score_has_a_width():
     # Wilson's lower bound for 20 of 20 is n / (n + z^2).
-    low, high = compute_fraction_interval(passes(*[4] * 20))
+    low, high = compute_fraction_interval(make_passes(*[4] * 20))
     assert (low, high) == (pytest.approx(20 / (20 + 1.96**2), abs=1e-4), 1.0)
-    assert compute_fraction_interval(passes(4))[0] < 0.25
+    assert compute_fraction_interval(make_passes(4))[0] < 0.25
 
 
 @given(tables)

@@ -9,7 +9,7 @@ from streamrl.evaluation.sample_and_score import evaluate_policy
 from streamrl.messages import FinishReason, Prompt, Rollout, make_uid
 
 
-def prompts(*sources):
+def make_prompts(*sources):
     file_prompts = [
         Prompt(make_uid(0, i), np.array([i], np.int32), data_source=source)
         for i, source in enumerate(sources)
@@ -27,7 +27,7 @@ async def generate(prompt, seeds):
     ]
 
 
-def scoring(table):
+def make_score(table):
     """Return a score function that looks up scores by uid."""
 
     async def score(prompt, rollouts):
@@ -47,14 +47,14 @@ async def evaluate(held_out, *, generate=generate, score=None, timeout_s=600.0, 
     return await evaluate_policy(
         held_out,
         generate=generate,
-        score=score or scoring(TABLE),
+        score=score or make_score(TABLE),
         config=EvaluationConfig(**settings),
         timeout_s=timeout_s,
     )
 
 
 async def test_metrics_of_a_worked_example():
-    result = await evaluate(prompts("easy", "hard", "easy"), samples=4)
+    result = await evaluate(make_prompts("easy", "hard", "easy"), samples=4)
     # 2 + 0 + 4 of 12 completions pass; 2 of 3 prompts have a passing completion; scores sum to 8.
     assert (result.num_prompts, result.samples) == (3, 4)
     assert result.pass_at_1 == pytest.approx(6 / 12)
@@ -72,24 +72,24 @@ async def test_metrics_of_a_worked_example():
 
 
 async def test_pass_score_is_configurable():
-    result = await evaluate(prompts("", "", ""), pass_score=0.5)
+    result = await evaluate(make_prompts("", "", ""), pass_score=0.5)
     assert result.pass_at_1 == pytest.approx(8 / 12)
     assert result.pass_at_k == 1.0
 
 
 async def test_all_rates_are_equal_for_a_single_sample():
-    result = await evaluate(prompts("", "", ""), samples=1)
+    result = await evaluate(make_prompts("", "", ""), samples=1)
     assert result.pass_at_1 == result.pass_at_k == result.mean_at_k == pytest.approx(2 / 3)
 
 
 async def test_limit_selects_the_first_prompts():
     for limit, used in ((1, 1), (2, 2), (None, 3), (9, 3)):
-        result = await evaluate(prompts("", "", ""), limit=limit)
+        result = await evaluate(make_prompts("", "", ""), limit=limit)
         assert result.num_prompts == used
 
 
 async def test_limit_applies_per_file_and_each_file_has_metrics():
-    first, second, third = prompts("", "", "")["held_out"]
+    first, second, third = make_prompts("", "", "")["held_out"]
     for limit, used in ((None, [2, 1]), (1, [1, 1])):
         result = await evaluate({"a": [first, second], "b": [third]}, limit=limit)
         assert [part.num_prompts for part in result.by_file.values()] == used
@@ -99,7 +99,7 @@ async def test_limit_applies_per_file_and_each_file_has_metrics():
 
 
 async def test_maj_at_k_requires_answers_from_every_source():
-    scored = scoring(TABLE)
+    scored = make_score(TABLE)
 
     async def score(prompt, rollouts):
         columns = await scored(prompt, rollouts)
@@ -109,17 +109,17 @@ async def test_maj_at_k_requires_answers_from_every_source():
         return columns
 
     silent: tuple[str, ...] = ()
-    result = await evaluate(prompts("a", "b", "b"), score=score)
+    result = await evaluate(make_prompts("a", "b", "b"), score=score)
     # The majority answer passes by half for a, never for the first b; the second b has no answer.
     assert result.maj_at_k == pytest.approx((0.5 + 0 + 0) / 3)
     silent = ("b",)
-    result = await evaluate(prompts("a", "b", "b"), score=score)
+    result = await evaluate(make_prompts("a", "b", "b"), score=score)
     assert result.maj_at_k is None
     assert "eval/maj_at_k" not in result.to_metrics()
     assert (result.by_source["a"].maj_at_k, result.by_source["b"].maj_at_k) == (0.5, None)
 
 
-async def seeds_used(delays, **settings):
+async def collect_seeds(delays, **settings):
     """Return the seeds of each prompt if generation takes these delays."""
     seeds_by_uid = {}
 
@@ -128,19 +128,19 @@ async def seeds_used(delays, **settings):
         seeds_by_uid[prompt.uid] = list(seeds)
         return await generate(prompt, seeds)
 
-    await evaluate(prompts("", "", ""), generate=slow, **settings)
+    await evaluate(make_prompts("", "", ""), generate=slow, **settings)
     return seeds_by_uid
 
 
 async def test_seeds_depend_only_on_prompt_and_config():
-    concurrent = await seeds_used([0.0, 0.01, 0.02])
-    sequential = await seeds_used([0.02, 0.01, 0.0], concurrency=1)
+    concurrent = await collect_seeds([0.0, 0.01, 0.02])
+    sequential = await collect_seeds([0.02, 0.01, 0.0], concurrency=1)
     assert concurrent == sequential
     all_seeds = [seed for seeds in concurrent.values() for seed in seeds]
     assert len(set(all_seeds)) == 12
     assert all(0 <= seed < 2**31 for seed in all_seeds)
-    assert concurrent != await seeds_used([0, 0, 0], seed=1)
-    fewer = await seeds_used([0, 0, 0], samples=2)
+    assert concurrent != await collect_seeds([0, 0, 0], seed=1)
+    fewer = await collect_seeds([0, 0, 0], samples=2)
     assert fewer == {uid: seeds[:2] for uid, seeds in concurrent.items()}
 
 
@@ -159,13 +159,13 @@ async def test_concurrency_bounds_prompts_in_flight(concurrency):
     async def ones(prompt, rollouts):
         return {"scores": np.ones(len(rollouts), np.float32)}
 
-    await evaluate(prompts(*[""] * 20), generate=counted, score=ones, concurrency=concurrency)
+    await evaluate(make_prompts(*[""] * 20), generate=counted, score=ones, concurrency=concurrency)
     assert most == min(concurrency, 20)
 
 
-def failing_scores(table, failing):
+def make_failing_score(table, failing):
     """Return a score function that fails once for each uid in `failing`."""
-    score_all = scoring(table)
+    score_all = make_score(table)
 
     async def score(prompt, rollouts):
         if prompt.uid in failing:
@@ -177,7 +177,9 @@ def failing_scores(table, failing):
 
 
 async def test_a_prompt_with_a_failed_reward_is_excluded_and_counted():
-    result = await evaluate(prompts("easy", "hard", "easy"), score=failing_scores(TABLE, ["0:1:0"]))
+    result = await evaluate(
+        make_prompts("easy", "hard", "easy"), score=make_failing_score(TABLE, ["0:1:0"])
+    )
     assert (result.num_prompts, result.num_unscored) == (2, 1)
     assert result.unscored_reason == "judge is down"
     assert result.pass_at_1 == pytest.approx(6 / 8)
@@ -186,7 +188,7 @@ async def test_a_prompt_with_a_failed_reward_is_excluded_and_counted():
 
 async def test_an_evaluation_without_scores_raises():
     with pytest.raises(RewardError, match="judge is down"):
-        await evaluate(prompts("", ""), score=failing_scores(TABLE, ["0:0:0", "0:1:0"]))
+        await evaluate(make_prompts("", ""), score=make_failing_score(TABLE, ["0:0:0", "0:1:0"]))
 
 
 async def test_a_failure_is_raised_unchanged_and_cancels_other_prompts():
@@ -201,7 +203,7 @@ async def test_a_failure_is_raised_unchanged_and_cancels_other_prompts():
             ended.append(prompt.uid)
 
     with pytest.raises(ActorError, match="generator-0 died"):
-        await evaluate(prompts("", "", ""), generate=failing)
+        await evaluate(make_prompts("", "", ""), generate=failing)
     assert sorted(ended) == ["0:0:0", "0:2:0"]
 
 
@@ -210,7 +212,7 @@ async def test_a_prompt_beyond_the_deadline_is_named():
         await asyncio.sleep(60)
 
     with pytest.raises(DeadlineError, match=r"evaluation of uid 0:0:0: no scores in 0.05 s"):
-        await evaluate(prompts(""), generate=hanging, timeout_s=0.05)
+        await evaluate(make_prompts(""), generate=hanging, timeout_s=0.05)
 
 
 async def test_a_timeout_error_of_the_generator_is_not_a_deadline_error():
@@ -218,12 +220,12 @@ async def test_a_timeout_error_of_the_generator_is_not_a_deadline_error():
         raise TimeoutError("engine")
 
     with pytest.raises(TimeoutError, match="engine"):
-        await evaluate(prompts(""), generate=failing)
+        await evaluate(make_prompts(""), generate=failing)
 
 
 async def test_a_scores_column_of_the_wrong_shape_is_refused():
     with pytest.raises(ValueError, match=r"uid 0:0:0: column scores has shape \(3,\)"):
-        await evaluate(prompts(""), score=scoring({"0:0:0": [1, 1, 1]}))
+        await evaluate(make_prompts(""), score=make_score({"0:0:0": [1, 1, 1]}))
 
 
 async def test_an_evaluation_without_prompts_is_refused():

@@ -46,13 +46,13 @@ NAMES = list(MODEL.specs_by_name())
 DTYPES = {name: torch.int64 if "norm" in name else torch.float32 for name in NAMES}
 
 
-def layout(sizes: str, *, order: str = "hf", first: int = 0) -> ModelLayout:
+def make_layout(sizes: str, *, order: str = "hf", first: int = 0) -> ModelLayout:
     seating = RankGrid.from_text(sizes, order).assign_ranks()
     shape = (seating.pp_size, seating.tp_size, seating.dp_size)
     return create_layout(MODEL, RankAssignment(*shape, seating.coordinates, first))
 
 
-def full_tensors(version: int) -> Mapping[str, torch.Tensor]:
+def make_full_tensors(version: int) -> Mapping[str, torch.Tensor]:
     """Return the unsplit tensors of a version."""
     generator = torch.Generator().manual_seed(version)
     drawn = {s.name: torch.randn(s.shape, generator=generator) for s in MODEL.tensors}
@@ -61,19 +61,19 @@ def full_tensors(version: int) -> Mapping[str, torch.Tensor]:
 
 def fill(storage: ShardStorage, version: int) -> ShardStorage:
     for name, box, view in storage:
-        view.copy_(full_tensors(version)[name][box.slices])
+        view.copy_(make_full_tensors(version)[name][box.slices])
     storage.version = version
     return storage
 
 
-def holds(storage: ShardStorage, version: int) -> bool:
+def is_version(storage: ShardStorage, version: int) -> bool:
     is_equal = all(
-        view.equal(full_tensors(version)[name][box.slices]) for name, box, view in storage
+        view.equal(make_full_tensors(version)[name][box.slices]) for name, box, view in storage
     )
     return is_equal and storage.version == version
 
 
-def switch(
+def reshard_twice(
     executor: ReshardingExecutor, source: ModelLayout, target: ModelLayout
 ) -> dict[str, Any]:
     """Reshard between separate memories, then between shared ones.
@@ -89,7 +89,7 @@ def switch(
     ):
         fill(target_storage, 2)
         moved = executor.run(fill(source_storage, version), target_storage)
-        exact.append(holds(target_storage, version) and moved.version == version)
+        exact.append(is_version(target_storage, version) and moved.version == version)
     return {
         "exact": all(exact),
         "received": moved.received_bytes,
@@ -103,38 +103,44 @@ def switch(
 CLUSTER = NodeTopology(2)
 
 
-def pairs() -> dict[str, tuple[ModelLayout, ModelLayout]]:
+def list_pairs() -> dict[str, tuple[ModelLayout, ModelLayout]]:
     """Return the layout pairs to reshard between."""
     return {
-        "1-4-1 to 1-2-2": (layout("1-4-1"), layout("1-2-2")),
-        "1-2-2 to 1-4-1": (layout("1-2-2"), layout("1-4-1")),
-        "2-2-1 to 1-1-4": (layout("2-2-1", order="mcore"), layout("1-1-4")),
-        "4-1-1 to 2-2-1": (layout("4-1-1"), layout("2-2-1")),
-        "zero to 1-2-2": (partition_zero3(layout("1-2-2"), [[0, 2], [1, 3]]), layout("1-2-2")),
-        "fsdp to 1-1-4": (partition_fsdp2(layout("1-2-2"), [[0, 2], [1, 3]]), layout("1-1-4")),
-        "itself": (layout("1-2-2"), layout("1-2-2")),
+        "1-4-1 to 1-2-2": (make_layout("1-4-1"), make_layout("1-2-2")),
+        "1-2-2 to 1-4-1": (make_layout("1-2-2"), make_layout("1-4-1")),
+        "2-2-1 to 1-1-4": (make_layout("2-2-1", order="mcore"), make_layout("1-1-4")),
+        "4-1-1 to 2-2-1": (make_layout("4-1-1"), make_layout("2-2-1")),
+        "zero to 1-2-2": (
+            partition_zero3(make_layout("1-2-2"), [[0, 2], [1, 3]]),
+            make_layout("1-2-2"),
+        ),
+        "fsdp to 1-1-4": (
+            partition_fsdp2(make_layout("1-2-2"), [[0, 2], [1, 3]]),
+            make_layout("1-1-4"),
+        ),
+        "itself": (make_layout("1-2-2"), make_layout("1-2-2")),
     }
 
 
-def ways() -> dict[str, Any]:
+def run_all_executors() -> dict[str, Any]:
     """Run every executor between all pairs, in one piece and in small buckets."""
     results = {}
-    for name, (source, target) in pairs().items():
+    for name, (source, target) in list_pairs().items():
         copies = plan_copies(source, target, CLUSTER)
         gather = plan_gather(source, target, CLUSTER, [list(range(WORLD))])
         for bucket, limit in (("whole", {}), ("cut", {"bucket_bytes": SMALL})):
-            results[f"{name}, copies, {bucket}"] = switch(
+            results[f"{name}, copies, {bucket}"] = reshard_twice(
                 PointToPointExecutor(copies, **limit), source, target
             )
-            results[f"{name}, gather, {bucket}"] = switch(
+            results[f"{name}, gather, {bucket}"] = reshard_twice(
                 GroupGatherExecutor(gather, **limit), source, target
             )
     return results
 
 
-def least() -> dict[str, Any]:
+def run_chosen_executors() -> dict[str, Any]:
     """Run the executor chosen for layouts with parts on all ranks, towards full copies."""
-    full_layout = layout("1-1-4")
+    full_layout = make_layout("1-1-4")
     sources = {
         "zero": partition_zero3(full_layout, [list(range(WORLD))]),
         "fsdp": partition_fsdp2(full_layout, [list(range(WORLD))]),
@@ -145,20 +151,23 @@ def least() -> dict[str, Any]:
         executor = create_least_bytes_executor(
             source, full_layout, cluster=CLUSTER, bucket_bytes=SMALL, timeout_s=60.0
         )
-        results[name] = {**switch(executor, source, full_layout), "kind": type(executor).__name__}
+        results[name] = {
+            **reshard_twice(executor, source, full_layout),
+            "kind": type(executor).__name__,
+        }
     return results
 
 
-def pools() -> dict[str, Any]:
+def reshard_between_pools() -> dict[str, Any]:
     """Reshard from two ranks to the two others."""
-    source, target = layout("1-2-1"), layout("1-1-2", first=2)
-    return switch(PointToPointExecutor(plan_copies(source, target, CLUSTER)), source, target)
+    source, target = make_layout("1-2-1"), make_layout("1-1-2", first=2)
+    return reshard_twice(PointToPointExecutor(plan_copies(source, target, CLUSTER)), source, target)
 
 
-def shared() -> dict[str, Any]:
+def reshard_shared_memory() -> dict[str, Any]:
     """Reshard training shards inside the generation weights; data that stays is not copied."""
     rank = dist.get_rank()
-    source, target = layout("1-4-1"), layout("1-2-2")
+    source, target = make_layout("1-4-1"), make_layout("1-2-2")
     target_storage = allocate_storage(target, rank, DTYPES)
     # Rank 0 serves the first half and trains its first quarter; rank 3 trains the last quarter.
     stays = rank in (0, 3)
@@ -170,12 +179,12 @@ def shared() -> dict[str, Any]:
     moved = PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(
         fill(source_storage, 5), target_storage
     )
-    return {"exact": holds(target_storage, 5), "copied": moved.copied_bytes}
+    return {"exact": is_version(target_storage, 5), "copied": moved.copied_bytes}
 
 
-def small_buckets() -> list[str]:
+def get_small_bucket_errors() -> list[str]:
     """Return the errors for buckets smaller than an element per rank of a gather."""
-    source, target = layout("1-4-1"), layout("1-2-2")
+    source, target = make_layout("1-4-1"), make_layout("1-2-2")
     errors = []
     for make, bucket_bytes in (
         (
@@ -198,7 +207,7 @@ def small_buckets() -> list[str]:
     return errors
 
 
-def fsdp() -> dict[str, list[float]]:
+def list_fsdp_shards() -> dict[str, list[float]]:
     """Return this rank's shards of two matrices under FSDP2 over tensor parallelism, 2 by 2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     module = torch.nn.Sequential(
@@ -214,10 +223,10 @@ def fsdp() -> dict[str, list[float]]:
     return {name: tensor.to_local().flatten().tolist() for name, tensor in kept.items()}
 
 
-def odd_version() -> dict[str, str]:
+def run_odd_version() -> dict[str, str]:
     """Give one rank a different version: no rank moves anything."""
     rank = dist.get_rank()
-    source, target = layout("1-4-1"), layout("1-2-2")
+    source, target = make_layout("1-4-1"), make_layout("1-2-2")
     source_storage, target_storage = (
         allocate_storage(source, rank, DTYPES),
         allocate_storage(target, rank, DTYPES),
@@ -229,14 +238,14 @@ def odd_version() -> dict[str, str]:
             source_storage, target_storage
         )
     except WeightsError as error:
-        return {"error": str(error), "kept": str(holds(target_storage, 6))}
+        return {"error": str(error), "kept": str(is_version(target_storage, 6))}
     return {"error": "", "kept": ""}
 
 
-def absent() -> dict[str, str]:
+def run_without_last_rank() -> dict[str, str]:
     """Leave out the last rank: the others raise within their deadline."""
     rank = dist.get_rank()
-    source, target = layout("1-4-1"), layout("1-2-2")
+    source, target = make_layout("1-4-1"), make_layout("1-2-2")
     executor = PointToPointExecutor(plan_copies(source, target, CLUSTER), timeout_s=LATE_S)
     if rank == WORLD - 1:
         time.sleep(LATE_S + 2.0)
@@ -252,18 +261,18 @@ def absent() -> dict[str, str]:
     return {"error": ""}
 
 
-def one_rank(rank: int, folder: Path) -> dict[str, Any]:
+def run_rank(rank: int, folder: Path) -> dict[str, Any]:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
     )
     return {
-        "ways": ways(),
-        "least": least(),
-        "pools": pools(),
-        "shared": shared(),
-        "small_buckets": small_buckets(),
-        "fsdp": fsdp(),
-        "odd_version": odd_version(),
+        "ways": run_all_executors(),
+        "least": run_chosen_executors(),
+        "pools": reshard_between_pools(),
+        "shared": reshard_shared_memory(),
+        "small_buckets": get_small_bucket_errors(),
+        "fsdp": list_fsdp_shards(),
+        "odd_version": run_odd_version(),
         # Runs last, because it breaks the connections.
-        "absent": absent(),
+        "absent": run_without_last_rank(),
     }

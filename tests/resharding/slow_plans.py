@@ -10,12 +10,12 @@ from streamrl.resharding.plans import BoxCopy, NamedBox
 from tests.resharding.models import count_union_elements
 
 
-def copies(source: ModelLayout, target: ModelLayout, cluster: NodeTopology) -> list[BoxCopy]:
+def plan_copies(source: ModelLayout, target: ModelLayout, cluster: NodeTopology) -> list[BoxCopy]:
     """Plan copies, if boxes of different ranks are equal or disjoint."""
     sent: Counter[int] = Counter()
     planned = []
     for spec in target.model.tensors:
-        holders = _holders(source, spec.name, source.ranks)
+        holders = _list_holders(source, spec.name, source.ranks)
         for rank in target.ranks:
             missing = target.get_boxes(rank, spec.name)
             for held_box in sorted(holders, key=lambda box: rank not in holders[box]):
@@ -34,14 +34,16 @@ def copies(source: ModelLayout, target: ModelLayout, cluster: NodeTopology) -> l
     return planned
 
 
-def gives(source: ModelLayout, groups: Sequence[Sequence[int]]) -> dict[int, tuple[NamedBox, ...]]:
+def plan_contributions(
+    source: ModelLayout, groups: Sequence[Sequence[int]]
+) -> dict[int, tuple[NamedBox, ...]]:
     """Return the contribution of each rank of each group."""
     sent_bytes: Counter[int] = Counter()
     contributions: dict[int, list[NamedBox]] = {rank: [] for group in groups for rank in group}
     for group in groups:
         for spec in source.model.tensors:
             done: list[TensorBox] = []
-            for held_box, ranks in _holders(source, spec.name, group).items():
+            for held_box, ranks in _list_holders(source, spec.name, group).items():
                 for box in subtract_boxes([held_box], done):
                     sender = min(ranks, key=lambda rank: (sent_bytes[rank], rank))
                     contributions[sender].append((spec.name, box))
@@ -50,7 +52,7 @@ def gives(source: ModelLayout, groups: Sequence[Sequence[int]]) -> dict[int, tup
     return {rank: tuple(gifts) for rank, gifts in contributions.items()}
 
 
-def report(
+def report_bytes(
     source: ModelLayout,
     target: ModelLayout,
     cluster: NodeTopology,
@@ -88,7 +90,9 @@ def report(
     return counts_by_rank
 
 
-def _holders(layout: ModelLayout, tensor: str, ranks: Iterable[int]) -> dict[TensorBox, list[int]]:
+def _list_holders(
+    layout: ModelLayout, tensor: str, ranks: Iterable[int]
+) -> dict[TensorBox, list[int]]:
     holders: dict[TensorBox, list[int]] = {}
     for rank in ranks:
         for box in layout.get_boxes(rank, tensor):

@@ -24,7 +24,16 @@ from streamrl.resharding.plans import plan_copies, plan_gather
 from streamrl.resharding.storage import create_from_buffers
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests import forked
-from tests.resharding.ranks import CLUSTER, DTYPES, LATE_S, SMALL, WORLD, layout, one_rank, pairs
+from tests.resharding.ranks import (
+    CLUSTER,
+    DTYPES,
+    LATE_S,
+    SMALL,
+    WORLD,
+    list_pairs,
+    make_layout,
+    run_rank,
+)
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -33,7 +42,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run all cases on four ranks; return the results of each."""
     folder = tmp_path_factory.mktemp("ranks")
-    return forked.run(one_rank, [(rank, folder) for rank in range(WORLD)], timeout_s=240)
+    return forked.run(run_rank, [(rank, folder) for rank in range(WORLD)], timeout_s=240)
 
 
 def test_every_executor_is_bit_exact_between_any_layouts(ranks: list[dict[str, Any]]):
@@ -43,7 +52,7 @@ def test_every_executor_is_bit_exact_between_any_layouts(ranks: list[dict[str, A
 
 
 def test_moved_bytes_equal_the_plan(ranks: list[dict[str, Any]]):
-    for name, (source, target) in pairs().items():
+    for name, (source, target) in list_pairs().items():
         plans: dict[str, Any] = {
             "copies": plan_copies(source, target, CLUSTER),
             "gather": plan_gather(source, target, CLUSTER, [list(range(WORLD))]),
@@ -80,7 +89,7 @@ def test_buckets_bound_the_bytes_in_flight(ranks: list[dict[str, Any]]):
 
 
 def test_the_chosen_executor_moves_as_many_bytes_as_the_copy_plan(ranks: list[dict[str, Any]]):
-    full, all_ranks = layout("1-1-4"), [list(range(WORLD))]
+    full, all_ranks = make_layout("1-1-4"), [list(range(WORLD))]
     sources = {
         "zero": partition_zero3(full, all_ranks),
         "fsdp": partition_fsdp2(full, all_ranks),
@@ -104,7 +113,7 @@ def test_a_gather_is_chosen_if_it_moves_only_missing_data(rows: int):
 
 
 def test_a_gather_is_not_chosen_if_all_ranks_have_all_data():
-    full = layout("1-1-4")
+    full = make_layout("1-1-4")
     copies = plan_copies(full, full, CLUSTER)
     gather = plan_gather(full, full, CLUSTER, [list(range(WORLD))])
     assert not is_gather_least_bytes(copies, gather)
@@ -146,7 +155,7 @@ def test_versions_are_exchanged_on_the_collective_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_gather", fake_all_gather)
-    full = layout("1-1-1")
+    full = make_layout("1-1-1")
     storage_of_rank = allocate_storage(full, 0, DTYPES)
     with pytest.raises(MetError, match=r"\{'meta'\}"):
         PointToPointExecutor(plan_copies(full, full, CLUSTER)).run(storage_of_rank, storage_of_rank)

@@ -38,7 +38,7 @@ def odd_model(model: ModelSpec) -> ModelSpec:
 def assert_report(
     plan: CopyPlan | GatherPlan, planned: Iterable[BoxCopy], *, keeps_copy: bool = False
 ) -> None:
-    expected = slow_plans.report(
+    expected = slow_plans.report_bytes(
         plan.source, plan.target, plan.cluster, planned, keeps_copy=keeps_copy
     )
     report = plan.report_bytes()
@@ -81,7 +81,7 @@ def test_copy_plans_equal_the_reference_to_the_byte(
     target = SHARING[target_sharing](create_layout(model, moved), moved.list_dp_groups())
     cluster = NodeTopology(per_node)
     plan = plan_copies(source, target, cluster)
-    planned = slow_plans.copies(source, target, cluster)
+    planned = slow_plans.plan_copies(source, target, cluster)
     assert list(plan.copies) == planned
     assert_report(plan, planned)
 
@@ -97,7 +97,7 @@ def test_gather_plans_equal_the_reference_to_the_byte(
     groups = [ranks] if gathers_all else grid.assign_ranks().list_dp_groups()
     for keeps_copy in (False, True):
         plan = plan_gather(source, plain, NodeTopology(per_node), groups, keeps_copy=keeps_copy)
-        assert plan.contributions == slow_plans.gives(source, groups)
+        assert plan.contributions == slow_plans.plan_contributions(source, groups)
         assert_report(plan, plan.copies, keeps_copy=keeps_copy)
 
 

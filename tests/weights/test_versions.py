@@ -23,17 +23,17 @@ from streamrl.weights.versions import (
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
 
-def manifest(version: int) -> WeightManifest:
+def make_manifest(version: int) -> WeightManifest:
     return WeightManifest(version, (), ())
 
 
 def test_the_slowest_publish_is_reported_once():
     registry = WeightRegistry(keep_versions=2)
     assert math.isnan(registry.drain_stats().publish_s)
-    registry.add_manifest(manifest(0), publish_s=9.0)
-    registry.add_manifest(manifest(1), publish_s=0.5)
+    registry.add_manifest(make_manifest(0), publish_s=9.0)
+    registry.add_manifest(make_manifest(1), publish_s=0.5)
     assert registry.drain_stats().publish_s == 9.0, "the longest since the last call"
-    registry.add_manifest(manifest(2), publish_s=0.25)
+    registry.add_manifest(make_manifest(2), publish_s=0.25)
     assert registry.drain_stats().publish_s == 0.25
     assert math.isnan(registry.drain_stats().publish_s)
 
@@ -41,7 +41,7 @@ def test_the_slowest_publish_is_reported_once():
 def test_nodes_pull_in_turns_and_a_failed_node_is_skipped():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2, broadcast_tree=BroadcastTree("node-0", fanout=1))
-        registry.add_manifest(manifest(0))
+        registry.add_manifest(make_manifest(0))
 
         async def ask(node: str, version: int, fault: str = "") -> WeightManifest | None:
             state = ReaderState(
@@ -53,8 +53,8 @@ def test_nodes_pull_in_turns_and_a_failed_node_is_skipped():
         assert await ask("node-2", -1) is None, "a node serves one pull at a time (fanout=1)"
         assert await ask("node-1", -1, fault="it broke") is not None
         assert await ask("node-1", 0) is None, "node-1 has version 0; no newer version exists"
-        manifests = await asyncio.gather(ask("node-2", -1), ask("node-3", -1))
-        assert all(manifest is not None for manifest in manifests), (
+        responses = await asyncio.gather(ask("node-2", -1), ask("node-3", -1))
+        assert all(response is not None for response in responses), (
             "two ready nodes serve a pull each"
         )
 
@@ -64,7 +64,7 @@ def test_nodes_pull_in_turns_and_a_failed_node_is_skipped():
 def test_a_node_with_a_failed_reader_does_not_serve_others():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2, broadcast_tree=BroadcastTree("node-0", fanout=1))
-        registry.add_manifest(manifest(0))
+        registry.add_manifest(make_manifest(0))
 
         async def ask(
             reader: str, node: str, version: int, fault: str = ""
@@ -98,7 +98,7 @@ def test_a_fallback_is_not_a_fault():
 def test_skew_counts_only_readers_with_a_version():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
-        registry.add_manifest(manifest(6))
+        registry.add_manifest(make_manifest(6))
         for reader, version in {"generator-0": 4, "generator-1": -1}.items():
             await registry.wait_for_newer(reader, ReaderState(version), wait_s=0.0)
         assert registry.drain_stats().max_version_lag == 2
@@ -137,7 +137,7 @@ def test_a_reader_that_failed_verification_gets_the_republished_version():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         for version in (3, 4, 4):
-            registry.add_manifest(manifest(version))
+            registry.add_manifest(make_manifest(version))
         first, republished = [
             await registry.wait_for_newer("generator-0", ReaderState(number), wait_s=0.0)
             for number in (3, 4)
@@ -145,7 +145,7 @@ def test_a_reader_that_failed_verification_gets_the_republished_version():
         assert first is not None and first.version == 4
         assert republished is None, "a reader that serves the version gets nothing"
         with pytest.raises(WeightsError, match="version 3 was published after 4"):
-            registry.add_manifest(manifest(3))
+            registry.add_manifest(make_manifest(3))
 
     run_virtual(scenario())
 

@@ -13,7 +13,7 @@ from streamrl.engines.memory.memory_model import estimate_worker_memory
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.colocated_memory import WorkerMemory
 from tests import forked
-from tests.engines.memory_ranks import CASES, TOKENS, Case, one_rank
+from tests.engines.memory_ranks import CASES, TOKENS, Case, run_rank
 from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model
 from tests.engines.trainer_ranks import find_free_ports
 
@@ -27,7 +27,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("policy"))
 
 
-def of(path: str, trainer: TrainerConfig, *, tokens: int = 0, dtype: str = "auto") -> WorkerMemory:
+def estimate_memory(
+    path: str, trainer: TrainerConfig, *, tokens: int = 0, dtype: str = "auto"
+) -> WorkerMemory:
     generator = GeneratorConfig(dtype=dtype, kv_cache_mb=3)
     return estimate_worker_memory(path, trainer, generator, micro_batch_tokens=tokens, on_gpu=False)
 
@@ -39,7 +41,7 @@ def test_torch_backend_holds_weights_gradients_and_two_moments(path: str):
     model(ids).logits.sum().backward()
     optimizer.step()
     moments = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
-    memory = of(path, TrainerConfig(backend="torch"))
+    memory = estimate_memory(path, TrainerConfig(backend="torch"))
     assert memory.weights == sum(p.nbytes for p in model.parameters())
     assert memory.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     assert memory.optimizer == sum(moment.nbytes for moment in moments)
@@ -70,7 +72,7 @@ def test_bytes_per_element_on_two_ranks_of_each_zero_stage(
     update: int,
 ):
     num = sum(p.numel() for p in tiny_model(tied=True, seed=0).parameters())
-    memory = of(path, TrainerConfig(world_size=2, zero_stage=stage))
+    memory = estimate_memory(path, TrainerConfig(world_size=2, zero_stage=stage))
     assert (memory.weights, memory.serving_weights) == (weights * num, served * num)
     assert (memory.optimizer, memory.gradients) == (optimizer * num, gradients * num)
     assert (memory.activations, memory.update_buffers) == (activations * num, update * num)
@@ -92,7 +94,7 @@ def test_bytes_per_element_on_a_rank_of_a_mesh(
         world_size=world_size,
         tensor_parallel=tensor_parallel,
     )
-    memory = of(path, trainer)
+    memory = estimate_memory(path, trainer)
     assert (memory.weights, memory.optimizer, memory.gradients) == (local, 2 * local, local)
     assert bool(memory.activations) is sharded
     columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
@@ -135,12 +137,15 @@ def test_unsplit_models_of_any_family_are_estimated(tmp_path_factory: pytest.Tem
     path = tmp_path_factory.mktemp("other") / "model"
     model.save_pretrained(path)
     num = sum(p.numel() for p in model.parameters())
-    memory = of(str(path), TrainerConfig(backend="torch", zero_stage=3, world_size=2))
+    memory = estimate_memory(str(path), TrainerConfig(backend="torch", zero_stage=3, world_size=2))
     assert memory.weights == num // 2 * 4
 
 
 def test_lora_adapters_are_added_and_have_the_only_moments(path: str):
-    full, memory = of(path, TrainerConfig()), of(path, TrainerConfig(lora_rank=2))
+    full, memory = (
+        estimate_memory(path, TrainerConfig()),
+        estimate_memory(path, TrainerConfig(lora_rank=2)),
+    )
     adapters = memory.weights - full.weights
     assert 0 < adapters < full.weights
     assert (memory.optimizer, memory.gradients) == (3 * adapters, adapters)
@@ -148,13 +153,16 @@ def test_lora_adapters_are_added_and_have_the_only_moments(path: str):
 
 def test_a_generator_of_another_dtype_has_own_weights(path: str):
     trainer = TrainerConfig(backend="torch")
-    assert of(path, trainer, dtype="bfloat16").serving_weights == of(path, trainer).weights // 2
+    assert (
+        estimate_memory(path, trainer, dtype="bfloat16").serving_weights
+        == estimate_memory(path, trainer).weights // 2
+    )
 
 
 def test_ranks_of_a_split_generator_hold_a_part_each(path: str):
     trainer = TrainerConfig(backend="torch", world_size=2)
-    weights = of(path, trainer).weights
-    assert of(path, trainer).serving_weights == 0
+    weights = estimate_memory(path, trainer).weights
+    assert estimate_memory(path, trainer).serving_weights == 0
     generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=2)
     memory = estimate_worker_memory(path, trainer, generator, micro_batch_tokens=0, on_gpu=False)
     assert (memory.weights, memory.serving_weights) == (weights, weights // 2)
@@ -162,9 +170,9 @@ def test_ranks_of_a_split_generator_hold_a_part_each(path: str):
 
 def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(path: str):
     layers, hidden = 2, 64
-    memory = of(path, TrainerConfig(), tokens=10)
+    memory = estimate_memory(path, TrainerConfig(), tokens=10)
     assert memory.activations == 10 * 4 * (layers * 17 * hidden + 3 * VOCABULARY)
-    less = of(path, TrainerConfig(gradient_checkpointing=True), tokens=10)
+    less = estimate_memory(path, TrainerConfig(gradient_checkpointing=True), tokens=10)
     assert less.activations == 10 * 4 * ((layers + 17) * hidden + 3 * VOCABULARY)
 
 
@@ -183,7 +191,7 @@ def grown(path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Map
     ports = find_free_ports(len(CASES))
     results: dict[str, Any] = {}
     arguments = [(rank, large, path, ports) for rank in range(2)]
-    for memory in forked.run(one_rank, arguments, timeout_s=900):
+    for memory in forked.run(run_rank, arguments, timeout_s=900):
         results |= memory
     return large, results
 
@@ -194,7 +202,9 @@ def test_measured_trainer_memory_matches_the_model(
     grown: tuple[str, Mapping[str, Any]], case: Case
 ):
     path, results = grown
-    stated = replace(of(path, case.config, tokens=TOKENS), kv_cache=0, serving_weights=0)
+    stated = replace(
+        estimate_memory(path, case.config, tokens=TOKENS), kv_cache=0, serving_weights=0
+    )
     measured = results[case.label]
     assert stated.train_bytes / MB / SLACK < measured["peak"] < stated.train_bytes / MB * SLACK
     assert 0.8 < measured["offloaded"] / (stated.optimizer / MB) < 1.2

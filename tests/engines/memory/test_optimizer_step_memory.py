@@ -14,18 +14,18 @@ MB = 1_000_000
 TRAINED, LARGEST = 200 * MB, 10 * MB
 
 
-def of(*, on_gpu: bool = False, **settings: Any) -> TransientMemory:
+def estimate_memory(*, on_gpu: bool = False, **settings: Any) -> TransientMemory:
     trainer = TrainerConfig(**{"dtype": "float32", **settings})
     return estimate_transient_memory(trainer, trained=TRAINED, largest=LARGEST, on_gpu=on_gpu)
 
 
 def test_torch_adamw_takes_roots_of_one_parameter_on_a_cpu_and_of_all_on_a_gpu():
-    assert of(backend="torch") == TransientMemory(update=2 * 4 * LARGEST)
-    assert of(backend="torch", on_gpu=True) == TransientMemory(update=4 * TRAINED)
+    assert estimate_memory(backend="torch") == TransientMemory(update=2 * 4 * LARGEST)
+    assert estimate_memory(backend="torch", on_gpu=True) == TransientMemory(update=4 * TRAINED)
 
 
 def test_zero_0_reduces_a_copy_of_all_gradients():
-    assert of(zero_stage=0, world_size=2) == TransientMemory(update=4 * TRAINED)
+    assert estimate_memory(zero_stage=0, world_size=2) == TransientMemory(update=4 * TRAINED)
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_zero_0_reduces_a_copy_of_all_gradients():
 def test_zero_reduces_in_buckets_and_updates_a_flat_tensor(
     settings: dict[str, Any], held: int, backward: int, update: int
 ):
-    assert of(**settings) == TransientMemory(held * MB, backward * MB, update * MB)
+    assert estimate_memory(**settings) == TransientMemory(held * MB, backward * MB, update * MB)
 
 
 def test_zero_1_in_bfloat16_keeps_gradients_twice_and_no_bucket():
-    memory = of(zero_stage=1, world_size=2, dtype="bfloat16")
+    memory = estimate_memory(zero_stage=1, world_size=2, dtype="bfloat16")
     assert memory == TransientMemory(between_micro_batches=2 * TRAINED, update=4 * TRAINED)
-    assert of(zero_stage=3, dtype="bfloat16").between_micro_batches == 100 * MB
+    assert estimate_memory(zero_stage=3, dtype="bfloat16").between_micro_batches == 100 * MB
 
 
 @given(

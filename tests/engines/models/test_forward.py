@@ -33,18 +33,18 @@ def model():
     return tiny_model(tied=True, seed=0)
 
 
-def batch_of(picks=PICKS):
+def make_batch(picks=PICKS):
     return build_batch({UID: COLUMNS}, picks, derived={UID: {}})
 
 
-def scores_of(model, batch, **options):
+def compute_scores(model, batch, **options):
     options = {"temperature": TEMPERATURE} | options
     return compute_token_logprobs(model, batch["token_ids"], batch["attention_mask"], **options)
 
 
 def test_batched_logprobs_equal_those_of_single_rollouts(model):
-    batch = batch_of()
-    logprobs = scores_of(model, batch).logprobs.detach()
+    batch = make_batch()
+    logprobs = compute_scores(model, batch).logprobs.detach()
     for row, rollout in enumerate(columns_to_rollouts(COLUMNS)):
         expected = forward_logprobs(model, rollout, temperature=TEMPERATURE)
         actual = np.where(rollout.loss_mask, logprobs[row, : len(rollout.token_ids)].numpy(), 0)
@@ -52,47 +52,48 @@ def test_batched_logprobs_equal_those_of_single_rollouts(model):
 
 
 def test_the_first_position_and_the_padding_are_zero(model):
-    batch = batch_of()
-    scores = scores_of(model, batch, entropy_mode="value")
+    batch = make_batch()
+    scores = compute_scores(model, batch, entropy_mode="value")
     for values in scores:
         assert (values[:, 0] == 0).all()
         assert (values[~batch["attention_mask"]] == 0).all()
 
 
 def test_token_ids_in_the_padding_do_not_matter(model):
-    batch = batch_of()
-    before = scores_of(model, batch).logprobs
+    batch = make_batch()
+    before = compute_scores(model, batch).logprobs
     batch["token_ids"][~batch["attention_mask"]] = 33
-    assert torch.equal(scores_of(model, batch).logprobs, before)
+    assert torch.equal(compute_scores(model, batch).logprobs, before)
 
 
 def test_the_order_of_rows_does_not_matter(model):
-    batch, reversed_batch = batch_of(), batch_of(PICKS[::-1])
+    batch, reversed_batch = make_batch(), make_batch(PICKS[::-1])
     torch.testing.assert_close(
-        scores_of(model, reversed_batch).logprobs.flip(0), scores_of(model, batch).logprobs
+        compute_scores(model, reversed_batch).logprobs.flip(0),
+        compute_scores(model, batch).logprobs,
     )
 
 
 def test_entropy_is_that_of_the_distribution_at_the_sampling_temperature(model):
-    batch = batch_of(PICKS[:1])
-    scores = scores_of(model, batch, entropy_mode="value")
+    batch = make_batch(PICKS[:1])
+    scores = compute_scores(model, batch, entropy_mode="value")
     with torch.no_grad():
         logits = model(batch["token_ids"]).logits[0, :-1].double() / TEMPERATURE
     probabilities = logits.softmax(-1)
     expected = -(probabilities * probabilities.log()).sum(-1).float()
     torch.testing.assert_close(scores.entropy[0, 1:], expected)
     assert not scores.entropy.requires_grad
-    assert scores_of(model, batch, entropy_mode="gradient").entropy.requires_grad
-    assert not scores_of(model, batch).entropy.any()
+    assert compute_scores(model, batch, entropy_mode="gradient").entropy.requires_grad
+    assert not compute_scores(model, batch).entropy.any()
 
 
 def test_chunks_change_neither_values_nor_gradients(model, monkeypatch):
-    batch = batch_of()
+    batch = make_batch()
     results = []
     for chunk_tokens in (2048, 8, 1):
         monkeypatch.setattr(forward, "CHUNK_TOKENS", chunk_tokens)
         model.zero_grad()
-        scores = scores_of(model, batch, entropy_mode="gradient")
+        scores = compute_scores(model, batch, entropy_mode="gradient")
         (scores.logprobs.sum() + scores.entropy.sum()).backward()
         gradient = model.model.embed_tokens.weight.grad.clone()
         results.append((scores.logprobs.detach(), scores.entropy.detach(), gradient))
@@ -143,9 +144,11 @@ def test_a_model_that_lacks_parameters_is_rejected(model, tmp_path):
 
 def test_a_loaded_model_is_the_saved_one(model, tmp_path):
     loaded = load_model(save(model, tmp_path), dtype=resolve_dtype("float32"))
-    batch = batch_of()
-    assert torch.equal(scores_of(loaded, batch).logprobs, scores_of(model, batch).logprobs)
-    assert math.isfinite(scores_of(loaded, batch).logprobs.sum().item())
+    batch = make_batch()
+    assert torch.equal(
+        compute_scores(loaded, batch).logprobs, compute_scores(model, batch).logprobs
+    )
+    assert math.isfinite(compute_scores(loaded, batch).logprobs.sum().item())
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -30,7 +30,7 @@ from tests.engines.conftest import GATHERED, ONE, SHARDED, parametrize_layouts
 from tests.engines.plain_step import plain_loss
 from tests.engines.tiny_qwen import VOCABULARY, tiny_model
 from tests.engines.trainer_layouts import LAYOUTS, Layout
-from tests.engines.trainer_ranks import GROUPS, LORA, SEQUENCE, SEVERAL_LR, Case, divisor_of
+from tests.engines.trainer_ranks import GROUPS, LORA, SEQUENCE, SEVERAL_LR, Case, compute_divisor
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -65,12 +65,12 @@ def logits_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Callable[[Tens
     return run
 
 
-def furthest(tensors, expected) -> float:
+def measure_max_difference(tensors, expected) -> float:
     assert tensors.keys() == expected.keys()
     return max((tensors[name] - expected[name]).abs().max().item() for name in expected)
 
 
-def adapters_only(published):
+def keep_adapters(published):
     return {name: tensor for name, tensor in published.items() if name != LORA_SCALE}
 
 
@@ -78,7 +78,7 @@ def adapters_only(published):
 def expected(results):
     """Compute two steps by hand: the weight is W0 + scale * B A, with leaves A and B."""
     model = tiny_model(tied=True, seed=0).requires_grad_(False)
-    start = adapters_only(results["lora/torch-1"][0]["start"])
+    start = keep_adapters(results["lora/torch-1"][0]["start"])
     trained = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
     optimizer = torch.optim.AdamW(trained.values(), lr=SEVERAL_LR, weight_decay=0.0)
     norms = []
@@ -90,7 +90,7 @@ def expected(results):
             for layer in LAYERS
         }
         loss = plain_loss(logits_of(model, weights))
-        (loss / divisor_of(GROUPS)).backward()
+        (loss / compute_divisor(GROUPS)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0).item())
         optimizer.step()
     return norms, {name: tensor.detach() for name, tensor in trained.items()}
@@ -104,8 +104,8 @@ def test_the_lora_update_equals_a_plain_process_on_any_number_of_ranks(results, 
     assert len(cases) == layout.world_size
     for case in cases:
         assert case["norms"] == pytest.approx(norms, rel=1e-4)
-        assert furthest(adapters_only(case["published"]), trained) < 0.01 * SEVERAL_LR
-        assert furthest(case["published"], case["start"]) > SEVERAL_LR
+        assert measure_max_difference(keep_adapters(case["published"]), trained) < 0.01 * SEVERAL_LR
+        assert measure_max_difference(case["published"], case["start"]) > SEVERAL_LR
 
 
 @pytest.mark.ranks(Case("lora_updates", ONE))
@@ -113,7 +113,10 @@ def test_the_lora_update_equals_a_plain_process_on_any_number_of_ranks(results, 
 def test_recomputing_activations_does_not_change_the_update(results, expected, layout):
     for case in results[f"lora_recomputed/{layout.label}"]:
         assert case["norms"] == pytest.approx(expected[0], rel=1e-4)
-        assert furthest(adapters_only(case["parameters"]), expected[1]) < 0.01 * SEVERAL_LR
+        assert (
+            measure_max_difference(keep_adapters(case["parameters"]), expected[1])
+            < 0.01 * SEVERAL_LR
+        )
 
 
 @parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
@@ -136,7 +139,7 @@ def test_resume_continues_as_if_uninterrupted(results, layout):
     for case in results[f"lora/{layout.label}"]:
         (report, trained, num_updates), again = case["runs"]
         assert again[0] == report
-        assert furthest(again[1], trained) == 0
+        assert measure_max_difference(again[1], trained) == 0
         assert again[2] == num_updates == 2
 
 
@@ -168,7 +171,9 @@ def test_a_version_on_disk_has_the_logprobs_of_the_trainer(results, folder, layo
     saved = AutoModelForCausalLM.from_pretrained(
         folder / f"lora-{layout.label}" / "model", dtype=torch.float32
     )
-    assert furthest(dict(model.named_parameters()), dict(saved.named_parameters())) == 0
+    assert (
+        measure_max_difference(dict(model.named_parameters()), dict(saved.named_parameters())) == 0
+    )
     ids = torch.from_numpy(SEQUENCE).long()[None]
     with torch.no_grad():
         scores = compute_token_logprobs(
@@ -193,9 +198,9 @@ def test_lora_trains_the_whole_value_head_of_a_critic(results, folder, one_kv_he
             layer + LORA_B_SUFFIX for layer in LAYERS
         } | head | {LORA_SCALE}
         assert all(not torch.equal(published[name], case["start"][name]) for name in head)
-        assert furthest(published, single_rank["published"]) < 0.01 * SEVERAL_LR
+        assert measure_max_difference(published, single_rank["published"]) < 0.01 * SEVERAL_LR
         full = build_full_weights(published, parameters, model_path=one_kv_head_path, device=CPU)
-        assert furthest(dict(saved.named_parameters()), dict(full)) == 0
+        assert measure_max_difference(dict(saved.named_parameters()), dict(full)) == 0
 
 
 def adapted(one_kv_head_path, config):
@@ -237,7 +242,7 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(one_kv_head_path, 
 def test_trained_elements_are_counted_on_the_meta_device(one_kv_head_path, targets):
     config = TrainerConfig(lora_rank=4, lora_targets=targets)
     _, published = adapted(one_kv_head_path, config)
-    adapters = sum(tensor.numel() for tensor in adapters_only(published).values())
+    adapters = sum(tensor.numel() for tensor in keep_adapters(published).values())
     assert count_trained_params(load_skeleton(one_kv_head_path), config) == adapters
     all_elements = sum(
         p.numel() for p in load_model(one_kv_head_path, dtype=torch.float32).parameters()

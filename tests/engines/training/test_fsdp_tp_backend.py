@@ -10,7 +10,16 @@ from streamrl.engines.models.tensor_parallel_support import check_tensor_paralle
 from streamrl.errors import ConfigError
 from tests import forked
 from tests.engines.conftest import list_cases
-from tests.engines.mesh_ranks import CASES, LR, UPDATES, WIDE, WORLD, Case, alone, one_rank
+from tests.engines.mesh_ranks import (
+    CASES,
+    LR,
+    UPDATES,
+    WIDE,
+    WORLD,
+    Case,
+    make_single_rank_key,
+    run_rank,
+)
 from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -32,7 +41,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     cases = list_cases(request, Case)
     ports = find_free_ports(len(cases))
     all_results = forked.run(
-        one_rank, [(rank, ports, cases) for rank in range(WORLD)], timeout_s=400
+        run_rank, [(rank, ports, cases) for rank in range(WORLD)], timeout_s=400
     )
     single_rank = {
         name: result
@@ -46,7 +55,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", EACH)
 def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case: Case):
     for results in ranks:
-        single, mesh = results[alone(case.model)], results[case.label]
+        single, mesh = results[make_single_rank_key(case.model)], results[case.label]
         assert min(single["norms"][:UPDATES]) > 1, "the gradient is clipped"
         assert mesh["norms"][:UPDATES] == pytest.approx(single["norms"][:UPDATES], rel=1e-5)
         assert list(mesh["parameters"]) == list(single["parameters"])

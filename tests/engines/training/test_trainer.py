@@ -52,8 +52,8 @@ from tests.engines.trainer_ranks import (
     VALUE_CLIP,
     VALUED,
     Case,
-    add_up,
-    divisor_of,
+    compute_divisor,
+    sum_metrics,
 )
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -71,7 +71,7 @@ def plain_steps(num_steps: int):
     norms = []
     for _ in range(num_steps):
         optimizer.zero_grad()
-        (plain_loss(lambda ids: model(ids).logits) / divisor_of(GROUPS)).backward()
+        (plain_loss(lambda ids: model(ids).logits) / compute_divisor(GROUPS)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -129,7 +129,7 @@ def several_plain_updates():
             )
             (loss / SEVERAL_DIVISOR).backward()
             total.append({name: value.item() for name, value in results.items()})
-        sums.append(add_up(total))
+        sums.append(sum_metrics(total))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -144,11 +144,11 @@ def test_several_updates_of_a_step_equal_a_plain_process(results, layout):
     assert sums[0]["ratio_sum"] == pytest.approx(sums[2]["ratio_sum"]), "weights are of the start"
     cases = results[f"several/{layout.label}"]
     for i, expected in enumerate(sums):
-        total = add_up(case["sums"][i] for case in layout.counted(cases))
+        total = sum_metrics(case["sums"][i] for case in layout.counted(cases))
         for name in (name for name in expected if "_bin_" not in name):
             assert total[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-3), name
     for case in cases:
-        assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
+        assert measure_max_difference(case["parameters"], parameters) < 0.1 * SEVERAL_LR
 
 
 def plain_critic(model_path):
@@ -199,9 +199,9 @@ def test_a_critic_learns_the_returns_on_any_number_of_ranks(results, model_path,
             case["sums"][i]["loss_value_sum"] for case in layout.counted(cases)
         ) == pytest.approx(loss, 1e-4)
     saved = load_value_model(str(folder / f"critic-{layout.label}" / "model"), dtype=torch.float32)
-    assert furthest(dict(saved.named_parameters()), cases[0]["parameters"]) == 0
+    assert measure_max_difference(dict(saved.named_parameters()), cases[0]["parameters"]) == 0
     for case in cases:
-        assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
+        assert measure_max_difference(case["parameters"], parameters) < 0.1 * SEVERAL_LR
         assert case["report"]["critic/lr"] == SEVERAL_LR
         assert case["report"]["critic/grad_norm"] > 0
 
@@ -259,7 +259,7 @@ def test_a_two_headed_model_learns_the_sum_of_both_losses(results, folder, layou
     parameters = plain_two_headed(SHARED_COEFS[1])
     cases = results[f"two_headed/{layout.label}/{SHARED_COEFS[1]}"]
     for case in cases:
-        assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
+        assert measure_max_difference(case["parameters"], parameters) < 0.1 * SEVERAL_LR
     assert sum(case["sums"][1]["critic_loss_value_sum"] for case in cases) > 0
     saved = folder / f"two-headed-{layout.label}-{SHARED_COEFS[1]}" / "model"
     model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
@@ -267,7 +267,9 @@ def test_a_two_headed_model_learns_the_sum_of_both_losses(results, folder, layou
     expected = {
         name: value for name, value in cases[0]["parameters"].items() if "score" not in name
     }
-    assert furthest(dict(model.named_parameters(remove_duplicate=False)), expected) == 0
+    assert (
+        measure_max_difference(dict(model.named_parameters(remove_duplicate=False)), expected) == 0
+    )
 
 
 @parametrize_layouts("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
@@ -279,7 +281,7 @@ def test_a_value_loss_of_weight_0_does_not_change_the_policy(results, layout):
         parameters = dict(case["parameters"])
         assert not parameters.pop("score.weight").any()
         assert not parameters.pop("score.bias").any()
-        assert furthest(parameters, expected["parameters"]) < 1e-6
+        assert measure_max_difference(parameters, expected["parameters"]) < 1e-6
 
 
 def plain_pretraining(model_path):
@@ -311,7 +313,7 @@ def test_pretraining_adds_its_mean_loss_for_any_loss_denominator(results, model_
         reports = case["reports"]
         assert [report["policy/grad_norm"] for report in reports] == pytest.approx(norms, rel=1e-4)
         assert [report["loss/ptx"] for report in reports] == pytest.approx(losses, rel=1e-4)
-        assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
+        assert measure_max_difference(case["parameters"], parameters) < 0.1 * SEVERAL_LR
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +321,7 @@ def expected():
     return plain_steps(2)
 
 
-def furthest(parameters, expected) -> float:
+def measure_max_difference(parameters, expected) -> float:
     assert parameters.keys() == expected.keys()
     return max((parameters[name] - expected[name]).abs().max().item() for name in expected)
 
@@ -334,14 +336,14 @@ def test_the_update_equals_a_plain_step_for_any_split_into_micro_batches(
     assert len(cases) == layout.world_size
     for case in cases:
         assert case["norms"] == pytest.approx(norms, rel=1e-5)
-        assert furthest(case["parameters"], parameters) < 1e-6
+        assert measure_max_difference(case["parameters"], parameters) < 1e-6
 
 
 def test_the_gradient_is_clipped_and_the_parameters_move(expected):
     norms, parameters = expected
     assert min(norms) > 1
     start = dict(tiny_model(tied=True, seed=0, kv_heads=2).named_parameters(remove_duplicate=False))
-    assert furthest({name: p.detach() for name, p in start.items()}, parameters) > LR
+    assert measure_max_difference({name: p.detach() for name, p in start.items()}, parameters) > LR
 
 
 @pytest.mark.ranks(Case("same_update", GATHERED))
@@ -357,7 +359,7 @@ def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(resu
     for cuts in CUTS:
         cases = [case["sums"] for case in layout.counted(results[f"update/{layout.label}/{cuts}"])]
         total = {name: sum(case[name] for case in cases) for name in cases[0]}
-        metrics.append(summarise_policy(total, divisor_of(GROUPS)))
+        metrics.append(summarise_policy(total, compute_divisor(GROUPS)))
     assert metrics[0].keys() >= {"policy/kl_ref", "loss/kl", "policy/ess", "loss/policy"}
     assert all(math.isfinite(value) for value in metrics[0].values())
     for split_metrics in metrics[1:]:
@@ -369,7 +371,7 @@ def test_resume_continues_as_if_uninterrupted(results, layout):
     for (report, parameters, num_steps), again in results[f"resume/{layout.label}"]:
         assert again[0] == report
         assert report["policy/lr"] == pytest.approx(LR * 2 / 4)  # the second of four warm-up steps
-        assert furthest(again[1], parameters) == 0
+        assert measure_max_difference(again[1], parameters) == 0
         assert again[2] == num_steps == 2
 
 
@@ -412,7 +414,7 @@ def test_a_legacy_state_is_loaded_only_into_its_own_layout(results, layout):
     for case in results[f"old/{layout.label}"]:
         first, again = case["runs"]
         assert again[0] == first[0] and again[2] == 2
-        assert furthest(again[1], first[1]) == 0
+        assert measure_max_difference(again[1], first[1]) == 0
         pickle_refusal, layout_refusal = case["refusals"]
         assert "holds more than plain data" in pickle_refusal and not case["harmed"]
         assert "was written with backend=other, not" in layout_refusal
@@ -426,7 +428,7 @@ def test_resume_restores_the_master_weights_of_any_stage(results, stage):
     assert runs.pop(stage)[0] == report
     for source_stage, (metrics, trained, num_updates) in runs.items():
         assert metrics["policy/grad_norm"] == pytest.approx(report["policy/grad_norm"], rel=1e-3)
-        assert furthest(trained, parameters) < 5e-3, source_stage
+        assert measure_max_difference(trained, parameters) < 5e-3, source_stage
         assert num_updates == 2
 
 
@@ -441,10 +443,10 @@ def test_a_hostile_legacy_state_executes_no_code(results):
 
 def check_moved(moved, norm, parameters):
     """Check that loading loses no bit and that the next step equals that of any other layout."""
-    assert furthest(moved.loaded, moved.saved) == 0, moved.label
+    assert measure_max_difference(moved.loaded, moved.saved) == 0, moved.label
     report, metrics, num_updates = moved.second
     assert report["policy/grad_norm"] == pytest.approx(norm, rel=1e-4), moved.label
-    assert furthest(metrics, parameters) < 1e-6, moved.label
+    assert measure_max_difference(metrics, parameters) < 1e-6, moved.label
     assert num_updates == 2
 
 
@@ -455,7 +457,7 @@ def test_a_saved_policy_is_a_hugging_face_model(results, folder, layout):
     saved = folder / f"{layout.label}-model"
     model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    assert furthest(results[f"model/{layout.label}"][0], parameters) == 0
+    assert measure_max_difference(results[f"model/{layout.label}"][0], parameters) == 0
     assert AutoTokenizer.from_pretrained(saved).eos_token == "t2"
 
 
@@ -478,7 +480,7 @@ def test_a_non_finite_gradient_raises_and_skips_the_update(results, layout):
 def test_recomputing_activations_does_not_change_the_update(results, expected):
     (case,) = results["checkpointed"]
     assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
-    assert furthest(case["parameters"], expected[1]) < 1e-6
+    assert measure_max_difference(case["parameters"], expected[1]) < 1e-6
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ TIED = "head.weight"
 """In the files, but neither published nor served."""
 
 
-def published(*, seed: int) -> dict[str, Tensor]:
+def make_published(*, seed: int) -> dict[str, Tensor]:
     """Return parameters of two layers and an embedding, as in a checkpoint."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -69,23 +69,25 @@ class Served(nn.Module):
             layer.experts.packed = held(torch.stack(experts))
 
 
-def compared(model: Served, check: LoadCheck, tensors: Mapping[str, Tensor]) -> list[str]:
+def list_differing_names(
+    model: Served, check: LoadCheck, tensors: Mapping[str, Tensor]
+) -> list[str]:
     prints = {n: check.make_fingerprints(t) for n, t in tensors.items() if n != TIED}
     return list(check.compare_loaded(prints).differing_names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fingerprints_detect_missing_parameters_in_any_layout(dtype: torch.dtype):
-    first, second = published(seed=0), published(seed=1)
+    first, second = make_published(seed=0), make_published(seed=1)
     model = Served(first, dtype=dtype)
     check = LoadCheck(model, first, MERGED)
-    assert compared(model, check, first) == []
+    assert list_differing_names(model, check, first) == []
     model.take(second)
-    assert compared(model, check, second) == []
+    assert list_differing_names(model, check, second) == []
     for lost in ("layers.1.experts.2.w3", "layers.0.norm", "layers.1.k", "embed"):
         name = f"{lost}.weight"
         model.take({**second, name: first[name]})
-        differing = compared(model, check, second)
+        differing = list_differing_names(model, check, second)
         assert set(differing) == {
             # A fused parameter counts as one.
             "embed": {"embed.weight"},
@@ -95,19 +97,19 @@ def test_fingerprints_detect_missing_parameters_in_any_layout(dtype: torch.dtype
     # A training step changes values by about 1e-5.
     small = {n: t * (1 + 1e-5 * torch.sign(first[n])) for n, t in second.items()}
     model.take({**small, "layers.0.experts.0.w1.weight": second["layers.0.experts.0.w1.weight"]})
-    assert bool(compared(model, check, small)) == (dtype == torch.float32)
+    assert bool(list_differing_names(model, check, small)) == (dtype == torch.float32)
 
 
 def test_parameters_without_a_counterpart_are_named():
-    first = published(seed=0)
+    first = make_published(seed=0)
     first["layers.1.o.bias"] = torch.full((4,), 1e-3)
     model = Served(first, dtype=torch.float32)
     check = LoadCheck(model, first, MERGED)
-    assert compared(model, check, first) == ["layers.1.o.bias"]
+    assert list_differing_names(model, check, first) == ["layers.1.o.bias"]
 
 
 def test_parameters_that_vllm_changes_while_loading_are_excluded():
-    first, second = published(seed=0), published(seed=1)
+    first, second = make_published(seed=0), make_published(seed=1)
 
     class Scaled(Served):
         def take(self, tensors: Mapping[str, Tensor]) -> None:
@@ -116,13 +118,13 @@ def test_parameters_that_vllm_changes_while_loading_are_excluded():
     model = Scaled(first, dtype=torch.float32)
     check = LoadCheck(model, first, MERGED)
     model.take(second)
-    assert compared(model, check, second) == []
+    assert list_differing_names(model, check, second) == []
     model.take({**second, "layers.0.q.weight": first["layers.0.q.weight"]})
-    assert "layers.0.q.weight" in compared(model, check, second)
+    assert "layers.0.q.weight" in list_differing_names(model, check, second)
 
 
 def test_the_error_names_the_parameters_and_vllms_warnings():
-    first, second = published(seed=0), published(seed=1)
+    first, second = make_published(seed=0), make_published(seed=1)
     model = Served(first, dtype=torch.float32)
     check = LoadCheck(model, first, MERGED)
     arrival = check.compare_loaded(

@@ -12,8 +12,15 @@ from streamrl.engines.vllm.rank_groups import RankGroup, assign_rank_groups, mak
 from streamrl.resharding.byte_report import NodeTopology
 from tests import forked
 from tests.engines.conftest import list_cases
-from tests.engines.dying_team import TEAM, member
-from tests.engines.team_ranks import ODD_VOCABULARY, UPDATES, make, one_rank, whole, write_model
+from tests.engines.dying_team import TEAM, run_member
+from tests.engines.team_ranks import (
+    ODD_VOCABULARY,
+    UPDATES,
+    make_model,
+    run_rank,
+    sample_unsplit,
+    write_model,
+)
 from tests.engines.tiny_qwen import save, tiny_model
 from tests.engines.trainer_ranks import find_free_ports
 
@@ -119,9 +126,9 @@ def results(
         path = write_model(heads, tmp_path_factory.mktemp("team"))
         (port,) = find_free_ports(1)
         arguments = [(rank, path, port, world, meshes) for rank in range(world)]
-        ranks = forked.run(one_rank, arguments, timeout_s=400)
+        ranks = forked.run(run_rank, arguments, timeout_s=400)
         results_by_run[name] = ranks + forked.run(
-            whole, [(path, ranks[0]["meshes"]["last"])], timeout_s=400
+            sample_unsplit, [(path, ranks[0]["meshes"]["last"])], timeout_s=400
         )
     return results_by_run
 
@@ -158,7 +165,7 @@ def test_a_rank_receives_only_the_elements_it_lacks_once(
 def test_four_tensor_ranks_form_generators_of_every_other_rank(results: dict[str, list[Any]]):
     ranks = results["four"][:-1]
     assert [rank["team"] for rank in ranks] == [(0, 2), (1, 3)] * 2
-    cut = sum(p.nbytes for name, p in make(4).named_parameters() if "_proj" in name)
+    cut = sum(p.nbytes for name, p in make_model(4).named_parameters() if "_proj" in name)
     for rank in ranks:
         # (d_g - 1) / (t p) of it, the theoretical minimum.
         assert rank["meshes"]["tensor"]["updates"][0]["received_bytes"] == cut // 4
@@ -170,7 +177,7 @@ def test_four_tensor_ranks_form_generators_of_every_other_rank(results: dict[str
 def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
     results: dict[str, list[Any]], name: str, copies_columns: bool
 ):
-    sizes = {name: parameter.nbytes for name, parameter in make(4).named_parameters()}
+    sizes = {name: parameter.nbytes for name, parameter in make_model(4).named_parameters()}
     # Those are split for the generator and not for the trainer.
     embedding_bytes = sum(
         sizes.pop(name) for name in ("model.embed_tokens.weight", "lm_head.weight")
@@ -219,4 +226,4 @@ def test_a_split_generator_names_the_dead_rank(tmp_path: Path, victim: int, mess
     path = save(tiny_model(tied=True, seed=1), tmp_path / "model", ends=False)
     (port,) = find_free_ports(1)
     arguments = [(rank, path, port, victim, tmp_path / "under way") for rank in TEAM]
-    assert message in forked.run(member, arguments, timeout_s=400, killed=[victim])[1 - victim]
+    assert message in forked.run(run_member, arguments, timeout_s=400, killed=[victim])[1 - victim]

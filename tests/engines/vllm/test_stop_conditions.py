@@ -20,7 +20,7 @@ PROMPT = prompt(5, 14, 6, 18)
 TEXT, TOKEN_ID = "1 t3", 44
 
 
-def written(rollout: Rollout) -> list[int]:
+def list_completion_ids(rollout: Rollout) -> list[int]:
     """Return the completion's token ids."""
     return list(rollout.completion_ids.tolist())
 
@@ -44,19 +44,21 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_string(
         await engine.load_weights(weights_of(model), 0)
         rollouts = await engine.generate(PROMPT, seeds=range(32))
         stopped = [r for r in rollouts if r.finish_reason is FinishReason.STOP]
-        by_text = [r for r in stopped if written(r)[-1] != TOKEN_ID]
+        by_text = [r for r in stopped if list_completion_ids(r)[-1] != TOKEN_ID]
         assert len(by_text) > 3 and len(stopped) - len(by_text) > 3
         for rollout in stopped:
-            assert is_stopped(written(rollout)) and not is_stopped(written(rollout)[:-1])
+            assert is_stopped(list_completion_ids(rollout)) and not is_stopped(
+                list_completion_ids(rollout)[:-1]
+            )
         for rollout in rollouts:
-            assert rollout in stopped or not is_stopped(written(rollout))
+            assert rollout in stopped or not is_stopped(list_completion_ids(rollout))
             assert rollout.loss_mask[len(PROMPT) :].all()
         assert worst_error(rollouts, {0: model}) < 1e-4
         # A rollout that was interrupted within the stop string ends all the same.
         cut = make_empty_rollout(prompt(*PROMPT, 21))
         (rollout,) = await engine.generate(PROMPT, seeds=[3], partial_rollouts=[cut])
         assert rollout.token_ids[len(PROMPT)] == 21
-        assert not is_stopped(written(rollout)[:-1])
+        assert not is_stopped(list_completion_ids(rollout)[:-1])
     finally:
         await engine.close()
 
