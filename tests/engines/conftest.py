@@ -21,11 +21,13 @@ SHARDED, SPLIT = Layout("deepspeed", 2, 2), Layout("torch", 1, 2, tensor_paralle
 GATHERED = Layout("deepspeed", 3, 2)
 AnyCase = TypeVar("AnyCase")
 TIMEOUT_S = 900
-"""For all cases together, on a busy machine."""
+"""Limit for all cases together, on a busy machine."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ranks(*cases): looks at what ranks saw in these cases")
+    config.addinivalue_line(
+        "markers", "ranks(*cases): needs the results of rank processes for these cases"
+    )
 
 
 def parametrize_layouts(
@@ -85,7 +87,7 @@ def results(
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
     """Provide this process's only engine, shared by the tests of an xdist group.
 
-    Closes the engine at the end: other rooms must not find vLLM's environment and process group.
+    Closes the engine at the end: other packages must not find vLLM's environment and process group.
     """
     model = tiny_model(tied=False, seed=1)
     provider = Engines(save(model, tmp_path_factory.mktemp("untied")))
@@ -98,5 +100,5 @@ async def no_engine(engines: Engines) -> None:
     """Close the shared engine, so that a test can start its own."""
     await engines.close()
     for thread in threading.enumerate():
-        if thread.name == "vllm-engine":  # it has broken vLLM's shared state
+        if thread.name == "vllm-engine":  # a failed engine, whose thread has yet to end
             thread.join(timeout=60)

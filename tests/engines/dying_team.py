@@ -16,25 +16,27 @@ from tests.engines.tiny_qwen import MAX_LENGTH, prompt
 
 TEAM = (0, 1)
 CONFIG = GeneratorConfig(max_new_tokens=400, tensor_parallel=len(TEAM))
-UNDER_WAY_S = 0.5
+SAMPLING_S = 0.5
 
 
-def run_member(rank: int, path: str, port: int, victim: int, sign: Path) -> str:
-    """Return the survivor's error; the file `sign` appears once the ranks sample."""
+def run_member(rank: int, path: str, port: int, victim: int, ready_file: Path) -> str:
+    """Return the survivor's error; the file `ready_file` appears once the ranks sample."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=len(TEAM), timeout_s=120.0)
     spec = EngineSpec(path, CONFIG, MAX_LENGTH, rank_group=RankGroup(rank, (TEAM,)))
-    return asyncio.run(lead(spec, victim, sign) if rank == 0 else follow(spec, victim, sign))
+    return asyncio.run(
+        lead(spec, victim, ready_file) if rank == 0 else follow(spec, victim, ready_file)
+    )
 
 
-async def lead(spec: EngineSpec, victim: int, sign: Path) -> str:
+async def lead(spec: EngineSpec, victim: int, ready_file: Path) -> str:
     engine = await GenerationEngine.start(spec)
     await engine.use_model_dir(0)
     running = asyncio.create_task(engine.generate(prompt(5, 14, 6, 18), seeds=range(8)))
-    await asyncio.sleep(UNDER_WAY_S)
+    await asyncio.sleep(SAMPLING_S)
     if victim == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    sign.touch()
+    ready_file.touch()
     try:
         await running
     except GenerationError as error:
@@ -42,11 +44,11 @@ async def lead(spec: EngineSpec, victim: int, sign: Path) -> str:
     return "nothing"
 
 
-async def follow(spec: EngineSpec, victim: int, sign: Path) -> str:
+async def follow(spec: EngineSpec, victim: int, ready_file: Path) -> str:
     follower = await FollowerRank.start(spec)
     serving = asyncio.create_task(follower.run_rank())
     if victim == 1:
-        while not sign.exists():
+        while not ready_file.exists():
             await asyncio.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     try:

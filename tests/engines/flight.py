@@ -31,28 +31,28 @@ class StepLog:
         self.tokens: dict[str, list[float]] = defaultdict(list)
         self.num_steps = 0
 
-    def watched(self, build: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_build(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `build_vllm_engine` so that the log observes the engine it builds."""
 
-        def build_watched(spec: vllm_engine.EngineSpec) -> Any:
+        def build_logged(spec: vllm_engine.EngineSpec) -> Any:
             engine = build(spec)
             runner = engine.model_executor.driver_worker.worker.model_runner
             core = engine.engine_core
             get_output = core.get_output
 
-            def logged() -> Any:
-                print_now = fingerprint_of(runner.get_model())
+            def get_logged_output() -> Any:
+                fingerprint = fingerprint_of(runner.get_model())
                 outputs = get_output()
                 self.num_steps += 1
                 for output in outputs.outputs:
                     name = output.request_id.split("-")[0]
-                    self.tokens[name] += [print_now] * len(output.new_token_ids)
+                    self.tokens[name] += [fingerprint] * len(output.new_token_ids)
                 return outputs
 
-            core.get_output = logged
+            core.get_output = get_logged_output
             return engine
 
-        return build_watched
+        return build_logged
 
 
 def fingerprint_of(model: torch.nn.Module) -> float:
@@ -76,8 +76,8 @@ class Flight:
         self.models[version] = model
         return await self.engine.load_weights(weights_of(model), version)
 
-    async def steps(self, num: int) -> None:
-        """Wait until the engine has made this many more steps."""
+    async def wait_for_steps(self, num: int) -> None:
+        """Wait until the engine has made `num` more steps."""
         target = self.log.num_steps + num
         async with asyncio.timeout(60):
             while self.log.num_steps < target:
@@ -116,7 +116,7 @@ class Engines:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._kept = AsyncExitStack()
+        self._exit_stack = AsyncExitStack()
         self._flight: Flight | None = None
         self._kind: object = None
 
@@ -125,8 +125,8 @@ class Engines:
         kind = (policy, replace(config))
         if self._flight is None or kind != self._kind:
             await self.close()
-            flying_one = start_flight(self._folder, policy, replace(config))
-            self._flight = await self._kept.enter_async_context(flying_one)
+            context = start_flight(self._folder, policy, replace(config))
+            self._flight = await self._exit_stack.enter_async_context(context)
             self._kind = kind
         self._flight.models.clear()
         return self._flight
@@ -134,7 +134,7 @@ class Engines:
     async def close(self) -> None:
         """Close the engine, so that a test can start its own."""
         self._flight = None
-        await self._kept.aclose()
+        await self._exit_stack.aclose()
 
 
 @asynccontextmanager
@@ -144,7 +144,9 @@ async def start_flight(folder: str, policy: str, config: GeneratorConfig) -> Asy
     with pytest.MonkeyPatch.context() as patch:
         for name, value in make_vllm_env("cpu").items():
             patch.setenv(name, value)
-        patch.setattr(vllm_engine, "build_vllm_engine", log.watched(vllm_engine.build_vllm_engine))
+        patch.setattr(
+            vllm_engine, "build_vllm_engine", log.wrap_build(vllm_engine.build_vllm_engine)
+        )
         spec = EngineSpec(folder, config, MAX_LENGTH, group_size=4, **POLICIES[policy])
         engine = await GenerationEngine.start(spec)
         try:

@@ -81,13 +81,13 @@ async def run_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[
         for _ in range(UPDATES + 1):
             if fill is None:
                 loaded = await engine.load_weights(dict(backend.full_state()), version)
-                figures = {"copied_bytes": loaded.copied_bytes}
+                stats = {"copied_bytes": loaded.copied_bytes}
             else:
-                figures = await asyncio.to_thread(fill, version)
+                stats = await asyncio.to_thread(fill, version)
                 loaded = await engine.activate_version(version)
                 assert not loaded.copied_bytes
             version += 1
-            results[name].append({**figures, **await measure_version(engine, backend)})
+            results[name].append({**stats, **await measure_version(engine, backend)})
             await engine.pause("update")
             await asyncio.to_thread(update, backend, config)
             await engine.resume("update")
@@ -99,8 +99,8 @@ def get_weight_loader(engine: GenerationEngine) -> Any:
     return engine._thread._weight_loader
 
 
-async def is_unplanned(engine: GenerationEngine, backend: Any) -> bool:
-    """Return whether resharding is off on all ranks if any cannot be written."""
+async def is_resharding_off(engine: GenerationEngine, backend: Any) -> bool:
+    """Return whether resharding is off on all ranks if the storage of one cannot be written."""
     served = await engine.get_storage() if dist.get_rank() else None
     return await asyncio.to_thread(WeightResharder(60.0).run, backend, served, 0) is None
 
@@ -116,8 +116,8 @@ class HalvedShards(TrainingBackend):
             yield name, tensor.bfloat16(), shard
 
 
-async def is_cast(engine: GenerationEngine, backend: Any) -> bool:
-    """Return whether weights of another dtype are served cast."""
+async def casts_shards(engine: GenerationEngine, backend: Any) -> bool:
+    """Return whether shards of another dtype are cast when served."""
     served = await engine.get_storage()
     assert served is not None
     halved = HalvedShards(backend)
@@ -128,7 +128,7 @@ async def is_cast(engine: GenerationEngine, backend: Any) -> bool:
 
 async def make_fill(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
     """Return a function that reshards a version into the engine and counts bytes."""
-    unplanned, rounded = await is_unplanned(engine, backend), await is_cast(engine, backend)
+    is_off, casts = await is_resharding_off(engine, backend), await casts_shards(engine, backend)
     served = await engine.get_storage()
     assert served is not None
     resharder = WeightResharder(60.0)
@@ -144,9 +144,9 @@ async def make_fill(engine: GenerationEngine, backend: Any) -> Callable[[int], d
             "version": stats.version,
             "copied_bytes": stats.copied_bytes,
             "received_bytes": stats.received_bytes,
-            "under_way": stats.peak_bytes - local_bytes - memory,
-            "is_unplanned": unplanned,
-            "rounded": rounded,
+            "in_flight_bytes": stats.peak_bytes - local_bytes - memory,
+            "is_off": is_off,
+            "is_cast": casts,
             "model_bytes": sum(view.nbytes for _, _, view in served),
         }
 
@@ -167,7 +167,7 @@ def make_fill_in_place(
         return {
             "copied_bytes": stats.copied_bytes,
             "received_bytes": stats.received_bytes,
-            "one memory": count_aliased_bytes(
+            "aliased_bytes": count_aliased_bytes(
                 get_weight_loader(engine)._model.parameters(), backend
             ),
             "sizes": {name: view.nbytes for name, _, view in served},
@@ -190,11 +190,13 @@ async def measure_version(engine: GenerationEngine, backend: Any) -> dict[str, A
     with torch.no_grad():
         logits = backend.forward(ids[None]).logits[0, :-1].float()
     trained = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
-    lies_at = {name: p.data_ptr() for name, p in backend.module.named_parameters()}
+    addresses = {name: p.data_ptr() for name, p in backend.module.named_parameters()}
     # A fused parameter of the engine starts at the address of its first part.
     bound = get_weight_loader(engine)._bound_parameters
     return {
-        "apart": [b.names for b in bound if b.live_tensors[0].data_ptr() != lies_at[b.names[0]]],
+        "unaliased": [
+            b.names for b in bound if b.live_tensors[0].data_ptr() != addresses[b.names[0]]
+        ],
         "bound": len(bound),
         "difference": float(np.abs(served[1:] - trained).max()),
         "logprobs": served.tolist(),

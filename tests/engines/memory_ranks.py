@@ -51,15 +51,15 @@ class Case:
         )
 
 
-ALONE = (Case("torch", 1), Case("deepspeed", 1))
+SINGLE_RANK_CASES = (Case("torch", 1), Case("deepspeed", 1))
 # DeepSpeed comes last: it leaves patched functions behind that do not support FSDP.
-TOGETHER = (
+TWO_RANK_CASES = (
     Case("torch", 1, WORLD, tensor_parallel=WORLD),
     Case("torch", 3, WORLD),
     Case("deepspeed", 2, WORLD),
     Case("deepspeed", 3, WORLD),
 )
-CASES = (*ALONE, *TOGETHER)
+CASES = (*SINGLE_RANK_CASES, *TWO_RANK_CASES)
 
 
 def run_rank(
@@ -72,11 +72,11 @@ def run_rank(
     _import_deepspeed()
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     results = {}
-    split, sharded, *other_cases = TOGETHER
+    split, sharded, *other_cases = TWO_RANK_CASES
     free = list(ports)
     # A forked process touches new memory when it runs code for the first time.
-    measure_training(ALONE[0], rank, small_path)
-    for case in (split, sharded, ALONE[rank], *other_cases):
+    measure_training(SINGLE_RANK_CASES[0], rank, small_path)
+    for case in (split, sharded, SINGLE_RANK_CASES[rank], *other_cases):
         if case.world_size > 1:
             os.environ["MASTER_PORT"] = str(free.pop())
         results[case.label] = measure_training(case, rank, model_path)

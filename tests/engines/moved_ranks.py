@@ -54,7 +54,7 @@ def run_rank(rank: int, folder: Path, port: int) -> dict[str, Any]:
         files = folder / case
         files.mkdir(exist_ok=True)
         separate = train(model, config, files, None)
-        results[case] = {"by itself": separate, "moved": train(model, config, files, served)}
+        results[case] = {"separate": separate, "aliased": train(model, config, files, served)}
     return results
 
 
@@ -104,29 +104,29 @@ def train(
         excluding=lambda: (kept for _, kept, _ in backend.iter_shards()),
     )
     switch = WeightResharder(60.0)
-    drawn = torch.Generator().manual_seed(1)
-    results: dict[str, Any] = {"norms": [], "moved": [], "served": []}
+    generator = torch.Generator().manual_seed(1)
+    results: dict[str, Any] = {"norms": [], "transfers": [], "served": []}
     for update in range(UPDATES):
         if update == UPDATES - 1:
             # Wait for all ranks' files: loading reads all of them.
-            saved_at = save_state(
+            num_steps = save_state(
                 folder, dist.get_rank(), backend.iter_fragments(), backend.optimizer
             )
-        ids = torch.randint(0, 64, (4, 12), generator=drawn)
+        ids = torch.randint(0, 64, (4, 12), generator=generator)
         results["norms"].append(step(backend, ids))
         offload.offload_state()
         if served is not None:
             moved = switch.run(backend, served, update)
             assert moved is not None
-            results["moved"].append((moved.copied_bytes, moved.received_bytes))
+            results["transfers"].append((moved.copied_bytes, moved.received_bytes))
             results["served"].append(is_served(backend, served))
         offload.restore_state()
     results["parameters"] = copy_full_state(backend)
     if served is not None:
-        results["there"] = count_aliased_bytes((view for _, _, view in served), backend)
+        results["aliased_bytes"] = count_aliased_bytes((view for _, _, view in served), backend)
         results["count_storage_bytes"] = count_storage_bytes(backend, served)
     fragments, optimizer = backend.iter_fragments(), backend.optimizer
-    load_state(folder, saved_at, fragments, optimizer, backend.iter_shards())
+    load_state(folder, num_steps, fragments, optimizer, backend.iter_shards())
     step(backend, ids)
     results["again"] = copy_full_state(backend)
     return results

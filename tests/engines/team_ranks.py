@@ -122,7 +122,7 @@ async def run_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
             results[mesh]["updates"].append(update_result)
             version += 1
             await asyncio.to_thread(update, backend)
-        results[mesh]["one memory"] = count_aliased_bytes(get_served_parameters(engine), backend)
+        results[mesh]["aliased_bytes"] = count_aliased_bytes(get_served_parameters(engine), backend)
         last = {name: tensor.clone() for name, tensor in backend.full_state()}
     await asyncio.to_thread(switch, version)
     await asyncio.to_thread(dist.barrier)
@@ -133,7 +133,7 @@ async def run_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
         results["last"] = last
     results["kv_bytes"] = await measure_sleep(engine)
     if isinstance(engine, GenerationEngine):
-        results["tokens after"] = await sample_tokens(engine)
+        results["tokens_after_sleep"] = await sample_tokens(engine)
     await asyncio.to_thread(dist.barrier)
     return results
 

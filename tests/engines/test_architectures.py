@@ -76,7 +76,7 @@ QUICK: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 8.0,
     },
-    # vLLM serves it with transformers' classes.
+    # vLLM serves this family with transformers' classes.
     "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": 4},
 }
 SLOW: dict[str, dict[str, Any]] = {
@@ -123,7 +123,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "granitemoe": LOCAL_EXPERTS,
     "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 64},
-    # Its router has biases, which are buffers.
+    # The router of this family has biases, which are buffers.
     "glm4_moe": {
         "n_routed_experts": 4,
         "n_shared_experts": 1,

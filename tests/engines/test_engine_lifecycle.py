@@ -69,7 +69,7 @@ async def test_a_tied_model_needs_each_parameter_once(tmp_path: Path):
 
 @pytest.mark.slow
 async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path):
-    # The second has another engine seed, fewer slots and so little KV cache that rollouts preempt
+    # The second engine has another seed, fewer slots and so little KV cache that rollouts preempt
     # each other and are resumed.
     model = endless_model(seed=1)
     folder = save(model, tmp_path)
@@ -101,7 +101,7 @@ async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(t
         with pytest.raises(WeightsError, match=r"version 1 was not loaded: the engine of .* died"):
             await engine.load_weights(broken, 1)
         errors = await running
-        # At once, not after generator.request_timeout_s.
+        # Calls fail at once, not after generator.request_timeout_s.
         assert time.monotonic() - start < GeneratorConfig().request_timeout_s / 10
         assert [type(error) for error in errors] == [GenerationError] * 8
         with pytest.raises(GenerationError, match="died: NotImplementedError: Cannot copy out"):

@@ -10,15 +10,15 @@ from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD, Case, run_rank,
 from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
-SPLIT, FILLED = "torch, split", "deepspeed 3"
-QUICK = ("torch", FILLED, SPLIT)
-EACH = {
+SPLIT, RESHARDED = "torch, split", "deepspeed 3"
+QUICK = ("torch", RESHARDED, SPLIT)
+BACKEND_PARAMS = {
     name: pytest.param(
         name, marks=[pytest.mark.ranks(Case(name)), *([] if name in QUICK else [pytest.mark.slow])]
     )
     for name in BACKENDS
 }
-SHARING = [each for name, each in EACH.items() if name not in (FILLED, SPLIT)]
+ALIASING = [param for name, param in BACKEND_PARAMS.items() if name not in (RESHARDED, SPLIT)]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def ranks(
     return forked.run(run_rank, arguments, timeout_s=400)
 
 
-@pytest.mark.parametrize("backend", SHARING)
+@pytest.mark.parametrize("backend", ALIASING)
 def test_the_generator_aliases_the_trainers_parameters_and_a_version_copies_no_byte(
     ranks: list[dict[str, Any]], backend: str
 ):
@@ -42,11 +42,11 @@ def test_the_generator_aliases_the_trainers_parameters_and_a_version_copies_no_b
         assert len(results[backend]) == UPDATES + 1
         for version in results[backend]:
             assert version["bound"] > 0
-            assert version["apart"] == []
+            assert version["unaliased"] == []
             assert version["copied_bytes"] == 0
 
 
-@pytest.mark.parametrize("backend", EACH.values())
+@pytest.mark.parametrize("backend", BACKEND_PARAMS.values())
 def test_served_logprobs_equal_the_trainers_after_each_update(
     ranks: list[dict[str, Any]], backend: str
 ):
@@ -57,15 +57,15 @@ def test_served_logprobs_equal_the_trainers_after_each_update(
     assert ranks[0][backend][-1]["logprobs"] == ranks[1][backend][-1]["logprobs"]
 
 
-@pytest.mark.ranks(Case(FILLED))
+@pytest.mark.ranks(Case(RESHARDED))
 def test_missing_shards_are_received_once_without_staging(ranks: list[dict[str, Any]]):
     for results in ranks:
-        for version in results[FILLED]:
+        for version in results[RESHARDED]:
             model = version["model_bytes"]
             assert version["received_bytes"] == model * (WORLD - 1) // WORLD
             assert version["copied_bytes"] == model // WORLD
-            # Its own bytes and those of both ranks.
-            assert version["under_way"] == model + model // WORLD
+            # The peak is the bytes of this rank and those of both ranks.
+            assert version["in_flight_bytes"] == model + model // WORLD
 
 
 @pytest.mark.ranks(Case(SPLIT))
@@ -81,18 +81,18 @@ def test_trained_shards_alias_the_generator_and_only_columns_are_copied(
             aliased_bytes = {
                 n: sizes[n] // (WORLD if n in cut else 1) for n in sizes.keys() - columns
             }
-            assert version["one memory"] == aliased_bytes
+            assert version["aliased_bytes"] == aliased_bytes
             assert version["copied_bytes"] == sum(sizes[name] for name in columns) // WORLD
             assert version["received_bytes"] == sum(sizes[name] for name in cut) // WORLD
 
 
-@pytest.mark.ranks(Case(FILLED))
+@pytest.mark.ranks(Case(RESHARDED))
 def test_resharding_is_off_if_any_rank_cannot_be_written(ranks: list[dict[str, Any]]):
     for results in ranks:
-        assert results[FILLED][0]["is_unplanned"]
+        assert results[RESHARDED][0]["is_off"]
 
 
-@pytest.mark.ranks(Case(FILLED))
+@pytest.mark.ranks(Case(RESHARDED))
 def test_resharding_casts_shards_of_another_dtype_on_the_source_rank(ranks: list[dict[str, Any]]):
     for results in ranks:
-        assert results[FILLED][0]["rounded"]
+        assert results[RESHARDED][0]["is_cast"]

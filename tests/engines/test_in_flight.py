@@ -18,14 +18,14 @@ SHORT = prompt(5, 14, 6, 18)
 LONG = prompt(*(4 + i * i % 57 for i in range(300)))
 
 
-# Of the session, so that tests with the same policy run one after another.
+# Session scope, so that tests with the same policy run one after another.
 @pytest.fixture(scope="session", params=POLICIES)
 def policy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def under(*policies: str) -> pytest.MarkDecorator:
-    """Parametrize by engines of these policies."""
+def parametrize_policies(*policies: str) -> pytest.MarkDecorator:
+    """Parametrize a test by engines of these policies."""
     return pytest.mark.parametrize("policy", policies, indirect=True, scope="session")
 
 
@@ -45,7 +45,7 @@ async def test_a_weight_load_interrupts_no_rollout_and_versions_match_the_decode
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(CONCURRENT)))
     loads = []
     for seed in (2,) if flight.policy == "drain" else (2, 3):
-        await flight.steps(20)
+        await flight.wait_for_steps(20)
         loads.append(await flight.load(endless_model(seed=seed)))
     rollouts = await running
     versions = sampled_versions(rollouts)
@@ -72,7 +72,7 @@ async def test_new_and_waiting_requests_use_no_prefix_of_old_weights(flight: Fli
         for i in range(CONCURRENT + 32)
     ]
     new = endless_model(seed=4)
-    await flight.steps(5)
+    await flight.wait_for_steps(5)
     loading = asyncio.create_task(flight.load(new))
     await asyncio.sleep(0)
     later = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4), max_new_tokens=20))
@@ -107,11 +107,11 @@ def logprobs_on_kept_kv(
     return logprobs.gather(1, token_ids[0, first_new:, None])[:, 0].numpy()
 
 
-@under("keep")
-async def test_a_kept_kv_cache_is_that_of_the_old_weights(flight: Flight):
+@parametrize_policies("keep")
+async def test_a_kept_kv_cache_has_the_keys_and_values_of_the_old_weights(flight: Flight):
     old = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4)))
-    await flight.steps(20)
+    await flight.wait_for_steps(20)
     await flight.load(endless_model(seed=2))
     for rollout in await running:
         (new_tokens,) = np.nonzero(rollout.policy_version == old + 1)
@@ -122,12 +122,12 @@ async def test_a_kept_kv_cache_is_that_of_the_old_weights(flight: Flight):
     assert worst_error([rollout], flight.models) > 1e-2, "they matter"
 
 
-@under("drain")
+@parametrize_policies("drain")
 async def test_requests_during_a_drain_start_with_the_new_weights(flight: Flight):
     old = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
     second, third = endless_model(seed=2), endless_model(seed=3)
-    await flight.steps(5)
+    await flight.wait_for_steps(5)
     loads = [asyncio.create_task(flight.load(second))]
     await asyncio.sleep(0)
     during = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
@@ -146,12 +146,12 @@ async def test_requests_during_a_drain_start_with_the_new_weights(flight: Flight
     assert flight.engine.num_running == 0
 
 
-@under("drain")
+@parametrize_policies("drain")
 async def test_a_cancelled_request_ends_the_drain(flight: Flight):
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=400))
-    await flight.steps(5)
+    await flight.wait_for_steps(5)
     loading = asyncio.create_task(flight.load(endless_model(seed=2)))
-    await flight.steps(5)
+    await flight.wait_for_steps(5)
     assert not loading.done()
     running.cancel()
     steps = flight.log.num_steps
@@ -159,11 +159,11 @@ async def test_a_cancelled_request_ends_the_drain(flight: Flight):
     assert flight.log.num_steps < steps + 100
 
 
-@under("keep")
+@parametrize_policies("keep")
 async def test_paused_rollouts_resume_with_the_same_tokens(flight: Flight):
     expected = await flight.engine.generate(SHORT, seeds=range(8))
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
-    await flight.steps(10)
+    await flight.wait_for_steps(10)
     await flight.engine.pause("others have the pool")
     await flight.engine.pause("weights change")
     num_steps = flight.log.num_steps
@@ -181,11 +181,11 @@ async def test_paused_rollouts_resume_with_the_same_tokens(flight: Flight):
     assert flight.log.num_steps > num_steps
 
 
-@under("keep")
+@parametrize_policies("keep")
 async def test_weights_can_be_loaded_while_paused(flight: Flight):
     first = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
-    await flight.steps(10)
+    await flight.wait_for_steps(10)
     await flight.engine.pause("weights change")
     num_steps = flight.log.num_steps
     loaded = await flight.load(endless_model(seed=9))

@@ -10,7 +10,7 @@ from tests.engines.moved_ranks import CASES, UPDATES, WORLD, run_rank
 from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
-SAME, WHOLE, SHARDED = CASES
+EQUAL_SPLIT, UNSPLIT, SHARDED = CASES
 
 
 @pytest.fixture(scope="module")
@@ -36,43 +36,43 @@ def test_aliasing_the_generator_does_not_change_updates_bitwise(
     ranks: list[dict[str, Any]], case: str
 ):
     for results in ranks:
-        separate, moved = results[case]["by itself"], results[case]["moved"]
-        assert moved["norms"] == separate["norms"]
+        separate, aliased = results[case]["separate"], results[case]["aliased"]
+        assert aliased["norms"] == separate["norms"]
         for name, expected in separate["parameters"].items():
-            assert moved["parameters"][name].equal(expected), name
+            assert aliased["parameters"][name].equal(expected), name
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_served_weights_equal_trained_weights(ranks: list[dict[str, Any]], case: str):
     for results in ranks:
-        assert results[case]["moved"]["served"] == [True] * UPDATES
+        assert results[case]["aliased"]["served"] == [True] * UPDATES
 
 
 def test_equal_splits_copy_no_byte_of_a_layer(ranks: list[dict[str, Any]]):
     # The trainer replicates embedding and head; the generator splits them in halves.
     unaliased = {"model.embed_tokens.weight", "lm_head.weight"}
-    sizes_bytes = sizes(SAME)
+    sizes_bytes = sizes(EQUAL_SPLIT)
     for results in ranks:
-        moved = results[SAME]["moved"]
-        assert set(moved["there"]) == sizes_bytes.keys() - unaliased
+        aliased = results[EQUAL_SPLIT]["aliased"]
+        assert set(aliased["aliased_bytes"]) == sizes_bytes.keys() - unaliased
         halves = sum(sizes_bytes[name] for name in unaliased) // 2
-        assert moved["moved"] == [(halves, 0)] * UPDATES
+        assert aliased["transfers"] == [(halves, 0)] * UPDATES
 
 
 def test_an_unsplit_generator_copies_only_row_parallel_columns(ranks: list[dict[str, Any]]):
-    sizes_bytes, unaliased = sizes(WHOLE), columns(WHOLE)
+    sizes_bytes, unaliased = sizes(UNSPLIT), columns(UNSPLIT)
     for results in ranks:
-        moved = results[WHOLE]["moved"]
-        assert set(moved["there"]) == sizes_bytes.keys() - unaliased
+        aliased = results[UNSPLIT]["aliased"]
+        assert set(aliased["aliased_bytes"]) == sizes_bytes.keys() - unaliased
         copied_bytes = sum(sizes_bytes[name] for name in unaliased) // 2
-        assert [copied for copied, _ in moved["moved"]] == [copied_bytes] * UPDATES
+        assert [copied for copied, _ in aliased["transfers"]] == [copied_bytes] * UPDATES
         padding = 3 * sizes_bytes["model.embed_tokens.weight"] // 64
-        assert moved["count_storage_bytes"] == sum(sizes_bytes.values()) + padding + copied_bytes
+        assert aliased["count_storage_bytes"] == sum(sizes_bytes.values()) + padding + copied_bytes
 
 
-def test_fsdp2_shards_are_not_moved(ranks: list[dict[str, Any]]):
+def test_fsdp2_shards_do_not_alias_the_generator(ranks: list[dict[str, Any]]):
     for results in ranks:
-        assert results[SHARDED]["moved"]["there"] == {}
+        assert results[SHARDED]["aliased"]["aliased_bytes"] == {}
 
 
 @pytest.mark.parametrize("case", CASES)

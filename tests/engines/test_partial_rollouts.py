@@ -52,7 +52,7 @@ async def sample_partially(flight: Flight, num: int, *, steps: int) -> list[Roll
     call = asyncio.create_task(
         flight.engine.generate(SHORT, seeds=range(num), watch=ProgressWatch("a"))
     )
-    await flight.steps(steps)
+    await flight.wait_for_steps(steps)
     (columns,) = (await flight.engine.collect_partial_rollouts()).values()
     call.cancel()
     await asyncio.wait([call])
@@ -131,7 +131,7 @@ async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_on
         )
         for name in ("a", "b")
     }
-    await flight.steps(5)
+    await flight.wait_for_steps(5)
     partials = await flight.engine.collect_partial_rollouts()
     rollouts_by_call = {name: columns_to_rollouts(columns) for name, columns in partials.items()}
     assert rollouts_by_call.keys() == {"a", "b"}
@@ -180,7 +180,7 @@ async def test_another_generator_resumes_a_group(flight: Flight):
     queued = asyncio.gather(
         *(engine.generate_group(Prompt(f"0:{i}:0", SHORT)) for i in range(1, 8))
     )
-    await flight.steps(10)
+    await flight.wait_for_steps(10)
     partials = await engine.collect_partial_rollouts()
     assert partials.keys() == {f"0:{i}:0" for i in range(4)}, "the others have not begun"
     call.cancel()
@@ -236,7 +236,7 @@ async def test_compute_logprobs_does_not_wait_for_rollouts(flight: Flight):
     running = asyncio.create_task(
         flight.engine.generate(SHORT, seeds=range(CONCURRENT - NUM_SEQUENCES))
     )
-    await flight.steps(5)
+    await flight.wait_for_steps(5)
     start_steps = flight.log.num_steps
     await flight.engine.compute_logprobs([LONG] * NUM_SEQUENCES)
     assert flight.log.num_steps - start_steps < LIMIT * 3 / 4

@@ -38,7 +38,7 @@ async def test_rollouts_continue_with_the_same_tokens_after_sleep(engines: Engin
     await flight.load(endless_model(seed=3))
     undisturbed = await sample(flight)
     running = asyncio.create_task(sample(flight))
-    await flight.steps(30)
+    await flight.wait_for_steps(30)
     for reason in ("lease", "lease again"):
         await flight.engine.pause(reason)
         before_mb = measure_resident_mb()
@@ -47,7 +47,7 @@ async def test_rollouts_continue_with_the_same_tokens_after_sleep(engines: Engin
         assert before_mb - measure_resident_mb() > 0.9 * KV_MB
         assert flight.engine.num_running == len(SEEDS)
         await flight.engine.resume(reason)
-        await flight.steps(10)
+        await flight.wait_for_steps(10)
         # Other memory that the process has freed meanwhile is not allocated again.
         assert before_mb - measure_resident_mb() < 0.5 * KV_MB
     disturbed = await running
@@ -101,7 +101,7 @@ async def test_weights_can_be_loaded_while_asleep(engines: Engines):
     flight = await engines.get(CONFIG)
     await flight.load(endless_model(seed=3))
     running = asyncio.create_task(sample(flight))
-    await flight.steps(30)
+    await flight.wait_for_steps(30)
     await flight.engine.pause("lease")
     await flight.engine.sleep()
     await flight.load(endless_model(seed=4))

@@ -56,11 +56,11 @@ def test_an_algorithm_makes_better_rollouts_likelier(results, model_path, tmp_pa
     model = tiny_model(tied=True, seed=0, kv_heads=2)
     model.load_state_dict(case["parameters"])
     before, after = logprobs_by_rollout(model_path), logprobs_by_rollout(save(model, tmp_path))
-    gained = 0.0
+    gain = 0.0
     for columns, old, new in zip(GROUPS.values(), before, after, strict=True):
         scores = torch.from_numpy(columns["scores"])
-        gained += ((scores - scores.mean()) * (new - old)).sum().item()
-    assert gained > 0
+        gain += ((scores - scores.mean()) * (new - old)).sum().item()
+    assert gain > 0
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -76,7 +76,7 @@ def ranks() -> list[psutil.Process]:
     """Return the rank processes of this process's engine."""
     alive = []
     for process in Forks.started:
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # the process has ended
             rank = psutil.Process(process.pid)
             if rank.status() != psutil.STATUS_ZOMBIE:
                 alive.append(rank)

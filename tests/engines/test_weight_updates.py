@@ -67,7 +67,7 @@ GROUPS = {
     "norms of q and k": "[qk]_norm",
     "head": "lm_head",
 }
-ALL_HAVE = GROUPS.keys() - {"biases of q, k and v", "norms of q and k", "head"}
+COMMON_GROUPS = GROUPS.keys() - {"biases of q, k and v", "norms of q and k", "head"}
 
 
 def family_model(family: str, *, tied: bool) -> PreTrainedModel:
@@ -140,7 +140,7 @@ async def check_each_group(engine: GenerationEngine, base: PreTrainedModel) -> N
         fresh = await engine.generate(PROMPT, seeds=range(4))
         assert measure_logprob_difference(model, models[version - 1], fresh) > 1e-2, group
         assert worst_error(fresh, models) < 1e-4, group
-    assert tested_groups >= ALL_HAVE
+    assert tested_groups >= COMMON_GROUPS
     rollouts = await running
     assert len(np.unique(rollouts[0].policy_version)) > 3
     # Of a thousand tokens under models of ever larger weights, rounding in float32 makes some 1e-4

@@ -25,7 +25,7 @@ class Layout:
     def num_shares(self) -> int:
         return self.world_size // self.tensor_parallel
 
-    def counted(self, cases: Sequence[Any]) -> Sequence[Any]:
+    def select_shares(self, cases: Sequence[Any]) -> Sequence[Any]:
         """Return the results of a single rank of each data-parallel share."""
         return cases[:: self.tensor_parallel]
 

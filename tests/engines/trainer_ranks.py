@@ -62,15 +62,15 @@ VALUED = {
     uid: {**columns, "values": np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)}
     for uid, columns in GROUPS.items()
 }
-"""The same, scored by a critic that predicts 0.1 everywhere."""
+"""GROUPS with the values of a critic that predicts 0.1 everywhere."""
 NARROW = "narrow"
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 3.0}
 SEQUENCE = np.array([1, 5, 9, 33, 60, 7, 7, 21], np.int32)
 LATE_S = 10.0
-UNTAUGHT = {
+EQUAL_SCORES = {
     uid: {**columns, "scores": np.ones_like(columns["scores"])} for uid, columns in GROUPS.items()
 }
-"""The same with equal scores: their gradient is 0."""
+"""GROUPS with equal scores, whose gradient is 0."""
 TEXTS = ["t4 t5 t6 t7", "t9", "t8 t8 t5 t9 t40 t41", "t42 t43", "t7 t30 t31"]
 PTX_COEF = 3.0
 PTX_ROWS = 4
@@ -120,7 +120,7 @@ class RankJob:
     ) -> "ModelTrainer":
         from streamrl.engines.training.tasks import CriticTask, PolicyTask
         from streamrl.engines.training.trainer import (
-            ModelTrainer,  # seconds pytest's process can save
+            ModelTrainer,  # an import of seconds, which pytest's process need not pay
         )
 
         if layout.world_size > 1:
@@ -144,7 +144,7 @@ class RankJob:
         )
 
     def meet(self, event: str) -> None:
-        """Wait until both processes are here; the test's own timeout applies."""
+        """Wait until both processes have reached the event; the test's own timeout applies."""
         (self.folder / f"{event}_{self.rank}").touch()
         while not (self.folder / f"{event}_{1 - self.rank}").exists():
             time.sleep(0.05)
@@ -236,7 +236,7 @@ def save_and_resume(job: RankJob, layout: Layout) -> None:
             Moved(state.label, state.parameters, loaded, second_step(trainer, layout))
         )
     trainer.load_training_state(folder)
-    # The state is restored on demand. Others may still be reading the first files.
+    # The state is restored on demand. Other ranks may still read the first files.
     trainer.offload_optimizer()
     trainer.save_training_state(job.folder / f"{layout.label}-again")
     trainer.offload_optimizer()
@@ -336,7 +336,7 @@ def hostile_state(job: RankJob, layout: Layout) -> None:
 
 
 def resume_from_one_rank(job: RankJob, layout: Layout) -> None:
-    """Run a step alone and save it; run the second on two ranks from the first rank's state."""
+    """Run and save a step on a single rank; run the second on two ranks from rank 0's state."""
     single = replace(layout, world_size=1, tensor_parallel=1)
     trainer = job.trainer(single)
     train_step(trainer, 1, 1)
@@ -433,8 +433,8 @@ def pretraining_updates(job: RankJob, layout: Layout) -> None:
     trainer = job.trainer(layout, AlgorithmConfig(), pretraining=texts, lr=SEVERAL_LR)
     reports = []
     for divisor in PTX_DIVISORS:
-        for work in split_rounds(UNTAUGHT, num_micro_batches=2, num_shares=layout.num_shares):
-            trainer.train_micro_batch(UNTAUGHT, get_micro_batch(trainer, work))
+        for work in split_rounds(EQUAL_SCORES, num_micro_batches=2, num_shares=layout.num_shares):
+            trainer.train_micro_batch(EQUAL_SCORES, get_micro_batch(trainer, work))
         reports.append(trainer.step(divisor))
     parameters = parameters_of(trainer)
     trainer.close()

@@ -266,8 +266,8 @@ def run_rank(rank: int, folder: Path) -> dict[str, Any]:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
     )
     return {
-        "ways": run_all_executors(),
-        "least": run_chosen_executors(),
+        "executors": run_all_executors(),
+        "chosen": run_chosen_executors(),
         "pools": reshard_between_pools(),
         "shared": reshard_shared_memory(),
         "small_buckets": get_small_bucket_errors(),

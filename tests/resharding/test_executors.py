@@ -47,7 +47,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_every_executor_is_bit_exact_between_any_layouts(ranks: list[dict[str, Any]]):
     for rank, results in enumerate(ranks):
-        wrong = [case for case, outcome in results["ways"].items() if not outcome["exact"]]
+        wrong = [case for case, outcome in results["executors"].items() if not outcome["exact"]]
         assert not wrong, f"rank {rank}"
 
 
@@ -60,7 +60,7 @@ def test_moved_bytes_equal_the_plan(ranks: list[dict[str, Any]]):
         for kind, plan in plans.items():
             report = plan.report_bytes()
             for bucket in ("whole", "cut"):
-                results = [rank["ways"][f"{name}, {kind}, {bucket}"] for rank in ranks]
+                results = [rank["executors"][f"{name}, {kind}, {bucket}"] for rank in ranks]
                 for rank, outcome in enumerate(results):
                     counts = report.rank_bytes[rank]
                     assert outcome["received"] == counts.received_bytes, (name, kind, bucket)
@@ -74,18 +74,18 @@ def test_moved_bytes_equal_the_plan(ranks: list[dict[str, Any]]):
 
 def test_equal_layouts_move_no_bytes(ranks: list[dict[str, Any]]):
     for results in ranks:
-        assert results["ways"]["itself, copies, whole"]["received"] == 0
-        assert results["ways"]["itself, copies, whole"]["rounds"] == 0
+        assert results["executors"]["itself, copies, whole"]["received"] == 0
+        assert results["executors"]["itself, copies, whole"]["rounds"] == 0
 
 
 def test_buckets_bound_the_bytes_in_flight(ranks: list[dict[str, Any]]):
     for results in ranks:
-        for case, outcome in results["ways"].items():
+        for case, outcome in results["executors"].items():
             if case.endswith("cut"):
                 # Sent and received, or contributed and gathered.
                 assert outcome["buffers"] <= 2 * SMALL, case
     case_in_one_piece = "2-2-1 to 1-1-4, copies, whole"
-    assert max(results["ways"][case_in_one_piece]["buffers"] for results in ranks) > 2 * SMALL
+    assert max(results["executors"][case_in_one_piece]["buffers"] for results in ranks) > 2 * SMALL
 
 
 def test_the_chosen_executor_moves_as_many_bytes_as_the_copy_plan(ranks: list[dict[str, Any]]):
@@ -98,7 +98,7 @@ def test_the_chosen_executor_moves_as_many_bytes_as_the_copy_plan(ranks: list[di
     for name, source in sources.items():
         report = plan_copies(source, full, CLUSTER).report_bytes()
         for rank, results in enumerate(ranks):
-            outcome = results["least"][name]
+            outcome = results["chosen"][name]
             assert outcome["exact"] and outcome["buffers"] <= 2 * SMALL
             assert outcome["received"] == report.rank_bytes[rank].received_bytes, name
 

@@ -16,7 +16,11 @@ from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests.resharding import slow_plans
 from tests.resharding.models import GRIDS, transformer
 
-SHARING = {"plain": lambda layout, groups: layout, "zero": partition_zero3, "fsdp": partition_fsdp2}
+PARTITIONS = {
+    "plain": lambda layout, groups: layout,
+    "zero": partition_zero3,
+    "fsdp": partition_fsdp2,
+}
 
 
 def odd_model(model: ModelSpec) -> ModelSpec:
@@ -56,8 +60,8 @@ def assert_report(
 @given(
     GRIDS,
     GRIDS,
-    st.sampled_from(sorted(SHARING)),
-    st.sampled_from(sorted(SHARING)),
+    st.sampled_from(sorted(PARTITIONS)),
+    st.sampled_from(sorted(PARTITIONS)),
     st.sampled_from([0, 0, 5]),
     st.integers(1, 8),
 )
@@ -70,7 +74,7 @@ def test_copy_plans_equal_the_reference_to_the_byte(
     per_node: int,
 ):
     model = odd_model(transformer())
-    source = SHARING[source_sharing](
+    source = PARTITIONS[source_sharing](
         create_layout(model, source_grid.assign_ranks()),
         source_grid.assign_ranks().list_dp_groups(),
     )
@@ -78,7 +82,7 @@ def test_copy_plans_equal_the_reference_to_the_byte(
     moved = RankAssignment(
         assignment.pp_size, assignment.tp_size, assignment.dp_size, assignment.coordinates, first
     )
-    target = SHARING[target_sharing](create_layout(model, moved), moved.list_dp_groups())
+    target = PARTITIONS[target_sharing](create_layout(model, moved), moved.list_dp_groups())
     cluster = NodeTopology(per_node)
     plan = plan_copies(source, target, cluster)
     planned = slow_plans.plan_copies(source, target, cluster)
@@ -86,13 +90,13 @@ def test_copy_plans_equal_the_reference_to_the_byte(
     assert_report(plan, planned)
 
 
-@given(GRIDS, st.sampled_from(sorted(SHARING)), st.booleans(), st.integers(1, 8))
+@given(GRIDS, st.sampled_from(sorted(PARTITIONS)), st.booleans(), st.integers(1, 8))
 def test_gather_plans_equal_the_reference_to_the_byte(
     grid: RankGrid, sharing: str, gathers_all: bool, per_node: int
 ):
     model = odd_model(transformer())
     plain = create_layout(model, grid.assign_ranks())
-    source = SHARING[sharing](plain, grid.assign_ranks().list_dp_groups())
+    source = PARTITIONS[sharing](plain, grid.assign_ranks().list_dp_groups())
     ranks = list(range(grid.num_ranks))
     groups = [ranks] if gathers_all else grid.assign_ranks().list_dp_groups()
     for keeps_copy in (False, True):

@@ -18,7 +18,7 @@ def count_rounds(tree: BroadcastTree, num_nodes: int, *, broken: set[str]) -> in
             if node not in broken:
                 tree.mark_pulled(node, 1)
                 missing.remove(node)
-    raise AssertionError(f"{missing} never got it")
+    raise AssertionError(f"{missing} did not get the version")
 
 
 def test_the_publisher_serves_two_pulls_and_three_nodes_serve_six():
@@ -99,17 +99,17 @@ def test_concurrent_pulls_are_at_most_fanout_times_ready_nodes(
 ):
     tree = BroadcastTree("a", fanout=fanout)
     newest = -1
-    have, pulling = {"a"}, set[str]()
+    ready, pulling = {"a"}, set[str]()
     for node, version, finishes in events:
         if version > newest and tree.try_start_pull(node, version, 0.0):
-            newest, have, pulling = version, {"a"}, {node} - {"a"}
+            newest, ready, pulling = version, {"a"}, {node} - {"a"}
         elif version == newest and finishes and node in pulling:
             tree.mark_pulled(node, version)
             pulling.remove(node)
-            have.add(node)
+            ready.add(node)
         elif version == newest and tree.try_start_pull(node, version, 0.0):
-            pulling |= {node} - have
-        assert len(pulling) <= fanout * len(have)
+            pulling |= {node} - ready
+        assert len(pulling) <= fanout * len(ready)
 
 
 def test_fanout_must_be_positive():

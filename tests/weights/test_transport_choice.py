@@ -15,7 +15,7 @@ from streamrl.weights.transport_choice import (
 POLICY = PublishedModel("policy", num_bytes=1_900_000, num_readers=3)
 ONE_NODE = ClusterFacts(1, (POLICY,), max_staleness=0, shm_free_bytes=11_200_000_000)
 TWO_NODES = ClusterFacts(2, (POLICY,), max_staleness=0, shm_free_bytes=11_200_000_000)
-LITTLE_ROOM = ClusterFacts(
+LITTLE_MEMORY = ClusterFacts(
     1,
     (PublishedModel("policy", num_bytes=20_000_000, num_readers=1),),
     max_staleness=1,
@@ -41,13 +41,13 @@ def test_auto_chooses_the_object_store_on_two_nodes():
 
 
 def test_the_share_of_rays_object_store_is_not_available_to_weights():
-    assert choose_transport(WeightsConfig(), LITTLE_ROOM) == (
+    assert choose_transport(WeightsConfig(), LITTLE_MEMORY) == (
         "store",
         "weights: the object store, as for shared memory /dev/shm has 64.0 MB = 576.0 MB - 512.0 MB"
         " of Ray's own store and 80.0 MB are needed = (weights.keep_versions=2 + 1 laid + 1 read)"
         " x 20.0 MB of policy",
     )
-    assert choose_transport(WeightsConfig(keep_versions=1), LITTLE_ROOM)[0] == "shared_memory"
+    assert choose_transport(WeightsConfig(keep_versions=1), LITTLE_MEMORY)[0] == "shared_memory"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_published_models_share_the_memory_by_need():
     ("facts", "rule"),
     [
         (TWO_NODES, "weights.transport=shared_memory: publisher and readers are on 2 nodes"),
-        (LITTLE_ROOM, "weights.transport=shared_memory: /dev/shm has 64.0 MB = 576.0 MB - 512.0"),
+        (LITTLE_MEMORY, "weights.transport=shared_memory: /dev/shm has 64.0 MB = 576.0 MB - 512.0"),
     ],
 )
 def test_impossible_shared_memory_is_refused_with_the_arithmetic(facts: ClusterFacts, rule: str):

@@ -78,7 +78,7 @@ def tokens(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_logprobs_are_those_of_the_sampling_distribution(bench: Bench, temperature: float):
+async def test_logprobs_equal_the_sampling_distribution(bench: Bench, temperature: float):
     rollouts = await bench.engine.generate(
         SHORT, seeds=range(16), sampling=SamplingSettings(temperature)
     )

@@ -33,59 +33,59 @@ async def test_a_request_of_finished_rollouts_is_done_at_once():
 
 
 async def test_a_timeout_is_suspended_while_the_engine_is_paused():
-    standstill, clock = PauseState(), asyncio.get_running_loop().time
+    pause, clock = PauseState(), asyncio.get_running_loop().time
 
     async def work() -> float:
         try:
-            async with standstill.pausable_timeout(10.0):
+            async with pause.pausable_timeout(10.0):
                 await asyncio.sleep(1000.0)
         except TimeoutError:
             return clock()
-        raise AssertionError("it has no end")
+        raise AssertionError("the sleep was not cancelled")
 
-    working = asyncio.create_task(work())
+    task = asyncio.create_task(work())
     await asyncio.sleep(4.0)
-    standstill.add_reason("lease")
+    pause.add_reason("lease")
     await asyncio.sleep(100.0)
-    assert standstill.remove_reason("lease")
-    assert (await working) == pytest.approx(4.0 + 100.0 + 6.0)
+    assert pause.remove_reason("lease")
+    assert (await task) == pytest.approx(4.0 + 100.0 + 6.0)
 
 
 def test_the_engine_resumes_after_the_last_reason_is_removed():
     async def main() -> list[bool]:
-        standstill = PauseState()
-        standstill.add_reason("update")
-        standstill.add_reason("lease")
+        pause = PauseState()
+        pause.add_reason("update")
+        pause.add_reason("lease")
         return [
-            standstill.remove_reason("update"),
-            standstill.remove_reason("update"),
-            standstill.remove_reason("lease"),
-            standstill.remove_reason("lease"),
+            pause.remove_reason("update"),
+            pause.remove_reason("update"),
+            pause.remove_reason("lease"),
+            pause.remove_reason("lease"),
         ]
 
     assert run_virtual(main()) == [False, False, True, False]
 
 
 async def test_a_timeout_started_while_paused_runs_in_full_after_resume():
-    standstill, clock = PauseState(), asyncio.get_running_loop().time
-    standstill.add_reason("update")
+    pause, clock = PauseState(), asyncio.get_running_loop().time
+    pause.add_reason("update")
 
     async def work() -> float:
         with pytest.raises(TimeoutError):
-            async with standstill.pausable_timeout(10.0):
+            async with pause.pausable_timeout(10.0):
                 await asyncio.sleep(1000.0)
         return clock()
 
-    working = asyncio.create_task(work())
+    task = asyncio.create_task(work())
     await asyncio.sleep(50.0)
-    standstill.remove_reason("update")
-    assert (await working) == pytest.approx(60.0)
+    pause.remove_reason("update")
+    assert (await task) == pytest.approx(60.0)
 
 
 async def test_a_finished_call_leaves_no_timeout_behind():
-    standstill = PauseState()
-    async with standstill.pausable_timeout(10.0):
+    pause = PauseState()
+    async with pause.pausable_timeout(10.0):
         await asyncio.sleep(1.0)
-    standstill.add_reason("lease")
-    standstill.remove_reason("lease")
+    pause.add_reason("lease")
+    pause.remove_reason("lease")
     await asyncio.sleep(100.0)

@@ -74,7 +74,7 @@ def test_the_order_of_rows_does_not_matter(model):
     )
 
 
-def test_entropy_is_that_of_the_distribution_at_the_sampling_temperature(model):
+def test_entropy_is_computed_at_the_sampling_temperature(model):
     batch = make_batch(PICKS[:1])
     scores = compute_scores(model, batch, entropy_mode="value")
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_a_model_that_lacks_parameters_is_rejected(model, tmp_path):
             load_model(str(path), dtype=torch.float32)
 
 
-def test_a_loaded_model_is_the_saved_one(model, tmp_path):
+def test_a_saved_model_loads_unchanged(model, tmp_path):
     loaded = load_model(save(model, tmp_path), dtype=resolve_dtype("float32"))
     batch = make_batch()
     assert torch.equal(

@@ -21,14 +21,14 @@ from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_stored_shapes
 from tests.engines.test_architectures import COMMON, QUICK, SLOW
 
-KNOWN = QUICK | SLOW | {"gpt2": {"n_layer": 2, "n_head": 4}}
+FAMILY_SETTINGS = QUICK | SLOW | {"gpt2": {"n_layer": 2, "n_head": 4}}
 FILE = "model.safetensors"
 SECOND = re.compile(r"\.(layers|h)\.1\.")
 
 
 def write(folder: Path, family: str, **settings: Any) -> str:
     """Save a freshly initialized model of a family with given settings."""
-    config = AutoConfig.for_model(family, **{**COMMON, **KNOWN[family], **settings})
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILY_SETTINGS[family], **settings})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
 

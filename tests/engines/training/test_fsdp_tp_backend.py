@@ -25,7 +25,7 @@ from tests.engines.trainer_ranks import find_free_ports
 pytestmark = pytest.mark.xdist_group("ranks")
 
 QUICK = [Case("qwen2 tied", "data 2, tensor 2"), Case("llama", WIDE)]
-EACH = [
+CASE_PARAMS = [
     pytest.param(
         case,
         id=case.label,
@@ -52,7 +52,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return [results | single_rank for results in all_results]
 
 
-@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("case", CASE_PARAMS)
 def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case: Case):
     for results in ranks:
         single, mesh = results[make_single_rank_key(case.model)], results[case.label]
@@ -68,20 +68,20 @@ def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case:
                 assert (difference > 0.1 * LR).double().mean() < 1e-3, name
 
 
-@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("case", CASE_PARAMS)
 def test_a_non_finite_gradient_norm_changes_no_parameter(ranks: list[dict[str, Any]], case: Case):
     for results in ranks:
         assert not torch.tensor(results[case.label]["norms"][UPDATES]).isfinite()
         assert results[case.label]["unchanged"]
 
 
-@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("case", CASE_PARAMS)
 def test_a_shard_holds_the_elements_it_describes(ranks: list[dict[str, Any]], case: Case):
     for results in ranks:
         assert results[case.label]["misplaced"] == []
 
 
-@pytest.mark.parametrize("case", [each for each in EACH if "sharded" not in str(each.id)])
+@pytest.mark.parametrize("case", [param for param in CASE_PARAMS if "sharded" not in str(param.id)])
 def test_a_rank_holds_no_memory_of_other_ranks_shards(ranks: list[dict[str, Any]], case: Case):
     for results in ranks:
         assert results[case.label]["memory_bytes"] == results[case.label]["kept_bytes"]

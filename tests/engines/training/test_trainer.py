@@ -58,8 +58,8 @@ from tests.engines.trainer_ranks import (
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-ALONE = [Layout("deepspeed", stage, 1) for stage in (0, 1)]
-QUICK = [ONE, TWO, SPLIT, SHARDED, GATHERED, *ALONE]
+SINGLE_RANKS = [Layout("deepspeed", stage, 1) for stage in (0, 1)]
+QUICK = [ONE, TWO, SPLIT, SHARDED, GATHERED, *SINGLE_RANKS]
 """A trainer of each kind."""
 OTHER_SETTINGS = Case("other_settings", Layout("deepspeed", 1, 1))
 
@@ -140,11 +140,11 @@ def several_plain_updates():
 def test_several_updates_of_a_step_equal_a_plain_process(results, layout):
     """Covers whitening over the step, the proximal policy and the second moment mask."""
     sums, parameters = several_plain_updates()
-    assert sums[0]["num_kept"] < sums[0]["num_sampled"], "all tokens were near enough"
+    assert sums[0]["num_kept"] < sums[0]["num_sampled"], "the second moment mask excluded no token"
     assert sums[0]["ratio_sum"] == pytest.approx(sums[2]["ratio_sum"]), "weights are of the start"
     cases = results[f"several/{layout.label}"]
     for i, expected in enumerate(sums):
-        total = sum_metrics(case["sums"][i] for case in layout.counted(cases))
+        total = sum_metrics(case["sums"][i] for case in layout.select_shares(cases))
         for name in (name for name in expected if "_bin_" not in name):
             assert total[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-3), name
     for case in cases:
@@ -196,7 +196,7 @@ def test_a_critic_learns_the_returns_on_any_number_of_ranks(results, model_path,
     cases = results[f"critic/{layout.label}"]
     for i, loss in enumerate(losses):
         assert sum(
-            case["sums"][i]["loss_value_sum"] for case in layout.counted(cases)
+            case["sums"][i]["loss_value_sum"] for case in layout.select_shares(cases)
         ) == pytest.approx(loss, 1e-4)
     saved = load_value_model(str(folder / f"critic-{layout.label}" / "model"), dtype=torch.float32)
     assert measure_max_difference(dict(saved.named_parameters()), cases[0]["parameters"]) == 0
@@ -357,7 +357,9 @@ def test_tied_parameters_are_published_under_both_names(results):
 def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(results, layout):
     metrics = []
     for cuts in CUTS:
-        cases = [case["sums"] for case in layout.counted(results[f"update/{layout.label}/{cuts}"])]
+        cases = [
+            case["sums"] for case in layout.select_shares(results[f"update/{layout.label}/{cuts}"])
+        ]
         total = {name: sum(case[name] for case in cases) for name in cases[0]}
         metrics.append(summarise_policy(total, compute_divisor(GROUPS)))
     assert metrics[0].keys() >= {"policy/kl_ref", "loss/kl", "policy/ess", "loss/policy"}
@@ -377,22 +379,21 @@ def test_resume_continues_as_if_uninterrupted(results, layout):
 
 @parametrize_layouts("save_and_resume", on=SAVED, quick=[TWO, SHARDED])
 def test_the_whole_optimizer_state_is_offloaded(results, expected, layout):
-    unique_parameters = {
-        name: p for name, p in expected[1].items() if name != "lm_head.weight"
-    }  # it is tied
+    # The output head is tied to the embedding.
+    unique_parameters = {n: p for n, p in expected[1].items() if n != "lm_head.weight"}
     num_bytes = 4 * sum(parameter.numel() for parameter in unique_parameters.values())
     # Moments, and from ZeRO stage 1 on master weights.
     copies = 3 if layout.backend == "deepspeed" and layout.zero_stage > 0 else 2
     is_sharded = layout.zero_stage > 0 if layout.backend == "deepspeed" else layout.zero_stage == 3
     share = copies * num_bytes // (layout.num_shares if is_sharded else 1)
     for offloaded in results[f"offloaded/{layout.label}"]:
-        if layout.tensor_parallel > 1:  # which keeps persistent parameters whole
+        if layout.tensor_parallel > 1:  # persistent parameters stay unsplit
             assert share // layout.tensor_parallel < offloaded < share
         else:
             assert offloaded == share
 
 
-# The first has no other layout to resume from.
+# The first layout has no other to resume from.
 @parametrize_layouts("save_and_resume", on=SAVED, quick=[SHARDED])
 def test_resume_from_a_state_of_any_backend_stage_and_number_of_ranks(results, layout):
     for cases in results.get(f"moved/{layout.label}", []):
@@ -409,7 +410,7 @@ def test_two_ranks_resume_the_state_of_one(results, expected, layout):
         check_moved(moved, expected[0][1], expected[1])
 
 
-@parametrize_layouts("resume_legacy_state", on=[ONE, *ALONE, SHARDED, TWO], quick=[])
+@parametrize_layouts("resume_legacy_state", on=[ONE, *SINGLE_RANKS, SHARDED, TWO], quick=[])
 def test_a_legacy_state_is_loaded_only_into_its_own_layout(results, layout):
     for case in results[f"old/{layout.label}"]:
         first, again = case["runs"]
@@ -421,7 +422,7 @@ def test_a_legacy_state_is_loaded_only_into_its_own_layout(results, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(Case("master_weights", ALONE[1]))
+@pytest.mark.ranks(Case("master_weights", SINGLE_RANKS[1]))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_resume_restores_the_master_weights_of_any_stage(results, stage):
     (((report, parameters, _), runs),) = results[f"bf16_state/{stage}"]
@@ -433,7 +434,7 @@ def test_resume_restores_the_master_weights_of_any_stage(results, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(Case("hostile_state", ALONE[1]))
+@pytest.mark.ranks(Case("hostile_state", SINGLE_RANKS[1]))
 def test_a_hostile_legacy_state_executes_no_code(results):
     ((refusals, harmed),) = results["hostile"]
     assert len(refusals) == 2 and not harmed

@@ -57,7 +57,7 @@ def parametrize_runs(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     ]
 
 
-WITH_ALL = [("two, sharing a head", "whole"), ("two", "tensor")]
+NOTHING_LACKING = [("two, sharing a head", "whole"), ("two", "tensor")]
 CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
 
 
@@ -98,7 +98,7 @@ def test_rank_groups_stay_within_a_node_where_possible(tensor_parallel: int):
 @pytest.mark.parametrize(
     ("nodes", "per_node"), [("aaaabbbb", 4), ("aaaa", 4), ("abab", 1), ("aaab", 4)]
 )
-def test_ranks_of_a_node_are_near(nodes: str, per_node: int):
+def test_the_topology_follows_from_the_nodes_of_the_ranks(nodes: str, per_node: int):
     assert make_nodes(list(nodes)) == NodeTopology(per_node)
 
 
@@ -157,7 +157,7 @@ def test_a_rank_receives_only_the_elements_it_lacks_once(
         for update in mesh_results["updates"]:
             assert update["received_bytes"] == mesh_results["lacking_bytes"]
         # Each half is trained by the rank that serves it, or by both.
-        assert bool(mesh_results["lacking_bytes"]) is ((name, mesh) not in WITH_ALL)
+        assert bool(mesh_results["lacking_bytes"]) is ((name, mesh) not in NOTHING_LACKING)
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_four_tensor_ranks_form_generators_of_every_other_rank(results: dict[str
     assert [rank["team"] for rank in ranks] == [(0, 2), (1, 3)] * 2
     cut = sum(p.nbytes for name, p in make_model(4).named_parameters() if "_proj" in name)
     for rank in ranks:
-        # (d_g - 1) / (t p) of it, the theoretical minimum.
+        # (d_g - 1) / (t p) of the split tensors, the theoretical minimum.
         assert rank["meshes"]["tensor"]["updates"][0]["received_bytes"] == cut // 4
 
 
@@ -178,7 +178,7 @@ def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
     results: dict[str, list[Any]], name: str, copies_columns: bool
 ):
     sizes = {name: parameter.nbytes for name, parameter in make_model(4).named_parameters()}
-    # Those are split for the generator and not for the trainer.
+    # The generator splits embedding and head; the trainer does not.
     embedding_bytes = sum(
         sizes.pop(name) for name in ("model.embed_tokens.weight", "lm_head.weight")
     )
@@ -191,7 +191,7 @@ def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
         aliased_bytes = {
             n: sizes[n] // (len(ranks) if n in cut else 1) for n in sizes.keys() - copied_names
         }
-        assert mesh_results["one memory"] == aliased_bytes
+        assert mesh_results["aliased_bytes"] == aliased_bytes
         rows = 64 if number == rank["team"][0] else ODD_VOCABULARY - 64
         copied_bytes = (
             sum(sizes[n] for n in copied_names) // len(ranks)
@@ -211,7 +211,9 @@ def test_a_split_generator_samples_the_tokens_of_an_unsplit_one_also_after_sleep
         before, after = rank["meshes"]["kv_bytes"]
         assert before > 1 << 20 and after == 0
         if "tokens" in rank["meshes"]:
-            assert rank["meshes"]["tokens"] == rank["meshes"]["tokens after"] == unsplit_tokens
+            assert (
+                rank["meshes"]["tokens"] == rank["meshes"]["tokens_after_sleep"] == unsplit_tokens
+            )
 
 
 @pytest.mark.slow
@@ -225,5 +227,5 @@ def test_a_split_generator_samples_the_tokens_of_an_unsplit_one_also_after_sleep
 def test_a_split_generator_names_the_dead_rank(tmp_path: Path, victim: int, message: str):
     path = save(tiny_model(tied=True, seed=1), tmp_path / "model", ends=False)
     (port,) = find_free_ports(1)
-    arguments = [(rank, path, port, victim, tmp_path / "under way") for rank in TEAM]
+    arguments = [(rank, path, port, victim, tmp_path / "sampling") for rank in TEAM]
     assert message in forked.run(run_member, arguments, timeout_s=400, killed=[victim])[1 - victim]

@@ -24,9 +24,9 @@ PROBLEM = PlacementProblem(
     Workload(64, 1, 512, FixedLength(512)),
     Cluster.from_text("2x8xA100"),
 )
-STAYS = CostConstants()
-OPTIMIZER = replace(STAYS, offloads_optimizer=True)
-RESTS = replace(OPTIMIZER, offloads_weights=True)
+RESIDENT = CostConstants()
+OPTIMIZER_OFFLOADED = replace(RESIDENT, offloads_optimizer=True)
+OFFLOADED = replace(OPTIMIZER_OFFLOADED, offloads_weights=True)
 HOST = 32 * GB * 0.8
 """Achieved bandwidth of an A100 to its host, bytes/s."""
 
@@ -42,7 +42,7 @@ def make_placement(reference: int = 0) -> Placement:
 def test_trained_state_moves_from_and_to_the_host_once_a_step():
     steps = [
         CostModel(PROBLEM, constants).predict_timings(make_placement()).train["policy"].step_s
-        for constants in (STAYS, OPTIMIZER, RESTS)
+        for constants in (RESIDENT, OPTIMIZER_OFFLOADED, OFFLOADED)
     ]
     optimizer, weights = 12 * SHAPE.num_params / 8, 2 * SHAPE.num_params
     assert steps[1] - steps[0] == pytest.approx(2 * optimizer / HOST)
@@ -52,7 +52,7 @@ def test_trained_state_moves_from_and_to_the_host_once_a_step():
 def test_scoring_weights_load_from_the_host_once_a_step():
     timings = [
         CostModel(PROBLEM, constants).predict_timings(make_placement()).score["reference"]
-        for constants in (STAYS, OPTIMIZER, RESTS)
+        for constants in (RESIDENT, OPTIMIZER_OFFLOADED, OFFLOADED)
     ]
     assert timings[0] == timings[1]
     # 64 rollouts of 1024 tokens on 8 replicas, up to 32 at once: one batch.
@@ -62,19 +62,19 @@ def test_scoring_weights_load_from_the_host_once_a_step():
 def test_offloading_frees_memory_for_the_kv_cache():
     capacities = [
         CostModel(PROBLEM, constants).kv_capacity_bytes(make_placement())
-        for constants in (STAYS, OPTIMIZER, RESTS)
+        for constants in (RESIDENT, OPTIMIZER_OFFLOADED, OFFLOADED)
     ]
     assert capacities[1] - capacities[0] == pytest.approx(12 * SHAPE.num_params / 8)
     # Trained weights and gradients; the reference's weights are loaded while rollouts keep their
     # cache.
     assert capacities[2] - capacities[1] == pytest.approx((2 + 4) * SHAPE.num_params)
-    memory = CostModel(PROBLEM, RESTS).predict_memory(make_placement())
+    memory = CostModel(PROBLEM, OFFLOADED).predict_memory(make_placement())
     assert memory["train"].resident_bytes == memory["reference"].resident_bytes == 0.0
 
 
 def test_call_with_its_own_devices_is_not_offloaded():
     separate = make_placement(8)
-    stays, rests = (CostModel(PROBLEM, constants) for constants in (STAYS, RESTS))
+    stays, rests = (CostModel(PROBLEM, constants) for constants in (RESIDENT, OFFLOADED))
     assert stays.predict_timings(separate).score == rests.predict_timings(separate).score
     assert (
         stays.predict_memory(separate)["reference"] == rests.predict_memory(separate)["reference"]
@@ -90,8 +90,8 @@ def test_offloading_makes_large_models_fit_in_turn():
         "generate": four,
         "reference": CallAssignment(Mesh(0, 8), RankGrid(1, 1, 8)),
     }
-    assert "resident" in CostModel(problem, STAYS).explain_infeasible(Placement(calls))
-    assert not CostModel(problem, RESTS).explain_infeasible(Placement(calls))
+    assert "resident" in CostModel(problem, RESIDENT).explain_infeasible(Placement(calls))
+    assert not CostModel(problem, OFFLOADED).explain_infeasible(Placement(calls))
 
 
 def test_cluster_file_sets_host_bandwidth():

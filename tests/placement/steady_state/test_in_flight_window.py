@@ -11,7 +11,7 @@ from streamrl.messages import Array
 from streamrl.placement.steady_state import in_flight_window
 from streamrl.placement.steady_state.in_flight_window import _draw_values, mean_time_in_flight
 
-UNLIKE = np.exp(np.random.default_rng(1).normal(6.0, 0.8, 4096))
+LENGTHS = np.exp(np.random.default_rng(1).normal(6.0, 0.8, 4096))
 
 
 @given(st.integers(1, 6), st.integers(1, 40))
@@ -21,8 +21,8 @@ def test_equal_steps_do_not_delay_each_other(window: int, groups: int):
 
 
 def test_single_step_takes_its_longest_group():
-    expected = np.random.default_rng(2).choice(UNLIKE, (4000, 16)).max(axis=1).mean()
-    assert mean_time_in_flight(UNLIKE, window=1, groups=16) == pytest.approx(expected, rel=0.05)
+    expected = np.random.default_rng(2).choice(LENGTHS, (4000, 16)).max(axis=1).mean()
+    assert mean_time_in_flight(LENGTHS, window=1, groups=16) == pytest.approx(expected, rel=0.05)
 
 
 def test_two_steps_in_flight_delay_each_other():
@@ -38,12 +38,12 @@ def test_two_steps_in_flight_delay_each_other():
 
 def test_time_in_flight_grows_with_filtering_and_groups():
     by_filtered = [
-        mean_time_in_flight(UNLIKE, window=2, groups=64, filtered=f)
+        mean_time_in_flight(LENGTHS, window=2, groups=64, filtered=f)
         for f in (0.0, 0.2, 0.5, 0.8, 0.95)
     ]
     assert by_filtered == sorted(by_filtered)
     by_groups = [
-        mean_time_in_flight(UNLIKE, window=3, groups=n, filtered=0.5) for n in (1, 8, 64, 512)
+        mean_time_in_flight(LENGTHS, window=3, groups=n, filtered=0.5) for n in (1, 8, 64, 512)
     ]
     assert by_groups == sorted(by_groups)
 
@@ -60,5 +60,5 @@ def test_large_steps_are_sampled_in_part(
             yield value
 
     monkeypatch.setattr(in_flight_window, "_draw_values", count_draws)
-    assert mean_time_in_flight(UNLIKE, window=5, groups=groups, filtered=filtered) > 0
+    assert mean_time_in_flight(LENGTHS, window=5, groups=groups, filtered=filtered) > 0
     assert len(drawn) < 1_000_000

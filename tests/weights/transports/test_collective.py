@@ -82,7 +82,7 @@ class Reader:
         child_end.close()
 
     def wait_until_ready(self) -> None:
-        """Wait for the process; its start takes longer than a broadcast may."""
+        """Wait for the process, whose start takes longer than a broadcast may."""
         assert self._pipe.recv() == "ready"
 
     def pull(self, manifest: WeightManifest, *, dies_at: int | None = None) -> None:
@@ -169,7 +169,7 @@ def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(cluster: B
         early.end()
     assert newcomer.process.is_alive()
     assert cluster.round() == [(True, None)] * 3
-    cluster.version -= 1  # publish again: the keys of the first time must not count
+    cluster.version -= 1  # publish again: the keys of the first broadcast must not count
     assert cluster.round() == [(True, None)] * 3
     assert cluster.writer.send_failure is None
 
@@ -190,7 +190,7 @@ def test_a_member_that_dies_during_a_broadcast_costs_the_others_only_a_deadline(
     assert time.monotonic() - start < 2 * TIMEOUT_S
     b.process.join(10)
     assert b.process.exitcode == 1
-    # The publisher does not know of the death yet: the next version waits for b.
+    # The publisher has not detected the death yet: the next version waits for b.
     assert [is_right for is_right, _ in cluster.round([a, c])] == [True, True]
     manifest = cluster.put()
     assert manifest.handles[0].epoch.members == ("a", "c")
@@ -338,7 +338,7 @@ def test_store_keys_of_old_versions_are_deleted():
     collective_reader.close()
 
 
-def test_a_dead_publisher_leaves_the_fallback():
+def test_readers_of_a_dead_publisher_use_the_fallback():
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=1)
     writer.set_readers(["a"])
     manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=writer)

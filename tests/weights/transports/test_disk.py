@@ -167,7 +167,7 @@ def test_a_write_error_names_version_and_directory(tmp_path: Path):
 
 
 class Crash(BaseException):
-    """End of the process, as far as files are concerned."""
+    """Simulated end of the process: no file operation follows."""
 
 
 class Files:
@@ -181,27 +181,27 @@ class Files:
     )
 
     def __init__(self) -> None:
-        self.under: Path | None = None
-        self.left = 0
-        sys.addaudithook(self._hear)
+        self.directory: Path | None = None
+        self.num_remaining = 0
+        sys.addaudithook(self._count_event)
 
-    def _hear(self, event: str, arguments: tuple[object, ...]) -> None:
-        if self.under is None or event not in self.EVENTS:
+    def _count_event(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self.directory is None or event not in self.EVENTS:
             return
-        if not any(str(self.under) in str(argument) for argument in arguments[:2]):
+        if not any(str(self.directory) in str(argument) for argument in arguments[:2]):
             return
-        self.left -= 1
-        if self.left < 0:
-            self.under = None
+        self.num_remaining -= 1
+        if self.num_remaining < 0:
+            self.directory = None
             raise Crash
 
     @contextlib.contextmanager
-    def crash_at(self, number: int, under: Path) -> Iterator[None]:
-        self.under, self.left = under, number
+    def crash_at(self, number: int, directory: Path) -> Iterator[None]:
+        self.directory, self.num_remaining = directory, number
         try:
             yield
         finally:
-            self.under = None
+            self.directory = None
 
 
 FILES = Files()

@@ -177,16 +177,16 @@ def test_fetched_arrays_are_read_only(writer: SharedMemoryWriter):
         array[0] = 1
 
 
-class Room:
+class LimitedMemory:
     """Memory that is granted only to the requests with these numbers, from 0."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *granted: int) -> None:
         self._real = os.posix_fallocate
         self._granted = granted
         self._requests = itertools.count()
-        monkeypatch.setattr(os, "posix_fallocate", self._ask)
+        monkeypatch.setattr(os, "posix_fallocate", self._fallocate)
 
-    def _ask(self, file: int, offset: int, num_bytes: int) -> None:
+    def _fallocate(self, file: int, offset: int, num_bytes: int) -> None:
         if next(self._requests) not in self._granted:
             raise OSError(errno.ENOSPC, "No space left on device")
         self._real(file, offset, num_bytes)
@@ -207,7 +207,7 @@ def test_buckets_without_memory_use_the_fallback_and_keep_their_order(
     monkeypatch: pytest.MonkeyPatch,
     granted: tuple[int, ...],
 ):
-    Room(monkeypatch, *granted)
+    LimitedMemory(monkeypatch, *granted)
     manifest = put(writer, 0)
     assert len(manifest.buckets) == 4
     assert len(files(folder)) == len(granted)
@@ -224,7 +224,7 @@ def test_the_next_version_tries_shared_memory_again(
     writer: SharedMemoryWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as patch:
-        Room(patch)
+        LimitedMemory(patch)
         without_memory = put(writer, 0)
     with_memory = put(writer, 1)
     reader = SharedMemoryReader("policy", LocalReader())
@@ -240,7 +240,7 @@ def test_memory_shortage_does_not_affect_kept_versions(
 ):
     first = put(writer, 0)
     before = files(folder)
-    Room(monkeypatch)
+    LimitedMemory(monkeypatch)
     assert fetch(put(writer, 1))[1]
     assert files(folder) == before
     assert is_version(read(first), 0)
@@ -299,23 +299,23 @@ def test_a_full_file_system_raises_instead_of_killing_the_process():
         "from streamrl.weights.transports.shared_memory import SharedMemoryWriter\n"
         "from streamrl.weights.buckets import unpack_tensors\n"
         "from tests.weights.local_transport import LocalReader, LocalWriter\n"
-        "outlet = SharedMemoryWriter(\n"
+        "writer = SharedMemoryWriter(\n"
         '    "run", LocalWriter(), keep_versions=2, directory=Path("/mnt"))\n'
-        'inlet = SharedMemoryReader("policy", LocalReader())\n'
-        'other = Path("/mnt/other")\n'
+        'reader = SharedMemoryReader("policy", LocalReader())\n'
+        'filler = Path("/mnt/filler")\n'
         "def put(version):\n"
         '    tensors = {"a": torch.full((30_000,), version), "b": torch.full((9_000,), version)}\n'
         "    manifest = publish_version(\n"
-        "        tensors.items(), version=version, bucket_bytes=250_000, writer=outlet)\n"
-        "    found = unpack_tensors(manifest, inlet.fetch_buckets(manifest))\n"
-        "    assert all(torch.equal(found[name], tensors[name]) for name in tensors)\n"
-        "    assert inlet.fallback_reason is None\n"
+        "        tensors.items(), version=version, bucket_bytes=250_000, writer=writer)\n"
+        "    received = unpack_tensors(manifest, reader.fetch_buckets(manifest))\n"
+        "    assert all(torch.equal(received[name], tensors[name]) for name in tensors)\n"
+        "    assert reader.fallback_reason is None\n"
         "put(0)\n"
-        "other.write_bytes(bytes(500_000))\n"
+        "filler.write_bytes(bytes(500_000))\n"
         "for _ in range(3):\n"
         "    try: put(1)\n"
         "    except WeightsError as error: print(error)\n"
-        "other.unlink()\n"
+        "filler.unlink()\n"
         "for version in range(1, 6): put(version)\n"
     )
     assert fetched.returncode == 0, fetched.stderr
@@ -324,7 +324,7 @@ def test_a_full_file_system_raises_instead_of_killing_the_process():
     assert all("version 1, bucket 0: needs 0.2 MB, but /mnt has" in line for line in errors)
 
 
-def in_child(target: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
+def start_child(target: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
     parent_end, child_end = forked.context().Pipe()
     child = forked.context().Process(target=target, args=(child_end, *arguments))
     child.start()
@@ -332,7 +332,7 @@ def in_child(target: Callable[..., None], *arguments: object) -> tuple[BaseProce
     return child, parent_end
 
 
-def hold(pipe: Connection, manifest: WeightManifest) -> None:
+def compare_repeatedly(pipe: Connection, manifest: WeightManifest) -> None:
     """Fetch a version, and compare it again at every message."""
     fetched = read(manifest)
     while True:
@@ -342,7 +342,7 @@ def hold(pipe: Connection, manifest: WeightManifest) -> None:
 
 def test_a_dead_reader_releases_its_segments(writer: SharedMemoryWriter, folder: Path):
     manifest = put(writer, 0)
-    child, pipe = in_child(hold, manifest)
+    child, pipe = start_child(compare_repeatedly, manifest)
     assert pipe.recv()
     put(writer, 1)
     put(writer, 2)
@@ -361,7 +361,7 @@ def publish_and_wait(pipe: Connection, folder: Path) -> None:
 
 
 def test_the_next_publisher_removes_the_files_of_a_killed_one(folder: Path):
-    child, pipe = in_child(publish_and_wait, folder)
+    child, pipe = start_child(publish_and_wait, folder)
     manifest = pipe.recv()
     assert f"run-{child.pid}" in manifest.handles[0].path
     assert remove_stale_segments(folder) == []
