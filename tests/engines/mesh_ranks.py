@@ -103,11 +103,11 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
     """Run some updates and one with a non-finite gradient."""
     join_process_group(rank=rank, world_size=config.world_size, timeout_s=60.0)
     backend = make_backend(module, config)
-    drawn = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     norms = []
     for update in range(UPDATES + 1):
         for _ in range(MICRO_BATCHES):
-            ids = torch.randint(0, 64, (ROWS, 12), generator=drawn)
+            ids = torch.randint(0, 64, (ROWS, 12), generator=generator)
             rows = ids[config.get_dp_rank(rank) :: config.dp_size]
             loss = backend.forward(rows, use_cache=False).logits.log_softmax(-1).square().sum()
             backend.backward(loss * (torch.nan if update == UPDATES else 1.0))

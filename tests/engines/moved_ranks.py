@@ -101,7 +101,7 @@ def train(
     backend = FsdpTpBackend(make_model(model), config)
     offload = OptimizerOffload(
         backend.iter_optimizer_state,
-        excluding=lambda: (kept for _, kept, _ in backend.iter_shards()),
+        excluding=lambda: (shard for _, shard, _ in backend.iter_shards()),
     )
     switch = WeightResharder(60.0)
     generator = torch.Generator().manual_seed(1)
@@ -116,9 +116,9 @@ def train(
         results["norms"].append(step(backend, ids))
         offload.offload_state()
         if served is not None:
-            moved = switch.run(backend, served, update)
-            assert moved is not None
-            results["transfers"].append((moved.copied_bytes, moved.received_bytes))
+            stats = switch.run(backend, served, update)
+            assert stats is not None
+            results["transfers"].append((stats.copied_bytes, stats.received_bytes))
             results["served"].append(is_served(backend, served))
         offload.restore_state()
     results["parameters"] = copy_full_state(backend)
@@ -166,6 +166,6 @@ def count_aliased_bytes(served_tensors: Iterable[torch.Tensor], backend: Any) ->
 
 def count_storage_bytes(backend: FsdpTpBackend, served: ShardStorage) -> int:
     """Return the bytes of all distinct storages of trained and served parameters."""
-    tensors = [view for _, _, view in served] + [kept for _, kept, _ in backend.iter_shards()]
+    tensors = [view for _, _, view in served] + [shard for _, shard, _ in backend.iter_shards()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())

@@ -187,16 +187,16 @@ async def measure_version(
     version: int,
 ) -> dict[str, Any]:
     """Return the bytes received for a version, and trainer's and generator's logprobs."""
-    moved = await asyncio.to_thread(switch, version)
-    assert moved is not None
+    stats = await asyncio.to_thread(switch, version)
+    assert stats is not None
     ids = torch.from_numpy(SEQUENCE).long()
     logits = await asyncio.to_thread(lambda: backend.forward(ids[None]).logits[0, :-1].float())
     trained = torch.log_softmax(logits.detach(), -1).gather(1, ids[1:, None])[:, 0].numpy()
     # All ranks have loaded their part before the next decode step.
     await asyncio.to_thread(dist.barrier)
     results: dict[str, Any] = {
-        "received_bytes": moved.received_bytes,
-        "copied_bytes": moved.copied_bytes,
+        "received_bytes": stats.received_bytes,
+        "copied_bytes": stats.copied_bytes,
     }
     if isinstance(engine, GenerationEngine):
         await engine.activate_version(version)

@@ -101,8 +101,8 @@ def logprobs_on_kept_kv(
     """
     token_ids = torch.from_numpy(rollout.token_ids).long()[None]
     # The update came before the last token of the old weights was put through the model.
-    kept = old(token_ids[:, : first_new - 1], use_cache=True).past_key_values
-    logits = new(token_ids[:, first_new - 1 : -1], past_key_values=kept).logits[0]
+    kv_cache = old(token_ids[:, : first_new - 1], use_cache=True).past_key_values
+    logits = new(token_ids[:, first_new - 1 : -1], past_key_values=kv_cache).logits[0]
     logprobs = torch.log_softmax(logits, -1)
     return logprobs.gather(1, token_ids[0, first_new:, None])[:, 0].numpy()
 
@@ -119,7 +119,7 @@ async def test_a_kept_kv_cache_has_the_keys_and_values_of_the_old_weights(flight
         models = flight.models[old], flight.models[old + 1]
         expected = logprobs_on_kept_kv(rollout, *models, first_new)
         np.testing.assert_allclose(rollout.generator_logprobs[first_new:], expected, atol=1e-4)
-    assert worst_error([rollout], flight.models) > 1e-2, "they matter"
+    assert worst_error([rollout], flight.models) > 1e-2, "the prefix matters"
 
 
 @parametrize_policies("drain")

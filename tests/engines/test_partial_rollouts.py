@@ -69,14 +69,14 @@ async def test_a_partial_rollout_resumes_with_new_weights(flight: Flight):
     await flight.load(endless_model(seed=2))
     rollouts = await flight.engine.generate(SHORT, seeds=range(4), partial_rollouts=partials)
     for rollout, before, size in zip(rollouts, partials, sizes, strict=True):
-        kept = len(before.token_ids)
+        num_kept = len(before.token_ids)
         for name in ("token_ids", "loss_mask", "generator_logprobs", "policy_version"):
-            assert np.array_equal(vars(rollout)[name][:kept], vars(before)[name])
+            assert np.array_equal(vars(rollout)[name][:num_kept], vars(before)[name])
         assert sampled_versions([rollout]) == [[old] * size + [old + 1] * (LIMIT - size)]
         assert rollout.finish_reason is FinishReason.LENGTH
     assert worst_error(rollouts, flight.models) < 1e-4
-    again = await flight.engine.generate(SHORT, seeds=range(4), partial_rollouts=partials)
-    assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in rollouts]
+    repeated = await flight.engine.generate(SHORT, seeds=range(4), partial_rollouts=partials)
+    assert [r.token_ids.tolist() for r in repeated] == [r.token_ids.tolist() for r in rollouts]
 
 
 async def test_a_resumed_rollout_does_not_repeat_the_first_random_numbers(flight: Flight):
@@ -88,20 +88,20 @@ async def test_a_resumed_rollout_does_not_repeat_the_first_random_numbers(flight
         partials[0].token_ids, seeds=[0], max_new_tokens=LIMIT - size
     )
     assert resumed.token_ids.tolist() != fresh.token_ids.tolist()
-    (drawn,) = await flight.engine.generate(
+    (reseeded,) = await flight.engine.generate(
         partials[0].token_ids,
         seeds=[derive_continuation_seed(0, size)],
         max_new_tokens=LIMIT - size,
     )
-    assert resumed.token_ids.tolist() == drawn.token_ids.tolist()
+    assert resumed.token_ids.tolist() == reseeded.token_ids.tolist()
 
 
 async def test_resume_returns_finished_rollouts_and_finishes_full_ones_by_length(flight: Flight):
     await flight.load(tiny_model(tied=False, seed=1))
     finished = await flight.engine.generate(SHORT, seeds=range(8))
     assert {r.finish_reason for r in finished} == {FinishReason.STOP, FinishReason.LENGTH}
-    again = await flight.engine.generate(SHORT, seeds=range(8), partial_rollouts=finished)
-    assert all(rollout is expected for rollout, expected in zip(again, finished, strict=True))
+    resumed = await flight.engine.generate(SHORT, seeds=range(8), partial_rollouts=finished)
+    assert all(rollout is expected for rollout, expected in zip(resumed, finished, strict=True))
     await flight.load(endless_model(seed=1))
     partials = await sample_partially(flight, 2, steps=10)
     size = len(partials[0].completion_ids)
@@ -261,13 +261,13 @@ def ordered(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 async def test_adjacent_tensors_are_served_without_a_copy(flight: Flight):
     num_bytes = sum(tensor.nbytes for tensor in weights_of(endless_model(seed=1)).values())
-    lying: dict[str, torch.Tensor] = {}
+    views: dict[str, torch.Tensor] = {}
     for seed in (4, 5):
         version = max(flight.models) + 1
         flight.models[version] = endless_model(seed=seed)
-        lying = packed(ordered(weights_of(flight.models[version])), version)
-        before = {name: tensor.clone() for name, tensor in lying.items()}
-        loaded = await flight.engine.load_weights(lying, version)
+        views = packed(ordered(weights_of(flight.models[version])), version)
+        before = {name: tensor.clone() for name, tensor in views.items()}
+        loaded = await flight.engine.load_weights(views, version)
         assert loaded.copied_bytes == 0
         assert (
             worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4
@@ -281,7 +281,7 @@ async def test_adjacent_tensors_are_served_without_a_copy(flight: Flight):
         assert (
             worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4
         )
-        assert all(torch.equal(lying[name], before[name]) for name in before)
+        assert all(torch.equal(views[name], before[name]) for name in before)
 
 
 async def test_aliased_weights_outlive_their_publisher(flight: Flight):

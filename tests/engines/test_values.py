@@ -59,8 +59,8 @@ def test_a_value_depends_on_the_tokens_before_its_own(model_path):
 def test_a_saved_critic_is_loaded_with_its_head(model_path, tmp_path):
     model = make_critic_with_head(model_path)
     model.save_pretrained(tmp_path)
-    again = load_value_model(str(tmp_path), dtype=torch.float32)
-    assert torch.equal(again.score.weight, model.score.weight)
+    loaded = load_value_model(str(tmp_path), dtype=torch.float32)
+    assert torch.equal(loaded.score.weight, model.score.weight)
 
 
 def test_a_critic_directory_that_lacks_parameters_is_rejected(model_path, tmp_path):

@@ -209,4 +209,4 @@ async def test_large_layers_use_onednn_and_bfloat16_is_served(
         await engine.close()
     from vllm import _custom_ops
 
-    assert _custom_ops._supports_onednn, "it is vLLM's again"
+    assert _custom_ops._supports_onednn, "vLLM's own setting is restored"

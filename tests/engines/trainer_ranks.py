@@ -300,13 +300,13 @@ def resume_legacy_state(job: RankJob, layout: Layout) -> None:
     trainer.close()
     trainer = job.trainer(layout)
     trainer.load_training_state(folder)
-    again = second_step(trainer, layout)
+    resumed = second_step(trainer, layout)
     harm = folder / f"harm_{trainer.rank}"
     torch.save({**progress, "rng": Hostile(harm)}, folder / f"rank_{trainer.rank}.pt")
     refusal = get_refusal(trainer, folder)
     torch.save({**progress, "layout": "backend=other"}, folder / f"rank_{trainer.rank}.pt")
     job.results[f"old/{layout.label}"] = {
-        "runs": [first, again],
+        "runs": [first, resumed],
         "refusals": [refusal, get_refusal(trainer, folder)],
         "harmed": harm.exists(),
     }
@@ -388,15 +388,15 @@ def two_headed_updates(job: RankJob, layout: Layout) -> None:
     """Run two steps of a shared policy and critic, and of the policy alone."""
     from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
 
-    facts = (
+    task_args = (
         job.model_path,
         PPO.spec,
         PPO.to_settings(max_length=8, reward_weights={}),
         TEMPERATURE,
     )
-    tasks: dict[float | None, TrainingTask] = {None: PolicyTask(*facts)}
+    tasks: dict[float | None, TrainingTask] = {None: PolicyTask(*task_args)}
     for weight in SHARED_COEFS:
-        tasks[weight] = TwoHeadedTask(*facts, value_clip=VALUE_CLIP, value_coef=weight)
+        tasks[weight] = TwoHeadedTask(*task_args, value_clip=VALUE_CLIP, value_coef=weight)
     for coef, task in tasks.items():
         trainer = job.trainer(layout, PPO, task=task, lr=SEVERAL_LR)
         sums = []
@@ -454,7 +454,7 @@ def lora_updates(job: RankJob, layout: Layout) -> None:
     start = parameters_of(trainer)
     reports = [train_step(trainer, 2, layout.num_shares)[1]]
     trainer.save_training_state(folder / "state")
-    again, first = second_step(trainer, layout), parameters_of(trainer)
+    repeated, first = second_step(trainer, layout), parameters_of(trainer)
     trainer.save_model(folder / "model")
     publish_to_disk(trainer, job.model_path, folder / "versions")
     logprobs = trainer.compute_token_logprobs(SEQUENCE)
@@ -466,10 +466,10 @@ def lora_updates(job: RankJob, layout: Layout) -> None:
     trainer = job.trainer(layout, lr=SEVERAL_LR, **{**LORA, "lora_alpha": 4.0})
     job.results[f"lora/{layout.label}"] = {
         "start": start,
-        "norms": [report["policy/grad_norm"] for report in (*reports, again[0])],
+        "norms": [report["policy/grad_norm"] for report in (*reports, repeated[0])],
         "published": first,
         "logprobs": torch.from_numpy(logprobs),
-        "runs": [again, resumed],
+        "runs": [repeated, resumed],
         "refusal": get_refusal(trainer, folder / "state"),
     }
     trainer.close()

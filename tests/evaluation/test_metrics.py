@@ -39,7 +39,9 @@ def test_pass_at_k_is_drawing_without_replacement():
 @given(tables)
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_completions(passed):
     for k in range(1, 6):
-        chosen = [passed[:, list(way)].any(axis=1) for way in itertools.combinations(range(5), k)]
+        chosen = [
+            passed[:, list(subset)].any(axis=1) for subset in itertools.combinations(range(5), k)
+        ]
         assert compute_pass_at_k(passed, k) == pytest.approx(np.mean(chosen))
 
 
@@ -51,7 +53,7 @@ def test_k_is_every_power_of_two_and_all_samples(samples, ks):
 
 
 @pytest.mark.parametrize(
-    ("answers", "passed", "chance"),
+    ("answers", "passed", "expected"),
     [
         ([5, 5, 7, 5], [1, 1, 0, 1], 1.0),
         ([5, 7, 7, 7], [1, 0, 0, 0], 0.0),
@@ -66,11 +68,13 @@ def test_k_is_every_power_of_two_and_all_samples(samples, ks):
         ([5, 5, 0, 0], [1, 0, 0, 0], 0.5),
     ],
 )
-def test_maj_at_k_scores_the_majority_answer(answers, passed, chance):
+def test_maj_at_k_scores_the_majority_answer(answers, passed, expected):
     single = np.array([passed], np.bool_)
-    assert compute_maj_at_k(single, np.array([answers], np.int64)) == chance
+    assert compute_maj_at_k(single, np.array([answers], np.int64)) == expected
     two_prompts = np.concatenate([single, np.zeros((1, 4), np.bool_)])
-    assert compute_maj_at_k(two_prompts, np.array([answers, [1, 1, 1, 1]], np.int64)) == chance / 2
+    assert (
+        compute_maj_at_k(two_prompts, np.array([answers, [1, 1, 1, 1]], np.int64)) == expected / 2
+    )
 
 
 def test_the_mean_interval_is_clustered_by_prompt():
@@ -127,14 +131,14 @@ def test_distinct_source_names_give_distinct_segments(first, second):
 
 def test_intervals_cover_the_true_value_in_about_95_percent():
     random = np.random.default_rng(0)
-    hits = {"mean": 0, "fraction": 0}
+    num_covered = {"mean": 0, "fraction": 0}
     for _ in range(400):
-        chances = random.beta(1, 1, size=100)  # prompts of every difficulty; true value 0.5
-        passed = random.random((100, 8)) < chances[:, None]
+        probabilities = random.beta(1, 1, size=100)  # prompts of every difficulty; true value 0.5
+        passed = random.random((100, 8)) < probabilities[:, None]
         for name, interval in (
             ("mean", compute_mean_interval(passed.mean(axis=1))),
             ("fraction", compute_fraction_interval(passed)),
         ):
             assert interval is not None
-            hits[name] += interval[0] <= 0.5 <= interval[1]
-    assert all(0.92 < count / 400 < 0.98 for count in hits.values())
+            num_covered[name] += interval[0] <= 0.5 <= interval[1]
+    assert all(0.92 < count / 400 < 0.98 for count in num_covered.values())

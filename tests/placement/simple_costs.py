@@ -150,7 +150,7 @@ class SimpleCosts:
     def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
         key = (stage, assignment)
         if key not in self._call_s:
-            self._call_s[key] = self._compute_alone_s(stage, assignment)
+            self._call_s[key] = self._compute_duration_s(stage, assignment)
         return self._call_s[key]
 
     def first_rollouts_s(self, assignment: CallAssignment) -> float:
@@ -161,7 +161,7 @@ class SimpleCosts:
         cuts = choose_cuts(self.problem.workload.groups_per_step)
         return self._generation.find_completions_s(timing, cuts)[0]
 
-    def _compute_alone_s(self, stage: str, assignment: CallAssignment) -> float:
+    def _compute_duration_s(self, stage: str, assignment: CallAssignment) -> float:
         workload, call = self.problem.workload, self.calls[stage]
         capacity = assignment.mesh.find_slowest_device(self.problem.cluster).memory_bytes
         free = capacity - self.call_memory(stage, assignment).peak_bytes

@@ -48,11 +48,11 @@ def test_cluster_text_round_trips_and_every_device_has_a_node(groups: list[NodeG
     assert nodes == sorted(nodes)
     assert set(nodes) == set(range(cluster.num_nodes))
     # Without a number of nodes, devices fill nodes of the usual size.
-    usual = all(
+    has_default_nodes = all(
         group.num_nodes > 1 or group.devices_per_node <= group.device.devices_per_node
         for group in groups
     )
-    if usual:
+    if has_default_nodes:
         assert Cluster.from_text(str(cluster)) == cluster
 
 

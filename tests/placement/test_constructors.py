@@ -125,8 +125,8 @@ def test_meshes_per_call_determine_which_calls_overlap():
     ],
 )
 def test_placement_round_trips_through_json(placement: Placement):
-    written = json.loads(json.dumps(placement.to_dict()))
-    assert Placement.from_dict(written, place="plan.json") == placement
+    payload = json.loads(json.dumps(placement.to_dict()))
+    assert Placement.from_dict(payload, place="plan.json") == placement
 
 
 def make_grpo_placement(**changes: tuple[str, str]) -> Placement:

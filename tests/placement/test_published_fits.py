@@ -11,10 +11,10 @@ from streamrl.placement.costs.constants import CostConstants
 
 
 def find_run(name: str, train: int, generate: int = 0) -> VerlRun:
-    (run_found,) = [
+    (match,) = [
         run for run in VERL if (run.name, run.train, run.generate) == (name, train, generate)
     ]
-    return run_found
+    return match
 
 
 def sum_squares(calibration: verl.VerlCalibration) -> float:
@@ -42,11 +42,11 @@ def test_handover_of_a_padded_batch_ignores_the_number_of_devices():
 def test_scoring_and_training_wait_for_one_handover(part: str):
     run = find_run("7b-28k", 64)
     without_handoff = replace(verl.DEFAULT_CALIBRATION, handoff_token_s=0.0)
-    more_s = (
+    handoff_s = (
         verl_fit.predict_parts(run, verl.DEFAULT_CALIBRATION)[part][1]
         - verl_fit.predict_parts(run, without_handoff)[part][1]
     )
-    assert more_s == pytest.approx(verl.compute_handoff_s(run), rel=0.01)
+    assert handoff_s == pytest.approx(verl.compute_handoff_s(run), rel=0.01)
 
 
 def test_entropy_adds_time_only_with_megatron():

@@ -23,10 +23,10 @@ KINDS = [
 @pytest.mark.parametrize("lengths", KINDS, ids=str)
 def test_mean_longest_and_limit_match_samples(lengths: LengthDistribution):
     rng = np.random.default_rng(0)
-    drawn = lengths.sample(200_000, rng)
-    assert drawn.min() >= 1
-    assert drawn.max() <= lengths.max_tokens
-    assert drawn.mean() == pytest.approx(lengths.mean, rel=0.01)
+    samples = lengths.sample(200_000, rng)
+    assert samples.min() >= 1
+    assert samples.max() <= lengths.max_tokens
+    assert samples.mean() == pytest.approx(lengths.mean, rel=0.01)
     longest = lengths.sample(64_000, rng).reshape(1000, 64).max(axis=1).mean()
     assert lengths.expected_longest(64) == pytest.approx(longest, rel=0.1)
 

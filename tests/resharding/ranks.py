@@ -47,9 +47,9 @@ DTYPES = {name: torch.int64 if "norm" in name else torch.float32 for name in NAM
 
 
 def make_layout(sizes: str, *, order: str = "hf", first: int = 0) -> ModelLayout:
-    seating = RankGrid.from_text(sizes, order).assign_ranks()
-    shape = (seating.pp_size, seating.tp_size, seating.dp_size)
-    return create_layout(MODEL, RankAssignment(*shape, seating.coordinates, first))
+    assignment = RankGrid.from_text(sizes, order).assign_ranks()
+    shape = (assignment.pp_size, assignment.tp_size, assignment.dp_size)
+    return create_layout(MODEL, RankAssignment(*shape, assignment.coordinates, first))
 
 
 def make_full_tensors(version: int) -> Mapping[str, torch.Tensor]:

@@ -51,7 +51,7 @@ def test_nodes_pull_in_turns_and_a_failed_node_is_skipped():
 
         assert await ask("node-1", -1) is not None
         assert await ask("node-2", -1) is None, "a node serves one pull at a time (fanout=1)"
-        assert await ask("node-1", -1, fault="it broke") is not None
+        assert await ask("node-1", -1, fault="connection lost") is not None
         assert await ask("node-1", 0) is None, "node-1 has version 0; no newer version exists"
         responses = await asyncio.gather(ask("node-2", -1), ask("node-3", -1))
         assert all(response is not None for response in responses), (
@@ -76,7 +76,7 @@ def test_a_node_with_a_failed_reader_does_not_serve_others():
         assert await ask("generator-0", "node-1", 0) is None, (
             "node-1 has version 0: two nodes serve"
         )
-        assert await ask("generator-1", "node-1", -1, fault="it broke") is not None
+        assert await ask("generator-1", "node-1", -1, fault="connection lost") is not None
         assert await ask("generator-2", "node-2", -1) is None, "node-0, the only one, serves node-1"
 
     run_virtual(scenario())
@@ -87,12 +87,14 @@ def test_a_fallback_is_not_a_fault():
 
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2, on_fault=lambda *args: reported.append(args))
-        pull = PullStats(fallback_reason="it came too late")
+        pull = PullStats(fallback_reason="the broadcast came too late")
         await registry.wait_for_newer("generator-0", ReaderState(4, pull), wait_s=0.0)
         assert registry.drain_stats().num_faults == 0
 
     run_virtual(scenario())
-    assert reported == [(FALLBACK_USED, "generator-0", WeightFault(4, "it came too late"))]
+    assert reported == [
+        (FALLBACK_USED, "generator-0", WeightFault(4, "the broadcast came too late"))
+    ]
 
 
 def test_skew_counts_only_readers_with_a_version():

@@ -95,13 +95,13 @@ async def test_temperature_0_decodes_greedily(bench: Bench):
     assert worst_error([rollout], bench.models) < 1e-4
 
 
-@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}])
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}])
 async def test_top_k_and_top_p_sample_among_the_likeliest_tokens(
-    bench: Bench, narrow: dict[str, float]
+    bench: Bench, settings: dict[str, float]
 ):
     greedy = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
-    narrowed = SamplingSettings(1.0, **narrow)  # type: ignore[arg-type]
-    rollouts = await bench.engine.generate(SHORT, seeds=[7], sampling=narrowed)
+    sampling = SamplingSettings(1.0, **settings)  # type: ignore[arg-type]
+    rollouts = await bench.engine.generate(SHORT, seeds=[7], sampling=sampling)
     assert tokens(rollouts) == tokens(greedy)
 
 

@@ -172,8 +172,8 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(pat
     layers, hidden = 2, 64
     memory = estimate_memory(path, TrainerConfig(), tokens=10)
     assert memory.activations == 10 * 4 * (layers * 17 * hidden + 3 * VOCABULARY)
-    less = estimate_memory(path, TrainerConfig(gradient_checkpointing=True), tokens=10)
-    assert less.activations == 10 * 4 * ((layers + 17) * hidden + 3 * VOCABULARY)
+    checkpointed = estimate_memory(path, TrainerConfig(gradient_checkpointing=True), tokens=10)
+    assert checkpointed.activations == 10 * 4 * ((layers + 17) * hidden + 3 * VOCABULARY)
 
 
 SLACK = 1.25
@@ -202,9 +202,11 @@ def test_measured_trainer_memory_matches_the_model(
     grown: tuple[str, Mapping[str, Any]], case: Case
 ):
     path, results = grown
-    stated = replace(
+    estimated = replace(
         estimate_memory(path, case.config, tokens=TOKENS), kv_cache=0, serving_weights=0
     )
     measured = results[case.label]
-    assert stated.train_bytes / MB / SLACK < measured["peak"] < stated.train_bytes / MB * SLACK
-    assert 0.8 < measured["offloaded"] / (stated.optimizer / MB) < 1.2
+    assert (
+        estimated.train_bytes / MB / SLACK < measured["peak"] < estimated.train_bytes / MB * SLACK
+    )
+    assert 0.8 < measured["offloaded"] / (estimated.optimizer / MB) < 1.2

@@ -134,9 +134,9 @@ def test_a_loaded_model_has_no_dropout(tmp_path):
 def test_a_model_that_lacks_parameters_is_rejected(model, tmp_path):
     path = Path(save(model, tmp_path))
     tensors = load_file(path / "model.safetensors")
-    lost = next(name for name in tensors if "mlp" in name)
-    for change in ({}, {lost: torch.zeros(3, 3)}):
-        remaining = {name: tensor for name, tensor in tensors.items() if name != lost}
+    missing = next(name for name in tensors if "mlp" in name)
+    for change in ({}, {missing: torch.zeros(3, 3)}):
+        remaining = {name: tensor for name, tensor in tensors.items() if name != missing}
         save_file(remaining | change, path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=r"model\.path=.*(lacks 1 parameters|mismatch)"):
             load_model(str(path), dtype=torch.float32)

@@ -137,10 +137,10 @@ def test_only_adapters_are_published(results, layout):
 @parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
 def test_resume_continues_as_if_uninterrupted(results, layout):
     for case in results[f"lora/{layout.label}"]:
-        (report, trained, num_updates), again = case["runs"]
-        assert again[0] == report
-        assert measure_max_difference(again[1], trained) == 0
-        assert again[2] == num_updates == 2
+        (report, trained, num_updates), resumed = case["runs"]
+        assert resumed[0] == report
+        assert measure_max_difference(resumed[1], trained) == 0
+        assert resumed[2] == num_updates == 2
 
 
 @parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)

@@ -49,8 +49,8 @@ def test_a_complete_directory_is_accepted_and_one_missing_a_layer_rejected(
     check_model_support(path, "auto")
     assert describe_untrained_layers(path) == []
     tensors = load_file(tmp_path / FILE)
-    lost = next(name for name in tensors if SECOND.search(name) and tensors[name].dim() > 1)
-    save_file({name: t for name, t in tensors.items() if name != lost}, tmp_path / FILE)
+    missing = next(name for name in tensors if SECOND.search(name) and tensors[name].dim() > 1)
+    save_file({name: t for name, t in tensors.items() if name != missing}, tmp_path / FILE)
     with pytest.raises(ConfigError, match=r"\.1\..* (of|has) shape|a tensor of the experts"):
         check_model_support(path, "auto")
 

@@ -57,14 +57,14 @@ def test_resume_loads_the_reference_or_reports_that_it_is_missing(tmp_path: Path
     reference.update_from_policy(policy(1.0), moves=False)
     reference.update_from_policy(policy(2.0), moves=True)
     reference.save(tmp_path)
-    again = EmaReference(decay=0.5)
-    again.load(tmp_path)
-    again.update_from_policy(policy(9.0), moves=False)
-    assert state(again) == state(reference) == {"a": [1.5, 1.5], "b": [1.5, 1.5]}
+    resumed = EmaReference(decay=0.5)
+    resumed.load(tmp_path)
+    resumed.update_from_policy(policy(9.0), moves=False)
+    assert state(resumed) == state(reference) == {"a": [1.5, 1.5], "b": [1.5, 1.5]}
     with pytest.raises(CheckpointError, match="without an EMA reference"):
-        again.load(tmp_path / "nowhere")
+        resumed.load(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="saved without c"):
-        again.update_from_policy([("c", torch.ones(1))], moves=True)
+        resumed.update_from_policy([("c", torch.ones(1))], moves=True)
 
 
 def test_the_reference_is_updated_at_the_configured_versions():

@@ -53,7 +53,9 @@ def test_restored_state_is_bitwise_equal_and_in_the_same_storages():
         for tensor, original in zip(state_tensors, before, strict=True):
             assert torch.equal(tensor, original)
     step(parameters, optimizer)
-    assert not torch.equal(state_tensors[-1], before[-1]), "it is the state that is stepped with"
+    assert not torch.equal(state_tensors[-1], before[-1]), (
+        "the optimizer steps with the restored state"
+    )
 
 
 def test_offloading_returns_the_memory_to_the_system():

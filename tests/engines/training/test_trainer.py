@@ -370,11 +370,11 @@ def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(resu
 
 @parametrize_layouts("save_and_resume", on=SAVED, quick=[TWO, SHARDED])
 def test_resume_continues_as_if_uninterrupted(results, layout):
-    for (report, parameters, num_steps), again in results[f"resume/{layout.label}"]:
-        assert again[0] == report
+    for (report, parameters, num_steps), resumed in results[f"resume/{layout.label}"]:
+        assert resumed[0] == report
         assert report["policy/lr"] == pytest.approx(LR * 2 / 4)  # the second of four warm-up steps
-        assert measure_max_difference(again[1], parameters) == 0
-        assert again[2] == num_steps == 2
+        assert measure_max_difference(resumed[1], parameters) == 0
+        assert resumed[2] == num_steps == 2
 
 
 @parametrize_layouts("save_and_resume", on=SAVED, quick=[TWO, SHARDED])
@@ -413,9 +413,9 @@ def test_two_ranks_resume_the_state_of_one(results, expected, layout):
 @parametrize_layouts("resume_legacy_state", on=[ONE, *SINGLE_RANKS, SHARDED, TWO], quick=[])
 def test_a_legacy_state_is_loaded_only_into_its_own_layout(results, layout):
     for case in results[f"old/{layout.label}"]:
-        first, again = case["runs"]
-        assert again[0] == first[0] and again[2] == 2
-        assert measure_max_difference(again[1], first[1]) == 0
+        first, resumed = case["runs"]
+        assert resumed[0] == first[0] and resumed[2] == 2
+        assert measure_max_difference(resumed[1], first[1]) == 0
         pickle_refusal, layout_refusal = case["refusals"]
         assert "holds more than plain data" in pickle_refusal and not case["harmed"]
         assert "was written with backend=other, not" in layout_refusal
@@ -530,7 +530,7 @@ def test_lr_schedules_equal_those_of_transformers_at_any_resumed_step(name):
         stepped.step()
         schedule.step()
     assert [config.compute_lr(step, STEPS) for step in range(STEPS)] == pytest.approx(rates)
-    assert config.compute_lr(7, STEPS) == pytest.approx(rates[7]), "as a resume asks for it"
+    assert config.compute_lr(7, STEPS) == pytest.approx(rates[7]), "as after a resume"
     assert len(set(rates)) > 2
 
 

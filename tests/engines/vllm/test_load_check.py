@@ -84,8 +84,8 @@ def test_fingerprints_detect_missing_parameters_in_any_layout(dtype: torch.dtype
     assert list_differing_names(model, check, first) == []
     model.take(second)
     assert list_differing_names(model, check, second) == []
-    for lost in ("layers.1.experts.2.w3", "layers.0.norm", "layers.1.k", "embed"):
-        name = f"{lost}.weight"
+    for missing in ("layers.1.experts.2.w3", "layers.0.norm", "layers.1.k", "embed"):
+        name = f"{missing}.weight"
         model.take({**second, name: first[name]})
         differing = list_differing_names(model, check, second)
         assert set(differing) == {
@@ -93,7 +93,7 @@ def test_fingerprints_detect_missing_parameters_in_any_layout(dtype: torch.dtype
             "embed": {"embed.weight"},
             "layers.0.norm": {name},
             "layers.1.k": {f"layers.1.{part}.weight" for part in "qkv"},
-        }.get(lost, {f"layers.1.experts.{i}.{w}.weight" for i in range(3) for w in ("w1", "w3")})
+        }.get(missing, {f"layers.1.experts.{i}.{w}.weight" for i in range(3) for w in ("w1", "w3")})
     # A training step changes values by about 1e-5.
     small = {n: t * (1 + 1e-5 * torch.sign(first[n])) for n, t in second.items()}
     model.take({**small, "layers.0.experts.0.w1.weight": second["layers.0.experts.0.w1.weight"]})

@@ -65,7 +65,7 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_string(
 
 def test_a_stop_string_is_found_across_a_resume_and_between_bytes(tmp_path: Path):
     folder = save(endless_model(seed=1), tmp_path)
-    rules = StopConditions(folder, GeneratorConfig(stop=["1 t3 t4", "t9"]))
+    conditions = StopConditions(folder, GeneratorConfig(stop=["1 t3 t4", "t9"]))
     for sampled, new, expected in (
         ([], [21, 3, 4], ["", "", "1 t3 t4"]),
         ([21], [3, 4], ["", "1 t3 t4"]),
@@ -73,7 +73,7 @@ def test_a_stop_string_is_found_across_a_resume_and_between_bytes(tmp_path: Path
         ([21, 3], [5, 9], ["", "t9"]),
         ([], [29], [""]),
     ):
-        detokenizer = rules.make_detokenizer(sampled)
+        detokenizer = conditions.make_detokenizer(sampled)
         assert [detokenizer.update([token], False) or "" for token in new] == expected
         assert detokenizer.num_output_tokens() == len(new)
     assert StopConditions(folder, GeneratorConfig()).make_detokenizer([]) is None

@@ -64,10 +64,10 @@ def test_every_constant_has_an_upper_bound():
     assert set(UPPER_BOUNDS) == set(vars(CostConstants()))
     for name, limit in UPPER_BOUNDS.items():
         bound: dict[str, Any] = {name: limit}
-        beyond: dict[str, Any] = {name: limit * 2}
+        too_large: dict[str, Any] = {name: limit * 2}
         assert vars(replace(CostConstants(), **bound))[name] == limit
         with pytest.raises(ConfigError, match=f"^{name}=.*: must be at most"):
-            replace(CostConstants(), **beyond)
+            replace(CostConstants(), **too_large)
 
 
 def test_missing_file_is_refused_in_one_line(tmp_path: Path):

@@ -74,20 +74,21 @@ def test_offloading_frees_memory_for_the_kv_cache():
 
 def test_call_with_its_own_devices_is_not_offloaded():
     separate = make_placement(8)
-    stays, rests = (CostModel(PROBLEM, constants) for constants in (RESIDENT, OFFLOADED))
-    assert stays.predict_timings(separate).score == rests.predict_timings(separate).score
+    resident, offloaded = (CostModel(PROBLEM, constants) for constants in (RESIDENT, OFFLOADED))
+    assert resident.predict_timings(separate).score == offloaded.predict_timings(separate).score
     assert (
-        stays.predict_memory(separate)["reference"] == rests.predict_memory(separate)["reference"]
+        resident.predict_memory(separate)["reference"]
+        == offloaded.predict_memory(separate)["reference"]
     )
 
 
 def test_offloading_makes_large_models_fit_in_turn():
     shape = MODEL_SHAPES["llama-13b"]
     problem = replace(PROBLEM, models={"policy": shape, "reference": shape})
-    four = CallAssignment(Mesh(0, 8), RankGrid(1, 4, 2))
+    assignment = CallAssignment(Mesh(0, 8), RankGrid(1, 4, 2))
     calls = {
-        "train": four,
-        "generate": four,
+        "train": assignment,
+        "generate": assignment,
         "reference": CallAssignment(Mesh(0, 8), RankGrid(1, 1, 8)),
     }
     assert "resident" in CostModel(problem, RESIDENT).explain_infeasible(Placement(calls))

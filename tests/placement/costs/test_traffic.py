@@ -41,10 +41,10 @@ def test_transfer_on_shared_devices_matches_table_2(train: str, follow: str):
     )["zero"]
     # Norms are whole on all ranks; the rest of the model divides evenly.
     norms = (2 * 6 + 1) * 64 * 2
-    even = report.model_bytes - norms
+    split_bytes = report.model_bytes - norms
     for counts in report.rank_bytes.values():
-        assert Fraction(counts.received_bytes) == expected.received * even
-        assert Fraction(counts.peak_bytes) == expected.peak * even + norms
+        assert Fraction(counts.received_bytes) == expected.received * split_bytes
+        assert Fraction(counts.peak_bytes) == expected.peak * split_bytes + norms
         assert counts.redundant_bytes == expected.redundant
 
 
@@ -134,8 +134,8 @@ def check_equal_transfers(
 
 def is_nested(train: RankGrid, follow: RankGrid) -> bool:
     """Return whether every trained replica turns into whole followers."""
-    splits = train.pp_size % follow.pp_size == 0 == train.tp_size % follow.tp_size
-    return splits and follow.dp_size % train.dp_size == 0
+    is_divisible = train.pp_size % follow.pp_size == 0 == train.tp_size % follow.tp_size
+    return is_divisible and follow.dp_size % train.dp_size == 0
 
 
 GRIDS = st.tuples(*[st.sampled_from([1, 2, 4])] * 3).map(lambda sizes: RankGrid(*sizes))

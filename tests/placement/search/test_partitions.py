@@ -38,25 +38,25 @@ def test_allocation_count_of_ppo_on_16_nodes():
 @pytest.mark.parametrize("cluster", ["8xA100", "1x6xA100", "4xA100", "4x8xA100", "2xA100"])
 @pytest.mark.parametrize("sets", [1, 2, 3])
 def test_allocated_meshes_are_valid_and_disjoint(cluster: str, sets: int):
-    parsed = Cluster.from_text(cluster)
-    for meshes in iter_allocations(parsed, sets):
+    cluster_spec = Cluster.from_text(cluster)
+    for meshes in iter_allocations(cluster_spec, sets):
         devices = [device for mesh in meshes for device in mesh.devices]
-        assert sorted(devices) == list(range(parsed.num_devices))
+        assert sorted(devices) == list(range(cluster_spec.num_devices))
         for mesh in meshes:
-            mesh.check_on_cluster(parsed, "mesh")
+            mesh.check_on_cluster(cluster_spec, "mesh")
 
 
 @pytest.mark.parametrize("cluster", ["8xA100", "5x8xA100"])
 def test_rejected_meshes_are_not_allocated(cluster: str):
-    parsed = Cluster.from_text(cluster)
+    cluster_spec = Cluster.from_text(cluster)
 
     def accepts(number: int, mesh: Mesh) -> bool:
-        return number != 1 or mesh.size >= parsed.num_devices // 2
+        return number != 1 or mesh.size >= cluster_spec.num_devices // 2
 
-    allocations = list(iter_allocations(parsed, 3))
-    accepted = list(iter_allocations(parsed, 3, accepts))
+    allocations = list(iter_allocations(cluster_spec, 3))
+    accepted = list(iter_allocations(cluster_spec, 3, accepts))
     assert accepted == [
-        meshes for meshes in allocations if meshes[1].size >= parsed.num_devices // 2
+        meshes for meshes in allocations if meshes[1].size >= cluster_spec.num_devices // 2
     ]
     assert 0 < len(accepted) < len(allocations)
 

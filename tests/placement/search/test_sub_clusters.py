@@ -20,8 +20,8 @@ WORKLOAD = Workload(64, 4, 100, LognormalLengths(300, 0.7, 1000))
 
 
 def make_problem(cluster: str, workload: Workload = WORKLOAD) -> PlacementProblem:
-    flow = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
-    return PlacementProblem(flow, {"policy": MODEL}, workload, Cluster.from_text(cluster))
+    dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
+    return PlacementProblem(dataflow, {"policy": MODEL}, workload, Cluster.from_text(cluster))
 
 
 def make_plan(
@@ -41,24 +41,24 @@ def test_additional_slower_nodes_never_slow_the_plan(cluster: str):
 
 
 def test_plan_exists_with_more_devices_than_rollouts():
-    few = replace(WORKLOAD, groups_per_step=8, group_size=1)
-    assert make_plan(make_problem("64xA100", few)).best is not None
+    workload = replace(WORKLOAD, groups_per_step=8, group_size=1)
+    assert make_plan(make_problem("64xA100", workload)).best is not None
 
 
 def test_sub_problems_are_node_groups_limited_by_rollouts():
-    few = replace(WORKLOAD, groups_per_step=4, group_size=4)
+    workload = replace(WORKLOAD, groups_per_step=4, group_size=4)
     parts = [
         (first, str(sub_problem.cluster))
-        for first, sub_problem in iter_sub_problems(make_problem("4xA100,8x8xV100", few))
+        for first, sub_problem in iter_sub_problems(make_problem("4xA100,8x8xV100", workload))
     ]
     assert parts == [(0, "4xA100"), (4, "2x8xV100")]
     assert list(iter_sub_problems(make_problem("8x8xA100"))) == []
 
 
 def test_best_of_a_part_is_among_the_results_of_the_whole():
-    few = replace(WORKLOAD, groups_per_step=8, group_size=2)
+    workload = replace(WORKLOAD, groups_per_step=8, group_size=2)
     smaller, larger = (
-        make_plan(make_problem(cluster, few), 0, 1, proposals=60, runners_up=2)
+        make_plan(make_problem(cluster, workload), 0, 1, proposals=60, runners_up=2)
         for cluster in ("16xA100", "64xA100")
     )
     for point, larger_point in zip(smaller.front, larger.front, strict=True):

@@ -28,11 +28,11 @@ def test_single_step_takes_its_longest_group():
 def test_two_steps_in_flight_delay_each_other():
     # Steps that take 1 or 9, by hand: a step starts when the step before the previous one ends, and
     # ends in order.
-    drawn = np.random.default_rng(3).choice([1.0, 9.0], 20_000)
+    durations = np.random.default_rng(3).choice([1.0, 9.0], 20_000)
     ends = [0.0, 0.0]
-    for duration in drawn.tolist():
+    for duration in durations.tolist():
         ends.append(max(ends[-1], ends[-2] + duration))
-    expected = 2 * ends[-1] / len(drawn)
+    expected = 2 * ends[-1] / len(durations)
     assert mean_time_in_flight(np.array([1.0, 9.0]), window=2) == pytest.approx(expected, rel=0.05)
 
 

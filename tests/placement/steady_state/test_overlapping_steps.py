@@ -17,46 +17,46 @@ def make_profile(slots: float = 100.0) -> RolloutProfile:
     return RolloutProfile(TIMING, [0, 100, 200], [16, 4], [0, 0], [0, 0], [100, 200], slots)
 
 
-def collect_times(flow: OverlappedGeneration, until: float = math.inf) -> list[float]:
+def collect_times(generation: OverlappedGeneration, until: float = math.inf) -> list[float]:
     result_times = []
-    while (result := flow.advance(until)) is not None:
+    while (result := generation.advance(until)) is not None:
         result_times.append(result.at_s)
     return result_times
 
 
 def test_single_step_takes_its_decode_steps():
-    flow = OverlappedGeneration(make_profile())
-    flow.admit_step(0)
-    assert collect_times(flow) == pytest.approx([2.6, 2.6 + 1.4])
+    generation = OverlappedGeneration(make_profile())
+    generation.admit_step(0)
+    assert collect_times(generation) == pytest.approx([2.6, 2.6 + 1.4])
 
 
 def test_overlapping_steps_slow_each_other():
-    flow = OverlappedGeneration(make_profile())
-    flow.admit_step(0)
-    assert flow.advance(2.5) is None
-    assert collect_times(flow, 2.6 + 1e-6) == pytest.approx([2.6])
-    flow.admit_step(1)
+    generation = OverlappedGeneration(make_profile())
+    generation.admit_step(0)
+    assert generation.advance(2.5) is None
+    assert collect_times(generation, 2.6 + 1e-6) == pytest.approx([2.6])
+    generation.admit_step(1)
     # 100 decode steps of 20 rollouts, after which both steps have a result; then 100 of 4.
-    assert collect_times(flow) == pytest.approx([2.6 + 3.0, 2.6 + 3.0, 2.6 + 3.0 + 1.4])
+    assert collect_times(generation) == pytest.approx([2.6 + 3.0, 2.6 + 3.0, 2.6 + 3.0 + 1.4])
 
 
 def test_earlier_steps_get_slots_first():
-    flow = OverlappedGeneration(make_profile(slots=16))
-    flow.admit_step(0)
-    flow.admit_step(1)
+    generation = OverlappedGeneration(make_profile(slots=16))
+    generation.admit_step(0)
+    generation.admit_step(1)
     # The second step has no slots for 100 steps; then 12 for 16 rollouts, so it advances by three
     # quarters.
     first, second = 2.6, 2.6 + 100 * 0.026
     third = second + 25 * 0.026
-    assert collect_times(flow) == pytest.approx([first, second, third, third + 100 * 0.014])
+    assert collect_times(generation) == pytest.approx([first, second, third, third + 100 * 0.014])
 
 
 def test_generation_stops_while_devices_are_blocked():
-    flow = OverlappedGeneration(make_profile())
-    flow.admit_step(0)
-    flow.block_devices(1.0, 4.0)
-    flow.block_devices(3.0, 5.0)
-    assert collect_times(flow) == pytest.approx([6.6, 8.0])
+    generation = OverlappedGeneration(make_profile())
+    generation.admit_step(0)
+    generation.block_devices(1.0, 4.0)
+    generation.block_devices(3.0, 5.0)
+    assert collect_times(generation) == pytest.approx([6.6, 8.0])
 
 
 @given(
@@ -67,17 +67,17 @@ def test_generation_stops_while_devices_are_blocked():
 def test_results_are_ordered_and_never_earlier_than_alone(
     gaps: list[float], blocks: list[tuple[float, float]], slots: float
 ):
-    flow, now, results = OverlappedGeneration(make_profile(slots)), 0.0, []
+    generation, now, results = OverlappedGeneration(make_profile(slots)), 0.0, []
     for start, seconds in blocks:
-        flow.block_devices(start, start + seconds)
+        generation.block_devices(start, start + seconds)
     admitted = []
     for step, gap in enumerate(gaps):
-        while (result := flow.advance(now + gap)) is not None:
+        while (result := generation.advance(now + gap)) is not None:
             results.append(result)
         now += gap
         admitted.append(now)
-        flow.admit_step(step)
-    while (result := flow.advance(math.inf)) is not None:
+        generation.admit_step(step)
+    while (result := generation.advance(math.inf)) is not None:
         results.append(result)
     assert sorted((event.step, event.result_index) for event in results) == [
         (step, number) for step in range(len(gaps)) for number in (0, 1)
