@@ -168,7 +168,7 @@ def test_a_rank_without_rows_may_answer_with_no_columns():
     ],
 )
 def test_wrong_row_counts_per_rank_are_refused(counts: tuple[int, int], message: str):
-    """The totals may fit: as many rows as distributed."""
+    """Counts are checked per rank: totals may match although single ranks are wrong."""
     mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
     calls = PROTOCOLS["DP"].distribute(mesh, (make_batch(4),))
     with pytest.raises(ValueError, match=message):

@@ -93,7 +93,7 @@ async def test_new_and_waiting_requests_use_no_prefix_of_old_weights(flight: Fli
 
 
 @torch.no_grad()
-def logprobs_on_kept_kv(
+def compute_logprobs_on_kept_kv(
     rollout: Rollout, old: PreTrainedModel, new: PreTrainedModel, first_new: int
 ) -> np.ndarray:
     """Return logprobs of the tokens from `first_new` on, [T - first_new], given the KV cache of
@@ -117,7 +117,7 @@ async def test_a_kept_kv_cache_has_the_keys_and_values_of_the_old_weights(flight
         (new_tokens,) = np.nonzero(rollout.policy_version == old + 1)
         first_new = int(new_tokens[0])
         models = flight.models[old], flight.models[old + 1]
-        expected = logprobs_on_kept_kv(rollout, *models, first_new)
+        expected = compute_logprobs_on_kept_kv(rollout, *models, first_new)
         np.testing.assert_allclose(rollout.generator_logprobs[first_new:], expected, atol=1e-4)
     assert worst_error([rollout], flight.models) > 1e-2, "the prefix matters"
 

@@ -20,15 +20,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return forked.run(run_rank, [(rank, folder, *ports) for rank in range(WORLD)], timeout_s=400)
 
 
-def sizes(case: str) -> dict[str, int]:
+def count_bytes(case: str) -> dict[str, int]:
     """Return the bytes of each parameter of a case's model."""
     return {
         name: parameter.nbytes for name, parameter in make_model(CASES[case][0]).named_parameters()
     }
 
 
-def columns(case: str) -> set[str]:
-    return {name for name in sizes(case) if name.endswith(("o_proj.weight", "down_proj.weight"))}
+def list_columns(case: str) -> set[str]:
+    return {
+        name for name in count_bytes(case) if name.endswith(("o_proj.weight", "down_proj.weight"))
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -51,7 +53,7 @@ def test_served_weights_equal_trained_weights(ranks: list[dict[str, Any]], case:
 def test_equal_splits_copy_no_byte_of_a_layer(ranks: list[dict[str, Any]]):
     # The trainer replicates embedding and head; the generator splits them in halves.
     unaliased = {"model.embed_tokens.weight", "lm_head.weight"}
-    sizes_bytes = sizes(EQUAL_SPLIT)
+    sizes_bytes = count_bytes(EQUAL_SPLIT)
     for results in ranks:
         aliased = results[EQUAL_SPLIT]["aliased"]
         assert set(aliased["aliased_bytes"]) == sizes_bytes.keys() - unaliased
@@ -60,7 +62,7 @@ def test_equal_splits_copy_no_byte_of_a_layer(ranks: list[dict[str, Any]]):
 
 
 def test_an_unsplit_generator_copies_only_row_parallel_columns(ranks: list[dict[str, Any]]):
-    sizes_bytes, unaliased = sizes(UNSPLIT), columns(UNSPLIT)
+    sizes_bytes, unaliased = count_bytes(UNSPLIT), list_columns(UNSPLIT)
     for results in ranks:
         aliased = results[UNSPLIT]["aliased"]
         assert set(aliased["aliased_bytes"]) == sizes_bytes.keys() - unaliased

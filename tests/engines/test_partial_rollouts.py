@@ -152,7 +152,7 @@ async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_on
 
 
 async def test_on_finished_is_called_for_each_finished_rollout(flight: Flight):
-    """Counts rollouts finished before the call, too; a longer partial rollout finishes earlier."""
+    """Includes rollouts finished before the call; longer partial rollouts finish first."""
     longer = await sample_partially(flight, 3, steps=40)
     shorter = await sample_partially(flight, 3, steps=10)
     limit = len(longer[0].completion_ids)
@@ -169,7 +169,7 @@ async def test_on_finished_is_called_for_each_finished_rollout(flight: Flight):
     await flight.engine.generate(
         SHORT, seeds=range(3), partial_rollouts=partials, watch=watch, max_new_tokens=9
     )
-    assert len(running_counts) == 3, "all were finished"
+    assert len(running_counts) == 3, "every rollout is finished"
 
 
 async def test_another_generator_resumes_a_group(flight: Flight):
@@ -182,7 +182,7 @@ async def test_another_generator_resumes_a_group(flight: Flight):
     )
     await flight.wait_for_steps(10)
     partials = await engine.collect_partial_rollouts()
-    assert partials.keys() == {f"0:{i}:0" for i in range(4)}, "the others have not begun"
+    assert partials.keys() == {f"0:{i}:0" for i in range(4)}, "the other groups wait for slots"
     call.cancel()
     queued.cancel()
     await asyncio.gather(call, queued, return_exceptions=True)
@@ -244,7 +244,7 @@ async def test_compute_logprobs_does_not_wait_for_rollouts(flight: Flight):
     await running
 
 
-def packed(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+def make_bucket_views(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     """Return the weights as views of the trainer's buckets, in this order."""
     manifest = publish_version(
         weights.items(), version=version, bucket_bytes=1 << 22, writer=LocalWriter()
@@ -254,7 +254,7 @@ def packed(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch
     return unpack_tensors(manifest, manifest.handles)
 
 
-def ordered(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def order_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights in publishing order."""
     return {name: weights[name] for name in order_for_fusion(weights)}
 
@@ -265,7 +265,7 @@ async def test_adjacent_tensors_are_served_without_a_copy(flight: Flight):
     for seed in (4, 5):
         version = max(flight.models) + 1
         flight.models[version] = endless_model(seed=seed)
-        views = packed(ordered(weights_of(flight.models[version])), version)
+        views = make_bucket_views(order_weights(weights_of(flight.models[version])), version)
         before = {name: tensor.clone() for name, tensor in views.items()}
         loaded = await flight.engine.load_weights(views, version)
         assert loaded.copied_bytes == 0
@@ -276,7 +276,7 @@ async def test_adjacent_tensors_are_served_without_a_copy(flight: Flight):
         version += 1
         flight.models[version] = endless_model(seed=seed + 2)
         weights = weights_of(flight.models[version])
-        loaded = await flight.engine.load_weights(packed(weights, version), version)
+        loaded = await flight.engine.load_weights(make_bucket_views(weights, version), version)
         assert 0 < loaded.copied_bytes < num_bytes
         assert (
             worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4
@@ -287,9 +287,9 @@ async def test_adjacent_tensors_are_served_without_a_copy(flight: Flight):
 async def test_aliased_weights_outlive_their_publisher(flight: Flight):
     version = max(flight.models) + 1
     flight.models[version] = endless_model(seed=6)
-    weights = ordered(weights_of(flight.models[version]))
+    weights = order_weights(weights_of(flight.models[version]))
 
-    tensors = packed(weights, version)
+    tensors = make_bucket_views(weights, version)
     await flight.engine.load_weights(tensors, version)
     del tensors
     allocations = [np.full(1 << 20, 0.5, np.float32) for _ in range(8)]

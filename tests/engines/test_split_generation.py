@@ -72,7 +72,7 @@ async def start_engine(model: PreTrainedModel, folder: Path) -> AsyncIterator[Ge
         await engine.close()
 
 
-def ranks() -> list[psutil.Process]:
+def list_ranks() -> list[psutil.Process]:
     """Return the rank processes of this process's engine."""
     alive = []
     for process in Forks.started:
@@ -83,17 +83,17 @@ def ranks() -> list[psutil.Process]:
     return alive
 
 
-def shared_files() -> set[Path]:
+def list_shared_files() -> set[Path]:
     """Return the ranks' shared memory files, named or unlinked."""
-    maps = [mapped.path for rank in ranks() for mapped in rank.memory_maps()]
+    maps = [mapped.path for rank in list_ranks() for mapped in rank.memory_maps()]
     return {Path(path.removesuffix(" (deleted)")) for path in maps if "vllm_dist_" in path}
 
 
 async def test_every_version_reaches_every_rank(tmp_path: Path):
     models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
     async with start_engine(models[0], tmp_path) as engine:
-        assert len(ranks()) == 2
-        shared = shared_files()
+        assert len(list_ranks()) == 2
+        shared = list_shared_files()
         assert shared
         await engine.load_weights(weights_of(models[0]), 0)
         for version in (1, 2):
@@ -115,7 +115,7 @@ async def test_every_version_reaches_every_rank(tmp_path: Path):
         assert engine.version == 2
         last = rollouts[0].policy_version == 2
         np.testing.assert_allclose(logprobs[last], rollouts[0].generator_logprobs[last], atol=1e-4)
-    assert not ranks()
+    assert not list_ranks()
     assert not [path for path in shared if path.exists()]
 
 
@@ -141,11 +141,11 @@ async def test_a_dead_rank_is_reported_and_ends_the_other_ranks(
             work = engine.load_weights(weights_of(model), 1)
         running = asyncio.create_task(work)
         await asyncio.sleep(0.5 if activity == "rollouts" else 0.0)
-        ranks()[1].kill()
+        list_ranks()[1].kill()
         with pytest.raises(StreamError, match="a process of the split engine has died"):
             async with asyncio.timeout(60):
                 await running
                 await engine.load_weights(weights_of(model), 2)
-    psutil.wait_procs(ranks(), timeout=30)
-    assert not ranks()
+    psutil.wait_procs(list_ranks(), timeout=30)
+    assert not list_ranks()
     assert len(shut_down) == 1

@@ -103,16 +103,16 @@ async def test_maj_at_k_requires_answers_from_every_source():
 
     async def score(prompt, rollouts):
         columns = await scored(prompt, rollouts)
-        if prompt.data_source not in silent:
-            none = prompt.uid == "0:2:0"
-            columns["answers"] = np.array([0] * 4 if none else [7, 7, 0, 3], np.int64)
+        if prompt.data_source not in sources_without_answers:
+            has_no_answer = prompt.uid == "0:2:0"
+            columns["answers"] = np.array([0] * 4 if has_no_answer else [7, 7, 0, 3], np.int64)
         return columns
 
-    silent: tuple[str, ...] = ()
+    sources_without_answers: tuple[str, ...] = ()
     result = await evaluate(make_prompts("a", "b", "b"), score=score)
     # The majority answer passes by half for a, never for the first b; the second b has no answer.
     assert result.maj_at_k == pytest.approx((0.5 + 0 + 0) / 3)
-    silent = ("b",)
+    sources_without_answers = ("b",)
     result = await evaluate(make_prompts("a", "b", "b"), score=score)
     assert result.maj_at_k is None
     assert "eval/maj_at_k" not in result.to_metrics()
@@ -146,21 +146,23 @@ async def test_seeds_depend_only_on_prompt_and_config():
 
 @pytest.mark.parametrize("concurrency", [1, 3, 50])
 async def test_concurrency_bounds_prompts_in_flight(concurrency):
-    running = most = 0
+    num_running = max_running = 0
 
-    async def counted(prompt, seeds):
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
+    async def count_running(prompt, seeds):
+        nonlocal num_running, max_running
+        num_running += 1
+        max_running = max(max_running, num_running)
         await asyncio.sleep(0.001)
-        running -= 1
+        num_running -= 1
         return await generate(prompt, seeds)
 
-    async def ones(prompt, rollouts):
+    async def score_ones(prompt, rollouts):
         return {"scores": np.ones(len(rollouts), np.float32)}
 
-    await evaluate(make_prompts(*[""] * 20), generate=counted, score=ones, concurrency=concurrency)
-    assert most == min(concurrency, 20)
+    await evaluate(
+        make_prompts(*[""] * 20), generate=count_running, score=score_ones, concurrency=concurrency
+    )
+    assert max_running == min(concurrency, 20)
 
 
 def make_failing_score(table, failing):
@@ -192,7 +194,7 @@ async def test_an_evaluation_without_scores_raises():
 
 
 async def test_a_failure_is_raised_unchanged_and_cancels_other_prompts():
-    ended = []
+    cancelled = []
 
     async def failing(prompt, seeds):
         if prompt.uid == "0:1:0":
@@ -200,11 +202,11 @@ async def test_a_failure_is_raised_unchanged_and_cancels_other_prompts():
         try:
             await asyncio.sleep(60)
         finally:
-            ended.append(prompt.uid)
+            cancelled.append(prompt.uid)
 
     with pytest.raises(ActorError, match="generator-0 died"):
         await evaluate(make_prompts("", "", ""), generate=failing)
-    assert sorted(ended) == ["0:0:0", "0:2:0"]
+    assert sorted(cancelled) == ["0:0:0", "0:2:0"]
 
 
 async def test_a_prompt_beyond_the_deadline_is_named():
@@ -234,7 +236,7 @@ async def test_an_evaluation_without_prompts_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("settings", "due"),
+    ("settings", "due_steps"),
     [
         ({}, [0, 10]),
         ({"every": 4}, [0, 4, 8, 10]),
@@ -244,13 +246,13 @@ async def test_an_evaluation_without_prompts_is_refused():
         ({"at_start": False, "at_end": False}, []),
     ],
 )
-def test_evaluations_are_due_at_start_end_and_every_n_steps(settings, due):
+def test_evaluations_are_due_at_start_end_and_every_n_steps(settings, due_steps):
     config = EvaluationConfig(**settings)
-    assert [step for step in range(11) if config.is_due(step, num_steps=10)] == due
+    assert [step for step in range(11) if config.is_due(step, num_steps=10)] == due_steps
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"every": -1}, "evaluation.every=-1: must be 0 or more"),
         ({"samples": 0}, "evaluation.samples=0: must be 1 or more"),
@@ -259,6 +261,6 @@ def test_evaluations_are_due_at_start_end_and_every_n_steps(settings, due):
         ({"limit": 0}, "evaluation.limit=0: must be 1 or more, or null"),
     ],
 )
-def test_invalid_settings_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
         EvaluationConfig(**settings)

@@ -73,7 +73,7 @@ async def bench(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return fresh_bench
 
 
-def tokens(rollouts: list[Rollout]) -> list[list[int]]:
+def list_token_ids(rollouts: list[Rollout]) -> list[list[int]]:
     return [rollout.token_ids.tolist() for rollout in rollouts]
 
 
@@ -102,7 +102,7 @@ async def test_top_k_and_top_p_sample_among_the_likeliest_tokens(
     greedy = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
     sampling = SamplingSettings(1.0, **settings)  # type: ignore[arg-type]
     rollouts = await bench.engine.generate(SHORT, seeds=[7], sampling=sampling)
-    assert tokens(rollouts) == tokens(greedy)
+    assert list_token_ids(rollouts) == list_token_ids(greedy)
 
 
 async def test_a_rollout_is_the_prompt_and_the_sampled_tokens(bench: Bench):
@@ -139,7 +139,7 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench):
     await asyncio.sleep(0.02)
     batched = await bench.engine.generate(SHORT, seeds=[12, 13, 11])
     await other_requests
-    assert tokens([batched[2], batched[0]]) == tokens(expected)
+    assert list_token_ids([batched[2], batched[0]]) == list_token_ids(expected)
     np.testing.assert_allclose(
         batched[2].generator_logprobs, expected[0].generator_logprobs, atol=1e-4
     )
@@ -148,12 +148,12 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench):
 async def test_a_seed_may_be_any_integer_type(bench: Bench):
     plain = await bench.engine.generate(SHORT, seeds=[2**63 - 1, 5])
     numpy = await bench.engine.generate(SHORT, seeds=list(np.array([2**63 - 1, 5], np.uint64)))
-    assert tokens(plain) == tokens(numpy)
+    assert list_token_ids(plain) == list_token_ids(numpy)
 
 
 async def test_different_seeds_differ(bench: Bench):
     rollouts = await bench.engine.generate(SHORT, seeds=range(32))
-    assert len({tuple(row) for row in tokens(rollouts)}) == 32
+    assert len({tuple(row) for row in list_token_ids(rollouts)}) == 32
 
 
 async def test_more_rollouts_than_slots_all_finish(bench: Bench):
@@ -265,7 +265,7 @@ async def test_loading_the_same_weights_changes_no_token(bench: Bench):
     last = await bench.load(endless_model(seed=1))
     rollouts = await running
     assert any((r.policy_version == last).any() for r in rollouts)
-    assert tokens(rollouts) == tokens(expected)
+    assert list_token_ids(rollouts) == list_token_ids(expected)
 
 
 async def test_a_weight_load_invalidates_the_prefix_cache(bench: Bench):

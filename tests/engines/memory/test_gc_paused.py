@@ -9,7 +9,7 @@ from streamrl.engines.memory.gc_paused import pause_gc
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def restore_gc() -> Iterator[None]:
     assert gc.isenabled()
     yield
     gc.enable()

@@ -48,7 +48,7 @@ LINEAR = {
 }
 LAYERS = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in LINEAR.items()}
 SEVERAL = [
-    one for one in LAYOUTS if one.num_shares == 2 or one.label in ("torch-1", "deepspeed1-1")
+    name for name in LAYOUTS if name.num_shares == 2 or name.label in ("torch-1", "deepspeed1-1")
 ]
 RECOMPUTED = [ONE, Layout("torch", 3, 2), GATHERED]
 CRITICS = [ONE, Layout("torch", 3, 2), Layout("deepspeed", 1, 2), GATHERED]

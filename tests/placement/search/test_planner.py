@@ -63,12 +63,14 @@ def test_ahead_plan_is_near_the_exhaustive_optimum(cluster: str):
     assert measure_gap(grpo(cluster, "qwen2.5-0.5b", lengths), 1) <= MAX_GAP
 
 
-def test_ppo_plan_on_two_devices_is_near_the_optimum():
-    assert measure_gap(ppo("2xA100", "qwen2.5-0.5b", LONG_TAILED), 0) <= MAX_GAP
-
-
-def test_ppo_plan_on_four_devices_is_near_the_optimum():
-    assert measure_gap(ppo("4xA100", "qwen2.5-1.5b"), 0) <= MAX_GAP
+@pytest.mark.parametrize(
+    ("cluster", "size", "lengths"),
+    [("2xA100", "qwen2.5-0.5b", LONG_TAILED), ("4xA100", "qwen2.5-1.5b", FIXED)],
+)
+def test_ppo_plan_is_near_the_exhaustive_optimum(
+    cluster: str, size: str, lengths: FixedLength | LognormalLengths
+):
+    assert measure_gap(ppo(cluster, size, lengths), 0) <= MAX_GAP
 
 
 def test_exhaustive_search_refuses_large_clusters():
