@@ -145,11 +145,11 @@ def test_the_collective_device_follows_the_backend(
 
 
 def test_versions_are_exchanged_on_the_collective_device(monkeypatch: pytest.MonkeyPatch):
-    class MetError(Exception):
+    class CollectiveReachedError(Exception):
         """The tensors reached the collective."""
 
     def fake_all_gather(into: list[torch.Tensor], local: torch.Tensor, *, async_op: bool) -> None:
-        raise MetError({tensor.device.type for tensor in (*into, local)})
+        raise CollectiveReachedError({tensor.device.type for tensor in (*into, local)})
 
     monkeypatch.setattr(executors, "get_collective_device", lambda: torch.device("meta"))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
@@ -157,7 +157,7 @@ def test_versions_are_exchanged_on_the_collective_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.distributed, "all_gather", fake_all_gather)
     full = make_layout("1-1-1")
     storage_of_rank = allocate_storage(full, 0, DTYPES)
-    with pytest.raises(MetError, match=r"\{'meta'\}"):
+    with pytest.raises(CollectiveReachedError, match=r"\{'meta'\}"):
         PointToPointExecutor(plan_copies(full, full, CLUSTER)).run(storage_of_rank, storage_of_rank)
 
 

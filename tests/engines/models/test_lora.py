@@ -48,7 +48,9 @@ LINEAR = {
 }
 LAYERS = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in LINEAR.items()}
 SEVERAL = [
-    name for name in LAYOUTS if name.num_shares == 2 or name.label in ("torch-1", "deepspeed1-1")
+    layout
+    for layout in LAYOUTS
+    if layout.num_shares == 2 or layout.label in ("torch-1", "deepspeed1-1")
 ]
 RECOMPUTED = [ONE, Layout("torch", 3, 2), GATHERED]
 CRITICS = [ONE, Layout("torch", 3, 2), Layout("deepspeed", 1, 2), GATHERED]
