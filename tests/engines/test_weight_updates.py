@@ -143,7 +143,7 @@ async def check_each_group(engine: GenerationEngine, base: PreTrainedModel) -> N
     assert tested_groups >= COMMON_GROUPS
     rollouts = await running
     assert len(np.unique(rollouts[0].policy_version)) > 3
-    # Of a thousand tokens under models of ever larger weights, rounding in float32 makes some 1e-4
+    # The models have ever larger weights: of a thousand tokens, rounding in float32 puts some 1e-4
     # off; a group that was not loaded differs a hundred times as much.
     assert worst_error(rollouts, models) < 1e-3
 

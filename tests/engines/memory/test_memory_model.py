@@ -57,7 +57,7 @@ def test_torch_backend_holds_weights_gradients_and_two_moments(path: str):
         (1, 4, 0, 6, 4, 0, 4),
         # A bucket as large as the model, and its copy.
         (2, 4, 0, 6, 2, 8, 4),
-        # That bucket persists; full parameters are gathered for a forward pass.
+        # The bucket persists; full parameters are gathered for a forward pass.
         (3, 2, 4, 6, 6, 8, 6),
     ],
 )

@@ -115,7 +115,7 @@ def test_steps_between_two_published_versions_wait_for_the_same_version():
     # Two steps of 10 s overlap; each starts when the step before the other is trained.
     single = estimate_placement(make_problem(), placement, costs)
     assert (single.step_s, single.staleness_mean) == pytest.approx((7.5, 0.75))
-    # Both wait until both are trained, 5 s each: one is on policy, the other a version behind.
+    # The two steps wait until both are trained, 5 s each: one is on policy, the other a version behind.
     alternate = replace(make_problem(), run_options=RunOptions(publish_every=2))
     paired = estimate_placement(alternate, placement, costs)
     assert (paired.step_s, paired.staleness_mean) == pytest.approx((10.0, 0.5))
@@ -156,7 +156,7 @@ def test_calls_on_separate_devices_overlap():
     calls = assign_meshes(
         generate="0-7", reference="0-3", value="4-7", train="0-3", train_critic="4-7"
     )
-    # Both score; the critic's devices are free first, and wait for the reference.
+    # Critic and reference score; the critic's devices are free first, and wait for the reference.
     assert estimate_step_s(Placement(calls, is_streamed=False), dataflow=PPO) == pytest.approx(
         10 + 3 + 5
     )
@@ -188,7 +188,7 @@ def test_streamed_calls_process_groups_as_they_arrive():
     costs = FixedCosts(replace(timings, train={"policy": fine}))
     streamed_s = estimate_placement(make_problem(workload=small), Placement(calls), costs).step_s
     # Seven groups arrive by 8.75 s; the last two of them are scored after another 0.75 s and
-    # trained in 1 s, when the last group is scored. Its training takes 0.5 s.
+    # trained in 1 s, when the last group is scored. Training the last takes 0.5 s.
     assert streamed_s == pytest.approx(8.75 + 0.75 + 1 + 0.5 + 1)
 
 
