@@ -77,8 +77,8 @@ def test_indivisible_experts_are_infeasible():
 
 
 def test_all_to_all_by_hand():
-    # With 8 ranks in a node, 7/8 of a rank's bytes leave the rank; of 16 in two nodes, half leave the
-    # node.
+    # With 8 ranks in a node, 7/8 of a rank's bytes leave the rank; with 16 in two nodes, half leave
+    # the node.
     one_node = build_parallel_groups(CLUSTER, Mesh(0, 8), RankGrid(1, 1, 8), PLAIN, 8).expert
     assert one_node.all_to_all_byte_s == pytest.approx(7 / 8 / 1e11)
     two_nodes = build_parallel_groups(CLUSTER, Mesh(0, 16), RankGrid(1, 1, 16), PLAIN, 16).expert

@@ -115,7 +115,7 @@ def test_steps_between_two_published_versions_wait_for_the_same_version():
     # Two steps of 10 s overlap; each starts when the step before the other is trained.
     single = estimate_placement(make_problem(), placement, costs)
     assert (single.step_s, single.staleness_mean) == pytest.approx((7.5, 0.75))
-    # The two steps wait until both are trained, 5 s each: one is on policy, the other a version behind.
+    # The next steps wait until both are trained, 5 s each: one is on policy, one a version behind.
     alternate = replace(make_problem(), run_options=RunOptions(publish_every=2))
     paired = estimate_placement(alternate, placement, costs)
     assert (paired.step_s, paired.staleness_mean) == pytest.approx((10.0, 0.5))
