@@ -1,4 +1,4 @@
-"""Randomised tests end when their budget is used, and still find what they would have found."""
+"""Budget of randomised tests: no draws after it is used, and full shrinking of failures."""
 
 import contextlib
 import time
@@ -17,7 +17,7 @@ Seen = list[int]
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """What a body was called with; each number in it has taken a second of processor time."""
+    """Numbers drawn by a test; each takes a second of processor time."""
     numbers: Seen = []
     monkeypatch.setattr(time, "process_time", lambda: float(len(numbers)))
     return numbers
@@ -30,7 +30,7 @@ def run(body: Callable[..., None], seconds: float = 0.5) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "draws"), [(0.5, LEAST), (10.0, 11), (10.5, 11)])
-def test_a_randomised_test_draws_nothing_more_once_its_budget_is_used(
+def test_a_randomised_test_stops_drawing_once_its_budget_is_used(
     seen: Seen, seconds: float, draws: int
 ):
     def body(number: int) -> None:
@@ -40,7 +40,7 @@ def test_a_randomised_test_draws_nothing_more_once_its_budget_is_used(
     assert len(seen) == draws
 
 
-def test_a_failure_is_made_as_simple_as_without_a_budget(seen: Seen):
+def test_a_failure_is_fully_shrunk_despite_the_budget(seen: Seen):
     def body(number: int) -> None:
         seen.append(number)
         assert number == -1
@@ -50,9 +50,7 @@ def test_a_failure_is_made_as_simple_as_without_a_budget(seen: Seen):
     assert seen[-1] == 0
 
 
-def test_pytest_gives_each_case_of_a_randomised_test_its_share(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch
-):
+def test_cases_of_a_randomised_test_share_its_budget(seen: Seen, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tests.budget.SECONDS", 40.0)
 
     @given(data=st.data())

@@ -80,12 +80,12 @@ def case(staleness: int, first: dict[str, int], **plan: Any) -> Case:
     return Case(plan_of_case, placed(staleness, **chosen), TIMINGS, WORKLOAD)
 
 
-def crowded(group_size: int, places: int) -> Case:
+def crowded(group_size: int, slots: int) -> Case:
     """Return a case with uneven lengths and few slots per generator."""
-    base_case = case(2, APART, group_size=group_size, places=places)
+    base_case = case(2, APART, group_size=group_size, slots=slots)
     return replace(
         base_case,
-        timings=replace(TIMINGS, generator=replace(TIMINGS.generator, max_running=places)),
+        timings=replace(TIMINGS, generator=replace(TIMINGS.generator, max_running=slots)),
         workload=replace(WORKLOAD, group_size=group_size, micro_batch_tokens=400),
         plan=replace(base_case.plan, micro_batch_tokens=400),
     )
@@ -96,7 +96,7 @@ CASES = {
     "one step ahead": case(1, APART),
     "two steps ahead": case(2, APART),
     "groups of five": crowded(5, 8),
-    "fewer places than a group has": crowded(5, 3),
+    "fewer slots than rollouts in a group": crowded(5, 3),
     "with a reference": case(1, APART, reference=True),
     "two models trained": case(1, APART, critic=True),
     "one after the other": case(0, TOGETHER),
