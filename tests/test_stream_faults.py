@@ -135,7 +135,8 @@ def test_same_seed_and_deaths_give_the_same_steps(plan: Plan):
 async def crash_and_resume(plan: Plan, *, crashes: list[float], every: int) -> list[Stream]:
     """Kill the whole run at these times (s after each start), and resume it after each crash.
 
-    Every other life publishes every version: a resumed run must publish the admitted versions again.
+    Lives alternate between publishing every version and `plan.publish_every`: a resumed run has to
+    publish versions that groups were admitted at.
     """
     disk, streams = Disk.empty(plan), []
     for life, seconds in enumerate([*crashes, None]):
