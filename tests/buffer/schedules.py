@@ -1,4 +1,4 @@
-"""Random schedules of calls to a shard, many of them concurrent."""
+"""Random schedules of calls to a shard, mostly concurrent."""
 
 import asyncio
 import random
@@ -42,10 +42,10 @@ moves = st.lists(
 
 
 class Life:
-    """Runs a schedule against a shard, waiting for replies only now and then.
+    """Runs a schedule against a shard, waiting for replies only at random moves.
 
-    `accepted`: acknowledged columns by uid and stage. `gone`: removed uids. `tokens`: the work that
-    each lease token was granted for.
+    `accepted`: acknowledged columns by uid and stage. `gone`: removed uids. `tokens`: uid, stage
+    and holder of each lease token.
     """
 
     def __init__(self, shard: QueueShard) -> None:
@@ -60,7 +60,7 @@ class Life:
         self._calls: list[asyncio.Future[None]] = []
 
     async def live(self, moves: Sequence[tuple[str, int]]) -> None:
-        """Start the moves in order."""
+        """Start the calls of all moves in order."""
         for move, seed in moves:
             rng = random.Random(seed)
             self._calls.append(asyncio.ensure_future(self._move(move, rng)))
@@ -70,7 +70,7 @@ class Life:
                 await asyncio.sleep(0)
 
     async def settle(self) -> None:
-        """Wait for all replies."""
+        """Wait for the replies of all calls in flight."""
         await asyncio.gather(*self._calls)
         self._calls.clear()
 
@@ -95,19 +95,21 @@ class Life:
         await self._enter(fresh)
 
     async def _admit_again(self, rng: random.Random) -> None:
-        known = [uid for uid in self.uids if uid not in self.gone]
-        await self._enter(rng.sample(known, min(2, len(known))))
+        present_uids = [uid for uid in self.uids if uid not in self.gone]
+        await self._enter(rng.sample(present_uids, min(2, len(present_uids))))
 
     async def _enter(self, uids: Sequence[str]) -> None:
         await admit(self.shard, *uids, version=self.version, wait_s=100.0)
         self.admitted.update(uids)
 
     async def _take(self, rng: random.Random) -> None:
-        most = rng.randint(1, 4)
+        max_groups = rng.randint(1, 4)
         for stage in rng.sample(list(STAGES), len(STAGES)):
             holder = "coordinator" if stage == "train" else rng.choice(HOLDERS)
             request = f"{holder}/{rng.randrange(4)}" if rng.random() < 0.3 else ""
-            groups = await take(self.shard, stage, max_groups=most, holder=holder, request=request)
+            groups = await take(
+                self.shard, stage, max_groups=max_groups, holder=holder, request=request
+            )
             for group in groups:
                 work = (group.uid, stage, holder)
                 assert self.tokens.setdefault(group.lease.token, work) == work
@@ -118,7 +120,7 @@ class Life:
     async def _put(self, rng: random.Random) -> None:
         work = [group for group in self.leased.values() if group.lease.stage != "train"]
         chosen = rng.sample(work, min(rng.randint(1, 3), len(work)))
-        entries = [(group.lease, made(group.lease, rng)) for group in chosen]
+        entries = [(group.lease, make_columns(group.lease, rng)) for group in chosen]
         refused = await put(self.shard, *entries)
         for lease, columns in entries:
             if lease.uid not in refused:
@@ -158,8 +160,8 @@ class Life:
             await self.shard.requeue_overdue(await self.shard.find_overdue(rng.choice([2.0, 8.0])))
 
 
-def made(lease: GroupLease, rng: random.Random) -> Columns:
-    """Return columns that differ between commits."""
+def make_columns(lease: GroupLease, rng: random.Random) -> Columns:
+    """Return columns for a commit; random values make commits differ."""
     if lease.stage == "generate":
         columns = rollouts()
         columns["generator_logprobs"] = np.full(10, -rng.random(), np.float32)
@@ -171,7 +173,7 @@ def made(lease: GroupLease, rng: random.Random) -> Columns:
 def facts(
     state: ShardState, blob_of: Callable[[Any], bytes], *, leases: bool = True
 ) -> dict[str, Any]:
-    """Return everything durable of a shard state; `blob_of` returns the bytes of columns."""
+    """Return the durable fields of a shard state; `blob_of` returns the bytes of columns."""
     groups = sorted(state.groups.values(), key=lambda group: group.admission_order)
     return {
         "version": state.version,

@@ -1,4 +1,4 @@
-"""Schedule of a step: rounds, their order, and the optimizer updates between them."""
+"""Micro-batch schedule of a step: rounds, their order, and optimizer updates."""
 
 import pytest
 from hypothesis import given
@@ -69,13 +69,13 @@ def test_every_epoch_trains_each_rollout_once(epochs, mini_batches, world_size, 
         assert sum(r.is_last_of_update for r in of_epoch) == mini_batches
     assert [r.is_last_of_step for r in all_rounds] == [False] * (len(all_rounds) - 1) + [True]
     assert all(len(r.micro_batches) == world_size for r in all_rounds)
-    # Ranks keep precomputed values of their rollouts, so a rollout must stay on its rank.
+    # Ranks cache values of their rollouts, so that a rollout must stay on its rank.
     for rank in range(world_size):
-        seen = [
+        picks_by_epoch = [
             {p for t in all_rounds if t.epoch == e for p in t.micro_batches[rank]}
             for e in range(epochs)
         ]
-        assert all(one == seen[0] for one in seen)
+        assert all(picks == picks_by_epoch[0] for picks in picks_by_epoch)
 
 
 @given(order=st.permutations(list(GROUPS)))
@@ -94,9 +94,9 @@ def test_mini_batches_do_not_depend_on_order_of_arrival(order):
 
 
 def test_schedule_worked_example():
-    one, two, three = ((("a", 0),),), ((("a", 1),),), ((("b", 0),),)
-    all_rounds = list(StepSchedule(((one, two), (three,)), num_epochs=2).iter_rounds())
-    assert [r.micro_batches for r in all_rounds] == [one, two, three, one, two, three]
+    first, second, third = ((("a", 0),),), ((("a", 1),),), ((("b", 0),),)
+    all_rounds = list(StepSchedule(((first, second), (third,)), num_epochs=2).iter_rounds())
+    assert [r.micro_batches for r in all_rounds] == [first, second, third, first, second, third]
     assert [r.epoch for r in all_rounds] == [0, 0, 0, 1, 1, 1]
     assert [r.is_last_of_update for r in all_rounds] == [False, True, True, False, True, True]
     assert [r.is_last_of_step for r in all_rounds] == [False] * 5 + [True]
@@ -110,9 +110,11 @@ def test_schedule_is_redistributed_by_micro_batch(num_shares):
     assert dealt.num_epochs == 2
     for before, after in zip(step_schedule.update_rounds, dealt.update_rounds, strict=True):
         assert {len(work) for work in after} == {num_shares}
-        kept = [[picks for work in rounds for picks in work if picks] for rounds in (before, after)]
-        assert kept[0] == kept[1], "each once, in their order"
-        assert all(any(work) for work in after), "no round is for nobody"
+        micro_batches = [
+            [picks for work in rounds for picks in work if picks] for rounds in (before, after)
+        ]
+        assert micro_batches[0] == micro_batches[1], "each micro-batch once, in order"
+        assert all(any(work) for work in after), "no round is empty"
     assert step_schedule.redistribute_rounds(2) == step_schedule
 
 

@@ -1,4 +1,4 @@
-"""Packing: every rollout once, no micro-batch over the budget, balanced ranks."""
+"""Packing: each rollout once, micro-batches within the token budget, balanced ranks."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Choice of the groups that enter a step."""
+"""Step assembler: the groups that enter a step, reserved slots, late groups."""
 
 import pytest
 
@@ -22,17 +22,19 @@ def group(uid: str, admitted: int, sampled: int | None = None) -> Experience:
 def assembler(
     staleness: int, groups: int, *, drops_stale: bool = False, **admitted: int
 ) -> StepAssembler:
-    made = StepAssembler(max_staleness=staleness, groups_per_step=groups, drops_stale=drops_stale)
+    step_assembler = StepAssembler(
+        max_staleness=staleness, groups_per_step=groups, drops_stale=drops_stale
+    )
     for uid, version in admitted.items():
-        made.admit_group(uid, version)
-    return made
+        step_assembler.admit_group(uid, version)
+    return step_assembler
 
 
 def uids(groups: list[Experience]) -> list[str]:
     return [g.uid for g in groups]
 
 
-def test_groups_enter_out_of_order_while_places_are_free():
+def test_groups_enter_out_of_order_while_slots_are_free():
     steps = assembler(1, 2, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("d", 1)])
     assert uids(steps.draw_groups(0)) == ["d"]
@@ -41,11 +43,11 @@ def test_groups_enter_out_of_order_while_places_are_free():
     assert steps.is_complete
 
 
-def test_group_due_in_this_step_keeps_its_place():
+def test_group_due_in_this_step_keeps_its_slot():
     steps = assembler(1, 2, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("c", 1), group("d", 1)])
     assert steps.pending_uids == ["a", "b"]
-    assert uids(steps.draw_groups(1)) == [], "both places are kept for a and b"
+    assert uids(steps.draw_groups(1)) == [], "both slots are reserved for a and b"
     steps.offer_groups([group("b", 0)])
     assert uids(steps.draw_groups(1)) == ["b"]
     steps.offer_groups([group("a", 0)])
@@ -60,7 +62,7 @@ def test_earliest_deadline_enters_first():
     assert uids(steps.draw_groups(1)) == ["b"]
 
 
-def test_dropped_group_frees_its_reserved_place():
+def test_dropped_group_frees_its_reserved_slot():
     steps = assembler(0, 1, a=0)
     steps.drop_group("a")
     assert steps.pending_uids == []
@@ -68,7 +70,7 @@ def test_dropped_group_frees_its_reserved_place():
 
 def test_newer_groups_do_not_push_older_ones_beyond_their_deadline():
     steps = assembler(2, 1, b=0, c=0, d=1)
-    # b and c have the steps of versions 1 and 2 left, one place each, so d cannot enter step 1.
+    # b and c need the only slots of steps 1 and 2, so that d cannot enter step 1.
     steps.offer_groups([group("d", 1)])
     assert uids(steps.draw_groups(1)) == []
     steps.offer_groups([group("b", 0)])
@@ -105,10 +107,10 @@ def test_finish_step_returns_its_groups_and_starts_an_empty_step():
 # on_stale: drop
 
 
-def test_drop_stale_reserves_no_places():
+def test_drop_stale_reserves_no_slots():
     steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("c", 1), group("d", 1)])
-    assert uids(steps.draw_groups(1)) == ["c", "d"], "a and b would be due now"
+    assert uids(steps.draw_groups(1)) == ["c", "d"], "a and b are due but reserve nothing"
     assert steps.pending_uids == ["a", "b"]
 
 
@@ -132,31 +134,31 @@ def test_drop_stale_waits_for_pending_groups():
     assert steps.remove_late_groups(99) == []
 
 
-# Oversampling: more groups are admitted than have places.
+# Oversampling: more groups are admitted than a step has slots.
 
 
 def oversampled(
     factor: float | None, staleness: int, groups: int, **admitted: int
 ) -> StepAssembler:
-    made = StepAssembler(
+    step_assembler = StepAssembler(
         max_staleness=staleness,
         groups_per_step=groups,
         oversampling=OversamplingController(factor, groups_per_step=groups),
     )
     for uid, version in admitted.items():
-        made.admit_group(uid, version)
-    return made
+        step_assembler.admit_group(uid, version)
+    return step_assembler
 
 
-def test_undecided_group_reserves_a_fraction_and_kept_group_a_whole_place():
-    # The estimated keep rate is one of three.
+def test_undecided_group_reserves_a_fraction_and_kept_group_a_whole_slot():
+    # The estimated keep rate is 1/3.
     steps = oversampled(3.0, 1, 2, a=0, b=0, c=0, d=1, e=1)
     steps.offer_groups([group("d", 1), group("e", 1)])
-    assert uids(steps.draw_groups(1)) == ["d"], "one place is for the one of a, b and c"
+    assert uids(steps.draw_groups(1)) == ["d"], "a, b and c reserve one slot"
     steps.drop_group("a")
-    assert uids(steps.find_drawable(1)) == ["e"], "two of them make less than a place"
+    assert uids(steps.find_drawable(1)) == ["e"], "b and c reserve less than a slot"
     steps.keep_group("b")
-    assert uids(steps.draw_groups(1)) == [], "b is sure to need one"
+    assert uids(steps.draw_groups(1)) == [], "kept group b reserves a slot"
     steps.offer_groups([group("b", 0)])
     assert uids(steps.draw_groups(1)) == ["b"]
 
@@ -169,13 +171,13 @@ def test_full_step_makes_due_groups_late_except_those_that_fill_it():
     assert uids(steps.draw_groups(0)) == ["a"]
 
 
-def test_groups_past_their_deadline_are_late_ready_or_not():
+def test_groups_past_their_deadline_are_late_whether_ready_or_pending():
     steps = oversampled(4.0, 1, 1, a=0, b=0, c=0, d=0, e=1)
     steps.offer_groups([group("a", 0), group("b", 0), group("c", 0, sampled=1)])
     assert steps.remove_late_groups(1) == []
     assert uids(steps.draw_groups(1)) == ["a"]
     steps.finish_step()
-    assert steps.remove_late_groups(2) == ["b", "d"], "c is newer than it had to be"
+    assert steps.remove_late_groups(2) == ["b", "d"], "c has newer tokens than its admission"
     for uid in ("b", "d"):
         steps.drop_group(uid)
     assert uids(steps.draw_groups(2)) == ["c"]

@@ -1,4 +1,4 @@
-"""The invariant admitted = trained + filtered + dropped + in flight."""
+"""Ledger: admitted = trained + filtered + dropped + in flight."""
 
 import json
 
@@ -72,7 +72,7 @@ def test_ended_groups_refund_their_credit_unless_trained():
     assert ledger.num_credits_spent == 2
 
 
-# Uid by uid (run.debug)
+# Ledger of each uid (run.debug)
 
 
 @pytest.mark.parametrize(
