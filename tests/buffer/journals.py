@@ -32,7 +32,7 @@ def read_numbers(folder: Path, **bounds: Any) -> list[int | None]:
 def intact(
     items: Iterable[tuple[RecordPosition, JournalRecord] | CorruptRecord],
 ) -> list[tuple[RecordPosition, JournalRecord]]:
-    """Yield the replayed records; fail at a corrupt record."""
+    """Return the replayed records; fail at a corrupt record."""
     records = []
     for item in items:
         assert not isinstance(item, CorruptRecord), item

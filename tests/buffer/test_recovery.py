@@ -271,7 +271,7 @@ async def test_trained_group_is_readable_if_removed_after_the_restart(tmp_path: 
     await admit(shard, "new", version=5)
     await finish(shard)
     await shard.remove_groups(["new"], 6)
-    assert "new" not in state.retired_groups, "groups removed in this session are not retired"
+    assert "new" not in state.retired_groups, "only recovered groups are retired"
 
 
 async def test_snapshot_has_only_groups_in_flight(tmp_path: Path):
