@@ -1,4 +1,4 @@
-"""Suspension of a generator on shared devices."""
+"""Generator on shared devices: suspend and resume."""
 
 from types import SimpleNamespace
 from typing import Any

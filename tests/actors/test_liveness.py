@@ -37,7 +37,7 @@ RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
 
 class Waiter:
-    """Waits, as a leading rank waits for its followers."""
+    """Actor that waits, like a leading rank for its followers."""
 
     async def pid(self) -> int:
         return os.getpid()
@@ -69,10 +69,10 @@ def test_only_a_stopped_process_is_unresponsive_not_a_waiting_or_dead_one(
     processes: dict[str, ray.actor.ActorHandle],
 ):
     assert find_unresponsive(processes, timeout_s=2.0) == ["generator-1"]
-    others = {name: one for name, one in processes.items() if name != "generator-1"}
+    responsive = {name: process for name, process in processes.items() if name != "generator-1"}
     began = time.monotonic()
-    assert find_unresponsive(others) == []
-    assert time.monotonic() - began < 2.0, "returns as soon as all have answered"
+    assert find_unresponsive(responsive) == []
+    assert time.monotonic() - began < 2.0, "the call returns once all processes have answered"
 
 
 def test_a_timeout_error_names_unresponsive_processes_and_other_errors_stay_unchanged(
@@ -82,10 +82,10 @@ def test_a_timeout_error_names_unresponsive_processes_and_other_errors_stay_unch
     named = rf"^the process of generator-1 does not answer; {re.escape(message)}$"
     with pytest.raises(DeadlineError, match=named), name_unresponsive(lambda: processes):
         raise DeadlineError(message)
-    other = FilterLimitError("no group passes")
+    other_error = FilterLimitError("no group passes")
     with pytest.raises(FilterLimitError) as caught, name_unresponsive(lambda: processes):
-        raise other
-    assert caught.value is other
+        raise other_error
+    assert caught.value is other_error
     with pytest.raises(DeadlineError, match=rf"^{re.escape(message)}$"), name_unresponsive(dict):
         raise DeadlineError(message)
 
@@ -105,7 +105,7 @@ def test_processes_lists_each_process_once_without_unplaced_replicas():
     registry.roles[REWARD_CALL.role] = RoleActors(
         [calls[REWARD_CALL.role]], ["reward-0"], ["scorer"]
     )
-    # reward-1 was spawned and waits for placement.
+    # reward-1 is spawned and waits for placement.
     registry.actors |= {
         "coordinator": "c",
         "shard-0": "s",
@@ -160,7 +160,7 @@ def test_a_silent_actor_is_reported_once_until_it_answers_again(local_ray: None)
     try:
         os.kill(pid, signal.SIGSTOP)
         silent = watched(monitor, clock, actors, 60, stopped="trainer-0")
-        assert silent == ["trainer-0"], "once"
+        assert silent == ["trainer-0"], "reported once"
         assert len(monitor._pending_pings) == 1, "at most one pending ping per actor"
         os.kill(pid, signal.SIGCONT)
         assert watched(monitor, clock, actors, 30) == []

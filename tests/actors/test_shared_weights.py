@@ -16,7 +16,7 @@ from streamrl.weights import WeightLoadStats
 
 
 class Rank:
-    """Trainer rank with whole or sharded weights, which can or cannot reshard into a storage."""
+    """Trainer rank with sharded weights if `gathers`; can reshard into a storage if `fills`."""
 
     def __init__(self, *, gathers: bool, fills: bool = True) -> None:
         self.has_sharded_params = gathers

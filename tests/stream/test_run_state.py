@@ -332,7 +332,7 @@ async def test_surplus_prompts_are_readmitted_first():
     run_state.check_step_limits(late)  # surplus groups do not count as dropped
     assert not run_state.prompts_to_insert
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-    # Version 2 allows twelve groups in all slots, and ten are kept: two slots of four prompts each.
+    # Version 2 allows twelve groups, and ten are kept: two slots of four prompts each.
     assert fake_queue.inserted[24:] == [(f"0:{n}:1", 2) for n in range(8)]
     filtered = dict.fromkeys([f"0:{n}:1" for n in range(8)], FILTERED)
     await run_state.finish_groups(fake_queue, filtered)  # type: ignore[arg-type]
