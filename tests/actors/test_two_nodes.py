@@ -289,7 +289,7 @@ def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(nodes: Nod
     reserved = reserve_bundles([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
     registry = make_registry(ranks=3)
     try:
-        # Five slots are free per node; actors placed before the ranks would leave no node with three.
+        # Five slots are free per node: other actors, placed first, would leave no node with three.
         registry.create_roles("", print)
         for role in ("trainer", "critic"):
             names = [f"{role}-{rank}" for rank in range(3)]

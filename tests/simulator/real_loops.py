@@ -1,5 +1,4 @@
-"""The real loops, queue and run log on a virtual clock, with engines timed like the
-simulated ones."""
+"""Real loops, queue and run log on a virtual clock, with the timings of simulated engines."""
 
 import asyncio
 import random
@@ -46,7 +45,7 @@ BATCH = 2
 
 @dataclass
 class Case:
-    """A run for both implementations: durations and placement."""
+    """A run for the real loops and the simulator: plan, placement, timings, workload."""
 
     plan: Plan
     placement: Placement
@@ -144,12 +143,12 @@ class SampledGroup:
 
 
 class TimedGenerator:
-    """The simulator's engine behind the interface of a real generator."""
+    """Simulated engine behind the interface of a real generator."""
 
     def __init__(self, case: Case, completions: CompletionLengths) -> None:
         self._active_groups: list[SampledGroup] = []
-        # Each group has a slot pool of its own without free slots, so that every finished rollout
-        # is an event.
+        # Each group has its own limit without free slots, so that every finished rollout is an
+        # event.
         self._limits: list[ConcurrencyLimit] = []
         self._engine: SimulatedEngine[SampledGroup] = SimulatedEngine(
             case.timings.generator, self._limits
@@ -228,7 +227,7 @@ class TimedGenerator:
 
 
 class TimedScorer:
-    """Scores one batch at a time."""
+    """Scorer that scores one batch at a time."""
 
     def __init__(self, case: Case, stage: str) -> None:
         self._case = case

@@ -1,4 +1,4 @@
-"""Assignment of ready groups to waiting replicas."""
+"""Simulated queue: assignment of ready groups to waiting replicas."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
 
 @dataclass(eq=False)
 class Replica:
-    """Records the groups assigned to it."""
+    """Replica that records its assigned groups."""
 
-    places: int
+    slots: int
     groups: list[SimulatedGroup] = field(default_factory=list)
 
     def count_free_slots(self, stage: str) -> int:
-        return self.places - len(self.groups)
+        return self.slots - len(self.groups)
 
     def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
         self.groups += groups
@@ -58,9 +58,9 @@ async def test_a_request_covers_the_slots_free_at_its_time():
     queue, replicas = make(), [Replica(1), Replica(1)]
     for replica in replicas:
         queue.request_groups(GENERATE_CALL.stage, replica)
-        replica.places = 3
+        replica.slots = 3
     await filled(queue, 5)
-    # One group each, as requested; then only the first replica requests again.
+    # Each replica gets its requested group; then the first replica requests more.
     assert [replica.orders for replica in replicas] == [[0, 2, 3], [1, 4]]
 
 
@@ -70,7 +70,7 @@ async def test_unfinished_groups_of_a_crashed_replica_are_requeued():
     await filled(queue, 3)
     queue.commit_groups(GENERATE_CALL.stage, [first.groups[1]])
     queue.request_groups(GENERATE_CALL.stage, second)
-    first.places = 0
+    first.slots = 0
     count = queue.requeue_groups(first)
     assert (second.orders, count) == ([0, 2], 2)
 
@@ -84,11 +84,16 @@ async def test_a_group_reaches_the_next_stage_after_a_hop():
     generator.groups[0].info = GroupInfo((4,), 3, ((0, 3),))
     queue.commit_groups(GENERATE_CALL.stage, generator.groups)
     await asyncio.sleep(0.75)
-    given = scorer.orders
+    scored = scorer.orders
     queue.commit_groups(REWARD_CALL.stage, scorer.groups)
     queue.version = 2
-    (one,) = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-    assert (clock.time(), given, one.uid, one.ready_version) == (1.25, [0], "0:0:0", 2)
+    (experience,) = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    assert (clock.time(), scored, experience.uid, experience.ready_version) == (
+        1.25,
+        [0],
+        "0:0:0",
+        2,
+    )
 
 
 async def test_unstreamed_stages_get_the_groups_of_a_step_together():
@@ -96,11 +101,11 @@ async def test_unstreamed_stages_get_the_groups_of_a_step_together():
     queue.request_groups(GENERATE_CALL.stage, generator)
     queue.request_groups(REWARD_CALL.stage, scorer)
     await filled(queue, 4)
-    seen = []
+    assigned = []
     for index in (0, 2, 3):
         queue.commit_groups(GENERATE_CALL.stage, [generator.groups[index]])
-        seen.append(scorer.orders)
-    assert seen == [[], [], [2, 3]]
+        assigned.append(scorer.orders)
+    assert assigned == [[], [], [2, 3]]
 
 
 async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
@@ -123,8 +128,8 @@ async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
     ]
     queue.request_groups("reference", reference)
     queue.commit_groups("reference", reference.groups)
-    whole = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-    orders = [experience.lease.token for experience in whole]
+    ready = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    orders = [experience.lease.token for experience in ready]
     judged, scored, filtered, trained = judge.orders, reference.orders, filtered, orders
     assert judged == [0, 1, 2]
     assert filtered == [True]
@@ -139,11 +144,11 @@ async def test_bookkeeping_uses_the_shared_cores():
     queue.request_groups(GENERATE_CALL.stage, replica)
     queue.commit_groups(GENERATE_CALL.stage, replica.groups)
     await machine.run_work(3.0)
-    ends = [clock.time()]
+    end_times = [clock.time()]
     await machine.run_work(1.0)
     # Six entries of 1 s: admission, two leases, two commits, and training.
     # Three entries so far: for 6 s the other process has half of the core.
-    assert [*ends, clock.time()] == [6.0, 7.0]
+    assert [*end_times, clock.time()] == [6.0, 7.0]
 
 
 async def test_a_trainers_lease_request_takes_a_hop():
@@ -157,6 +162,6 @@ async def test_a_trainers_lease_request_takes_a_hop():
     await asyncio.sleep(1.0)
     queue.commit_groups(REWARD_CALL.stage, scorer.groups)
     await asyncio.sleep(9.0)
-    taken = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-    assert len(taken) == 1
+    leased = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    assert len(leased) == 1
     assert clock.time() == 10.5
