@@ -40,10 +40,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileOrGro
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_place)
+    items.sort(key=_get_priority)
 
 
-def _place(item: pytest.Item) -> int:
+def _get_priority(item: pytest.Item) -> int:
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
 

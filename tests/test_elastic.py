@@ -69,7 +69,7 @@ def slow_plans() -> st.SearchStrategy[Plan]:
     )
 
 
-def all_sampled(stream: Stream) -> list[Sampled]:
+def list_sampled_tokens(stream: Stream) -> list[Sampled]:
     """Return the sampled tokens of all generators in order of time."""
     tokens = [token for generator in stream.samplers for token in generator.sampled]
     return sorted(tokens, key=lambda token: token.at_s)
@@ -78,7 +78,7 @@ def all_sampled(stream: Stream) -> list[Sampled]:
 def check_versions(stream: Stream) -> None:
     """Assert that trained tokens have the versions of their last sampling."""
     versions: dict[str, dict[int, int]] = {}
-    for token in all_sampled(stream):
+    for token in list_sampled_tokens(stream):
         versions.setdefault(token.uid, {})[token.position] = token.version
     for outcome in stream.outcomes:
         for group in outcome.groups:
@@ -94,11 +94,11 @@ def test_leaving_generator_loses_no_sampled_token(plan: Plan):
     stream = run_virtual(run_stream(plan, disturb=come_and_go))
     check_accounts(stream)
     check_versions(stream)
-    counts = Counter((token.uid, token.position) for token in all_sampled(stream))
+    counts = Counter((token.uid, token.position) for token in list_sampled_tokens(stream))
     assert set(counts.values()) == {1}
 
 
-def killing(deaths: list[tuple[float, str]]) -> Disturb:
+def make_killer(deaths: list[tuple[float, str]]) -> Disturb:
     """Return a disturbance that kills and restarts generators and appends each death."""
 
     async def kill(stream: Stream) -> None:
@@ -120,11 +120,11 @@ def killing(deaths: list[tuple[float, str]]) -> Disturb:
 def test_death_loses_only_tokens_sampled_since_the_last_save(plan: Plan):
     plan = replace(plan, max_attempts=100)
     deaths: list[tuple[float, str]] = []
-    stream = run_virtual(run_stream(plan, disturb=killing(deaths)))
+    stream = run_virtual(run_stream(plan, disturb=make_killer(deaths)))
     check_accounts(stream)
     check_versions(stream)
     sampled_at: dict[tuple[str, int], float] = {}
-    for token in all_sampled(stream):
+    for token in list_sampled_tokens(stream):
         lost_at = sampled_at.setdefault((token.uid, token.position), token.at_s)
         if lost_at < token.at_s:
             sampled_at[token.uid, token.position] = token.at_s

@@ -173,9 +173,9 @@ async def test_older_version_is_refused():
             return manifest(5 if held.version < 0 else 4)
 
     registry = WeightRegistry(keep_versions=2)
-    engine, held = Engine(), ServedVersion("generator-0")
+    engine, served = Engine(), ServedVersion("generator-0")
     with pytest.raises(WeightsError, match="version 4 was offered, but 5 is served already"):
-        await follow_weights(stage(), engine, Backwards(registry), held)
+        await follow_weights(stage(), engine, Backwards(registry), served)
     assert engine.served == [5]
 
 
@@ -260,8 +260,8 @@ async def test_fault_is_reported_once():
     registry = WeightRegistry(
         keep_versions=2, on_fault=lambda *fault_args: faults.append(fault_args)
     )
-    channel, held = Once(registry, {7: 1}), ServedVersion("generator-0")
-    following = asyncio.create_task(follow_weights(stage(), Engine(), channel, held))
+    channel, served = Once(registry, {7: 1}), ServedVersion("generator-0")
+    following = asyncio.create_task(follow_weights(stage(), Engine(), channel, served))
     await asyncio.sleep(20.0)
     following.cancel()
     assert registry.drain_stats().num_faults == 1

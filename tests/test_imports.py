@@ -17,7 +17,7 @@ from tests.engines.tiny_qwen import save, tiny_model
 ROOT = Path(__file__).parents[1]
 
 
-def loaded(program: str, *names: str) -> list[str]:
+def find_loaded_modules(program: str, *names: str) -> list[str]:
     """Run a program in a fresh interpreter; return the named modules that it loaded."""
     print_loaded = (
         f"import json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]))"
@@ -44,7 +44,7 @@ def test_a_histogram_is_logged_to_wandb_without_pandas(tmp_path: Path):
         sink.log_step(1, {{"reward/mean": 0.5, "staleness/histogram": histogram}})
         sink.close({{}})
     """
-    assert loaded(program, "wandb", "pandas") == ["wandb"]
+    assert find_loaded_modules(program, "wandb", "pandas") == ["wandb"]
 
 
 def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path):
@@ -64,7 +64,7 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path):
         backend.step(divisor=1.0, lr=1e-3)
         backend.close()
     """
-    assert loaded(program, "deepspeed", "torch._inductor.compile_fx") == ["deepspeed"]
+    assert find_loaded_modules(program, "deepspeed", "torch._inductor.compile_fx") == ["deepspeed"]
 
 
 ACTORS = ("coordinator", "generator", "scorer", "queue_shard", "trainer")
@@ -92,7 +92,7 @@ def test_processes_without_computation_load_no_torch_and_actors_no_rich():
             if name.startswith("streamrl.actors."):
                 assert "rich" not in sys.modules, f"{{name}} loads rich"
     """
-    assert loaded(program, "torch") == []
+    assert find_loaded_modules(program, "torch") == []
 
 
 def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
@@ -124,7 +124,7 @@ def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
             summarise_critic({{}}, "critic")
             config.dataflow, config.get_trainer_config("critic"), assign_slots(config)
     """
-    assert loaded(program, "torch", "transformers") == []
+    assert find_loaded_modules(program, "torch", "transformers") == []
 
 
 def test_rule_based_rewards_load_no_torch(tmp_path: Path):
@@ -143,7 +143,7 @@ def test_rule_based_rewards_load_no_torch(tmp_path: Path):
         )
         RewardScorer(rewards, load_tokenizer({path!r}), build_group_filter(FilterConfig()))
     """
-    assert loaded(program, "torch", "transformers") == ["transformers"]
+    assert find_loaded_modules(program, "torch", "transformers") == ["transformers"]
 
 
 def test_the_help_of_every_command_and_doctor_load_no_library_of_a_run():
@@ -163,7 +163,7 @@ def test_the_help_of_every_command_and_doctor_load_no_library_of_a_run():
     # Doctor needs torch to inspect a GPU.
     allowed = ["torch"] if any(Path("/dev").glob("nvidia*")) else []
     libraries = ("torch", "scipy", "transformers", "ray", "deepspeed", "vllm")
-    assert set(loaded(program, *libraries)) <= set(allowed)
+    assert set(find_loaded_modules(program, *libraries)) <= set(allowed)
 
 
 @pytest.mark.parametrize(("words", "fitted_by"), [([], []), (["--what-if"], ["scipy"])])
@@ -176,7 +176,7 @@ def test_report_loads_no_torch(tmp_path: Path, words: list[str], fitted_by: list
         assert main(["report", {str(run_dir)!r}, *{words}]) == 0
         assert main(["report", "--ledger", {str(run_dir)!r}]) == 0
     """
-    assert loaded(program, "torch", "scipy", "transformers", "ray") == fitted_by
+    assert find_loaded_modules(program, "torch", "scipy", "transformers", "ray") == fitted_by
 
 
 def test_plan_and_simulate_with_given_sizes_load_no_transformers(tmp_path: Path):
@@ -193,7 +193,7 @@ def test_plan_and_simulate_with_given_sizes_load_no_transformers(tmp_path: Path)
         assert main(["plan", *words, "--proposals", "9"]) == 0
     """
     libraries = ("transformers", "ray", "deepspeed", "vllm", "peft")
-    assert loaded(program, "torch", *libraries) == ["torch"]
+    assert find_loaded_modules(program, "torch", *libraries) == ["torch"]
 
 
 def test_driver_checks_a_model_without_its_model_class(tmp_path: Path):
@@ -215,4 +215,4 @@ def test_driver_checks_a_model_without_its_model_class(tmp_path: Path):
         )
     """
     classes = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
-    assert loaded(program, "torch", "torch._dynamo", *classes) == ["torch"]
+    assert find_loaded_modules(program, "torch", "torch._dynamo", *classes) == ["torch"]

@@ -47,7 +47,7 @@ def uids(stream: Stream) -> list[str]:
     return [group.uid for outcome in stream.outcomes for group in outcome.groups]
 
 
-def expected_of_policy(plan: Plan, stream: Stream) -> list[tuple[str, int]]:
+def expected_policy_picks(plan: Plan, stream: Stream) -> list[tuple[str, int]]:
     """Return the rollouts that the policy trains: steps of the critic warmup are excluded."""
     outcomes = stream.outcomes[plan.critic_warmup_steps if plan.critic else 0 :]
     uids = [group.uid for outcome in outcomes for group in outcome.groups]
@@ -64,7 +64,7 @@ def test_stream_guarantees_hold_under_any_schedule(plan: Plan):
     assert len(set(trained)) == len(trained), "a group was trained twice"
     expected = [(uid, i) for uid in trained for i in range(plan.group_size)]
     for role, trainer in stream.trainers.items():
-        expected_picks = expected if role == CRITIC else expected_of_policy(plan, stream)
+        expected_picks = expected if role == CRITIC else expected_policy_picks(plan, stream)
         picks = [pick for step in trainer.trained.values() for pick in step]
         assert sorted(picks) == sorted(expected_picks), "each rollout is trained once"
 
@@ -191,10 +191,10 @@ def test_surplus_rollouts_are_cancelled_early():
     assert stream.step_ends[-1] < 3 * 30.0
     # A stage learns of lost leases within a second, and frees their slots.
     late = [token for sampler in stream.samplers for token in sampler.sampled]
-    ends = dict(zip(range(plan.steps), stream.step_ends, strict=True))
+    step_ends = dict(zip(range(plan.steps), stream.step_ends, strict=True))
     gone = {uid: how for uid, how in stream.ended if how.cause == SURPLUS_CAUSE}
     assert gone
-    first_end = ends[0]
+    first_end = step_ends[0]
     stale = [t for t in late if t.uid in gone and t.version == 0 and t.at_s > first_end + 1.5]
     assert not stale
 

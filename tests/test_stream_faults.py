@@ -188,7 +188,7 @@ def test_resumed_run_trains_every_prompt_once(plan: Plan, crashes: list[float], 
     assert logged == set(range(plan.steps))
     for stream, after in itertools.pairwise(streams):
         replayed = stream.trainer.digests.keys() & after.trainer.digests.keys()
-        for version in replayed - unbooked(stream):
+        for version in replayed - find_unlogged_versions(stream):
             assert stream.trainer.digests[version] == after.trainer.digests[version]
 
 
@@ -234,7 +234,7 @@ def is_step(record) -> bool:  # type: ignore[no-untyped-def]
     return record.meta["kind"] == "step"
 
 
-def unbooked(stream: Stream) -> set[int]:
+def find_unlogged_versions(stream: Stream) -> set[int]:
     """Return the version trained but not yet logged when the run died."""
     done = {outcome.version + 1 for outcome in stream.outcomes}
     return {version for version in stream.trainer.digests if version not in done}

@@ -131,7 +131,7 @@ class Clock:
         return self.now
 
 
-def watched(
+def watch_actors(
     monitor: LivenessMonitor,
     clock: Clock,
     actors: dict[str, Any],
@@ -156,16 +156,18 @@ def test_a_silent_actor_is_reported_once_until_it_answers_again(local_ray: None)
     pid = ray.get(actors["trainer-0"].pid.remote())
     clock = Clock()
     monitor = LivenessMonitor(12.0, clock=clock)
-    assert watched(monitor, clock, actors, 10) == [] and monitor.find_pid("trainer-0") == str(pid)
+    assert watch_actors(monitor, clock, actors, 10) == [] and monitor.find_pid("trainer-0") == str(
+        pid
+    )
     try:
         os.kill(pid, signal.SIGSTOP)
-        silent = watched(monitor, clock, actors, 60, stopped="trainer-0")
+        silent = watch_actors(monitor, clock, actors, 60, stopped="trainer-0")
         assert silent == ["trainer-0"], "reported once"
         assert len(monitor._pending_pings) == 1, "at most one pending ping per actor"
         os.kill(pid, signal.SIGCONT)
-        assert watched(monitor, clock, actors, 30) == []
+        assert watch_actors(monitor, clock, actors, 30) == []
         os.kill(pid, signal.SIGSTOP)
-        assert watched(monitor, clock, actors, 30, stopped="trainer-0") == ["trainer-0"]
+        assert watch_actors(monitor, clock, actors, 30, stopped="trainer-0") == ["trainer-0"]
     finally:
         os.kill(pid, signal.SIGKILL)
 
@@ -196,12 +198,12 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     for _ in range(40):
         clock.now += 1.0
         session._replace_unresponsive(events.append)
-        others = [
+        replies = [
             ping.reply
             for name, ping in session._liveness._pending_pings.items()
             if name != "trainer-0"
         ]
-        ray.wait(others or [ray.put(0)], num_returns=len(others) or 1, timeout=30.0)
+        ray.wait(replies or [ray.put(0)], num_returns=len(replies) or 1, timeout=30.0)
     (event,) = events
     assert event.name == "silent" and event.fields["actor"] == "trainer-0"
     assert event.fields["reason"] == (
@@ -223,13 +225,13 @@ def test_a_silent_actor_is_reported_killed_and_restarted(local_ray: None):
     pids = {name: ray.get(actor.pid.remote()) for name, actor in actors.items()}
     clock = Clock()
     monitor = LivenessMonitor(12.0, clock=clock)
-    assert watched(monitor, clock, actors, 30) == []
+    assert watch_actors(monitor, clock, actors, 30) == []
     os.kill(pids["generator-1"], signal.SIGSTOP)
-    assert watched(monitor, clock, actors, 15, stopped="generator-1") == ["generator-1"]
+    assert watch_actors(monitor, clock, actors, 15, stopped="generator-1") == ["generator-1"]
     monitor.kill_actor("generator-1", actors["generator-1"])
     restarted_pid = actors["generator-1"].pid.options(max_task_retries=-1).remote()
     assert ray.get(restarted_pid, timeout=60.0) not in pids.values()
-    assert watched(monitor, clock, actors, 30) == []
+    assert watch_actors(monitor, clock, actors, 30) == []
 
 
 def test_a_pause_of_the_monitor_does_not_count_as_silence(
@@ -246,4 +248,4 @@ def test_a_pause_of_the_monitor_does_not_count_as_silence(
 def test_dead_actors_are_not_silent(processes: dict[str, ray.actor.ActorHandle]):
     clock = Clock()
     monitor = LivenessMonitor(6.0, clock=clock)
-    assert watched(monitor, clock, {"reward-0": processes["reward-0"]}, 15) == []
+    assert watch_actors(monitor, clock, {"reward-0": processes["reward-0"]}, 15) == []

@@ -44,7 +44,7 @@ moves = st.lists(
 class Life:
     """Runs a schedule against a shard, waiting for replies only at random moves.
 
-    `accepted`: acknowledged columns by uid and stage. `gone`: removed uids. `tokens`: uid, stage
+    `accepted`: acknowledged columns by uid and stage. `removed`: removed uids. `tokens`: uid, stage
     and holder of each lease token.
     """
 
@@ -53,7 +53,7 @@ class Life:
         self.uids: list[str] = []
         self.admitted: set[str] = set()
         self.accepted: dict[tuple[str, str], Columns] = {}
-        self.gone: set[str] = set()
+        self.removed: set[str] = set()
         self.leased: dict[int, Experience] = {}
         self.tokens: dict[int, tuple[str, str, str]] = {}
         self.version = 0
@@ -87,18 +87,18 @@ class Life:
         if move in act:
             await act[move](rng)
         elif self.leased:
-            await self._at_once(move, rng)
+            await self._settle_lease(move, rng)
 
     async def _admit(self, rng: random.Random) -> None:
         fresh = [f"0:{len(self.uids) + i}:0" for i in range(rng.randint(1, 3))]
         self.uids += fresh
-        await self._enter(fresh)
+        await self._admit_uids(fresh)
 
     async def _admit_again(self, rng: random.Random) -> None:
-        present_uids = [uid for uid in self.uids if uid not in self.gone]
-        await self._enter(rng.sample(present_uids, min(2, len(present_uids))))
+        present_uids = [uid for uid in self.uids if uid not in self.removed]
+        await self._admit_uids(rng.sample(present_uids, min(2, len(present_uids))))
 
-    async def _enter(self, uids: Sequence[str]) -> None:
+    async def _admit_uids(self, uids: Sequence[str]) -> None:
         await admit(self.shard, *uids, version=self.version, wait_s=100.0)
         self.admitted.update(uids)
 
@@ -132,20 +132,20 @@ class Life:
         done = [group.uid for group in self.leased.values() if group.lease.stage == "train"]
         chosen = rng.sample(done, min(rng.randint(1, 3), len(done)))
         self.version += 1
-        await self._go(chosen)
+        await self._remove(chosen)
 
     async def _leave(self, rng: random.Random) -> None:
         """Remove a group unknown to a restarted coordinator."""
-        await self._go(rng.sample(self.uids, min(1, len(self.uids))))
+        await self._remove(rng.sample(self.uids, min(1, len(self.uids))))
 
-    async def _go(self, uids: Sequence[str]) -> None:
-        self.gone.update(uids)
+    async def _remove(self, uids: Sequence[str]) -> None:
+        self.removed.update(uids)
         await self.shard.remove_groups(uids, self.version)
 
     async def _wait(self, rng: random.Random) -> None:
         await asyncio.sleep(rng.choice([0.001, 0.1, 3.0, 6.0, 11.0]))
 
-    async def _at_once(self, move: str, rng: random.Random) -> None:
+    async def _settle_lease(self, move: str, rng: random.Random) -> None:
         lease = rng.choice(list(self.leased.values())).lease
         if move == "fail":
             await self.shard.fail_groups([(lease, DeadlineError("no verdict"))])

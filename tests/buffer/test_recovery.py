@@ -80,12 +80,12 @@ def test_kill_at_any_time_loses_nothing_accepted_and_tokens_stay_unique(
     lives: list[list[tuple[str, int]]],
 ):
     async def main() -> None:
-        log, uids, gone = MemoryLog(), list[str](), set[str]()
+        log, uids, removed = MemoryLog(), list[str](), set[str]()
         tokens: dict[int, tuple[str, str, str]] = {}
         for schedule in lives:
             state = fake_shards.recover(STAGES, log)
             life = Life(make_shard(book=state, log=log, session="run", **TIGHT))
-            life.uids, life.tokens, life.gone = uids, tokens, gone
+            life.uids, life.tokens, life.removed = uids, tokens, removed
             await life.live(schedule)
             # Kill: calls in flight end, and records of append_nowait may be lost.
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -97,11 +97,11 @@ def test_kill_at_any_time_loses_nothing_accepted_and_tokens_stay_unique(
 
 
 def check_accepted_columns(life: Life, recovered: ShardState) -> None:
-    assert life.admitted <= recovered.groups.keys() | life.gone
+    assert life.admitted <= recovered.groups.keys() | life.removed
     for (uid, stage), columns in life.accepted.items():
         group = recovered.groups.get(uid)
-        if uid in life.gone or group is None or group.outcome is not None:
-            assert uid in life.gone or group is not None
+        if uid in life.removed or group is None or group.outcome is not None:
+            assert uid in life.removed or group is not None
             continue
         recovered_columns = decode_columns(group.stage_columns[stage].data)
         assert all((recovered_columns[name] == column).all() for name, column in columns.items())

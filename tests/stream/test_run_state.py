@@ -289,7 +289,7 @@ async def test_reconcile_removes_unknown_groups_and_inserts_missing_ones():
 # Oversampling
 
 
-async def oversampled(factor: float | None) -> tuple[RunState, FakeQueue]:
+async def make_oversampling_run_state(factor: float | None) -> tuple[RunState, FakeQueue]:
     """Make an oversampling run state that has filled the queue."""
     run_state, fake_queue = (
         make_run_state(oversampling=OversamplingController(factor, groups_per_step=3)),
@@ -300,7 +300,7 @@ async def oversampled(factor: float | None) -> tuple[RunState, FakeQueue]:
 
 
 async def test_oversampling_undecided_group_spends_a_fraction_of_a_credit():
-    run_state, fake_queue = await oversampled(4.0)
+    run_state, fake_queue = await make_oversampling_run_state(4.0)
     assert len(fake_queue.inserted) == 24, "four for each of the six slots"
     fake_queue.kept_uids = ["0:0:0"]
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
@@ -312,7 +312,7 @@ async def test_oversampling_undecided_group_spends_a_fraction_of_a_credit():
 
 
 async def test_oversampling_auto_follows_the_recent_keep_rate():
-    run_state, fake_queue = await oversampled(None)
+    run_state, fake_queue = await make_oversampling_run_state(None)
     assert len(fake_queue.inserted) == 6, "the keep rate is not yet estimated"
     await run_state.finish_groups(fake_queue, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
@@ -320,7 +320,7 @@ async def test_oversampling_auto_follows_the_recent_keep_rate():
 
 
 async def test_surplus_prompts_are_readmitted_first():
-    run_state, fake_queue = await oversampled(4.0)
+    run_state, fake_queue = await make_oversampling_run_state(4.0)
     for version in (1, 2):
         run_state.admission.advance_version(version)
     fake_queue.kept_uids = [f"0:{n}:0" for n in range(14, 24)]
@@ -342,7 +342,7 @@ async def test_surplus_prompts_are_readmitted_first():
 
 
 async def test_late_group_is_an_error_without_oversampling():
-    run_state, _ = await oversampled(1.0)
+    run_state, _ = await make_oversampling_run_state(1.0)
     for version in (1, 2):
         run_state.admission.advance_version(version)
     assert run_state.remove_late_groups() == {}

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.virtual_time
 UIDS = [f"0:{i}:0" for i in range(6)]
 
 
-def shards_with(uids: Sequence[str], *, lease_s: float = 10.0, **settings: float) -> LocalShard:
+def make_shard(uids: Sequence[str], *, lease_s: float = 10.0, **settings: float) -> LocalShard:
     config = QueueConfig(shards=1, lease_s=lease_s, **settings)  # type: ignore[arg-type]
     return LocalShard(STAGES, config, ShardCapacity(100), log=MemoryLog())
 
@@ -58,7 +58,7 @@ class Sampler:
         return [self._results.get(f"uid_{uid.split(':')[1]}", rollouts()) for uid in uids]
 
 
-async def serving(
+async def start_stage(
     shard: LocalShard, sampler: Sampler, *, slots: int = 2, batch: int = 1, holder: str = "me"
 ) -> "asyncio.Task[None]":
     stage = StageContext(
@@ -69,7 +69,7 @@ async def serving(
     )
 
 
-async def admitted(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
+async def admit_uids(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
     queue = ExperienceQueue([shard], "coordinator")
     await queue.admit_prompts([prompt(uid) for uid in uids], 0)
     return queue
@@ -77,9 +77,9 @@ async def admitted(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
 
 @pytest.mark.parametrize(("slots", "batch"), [(1, 1), (3, 1), (4, 2), (9, 9)])
 async def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, batch: int):
-    shard, sampler = shards_with(UIDS), Sampler()
-    queue = await admitted(shard, UIDS)
-    loop = await serving(shard, sampler, slots=slots, batch=batch)
+    shard, sampler = make_shard(UIDS), Sampler()
+    queue = await admit_uids(shard, UIDS)
+    loop = await start_stage(shard, sampler, slots=slots, batch=batch)
     await asyncio.sleep(20.0)
     loop.cancel()
     assert sorted(sampler.finished) == UIDS
@@ -89,10 +89,10 @@ async def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, 
 
 
 async def test_results_are_committed_filtered_or_failed_by_type():
-    shard = shards_with(UIDS, max_attempts=1)
+    shard = make_shard(UIDS, max_attempts=1)
     sampler = Sampler(uid_1=FilteredGroup("not worth it"), uid_2=RewardError("no verdict"))
-    queue = await admitted(shard, UIDS[:3])
-    loop = await serving(shard, sampler, slots=3, batch=3)
+    queue = await admit_uids(shard, UIDS[:3])
+    loop = await start_stage(shard, sampler, slots=3, batch=3)
     await asyncio.sleep(5.0)
     loop.cancel()
     ended = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
@@ -105,8 +105,8 @@ async def test_results_are_committed_filtered_or_failed_by_type():
 
 
 async def test_leaving_stage_commits_finished_work_and_leases_nothing():
-    shard, sampler = shards_with(UIDS), Sampler(seconds=10.0)
-    queue = await admitted(shard, UIDS)
+    shard, sampler = make_shard(UIDS), Sampler(seconds=10.0)
+    queue = await admit_uids(shard, UIDS)
     stage = StageContext(
         "generate", ExperienceQueue([shard], "me"), DedicatedDeviceLease(), SpanRecorder("me")
     )
@@ -127,10 +127,10 @@ async def test_leaving_stage_commits_finished_work_and_leases_nothing():
 
 
 async def test_slow_work_is_kept_by_renewals():
-    shard, sampler = shards_with(UIDS, lease_s=4.0), Sampler(seconds=60.0)
-    await admitted(shard, UIDS[:1])
-    loop = await serving(shard, sampler)
-    idle_loop = await serving(shard, Sampler(), holder="you")
+    shard, sampler = make_shard(UIDS, lease_s=4.0), Sampler(seconds=60.0)
+    await admit_uids(shard, UIDS[:1])
+    loop = await start_stage(shard, sampler)
+    idle_loop = await start_stage(shard, Sampler(), holder="you")
     await asyncio.sleep(70.0)
     loop.cancel()
     idle_loop.cancel()
@@ -140,9 +140,9 @@ async def test_slow_work_is_kept_by_renewals():
 
 
 async def test_lost_work_is_cancelled_and_frees_its_slot():
-    shard, sampler = shards_with(UIDS), Sampler(seconds=30.0)
-    queue = await admitted(shard, UIDS[:1])
-    loop = await serving(shard, sampler, slots=1)
+    shard, sampler = make_shard(UIDS), Sampler(seconds=30.0)
+    queue = await admit_uids(shard, UIDS[:1])
+    loop = await start_stage(shard, sampler, slots=1)
     await asyncio.sleep(5.0)
     await queue.remove_groups(UIDS[:1], 0)
     await queue.admit_prompts([prompt(UIDS[1])], 0)
@@ -153,9 +153,9 @@ async def test_lost_work_is_cancelled_and_frees_its_slot():
 
 
 async def test_group_lost_and_leased_again_by_the_same_holder_is_processed():
-    shard, sampler = shards_with(UIDS, max_attempts=9), Sampler(seconds=3.0)
-    queue = await admitted(shard, UIDS[:1])
-    loop = await serving(shard, sampler)
+    shard, sampler = make_shard(UIDS, max_attempts=9), Sampler(seconds=3.0)
+    queue = await admit_uids(shard, UIDS[:1])
+    loop = await start_stage(shard, sampler)
     await asyncio.sleep(1.0)
     # The group is requeued as stalled: the same holder leases it again before its next renewal.
     await queue.requeue_overdue(await queue.find_overdue(0.5))
@@ -170,10 +170,10 @@ async def test_error_of_the_compute_function_ends_the_loop():
         async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
             raise KeyError("lengths")
 
-    shard = shards_with(UIDS)
-    await admitted(shard, UIDS)
+    shard = make_shard(UIDS)
+    await admit_uids(shard, UIDS)
     with pytest.raises(ExceptionGroup) as error:
-        await (await serving(shard, Broken()))
+        await (await start_stage(shard, Broken()))
     assert error.group_contains(KeyError)
 
 

@@ -33,7 +33,7 @@ async def stop_after_an_update(stream: Stream) -> None:
     stream.control.request_stop()
 
 
-def trained(stream: Stream) -> list[list[str]]:
+def list_trained_uids(stream: Stream) -> list[list[str]]:
     return [[group.uid for group in outcome.groups] for outcome in stream.outcomes]
 
 
@@ -215,9 +215,11 @@ def test_depth_above_max_staleness_drops_stale_groups_and_readmits_their_prompts
     stream = run_virtual(run_stream(plan))
     causes = dict(stream.ledger.counts.drops)
     assert causes.keys() == {"stale"}
-    assert [len(groups) for groups in trained(stream)] == [4] * 8
+    assert [len(groups) for groups in list_trained_uids(stream)] == [4] * 8
     ended = {uid for uid, _ in stream.ended}
-    later = {uid for groups in trained(stream) for uid in groups} | set(stream.ledger.in_flight)
+    later = {uid for groups in list_trained_uids(stream) for uid in groups} | set(
+        stream.ledger.in_flight
+    )
     for uid in ended:
         epoch, index, attempt = parse_uid(uid)
         assert f"{epoch}:{index}:{attempt + 1}" in later | ended

@@ -44,7 +44,7 @@ class Shard:
         self.discarded.append(cut)
 
 
-def saved(run_dir: Path, shard: Shard) -> Any:
+def make_persistence(run_dir: Path, shard: Shard) -> Any:
     """Return a RunPersistence, and a function that saves a checkpoint of version 3."""
     journal = SimpleNamespace(max_mb=1, enabled=True)
     config: Any = SimpleNamespace(
@@ -78,7 +78,7 @@ async def test_a_failed_checkpoint_leaves_no_partial_files_and_can_be_retried(
 ):
     error = error_type("00000002.journal cannot be begun: No space left on device")
     shard = Shard(**{where: error})
-    persistence, save = saved(tmp_path, shard)
+    persistence, save = make_persistence(tmp_path, shard)
     with pytest.raises(error_type, match="cannot be begun"):
         await save()
     assert list((tmp_path / "checkpoints").iterdir()) == [] and shard.discarded == []

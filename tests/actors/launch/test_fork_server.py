@@ -68,7 +68,7 @@ sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 0)
 
 
 @contextmanager
-def command_of(code: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+def start_command(code: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
     """Start a command with a fork server whose sockets are in this environment."""
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
@@ -93,7 +93,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
         "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    with command_of(COMMAND, monkeypatch) as process:
+    with start_command(COMMAND, monkeypatch) as process:
         yield process
 
 
@@ -274,7 +274,7 @@ def test_levels_and_workers_die_with_the_command(
     assert not alive
 
 
-def printed_by(code: str, **variables: str) -> list[str]:
+def run_command(code: str, **variables: str) -> list[str]:
     """Return the lines that a command prints if it exits before its sleep."""
     env = {name: value for name, value in os.environ.items() if name != SOCKETS_VARIABLE}
     code = code.replace("time.sleep(60)", "")
@@ -291,7 +291,7 @@ def test_levels_start_after_threads_and_imports_in_the_command(
         "import ray, threading, time; ray.remote(int)\n"
         "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
-    with command_of(before + COMMAND, monkeypatch):
+    with start_command(before + COMMAND, monkeypatch):
         out = tmp_path / "state.json"
         assert fork_worker(ray_arguments(worker, str(out)))
         assert read_worker_state(out)["parent"]
@@ -299,7 +299,7 @@ def test_levels_start_after_threads_and_imports_in_the_command(
 
 def test_a_failed_start_of_the_levels_is_a_note(monkeypatch: pytest.MonkeyPatch):
     none = "import sys; sys.executable = 'no-such-python'\n"
-    reason, sockets = printed_by(none + COMMAND)
+    reason, sockets = run_command(none + COMMAND)
     assert reason.startswith("workers start slowly, each importing its own libraries: ")
     assert "no-such-python" in reason
     assert sockets == "None"
@@ -314,18 +314,18 @@ def test_dead_levels_are_a_note_and_can_be_restarted():
         "fork_server.start_fork_server([base])\n"
         "print(fork_server.is_serving(), fork_server._server_state.process is not first)\n"
     )
-    *_, reason, restarted = printed_by(COMMAND + restarts)
+    *_, reason, restarted = run_command(COMMAND + restarts)
     assert reason.endswith("the fork server exited with code -9")
     assert restarted == "True True"
 
 
 def test_a_nested_command_keeps_the_levels_of_its_parent():
     around = {SOCKETS_VARIABLE: "streamrl-of-another", FORK_VARIABLE: "0"}
-    assert printed_by(COMMAND, **around) == ["", "None"]
+    assert run_command(COMMAND, **around) == ["", "None"]
 
 
 def test_the_fork_server_can_be_disabled():
-    assert printed_by(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
+    assert run_command(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
 
 
 def test_forks_of_a_level_draw_distinct_ray_ids():
@@ -336,7 +336,7 @@ def test_forks_of_a_level_draw_distinct_ray_ids():
         "import ray; ray.remote(int)\n"
         "print(fork_server._draws_unique_ids())\n"
     )
-    assert printed_by(code, **make_vllm_env("cpu"))[-2:] == ["True", "False"]
+    assert run_command(code, **make_vllm_env("cpu"))[-2:] == ["True", "False"]
 
 
 KILLED_LEVEL = """
@@ -364,7 +364,7 @@ with start_local_ray(2, 200 << 20):
 
 def test_ray_restarts_an_actor_whose_level_was_killed():
     # The output also has Ray's messages about the death.
-    assert "True" in printed_by(KILLED_LEVEL)
+    assert "True" in run_command(KILLED_LEVEL)
 
 
 def test_every_level_forks_from_one_before_it():

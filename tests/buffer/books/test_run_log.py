@@ -33,18 +33,18 @@ FILTERED = GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
 DROPPED = GroupOutcome("deadline", "the verifier is down")
 
 
-def trained(uid: str, version: int = 0) -> TrainedGroup:
+def make_trained_group(uid: str, version: int = 0) -> TrainedGroup:
     return TrainedGroup(uid, GroupInfo((5, 7), 6, ((version, 6),)), version)
 
 
-def step(version: int, *uids: str) -> TrainedStep:
+def make_step(version: int, *uids: str) -> TrainedStep:
     """Make a step for two ranks with one round per group: one rollout per rank."""
-    groups = tuple(trained(uid, version) for uid in uids)
+    groups = tuple(make_trained_group(uid, version) for uid in uids)
     rounds = tuple((((uid, 0),), ((uid, 1),)) for uid in uids)
     return TrainedStep(version, groups, {"policy": StepSchedule((rounds,))})
 
 
-def round_tripped(record: JournalRecord) -> JournalRecord:
+def round_trip_record(record: JournalRecord) -> JournalRecord:
     """Return the record as a journal reads it back."""
     return JournalRecord(json.loads(json.dumps(dict(record.meta))), join_pieces(record.payload))
 
@@ -76,11 +76,11 @@ def steps(draw: st.DrawFn) -> TrainedStep:
 
 @given(steps())
 def test_step_record_has_the_whole_schedule(trained_step: TrainedStep):
-    assert TrainedStep.from_record(round_tripped(trained_step.to_record())) == trained_step
+    assert TrainedStep.from_record(round_trip_record(trained_step.to_record())) == trained_step
 
 
 def test_step_record_has_plain_uids():
-    meta = step(3, "0:1:0", "0:2:0").to_record().meta
+    meta = make_step(3, "0:1:0", "0:2:0").to_record().meta
     assert (meta["kind"], meta["version"], meta["uids"]) == ("step", 3, ["0:1:0", "0:2:0"])
 
 
@@ -112,7 +112,7 @@ def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]
             elif move == "step":
                 uids = rng.sample(in_flight, min(2, len(in_flight)))
                 version = max(trained_steps, default=seed) + 1
-                trained_steps[version] = step(version, *uids)
+                trained_steps[version] = make_step(version, *uids)
                 await run_log.record_step(trained_steps[version])
             elif move == "again":
                 uid = rng.choice(in_flight)
@@ -125,7 +125,7 @@ def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]
                     dict.fromkeys(uids, FILTERED if move == "filter" else DROPPED)
                 )
         recovered = recover_run_log(
-            [round_tripped(r) for r in log.records[cut:]], state, debug=True
+            [round_trip_record(r) for r in log.records[cut:]], state, debug=True
         )
         assert recovered.ledger.state_dict() == run_log.ledger.state_dict()
         assert recovered.steps_to_replay == trained_steps
@@ -140,14 +140,14 @@ async def test_replayed_step_is_not_logged_again():
     log = MemoryLog()
     run_log = RunLog(Ledger(debug=True), log)
     await run_log.record_admissions(["0:0:0", "0:1:0"], 0)
-    await run_log.record_step(step(0, "0:0:0"))
+    await run_log.record_step(make_step(0, "0:0:0"))
     recovered = recover_run_log(log.records, None, debug=True)
     resumed_log = RunLog(recovered.ledger, log.crash(), recovered.steps_to_replay)
     before = len(log.records)
     await resumed_log.record_step(recovered.steps_to_replay[0])
     assert len(log.records) == before and resumed_log.ledger.counts.trained == 1
     assert not resumed_log.steps_to_replay
-    await resumed_log.record_step(step(1, "0:1:0"))
+    await resumed_log.record_step(make_step(1, "0:1:0"))
     assert resumed_log.ledger.counts.trained == 2
 
 
@@ -155,7 +155,7 @@ async def test_step_is_logged_before_the_ledger_changes():
     log = MemoryLog(write_s=5.0)
     run_log = RunLog(Ledger(), log)
     await run_log.record_admissions(["0:0:0"], 0)
-    training = asyncio.create_task(run_log.record_step(step(0, "0:0:0")))
+    training = asyncio.create_task(run_log.record_step(make_step(0, "0:0:0")))
     await asyncio.sleep(1.0)
     assert run_log.ledger.counts.trained == 0
     await training
@@ -164,7 +164,7 @@ async def test_step_is_logged_before_the_ledger_changes():
 
 def test_contradicting_log_and_ledger_raise():
     with pytest.raises(LedgerError, match="prompt 0:0:0 is trained, but it is not in flight"):
-        recover_run_log([step(0, "0:0:0").to_record()], None)
+        recover_run_log([make_step(0, "0:0:0").to_record()], None)
 
 
 # On disk
@@ -176,7 +176,7 @@ async def write_run_log(folder: Path) -> RunLog:
     await run_log.record_start(0)
     await run_log.record_admissions(["0:0:0", "0:1:0", "0:2:0"], 0)
     await journal.rotate()
-    await run_log.record_step(step(0, "0:0:0"))
+    await run_log.record_step(make_step(0, "0:0:0"))
     await run_log.record_finished({"0:1:0": DROPPED}, readmitted=["0:1:1"], version=1)
     await run_log.record_finished({"0:2:0": FILTERED})
     await journal.close()

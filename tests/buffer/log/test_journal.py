@@ -156,7 +156,7 @@ async def test_closed_journal_rejects_appends(tmp_path: Path):
 # Disk failures
 
 
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     writev = os.writev
 
     def refuse(descriptor: int, buffers: list[memoryview]) -> int:
@@ -174,7 +174,7 @@ async def test_full_disk_fails_all_waiters_with_a_clear_message(
     await journal.append([note(0), note(1)])
     size = segment_path(tmp_path, 1).stat().st_size
     with monkeypatch.context() as patch:
-        full_disk(patch)
+        fill_disk(patch)
         calls = (journal.append([note(i)]) for i in range(2, 5))
         errors = await asyncio.gather(*calls, return_exceptions=True)
     text = (
@@ -222,7 +222,7 @@ async def test_failed_append_nowait_raises_in_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     journal = open_journal(tmp_path)
-    full_disk(monkeypatch)
+    fill_disk(monkeypatch)
     journal.append_nowait([note(0)])
     with pytest.raises(JournalError, match="No space left"):
         await journal.close()
@@ -318,7 +318,7 @@ asyncio.run(main())
 """
 
 
-def killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
+def run_until_killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
     """Kill an endless writer after `lines` acknowledged records; yield all acknowledged records."""
     command = [sys.executable, "-c", ENDLESS, str(folder), fsync_s]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -333,7 +333,10 @@ def killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("fsync_s", ["0", "0.05", ""])
 def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync_s: str):
-    acknowledged = [*killed(tmp_path, fsync_s, 150), *killed(tmp_path, fsync_s, 77)]
+    acknowledged = [
+        *run_until_killed(tmp_path, fsync_s, 150),
+        *run_until_killed(tmp_path, fsync_s, 77),
+    ]
     replayed: dict[str, list[int]] = {}
     for item in replay_segments(tmp_path):
         assert not isinstance(item, CorruptRecord), item

@@ -284,11 +284,11 @@ def test_the_planners_batching_matches_the_engine(
     rounded_kv_tokens = (1 + CAPACITY_TOLERANCE) ** math.floor(
         math.log(kv_tokens) / math.log(1 + CAPACITY_TOLERANCE)
     )
-    ends = []
+    group_ends = []
     for capacity in (kv_tokens, rounded_kv_tokens):
         engine: SimulatedEngine[str] = SimulatedEngine(replace(timing, kv_tokens=capacity))
         for i in range(groups):
             engine.add_group(f"{i}", prompt, [tokens] * size, 0.0)
         end_times = run(engine)
-        ends.append([end_times[f"{i}"] for i in range(groups)])
-    assert share.group_ends.tolist() in ends
+        group_ends.append([end_times[f"{i}"] for i in range(groups)])
+    assert share.group_ends.tolist() in group_ends
