@@ -29,7 +29,7 @@ settings.load_profile("budget")
 
 
 class BudgetUsedError(KeyboardInterrupt):
-    """Ends a passing test like Ctrl-C: Hypothesis stops at once and saves nothing.
+    """End of a passing test, like Ctrl-C: Hypothesis stops at once and saves nothing.
 
     Returning early from the body would still draw each of the remaining examples.
     """

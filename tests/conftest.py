@@ -21,7 +21,7 @@ LONGEST_FIRST = (
 
 
 class FileOrGroupScheduling(LoadGroupScheduling):
-    """Assigns each file, or each `xdist_group`, to one worker."""
+    """Scheduling that assigns each file, or each `xdist_group`, to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         group: str = super()._split_scope(nodeid)

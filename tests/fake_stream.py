@@ -377,7 +377,7 @@ async def wait_for_first(tasks: Sequence["asyncio.Task[None]"]) -> None:
 
 
 class StageMaker:
-    """Makes the stage contexts of every process, each with its own queue client."""
+    """Maker of the stage contexts of every process, each with its own queue client."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

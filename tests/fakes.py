@@ -128,7 +128,7 @@ class FakePrompts:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledToken:
     """A sampled token: its position in the completion (from 1), version and time."""
 
     uid: str
@@ -138,7 +138,7 @@ class Sampled:
 
 
 class FakeGenerator:
-    """Samples tokens over time, each with the version served at that moment.
+    """Generator that samples tokens over time, each with the version served at that moment.
 
     One completion of a group releases its slot halfway.
     """
@@ -146,7 +146,7 @@ class FakeGenerator:
     def __init__(self, plan: Plan, rng: random.Random, generated: Counter[str]) -> None:
         self.version = -1
         self.computed = set[str]()
-        self.sampled: list[Sampled] = []
+        self.sampled: list[SampledToken] = []
         self._plan = plan
         self._rng = rng
         self._generated = generated
@@ -188,7 +188,7 @@ class FakeGenerator:
                 tokens.append(token)
                 versions.append(self.version)
                 now = asyncio.get_running_loop().time()
-                self.sampled.append(Sampled(prompt.uid, len(tokens), self.version, now))
+                self.sampled.append(SampledToken(prompt.uid, len(tokens), self.version, now))
                 if 2 * len(tokens) == count:
                     finished()
         finally:
@@ -228,7 +228,7 @@ def split_partials(partials: Columns | None) -> tuple[list[int], list[int]]:
 
 
 class FakeScorer:
-    """Returns scores, reference logprobs or values after a delay; some rewards fail."""
+    """Scorer that returns scores, reference logprobs or values after a delay; rewards may fail."""
 
     def __init__(self, plan: Plan, rng: random.Random, stage: str) -> None:
         self._plan = plan
@@ -349,7 +349,7 @@ class FakeTrainer:
 
 @dataclass
 class FakeReference:
-    """Reads a trainer's model while publishing; the model must not change meanwhile."""
+    """EMA reference that reads a trainer's model while publishing; the model must not change."""
 
     trainer: FakeTrainer
     publish_s: float

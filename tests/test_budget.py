@@ -17,7 +17,7 @@ Seen = list[int]
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """Numbers drawn by a test; each takes a second of processor time."""
+    """Collect the numbers drawn by a test; each takes a second of processor time."""
     numbers: Seen = []
     monkeypatch.setattr(time, "process_time", lambda: float(len(numbers)))
     return numbers

@@ -14,7 +14,7 @@ from streamrl.messages import GroupInfo
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.stage_worker import PARTIAL_SAVE_INTERVAL_S
 from tests.fake_stream import Disturb, Stream, drain_generator, run_stream
-from tests.fakes import Plan, Sampled
+from tests.fakes import Plan, SampledToken
 from tests.test_stream_faults import check_accounts, check_conservation, harm, plans
 
 CALLS_S = 0.05
@@ -69,7 +69,7 @@ def slow_plans() -> st.SearchStrategy[Plan]:
     )
 
 
-def list_sampled_tokens(stream: Stream) -> list[Sampled]:
+def list_sampled_tokens(stream: Stream) -> list[SampledToken]:
     """Return the sampled tokens of all generators in order of time."""
     tokens = [token for generator in stream.samplers for token in generator.sampled]
     return sorted(tokens, key=lambda token: token.at_s)
@@ -99,7 +99,7 @@ def test_leaving_generator_loses_no_sampled_token(plan: Plan):
 
 
 def make_killer(deaths: list[tuple[float, str]]) -> Disturb:
-    """Return a disturbance that kills and restarts generators and appends each death."""
+    """Return a disturbance that kills and restarts generators, appending each death to `deaths`."""
 
     async def kill(stream: Stream) -> None:
         rng = random.Random(f"kill/{stream.plan.seed}")

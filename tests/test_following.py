@@ -40,7 +40,7 @@ SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
 
 class Engine:
-    """Serves versions; computes the same logprob for every token."""
+    """Engine that serves versions and computes the same logprob for every token."""
 
     def __init__(self, logprob: float = -1.0) -> None:
         self.served: list[int] = []

@@ -120,7 +120,7 @@ def test_any_deaths_leave_every_prompt_trained_once_or_accounted_for(plan: Plan)
     check_accounts(stream)
     if not plan.readmits and plan.on_stale == "wait" and plan.oversample == 1.0:
         epochs = {parse_uid(uid)[2] for o in stream.outcomes for uid in [g.uid for g in o.groups]}
-        assert epochs <= {0}, "a prompt was readmitted without readmit"
+        assert epochs <= {0}, "a prompt was readmitted without `readmits`"
 
 
 @given(plans)

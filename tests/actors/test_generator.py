@@ -8,7 +8,7 @@ from streamrl.telemetry.spans import SpanRecorder
 
 
 class Engine:
-    """Records its calls."""
+    """Engine that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -51,7 +51,7 @@ class Waiter:
 
 @pytest.fixture(scope="module")
 def processes(local_ray: None) -> Iterator[dict[str, ray.actor.ActorHandle]]:
-    """Processes in three states: waiting, stopped (SIGSTOP) and dead (SIGKILL)."""
+    """Start processes in three states: waiting, stopped (SIGSTOP) and dead (SIGKILL)."""
     waiter: Any = ray.remote(num_cpus=0)(Waiter)
     actors = {name: waiter.remote() for name in ("generator-0", "generator-1", "reward-0")}
     pids = {name: ray.get(actor.pid.remote()) for name, actor in actors.items()}

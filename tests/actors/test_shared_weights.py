@@ -43,7 +43,7 @@ class Rank:
 
 
 class Generator:
-    """Records its calls."""
+    """Generator that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

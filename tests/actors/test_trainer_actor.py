@@ -1,4 +1,4 @@
-"""A trainer rank: its memory beside a generator, and publishing when a send or a gather fails."""
+"""Trainer actor: memory beside a generator, and publishing when a send or a gather fails."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ from tests.weights.local_transport import LocalReader, LocalWriter
 
 
 class Rank:
-    """Records its calls."""
+    """Trainer rank that records its calls."""
 
     has_sharded_params = False
 
@@ -44,7 +44,7 @@ class Rank:
 
 
 class Generator:
-    """Records pauses and freeing of the KV cache."""
+    """Generator that records pauses and freeing of the KV cache."""
 
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls

@@ -42,7 +42,7 @@ moves = st.lists(
 
 
 class Life:
-    """Runs a schedule against a shard, waiting for replies only at random moves.
+    """A run of a schedule against a shard; it waits for replies only at random moves.
 
     `accepted`: acknowledged columns by uid and stage. `removed`: removed uids. `tokens`: uid, stage
     and holder of each lease token.

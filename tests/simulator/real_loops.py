@@ -84,7 +84,7 @@ def run_real(case: Case, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 class Stages:
-    """Makes stage contexts with the device leases of each role."""
+    """Maker of stage contexts with the device leases of each role."""
 
     def __init__(self, case: Case, stream: Stream) -> None:
         self._make = FAKE_STAGE_MAKER(stream)
@@ -115,7 +115,7 @@ FAKE_STAGE_MAKER = fake_stream.StageMaker
 
 @dataclass
 class SuspendableGenerator:
-    """Suspends and resumes a generator for the device arbiter."""
+    """Handle by which the device arbiter suspends and resumes a generator."""
 
     stream: Stream
     process: str

@@ -1,4 +1,4 @@
-"""Publishing versions: concurrency, retries, resends, waits."""
+"""Weight publisher: concurrency, retries, resends, waits."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
 
 class Source:
-    """Publishes after a delay; version 3 fails `failures` times."""
+    """Source that publishes after a delay; version 3 fails `failures` times."""
 
     def __init__(self, publish_s: float, *, failures: int = 0) -> None:
         self.publish_s = publish_s

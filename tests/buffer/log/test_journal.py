@@ -351,7 +351,7 @@ def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync_s: str):
 
 
 class Clock:
-    """A clock that advances only when set."""
+    """Clock that advances by assignment."""
 
     def __init__(self) -> None:
         self.now = 100.0
