@@ -1,9 +1,8 @@
-"""How large a randomised test is: a budget in seconds, read here and nowhere else.
+"""Time budget of randomised tests, in seconds of processor time.
 
-Every `@given` test draws examples until it has used its budget of processor time, or has drawn as
-many as its settings allow. Cases of one parametrised test share its budget. Hypothesis chooses the
-examples: the same ones each time where `CI` is set, new ones otherwise. Of a failure it prints the
-arguments, and the line that repeats it.
+Every `@given` test draws examples until it has used its budget, or has drawn `max_examples`. Cases
+of a parametrised test share its budget. Hypothesis draws the same examples in every run if `CI` is
+set, new ones otherwise. For a failure it prints the arguments and a line that reproduces it.
 """
 
 import functools
@@ -20,9 +19,9 @@ from hypothesis.errors import UnsatisfiedAssumption
 SECONDS = float(os.environ.get("STREAMRL_TEST_BUDGET", "1"))
 """Processor seconds for each randomised test."""
 LEAST = 5
-"""Examples that are drawn however long they take."""
+"""Minimum number of examples, regardless of time."""
 
-# No deadline for one example: machines are of any speed.
+# No deadline for single examples: the speed of machines differs.
 settings.register_profile(
     "budget", deadline=None, max_examples=max(LEAST, round(100 * SECONDS)), print_blob=True
 )
@@ -30,16 +29,16 @@ settings.load_profile("budget")
 
 
 class BudgetUsedError(KeyboardInterrupt):
-    """The end of a test that has passed so far. Hypothesis ends as if by Ctrl-C, and saves nothing.
+    """End of a passing test, like Ctrl-C: Hypothesis stops at once and saves nothing.
 
-    Returning early instead would cost a draw for each of the remaining examples.
+    Returning early from the body would still draw each of the remaining examples.
     """
 
 
 def within_budget(test: Callable[..., None], seconds: float) -> Callable[..., None]:
-    """Make the body of a randomised test end its run once the budget is used.
+    """Wrap the body of a randomised test so that its run ends once the budget is used.
 
-    After a failure there is no end: Hypothesis looks for the simplest arguments that fail.
+    After a failure the budget no longer applies: Hypothesis shrinks the arguments fully.
     """
     calls, has_failed, end_s = 0, False, time.process_time() + seconds
     least = LEAST + len(getattr(test, "hypothesis_explicit_examples", ()))
@@ -62,7 +61,7 @@ def within_budget(test: Callable[..., None], seconds: float) -> Callable[..., No
 
 
 class Budget:
-    """The pytest plugin that gives every randomised test its budget."""
+    """Pytest plugin that applies the budget to every randomised test."""
 
     def __init__(self) -> None:
         self._num_cases: Counter[object] = Counter()

@@ -1,4 +1,4 @@
-"""What all tests share: whole runs, budgets, and which process of several runs which test."""
+"""Shared run fixtures, randomised-test budgets, and the distribution of tests to xdist workers."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from xdist.scheduler import LoadGroupScheduling
 from streamrl.simulator.replicas.virtual_loop import VirtualEventLoop
 from tests.budget import Budget
 
-# Fixtures of the runs that several tests read.
+# Fixtures of runs that several tests read.
 pytest_plugins = ("tests.e2e.shared_runs",)
 
 LONGEST_FIRST = (
     *("e2e", "chaos", "examples", "test_lint.py", "benchmarks", "engines", "actors", "rewards"),
     *("test_planned_runs.py", "cli", "placement", "resharding", "process_pool"),
 )
-"""Rooms that are handed out before the others, so that both cores end together."""
+"""Folders and files that start first, so that all xdist workers end together."""
 
 
 class FileOrGroupScheduling(LoadGroupScheduling):
-    """Hand a process the tests of one file, or of one `xdist_group`."""
+    """Scheduling that assigns each file, or each `xdist_group`, to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         group: str = super()._split_scope(nodeid)
@@ -40,12 +40,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileOrGro
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_place)
+    items.sort(key=_get_priority)
 
 
-def _place(item: pytest.Item) -> int:
-    room = item.path.relative_to(Path(__file__).parent).parts[0]
-    return LONGEST_FIRST.index(room) if room in LONGEST_FIRST else len(LONGEST_FIRST)
+def _get_priority(item: pytest.Item) -> int:
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 def pytest_asyncio_loop_factories(

@@ -1,4 +1,4 @@
-"""What a test started itself, told from the runs that other tests play meanwhile."""
+"""Processes started by a test, without runs of concurrent tests."""
 
 import time
 
@@ -8,25 +8,25 @@ from tests.e2e.launched import MARK
 
 
 def descendants() -> set[psutil.Process]:
-    """Every process below this one, but for runs that were launched with a mark, and theirs."""
-    own, found = psutil.Process(), set[psutil.Process]()
-    for child in own.children():
+    """Return all descendants of this process, except marked runs and their descendants."""
+    this_process, processes = psutil.Process(), set[psutil.Process]()
+    for child in this_process.children():
         try:
-            _wait_until_itself(child, own.cmdline())
+            _wait_until_itself(child, this_process.cmdline())
             if MARK not in child.environ():
-                found |= {child, *child.children(recursive=True)}
+                processes |= {child, *child.children(recursive=True)}
         except psutil.Error:
-            # It ended just now.
+            # The child has just exited.
             continue
-    return found
+    return processes
 
 
-def _wait_until_itself(child: psutil.Process, own: list[str], within_s: float = 1.0) -> None:
-    """Up to its exec a child shows this process's command and environment; then, and as it ends,
-    for a moment none.
+def _wait_until_itself(child: psutil.Process, command: list[str], within_s: float = 1.0) -> None:
+    """Wait until a child has its own command line.
 
-    What stays a copy of this process is not waited for any longer.
+    Before its exec a child shows this process's command line and environment; during exec and exit
+    it briefly shows none. A forked child without exec stays a copy: the wait ends after `within_s`.
     """
     deadline = time.monotonic() + within_s
-    while child.cmdline() in (own, []) and time.monotonic() < deadline:
+    while child.cmdline() in (command, []) and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Shards in the same process that can be killed: what they wrote survives, nothing else does."""
+"""Shards in the same process that can be killed: only durable records survive."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class MemoryLog:
-    """A journal in memory: `records` is the disk. What was only posted may not have got there."""
+    """Journal in memory: `records` are durable; pending records are lost in a crash."""
 
     def __init__(self, *, write_s: float = 0.002) -> None:
         self.records: list[JournalRecord] = []
@@ -37,29 +37,29 @@ class MemoryLog:
     async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
         self._waiting += records
         async with self._writing:
-            written, self._waiting = self._waiting, []
+            batch, self._waiting = self._waiting, []
             await asyncio.sleep(self.write_s)
-            # The disk has what the payload is by now, not what becomes of it.
+            # Copy the payload as of now: later changes of its buffer do not reach the disk.
             self.records += [
-                replace(record, payload=join_pieces(record.payload)) for record in written
+                replace(record, payload=join_pieces(record.payload)) for record in batch
             ]
 
     def append_nowait(self, records: Sequence[JournalRecord]) -> None:
         self._waiting += records
 
     def crash(self) -> "MemoryLog":
-        """What a successor finds."""
-        left = MemoryLog(write_s=self.write_s)
-        left.records = self.records
-        return left
+        """Return the log as its successor opens it: only with the durable records."""
+        successor = MemoryLog(write_s=self.write_s)
+        successor.records = self.records
+        return successor
 
 
 class LocalShard:
-    """ShardProxy of a shard in the same process, with a little delay on every call.
+    """ShardProxy of a shard in the same process, with a short delay on every call.
 
-    `kill` ends the shard with all that is under way in it; `revive` is what Ray does. A call that
-    was under way is made again, as RemoteShard does. `loses` says whether the connection is lost
-    over a call, which goes on while the caller makes it again.
+    `kill` ends the shard and its calls in flight; `revive` restarts it as Ray does. Calls in flight
+    are retried, as by RemoteShard. `repeats` decides whether a commit is sent twice; `loses`
+    whether a call loses its connection: it continues in the shard while the caller retries it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class LocalShard:
         )
         self.log = log
         self.deaths = 0
-        self.notes = 0
+        self.num_saved_partials = 0
         self._repeats = repeats
         self._loses = loses
         self.shard = self._make(log)
@@ -108,21 +108,22 @@ class LocalShard:
             return await method(shard, *args, **kwargs)
 
         if method.__name__ == "save_partials":
-            self.notes += len(cast(Sequence[ColumnCommit], args[0]))
+            self.num_saved_partials += len(cast(Sequence[ColumnCommit], args[0]))
         result = await self._retry(work)
         if method.__name__ == "commit_columns" and self._repeats():
-            again = cast(list[str], await self._retry(work))
-            # What was refused may be taken now: a shard that died has forgotten that a lease ended.
+            second_result = cast(list[str], await self._retry(work))
+            # The shard may now accept refused commits: after a crash it may not know that a lease
+            # ended.
             commits, refused = cast(Sequence[ColumnCommit], args[0]), cast(list[str], result)
-            taken = {commit.uid for commit in commits} - set(refused)
-            assert taken <= set(again), "a commit was taken twice"
+            accepted = {commit.uid for commit in commits} - set(refused)
+            assert accepted <= set(second_result), "a commit was accepted twice"
         return result
 
     async def _retry(self, work: Callable[[QueueShard], Coroutine[Any, Any, T]]) -> T:
         while True:
             await self._up.wait()
             deaths = self.deaths
-            task = asyncio.ensure_future(self._one(work))
+            task = asyncio.ensure_future(self._run_call(work))
             self._running[task] = None
             task.add_done_callback(lambda done: self._running.pop(done, None))
             if self._loses():
@@ -131,11 +132,11 @@ class LocalShard:
             try:
                 return await asyncio.shield(task)
             except asyncio.CancelledError:
-                # A caller that dies does not take back what it asked for.
+                # Cancelling the caller does not cancel its request in the shard.
                 if self.deaths == deaths:
                     raise
 
-    async def _one(self, work: Callable[[QueueShard], Coroutine[Any, Any, T]]) -> T:
+    async def _run_call(self, work: Callable[[QueueShard], Coroutine[Any, Any, T]]) -> T:
         await asyncio.sleep(CALL_S)
         result = await work(self.shard)
         await asyncio.sleep(CALL_S)
@@ -143,10 +144,10 @@ class LocalShard:
 
 
 def recover(stages: Mapping[str, StageSchema], log: MemoryLog) -> ShardState:
-    """The groups as a log in memory has them."""
-    book = ShardState(stages)
-    book.should_keep_retired = True
+    """Recover the shard state from a log in memory."""
+    state = ShardState(stages)
+    state.should_keep_retired = True
     for record in log.records:
-        book.apply_record(record, data=join_pieces(record.payload))
-    book.should_keep_retired = False
-    return book
+        state.apply_record(record, data=join_pieces(record.payload))
+    state.should_keep_retired = False
+    return state

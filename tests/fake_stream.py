@@ -1,4 +1,5 @@
-"""A whole stream in one process: real loops, queue and books, on fakes and a virtual clock."""
+"""A whole stream in one process: real loops, queue and run log, with fake engines and a virtual
+clock."""
 
 import asyncio
 import math
@@ -69,12 +70,12 @@ from tests.fakes import (
 
 PACES = (UpdatePlan(), UpdatePlan(True), UpdatePlan(True, 2, 1), UpdatePlan(True, 1, 2))
 GROUPS_AT_ONCE = 3
-"""That a generator has places for, if nothing else is said."""
+"""Concurrent groups of a generator by default."""
 STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
 
 
-def draw_plans(**own: st.SearchStrategy[Any]) -> st.SearchStrategy[Plan]:
-    """Plans of short runs of any shape and speed; `own` adds or replaces what is drawn."""
+def draw_plans(**overrides: st.SearchStrategy[Any]) -> st.SearchStrategy[Plan]:
+    """Draw plans of short runs of any shape and speed; `overrides` adds or replaces fields."""
     drawn = {
         "seed": st.integers(0, 100_000),
         "steps": st.integers(1, 5),
@@ -95,23 +96,23 @@ def draw_plans(**own: st.SearchStrategy[Any]) -> st.SearchStrategy[Plan]:
         "reference": st.booleans(),
         "critic": st.booleans(),
         "greedy": st.booleans(),
-        "rests": st.integers(0, 2),
-        "room_steps": st.sampled_from([float("inf"), 1.0, 1.5]),
+        "critic_warmup_steps": st.integers(0, 2),
+        "capacity_steps": st.sampled_from([float("inf"), 1.0, 1.5]),
     }
-    return st.builds(Plan, **{**drawn, **own}).map(
+    return st.builds(Plan, **{**drawn, **overrides}).map(
         lambda plan: replace(plan, publish_every=min(plan.publish_every, plan.max_staleness + 1))
     )
 
 
 @dataclass
 class Disk:
-    """What survives every process: the logs, and the newest checkpoint."""
+    """State that survives all processes: the logs and the newest checkpoint."""
 
     books: MemoryLog
     shards: list[MemoryLog]
     generated: Counter[str] = field(default_factory=Counter)
     computed: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """The groups that each other stage computed for."""
+    """Groups computed by each stage except `generate`."""
     state: dict[str, Any] | None = None
     books_cut: int = 0
 
@@ -122,7 +123,7 @@ class Disk:
 
 @dataclass
 class Stream:
-    """A stream that has run: its books, what was trained, when."""
+    """A stream with its run state, processes, trained steps and their end times."""
 
     plan: Plan
     disk: Disk
@@ -151,7 +152,7 @@ class Stream:
         return self.control.admission.ledger
 
     def checkpoint(self) -> None:
-        """Between two steps, as Durability does it."""
+        """Save a checkpoint between two steps, like RunPersistence."""
         self.disk.state = {
             "ledger": self.ledger.state_dict(),
             "drawn": self.control.prompt_source.state_dict()["drawn"],
@@ -164,7 +165,7 @@ class Stream:
 
 
 def make_trainers(plan: Plan) -> dict[str, FakeTrainer]:
-    """By role: the policy's, and the critic's if the plan has one."""
+    """Make the trainers by role: the policy's, and the critic's if the plan has a critic."""
     pace = replace(
         plan.pace, num_mini_batches=min(plan.pace.num_mini_batches, plan.groups_per_step)
     )
@@ -172,14 +173,14 @@ def make_trainers(plan: Plan) -> dict[str, FakeTrainer]:
     trainer.probe = PROBE if plan.broken_version >= 0 else None
     trainers = {POLICY: trainer}
     if plan.critic:
-        trainer.rests_until = plan.rests
-        # Another pace would do as well: ranks, and time, of its own.
+        trainer.frozen_until = plan.critic_warmup_steps
+        # The critic's number of ranks and its round time differ from the policy's.
         trainers[CRITIC] = FakeTrainer(2 * plan.train_s, 3 - plan.world_size, pace)
     return trainers
 
 
 def make_publishing(plan: Plan, trainers: dict[str, FakeTrainer]) -> WeightPublisher:
-    """Of every trainer, and of a reference that follows the policy, if the plan has one."""
+    """Make a publisher of every trainer, and of an EMA reference if the plan has a reference."""
     sources: dict[str, PublishFunction] = {
         role: trainer.publish_weights for role, trainer in trainers.items()
     }
@@ -197,18 +198,18 @@ def make_publishing(plan: Plan, trainers: dict[str, FakeTrainer]) -> WeightPubli
 
 
 def dataflow_of(plan: Plan) -> Dataflow:
-    """The calls a plan asks for."""
-    further = {
+    """Build the dataflow of a plan."""
+    optional = {
         "ref_logprobs": plan.reference,
         "values": plan.critic,
         "baseline_scores": plan.greedy,
     }
-    columns = (*STREAM_COLUMNS, *(name for name, asked in further.items() if asked))
+    columns = (*STREAM_COLUMNS, *(name for name, is_enabled in optional.items() if is_enabled))
     return build_dataflow(columns, has_filter=plan.filter_rate > 0)
 
 
 def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:
-    """Shards, books and trainer of a plan as the disk has them; needs a running loop."""
+    """Build the stream of a plan from the logs and checkpoint on `disk`; needs a running loop."""
     disk = disk or Disk.empty(plan)
     disk.books = disk.books.crash()
     dataflow = dataflow_of(plan)
@@ -221,9 +222,11 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
     )
     lead = plan.max_staleness if plan.depth is None else plan.depth
     oversampling = OversamplingController(plan.oversample, groups_per_step=plan.groups_per_step)
-    most = MAX_FACTOR if plan.oversample is None else plan.oversample
-    room = plan.room_steps * plan.groups_per_step * GROUP_BYTES
-    bounds = ShardCapacity(math.ceil(most * (lead + 1) * plan.groups_per_step), room, GROUP_BYTES)
+    factor = MAX_FACTOR if plan.oversample is None else plan.oversample
+    capacity_bytes = plan.capacity_steps * plan.groups_per_step * GROUP_BYTES
+    bounds = ShardCapacity(
+        math.ceil(factor * (lead + 1) * plan.groups_per_step), capacity_bytes, GROUP_BYTES
+    )
     rng = random.Random(f"{plan.seed}/{session}")
     disk.shards = [log.crash() for log in disk.shards]
     shards = [
@@ -245,12 +248,12 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
             trainers[role].version, trainers[role].weights = version, weights
         prompts.drawn = state["drawn"]
     records = disk.books.records[disk.books_cut :]
-    found = recover_run_log(records, state["ledger"] if state else None, debug=True)
-    assert [prompt.uid for prompt in prompts.draw_prompts(len(found.drawn_uids))] == list(
-        found.drawn_uids
+    recovered = recover_run_log(records, state["ledger"] if state else None, debug=True)
+    assert [prompt.uid for prompt in prompts.draw_prompts(len(recovered.drawn_uids))] == list(
+        recovered.drawn_uids
     )
     admission = AdmissionController(
-        found.ledger,
+        recovered.ledger,
         depth=lead,
         groups_per_step=plan.groups_per_step,
         capacity_groups=bounds.max_groups,
@@ -267,7 +270,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
     control = RunState(
         admission,
         assembler,
-        RunLog(found.ledger, disk.books, found.steps_to_replay),
+        RunLog(recovered.ledger, disk.books, recovered.steps_to_replay),
         make_publishing(plan, trainers),
         AdaptiveParams(
             ALGORITHMS["grpo"], AlgorithmConfig().to_settings(max_length=8, reward_weights={})
@@ -302,13 +305,13 @@ async def run_stream(plan: Plan, *, disturb: "Disturb | None" = None) -> Stream:
 
 
 Disturb = Callable[[Stream], Coroutine[Any, Any, None]]
-"""Something that goes on beside the stream and harms it."""
+"""Coroutine that runs beside a stream and disturbs it."""
 
 
 async def run_loops(
     stream: Stream, *, disturb: Disturb | None = None, checkpoint_every: int = 0
 ) -> None:
-    """All loops of a stream, to the end of its last step."""
+    """Run all loops of a stream to the end of its last step."""
     plan, clock = stream.plan, asyncio.get_running_loop().time
     config = PipelineConfig(
         max_staleness=plan.max_staleness,
@@ -350,18 +353,22 @@ async def run_loops(
     )
     try:
         while not training.done():
-            running = [t for own in stream.loops.values() for t in own] + loops
-            await first_of([training, *running])
+            running = [t for stage_loops in stream.loops.values() for t in stage_loops] + loops
+            await wait_for_first([training, *running])
         await training
     finally:
-        everything = [training, *loops, *(t for own in stream.loops.values() for t in own)]
+        everything = [
+            training,
+            *loops,
+            *(t for stage_loops in stream.loops.values() for t in stage_loops),
+        ]
         for loop in everything:
             loop.cancel()
         await asyncio.gather(*everything, return_exceptions=True)
 
 
-async def first_of(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    """Wait until one of those that still run has ended; its error is raised."""
+async def wait_for_first(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    """Wait until one of the running tasks has ended; raise its error."""
     running = [task for task in tasks if not task.done()]
     done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
@@ -370,7 +377,7 @@ async def first_of(tasks: Sequence["asyncio.Task[None]"]) -> None:
 
 
 class StageMaker:
-    """Gives every process its places in a stream, each with a client of its own."""
+    """Maker of the stage contexts of every process, each with its own queue client."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -384,8 +391,8 @@ class StageMaker:
         stream.leaving.setdefault(process, asyncio.Event())
         lease = SharedDeviceLease(self._arbiter, process) if shared else DedicatedDeviceLease()
         stream.recorders[process] = SpanRecorder(process, clock)
-        hears_s = math.inf if stream.plan.oversample == 1.0 else 1.0
-        queue = ExperienceQueue(stream.shards, process, max_renew_interval_s=hears_s)
+        max_renew_interval_s = math.inf if stream.plan.oversample == 1.0 else 1.0
+        queue = ExperienceQueue(stream.shards, process, max_renew_interval_s=max_renew_interval_s)
         leaving = stream.leaving[process]
         return StageContext(name, queue, lease, stream.recorders[process], leaving)
 
@@ -393,40 +400,42 @@ class StageMaker:
 def start_scorer(
     stream: Stream, stage: Callable[[str, str], StageContext], call: ModelCall, index: int
 ) -> None:
-    """A scorer; if it is a shadow, with the loop that follows its model."""
-    name, plan, held = f"{call.stage}-{index}", stream.plan, None
-    scorer, place = FakeScorer(plan, stream.rng, call.stage), stage(call.stage, name)
+    """Start a scorer; if its model follows a trained role, also the loop that pulls versions."""
+    name, plan, served = f"{call.stage}-{index}", stream.plan, None
+    scorer, context = FakeScorer(plan, stream.rng, call.stage), stage(call.stage, name)
     scorer.computed = stream.disk.computed[call.stage]
-    own = stream.loops[name] = []
+    loops = stream.loops[name] = []
     if call.followed_role:
-        held = ServedVersion(name)
+        served = ServedVersion(name)
         channel = LocalChannel(stream.control.publisher.registries[call.followed_role], name)
-        own.append(asyncio.create_task(follow_weights(place, scorer, channel, held)))
+        loops.append(asyncio.create_task(follow_weights(context, scorer, channel, served)))
     serving = ScoringLimits(call.needs, max_groups=4, batch_size=2)
-    scoring = score_groups(place, scorer.score, serving, served=held)
-    own.append(asyncio.create_task(scoring))
+    scoring = score_groups(context, scorer.score, serving, served=served)
+    loops.append(asyncio.create_task(scoring))
 
 
 def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], index: int) -> None:
-    """A generator, or the one that takes the place of a dead one: it holds no version yet."""
+    """Start a generator, or restart a dead one: it serves no version yet."""
     name, plan = f"generator-{index}", stream.plan
     stream.leaving[name] = asyncio.Event()
-    generator, held = FakeGenerator(plan, stream.rng, stream.disk.generated), ServedVersion(name)
+    generator, served = FakeGenerator(plan, stream.rng, stream.disk.generated), ServedVersion(name)
     generator.computed = stream.disk.computed["greedy"]
     channel = LocalChannel(stream.control.publisher.registries[POLICY], name)
     stream.samplers.append(generator)
-    follow = follow_weights(stage("generate", name), generator, channel, held)
-    own = stream.loops[name] = [asyncio.create_task(follow)]
+    follow = follow_weights(stage("generate", name), generator, channel, served)
+    loops = stream.loops[name] = [asyncio.create_task(follow)]
     for call in stream.dataflow.select_calls(CallKind.GENERATE):
-        place, sample = stage(call.stage, name), generator.stages[call.stage]
-        begun = generator.begun if call.stage == GENERATE_CALL.stage else read_no_partials
-        places = ConcurrencyLimit(plan.places or GROUPS_AT_ONCE * plan.group_size, plan.group_size)
-        loop = generate_rollouts(place, sample, held, limit=places, read_partials=begun)
-        own.append(asyncio.create_task(loop))
+        context, sample = stage(call.stage, name), generator.stages[call.stage]
+        read_partials = (
+            generator.read_partials if call.stage == GENERATE_CALL.stage else read_no_partials
+        )
+        limit = ConcurrencyLimit(plan.slots or GROUPS_AT_ONCE * plan.group_size, plan.group_size)
+        loop = generate_rollouts(context, sample, served, limit=limit, read_partials=read_partials)
+        loops.append(asyncio.create_task(loop))
 
 
-async def let_leave(stream: Stream, index: int) -> None:
-    """A generator goes, as its actor does."""
+async def drain_generator(stream: Stream, index: int) -> None:
+    """Drain a generator as its actor does: finish groups in flight, then stop following."""
     name = f"generator-{index}"
     follow, *stages = stream.loops[name]
     stream.leaving[name].set()

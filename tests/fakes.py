@@ -1,7 +1,7 @@
-"""Engines, prompts and trainers of a stream that only take time.
+"""Fake engines, prompts and trainers of a stream that only take time.
 
-Times are virtual seconds (streamrl/simulator/replicas/virtual_loop.py). What each fake did is kept
-to be asserted.
+Times are virtual seconds (streamrl/simulator/replicas/virtual_loop.py). Each fake records its work
+for assertions.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ PROBE = LogprobCheck(
     [np.array([1, 2, 3], np.int32)], [np.full(3, -1.0, np.float32)], max_difference=0.5
 )
 GROUP_BYTES = 4000
-"""More than any group takes."""
+"""Upper bound of the bytes of a group."""
 
 
 @dataclass
 class Plan:
-    """How long things take and how often they fail; all randomness comes from `seed`."""
+    """Settings, durations and failure rates of a fake run; all randomness comes from `seed`."""
 
     seed: int = 0
     steps: int = 4
@@ -74,31 +74,31 @@ class Plan:
     max_dropped: float = float("inf")
     duplicate_rate: float = 0.0
     lost_rate: float = 0.0
-    """How often the connection to a shard is lost over a call, which goes on in the shard."""
+    """Fraction of shard calls that lose their connection; the call continues in the shard."""
     stuck_attempts: int = 0
-    """So many attempts to score the second prompt never end, though their process lives."""
+    """Number of attempts to score the second prompt that hang in a live process."""
     reference: bool = False
     critic: bool = False
     """A second model is trained on the same groups, and its shadow scores them."""
-    places: int = 0
-    """Of a generator; of three groups if 0."""
+    slots: int = 0
+    """Rollout slots of a generator; enough for three groups if 0."""
     greedy: bool = False
-    """Each prompt has a completion besides its group, whose score is a column."""
-    rests: int = 0
-    """So many steps at the start that are the critic's alone."""
+    """Sample a greedy completion besides each group; its score is a column."""
+    critic_warmup_steps: int = 0
+    """Number of first steps that train only the critic."""
     one_at_a_time: bool = False
     publish_s: float = 0.0
     publish_every: int = 1
     broken_version: int = -1
-    """What serves this version differs from the trainer; if set, each version has a probe."""
+    """Version whose served logprobs differ from the trainer's; if set, each version has a probe."""
     probe_s: float = 5.0
     newcomer_pull_s: float = 0.0
-    """What its first version takes one that joins or comes back, beside `pull_s`."""
+    """Extra time of the first pull of a joining or restarted generator, beside `pull_s`."""
     stall_s: float = 100.0
     lease_s: float = 60.0
     max_attempts: int = 3
-    room_steps: float = float("inf")
-    """So many steps of the largest groups have room in a shard: at least one."""
+    capacity_steps: float = float("inf")
+    """Capacity of a shard in steps of the largest groups: at least one."""
 
 
 class FakePrompts:
@@ -128,81 +128,82 @@ class FakePrompts:
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """One token of a completion, its places counted from 1: of which version it is, and when."""
+class SampledToken:
+    """A sampled token: its position in the completion (from 1), version and time."""
 
     uid: str
-    place: int
+    position: int
     version: int
     at_s: float
 
 
 class FakeGenerator:
-    """Rollouts whose tokens are sampled over time, each under the version held just then.
+    """Generator that samples tokens over time, each with the version served at that moment.
 
-    Half-way one of a group is finished, as far as its place is concerned.
+    One completion of a group releases its slot halfway.
     """
 
     def __init__(self, plan: Plan, rng: random.Random, generated: Counter[str]) -> None:
         self.version = -1
         self.computed = set[str]()
-        self.sampled: list[Sampled] = []
+        self.sampled: list[SampledToken] = []
         self._plan = plan
         self._rng = rng
         self._generated = generated
-        self._under_way: list[tuple[Prompt, list[int], list[int]]] = []
+        self._in_flight: list[tuple[Prompt, list[int], list[int]]] = []
 
     @property
     def stages(self) -> Mapping[str, SampleFunction]:
         return {"generate": self.group, "greedy": self.greedy}
 
-    async def begun(self) -> Mapping[str, Columns]:
-        """The tokens that exist by now."""
-        # A lease that ran out may be given to its holder again before it knows.
-        ordered = sorted(self._under_way, key=lambda work: len(work[1]))
+    async def read_partials(self) -> Mapping[str, Columns]:
+        """Return the tokens sampled so far."""
+        # A holder may get a group again before it learns that its lease expired; the task with the
+        # most tokens wins.
+        ordered = sorted(self._in_flight, key=lambda work: len(work[1]))
         return {work[0].uid: self._columns(*work) for work in ordered if work[1]}
 
     async def greedy(
-        self, prompt: Prompt, begun: Columns | None, finished: FinishedCallback
+        self, prompt: Prompt, partials: Columns | None, finished: FinishedCallback
     ) -> Columns:
-        assert begun is None
+        assert partials is None
         self.computed.add(prompt.uid)
         await asyncio.sleep(self._rng.uniform(*self._plan.generate_s))
         return {"greedy_ids": np.array([4, 5], np.int32)}
 
     async def group(
-        self, prompt: Prompt, begun: Columns | None, finished: FinishedCallback
+        self, prompt: Prompt, partials: Columns | None, finished: FinishedCallback
     ) -> Columns:
-        self._generated[prompt.uid] += begun is None
+        self._generated[prompt.uid] += partials is None
         rng = random.Random(f"{self._plan.seed}/{prompt.uid}")
         count = rng.randint(1, 8)
         script = [rng.randint(4, 9) for _ in range(count)]
-        tokens, versions = taken_up(begun)
+        tokens, versions = split_partials(partials)
         assert tokens == script[: len(tokens)]
         work = prompt, tokens, versions
-        self._under_way.append(work)
+        self._in_flight.append(work)
         try:
             for token in script[len(tokens) :]:
                 await asyncio.sleep(self._rng.uniform(*self._plan.generate_s) / count)
                 tokens.append(token)
                 versions.append(self.version)
                 now = asyncio.get_running_loop().time()
-                self.sampled.append(Sampled(prompt.uid, len(tokens), self.version, now))
+                self.sampled.append(SampledToken(prompt.uid, len(tokens), self.version, now))
                 if 2 * len(tokens) == count:
                     finished()
         finally:
-            self._under_way = [one for one in self._under_way if one is not work]
+            self._in_flight = [entry for entry in self._in_flight if entry is not work]
         return self._columns(prompt, tokens, versions)
 
     def _columns(self, prompt: Prompt, tokens: list[int], versions: list[int]) -> Columns:
-        one = Rollout.from_single_turn(
+        rollout = Rollout.from_single_turn(
             prompt.token_ids,
             tokens,
             logprobs=[-1.0] * len(tokens),
             versions=versions,
             finish_reason=FinishReason.STOP,
         )
-        return rollouts_to_columns([one] * self._plan.group_size)
+        return rollouts_to_columns([rollout] * self._plan.group_size)
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         await asyncio.sleep(self._plan.pull_s)
@@ -218,16 +219,16 @@ class FakeGenerator:
         return [np.full(len(ids), logprob, np.float32) for ids in sequences]
 
 
-def taken_up(begun: Columns | None) -> tuple[list[int], list[int]]:
-    """The completion of the first rollout as far as it was begun, and its versions."""
-    if begun is None:
+def split_partials(partials: Columns | None) -> tuple[list[int], list[int]]:
+    """Return the sampled tokens of the first partial rollout, and their versions."""
+    if partials is None:
         return [], []
-    one = columns_to_rollouts(begun)[0]
-    return one.completion_ids.tolist(), one.policy_version[one.loss_mask].tolist()
+    rollout = columns_to_rollouts(partials)[0]
+    return rollout.completion_ids.tolist(), rollout.policy_version[rollout.loss_mask].tolist()
 
 
 class FakeScorer:
-    """Scores, reference logprobs or values after a while; now and then a reward that fails."""
+    """Scorer that returns scores, reference logprobs or values after a delay; rewards may fail."""
 
     def __init__(self, plan: Plan, rng: random.Random, stage: str) -> None:
         self._plan = plan
@@ -249,9 +250,9 @@ class FakeScorer:
         stuck = self._plan.stuck_attempts
         if any(e.uid == "0:1:0" and e.lease.attempt <= stuck for e in experiences):
             await asyncio.Event().wait()
-        return [self._one(experience) for experience in experiences]
+        return [self._score_one(experience) for experience in experiences]
 
-    def _one(self, experience: Experience) -> StageResult:
+    def _score_one(self, experience: Experience) -> StageResult:
         self.computed.add(experience.uid)
         if self._stage == "reference":
             return {"ref_logprobs": np.zeros(len(experience.columns["token_ids"]), np.float32)}
@@ -259,7 +260,7 @@ class FakeScorer:
             assert experience.columns["greedy_ids"].tolist() == [4, 5]
             return {"baseline_scores": np.zeros(len(experience.columns["lengths"]), np.float32)}
         if self._stage == "value":
-            assert self._version >= experience.admitted_version, "a critic of too old a version"
+            assert self._version >= experience.admitted_version, "the critic's version is stale"
             return {"values": np.zeros(len(experience.columns["token_ids"]), np.float32)}
         if self._rng.random() < self._plan.fail_rate:
             return RewardError("the verifier is down")
@@ -270,7 +271,7 @@ class FakeScorer:
 
 @dataclass
 class FakeTrainer:
-    """Weights that are a digest of all that was trained: the truth properties are checked against.
+    """Trainer whose weights are a digest of all trained rollouts.
 
     `digests` has the weights of each version, `trained` the rollouts of each step.
     """
@@ -283,10 +284,10 @@ class FakeTrainer:
     trained: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     digests: dict[int, int] = field(default_factory=dict)
     gradient: list[Round] = field(default_factory=list)
-    seen: list[list[tuple[str, int]]] = field(default_factory=list)
+    epochs: list[list[tuple[str, int]]] = field(default_factory=list)
     planned: set[str] = field(default_factory=set)
     num_updates: int = 0
-    rests_until: int = 0
+    frozen_until: int = 0
     publish_s: float = 0.0
     probe: LogprobCheck | None = None
     is_publishing: bool = False
@@ -296,13 +297,13 @@ class FakeTrainer:
         self.version = version
 
     def is_frozen(self, version: int) -> bool:
-        return version < self.rests_until
+        return version < self.frozen_until
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        assert not self.is_publishing, "two versions at once"
+        assert not self.is_publishing, "a version is already being published"
         before, self.is_publishing = self.weights, True
         await asyncio.sleep(self.publish_s)
-        assert self.weights == before, "updated while it was published"
+        assert self.weights == before, "the weights changed during the publish"
         self.is_publishing = False
         return WeightManifest(version, (), (), self.probe)
 
@@ -320,15 +321,15 @@ class FakeTrainer:
         assert len(work) == self.dp_size
         await asyncio.sleep(self.train_s)
         self.gradient.append(work)
-        self.seen += [[] for _ in range(epoch + 1 - len(self.seen))]
+        self.epochs += [[] for _ in range(epoch + 1 - len(self.epochs))]
         picks = [pick for micro_batch in work for pick in micro_batch]
-        self.seen[epoch] += picks
+        self.epochs[epoch] += picks
         if self.update_plan.requires_full_step:
             assert {uid for uid, _ in picks} <= self.planned
         return {"rollouts": len(picks), "length_max": 1.0}
 
     async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        assert not self.is_publishing, "updated while it is published"
+        assert not self.is_publishing, "update during a publish"
         await asyncio.sleep(self.train_s)
         works, self.gradient = self.gradient, []
         assert sums["rollouts"] == sum(len(picks) for work in works for picks in work)
@@ -336,11 +337,11 @@ class FakeTrainer:
         self.num_updates += 1
         if self.num_updates < self.update_plan.num_epochs * self.update_plan.num_mini_batches:
             return {}
-        seen, self.seen = self.seen, []
-        assert all(sorted(epoch) == sorted(seen[0]) for epoch in seen[1:]), "epochs differ"
-        assert self.planned == {uid for uid, _ in seen[0]}
+        epochs, self.epochs = self.epochs, []
+        assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs[1:]), "epochs differ"
+        assert self.planned == {uid for uid, _ in epochs[0]}
         self.planned, self.num_updates = set(), 0
-        self.trained[self.version] = seen[0]
+        self.trained[self.version] = epochs[0]
         self.version += 1
         self.digests[self.version] = self.weights
         return {}
@@ -348,7 +349,7 @@ class FakeTrainer:
 
 @dataclass
 class FakeReference:
-    """Follows a trainer's model: reads it while it is published, and it must not change."""
+    """EMA reference that reads a trainer's model while publishing; the model must not change."""
 
     trainer: FakeTrainer
     publish_s: float
@@ -356,12 +357,12 @@ class FakeReference:
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
         before = self.trainer.weights
         await asyncio.sleep(self.publish_s)
-        assert self.trainer.weights == before, "updated while the reference reads it"
+        assert self.trainer.weights == before, "the weights changed during the publish"
         return WeightManifest(version, (), ())
 
 
 class LocalChannel:
-    """WeightChannel on the registry itself; there are no tensors to fetch."""
+    """WeightChannel on a registry in the same process, without tensors."""
 
     def __init__(self, registry: WeightRegistry, reader: str) -> None:
         self._registry = registry

@@ -1,7 +1,7 @@
-"""Processes that are forked from one server, which has imported what ranks and readers need.
+"""Processes forked from a server that has imported the libraries of ranks and readers.
 
-To import torch, transformers, DeepSpeed and vLLM takes 15 s of a processor; the server does it once
-in a session. It has one thread, no process group and no GPU, so a fork is as good as a start.
+Importing torch, transformers, DeepSpeed and vLLM takes 15 s of CPU time; the server does it once in
+a session. It has one thread, no process group and no GPU, so forking is safe.
 """
 
 import io
@@ -37,15 +37,15 @@ IMPORTED = [
 
 @cache
 def context() -> ForkServerContext:
-    """What makes such processes; the server is started with the first."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(IMPORTED)
+    """Start the fork server at the first call; return its multiprocessing context."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(IMPORTED)
     with pytest.MonkeyPatch.context() as patch:
-        # What is imported reads some of it as it is imported.
+        # Some libraries read these variables at import.
         for name, value in (*make_vllm_env("cpu").items(), ("DS_ACCELERATOR", "cpu")):
             patch.setenv(name, value)
         forkserver.ensure_running()  # type: ignore[attr-defined]
-    return found
+    return server
 
 
 def run(
@@ -55,20 +55,22 @@ def run(
     timeout_s: float,
     killed: Collection[int] = (),
 ) -> list[Any]:
-    """Call a function with each of the arguments, side by side; what they return, in order.
+    """Call a function once per argument tuple, each in its own process; return results in order.
 
-    No process ends before all have returned. Those in `killed` end without a word, for None. Raises
-    AssertionError with the trace of one that fails, or if one takes longer.
+    No process ends before all calls have returned. Processes in `killed` die without a result:
+    their entry is None. Raises AssertionError with the traceback of a failed call, or on timeout.
     """
     processes, pipes = [], []
-    for given in arguments:
-        here, there = context().Pipe()
-        process = context().Process(target=_answer, args=(there, function, given), daemon=True)
+    for call_args in arguments:
+        parent_end, child_end = context().Pipe()
+        process = context().Process(
+            target=_answer, args=(child_end, function, call_args), daemon=True
+        )
         process.start()
-        there.close()
+        child_end.close()
         processes.append(process)
-        pipes.append(here)
-    found: list[Any] = [None] * len(pipes)
+        pipes.append(parent_end)
+    results: list[Any] = [None] * len(pipes)
     waiting: dict[Any, int] = {pipe: i for i, pipe in enumerate(pipes) if i not in killed}
     deadline = time.monotonic() + timeout_s
     try:
@@ -76,19 +78,19 @@ def run(
             ready = wait(list(waiting), deadline - time.monotonic())
             assert ready, f"{sorted(waiting.values())} did not return within {timeout_s:g} s"
             for pipe in ready:
-                found[waiting.pop(pipe)] = _read(pipe)
+                results[waiting.pop(pipe)] = _read(pipe)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return found
+    return results
 
 
-def _answer(pipe: Connection, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    """The life of a process: others may need what is left of it, until nobody waits for any."""
+def _answer(pipe: Connection, function: Callable[..., Any], call_args: tuple[Any, ...]) -> None:
+    """Send the result of a call, then live until killed: peers may still use its shared memory."""
     try:
-        answer = (True, function(*given))
-    except BaseException:  # noqa: BLE001 - it goes to who waits
+        answer = (True, function(*call_args))
+    except BaseException:  # noqa: BLE001 - the parent raises it
         answer = (False, traceback.format_exc())
     text = io.BytesIO()
     torch.save(answer, text)

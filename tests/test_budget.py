@@ -1,4 +1,4 @@
-"""Randomised tests end when their budget is used, and still find what they would have found."""
+"""Budget of randomised tests: no draws after it is used, and full shrinking of failures."""
 
 import contextlib
 import time
@@ -16,8 +16,8 @@ Seen = list[int]
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """What a body was called with; each number in it has taken a second of processor time."""
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Collect the numbers drawn by a test; each takes a second of processor time."""
     numbers: Seen = []
     monkeypatch.setattr(time, "process_time", lambda: float(len(numbers)))
     return numbers
@@ -30,34 +30,32 @@ def run(body: Callable[..., None], seconds: float = 0.5) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "draws"), [(0.5, LEAST), (10.0, 11), (10.5, 11)])
-def test_a_randomised_test_draws_nothing_more_once_its_budget_is_used(
-    seen: Seen, seconds: float, draws: int
+def test_a_randomised_test_stops_drawing_once_its_budget_is_used(
+    drawn: Seen, seconds: float, draws: int
 ):
     def body(number: int) -> None:
-        seen.append(number)
+        drawn.append(number)
 
     run(body, seconds)
-    assert len(seen) == draws
+    assert len(drawn) == draws
 
 
-def test_a_failure_is_made_as_simple_as_without_a_budget(seen: Seen):
+def test_a_failure_is_fully_shrunk_despite_the_budget(drawn: Seen):
     def body(number: int) -> None:
-        seen.append(number)
+        drawn.append(number)
         assert number == -1
 
     with pytest.raises(AssertionError):
         run(body)
-    assert seen[-1] == 0
+    assert drawn[-1] == 0
 
 
-def test_pytest_gives_each_case_of_a_randomised_test_its_share(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch
-):
+def test_cases_of_a_randomised_test_share_its_budget(drawn: Seen, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tests.budget.SECONDS", 40.0)
 
     @given(data=st.data())
     def test(data: st.DataObject) -> None:
-        seen.append(data.draw(st.integers()))
+        drawn.append(data.draw(st.integers()))
 
     cases: Any = [SimpleNamespace(obj=test)] * 2
     plugin = Budget()
@@ -68,4 +66,4 @@ def test_pytest_gives_each_case_of_a_randomised_test_its_share(
         test()
     with pytest.raises(StopIteration):
         call.throw(end.value)
-    assert len(seen) == 21
+    assert len(drawn) == 21

@@ -1,4 +1,4 @@
-"""The one graph: what is refused, who waits for whom, and the same over several steps."""
+"""Dataflow graph: validation, edges between calls, unrolled steps."""
 
 import re
 from pathlib import Path
@@ -71,8 +71,12 @@ GOLDEN = {
 }
 
 
-def score(stage: str, needs: tuple[str, ...], produces: tuple[str, ...], **more: str) -> ModelCall:
-    return ModelCall(stage, more.pop("role", stage), CallKind.SCORE, needs, produces, **more)
+def score(
+    stage: str, needs: tuple[str, ...], produces: tuple[str, ...], **settings: str
+) -> ModelCall:
+    return ModelCall(
+        stage, settings.pop("role", stage), CallKind.SCORE, needs, produces, **settings
+    )
 
 
 def train(*needs: str, stage: str = "train", role: str = POLICY) -> ModelCall:
@@ -97,17 +101,17 @@ def test_edges_of_known_algorithms(recipe: str):
 
 
 def test_ppo_with_reference_has_eleven_edges():
-    # In the vocabulary of ReaL (arXiv:2406.14088), whose packed prompts come from the data set.
+    # Names of ReaL (arXiv:2406.14088), whose packed prompts come from the data set.
     sampled = ("seq_no_eos_mask", "packed_input_ids", "packed_logprobs", "prompt_mask")
-    seen = (*sampled, "packed_ref_logprobs", "rewards", "values")
+    train_columns = (*sampled, "packed_ref_logprobs", "rewards", "values")
     flow = Dataflow(
         [
             ModelCall("actor_gen", "actor", CallKind.GENERATE, (), sampled),
             score("rew_inf", ("packed_input_ids",), ("rewards",)),
             score("ref_inf", ("packed_input_ids",), ("packed_ref_logprobs",)),
             score("critic_inf", ("packed_input_ids", "seq_no_eos_mask"), ("values",)),
-            train(*seen, stage="actor_train", role="actor"),
-            train(*seen, stage="critic_train", role="critic"),
+            train(*train_columns, stage="actor_train", role="actor"),
+            train(*train_columns, stage="critic_train", role="critic"),
         ]
     )
     assert len(flow.graph.edges) == 11 == len(edges(flow_of("ppo_arithmetic")))
@@ -150,10 +154,12 @@ def test_invalid_graph_raises_with_its_stage(calls: list[ModelCall], line: str):
 
 def test_unused_columns_are_reported_and_legal():
     flow = build_dataflow(("token_ids", "scores"))
-    # The reward reads all of a rollout; without one most of it is left.
+    # The reward reads all rollout columns; without a reward most columns are unused.
     assert flow.unused_columns == []
-    alone = build_dataflow(("token_ids",))
-    assert alone.unused_columns == [("generate", c) for c in ROLLOUT_COLUMNS if c != "token_ids"]
+    without_reward = build_dataflow(("token_ids",))
+    assert without_reward.unused_columns == [
+        ("generate", c) for c in ROLLOUT_COLUMNS if c != "token_ids"
+    ]
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
@@ -161,20 +167,22 @@ def test_no_recipe_has_unused_columns(recipe: str):
     assert flow_of(recipe).unused_columns == []
 
 
-def test_filter_all_other_calls_wait_for_its_decision():
+def test_calls_after_a_filter_wait_for_its_decision():
     columns = (*ROLLOUT, *("scores", "values", "ref_logprobs", "costs", "cost_values"))
     columns = (*columns, "baseline_scores")
-    beside, gated = (build_dataflow(columns, has_filter=each) for each in (False, True))
-    assert set(gated.stages) == set(beside.stages)
+    ungated, gated = (
+        build_dataflow(columns, has_filter=has_filter) for has_filter in (False, True)
+    )
+    assert set(gated.stages) == set(ungated.stages)
     for call in gated.calls:
-        (before,) = [other for other in beside.calls if other.stage == call.stage]
+        (before,) = [candidate for candidate in ungated.calls if candidate.stage == call.stage]
         waits = call.stage in ("greedy", "baseline", "cost", "reference", "value", "cost_value")
         assert call.needs == ((*before.needs, "scores") if waits else before.needs)
         assert (call.produces, call.followed_role) == (before.produces, before.followed_role)
     assert list(gated.graph.predecessors("reward")) == ["generate"]
     for edge in (("reward", "greedy"), ("reward", "value")):
         assert gated.graph.edges[edge]["columns"] == ["scores"]
-    # A shadow still waits for its version; generators have waited for theirs.
+    # Scorers that follow a role wait for its version.
     versions = {(a.stage, b.stage) for a, b in gated.version_edges}
     assert versions == {
         ("train", "generate"),
@@ -191,8 +199,8 @@ def test_filter_adds_the_reward_call_even_if_untrained():
 def test_shared_critic_and_ema_reference_follow_the_policy():
     columns = (*ROLLOUT, "scores", "values", "ref_logprobs")
     flow = build_dataflow(columns, shares_critic=True, moves_reference=True)
-    found = {(a.stage, b.stage, b.followed_role) for a, b in flow.version_edges}
-    assert found == {
+    followers = {(a.stage, b.stage, b.followed_role) for a, b in flow.version_edges}
+    assert followers == {
         ("train", "generate", POLICY),
         ("train", "reference", EMA_REFERENCE),
         ("train", "value", POLICY),
@@ -210,12 +218,12 @@ def test_only_the_first_call_of_a_role_waits_for_the_version():
 def test_grpo_unrolled_over_three_steps_with_staleness_one():
     graph = flow_of("grpo_arithmetic").unroll_steps(3, 1)
     assert set(graph) == {(i, s) for i in range(3) for s in ("generate", "reward", "train")}
-    found: dict[EdgeKind, set[object]] = {kind: set() for kind in EdgeKind}
+    edges_by_kind: dict[EdgeKind, set[object]] = {kind: set() for kind in EdgeKind}
     for a, b in graph.edges:
-        found[graph.edges[a, b]["kind"]].add((a, b))
-    assert found[EdgeKind.DATA] == {((i, a), (i, b)) for i in range(3) for a, b in GRPO}
-    assert found[EdgeKind.ORDER] == {((i, "train"), (i + 1, "train")) for i in range(2)}
-    assert found[EdgeKind.VERSION] == {((0, "train"), (2, "generate"))}
+        edges_by_kind[graph.edges[a, b]["kind"]].add((a, b))
+    assert edges_by_kind[EdgeKind.DATA] == {((i, a), (i, b)) for i in range(3) for a, b in GRPO}
+    assert edges_by_kind[EdgeKind.ORDER] == {((i, "train"), (i + 1, "train")) for i in range(2)}
+    assert edges_by_kind[EdgeKind.VERSION] == {((0, "train"), (2, "generate"))}
     assert graph.edges[(0, "train"), (2, "generate")]["role"] == POLICY
     assert graph.edges[(2, "reward"), (2, "train")] == {"kind": "data", "columns": ["scores"]}
     assert graph.nodes[2, "generate"]["call"] == GENERATE_CALL
@@ -237,23 +245,23 @@ RECIPES = {recipe: flow_of(recipe) for recipe in GOLDEN}
 
 @given(st.sampled_from(sorted(GOLDEN)), st.integers(1, 12), st.integers(0, 14))
 def test_longest_chain_follows_from_max_staleness(recipe: str, steps: int, max_staleness: int):
-    # A step is a chain of three stages: it ends one after the step before, or three after the one
-    # whose version it waits for.
-    ends: list[int] = []
+    # A step is a chain of three calls: its train call is one after the previous train call, or
+    # three after the train call of the version that the step waits for.
+    train_ends: list[int] = []
     for i in range(steps):
-        waited = ends[i - 1 - max_staleness] if i > max_staleness else 0
-        ends.append(max(waited + 3, ends[-1] + 1 if ends else 0))
+        version_ready = train_ends[i - 1 - max_staleness] if i > max_staleness else 0
+        train_ends.append(max(version_ready + 3, train_ends[-1] + 1 if train_ends else 0))
     graph = RECIPES[recipe].unroll_steps(steps, max_staleness)
-    assert nx.dag_longest_path_length(graph) + 1 == ends[-1]
+    assert nx.dag_longest_path_length(graph) + 1 == train_ends[-1]
     if max_staleness == 0:
-        assert ends[-1] == 3 * steps
+        assert train_ends[-1] == 3 * steps
     if max_staleness >= steps:
-        assert ends[-1] == 3 + steps - 1
+        assert train_ends[-1] == 3 + steps - 1
 
 
 @st.composite
 def dataflows(draw: st.DrawFn) -> Dataflow:
-    """Stages that need what some before them make; some follow what some train."""
+    """Draw stages that need columns of earlier stages; some follow trained roles."""
     trained = draw(st.lists(st.sampled_from(["p", "q"]), min_size=1, max_size=2, unique=True))
     follows = {role: draw(st.sampled_from(["", *trained])) for role in "abc"}
     calls: list[ModelCall] = []
@@ -264,9 +272,9 @@ def dataflows(draw: st.DrawFn) -> Dataflow:
         role = draw(st.sampled_from("abc"))
         call = score(f"s{i}", tuple(needs), (f"x{i}",), role=role, followed_role=follows[role])
         calls.append(call)
-    made = [f"x{i}" for i in range(len(calls))]
+    columns = [f"x{i}" for i in range(len(calls))]
     for role in trained:
-        needs = draw(st.lists(st.sampled_from(made), unique=True))
+        needs = draw(st.lists(st.sampled_from(columns), unique=True))
         calls.append(train(*needs, stage=f"train_{role}", role=role))
     return Dataflow(draw(st.permutations(calls)))
 
@@ -281,7 +289,7 @@ def test_no_call_uses_a_version_beyond_max_staleness(
         call = graph.nodes[step, stage]["call"]
         before = nx.ancestors(graph, (step, stage))
         if call.followed_role:
-            # Version v + 1 is what the role has become by its training at step v.
+            # Training at step v makes version v + 1.
             trained = [i for i, name in before if name == f"train_{call.followed_role}"]
             version = max(trained, default=-1) + 1
             assert step - version <= max_staleness
@@ -292,11 +300,11 @@ def test_no_call_uses_a_version_beyond_max_staleness(
 
 @given(dataflows(), st.integers(1, 5), st.integers(0, 5))
 def test_larger_max_staleness_only_removes_edges(flow: Dataflow, steps: int, max_staleness: int):
-    one = flow.unroll_steps(1, max_staleness)
-    assert {(a, b) for (_, a), (_, b) in one.edges} == set(flow.graph.edges)
+    single_step = flow.unroll_steps(1, max_staleness)
+    assert {(a, b) for (_, a), (_, b) in single_step.edges} == set(flow.graph.edges)
     tight, loose = (flow.unroll_steps(steps, bound) for bound in (max_staleness, max_staleness + 1))
-    kept = [set(g.edges) - _of_kind(g, EdgeKind.VERSION) for g in (tight, loose)]
-    assert kept[0] == kept[1]
+    other_edges = [set(g.edges) - _of_kind(g, EdgeKind.VERSION) for g in (tight, loose)]
+    assert other_edges[0] == other_edges[1]
     assert len(_of_kind(loose, EdgeKind.VERSION)) <= len(_of_kind(tight, EdgeKind.VERSION))
     for node in tight:
         assert nx.ancestors(loose, node) <= nx.ancestors(tight, node)

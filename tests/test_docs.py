@@ -1,4 +1,4 @@
-"""The docs say what the code does."""
+"""Docs match the code: tables, examples, links, the folder map."""
 
 import re
 from pathlib import Path
@@ -20,26 +20,26 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_the_metrics_page_is_the_contract():
+def test_the_metrics_page_has_the_table_of_metrics():
     lines = ["| name | unit | meaning |", "| --- | --- | --- |"]
     lines += [f"| `{m.name}` | {m.unit or '-'} | {m.meaning} |" for m in METRICS]
     assert "\n".join(lines) + "\n" in (ROOT / "docs" / "metrics.md").read_text()
 
 
-def test_the_algorithms_page_has_the_table():
+def test_the_algorithms_page_has_the_table_of_algorithms():
     assert format_markdown(ALGORITHMS.values()) in (ROOT / "docs" / "algorithms.md").read_text()
 
 
 def test_the_rewards_page_has_the_tables_of_kinds_and_verdicts():
     page = (ROOT / "docs" / "rewards.md").read_text()
     assert rewards_markdown(list_builtin_kinds()) in page, "streamrl rewards --markdown prints it"
-    told = page.split("## Verdicts")[1]
-    assert re.findall(r"^\| `(\w+)`", told, flags=re.MULTILINE) == [
-        one.value for one in RewardOutcome
+    verdicts_section = page.split("## Verdicts")[1]
+    assert re.findall(r"^\| `(\w+)`", verdicts_section, flags=re.MULTILINE) == [
+        outcome.value for outcome in RewardOutcome
     ]
 
 
-def test_the_examples_of_your_own_reward_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_examples_of_custom_rewards_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     page = (ROOT / "docs" / "own_reward.md").read_text()
     for code in re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE):
         named = re.match(r"# (\w+\.py)\n", code)
@@ -53,7 +53,7 @@ def test_the_examples_of_your_own_reward_are_taken(tmp_path: Path, monkeypatch: 
         build_rewards(config.rewards, RewardContext(config.scorer))
 
 
-def test_links_lead_somewhere():
+def test_links_have_existing_targets():
     dead = [
         f"{page.relative_to(ROOT)}:{number}: links to {target}"
         for page in PAGES
@@ -64,7 +64,7 @@ def test_links_lead_somewhere():
     assert not dead, "\n".join(dead)
 
 
-def test_the_folder_map_names_what_is_there():
+def test_the_folder_map_names_the_packages_and_modules():
     text = (ROOT / "docs" / "architecture.md").read_text().split("## The rooms")[1]
     text = text.split("\n## ")[0]
     named = set(re.findall(r"^  ([a-z_]+(?:/|\.py))", text, flags=re.MULTILINE))

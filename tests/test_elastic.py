@@ -1,4 +1,4 @@
-"""Generators that join and leave a stream, beside deaths: on a virtual clock."""
+"""Elastic generators on a virtual clock: joining, leaving, deaths, partial rollouts."""
 
 import asyncio
 import itertools
@@ -13,31 +13,31 @@ from hypothesis import strategies as st
 from streamrl.messages import GroupInfo
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.stage_worker import PARTIAL_SAVE_INTERVAL_S
-from tests.fake_stream import Disturb, Stream, let_leave, run_stream
-from tests.fakes import Plan, Sampled
+from tests.fake_stream import Disturb, Stream, drain_generator, run_stream
+from tests.fakes import Plan, SampledToken
 from tests.test_stream_faults import check_accounts, check_conservation, harm, plans
 
 CALLS_S = 0.05
-"""What a note is under way, with some to spare."""
+"""Upper bound of the latency of a `save_partials` call."""
 SLOW = Plan(steps=5, generators=3, generate_s=(4.0, 30.0), stall_s=1000.0, lease_s=1000.0)
 
 
 async def come_and_go(stream: Stream) -> None:
-    """Generators join and leave at random moments; one stays."""
+    """Start and drain generators at random times; the first one stays."""
     rng = random.Random(f"scale/{stream.plan.seed}")
     present = list(range(stream.plan.generators))
     for _ in range(rng.randint(1, 12)):
         await asyncio.sleep(rng.choice([0.003, 0.1, 1.0, 8.0]) * rng.random())
         check_conservation(stream)
         if rng.random() < 0.5 and len(present) > 1:
-            await let_leave(stream, present.pop())
+            await drain_generator(stream, present.pop())
         else:
             present.append(present[-1] + 1)
             stream.start_generator(present[-1])
 
 
 async def come_go_and_die(stream: Stream) -> None:
-    # Those of the beginning die and come back, further ones come and go beside them.
+    # Initial generators die and restart; added generators join and may leave.
     plan = stream.plan
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(harm(stream))
@@ -47,18 +47,18 @@ async def come_go_and_die(stream: Stream) -> None:
             stream.start_generator(i)
             await asyncio.sleep(rng.choice([0.1, 5.0]) * rng.random())
             if rng.random() < 0.8:
-                await let_leave(stream, i)
+                await drain_generator(stream, i)
 
 
 @given(plans)
-def test_elastic_generators_train_every_prompt_once_or_account_for_it(plan: Plan):
+def test_elastic_generators_train_or_account_for_every_prompt_once(plan: Plan):
     stream = run_virtual(run_stream(plan, disturb=come_go_and_die))
     assert [outcome.version for outcome in stream.outcomes] == list(range(plan.steps))
     check_accounts(stream)
 
 
 def slow_plans() -> st.SearchStrategy[Plan]:
-    """Groups take long, so that they are begun here and ended there."""
+    """Draw plans with groups long enough to start on one generator and finish on another."""
     return st.builds(
         lambda seed, staleness, greedy: replace(
             SLOW, seed=seed, max_staleness=staleness, greedy=greedy
@@ -69,16 +69,17 @@ def slow_plans() -> st.SearchStrategy[Plan]:
     )
 
 
-def all_sampled(stream: Stream) -> list[Sampled]:
-    found = [one for generator in stream.samplers for one in generator.sampled]
-    return sorted(found, key=lambda one: one.at_s)
+def list_sampled_tokens(stream: Stream) -> list[SampledToken]:
+    """Return the sampled tokens of all generators in order of time."""
+    tokens = [token for generator in stream.samplers for token in generator.sampled]
+    return sorted(tokens, key=lambda token: token.at_s)
 
 
 def check_versions(stream: Stream) -> None:
-    """What was trained is what was sampled last of each token, under the version of that moment."""
+    """Assert that trained tokens have the versions of their last sampling."""
     versions: dict[str, dict[int, int]] = {}
-    for one in all_sampled(stream):
-        versions.setdefault(one.uid, {})[one.place] = one.version
+    for token in list_sampled_tokens(stream):
+        versions.setdefault(token.uid, {})[token.position] = token.version
     for outcome in stream.outcomes:
         for group in outcome.groups:
             counts = Counter(versions[group.uid].values())
@@ -93,12 +94,12 @@ def test_leaving_generator_loses_no_sampled_token(plan: Plan):
     stream = run_virtual(run_stream(plan, disturb=come_and_go))
     check_accounts(stream)
     check_versions(stream)
-    tokens = Counter((one.uid, one.place) for one in all_sampled(stream))
-    assert set(tokens.values()) == {1}
+    counts = Counter((token.uid, token.position) for token in list_sampled_tokens(stream))
+    assert set(counts.values()) == {1}
 
 
-def killing(deaths: list[tuple[float, str]]) -> Disturb:
-    """Generators that die, each death noted and noticed, and come back."""
+def make_killer(deaths: list[tuple[float, str]]) -> Disturb:
+    """Return a disturbance that kills and restarts generators, appending each death to `deaths`."""
 
     async def kill(stream: Stream) -> None:
         rng = random.Random(f"kill/{stream.plan.seed}")
@@ -116,39 +117,43 @@ def killing(deaths: list[tuple[float, str]]) -> Disturb:
 
 
 @given(slow_plans())
-def test_death_costs_only_the_sampling_since_the_last_save(plan: Plan):
+def test_death_loses_only_tokens_sampled_since_the_last_save(plan: Plan):
     plan = replace(plan, max_attempts=100)
     deaths: list[tuple[float, str]] = []
-    stream = run_virtual(run_stream(plan, disturb=killing(deaths)))
+    stream = run_virtual(run_stream(plan, disturb=make_killer(deaths)))
     check_accounts(stream)
     check_versions(stream)
-    first: dict[tuple[str, int], float] = {}
-    for one in all_sampled(stream):
-        lost_at = first.setdefault((one.uid, one.place), one.at_s)
-        if lost_at < one.at_s:
-            first[one.uid, one.place] = one.at_s
+    sampled_at: dict[tuple[str, int], float] = {}
+    for token in list_sampled_tokens(stream):
+        lost_at = sampled_at.setdefault((token.uid, token.position), token.at_s)
+        if lost_at < token.at_s:
+            sampled_at[token.uid, token.position] = token.at_s
             nearest = min(at for at, _ in deaths if at >= lost_at)
             assert nearest - lost_at <= PARTIAL_SAVE_INTERVAL_S + CALLS_S
 
 
-def test_resumed_group_is_started_once():
+def test_leaving_generators_cause_no_redelivery_and_few_restarted_groups():
     stream = run_virtual(run_stream(replace(SLOW, seed=7), disturb=come_and_go))
-    begun = {uid: count for uid, count in stream.disk.generated.items() if count > 1}
+    restarted = {uid: count for uid, count in stream.disk.generated.items() if count > 1}
     redelivered = sum(outcome.queue_stats.counts["redelivered"] for outcome in stream.outcomes)
-    assert redelivered == 0, "to leave is no attempt"
-    assert len(begun) < len(stream.disk.generated)
+    assert redelivered == 0, "leaving does not count as an attempt"
+    assert len(restarted) < len(stream.disk.generated)
 
 
 def test_short_groups_save_no_partial_rollouts():
     stream = run_virtual(run_stream(Plan(generate_s=(0.5, 1.9))))
-    assert sum(shard.notes for shard in stream.shards) == 0
+    assert sum(shard.num_saved_partials for shard in stream.shards) == 0
     stream = run_virtual(run_stream(Plan(generate_s=(3.0, 3.9))))
     trained = sum(len(outcome.groups) for outcome in stream.outcomes)
-    assert 0 < sum(shard.notes for shard in stream.shards) <= trained + stream.plan.groups_per_step
+    assert (
+        0
+        < sum(shard.num_saved_partials for shard in stream.shards)
+        <= trained + stream.plan.groups_per_step
+    )
 
 
 def test_throughput_follows_joining_and_leaving_generators():
-    # Sampling is all that takes time: 18 groups a step, three at once in each generator.
+    # Only sampling takes time: 18 groups a step, three concurrent groups per generator.
     plan = Plan(
         steps=18,
         groups_per_step=18,
@@ -167,13 +172,13 @@ def test_throughput_follows_joining_and_leaving_generators():
         stream.start_generator(2)
         while len(stream.outcomes) < 10:
             await asyncio.sleep(0.1)
-        await let_leave(stream, 0)
+        await drain_generator(stream, 0)
 
     stream = run_virtual(run_stream(plan, disturb=scale))
-    ends = stream.step_ends
-    # A long step and a short one follow each other: as many of these as of those.
+    step_ends = stream.step_ends
+    # Long and short steps alternate; each span has as many long as short steps.
     spans = [(3, 5), (7, 10), (14, 18)]
-    two, three, two_again = ((ends[b - 1] - ends[a - 1]) / (b - a) for a, b in spans)
+    two, three, two_again = ((step_ends[b - 1] - step_ends[a - 1]) / (b - a) for a, b in spans)
     assert three == pytest.approx(2 / 3 * two, rel=0.1)
     assert two_again == pytest.approx(two, rel=0.1)
     check_accounts(stream)
@@ -187,10 +192,10 @@ def test_generator_without_a_version_leases_no_work():
             await asyncio.sleep(0.1)
         stream.start_generator(1)
 
-    alone, stream = run_virtual(run_stream(plan)), run_virtual(run_stream(plan, disturb=scale))
-    slowest = max(b - a for a, b in itertools.pairwise(alone.step_ends))
+    baseline, stream = run_virtual(run_stream(plan)), run_virtual(run_stream(plan, disturb=scale))
+    slowest = max(b - a for a, b in itertools.pairwise(baseline.step_ends))
     assert max(b - a for a, b in itertools.pairwise(stream.step_ends)) <= 2 * slowest
-    assert stream.samplers[1].sampled, "it works once it has one"
+    assert stream.samplers[1].sampled, "the generator samples after its first pull"
 
 
 def test_generator_without_a_version_leaves_at_once():
@@ -203,7 +208,7 @@ def test_generator_without_a_version_leaves_at_once():
         await asyncio.sleep(0.5)
         clock = asyncio.get_running_loop().time
         began = clock()
-        await let_leave(stream, 1)
+        await drain_generator(stream, 1)
         assert clock() - began < 0.1
 
     check_accounts(run_virtual(run_stream(plan, disturb=scale)))

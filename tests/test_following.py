@@ -1,4 +1,4 @@
-"""Following the weights: what is taken up, what is refused, and what nobody gets to see."""
+"""Followers of the weights: pulls, retries, refused versions, logprob checks."""
 
 import asyncio
 import itertools
@@ -40,7 +40,7 @@ SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
 
 class Engine:
-    """Serves versions; says of every token of a sequence that its logprob is `logprob`."""
+    """Engine that serves versions and computes the same logprob for every token."""
 
     def __init__(self, logprob: float = -1.0) -> None:
         self.served: list[int] = []
@@ -57,7 +57,7 @@ class Engine:
 
 
 class Channel:
-    """A registry from nearby, whose versions are broken as often as `faults` says."""
+    """Channel on a local registry; the first `faults[version]` fetches of a version fail."""
 
     def __init__(self, registry: WeightRegistry, faults: Mapping[int, int] | None = None) -> None:
         self.registry = registry
@@ -76,7 +76,7 @@ class Channel:
 
 
 class Resident(Channel):
-    """A channel whose source overwrites a version as it makes the next: that one is gone."""
+    """Channel whose source overwrites versions up to `overwritten`."""
 
     def __init__(self, registry: WeightRegistry) -> None:
         super().__init__(registry)
@@ -90,7 +90,7 @@ class Resident(Channel):
 
 
 def stage() -> StageContext:
-    # Nothing is taken from a queue here.
+    # These tests use no queue.
     return StageContext("generate", None, DedicatedDeviceLease(), SpanRecorder("generator-0"))  # type: ignore[arg-type]
 
 
@@ -99,68 +99,70 @@ def manifest(version: int, probe: LogprobCheck | None = None) -> WeightManifest:
 
 
 async def test_unverifiable_version_is_not_loaded_and_retried():
-    told: list[tuple[str, str, WeightFault]] = []
-    registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
-    engine, held = Engine(), ServedVersion("generator-0")
+    faults: list[tuple[str, str, WeightFault]] = []
+    registry = WeightRegistry(
+        keep_versions=2, on_fault=lambda *fault_args: faults.append(fault_args)
+    )
+    engine, served = Engine(), ServedVersion("generator-0")
     channel = Channel(registry, {1: 3})
-    following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
+    following = asyncio.create_task(follow_weights(stage(), engine, channel, served))
     registry.add_manifest(manifest(0))
-    await held.wait_for_version(0)
+    await served.wait_for_version(0)
     registry.add_manifest(manifest(1))
     await asyncio.sleep(0.35)
-    assert engine.served == [0], "the old one is served on"
-    await held.wait_for_version(1)
+    assert engine.served == [0], "the old version is still served"
+    await served.wait_for_version(1)
     assert engine.served == [0, 1]
     await asyncio.sleep(2.0)
     following.cancel()
     fault = WeightFault(1, "version 1: checksum is wrong")
-    assert told == [(LOAD_REFUSED, "generator-0", fault)] * 3
+    assert faults == [(LOAD_REFUSED, "generator-0", fault)] * 3
     times = [at for at, version in channel.tries if version == 1]
     pauses = [round(b - a, 3) for a, b in itertools.pairwise(times)]
-    assert pauses == sorted(pauses) and pauses[0] > 0, "it waits longer each time"
+    assert pauses == sorted(pauses) and pauses[0] > 0, "the retry delay grows"
     assert registry.drain_stats().num_faults == 3
 
 
-@pytest.mark.parametrize(("later_s", "most_tries"), [(0.03, 3), (60.0, 250)])
-async def test_superseded_version_is_skipped_for_the_next(later_s: float, most_tries: int):
+@pytest.mark.parametrize(("later_s", "max_pulls"), [(0.03, 3), (60.0, 250)])
+async def test_superseded_version_is_skipped_for_the_next(later_s: float, max_pulls: int):
     registry, clock = WeightRegistry(keep_versions=2), asyncio.get_running_loop()
-    engine, held, channel = Engine(), ServedVersion("generator-0"), Resident(registry)
+    engine, served, channel = Engine(), ServedVersion("generator-0"), Resident(registry)
     channel.overwritten = 0
-    following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
+    following = asyncio.create_task(follow_weights(stage(), engine, channel, served))
     registry.add_manifest(manifest(0))
     await asyncio.sleep(later_s)
     offered_at = clock.time()
     registry.add_manifest(manifest(1))
-    await held.wait_for_version(1)
+    await served.wait_for_version(1)
     following.cancel()
     assert engine.served == [1]
-    # A load takes 0.5 s; half a minute later it is looked for less often.
+    # A load takes 0.5 s. The polling interval grows while no newer version appears.
     assert clock.time() - offered_at <= 0.5 + max(0.02, min(later_s, 0.25))
-    assert 1 < len(channel.tries) - 1 <= most_tries
+    assert 1 < len(channel.tries) - 1 <= max_pulls
 
 
 async def test_newer_version_replaces_a_corrupt_one():
     registry = WeightRegistry(keep_versions=2)
-    engine, held = Engine(), ServedVersion("generator-0")
+    engine, served = Engine(), ServedVersion("generator-0")
     channel = Channel(registry, {0: PULL_ATTEMPTS - 1})
-    following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
+    following = asyncio.create_task(follow_weights(stage(), engine, channel, served))
     registry.add_manifest(manifest(0))
     await asyncio.sleep(0.1)
     registry.add_manifest(manifest(1))
-    await held.wait_for_version(1)
+    await served.wait_for_version(1)
     following.cancel()
     assert engine.served == [1]
 
 
 async def test_follower_gives_up_after_max_pull_attempts():
     registry = WeightRegistry(keep_versions=2)
-    engine, held = Engine(), ServedVersion("generator-0")
+    engine, served = Engine(), ServedVersion("generator-0")
     channel = Channel(registry, {0: 100})
     registry.add_manifest(manifest(0))
     with pytest.raises(WeightsError, match="version 0: checksum is wrong"):
-        await follow_weights(stage(), engine, channel, held)
+        await follow_weights(stage(), engine, channel, served)
     assert len(channel.tries) == PULL_ATTEMPTS
-    assert engine.served == [] and held.version == -1
+    assert engine.served == [] and served.version == -1
 
 
 async def test_older_version_is_refused():
@@ -171,35 +173,35 @@ async def test_older_version_is_refused():
             return manifest(5 if held.version < 0 else 4)
 
     registry = WeightRegistry(keep_versions=2)
-    engine, held = Engine(), ServedVersion("generator-0")
+    engine, served = Engine(), ServedVersion("generator-0")
     with pytest.raises(WeightsError, match="version 4 was offered, but 5 is served already"):
-        await follow_weights(stage(), engine, Backwards(registry), held)
+        await follow_weights(stage(), engine, Backwards(registry), served)
     assert engine.served == [5]
 
 
 async def test_pull_stats_are_reported_once():
     registry = WeightRegistry(keep_versions=2)
-    engine, held = Engine(), ServedVersion("generator-0")
+    engine, served = Engine(), ServedVersion("generator-0")
     logprobs = [np.full(len(ids), -1.25, np.float32) for ids in SEQUENCES]
     probe = LogprobCheck(SEQUENCES, logprobs, max_difference=0.5)
-    following = asyncio.create_task(follow_weights(stage(), engine, Channel(registry), held))
+    following = asyncio.create_task(follow_weights(stage(), engine, Channel(registry), served))
     registry.add_manifest(manifest(0, probe), publish_s=0.125)
-    await held.wait_for_version(0)
+    await served.wait_for_version(0)
     await asyncio.sleep(0.01)
-    found = weight_metrics(registry.drain_stats())
-    assert found["weights/publish_s"] == 0.125
-    assert found["weights/pause_s"] == 0.25
-    assert found["weights/bytes"] == 1000
-    assert math.isnan(found["weights/copied_bytes"]), "what the publisher copied nobody told"
-    assert found["weights/interrupted"] == 7
-    assert found["weights/probe_diff"] == 0.25
-    assert found["weights/skew_max"] == 0
+    metrics = weight_metrics(registry.drain_stats())
+    assert metrics["weights/publish_s"] == 0.125
+    assert metrics["weights/pause_s"] == 0.25
+    assert metrics["weights/bytes"] == 1000
+    assert math.isnan(metrics["weights/copied_bytes"]), "the publisher reported no copied bytes"
+    assert metrics["weights/interrupted"] == 7
+    assert metrics["weights/probe_diff"] == 0.25
+    assert metrics["weights/skew_max"] == 0
     await asyncio.sleep(5.0)
     following.cancel()
-    again = weight_metrics(registry.drain_stats())
-    assert again["weights/bytes"] == again["weights/interrupted"] == 0
-    assert math.isnan(again["weights/probe_diff"])
-    assert math.isnan(again["weights/publish_s"])
+    next_metrics = weight_metrics(registry.drain_stats())
+    assert next_metrics["weights/bytes"] == next_metrics["weights/interrupted"] == 0
+    assert math.isnan(next_metrics["weights/probe_diff"])
+    assert math.isnan(next_metrics["weights/publish_s"])
 
 
 async def test_copied_bytes_of_transfer_and_load_are_added():
@@ -208,19 +210,19 @@ async def test_copied_bytes_of_transfer_and_load_are_added():
             return FetchedWeights({}, copied_bytes=12)
 
     registry = WeightRegistry(keep_versions=2)
-    held = ServedVersion("generator-0")
-    pull = await load_version(stage(), Engine(), Resident(registry), held, manifest(0))
+    served = ServedVersion("generator-0")
+    pull = await load_version(stage(), Engine(), Resident(registry), served, manifest(0))
     assert (pull.num_bytes, pull.copied_bytes) == (0, 42)
 
 
 async def test_follower_with_different_logprobs_serves_nothing_and_fails():
     registry = WeightRegistry(keep_versions=2)
-    engine, held = Engine(logprob=-3.0), ServedVersion("generator-0")
+    engine, served = Engine(logprob=-3.0), ServedVersion("generator-0")
     logprobs = [np.full(len(ids), -1.0, np.float32) for ids in SEQUENCES]
     registry.add_manifest(manifest(0, LogprobCheck(SEQUENCES, logprobs, max_difference=0.5)))
     with pytest.raises(LogprobCheckError, match=r"generator-0, with version 0, .* by up to 2 nats"):
-        await follow_weights(stage(), engine, Channel(registry), held)
-    assert held.version == -1, "what it has sampled since then leaves it never"
+        await follow_weights(stage(), engine, Channel(registry), served)
+    assert served.version == -1, "rollouts of the version stay uncommitted"
 
 
 def test_newest_version_of_columns():
@@ -229,24 +231,24 @@ def test_newest_version_of_columns():
 
 
 async def test_partial_rollouts_of_an_unverified_version_are_excluded():
-    held = ServedVersion("generator-0", version=3)
+    served = ServedVersion("generator-0", version=3)
 
-    async def begun() -> Mapping[str, Mapping[str, Array]]:
+    async def read_partials() -> Mapping[str, Mapping[str, Array]]:
         return {
             uid: {"policy_version": np.array([-1, *versions], np.int32)}
             for uid, versions in {"old": [2, 3], "new": [3, 4]}.items()
         }
 
-    assert (await exclude_unverified(begun, held)()).keys() == {"old"}
-    held.advance_to(4)
-    assert (await exclude_unverified(begun, held)()).keys() == {"old", "new"}
+    assert (await exclude_unverified(read_partials, served)()).keys() == {"old"}
+    served.advance_to(4)
+    assert (await exclude_unverified(read_partials, served)()).keys() == {"old", "new"}
 
 
 async def test_fault_is_reported_once():
-    told: list[tuple[str, str, WeightFault]] = []
+    faults: list[tuple[str, str, WeightFault]] = []
 
     class Once(Channel):
-        """Offers a version once, and nothing after that."""
+        """Channel that offers a version only once."""
 
         async def wait_for_newer(
             self, held: ReaderState, *, wait_s: float
@@ -255,13 +257,15 @@ async def test_fault_is_reported_once():
             await asyncio.sleep(wait_s)
             return None if self.tries else manifest(7)
 
-    registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
-    channel, held = Once(registry, {7: 1}), ServedVersion("generator-0")
-    following = asyncio.create_task(follow_weights(stage(), Engine(), channel, held))
+    registry = WeightRegistry(
+        keep_versions=2, on_fault=lambda *fault_args: faults.append(fault_args)
+    )
+    channel, served = Once(registry, {7: 1}), ServedVersion("generator-0")
+    following = asyncio.create_task(follow_weights(stage(), Engine(), channel, served))
     await asyncio.sleep(20.0)
     following.cancel()
     assert registry.drain_stats().num_faults == 1
-    assert told == [(LOAD_REFUSED, "generator-0", WeightFault(7, "version 7: checksum is wrong"))]
+    assert faults == [(LOAD_REFUSED, "generator-0", WeightFault(7, "version 7: checksum is wrong"))]
 
 
 async def test_publish_and_load_hold_the_device_lease():
@@ -271,20 +275,20 @@ async def test_publish_and_load_hold_the_device_lease():
         SharedDeviceLease(arbiter, "trainer"),
         SharedDeviceLease(arbiter, "generator-0"),
     )
-    registry, held = WeightRegistry(keep_versions=2), ServedVersion("generator-0")
+    registry, served = WeightRegistry(keep_versions=2), ServedVersion("generator-0")
     publishing = WeightPublisher({"policy": Source(2.0)}, {"policy": registry}, lease=trainer)
-    place = replace(stage(), device_lease=generator)
-    follow = follow_weights(place, Engine(), Channel(registry), held)
+    context = replace(stage(), device_lease=generator)
+    follow = follow_weights(context, Engine(), Channel(registry), served)
     async with generator.hold("generate"):
         await publishing.begin_publish(0)
         await asyncio.sleep(10.0)
-        assert registry.version == -1, "the generator computes"
+        assert registry.version == -1, "the generator holds the lease"
     await publishing.wait_until_published()
     assert clock() == 12.0
     async with trainer.hold("train"):
         following = asyncio.create_task(follow)
         await asyncio.sleep(10.0)
-        assert held.version == -1, "the trainer computes"
-    await held.wait_for_version(0)
+        assert served.version == -1, "the trainer holds the lease"
+    await served.wait_for_version(0)
     assert clock() == 22.5
     following.cancel()

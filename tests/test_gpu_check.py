@@ -1,4 +1,4 @@
-"""The check of a GPU machine, in its shortest form: on a CPU."""
+"""scripts/gpu_check.py in its shortest form: on a CPU."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ def run_check(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_check_of_a_gpu_machine_passes_on_a_cpu(tmp_path: Path):
+def test_gpu_check_passes_on_a_cpu(tmp_path: Path):
     out = tmp_path / "lines.jsonl"
     steps = ["machine", "trainer", "nccl", "weights"]
     done = run_check(out, "--steps", ",".join(steps))
@@ -32,7 +32,7 @@ def test_the_check_of_a_gpu_machine_passes_on_a_cpu(tmp_path: Path):
     assert "skipped" in lines[2]["cases"]["all"]
 
 
-def test_the_check_of_a_gpu_machine_refuses_steps_it_has_not(tmp_path: Path):
+def test_gpu_check_refuses_unknown_steps(tmp_path: Path):
     done = run_check(tmp_path / "lines.jsonl", "--steps", "machine,warp")
     assert done.returncode == 2
     assert "no step warp; there are machine, losses" in done.stdout

@@ -1,5 +1,5 @@
-"""What a process loads: imports are most of the time in which a run starts, and a library that
-nobody there needs is a second of it."""
+"""Imports of each process: imports dominate the start time of a run, and an unneeded library costs
+about a second."""
 
 import json
 import pickle
@@ -17,17 +17,19 @@ from tests.engines.tiny_qwen import save, tiny_model
 ROOT = Path(__file__).parents[1]
 
 
-def loaded(program: str, *names: str) -> list[str]:
-    """Those of the modules that a fresh interpreter has loaded after a program."""
-    tell = f"import json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]))"
-    found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program) + tell],
+def find_loaded_modules(program: str, *names: str) -> list[str]:
+    """Run a program in a fresh interpreter; return the named modules that it loaded."""
+    print_loaded = (
+        f"import json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program) + print_loaded],
         capture_output=True,
         text=True,
         check=True,
         cwd=ROOT,
     )
-    return list(json.loads(found.stdout.splitlines()[-1]))
+    return list(json.loads(process.stdout.splitlines()[-1]))
 
 
 def test_a_histogram_is_logged_to_wandb_without_pandas(tmp_path: Path):
@@ -42,7 +44,7 @@ def test_a_histogram_is_logged_to_wandb_without_pandas(tmp_path: Path):
         sink.log_step(1, {{"reward/mean": 0.5, "staleness/histogram": histogram}})
         sink.close({{}})
     """
-    assert loaded(program, "wandb", "pandas") == ["wandb"]
+    assert find_loaded_modules(program, "wandb", "pandas") == ["wandb"]
 
 
 def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path):
@@ -62,12 +64,12 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path):
         backend.step(divisor=1.0, lr=1e-3)
         backend.close()
     """
-    assert loaded(program, "deepspeed", "torch._inductor.compile_fx") == ["deepspeed"]
+    assert find_loaded_modules(program, "deepspeed", "torch._inductor.compile_fx") == ["deepspeed"]
 
 
 ACTORS = ("coordinator", "generator", "scorer", "queue_shard", "trainer")
 NO_TORCH = (
-    # Whoever holds a handle of an actor loads its class.
+    # A process with an actor handle loads the actor's class.
     *(f"streamrl.actors.{name}" for name in (*ACTORS, "colocated", "engine_factory")),
     *(
         "streamrl.algorithms",
@@ -80,9 +82,7 @@ NO_TORCH = (
 )
 
 
-def test_who_computes_nothing_loads_no_torch_and_only_the_command_what_draws_on_a_terminal() -> (
-    None
-):
+def test_processes_without_computation_load_no_torch_and_actors_no_rich():
     program = f"""
         import importlib, sys
         for name in {NO_TORCH!r}:
@@ -92,10 +92,10 @@ def test_who_computes_nothing_loads_no_torch_and_only_the_command_what_draws_on_
             if name.startswith("streamrl.actors."):
                 assert "rich" not in sys.modules, f"{{name}} loads rich"
     """
-    assert loaded(program, "torch") == []
+    assert find_loaded_modules(program, "torch") == []
 
 
-def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path):
+def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
     for algorithm, costs in (("grpo", ""), ("safe_rlhf", "costs: [{kind: length}]")):
         recipe = tmp_path / f"{algorithm}.yaml"
         recipe.write_text(
@@ -124,10 +124,10 @@ def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path):
             summarise_critic({{}}, "critic")
             config.dataflow, config.get_trainer_config("critic"), assign_slots(config)
     """
-    assert loaded(program, "torch", "transformers") == []
+    assert find_loaded_modules(program, "torch", "transformers") == []
 
 
-def test_rules_score_without_torch(tmp_path: Path):
+def test_rule_based_rewards_load_no_torch(tmp_path: Path):
     path = save(tiny_model(tied=True, seed=0), tmp_path)
     program = f"""
         import streamrl.actors.scorer
@@ -143,7 +143,7 @@ def test_rules_score_without_torch(tmp_path: Path):
         )
         RewardScorer(rewards, load_tokenizer({path!r}), build_group_filter(FilterConfig()))
     """
-    assert loaded(program, "torch", "transformers") == ["transformers"]
+    assert find_loaded_modules(program, "torch", "transformers") == ["transformers"]
 
 
 def test_the_help_of_every_command_and_doctor_load_no_library_of_a_run():
@@ -160,15 +160,15 @@ def test_the_help_of_every_command_and_doctor_load_no_library_of_a_run():
         assert printed.getvalue().count("usage: streamrl") == len(COMMANDS)
         assert "would run" in printed.getvalue()
     """
-    # Doctor has to ask torch where there may be a GPU.
-    may = ["torch"] if any(Path("/dev").glob("nvidia*")) else []
+    # Doctor needs torch to inspect a GPU.
+    allowed = ["torch"] if any(Path("/dev").glob("nvidia*")) else []
     libraries = ("torch", "scipy", "transformers", "ray", "deepspeed", "vllm")
-    assert set(loaded(program, *libraries)) <= set(may)
+    assert set(find_loaded_modules(program, *libraries)) <= set(allowed)
 
 
 @pytest.mark.parametrize(("words", "fitted_by"), [([], []), (["--what-if"], ["scipy"])])
-def test_a_run_is_reported_on_without_torch(tmp_path: Path, words: list[str], fitted_by: list[str]):
-    """Its algorithm was tried as the run began."""
+def test_report_loads_no_torch(tmp_path: Path, words: list[str], fitted_by: list[str]):
+    """The run validated its algorithm at the start, so that a report needs no torch."""
     config = recipe(tmp_path)
     run_dir = write_run(tmp_path / "run", config, play(config))
     program = f"""
@@ -176,11 +176,11 @@ def test_a_run_is_reported_on_without_torch(tmp_path: Path, words: list[str], fi
         assert main(["report", {str(run_dir)!r}, *{words}]) == 0
         assert main(["report", "--ledger", {str(run_dir)!r}]) == 0
     """
-    assert loaded(program, "torch", "scipy", "transformers", "ray") == fitted_by
+    assert find_loaded_modules(program, "torch", "scipy", "transformers", "ray") == fitted_by
 
 
-def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformers(tmp_path: Path):
-    """What torch is loaded for is the algorithm, which is tried on a made-up step."""
+def test_plan_and_simulate_with_given_sizes_load_no_transformers(tmp_path: Path):
+    """Torch is loaded to validate the algorithm on a synthetic step."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model: {{path: {tmp_path}}}\ndata: {{train: rows.jsonl}}\nrewards: [{{kind: exact}}]\n"
@@ -193,10 +193,10 @@ def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformer
         assert main(["plan", *words, "--proposals", "9"]) == 0
     """
     libraries = ("transformers", "ray", "deepspeed", "vllm", "peft")
-    assert loaded(program, "torch", *libraries) == ["torch"]
+    assert find_loaded_modules(program, "torch", *libraries) == ["torch"]
 
 
-def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path):
+def test_driver_checks_a_model_without_its_model_class(tmp_path: Path):
     path = save(tiny_model(tied=True, seed=0, kv_heads=2), tmp_path)
     program = f"""
         import streamrl.actors.launch.driver
@@ -215,4 +215,4 @@ def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path):
         )
     """
     classes = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
-    assert loaded(program, "torch", "torch._dynamo", *classes) == ["torch"]
+    assert find_loaded_modules(program, "torch", "torch._dynamo", *classes) == ["torch"]

@@ -18,14 +18,14 @@ def executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_bubblewrap_of_the_system_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_an_installed_bubblewrap_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     executable(tmp_path / "bwrap", "exit 0")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert install.bring_bubblewrap(tmp_path / "bubblewrap") == "bubblewrap is on PATH"
     assert not (tmp_path / "bubblewrap").exists()
 
 
-def test_without_bubblewrap_the_install_goes_on_and_says_what_will_not_work(
+def test_install_without_bubblewrap_continues_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -33,6 +33,6 @@ def test_without_bubblewrap_the_install_goes_on_and_says_what_will_not_work(
     assert install.bring_bubblewrap(tmp_path / "bubblewrap") == failed
     executable(tmp_path / "apt-get", "exit 100")
     executable(tmp_path / "dpkg-deb", "exit 2")
-    said = install.bring_bubblewrap(tmp_path / "bubblewrap")
-    assert said == f"{failed}: apt-get: exit code 100"
+    output = install.bring_bubblewrap(tmp_path / "bubblewrap")
+    assert output == f"{failed}: apt-get: exit code 100"
     assert not (tmp_path / "bubblewrap").exists()

@@ -1,4 +1,4 @@
-"""The house: which room may use which, how large things may be, and what is named how."""
+"""Layering of the package: import direction, size limits, naming rules."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ PURE = (
     *("streamrl.pipeline", "streamrl.config.run_config", "streamrl.evaluation"),
 )
 MAX_LINES = {ast.FunctionDef: 90, ast.AsyncFunctionDef: 90, ast.ClassDef: 350}
-"""Without docstrings."""
+"""Maximum lines of a definition without docstrings."""
 MAX_FILE_LINES = 600
 OLD_WORDS = re.compile(r"\b(old_log_?probs|behaviou?r_policy|rollout_worker)\b")
 NAMES_OF_NOTHING = {"utils", "util", "common", "helpers", "helper", "base", "misc"}
@@ -60,30 +60,30 @@ class Source(NamedTuple):
             if pattern.search(line):
                 yield self.say(number, line.strip())
 
-    def say(self, line: int, what: str) -> str:
-        return f"{self.path.relative_to(ROOT)}:{line}: {what}"
+    def say(self, line: int, message: str) -> str:
+        return f"{self.path.relative_to(ROOT)}:{line}: {message}"
 
 
 @cache
 def load_sources() -> tuple[Source, ...]:
-    found = []
+    sources = []
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
-        found.append(Source(path, text, ast.parse(text)))
-    return tuple(found)
+        sources.append(Source(path, text, ast.parse(text)))
+    return tuple(sources)
 
 
 def reject(offenders: Iterable[str]) -> None:
-    """Fail naming every offender: without -v pytest shows a list's first alone."""
-    found = list(offenders)
-    assert not found, "\n".join(["", *found])
+    """Fail with all offenders: without -v pytest shows only the first item of a list."""
+    offending_lines = list(offenders)
+    assert not offending_lines, "\n".join(["", *offending_lines])
 
 
 def find_level(room: str) -> int:
     return ROOMS.index(room)
 
 
-def test_arrows_point_down():
+def test_rooms_import_downwards_only():
     reject(
         source.say(line, f"imports {module}")
         for source in load_sources()
@@ -113,15 +113,17 @@ def test_only_actors_call_remotely():
     )
 
 
-def test_pure_rooms_and_the_loops_load_no_runtime():
+def test_pure_rooms_and_the_pipeline_load_no_runtime():
     code = (
         "import importlib, sys\n"
         f"for module in {PURE!r}:\n"
         "    importlib.import_module(module)\n"
         f"    [print(f'{{module}}:{{r}}') for r in {RUNTIMES!r} if r in sys.modules]"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    reject(found.stdout.split())
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    reject(process.stdout.split())
 
 
 def test_files_stay_small():
@@ -160,13 +162,13 @@ def test_files_are_ascii():
     reject(line for source in load_sources() for line in source.find_lines(beyond))
 
 
-def test_old_words_are_gone():
+def test_retired_names_do_not_occur():
     reject(line for source in load_sources() for line in source.find_lines(OLD_WORDS))
 
 
-def test_no_file_or_folder_is_named_for_nothing():
+def test_no_file_or_folder_has_a_generic_name():
     reject(
-        source.say(1, "is named for nothing")
+        source.say(1, "has a generic name")
         for source in load_sources()
         if NAMES_OF_NOTHING & set(source.path.relative_to(PACKAGE).with_suffix("").parts)
     )
@@ -183,7 +185,7 @@ def test_getattr_has_no_default():
     )
 
 
-def test_every_module_names_its_subject():
+def test_every_module_has_a_docstring():
     reject(
         source.say(1, "the module has no docstring")
         for source in load_sources()
@@ -192,10 +194,10 @@ def test_every_module_names_its_subject():
 
 
 def test_class_names_are_unique_in_the_package():
-    places: dict[str, list[str]] = {}
+    definitions: dict[str, list[str]] = {}
     for source in load_sources():
         for node in ast.walk(source.tree):
-            # Settings nested in the class that reads them are all called Config.
+            # Settings nested in their reader are all named Config.
             if isinstance(node, ast.ClassDef) and node.name != "Config":
-                places.setdefault(node.name, []).append(source.say(node.lineno, node.name))
-    reject(line for lines in places.values() if len(lines) > 1 for line in lines)
+                definitions.setdefault(node.name, []).append(source.say(node.lineno, node.name))
+    reject(line for lines in definitions.values() if len(lines) > 1 for line in lines)

@@ -1,4 +1,4 @@
-"""The linters, as `make lint` runs them; beside other tests, for mypy takes a core for a minute."""
+"""The linters of `make lint` as a test: mypy takes a core for a minute, beside other tests."""
 
 import subprocess
 import sys

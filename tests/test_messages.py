@@ -1,4 +1,4 @@
-"""What travels between the stages."""
+"""Messages between stages: prompts, columns, rollouts."""
 
 import pickle
 
@@ -18,7 +18,7 @@ from streamrl.messages import (
 
 @pytest.mark.parametrize("tokens", [[], [7], [2**31 - 1, -1, 0]])
 def test_prompt_pickles_unchanged(tokens: list[int]):
-    sent = Prompt(
+    prompt = Prompt(
         "0:3:1",
         np.array(tokens, np.int32),
         messages=[{"role": "user", "content": "1 + 1?"}],
@@ -26,16 +26,18 @@ def test_prompt_pickles_unchanged(tokens: list[int]):
         ground_truth={"answer": 2},
         extra_info={"row": np.arange(3)},
     )
-    found = pickle.loads(pickle.dumps(sent))
-    assert found.token_ids.dtype == np.int32
-    assert found.token_ids.tolist() == tokens
-    assert found.extra_info["row"].tolist() == [0, 1, 2]
-    rest = ("uid", "messages", "data_source", "ground_truth")
-    assert [getattr(found, name) for name in rest] == [getattr(sent, name) for name in rest]
+    restored = pickle.loads(pickle.dumps(prompt))
+    assert restored.token_ids.dtype == np.int32
+    assert restored.token_ids.tolist() == tokens
+    assert restored.extra_info["row"].tolist() == [0, 1, 2]
+    fields = ("uid", "messages", "data_source", "ground_truth")
+    assert [getattr(restored, name) for name in fields] == [
+        getattr(prompt, name) for name in fields
+    ]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "what"),
+    ("tokens", "described"),
     [
         (np.array([2**40]), r"int64\[1\]"),
         (np.array([0.5]), r"float64\[1\]"),
@@ -43,8 +45,10 @@ def test_prompt_pickles_unchanged(tokens: list[int]):
         ([1, 2], "list"),
     ],
 )
-def test_prompt_rejects_wrong_token_dtype_or_shape(tokens: np.ndarray, what: str):
-    with pytest.raises(ContractError, match=f"prompt 0:0:0: token_ids are {what}, wanted int32"):
+def test_prompt_rejects_wrong_token_dtype_or_shape(tokens: np.ndarray, described: str):
+    with pytest.raises(
+        ContractError, match=f"prompt 0:0:0: token_ids are {described}, wanted int32"
+    ):
         Prompt("0:0:0", tokens)
 
 
@@ -54,7 +58,7 @@ def test_column_must_be_a_flat_array():
 
 
 def rollout_of(mask: list[bool], tokens: list[int]) -> Rollout:
-    """A rollout whose tokens were sampled where `mask` says so."""
+    """Make a rollout; `mask` marks sampled tokens."""
     sampled = np.array(mask)
     versions = np.where(sampled, 0, -1).astype(np.int32)
     ended = FinishReason.STOP if sampled.any() else FinishReason.ABORT
@@ -69,11 +73,11 @@ def test_completions_begin_with_the_first_sampled_token():
         rollout_of([*prompt, True], [7, 8, 1]),
         # Tokens that a tool wrote between two turns belong to the completion.
         rollout_of([*prompt, *tool], [7, 8, 2, 50, 3]),
-        # Nothing is sampled of this one yet.
+        # A rollout without sampled tokens.
         rollout_of(prompt, [7, 8]),
     ]
-    found = [
+    completions = [
         completion.tolist() for completion in extract_completions(rollouts_to_columns(rollouts))
     ]
-    assert found == [[1], [2, 50, 3], []]
-    assert found == [rollout.completion_ids.tolist() for rollout in rollouts]
+    assert completions == [[1], [2, 50, 3], []]
+    assert completions == [rollout.completion_ids.tolist() for rollout in rollouts]

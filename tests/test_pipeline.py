@@ -1,4 +1,4 @@
-"""The stage loops on fakes and a virtual clock: what must hold under any schedule."""
+"""Guarantees of the stage loops under any schedule, on fake engines and a virtual clock."""
 
 import asyncio
 import itertools
@@ -36,9 +36,9 @@ plans = draw_plans(
     filter_rate=st.sampled_from([0.0, 0.0, 0.0, 0.5]),
     oversample=st.sampled_from([1.0, 1.0, 2.5, 6.0, None]),
     on_stale=st.sampled_from(["wait", "wait", "drop"]),
-    # One at a time, 24 groups in 3 slots of 20 s each keep the trainer waiting for minutes.
+    # With one stage at a time, 24 groups of 20 s in 3 slots keep the trainer waiting for minutes.
     one_at_a_time=st.booleans(),
-    # Where most are filtered, one step may take as long as many.
+    # A step with many filtered groups takes as long as several steps.
     stall_s=st.just(5000.0),
 )
 
@@ -47,10 +47,10 @@ def uids(stream: Stream) -> list[str]:
     return [group.uid for outcome in stream.outcomes for group in outcome.groups]
 
 
-def expected_of_policy(plan: Plan, stream: Stream) -> list[tuple[str, int]]:
-    """It leaves the first steps to the critic, if there is one."""
-    own = stream.outcomes[plan.rests if plan.critic else 0 :]
-    uids = [group.uid for outcome in own for group in outcome.groups]
+def expected_policy_picks(plan: Plan, stream: Stream) -> list[tuple[str, int]]:
+    """Return the rollouts that the policy trains: steps of the critic warmup are excluded."""
+    outcomes = stream.outcomes[plan.critic_warmup_steps if plan.critic else 0 :]
+    uids = [group.uid for outcome in outcomes for group in outcome.groups]
     return [(uid, i) for uid in uids for i in range(plan.group_size)]
 
 
@@ -64,9 +64,9 @@ def test_stream_guarantees_hold_under_any_schedule(plan: Plan):
     assert len(set(trained)) == len(trained), "a group was trained twice"
     expected = [(uid, i) for uid in trained for i in range(plan.group_size)]
     for role, trainer in stream.trainers.items():
-        own = expected if role == CRITIC else expected_of_policy(plan, stream)
+        expected_picks = expected if role == CRITIC else expected_policy_picks(plan, stream)
         picks = [pick for step in trainer.trained.values() for pick in step]
-        assert sorted(picks) == sorted(own), "each rollout is trained once"
+        assert sorted(picks) == sorted(expected_picks), "each rollout is trained once"
 
     for outcome in stream.outcomes:
         for group in outcome.groups:
@@ -81,11 +81,11 @@ def test_stream_guarantees_hold_under_any_schedule(plan: Plan):
     check_surplus(plan, stream)
     check_gated(stream)
     refused = sum(outcome.queue_stats.counts["refused"] for outcome in stream.outcomes)
-    assert refused == 0, "nothing went wrong"
+    assert refused == 0, "commits were refused without failures"
 
 
 def check_surplus(plan: Plan, stream: Stream) -> None:
-    """Only where more is admitted than has places can there be too much of it."""
+    """Assert that only oversampling leaves surplus groups."""
     drops = dict(stream.ledger.counts.drops)
     if plan.oversample == 1.0 or plan.on_stale == "drop":
         assert SURPLUS_CAUSE not in drops
@@ -94,7 +94,7 @@ def check_surplus(plan: Plan, stream: Stream) -> None:
 
 
 def check_gated(stream: Stream) -> None:
-    """What the filter took has cost a rollout and a reward, and nothing else."""
+    """Assert that filtered groups cost only rollouts and rewards."""
     filtered = {uid for uid, how in stream.ended if how.filtered}
     for stage, computed in stream.disk.computed.items():
         if stage not in ("generate", "reward"):
@@ -102,18 +102,18 @@ def check_gated(stream: Stream) -> None:
 
 
 async def watch_bounds(stream: Stream) -> None:
-    """No more is in flight than was asked for, and the accounts balance, all the time."""
+    """Assert at all times that groups in flight are bounded and the ledger balances."""
     plan, ledger = stream.plan, stream.ledger
-    places = (plan.max_staleness + 1) * plan.groups_per_step
-    most = places * (MAX_FACTOR if plan.oversample is None else plan.oversample)
+    step_groups = (plan.max_staleness + 1) * plan.groups_per_step
+    max_in_flight = step_groups * (MAX_FACTOR if plan.oversample is None else plan.oversample)
     while True:
         counts = ledger.counts
-        assert counts.in_flight <= math.ceil(most)
+        assert counts.in_flight <= math.ceil(max_in_flight)
         ended = counts.trained + counts.filtered + counts.dropped
         assert counts.admitted == ended + counts.in_flight
-        kept = stream.control.oversampling.num_kept
-        undecided = counts.in_flight - kept
-        assert 0 <= kept <= counts.in_flight and undecided <= math.ceil(most)
+        num_kept = stream.control.oversampling.num_kept
+        undecided = counts.in_flight - num_kept
+        assert 0 <= num_kept <= counts.in_flight and undecided <= math.ceil(max_in_flight)
         await asyncio.sleep(0.5)
 
 
@@ -123,7 +123,7 @@ FILTERED = Plan(
     groups_per_step=4,
     max_staleness=0,
     generators=2,
-    places=40,
+    slots=40,
     scorers=2,
     generate_s=(4.0, 6.0),
     score_s=(0.1, 0.1),
@@ -132,13 +132,13 @@ FILTERED = Plan(
     critic=True,
     stall_s=5000.0,
 )
-"""Nine of ten groups are taken out; a step without a filter takes one round of generation."""
+"""Nine of ten groups are filtered; a step without a filter takes one round of generation."""
 
 
 def step_s(plan: Plan) -> float:
-    """Of the last two steps."""
-    ends = run_virtual(run_stream(plan)).step_ends
-    return (ends[-1] - ends[-3]) / 2
+    """Return the mean duration of the last two steps."""
+    step_ends = run_virtual(run_stream(plan)).step_ends
+    return (step_ends[-1] - step_ends[-3]) / 2
 
 
 def test_filter_reference_and_critic_compute_only_kept_groups():
@@ -151,48 +151,50 @@ def test_filter_reference_and_critic_compute_only_kept_groups():
 def test_without_filter_scorers_work_in_parallel():
     plan = replace(FILTERED, filter_rate=0.0, score_s=(2.0, 2.0), scorers=4, steps=1)
     stream = run_virtual(run_stream(plan))
-    judged = min(span.start_s for span in spans(stream, "reward-0", "reward"))
-    referred = min(span.start_s for span in spans(stream, "reference-0", "reference"))
-    assert referred < judged + 2.0
+    reward_start = min(span.start_s for span in spans(stream, "reward-0", "reward"))
+    reference_start = min(span.start_s for span in spans(stream, "reference-0", "reference"))
+    assert reference_start < reward_start + 2.0
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_oversampling_fills_a_step_in_one_round_of_generation(staleness: int):
     plan = replace(FILTERED, max_staleness=staleness)
-    alone = step_s(replace(plan, filter_rate=0.0))
-    one_each = step_s(plan)
+    unfiltered = step_s(replace(plan, filter_rate=0.0))
+    not_oversampled = step_s(plan)
     tenfold = step_s(replace(plan, oversample=10.0))
-    by_share = step_s(replace(plan, oversample=None))
-    assert one_each > 6 * alone, "one chain of replacements after the other"
-    # A round in which the first are decided, and what is missing then.
-    assert tenfold < 2.5 * alone
-    assert by_share < 3.5 * alone, "once it has seen the first groups being filtered"
+    adaptive = step_s(replace(plan, oversample=None))
+    assert not_oversampled > 6 * unfiltered, "filtered groups are replaced in sequence"
+    # One round decides the first groups; another samples the missing ones.
+    assert tenfold < 2.5 * unfiltered
+    assert adaptive < 3.5 * unfiltered, "the factor follows the filter rate"
 
 
 def test_surplus_is_trained_within_staleness_or_readmitted():
-    # Nothing is filtered after all: of four prompts for each place three are too many.
+    # The filter keeps all groups: three of four prompts for each slot are surplus.
     plan = replace(FILTERED, filter_rate=1e-9, oversample=4.0, critic=False)
     on_policy = run_virtual(run_stream(plan))
     ahead = run_virtual(run_stream(replace(plan, max_staleness=1)))
     assert dict(on_policy.ledger.counts.drops)[SURPLUS_CAUSE] > 4 * plan.groups_per_step
-    first, second = (
+    first_versions, second_versions = (
         {group.info.min_version for group in outcome.groups} for outcome in ahead.outcomes[:2]
     )
-    assert first == second == {0}, "with a step of slack it is trained in the next one"
-    again = [uid for uid in uids(on_policy) if parse_uid(uid)[2]]
-    assert again, "the prompts of dropped groups come again"
+    assert first_versions == second_versions == {0}, (
+        "with staleness 1 the next step trains the surplus"
+    )
+    readmitted = [uid for uid in uids(on_policy) if parse_uid(uid)[2]]
+    assert readmitted, "prompts of dropped groups are readmitted"
 
 
 def test_surplus_rollouts_are_cancelled_early():
     plan = replace(FILTERED, filter_rate=1e-9, oversample=8.0, steps=3, generate_s=(1.0, 60.0))
     stream = run_virtual(run_stream(replace(plan, critic=False, reference=False)))
     assert stream.step_ends[-1] < 3 * 30.0
-    # A stage hears within a second of what is in vain, and has free places then.
+    # A stage learns of lost leases within a second, and frees their slots.
     late = [token for sampler in stream.samplers for token in sampler.sampled]
-    ends = dict(zip(range(plan.steps), stream.step_ends, strict=True))
+    step_ends = dict(zip(range(plan.steps), stream.step_ends, strict=True))
     gone = {uid: how for uid, how in stream.ended if how.cause == SURPLUS_CAUSE}
     assert gone
-    first_end = ends[0]
+    first_end = step_ends[0]
     stale = [t for t in late if t.uid in gone and t.version == 0 and t.at_s > first_end + 1.5]
     assert not stale
 
@@ -202,7 +204,7 @@ async def test_resume_with_oversampled_groups_keeps_the_guarantees():
     first = build_stream(plan)
     await first.control.reconcile_queue(first.queue)
     await run_loops(first, checkpoint_every=2)
-    # More steps are asked for, with nothing in excess any more.
+    # Resume with more steps and without oversampling.
     later = replace(plan, steps=6, oversample=1.0)
     second = build_stream(later, first.disk, session="second")
     await second.control.reconcile_queue(second.queue)
@@ -218,7 +220,7 @@ async def test_resume_with_oversampled_groups_keeps_the_guarantees():
 
 
 def test_publish_every_two_samples_two_steps_per_version():
-    """Admission follows what is published: version 1 is made, and nothing is sampled from it."""
+    """Version 1 is trained but not published, so that no rollout is sampled from it."""
     plan = Plan(steps=6, groups_per_step=2, max_staleness=1, publish_every=2)
     stream = run_virtual(run_stream(plan))
     sampled_from = [
@@ -293,8 +295,8 @@ def test_shared_pool_runs_one_stage_at_a_time():
         compute_busy_s(spans(stream, f"generator-{i}", "generate"), start=0.0, end=end)
         for i in range(2)
     ]
-    apart = sum(v for name, v in by_stage.items() if name != "generate") + sum(generators)
-    assert compute_busy_s(work, start=0.0, end=end) == pytest.approx(apart)
+    summed_busy_s = sum(v for name, v in by_stage.items() if name != "generate") + sum(generators)
+    assert compute_busy_s(work, start=0.0, end=end) == pytest.approx(summed_busy_s)
 
 
 @pytest.mark.parametrize("on_stall", ["abort", "redeliver"])
@@ -303,12 +305,12 @@ def test_shared_pool_runs_one_stage_at_a_time():
     [
         {"generate_s": (2.0, 9.0)},
         {"train_s": 2.0},
-        # Generators wait meanwhile, for the next step.
+        # Generators wait for the next step meanwhile.
         {"train_s": 2.0, "pace": UpdatePlan(True, 4, 1), "max_staleness": 1},
     ],
 )
 def test_long_phase_with_progress_is_no_stall(long: dict[str, Any], on_stall: str):
-    # A step's rollouts, or its micro-batches, take more than 8 s altogether, and each of them less.
+    # All rollouts or micro-batches of a step take more than 8 s; each takes less.
     shared: dict[str, Any] = {"one_at_a_time": True, "groups_per_step": 8, "generators": 1}
     plan = Plan(**{"max_staleness": 0, "stall_s": 8.0, "on_stall": on_stall, **shared, **long})
     stream = run_virtual(run_stream(plan))
@@ -328,18 +330,18 @@ def test_unscorable_group_is_dropped_counted_and_replaced():
 
 @pytest.mark.parametrize("readmits", [False, True])
 def test_reward_that_always_fails_ends_the_run_with_the_reason(readmits: bool):
-    told: list[str] = []
+    dropped: list[str] = []
 
     async def watch(stream: Stream) -> None:
-        stream.control.on_group_finished = lambda uid, how: told.append(uid)
+        stream.control.on_group_finished = lambda uid, how: dropped.append(uid)
         await asyncio.Event().wait()
 
-    # The scorer takes two groups at a time, every second: one may come along with the 41st.
+    # The scorer scores batches of two groups a second: the 41st may fail along with another.
     plan = Plan(fail_rate=1.0, max_dropped=40, readmits=readmits, score_s=(1.0, 1.0))
     message = r"^step 0 has dropped 4\d groups, more than 40 .*; the last: the verifier is down$"
     with pytest.raises(DropLimitError, match=message):
         run_virtual(run_stream(plan, disturb=watch))
-    assert 41 <= len(told) <= 42
+    assert 41 <= len(dropped) <= 42
 
 
 def test_occasional_failures_never_end_the_run():
@@ -356,14 +358,14 @@ def test_stale_drops_never_end_the_run():
 
 
 def test_step_may_take_longer_than_a_capacity_wait():
-    # Groups so large that the step's own and those next to come fill the shard.
+    # Groups of this step and the next fill the shard.
     plan = Plan(
         steps=2,
         group_size=12,
         micro_batch_tokens=1000,
         train_s=700.0,
         stall_s=10_000.0,
-        room_steps=1.0,
+        capacity_steps=1.0,
         shards=1,
     )
     stream = run_virtual(run_stream(plan))
@@ -380,25 +382,25 @@ def test_stall_error_names_groups_and_holders():
 
 
 async def test_slots_are_counted_until_the_work_ends():
-    desk = InFlightWork(ConcurrencyLimit(2))
-    desk.add_task([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
-    waiting = asyncio.create_task(desk.wait_for_slots())
+    in_flight = InFlightWork(ConcurrencyLimit(2))
+    in_flight.add_task([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
+    waiting = asyncio.create_task(in_flight.wait_for_slots())
     await asyncio.sleep(1.0)
     assert not waiting.done()
     assert (await waiting) == 2
 
 
 async def test_task_is_cancelled_once_all_its_leases_are_lost():
-    desk = InFlightWork(ConcurrencyLimit(2))
+    in_flight = InFlightWork(ConcurrencyLimit(2))
     first, second = experience("0:0:0"), experience("0:1:0")
     task = asyncio.ensure_future(idle(100.0))
-    desk.add_task([first, second], task)
-    seen = []
+    in_flight.add_task([first, second], task)
+    is_cancelled = []
     for lost in (first, second):
-        desk.abandon_lease(lost.lease)
+        in_flight.abandon_lease(lost.lease)
         await asyncio.sleep(1.0)
-        seen.append(task.cancelled())
-    assert seen == [False, True]
+        is_cancelled.append(task.cancelled())
+    assert is_cancelled == [False, True]
 
 
 async def idle(seconds: float) -> None:
@@ -423,41 +425,41 @@ def spans(stream: Stream, process: str, name: str | None = None) -> list:  # typ
 
 
 def test_generator_commits_nothing_of_an_unverified_version(monkeypatch: pytest.MonkeyPatch):
-    left: list[int] = []
-    put, note = ExperienceQueue.commit_columns, ExperienceQueue.save_partials
+    versions: list[int] = []
+    commit_columns, save_partials = ExperienceQueue.commit_columns, ExperienceQueue.save_partials
 
-    async def seen_put(
+    async def record_commit(
         self: ExperienceQueue, entries: Sequence[tuple[GroupLease, Columns]]
     ) -> None:
-        left.extend(find_newest_version(columns) for _, columns in entries)
-        await put(self, entries)
+        versions.extend(find_newest_version(columns) for _, columns in entries)
+        await commit_columns(self, entries)
 
-    async def seen_note(
+    async def record_partials(
         self: ExperienceQueue, entries: Sequence[tuple[GroupLease, Columns]]
     ) -> None:
-        left.extend(find_newest_version(columns) for _, columns in entries)
-        await note(self, entries)
+        versions.extend(find_newest_version(columns) for _, columns in entries)
+        await save_partials(self, entries)
 
-    monkeypatch.setattr(ExperienceQueue, "commit_columns", seen_put)
-    monkeypatch.setattr(ExperienceQueue, "save_partials", seen_note)
-    # Groups end, and notes of others are due, while the version is looked at.
+    monkeypatch.setattr(ExperienceQueue, "commit_columns", record_commit)
+    monkeypatch.setattr(ExperienceQueue, "save_partials", record_partials)
+    # During the logprob check of the version, groups finish and partial rollouts are due.
     plan = Plan(steps=8, generate_s=(3.0, 12.0), broken_version=3, probe_s=8.0)
     with pytest.raises(LogprobCheckError, match=r"generator-[01], with version 3, gives"):
         run_virtual(run_stream(plan))
-    assert max(left) == 2
+    assert max(versions) == 2
 
 
 def test_sampled_tokens_are_counted_per_completion():
     mask = np.array([0, 0, 1, 1, 1, 0, 0, 1], np.bool_)
-    two: Columns = {"lengths": np.array([5, 3], np.int32), "loss_mask": mask}
-    assert count_sampled_tokens(two) == [3, 1]
+    columns: Columns = {"lengths": np.array([5, 3], np.int32), "loss_mask": mask}
+    assert count_sampled_tokens(columns) == [3, 1]
     assert count_sampled_tokens({"greedy_ids": np.zeros(4, np.int32)}) == [4]
     assert count_sampled_tokens({"scores": np.zeros(2, np.float32)}) == []
 
 
 def test_spans_record_the_amount_of_work():
     stream = run_virtual(run_stream(Plan(steps=2, groups_per_step=3, group_size=2)))
-    spans = [span for one in stream.recorders.values() for span in one.drain_spans()]
+    spans = [span for recorder in stream.recorders.values() for span in recorder.drain_spans()]
     by_uid = {group.uid: group.info for step in stream.outcomes for group in step.groups}
     generated = [span.args for span in spans if span.name == "generate"]
     assert len(generated) == 6

@@ -1,4 +1,4 @@
-"""What `streamrl plan` writes is a run that `streamrl train` takes on that cluster."""
+"""Configs written by `streamrl plan` pass the checks of `streamrl train` on that cluster."""
 
 import itertools
 import json
@@ -67,7 +67,7 @@ SIZES = (
 )
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
-    # vLLM builds it of the classes of transformers.
+    # vLLM serves this family with the model classes of transformers.
     "gpt_neox": {},
     "qwen3_moe": {
         **{"num_key_value_heads": 1, "head_dim": 32, "moe_intermediate_size": 33},
@@ -80,12 +80,12 @@ REFUSED = {
     ("qwen3_moe", "2xH100"): {"generator.tensor_parallel", "trainer.tensor_parallel"},
     ("mixtral", "2xCPU"): {"generator.tensor_parallel", "trainer.tensor_parallel"},
 }
-"""Settings that train refuses some placements by, by family and cluster."""
+"""Settings named when train refuses placements, by family and cluster."""
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy's model and data, a reward model, and texts."""
+    """Folder with the toy's model and rows, a reward model, and pretraining texts."""
     folder = write_toy(tmp_path_factory.mktemp("inputs"))
     write_classifier(folder / "judge")
     (folder / "texts.jsonl").write_text('{"text": "1+1=2"}\n')
@@ -93,67 +93,75 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preset(name: str, inputs: Path) -> list[str]:
-    """A recipe of configs/, with the toy's files in place of its own."""
+    """Return the path of a recipe of configs/ and overrides that make it use the toy's files."""
     path = CONFIGS / f"{name}.yaml"
-    found: dict[str, Any] = yaml.safe_load(path.read_text())
+    recipe: dict[str, Any] = yaml.safe_load(path.read_text())
     words = [str(path), f"model.path={inputs}/model", f"data.train={inputs}/rows.jsonl", *SHORT]
-    words += [f"data.eval={inputs}/rows.jsonl"] if "eval" in found["data"] else []
-    words += [f"data.pretrain={inputs}/texts.jsonl"] if "pretrain" in found["data"] else []
-    if "overlong_buffer" in found["algorithm"]:
+    words += [f"data.eval={inputs}/rows.jsonl"] if "eval" in recipe["data"] else []
+    words += [f"data.pretrain={inputs}/texts.jsonl"] if "pretrain" in recipe["data"] else []
+    if "overlong_buffer" in recipe["algorithm"]:
         words.append("algorithm.overlong_buffer=3")
-    for i, reward in enumerate(found["rewards"]):
+    for i, reward in enumerate(recipe["rewards"]):
         if reward["kind"] == "model":
             words.append(f"rewards[{i}].path={inputs}/judge")
-    # The toy's rows have numbers for answers.
-    return words + (["rewards=[{kind: exact}]"] if found["rewards"][0]["kind"] == "code" else [])
+    # The answers in the toy's rows are numbers, not code.
+    return words + (["rewards=[{kind: exact}]"] if recipe["rewards"][0]["kind"] == "code" else [])
 
 
 def check_as_train_does(config: RunConfig, cluster: Cluster) -> None:
-    """All that `streamrl train` checks before it starts an engine, on as many devices."""
+    """Run all checks of `streamrl train` before it starts an engine, on as many devices."""
     prepared, on_gpu = prepare_run(config), not cluster.is_cpu
     cpus = config.placement.cpus or cluster.num_devices + 8
-    have = ClusterCapacity(cpus=cpus, gpus=cluster.num_devices if on_gpu else 0)
-    mode = choose_mode(list_placement_options(config, prepared, on_gpu), have).mode
+    capacity = ClusterCapacity(cpus=cpus, gpus=cluster.num_devices if on_gpu else 0)
+    mode = choose_mode(list_placement_options(config, prepared, on_gpu), capacity).mode
     assert mode == config.placement.mode
-    there = with_placement_mode(config, mode)
-    check_worker_memory(there, on_gpu=on_gpu)
-    compute_shard_bytes(there, prepared, node_stores=[there.placement.object_store_mb * MIB])
-    if given := config.generator.kv_cache_mb:
+    placed_config = with_placement_mode(config, mode)
+    check_worker_memory(placed_config, on_gpu=on_gpu)
+    compute_shard_bytes(
+        placed_config, prepared, node_stores=[placed_config.placement.object_store_mb * MIB]
+    )
+    if kv_cache_mb := config.generator.kv_cache_mb:
         # vLLM refuses to start without room for the longest rollout.
         model = read_model_config(config.model.path).get_text_config()
         heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
         width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
         token_bytes = 2 * model.num_hidden_layers * heads * width * (2 if on_gpu else 4)
-        assert given * MIB >= prepared.max_length * token_bytes / config.generator.tensor_parallel
+        assert (
+            kv_cache_mb * MIB
+            >= prepared.max_length * token_bytes / config.generator.tensor_parallel
+        )
 
 
 def sizes(placement: Placement) -> dict[str, tuple[RankGrid, int, int]]:
     calls = placement.assignments.items()
-    return {stage: (each.grid, each.mesh.size, each.zero_stage) for stage, each in calls}
+    return {
+        stage: (assignment.grid, assignment.mesh.size, assignment.zero_stage)
+        for stage, assignment in calls
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "cluster"),
     [
-        pytest.param(name, each, marks=[pytest.mark.slow] * ((name, each) not in QUICK))
+        pytest.param(name, cluster, marks=[pytest.mark.slow] * ((name, cluster) not in QUICK))
         for name in PRESETS
-        for each in CLUSTERS
+        for cluster in CLUSTERS
     ],
 )
-def test_what_is_planned_of_a_recipe_is_taken_by_train(
+def test_train_accepts_the_plan_of_each_recipe(
     name: str, cluster: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out, words = tmp_path / "plan.yaml", preset(name, inputs)
     options = ["--cluster", cluster, "--proposals", "10", "-o", str(out), "--json"]
     assert main(["plan", *words, *options]) == 0
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     config = load_config(out)
     check_as_train_does(config, Cluster.from_text(cluster))
-    # What is said to be written is what differs; the bound is the config's own.
+    # The report lists the settings that differ; max_staleness stays that of the recipe.
     before = load_config(Path(words[0]), words[1:])
     assert config.pipeline.max_staleness == before.pipeline.max_staleness
-    assert all(key.split(".")[0] in vars(config) for key in found["settings"])
-    best = Placement.from_dict(found["best"]["placement"], place="best")
+    assert all(key.split(".")[0] in vars(config) for key in report["settings"])
+    best = Placement.from_dict(report["best"]["placement"], place="best")
     models = {
         find_model_role(call) for call in config.dataflow.calls if call.stage in best.assignments
     }
@@ -166,9 +174,7 @@ def test_what_is_planned_of_a_recipe_is_taken_by_train(
     ["grpo_arithmetic", "ppo_arithmetic", pytest.param("safe_rlhf_toy", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("bound", [0, 1])
-def test_every_placement_that_a_plan_may_choose_is_taken_by_train(
-    name: str, bound: int, inputs: Path
-):
+def test_train_accepts_every_placement_that_a_plan_may_choose(name: str, bound: int, inputs: Path):
     path, *overrides = preset(name, inputs)
     config = load_config(Path(path), [*overrides, f"pipeline.max_staleness={bound}"])
     cluster = Cluster.from_text("4xH100")
@@ -182,18 +188,20 @@ def test_every_placement_that_a_plan_may_choose_is_taken_by_train(
     in_two = [sets for sets in iter_set_partitions(choices.roles) if len(sets) <= 2]
     for sets in in_two:
         for meshes in iter_allocations(cluster, len(sets)):
-            roles = {role: mesh for some, mesh in zip(sets, meshes, strict=True) for role in some}
-            found = choices.fit_on_meshes(roles)
-            if found is None:
+            roles = {
+                role: mesh for role_set, mesh in zip(sets, meshes, strict=True) for role in role_set
+            }
+            assignments = choices.fit_on_meshes(roles)
+            if assignments is None:
                 continue
-            placement = choices.make_placement(found, bound)
-            room = (
+            placement = choices.make_placement(assignments, bound)
+            kv_cache_bytes = (
                 costs.kv_cache_bytes(placement) if has_shared_generator_devices(placement) else None
             )
-            run = apply_placement(config, placement, kv_cache_bytes=room)
-            have = ClusterCapacity(cpus=cluster.num_devices + 8, gpus=cluster.num_devices)
+            run = apply_placement(config, placement, kv_cache_bytes=kv_cache_bytes)
+            capacity = ClusterCapacity(cpus=cluster.num_devices + 8, gpus=cluster.num_devices)
             assert (
-                choose_mode(list_placement_options(run, prepared, True), have).mode
+                choose_mode(list_placement_options(run, prepared, True), capacity).mode
                 == run.placement.mode
             )
             check_worker_memory(run, on_gpu=True)
@@ -202,7 +210,7 @@ def test_every_placement_that_a_plan_may_choose_is_taken_by_train(
 
 
 def write_family(family: str, like: Path, folder: Path) -> str:
-    """A tiny model of another family, with the tokenizer of one that is there."""
+    """Write a tiny model of a family, with sizes and tokenizer of the model in `like`."""
     shutil.copytree(like, folder)
     sizes = {key: json.loads((like / "config.json").read_text())[key] for key in SIZES}
     settings = AutoConfig.for_model(family, **sizes, **FAMILIES[family])
@@ -218,18 +226,22 @@ def families(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def refusal(
-    config: RunConfig, prepared: PreparedRun, cluster: Cluster, placement: Placement, room: float
+    config: RunConfig,
+    prepared: PreparedRun,
+    cluster: Cluster,
+    placement: Placement,
+    kv_cache_bytes: float,
 ) -> str:
-    """Why `streamrl train` refuses a run that is so placed; empty if it does not."""
-    have = ClusterCapacity(
+    """Return the error of `streamrl train` for a run with this placement; empty if accepted."""
+    capacity = ClusterCapacity(
         cpus=cluster.num_devices + 8, gpus=0 if cluster.is_cpu else cluster.num_devices
     )
     try:
-        run = apply_placement(config, placement, kv_cache_bytes=room)
+        run = apply_placement(config, placement, kv_cache_bytes=kv_cache_bytes)
         check_generator_split(run.model.path, run.generator.tensor_parallel)
         ranks = run.trainer.tensor_parallel
         check_tensor_parallel(run.model.path, ranks, section="trainer")
-        choose_mode(list_placement_options(run, prepared, not cluster.is_cpu), have)
+        choose_mode(list_placement_options(run, prepared, not cluster.is_cpu), capacity)
     except ConfigError as error:
         return str(error)
     return ""
@@ -238,18 +250,17 @@ def refusal(
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        pytest.param(family, name, marks=[pytest.mark.slow] * (each not in REFUSED))
+        pytest.param(family, name, marks=[pytest.mark.slow] * ((family, name) not in REFUSED))
         for family, name in itertools.product(FAMILIES, ("2xH100", "2xCPU"))
-        for each in [(family, name)]
     ],
 )
-def test_what_train_refuses_of_a_placement_the_planner_does(
+def test_planner_refuses_every_placement_that_train_refuses(
     family: str, name: str, inputs: Path, families: dict[str, str]
 ):
     path, *overrides = preset("grpo_arithmetic", inputs)
-    own = ["pipeline.max_staleness=0", "trainer.backend=torch", "algorithm.kl_coef=0"]
-    own.append(f"model.path={families[family]}")
-    config, cluster = load_config(Path(path), [*overrides, *own]), Cluster.from_text(name)
+    settings = ["pipeline.max_staleness=0", "trainer.backend=torch", "algorithm.kl_coef=0"]
+    settings.append(f"model.path={families[family]}")
+    config, cluster = load_config(Path(path), [*overrides, *settings]), Cluster.from_text(name)
     problem, prepared = (
         build_planner_problem(config, cluster, PlannerRequest(5)),
         prepare_run(config),
@@ -263,7 +274,7 @@ def test_what_train_refuses_of_a_placement_the_planner_does(
     )
     every = ParallelismChoices(PlacementEstimator(problem, plain), rules=rules)
     calls = {role: config.dataflow.calls_by_role[role][0] for role in every.roles}
-    # All there are: a search leaves away what is not even.
+    # All combinations: a search would skip uneven splits.
     options = [
         [
             CallAssignment(mesh, grid, zero)
@@ -274,23 +285,23 @@ def test_what_train_refuses_of_a_placement_the_planner_does(
         for role in every.roles
     ]
     reasons = {True: set[str](), False: set[str]()}
-    for some in itertools.product(*options):
-        roles = dict(zip(every.roles, some, strict=True))
+    for assignments in itertools.product(*options):
+        roles = dict(zip(every.roles, assignments, strict=True))
         placement = every.make_placement(roles)
         by_rules = any(r.zero_stage not in rules(calls[role], r.grid) for role, r in roles.items())
-        why = costs.explain_infeasible(placement)
-        said = refusal(config, prepared, cluster, placement, MIB)
-        # The planner may be stricter, and never laxer; of devices it gives the same reason.
-        assert why or by_rules or not said, f"{placement}: {said}"
-        if said.startswith("placement.mode="):
-            assert why == said
-        reasons[bool(said)].add(said.split("=")[0])
+        planner_error = costs.explain_infeasible(placement)
+        train_error = refusal(config, prepared, cluster, placement, MIB)
+        # The planner may be stricter than train, never laxer; errors about devices are the same.
+        assert planner_error or by_rules or not train_error, f"{placement}: {train_error}"
+        if train_error.startswith("placement.mode="):
+            assert planner_error == train_error
+        reasons[bool(train_error)].add(train_error.split("=")[0])
     assert reasons[False]
     assert reasons[True] >= REFUSED.get((family, name), set())
 
 
 @pytest.mark.parametrize(("family", "cluster"), [("gpt_neox", "2xH100"), ("gpt_neox", "2xCPU")])
-def test_what_is_planned_of_a_family_is_taken_by_train(
+def test_train_accepts_the_plan_of_each_family(
     family: str,
     cluster: str,
     inputs: Path,
@@ -299,7 +310,7 @@ def test_what_is_planned_of_a_family_is_taken_by_train(
     capsys: pytest.CaptureFixture[str],
 ):
     out, words = tmp_path / "plan.yaml", preset("grpo_arithmetic", inputs)
-    # Few CPU slots, and a long prompt that is not trained on.
+    # Few CPU slots, and a long prompt only in the evaluation data.
     rows = [json.loads(line) for line in (inputs / "rows.jsonl").read_text().splitlines()[:2]]
     rows[0]["prompt"][0]["content"] = "1+1" * 10
     (tmp_path / "long.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -307,58 +318,61 @@ def test_what_is_planned_of_a_family_is_taken_by_train(
     words += [f"data.eval={tmp_path}/long.jsonl", "queue.store_share=0.0001"]
     options = ["--cluster", cluster, "--proposals", "10", "-o", str(out), "--json"]
     assert main(["plan", *words, *options]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["best"]["kind"] != "colocated" or cluster.endswith("CPU")
+    report = json.loads(capsys.readouterr().out)
+    assert report["best"]["kind"] != "colocated" or cluster.endswith("CPU")
     check_as_train_does(load_config(out), Cluster.from_text(cluster))
 
 
-def test_where_nothing_can_be_placed_as_train_wants_it_the_reason_is_told_and_what_would_do(
+def test_an_infeasible_plan_reports_the_reason_and_alternatives(
     inputs: Path, families: dict[str, str], capsys: pytest.CaptureFixture[str]
 ):
     words = [*preset("grpo_arithmetic", inputs), "--proposals", "10"]
-    own = [*words, f"model.path={families['gpt_neox']}"]
-    assert main(["plan", *own, "--cluster", "1xH100"]) == 1
-    said = capsys.readouterr().out
-    assert "colocated: infeasible: placement.mode=colocated: vLLM serves this model with" in said
-    assert "any one of these would let it fit:\n  --cluster 2xH100" in said
+    gpt_neox_words = [*words, f"model.path={families['gpt_neox']}"]
+    assert main(["plan", *gpt_neox_words, "--cluster", "1xH100"]) == 1
+    output = capsys.readouterr().out
+    assert "colocated: infeasible: placement.mode=colocated: vLLM serves this model with" in output
+    assert "any one of these would let it fit:\n  --cluster 2xH100" in output
     assert main(["plan", *words, "weights.transport=shared_memory", "--cluster", "2x1xH100"]) == 1
     assert "weights.transport=shared_memory: publisher and readers are on 2 nodes" in (
         capsys.readouterr().out
     )
 
 
-def test_a_generator_alone_takes_what_it_finds_and_one_that_shares_is_told(inputs: Path):
+def test_kv_cache_size_is_set_only_for_a_generator_on_shared_devices(inputs: Path):
     path, *overrides = preset("grpo_arithmetic", inputs)
     config = load_config(Path(path), overrides)
     problem = build_planner_problem(config, Cluster.from_text("2xH100"), PlannerRequest(5))
     choices = ParallelismChoices(
         PlacementEstimator(problem, CostModel(problem)), rules=make_split_rules(config, problem)
     )
-    apart = choices.fit_on_meshes({"generator": Mesh(0, 1), "policy": Mesh(1, 1)})
+    separate = choices.fit_on_meshes({"generator": Mesh(0, 1), "policy": Mesh(1, 1)})
     together = choices.fit_on_meshes({"generator": Mesh(0, 2), "policy": Mesh(0, 2)})
-    assert apart is not None and together is not None
+    assert separate is not None and together is not None
     assert [
-        has_shared_generator_devices(choices.make_placement(each)) for each in (apart, together)
+        has_shared_generator_devices(choices.make_placement(assignments))
+        for assignments in (separate, together)
     ] == [False, True]
-    given = apply_placement(config, choices.make_placement(together), kv_cache_bytes=5.5 * MIB)
-    assert given.generator.kv_cache_mb == 5
-    # What the run itself says stays.
-    own = load_config(Path(path), [*overrides, "generator.kv_cache_mb=7"])
-    kept = apply_placement(own, choices.make_placement(together), kv_cache_bytes=5.5 * MIB)
-    assert kept.generator.kv_cache_mb == 7
+    sized = apply_placement(config, choices.make_placement(together), kv_cache_bytes=5.5 * MIB)
+    assert sized.generator.kv_cache_mb == 5
+    # An explicit setting of the run is kept.
+    explicit = load_config(Path(path), [*overrides, "generator.kv_cache_mb=7"])
+    unchanged = apply_placement(
+        explicit, choices.make_placement(together), kv_cache_bytes=5.5 * MIB
+    )
+    assert unchanged.generator.kv_cache_mb == 7
 
 
-def test_roles_of_one_setting_have_devices_alike(inputs: Path):
+def test_roles_sized_by_one_setting_have_equal_device_splits(inputs: Path):
     path, *overrides = preset("safe_rlhf_toy", inputs)
     config = load_config(Path(path), overrides)
     problem = build_planner_problem(config, Cluster.from_text("8xH100"), PlannerRequest(5))
     choices = ParallelismChoices(
         PlacementEstimator(problem, CostModel(problem)), rules=make_split_rules(config, problem)
     )
-    whole = choices.fit_on_meshes(dict.fromkeys(choices.roles, Mesh(0, 8)))
-    assert whole is not None
-    (small,) = (each for each in choices.list_options("critic", Mesh(0, 4))[:1])
-    unlike = choices.make_placement({**whole, "critic": small})
+    assignments = choices.fit_on_meshes(dict.fromkeys(choices.roles, Mesh(0, 8)))
+    assert assignments is not None
+    (small,) = (assignment for assignment in choices.list_options("critic", Mesh(0, 4))[:1])
+    unlike = choices.make_placement({**assignments, "critic": small})
     costs = RunnablePlacementCosts(CostModel(problem), config.dataflow)
     assert "one setting sizes both critic and cost_critic" in costs.explain_infeasible(unlike)
     with pytest.raises(ConfigError, match="one setting sizes both critic and cost_critic"):

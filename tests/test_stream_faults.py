@@ -1,4 +1,4 @@
-"""What must hold when producers, scorers, shards and whole runs die: on a virtual clock."""
+"""Guarantees after deaths of generators, scorers, shards and whole runs, on a virtual clock."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ plans = draw_plans(
 
 
 async def harm(stream: Stream) -> None:
-    """Kill shards, generators and scorers at random moments; some of the dead are not noticed."""
+    """Kill and restart shards and generators at random times; some deaths stay undetected."""
     rng = random.Random(f"harm/{stream.plan.seed}")
     for _ in range(rng.randint(1, 12)):
         await asyncio.sleep(rng.choice([0.003, 0.1, 1.0, 5.0]) * rng.random())
@@ -64,17 +64,17 @@ def check_conservation(stream: Stream) -> None:
 
 
 def check_accounts(stream: Stream) -> None:
-    """Every admitted prompt is trained exactly once, or accounted for by cause."""
+    """Assert that every admitted prompt is trained exactly once or ended with a cause."""
     plan = stream.plan
     trained = [group.uid for outcome in stream.outcomes for group in outcome.groups]
     assert len(set(trained)) == len(trained), "a group was trained twice"
     for outcome in stream.outcomes:
         assert len(outcome.groups) == plan.groups_per_step, "an incomplete step"
-        whole = [(g.uid, i) for g in outcome.groups for i in range(plan.group_size)]
+        expected_picks = [(g.uid, i) for g in outcome.groups for i in range(plan.group_size)]
         for trainer in stream.trainers.values():
             if not trainer.is_frozen(outcome.version):
                 picks = sorted(trainer.trained[outcome.version])
-                assert picks == sorted(whole), "a group was broken up"
+                assert picks == sorted(expected_picks), "a group was split"
         for group in outcome.groups:
             for version, _ in group.info.version_tokens:
                 assert 0 <= outcome.version - version <= plan.max_staleness
@@ -107,20 +107,20 @@ FULL_OF_ONE_THAT_WAITS = Plan(
     stall_s=1000.0,
     lease_s=30.0,
     reference=True,
-    room_steps=1.0,
+    capacity_steps=1.0,
 )
-"""A ready group keeps a place free for one that is then filtered, and fills the shard meanwhile."""
+"""A ready group waits for an older group that is then filtered, and fills the shard meanwhile."""
 
 
 @example(FULL_OF_ONE_THAT_WAITS)
 @given(plans)
-def test_after_any_deaths_every_prompt_is_trained_once_or_accounted_for(plan: Plan):
+def test_any_deaths_leave_every_prompt_trained_once_or_accounted_for(plan: Plan):
     stream = run_virtual(run_stream(plan, disturb=harm))
     assert [outcome.version for outcome in stream.outcomes] == list(range(plan.steps))
     check_accounts(stream)
     if not plan.readmits and plan.on_stale == "wait" and plan.oversample == 1.0:
         epochs = {parse_uid(uid)[2] for o in stream.outcomes for uid in [g.uid for g in o.groups]}
-        assert epochs <= {0}, "a prompt was admitted anew though nobody asked for it"
+        assert epochs <= {0}, "a prompt was readmitted without `readmits`"
 
 
 @given(plans)
@@ -133,14 +133,15 @@ def test_same_seed_and_deaths_give_the_same_steps(plan: Plan):
 
 
 async def crash_and_resume(plan: Plan, *, crashes: list[float], every: int) -> list[Stream]:
-    """A run that dies as a whole at these times (s after each start), and is resumed each time.
+    """Kill the whole run at these times (s after each start), and resume it after each crash.
 
-    Every other life publishes every version: what was admitted at one has to come again.
+    Lives alternate between publishing every version and `plan.publish_every`: a resumed run has to
+    publish versions that groups were admitted at.
     """
     disk, streams = Disk.empty(plan), []
     for life, seconds in enumerate([*crashes, None]):
-        now = replace(plan, publish_every=plan.publish_every if life % 2 else 1)
-        stream = build_stream(now, disk, session=f"life-{life}")
+        life_plan = replace(plan, publish_every=plan.publish_every if life % 2 else 1)
+        stream = build_stream(life_plan, disk, session=f"life-{life}")
         streams.append(stream)
         await stream.control.reconcile_queue(stream.queue)
         if await lives(stream, seconds, disturb=harm, checkpoint_every=every):
@@ -150,18 +151,18 @@ async def crash_and_resume(plan: Plan, *, crashes: list[float], every: int) -> l
 
 async def lives(
     stream: Stream,
-    seconds: float | None,
+    lifetime_s: float | None,
     *,
     disturb: Disturb | None = None,
     checkpoint_every: int = 0,
 ) -> bool:
-    """Whether a run gets to its end; if not, it dies after so long with all its processes."""
+    """Return whether a run ends within `lifetime_s`; otherwise kill all its processes."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(lifetime_s):
             await run_loops(stream, disturb=disturb, checkpoint_every=checkpoint_every)
     except TimeoutError:
         for shard in stream.shards:
-            shard.kill()  # or it would go on with what it was asked, and write to its journal
+            shard.kill()  # otherwise its calls in flight would still write to the journal
         return False
     return True
 
@@ -171,21 +172,23 @@ def test_resumed_run_trains_every_prompt_once(plan: Plan, crashes: list[float], 
     plan = replace(plan, fail_rate=0.0, filter_rate=0.0, oversample=1.0, on_stale="wait")
     plan = replace(plan, max_attempts=1000)
     streams = run_virtual(crash_and_resume(plan, crashes=crashes, every=every))
-    last = streams[-1]
-    counts = last.ledger.counts
+    last_stream = streams[-1]
+    counts = last_stream.ledger.counts
     assert counts.trained == counts.admitted == plan.steps * plan.groups_per_step
     assert counts.in_flight == 0
 
-    made: dict[int, set[int]] = {}
+    digests: dict[int, set[int]] = {}
     for stream in streams:
         for version, digest in stream.trainer.digests.items():
-            made.setdefault(version, set()).add(digest)
-    assert made.keys() <= set(range(1, plan.steps + 1))
-    booked = {record.meta["version"] for record in last.disk.books.records if is_step(record)}
-    assert booked == set(range(plan.steps))
+            digests.setdefault(version, set()).add(digest)
+    assert digests.keys() <= set(range(1, plan.steps + 1))
+    logged = {
+        record.meta["version"] for record in last_stream.disk.books.records if is_step(record)
+    }
+    assert logged == set(range(plan.steps))
     for stream, after in itertools.pairwise(streams):
-        again = stream.trainer.digests.keys() & after.trainer.digests.keys()
-        for version in again - unbooked(stream):
+        replayed = stream.trainer.digests.keys() & after.trainer.digests.keys()
+        for version in replayed - find_unlogged_versions(stream):
             assert stream.trainer.digests[version] == after.trainer.digests[version]
 
 
@@ -198,14 +201,14 @@ async def test_resume_may_replay_steps_for_longer_than_a_stall():
     first = build_stream(plan, disk)
     await first.control.reconcile_queue(first.queue)
     assert not await lives(first, 1000.0)
-    assert len(first.outcomes) > 6, "all of them are made again: there is no checkpoint"
+    assert len(first.outcomes) > 6, "without a checkpoint all steps are replayed"
     second = build_stream(plan, disk, session="second")
     await second.control.reconcile_queue(second.queue)
-    waiting = max(second.ledger.in_flight.values())
+    first_version = max(second.ledger.in_flight.values())
     began = asyncio.get_running_loop().time()
     await run_loops(second)
-    made = second.step_ends[waiting - 1] - began
-    assert made > 2 * plan.stall_s, "so long somebody waited for the version"
+    replay_s = second.step_ends[first_version - 1] - began
+    assert replay_s > 2 * plan.stall_s, "the wait for a version exceeds stall_s"
     stream = second
     assert stream.ledger.counts.trained == plan.steps * plan.groups_per_step
 
@@ -231,8 +234,8 @@ def is_step(record) -> bool:  # type: ignore[no-untyped-def]
     return record.meta["kind"] == "step"
 
 
-def unbooked(stream: Stream) -> set[int]:
-    """The version whose step the trainer had made when the run died, before it was booked."""
+def find_unlogged_versions(stream: Stream) -> set[int]:
+    """Return the version trained but not yet logged when the run died."""
     done = {outcome.version + 1 for outcome in stream.outcomes}
     return {version for version in stream.trainer.digests if version not in done}
 
@@ -263,7 +266,7 @@ def test_resume_generates_no_finished_group_again(plan: Plan, crash: float, ever
     assert all(count == 1 for count in generated.values())
 
 
-def test_data_set_that_yields_nothing_ends_the_run_with_the_reason():
+def test_data_set_with_only_filtered_groups_ends_the_run_with_the_reason():
     plan = Plan(filter_rate=1.0, max_filtered=12)
     with pytest.raises(
         FilterLimitError, match=r"step 0 has filtered 1[3-9] groups.*rewards are equal"
@@ -291,7 +294,7 @@ def test_hung_work_is_reported_and_redelivered():
     plan = Plan(stuck_attempts=1, on_stall="redeliver", stall_s=20.0, scorers=2)
     stream = run_virtual(run_stream(plan))
     assert stream.ledger.counts.dropped == 0
-    (stall,) = [one for one in stream.stalls if one.uid == "0:1:0"]
+    (stall,) = [lease for lease in stream.stalls if lease.uid == "0:1:0"]
     assert (stall.stage, stall.attempt) == ("reward", 1)
     assert stall.holder.startswith("reward-")
     assert 20.0 <= stall.age_s <= 26.0

@@ -21,7 +21,7 @@ telemetry: {{console: plain, wandb: {{mode: disabled}}}}
 
 
 def write_toy(folder: Path) -> Path:
-    """Write model/, rows.jsonl and recipe.yaml into a folder; returns the folder."""
+    """Write model/, rows.jsonl and recipe.yaml into a folder; return the folder."""
     write_model(folder / "model")
     with (folder / "rows.jsonl").open("w") as file:
         for i in range(100):
@@ -38,7 +38,7 @@ def write_toy(folder: Path) -> Path:
 
 
 def write_model(path: Path, *, seed: int = 0) -> None:
-    """A Qwen2 of 0.1 M random parameters with its tokenizer."""
+    """Write a Qwen2 with 0.1 M random parameters, and its tokenizer."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM

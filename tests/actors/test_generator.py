@@ -1,4 +1,4 @@
-"""Suspension of a generator on shared devices."""
+"""Generator on shared devices: suspend and resume."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,7 @@ from streamrl.telemetry.spans import SpanRecorder
 
 
 class Engine:
-    """Records its calls."""
+    """Engine that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -37,7 +37,7 @@ RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
 
 class Waiter:
-    """Waits, as a leading rank waits for its followers."""
+    """Actor that waits, like a leading rank for its followers."""
 
     async def pid(self) -> int:
         return os.getpid()
@@ -51,7 +51,7 @@ class Waiter:
 
 @pytest.fixture(scope="module")
 def processes(local_ray: None) -> Iterator[dict[str, ray.actor.ActorHandle]]:
-    """Processes in three states: waiting, stopped (SIGSTOP) and dead (SIGKILL)."""
+    """Start processes in three states: waiting, stopped (SIGSTOP) and dead (SIGKILL)."""
     waiter: Any = ray.remote(num_cpus=0)(Waiter)
     actors = {name: waiter.remote() for name in ("generator-0", "generator-1", "reward-0")}
     pids = {name: ray.get(actor.pid.remote()) for name, actor in actors.items()}
@@ -69,10 +69,10 @@ def test_only_a_stopped_process_is_unresponsive_not_a_waiting_or_dead_one(
     processes: dict[str, ray.actor.ActorHandle],
 ):
     assert find_unresponsive(processes, timeout_s=2.0) == ["generator-1"]
-    others = {name: one for name, one in processes.items() if name != "generator-1"}
+    responsive = {name: process for name, process in processes.items() if name != "generator-1"}
     began = time.monotonic()
-    assert find_unresponsive(others) == []
-    assert time.monotonic() - began < 2.0, "returns as soon as all have answered"
+    assert find_unresponsive(responsive) == []
+    assert time.monotonic() - began < 2.0, "the call returns once all processes have answered"
 
 
 def test_a_timeout_error_names_unresponsive_processes_and_other_errors_stay_unchanged(
@@ -82,10 +82,10 @@ def test_a_timeout_error_names_unresponsive_processes_and_other_errors_stay_unch
     named = rf"^the process of generator-1 does not answer; {re.escape(message)}$"
     with pytest.raises(DeadlineError, match=named), name_unresponsive(lambda: processes):
         raise DeadlineError(message)
-    other = FilterLimitError("no group passes")
+    other_error = FilterLimitError("no group passes")
     with pytest.raises(FilterLimitError) as caught, name_unresponsive(lambda: processes):
-        raise other
-    assert caught.value is other
+        raise other_error
+    assert caught.value is other_error
     with pytest.raises(DeadlineError, match=rf"^{re.escape(message)}$"), name_unresponsive(dict):
         raise DeadlineError(message)
 
@@ -105,7 +105,7 @@ def test_processes_lists_each_process_once_without_unplaced_replicas():
     registry.roles[REWARD_CALL.role] = RoleActors(
         [calls[REWARD_CALL.role]], ["reward-0"], ["scorer"]
     )
-    # reward-1 was spawned and waits for placement.
+    # reward-1 is spawned and waits for placement.
     registry.actors |= {
         "coordinator": "c",
         "shard-0": "s",
@@ -131,7 +131,7 @@ class Clock:
         return self.now
 
 
-def watched(
+def watch_actors(
     monitor: LivenessMonitor,
     clock: Clock,
     actors: dict[str, Any],
@@ -156,16 +156,18 @@ def test_a_silent_actor_is_reported_once_until_it_answers_again(local_ray: None)
     pid = ray.get(actors["trainer-0"].pid.remote())
     clock = Clock()
     monitor = LivenessMonitor(12.0, clock=clock)
-    assert watched(monitor, clock, actors, 10) == [] and monitor.find_pid("trainer-0") == str(pid)
+    assert watch_actors(monitor, clock, actors, 10) == [] and monitor.find_pid("trainer-0") == str(
+        pid
+    )
     try:
         os.kill(pid, signal.SIGSTOP)
-        silent = watched(monitor, clock, actors, 60, stopped="trainer-0")
-        assert silent == ["trainer-0"], "once"
+        silent = watch_actors(monitor, clock, actors, 60, stopped="trainer-0")
+        assert silent == ["trainer-0"], "reported once"
         assert len(monitor._pending_pings) == 1, "at most one pending ping per actor"
         os.kill(pid, signal.SIGCONT)
-        assert watched(monitor, clock, actors, 30) == []
+        assert watch_actors(monitor, clock, actors, 30) == []
         os.kill(pid, signal.SIGSTOP)
-        assert watched(monitor, clock, actors, 30, stopped="trainer-0") == ["trainer-0"]
+        assert watch_actors(monitor, clock, actors, 30, stopped="trainer-0") == ["trainer-0"]
     finally:
         os.kill(pid, signal.SIGKILL)
 
@@ -196,12 +198,12 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     for _ in range(40):
         clock.now += 1.0
         session._replace_unresponsive(events.append)
-        others = [
+        replies = [
             ping.reply
             for name, ping in session._liveness._pending_pings.items()
             if name != "trainer-0"
         ]
-        ray.wait(others or [ray.put(0)], num_returns=len(others) or 1, timeout=30.0)
+        ray.wait(replies or [ray.put(0)], num_returns=len(replies) or 1, timeout=30.0)
     (event,) = events
     assert event.name == "silent" and event.fields["actor"] == "trainer-0"
     assert event.fields["reason"] == (
@@ -223,13 +225,13 @@ def test_a_silent_actor_is_reported_killed_and_restarted(local_ray: None):
     pids = {name: ray.get(actor.pid.remote()) for name, actor in actors.items()}
     clock = Clock()
     monitor = LivenessMonitor(12.0, clock=clock)
-    assert watched(monitor, clock, actors, 30) == []
+    assert watch_actors(monitor, clock, actors, 30) == []
     os.kill(pids["generator-1"], signal.SIGSTOP)
-    assert watched(monitor, clock, actors, 15, stopped="generator-1") == ["generator-1"]
+    assert watch_actors(monitor, clock, actors, 15, stopped="generator-1") == ["generator-1"]
     monitor.kill_actor("generator-1", actors["generator-1"])
     restarted_pid = actors["generator-1"].pid.options(max_task_retries=-1).remote()
     assert ray.get(restarted_pid, timeout=60.0) not in pids.values()
-    assert watched(monitor, clock, actors, 30) == []
+    assert watch_actors(monitor, clock, actors, 30) == []
 
 
 def test_a_pause_of_the_monitor_does_not_count_as_silence(
@@ -246,4 +248,4 @@ def test_a_pause_of_the_monitor_does_not_count_as_silence(
 def test_dead_actors_are_not_silent(processes: dict[str, ray.actor.ActorHandle]):
     clock = Clock()
     monitor = LivenessMonitor(6.0, clock=clock)
-    assert watched(monitor, clock, {"reward-0": processes["reward-0"]}, 15) == []
+    assert watch_actors(monitor, clock, {"reward-0": processes["reward-0"]}, 15) == []

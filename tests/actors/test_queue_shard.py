@@ -1,4 +1,4 @@
-"""A shard in a process of its own, called through its proxy."""
+"""Queue shard in its own process, called through its proxy."""
 
 import asyncio
 import os
@@ -55,19 +55,19 @@ class Spy:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Any] = []
+    actors: list[Any] = []
 
     def make_shard(*, journal: bool = True, groups: int = 100) -> RemoteShard:
-        name = f"shard-{len(made)}"
+        name = f"shard-{len(actors)}"
         files = ShardFiles(tmp_path / name) if journal else None
         plans = {name: ShardPlan(STAGES, QueueConfig(), ShardCapacity(groups), files=files)}
         (shard,) = create_shards(plans)
-        made.append(shard.actor)
+        actors.append(shard.actor)
         shard.actor = Spy(shard.actor)
         return shard
 
     yield make_shard
-    for actor in made:
+    for actor in actors:
         ray.kill(actor)
 
 
@@ -87,9 +87,9 @@ def prompts() -> list[Prompt]:
     return [Prompt(uid, np.array([1], np.int32)) for uid in SIZES]
 
 
-def assert_same(found: Columns, uid: str) -> None:
+def assert_columns_of(columns: Columns, uid: str) -> None:
     for name, column in columns_of(uid).items():
-        assert np.array_equal(found[name], column), (uid, name)
+        assert np.array_equal(columns[name], column), (uid, name)
 
 
 def kill(shard: RemoteShard) -> None:
@@ -101,13 +101,13 @@ async def test_partial_rollouts_go_to_the_next_holder(make: Make, uid: str):
     shard = make()
     first, second = (ExperienceQueue([shard], holder) for holder in ("a", "b"))
     await first.admit_prompts([Prompt(uid, np.array([1], np.int32))], 0)
-    (taken,) = await first.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
-    assert taken.partial_rollouts is None
-    await first.save_partials([(taken.lease, columns_of(uid))])
+    (leased,) = await first.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+    assert leased.partial_rollouts is None
+    await first.save_partials([(leased.lease, columns_of(uid))])
     assert await second.release_holder("a", died=False) == 1
-    (again,) = await second.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
-    assert again.partial_rollouts is not None and again.lease.attempt == 1
-    assert_same(again.partial_rollouts, uid)
+    (resumed,) = await second.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+    assert resumed.partial_rollouts is not None and resumed.lease.attempt == 1
+    assert_columns_of(resumed.partial_rollouts, uid)
 
 
 @pytest.mark.parametrize("uid", ["0:0:0", "0:1:0", pytest.param("0:2:0", marks=pytest.mark.slow)])
@@ -115,11 +115,11 @@ async def test_only_large_columns_take_actor_calls(make: Make, uid: str):
     shard = make()
     queue = ExperienceQueue([shard], "me")
     await queue.admit_prompts([Prompt(uid, np.array([1], np.int32))], 0)
-    (taken,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
-    assert await queue.commit_columns([(taken.lease, columns_of(uid))]) == []
-    (whole,) = await queue.lease_groups("train", max_groups=1, columns=ROLLOUT_COLUMNS, wait_s=5.0)
-    assert_same(whole.columns, uid)
-    assert_same((await queue.read_columns([uid], ROLLOUT_COLUMNS))[uid], uid)
+    (leased,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+    assert await queue.commit_columns([(leased.lease, columns_of(uid))]) == []
+    (ready,) = await queue.lease_groups("train", max_groups=1, columns=ROLLOUT_COLUMNS, wait_s=5.0)
+    assert_columns_of(ready.columns, uid)
+    assert_columns_of((await queue.read_columns([uid], ROLLOUT_COLUMNS))[uid], uid)
     await queue.remove_groups([uid], 1)
     assert (await queue.get_stats()).uids == ()
     calls = [] if SIZES[uid] * 13 < LARGE_BLOB_BYTES else ["handle_request"] * 3
@@ -129,9 +129,9 @@ async def test_only_large_columns_take_actor_calls(make: Make, uid: str):
 async def test_an_error_of_the_shard_is_raised_in_the_caller(make: Make):
     queue = ExperienceQueue([make()], "me")
     await queue.admit_prompts(prompts(), 0)
-    (taken,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+    (leased,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
     with pytest.raises(ContractError, match="token_ids"):
-        await queue.commit_columns([(taken.lease, {"scores": np.zeros(2, np.float32)})])
+        await queue.commit_columns([(leased.lease, {"scores": np.zeros(2, np.float32)})])
     with pytest.raises(ContractError, match="judge"):
         await queue.lease_groups("judge", max_groups=1, columns=(), wait_s=5.0)
 
@@ -145,13 +145,13 @@ async def test_a_lost_connection_is_reopened_without_losing_groups(make: Make):
     await queue.get_stats()
     (await shard._get_connection()).close()
     await queue.admit_prompts(prompts(), 0)
-    taken = await waiting
-    await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in taken])
-    uids = {group.uid for group in taken}
+    leased = await waiting
+    await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in leased])
+    uids = {group.uid for group in leased}
     while uids != set(SIZES):
-        rest = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=5.0)
-        assert rest and not uids & {group.uid for group in rest}
-        uids |= {group.uid for group in rest}
+        groups = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=5.0)
+        assert groups and not uids & {group.uid for group in groups}
+        uids |= {group.uid for group in groups}
     assert shard.actor.called.count("get_endpoint") == 2
 
 
@@ -164,9 +164,9 @@ async def test_requests_are_retried_until_a_dead_shard_is_back(make: Make):
     )
     await asyncio.sleep(0.1)
     await asyncio.to_thread(kill, shard)
-    taken = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=90.0)
+    leased = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=90.0)
     assert (
-        await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in taken]) == []
+        await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in leased]) == []
     )
     assert (await waiting)[0].uid in SIZES
 
@@ -183,7 +183,7 @@ async def test_a_snapshot_replaces_the_journal_segments_before_its_cut(make: Mak
     assert state.groups.keys() == SIZES.keys()
 
 
-async def test_a_shard_without_a_journal_does_not_come_back(make: Make):
+async def test_a_shard_without_a_journal_is_not_restarted(make: Make):
     shard = make(journal=False)
     await shard.call(QueueShard.get_stats)
     await asyncio.to_thread(kill, shard)
@@ -227,18 +227,18 @@ async def test_a_long_call_survives_repeated_connection_losses(
     assert {first, *(await shard.call(QueueShard.get_stats)).uids} == {"0:0:0", "0:1:0"}
 
 
-def test_every_event_loop_and_process_has_a_connection_of_its_own(make: Make):
+def test_every_event_loop_and_process_has_its_own_connection(make: Make):
     shard = make()
-    with asyncio.Runner() as one, asyncio.Runner() as other:
-        one.run(shard.call(QueueShard.admit_prompts, [("0:0:0", b"", 0)], wait_s=1.0))
-        for runner in (other, one, other):
+    with asyncio.Runner() as first_runner, asyncio.Runner() as second_runner:
+        first_runner.run(shard.call(QueueShard.admit_prompts, [("0:0:0", b"", 0)], wait_s=1.0))
+        for runner in (second_runner, first_runner, second_runner):
             assert runner.run(shard.call(QueueShard.get_stats)).uids == ("0:0:0",)
     assert shard.actor.called == ["get_endpoint"] * 2
     assert asyncio.run(shard.call(QueueShard.get_stats)).uids == ("0:0:0",)
     shard.actor = shard.actor.actor
 
     @ray.remote(num_cpus=0)
-    def elsewhere(shard: RemoteShard) -> Any:
+    def read_uids(shard: RemoteShard) -> Any:
         return asyncio.run(shard.call(QueueShard.get_stats)).uids
 
-    assert ray.get(elsewhere.remote(shard)) == ("0:0:0",)
+    assert ray.get(read_uids.remote(shard)) == ("0:0:0",)

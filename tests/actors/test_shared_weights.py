@@ -16,7 +16,7 @@ from streamrl.weights import WeightLoadStats
 
 
 class Rank:
-    """Trainer rank with whole or sharded weights, which can or cannot reshard into a storage."""
+    """Trainer rank with sharded weights if `gathers`; can reshard into a storage if `fills`."""
 
     def __init__(self, *, gathers: bool, fills: bool = True) -> None:
         self.has_sharded_params = gathers
@@ -43,7 +43,7 @@ class Rank:
 
 
 class Generator:
-    """Records its calls."""
+    """Generator that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -70,7 +70,7 @@ class Generator:
         return WeightLoadStats()
 
 
-async def updated(rank: Rank, generator: Generator) -> tuple[int, float]:
+async def update_weights(rank: Rank, generator: Generator) -> tuple[int, float]:
     """Publish and activate version 3; return the received and the copied bytes."""
     shared_weights = SharedWeights()
     await shared_weights.attach_generator(generator, should_fill_storage=rank.has_sharded_params)  # type: ignore[arg-type]
@@ -83,14 +83,14 @@ async def updated(rank: Rank, generator: Generator) -> tuple[int, float]:
 
 def test_whole_weights_are_loaded_in_place_without_moving_bytes():
     generator = Generator()
-    assert asyncio.run(updated(rank := Rank(gathers=False), generator)) == (0, 0)
+    assert asyncio.run(update_weights(rank := Rank(gathers=False), generator)) == (0, 0)
     assert generator.calls == ["pause", (["weight"], 3), "resume"]
     assert not rank.filled
 
 
 def test_sharded_weights_are_resharded_into_the_generators_storage():
     generator = Generator()
-    assert asyncio.run(updated(rank := Rank(gathers=True), generator)) == (12, 4)
+    assert asyncio.run(update_weights(rank := Rank(gathers=True), generator)) == (12, 4)
     assert generator.calls == ["storage", "pause", 3, "resume"]
     assert rank.filled == [3]
 
@@ -98,7 +98,7 @@ def test_sharded_weights_are_resharded_into_the_generators_storage():
 def test_weights_are_gathered_if_the_storage_cannot_be_filled():
     generator = Generator()
     # The generator itself reports bytes that it copies during load_weights.
-    assert asyncio.run(updated(Rank(gathers=True, fills=False), generator)) == (8, 0)
+    assert asyncio.run(update_weights(Rank(gathers=True, fills=False), generator)) == (8, 0)
     assert generator.calls == ["storage", "pause", (["weight"], 3), "resume"]
 
 

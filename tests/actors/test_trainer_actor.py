@@ -1,4 +1,4 @@
-"""A trainer rank: its memory beside a generator, and publishing when a send or a gather fails."""
+"""Trainer actor: memory beside a generator, and publishing when a send or a gather fails."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ from tests.weights.local_transport import LocalReader, LocalWriter
 
 
 class Rank:
-    """Records its calls."""
+    """Trainer rank that records its calls."""
 
     has_sharded_params = False
 
@@ -44,7 +44,7 @@ class Rank:
 
 
 class Generator:
-    """Records pauses and freeing of the KV cache."""
+    """Generator that records pauses and freeing of the KV cache."""
 
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
@@ -101,13 +101,13 @@ async def test_an_offloaded_optimizer_is_in_device_memory_only_while_needed(lead
         actor.start(make_context(Rank(calls), LITTLE_MEMORY), 1, RENDEZVOUS, Path("checkpoint"))
     )
     await shared_weights.wait_for_trainer(10.0)
-    # From now on a generator may allocate its memory.
-    calls.append("generator comes")
+    # A generator may now allocate its memory.
+    calls.append("generator starts")
     await starting
     if leads:
         await shared_weights.attach_generator(Generator(calls), should_fill_storage=False)  # type: ignore[arg-type]
     await actor.save_checkpoint(Path("model"), Path("state"))
-    begins = ["load_training_state", "offload_optimizer", "generator comes"]
+    begins = ["load_training_state", "offload_optimizer", "generator starts"]
     saves = ["save_training_state", "save_model", "offload_optimizer"]
     if leads:
         saves = ["pause for save", "sleep", *saves, "resume from save"]
@@ -121,16 +121,16 @@ async def test_a_generator_that_may_sample_keeps_its_kv_cache():
     await actor.start(make_context(Rank(calls), LITTLE_MEMORY), 1, RENDEZVOUS, None)
     await shared_weights.attach_generator(Generator(calls), should_fill_storage=False)  # type: ignore[arg-type]
     await shared_weights.invalidate_weights()
-    for what in ("changed", "sent again"):
-        calls.append(what)
+    for label in ("changed", "sent again"):
+        calls.append(label)
         await actor.publish_weights(3, (), False)
-    changed, again = calls.index("changed"), calls.index("sent again")
-    assert "sleep" in calls[changed:again]
-    assert "sleep" not in calls[again:]
+    changed, resent = calls.index("changed"), calls.index("sent again")
+    assert "sleep" in calls[changed:resent]
+    assert "sleep" not in calls[resent:]
 
 
 class ShardedRank:
-    """Rank with sharded parameters, the next `failures` gathers of which fail midway.
+    """Rank with sharded parameters; its next `failures` gathers fail midway.
 
     `gathered` counts the gathered tensors of each call.
     """
@@ -153,7 +153,7 @@ class ShardedRank:
     def load_training_state(self, folder: Path) -> None: ...
 
 
-class Full(LocalWriter):
+class FailingWriter(LocalWriter):
     """Transport whose next `failures` commits fail."""
 
     failures = 0
@@ -193,37 +193,37 @@ def values(manifest: WeightManifest | None) -> list[float]:
 
 
 async def test_all_ranks_finish_gathering_after_a_failed_send():
-    first, other, writer = ShardedRank(), ShardedRank(), Full()
-    actor, other_actor = await start_actor(first, 0, {POLICY: writer}), await start_actor(other, 1)
+    rank_0, rank_1, writer = ShardedRank(), ShardedRank(), FailingWriter()
+    actor_0, actor_1 = await start_actor(rank_0, 0, {POLICY: writer}), await start_actor(rank_1, 1)
     writer.failures = 1
     with pytest.raises(WeightsError, match="the disk is full"):
-        await actor.publish_weights(1, [], False)
-    assert await other_actor.publish_weights(1, [], False) is None
-    assert first.gathered == other.gathered == [4]
-    assert values(await actor.publish_weights(1, [], False)) == [1.0]
-    assert await other_actor.publish_weights(1, [], False) is None
-    assert first.gathered == other.gathered == [4, 4]
+        await actor_0.publish_weights(1, [], False)
+    assert await actor_1.publish_weights(1, [], False) is None
+    assert rank_0.gathered == rank_1.gathered == [4]
+    assert values(await actor_0.publish_weights(1, [], False)) == [1.0]
+    assert await actor_1.publish_weights(1, [], False) is None
+    assert rank_0.gathered == rank_1.gathered == [4, 4]
 
 
 async def test_a_reference_is_updated_once_across_failed_sends():
-    first, other, writer = ShardedRank(), ShardedRank(), Full()
-    actor = await start_actor(first, 0, {EMA_REFERENCE: writer})
-    other_actor = await start_actor(other, 1)
-    assert values(await actor.publish_reference(0, [])) == [1.0]
-    first.value = 2.0
+    rank_0, rank_1, writer = ShardedRank(), ShardedRank(), FailingWriter()
+    actor_0 = await start_actor(rank_0, 0, {EMA_REFERENCE: writer})
+    actor_1 = await start_actor(rank_1, 1)
+    assert values(await actor_0.publish_reference(0, [])) == [1.0]
+    rank_0.value = 2.0
     writer.failures = 1
     with pytest.raises(WeightsError, match="the disk is full"):
-        await actor.publish_reference(1, [])
-    assert values(await actor.publish_reference(1, [])) == [1.5]
-    assert values(await actor.publish_reference(2, [])) == [1.75]
+        await actor_0.publish_reference(1, [])
+    assert values(await actor_0.publish_reference(1, [])) == [1.5]
+    assert values(await actor_0.publish_reference(2, [])) == [1.75]
     for version in (0, 1, 1, 2):
-        assert await other_actor.publish_reference(version, []) is None
-    assert first.gathered == other.gathered == [4] * 4
+        assert await actor_1.publish_reference(version, []) is None
+    assert rank_0.gathered == rank_1.gathered == [4] * 4
 
 
-@pytest.mark.parametrize(("resumes", "first"), [(False, 2.0), (True, 1.0)])
+@pytest.mark.parametrize(("resumes", "first_value"), [(False, 2.0), (True, 1.0)])
 async def test_a_failed_first_publish_leaves_the_reference_on_its_schedule(
-    tmp_path: Path, resumes: bool, first: float
+    tmp_path: Path, resumes: bool, first_value: float
 ):
     rank = ShardedRank()
     saved = EmaReference(decay=0.5)
@@ -233,9 +233,9 @@ async def test_a_failed_first_publish_leaves_the_reference_on_its_schedule(
     rank.value, rank.failures = 2.0, 1
     with pytest.raises(WeightsError, match="was not gathered"):
         await actor.publish_reference(5, [])
-    assert values(await actor.publish_reference(5, [])) == [first]
+    assert values(await actor.publish_reference(5, [])) == [first_value]
     rank.value = 4.0
-    assert values(await actor.publish_reference(6, [])) == [(first + 4.0) / 2]
+    assert values(await actor.publish_reference(6, [])) == [(first_value + 4.0) / 2]
 
 
 async def test_only_rank_0_reads_unsharded_parameters():

@@ -63,7 +63,7 @@ SIZES = {f"0:{i}:0": (100_000 if i < 4 else 10_000 if i < 6 else 50) for i in ra
 
 
 def columns_of(uid: str) -> dict[str, Array]:
-    """Return the columns of a group, a function of its uid."""
+    """Return the columns of a group; they depend only on its uid."""
     tokens = SIZES[uid]
     rng = np.random.default_rng(list(uid.encode()))
     return {
@@ -84,7 +84,7 @@ def digest(columns: Columns) -> str:
 
 
 class Member:
-    """User of the queue on a node."""
+    """Actor on a node that uses the queue."""
 
     def __init__(self, shards: list[RemoteShard], name: str) -> None:
         self._shards, self._name = shards, name
@@ -101,19 +101,21 @@ class Member:
     async def produce(self, count: int) -> list[str]:
         done: list[str] = []
         while len(done) < count:
-            taken = await self.queue.lease_groups("generate", max_groups=2, columns=(), wait_s=5.0)
-            refused = await self.queue.commit_columns([(e.lease, columns_of(e.uid)) for e in taken])
+            leased = await self.queue.lease_groups("generate", max_groups=2, columns=(), wait_s=5.0)
+            refused = await self.queue.commit_columns(
+                [(e.lease, columns_of(e.uid)) for e in leased]
+            )
             assert not refused
-            done += [experience.uid for experience in taken]
+            done += [experience.uid for experience in leased]
         return done
 
     async def consume(self, count: int) -> dict[str, str]:
         digests: dict[str, str] = {}
         while len(digests) < count:
-            taken = await self.queue.lease_groups(
+            leased = await self.queue.lease_groups(
                 "train", max_groups=2, columns=ROLLOUT_COLUMNS, wait_s=5.0
             )
-            digests |= {experience.uid: digest(experience.columns) for experience in taken}
+            digests |= {experience.uid: digest(experience.columns) for experience in leased}
         return digests
 
     async def read(self, uids: list[str]) -> dict[str, str]:
@@ -154,10 +156,10 @@ def nodes() -> Iterator[Nodes]:
 
 
 def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """Start two nodes; no process may be left at the end."""
+    """Start two nodes; assert that all their processes exit at the end."""
     mark = uuid.uuid4().hex
     patch.setenv(MARK, mark)
-    ray.shutdown()  # the instance that other tests share
+    ray.shutdown()  # the instance shared by other tests
     sizes = {"num_cpus": 8, "object_store_memory": 100 << 20, "include_dashboard": False}
     cluster: Any = Cluster(initialize_head=True, head_node_args=sizes)
     started: list[psutil.Process] = []
@@ -171,7 +173,7 @@ def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
         ray.shutdown()
         cluster.shutdown()
     _, alive = psutil.wait_procs(started, timeout=30.0)
-    assert not alive, "processes were left behind"
+    assert not alive, "processes are still alive"
 
 
 CONNECT = """
@@ -196,7 +198,7 @@ def test_an_existing_cluster_accepts_only_its_own_token(nodes: Nodes):
             [sys.executable, "-c", CONNECT, nodes.address],
             env={**os.environ, **env},
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # Ray warns, too
+            stderr=subprocess.DEVNULL,  # Ray warns as well
             text=True,
         )
         for env in ({}, wrong, without)
@@ -215,20 +217,22 @@ def node_of(actor: Any) -> str:
 def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and_restarts(
     nodes: Nodes,
 ):
-    here, there = nodes.ids
+    head_node, second_node = nodes.ids
     registry = make_registry(ranks=2)
-    registry.create_roles(there, print)
+    registry.create_roles(second_node, print)
     try:
         generator, _ = registry.spawn_replica("generator")
         bound = {name for name in registry.actors if not name.startswith("reward")}
         trained = {"trainer-0", "trainer-1", "critic-0", "critic-1"}
         assert bound == {"generator-0", "generator-1", "value-0", *trained}
         assert {name: node_of(registry.actors[name]) for name in bound} == dict.fromkeys(
-            bound, there
+            bound, second_node
         )
 
-        place = "on the node whose memory weights travel through"
-        assert registry.describe_demand("generator").startswith(f"asks for 1 CPU slot {place}; ")
+        condition = "on the node whose memory weights travel through"
+        assert registry.describe_demand("generator").startswith(
+            f"asks for 1 CPU slot {condition}; "
+        )
         assert registry.describe_demand("reward").startswith("asks for 1 CPU slot; ")
 
         actor = registry.actors[generator]
@@ -236,8 +240,8 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
         process = psutil.Process(pid)
         process.kill()
         psutil.wait_procs([process], timeout=10.0)
-        assert node_of_again(actor) == there
-        assert node_of(registry.actors["reward-0"]) in (here, there)
+        assert node_of_again(actor) == second_node
+        assert node_of(registry.actors["reward-0"]) in (head_node, second_node)
     finally:
         registry.close()
 
@@ -245,7 +249,7 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
 @pytest.mark.slow
 def test_ranks_leave_room_for_a_generator_of_many_devices(nodes: Nodes):
     wait_until_free()
-    # Two models of two ranks on a node each would leave no node with seven.
+    # Two models with two ranks, each on its own node, would leave no node with seven free slots.
     registry = make_registry(ranks=2, tensor_parallel=7)
     try:
         registry.create_roles("", print)
@@ -258,7 +262,7 @@ def wait_until_free() -> None:
     """Wait until earlier tests have released their slots."""
     deadline = time.monotonic() + 60.0
     while ray.available_resources().get("CPU", 0) < ray.cluster_resources()["CPU"]:
-        assert time.monotonic() < deadline, "slots of an earlier test are taken"
+        assert time.monotonic() < deadline, "slots of an earlier test are not released"
         time.sleep(0.1)
 
 
@@ -282,52 +286,52 @@ def make_registry(*, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
 @pytest.mark.slow
 def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(nodes: Nodes):
     wait_until_free()
-    taken = reserve_bundles([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
+    reserved = reserve_bundles([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
     registry = make_registry(ranks=3)
     try:
-        # Five slots are free per node; other actors placed first would leave no node with three.
+        # Five slots are free per node: other actors, placed first, would leave no node with three.
         registry.create_roles("", print)
         for role in ("trainer", "critic"):
             names = [f"{role}-{rank}" for rank in range(3)]
             assert len({node_of(registry.actors[name]) for name in names}) == 1
     finally:
         registry.close()
-        release_placement_groups(taken)
+        release_placement_groups(reserved)
 
 
 @pytest.mark.slow
 def test_placement_is_all_or_nothing_if_a_model_has_no_room_on_the_node(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ):
-    _, there = nodes.ids
+    _, second_node = nodes.ids
     monkeypatch.setattr(placement_groups, "CAPACITY_WAIT_S", 2.0)
     wait_until_free()
     # Three slots are free; the policy's ranks take two.
-    taken, registry = (
-        reserve_bundles([{"CPU": 5.0}], node=there, timeout_s=60.0),
+    reserved, registry = (
+        reserve_bundles([{"CPU": 5.0}], node=second_node, timeout_s=60.0),
         make_registry(ranks=2),
     )
-    lacking = f"no room for 2 slots of 1 CPU each on the node {there} in 2 s"
+    lacking = f"no room for 2 slots of 1 CPU each on the node {second_node} in 2 s"
     words = f"^critic.trainer.world_size=2: {lacking}"
     with pytest.raises(ConfigError, match=words + r"; free in all: \S+ of 16 CPU$"):
-        registry.create_roles(there, print)
+        registry.create_roles(second_node, print)
     registry.close()
-    release_placement_groups(taken)
+    release_placement_groups(reserved)
     assert not registry.actors
-    release_placement_groups(reserve_bundles([{"CPU": 8.0}], node=there, timeout_s=60.0))
+    release_placement_groups(reserve_bundles([{"CPU": 8.0}], node=second_node, timeout_s=60.0))
 
 
 def node_of_again(actor: Any) -> str:
     """Return the node of a killed actor after its restart."""
-    again = actor.__ray_call__.options(max_task_retries=-1)
-    return str(ray.get(again.remote(lambda _: ray.get_runtime_context().get_node_id())))
+    retried_call = actor.__ray_call__.options(max_task_retries=-1)
+    return str(ray.get(retried_call.remote(lambda _: ray.get_runtime_context().get_node_id())))
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of a version; most are equal to those of the version before."""
+    """Return the tensors of a version; most equal the previous version's."""
     generator = torch.Generator().manual_seed(version)
-    last = torch.rand(1000, generator=generator)
-    return {"head.weight": torch.arange(700_000.0), "norm.weight": last}
+    changed = torch.rand(1000, generator=generator)
+    return {"head.weight": torch.arange(700_000.0), "norm.weight": changed}
 
 
 class Publisher:
@@ -355,8 +359,8 @@ class Reader:
         """Return whether the fetched version equals the published one, and the fallback reason."""
         tensors = unpack_tensors(manifest, self._inlet.fetch_buckets(manifest))
         expected = tensors_of(manifest.version)
-        same = all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-        return same and tensors.keys() == expected.keys(), self._inlet.fallback_reason
+        is_equal = all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+        return is_equal and tensors.keys() == expected.keys(), self._inlet.fallback_reason
 
 
 @pytest.mark.slow
@@ -367,8 +371,8 @@ def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path):
     make_reader: Any = ray.remote(Reader)
     publisher = make_publisher.options(scheduling_strategy=strategies[0]).remote()
     readers = [
-        make_reader.options(scheduling_strategy=place).remote(name)
-        for place, name in zip(strategies, names, strict=True)
+        make_reader.options(scheduling_strategy=strategy).remote(name)
+        for strategy, name in zip(strategies, names, strict=True)
     ]
     assert [node_of(reader) for reader in readers] == list(nodes.ids)
     for transport in (OBJECT_STORE, DELTA, COLLECTIVE, DISK):
@@ -399,15 +403,18 @@ def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path
         for i in range(2)
     }
     shards = create_shards(plans, create)
-    homes = [node_of(actor) for actor in actors.values()]
-    assert sorted(homes) == sorted(nodes.ids), "a shard on each node"
+    shard_nodes = [node_of(actor) for actor in actors.values()]
+    assert sorted(shard_nodes) == sorted(nodes.ids), "each node has a shard"
     queue = ExperienceQueue(shards, "driver")
     placed = {(queue.get_shard_index(uid), SIZES[uid] > 10_000) for uid in SIZES}
     assert len(placed) == 4, "each shard has small groups and large ones"
 
-    here, there = nodes.ids
-    producer, consumer = nodes.member(shards, "producer", there), nodes.member(shards, "eve", here)
-    assert ray.get([producer.node.remote(), consumer.node.remote()]) == [there, here]
+    head_node, second_node = nodes.ids
+    producer, consumer = (
+        nodes.member(shards, "producer", second_node),
+        nodes.member(shards, "eve", head_node),
+    )
+    assert ray.get([producer.node.remote(), consumer.node.remote()]) == [second_node, head_node]
     prompts = [Prompt(uid, np.array([1], np.int32)) for uid in SIZES]
     asyncio.run(queue.admit_prompts(prompts, 0))
     assert sorted(ray.get(producer.produce.remote(len(SIZES)))) == sorted(SIZES)
@@ -415,10 +422,10 @@ def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path
     process = psutil.Process(pid)
     ray.kill(producer)
     psutil.wait_procs([process], timeout=10.0)
-    wanted = {uid: digest(columns_of(uid)) for uid in SIZES}
-    assert ray.get(consumer.consume.remote(len(SIZES))) == wanted
+    expected = {uid: digest(columns_of(uid)) for uid in SIZES}
+    assert ray.get(consumer.consume.remote(len(SIZES))) == expected
 
-    # The last test that uses these nodes.
+    # No later test uses these nodes.
     nodes.lose_second()
-    assert ray.get(consumer.read.remote(list(SIZES)), timeout=60.0) == wanted
-    assert [node_of(actor) for actor in actors.values()] == [here, here]
+    assert ray.get(consumer.read.remote(list(SIZES)), timeout=60.0) == expected
+    assert [node_of(actor) for actor in actors.values()] == [head_node, head_node]

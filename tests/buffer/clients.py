@@ -1,4 +1,4 @@
-"""A queue client under test, over shards in the same process."""
+"""Queue clients under test, over shards in the same process."""
 
 from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity
 from streamrl.messages import Columns, Experience

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def fsyncs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of fsynced files and folders, in order."""
+    """Record the names of fsynced files and folders, in order."""
     fsync, names = os.fsync, []
 
     def watched(descriptor: int) -> None:

@@ -21,8 +21,8 @@ def note(i: int, payload: Blob = b"payload") -> JournalRecord:
     return JournalRecord({"kind": "note", "i": i}, payload)
 
 
-def numbers(folder: Path, **bounds: Any) -> list[int | None]:
-    """Return the replayed notes; None for a corrupt record."""
+def read_numbers(folder: Path, **bounds: Any) -> list[int | None]:
+    """Return the numbers of the replayed notes; None for a corrupt record."""
     return [
         None if isinstance(item, CorruptRecord) else item[1].meta["i"]
         for item in replay_segments(folder, **bounds)
@@ -32,7 +32,7 @@ def numbers(folder: Path, **bounds: Any) -> list[int | None]:
 def intact(
     items: Iterable[tuple[RecordPosition, JournalRecord] | CorruptRecord],
 ) -> list[tuple[RecordPosition, JournalRecord]]:
-    """Assert that no record is corrupt."""
+    """Return the replayed records; fail at a corrupt record."""
     records = []
     for item in items:
         assert not isinstance(item, CorruptRecord), item
@@ -40,13 +40,13 @@ def intact(
     return records
 
 
-def opened(folder: Path, **config: Any) -> Journal:
+def open_journal(folder: Path, **config: Any) -> Journal:
     return Journal(folder, JournalConfig(**config))
 
 
-async def written(folder: Path, *rounds: range, **config: Any) -> list[RecordPosition]:
+async def write_journal(folder: Path, *rounds: range, **config: Any) -> list[RecordPosition]:
     """Write a journal with one segment per round; return the positions."""
-    journal, positions = opened(folder, **config), []
+    journal, positions = open_journal(folder, **config), []
     for n, notes in enumerate(rounds):
         if n:
             await journal.rotate()

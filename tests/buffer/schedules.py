@@ -1,4 +1,4 @@
-"""Random schedules of calls to a shard, many of them concurrent."""
+"""Random schedules of calls to a shard, mostly concurrent."""
 
 import asyncio
 import random
@@ -42,10 +42,10 @@ moves = st.lists(
 
 
 class Life:
-    """Runs a schedule against a shard, waiting for replies only now and then.
+    """A run of a schedule against a shard; it waits for replies only at random moves.
 
-    `accepted`: acknowledged columns by uid and stage. `gone`: removed uids. `tokens`: the work that
-    each lease token was granted for.
+    `accepted`: acknowledged columns by uid and stage. `removed`: removed uids. `tokens`: uid, stage
+    and holder of each lease token.
     """
 
     def __init__(self, shard: QueueShard) -> None:
@@ -53,14 +53,14 @@ class Life:
         self.uids: list[str] = []
         self.admitted: set[str] = set()
         self.accepted: dict[tuple[str, str], Columns] = {}
-        self.gone: set[str] = set()
+        self.removed: set[str] = set()
         self.leased: dict[int, Experience] = {}
         self.tokens: dict[int, tuple[str, str, str]] = {}
         self.version = 0
         self._calls: list[asyncio.Future[None]] = []
 
     async def live(self, moves: Sequence[tuple[str, int]]) -> None:
-        """Start the moves in order."""
+        """Start the calls of all moves in order."""
         for move, seed in moves:
             rng = random.Random(seed)
             self._calls.append(asyncio.ensure_future(self._move(move, rng)))
@@ -70,7 +70,7 @@ class Life:
                 await asyncio.sleep(0)
 
     async def settle(self) -> None:
-        """Wait for all replies."""
+        """Wait for the replies of all calls in flight."""
         await asyncio.gather(*self._calls)
         self._calls.clear()
 
@@ -87,27 +87,29 @@ class Life:
         if move in act:
             await act[move](rng)
         elif self.leased:
-            await self._at_once(move, rng)
+            await self._settle_lease(move, rng)
 
     async def _admit(self, rng: random.Random) -> None:
         fresh = [f"0:{len(self.uids) + i}:0" for i in range(rng.randint(1, 3))]
         self.uids += fresh
-        await self._enter(fresh)
+        await self._admit_uids(fresh)
 
     async def _admit_again(self, rng: random.Random) -> None:
-        known = [uid for uid in self.uids if uid not in self.gone]
-        await self._enter(rng.sample(known, min(2, len(known))))
+        present_uids = [uid for uid in self.uids if uid not in self.removed]
+        await self._admit_uids(rng.sample(present_uids, min(2, len(present_uids))))
 
-    async def _enter(self, uids: Sequence[str]) -> None:
+    async def _admit_uids(self, uids: Sequence[str]) -> None:
         await admit(self.shard, *uids, version=self.version, wait_s=100.0)
         self.admitted.update(uids)
 
     async def _take(self, rng: random.Random) -> None:
-        most = rng.randint(1, 4)
+        max_groups = rng.randint(1, 4)
         for stage in rng.sample(list(STAGES), len(STAGES)):
             holder = "coordinator" if stage == "train" else rng.choice(HOLDERS)
             request = f"{holder}/{rng.randrange(4)}" if rng.random() < 0.3 else ""
-            groups = await take(self.shard, stage, max_groups=most, holder=holder, request=request)
+            groups = await take(
+                self.shard, stage, max_groups=max_groups, holder=holder, request=request
+            )
             for group in groups:
                 work = (group.uid, stage, holder)
                 assert self.tokens.setdefault(group.lease.token, work) == work
@@ -118,7 +120,7 @@ class Life:
     async def _put(self, rng: random.Random) -> None:
         work = [group for group in self.leased.values() if group.lease.stage != "train"]
         chosen = rng.sample(work, min(rng.randint(1, 3), len(work)))
-        entries = [(group.lease, made(group.lease, rng)) for group in chosen]
+        entries = [(group.lease, make_columns(group.lease, rng)) for group in chosen]
         refused = await put(self.shard, *entries)
         for lease, columns in entries:
             if lease.uid not in refused:
@@ -130,20 +132,20 @@ class Life:
         done = [group.uid for group in self.leased.values() if group.lease.stage == "train"]
         chosen = rng.sample(done, min(rng.randint(1, 3), len(done)))
         self.version += 1
-        await self._go(chosen)
+        await self._remove(chosen)
 
     async def _leave(self, rng: random.Random) -> None:
         """Remove a group unknown to a restarted coordinator."""
-        await self._go(rng.sample(self.uids, min(1, len(self.uids))))
+        await self._remove(rng.sample(self.uids, min(1, len(self.uids))))
 
-    async def _go(self, uids: Sequence[str]) -> None:
-        self.gone.update(uids)
+    async def _remove(self, uids: Sequence[str]) -> None:
+        self.removed.update(uids)
         await self.shard.remove_groups(uids, self.version)
 
     async def _wait(self, rng: random.Random) -> None:
         await asyncio.sleep(rng.choice([0.001, 0.1, 3.0, 6.0, 11.0]))
 
-    async def _at_once(self, move: str, rng: random.Random) -> None:
+    async def _settle_lease(self, move: str, rng: random.Random) -> None:
         lease = rng.choice(list(self.leased.values())).lease
         if move == "fail":
             await self.shard.fail_groups([(lease, DeadlineError("no verdict"))])
@@ -158,8 +160,8 @@ class Life:
             await self.shard.requeue_overdue(await self.shard.find_overdue(rng.choice([2.0, 8.0])))
 
 
-def made(lease: GroupLease, rng: random.Random) -> Columns:
-    """Return columns that differ between commits."""
+def make_columns(lease: GroupLease, rng: random.Random) -> Columns:
+    """Return columns for a commit; random values make commits differ."""
     if lease.stage == "generate":
         columns = rollouts()
         columns["generator_logprobs"] = np.full(10, -rng.random(), np.float32)
@@ -171,7 +173,7 @@ def made(lease: GroupLease, rng: random.Random) -> Columns:
 def facts(
     state: ShardState, blob_of: Callable[[Any], bytes], *, leases: bool = True
 ) -> dict[str, Any]:
-    """Return everything durable of a shard state; `blob_of` returns the bytes of columns."""
+    """Return the durable fields of a shard state; `blob_of` returns the bytes of columns."""
     groups = sorted(state.groups.values(), key=lambda group: group.admission_order)
     return {
         "version": state.version,

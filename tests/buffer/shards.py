@@ -1,4 +1,4 @@
-"""A shard under test: stages, their columns, and calls as the client makes them."""
+"""Shards under test: stages, their columns, and calls as the queue client makes them."""
 
 import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -49,7 +49,7 @@ def prompt(uid: str) -> Prompt:
 
 
 def rollouts(version: int = 0) -> dict[str, Any]:
-    """Two rollouts of two prompt tokens and three sampled ones: 10 tokens, 6 in the loss."""
+    """Return two rollouts of two prompt and three sampled tokens: 10 tokens, 6 in the loss."""
     rollout = Rollout.from_single_turn(
         np.array([1, 2], np.int32),
         [5, 6, 7],
@@ -93,7 +93,7 @@ def entry(uid: str, version: int = 0) -> tuple[str, bytes, int]:
 
 
 async def admit(shard: QueueShard, *uids: str, version: int = 0, wait_s: float = 1.0) -> None:
-    """Retry until all are in, like the client."""
+    """Admit prompts, retrying until all are admitted, like the client."""
     waiting = [entry(uid, version) for uid in uids]
     while waiting:
         entered = await shard.admit_prompts(waiting, wait_s=wait_s)
@@ -140,7 +140,7 @@ async def put(shard: QueueShard, *entries: tuple[GroupLease, Columns]) -> list[s
 
 
 async def do(shard: QueueShard, *stages: str, max_groups: int = 10) -> None:
-    """Let each stage in turn process its ready groups."""
+    """Lease and commit the ready groups of each stage in turn."""
     for stage in stages:
         groups = await take(shard, stage, max_groups=max_groups)
         assert await put(shard, *((group.lease, WORK[stage]) for group in groups)) == []

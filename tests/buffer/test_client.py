@@ -1,4 +1,4 @@
-"""Queue client over several shards: location of groups, their ends, dead holders."""
+"""Queue client over several shards: location of groups, finished groups, dead holders."""
 
 import asyncio
 import math
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 def large(value: int) -> Columns:
-    """Rollouts of one long completion; their blob comes in pieces."""
+    """Return the columns of one long completion, encoded as several pieces."""
     tokens = LARGE_BLOB_BYTES // 4
     return {
         "token_ids": np.full(tokens, value, np.int32),
@@ -55,7 +55,7 @@ async def test_failed_commit_waits_for_all_shards_before_raising():
     bad = {**large(7), "lengths": np.array([3], np.int32)}
     with pytest.raises(ContractError, match="token_ids"):
         await queue.commit_columns([(leases[0], bad), (leases[1], columns)])
-    # From here on the caller may change the columns.
+    # The caller may now change the columns.
     columns["token_ids"][:] = 99
     shards[1].log.write_s = 0.0
     shards[1].kill()
@@ -152,7 +152,7 @@ async def test_add_groups_inserts_prompts_with_columns():
     assert all(group.prompt is not None and group.prompt.uid == group.uid for group in leased)
 
 
-# Ends of groups
+# Finished groups
 
 
 async def test_ended_groups_reach_the_last_stage_with_reason_and_without_columns():
@@ -162,8 +162,8 @@ async def test_ended_groups_reach_the_last_stage_with_reason_and_without_columns
     filtered, failed = await take_all(queue, "reward")
     await queue.filter_groups([(filtered.lease, FilteredGroup("all 2 rewards are 1"))])
     await queue.fail_groups([(failed.lease, DeadlineError("no verdict"))])
-    (again,) = await take_all(queue, "reward")
-    await queue.fail_groups([(again.lease, DeadlineError("no verdict"))])
+    (redelivered,) = await take_all(queue, "reward")
+    await queue.fail_groups([(redelivered.lease, DeadlineError("no verdict"))])
     ended = {group.uid: group for group in await take_all(queue, "train", ("scores",))}
     assert ended[filtered.uid].outcome == GroupOutcome(
         "filtered", "all 2 rewards are 1", filtered=True

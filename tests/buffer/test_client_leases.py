@@ -43,7 +43,7 @@ async def test_request_outlives_the_call():
     cancelled.cancel()
     await queue.admit_prompts([prompt("0:0:0")], 0)
     await asyncio.sleep(1.0)
-    # The request of the first call was answered while nobody waited for it.
+    # The shard answered the first call's request while no call was waiting.
     started = asyncio.get_running_loop().time()
     (group,) = await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
     assert asyncio.get_running_loop().time() == started
@@ -115,15 +115,15 @@ async def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases
     shards = local_shards(1)
     queue = ExperienceQueue(shards, "me")
     await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-    asking = asyncio.create_task(
+    leasing = asyncio.create_task(
         queue.lease_groups("generate", max_groups=3, columns=(), wait_s=60.0)
     )
-    # The grant is in the log, but the reply is still on its way.
+    # The grant is in the log, but the reply is still in flight.
     await asyncio.sleep(1.5 * CALL_S + 0.002)
     await shards[0].log.append([])
     shards[0].kill()
     shards[0].revive()
-    first = await asking
+    first = await leasing
     assert len(first) == 3
     second = await queue.lease_groups("generate", max_groups=20, columns=(), wait_s=1.0)
     assert len(second) == 17
@@ -135,33 +135,33 @@ async def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases
 
 async def test_pending_grants_are_renewed():
     shards = local_shards(2)
-    queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+    queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
     await queue.admit_prompts([prompt(uid) for uid in UIDS[:4]], 0)
-    assert queue.renew_interval_s == float("inf"), "nothing is held"
+    assert queue.renew_interval_s == float("inf"), "no leases are held"
     (first,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
     assert queue.renew_interval_s == pytest.approx(10.0 / 3)
-    taken_uids = {group.uid for group in await take_all(other, "generate")}
+    taken_uids = {group.uid for group in await take_all(other_queue, "generate")}
     for _ in range(5):
         await asyncio.sleep(queue.renew_interval_s)
         assert await queue.renew_leases() == []
-        await other.renew_leases()
-    assert not await take_all(other, "generate")
+        await other_queue.renew_leases()
+    assert not await take_all(other_queue, "generate")
     assert first.uid not in taken_uids
 
 
 async def test_lost_leases_are_reported_once_and_not_returned():
     shards = local_shards(2)
-    queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-    asking = asyncio.create_task(
+    queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+    leasing = asyncio.create_task(
         queue.lease_groups("generate", max_groups=2, columns=(), wait_s=5.0)
     )
     await asyncio.sleep(1.0)
-    # One group in each shard: the second reply comes after the call has returned.
+    # One group in each shard: the second reply arrives after the call has returned.
     await queue.admit_prompts([prompt("0:0:0")], 0)
-    (pending,) = await asking
+    (pending,) = await leasing
     await queue.admit_prompts([prompt(uid) for uid in UIDS[1:4]], 0)
     await asyncio.sleep(11.0)
-    taken_uids = [group.uid for group in await take_all(other, "generate")]
+    taken_uids = [group.uid for group in await take_all(other_queue, "generate")]
     assert pending.uid in taken_uids
     lost = {lease.uid for lease in await queue.renew_leases()}
     assert pending.uid in lost and lost <= set(taken_uids) and len(lost) > 1
@@ -171,13 +171,13 @@ async def test_lost_leases_are_reported_once_and_not_returned():
 
 async def test_lost_pending_grants_are_not_returned():
     shards = local_shards(2)
-    queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+    queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
     await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
     assert {queue.get_shard_index(uid) for uid in UIDS[:2]} == {0, 1}
     # Both shards reply at once, and one group is enough.
     (pending,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
     await asyncio.sleep(11.0)
-    taken_uids = {group.uid for group in await take_all(other, "generate")}
+    taken_uids = {group.uid for group in await take_all(other_queue, "generate")}
     assert taken_uids == {lease.uid for lease in await queue.renew_leases()} == set(UIDS[:2])
     assert pending.uid in taken_uids
     assert not await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
@@ -190,8 +190,8 @@ async def test_settled_leases_are_not_renewed():
     await queue.commit_columns([(done.lease, rollouts())])
     await queue.filter_groups([(filtered.lease, FilteredGroup("not worth it"))])
     await queue.fail_groups([(failed.lease, DeadlineError("no"))])
-    (again,) = await take_all(queue, "generate")
-    await queue.fail_groups([(again.lease, DeadlineError("no"))])
+    (redelivered,) = await take_all(queue, "generate")
+    await queue.fail_groups([(redelivered.lease, DeadlineError("no"))])
     assert queue.renew_interval_s == float("inf")
     assert await queue.renew_leases() == []
 
@@ -217,10 +217,10 @@ async def test_grant_for_other_columns_is_not_lost():
     assert not await queue.lease_groups("train", max_groups=1, columns=("scores",), wait_s=0.05)
     await queue.admit_prompts([prompt("0:0:0")], 0)
     await finish(queue)
-    await asyncio.sleep(1.0)  # the first request is answered while nobody waits
-    wanted = ("scores", "token_ids")
-    (group,) = await queue.lease_groups("train", max_groups=1, columns=wanted, wait_s=1.0)
-    assert group.columns.keys() == set(wanted)
+    await asyncio.sleep(1.0)  # the first request is answered while no call waits
+    columns = ("scores", "token_ids")
+    (group,) = await queue.lease_groups("train", max_groups=1, columns=columns, wait_s=1.0)
+    assert group.columns.keys() == set(columns)
     assert group.columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
 
 
@@ -230,14 +230,14 @@ async def test_grants_that_fail_to_decode_stay_for_the_next_call():
     await do(queue, "generate", rollouts())
     columns = ("token_ids",)
     (first,) = await queue.lease_groups("reward", max_groups=1, columns=columns, wait_s=1.0)
-    await asyncio.sleep(1.0)  # the other shard has handed one out as well
+    await asyncio.sleep(1.0)  # the other shard has granted a group as well
     with pytest.raises(StreamError, match=r"no \['nope'\] are in the queue"):
         await queue.lease_groups("reward", max_groups=1, columns=("nope",), wait_s=1.0)
     (second,) = await queue.lease_groups("reward", max_groups=1, columns=columns, wait_s=1.0)
     holders = await queue.locate_groups([first.uid, second.uid])
     assert all(phrase.startswith("held by me") for phrase in holders.values())
-    others = set(UIDS) - {first.uid, second.uid}
-    phrases = (await queue.locate_groups(sorted(others))).values()
+    unleased_uids = set(UIDS) - {first.uid, second.uid}
+    phrases = (await queue.locate_groups(sorted(unleased_uids))).values()
     assert not any(phrase.startswith("held") for phrase in phrases)
 
 
@@ -248,7 +248,7 @@ async def test_pending_grants_do_not_expire_during_other_work():
     done = []
     for _ in range(12):
         (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        await asyncio.sleep(6.0)  # each well within its lease
+        await asyncio.sleep(6.0)  # each within its lease
         assert await queue.commit_columns([(group.lease, rollouts())]) == []
         done.append((group.uid, group.lease.attempt))
     assert sorted(done) == sorted((uid, 1) for uid in uids)
@@ -259,10 +259,10 @@ async def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal():
     await queue.admit_prompts([prompt("0:0:0")], 0)
     (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
     await asyncio.sleep(30.0)
-    (again,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (redelivered,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
     assert await queue.renew_leases() == [group.lease]
     assert await queue.renew_leases() == []
-    assert await queue.commit_columns([(again.lease, rollouts())]) == []
+    assert await queue.commit_columns([(redelivered.lease, rollouts())]) == []
 
 
 async def test_lost_lease_with_a_refused_commit_is_not_reported_again():
@@ -270,10 +270,10 @@ async def test_lost_lease_with_a_refused_commit_is_not_reported_again():
     await queue.admit_prompts([prompt("0:0:0")], 0)
     (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
     await asyncio.sleep(30.0)
-    (again,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (redelivered,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
     assert await queue.commit_columns([(group.lease, rollouts())]) == ["0:0:0"]
     assert await queue.renew_leases() == []
-    assert await queue.commit_columns([(again.lease, rollouts())]) == []
+    assert await queue.commit_columns([(redelivered.lease, rollouts())]) == []
 
 
 async def test_grants_are_returned_only_after_a_due_renewal():
@@ -282,15 +282,15 @@ async def test_grants_are_returned_only_after_a_due_renewal():
     uids = [next(uid for uid in UIDS if queue.get_shard_index(uid) == i) for i in range(2)]
     await queue.admit_prompts([prompt(uid) for uid in uids], 0)
     (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-    await asyncio.sleep(6.0)  # the other shard has answered as well, and leases are due
-    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)  # and they are in the logs
+    await asyncio.sleep(6.0)  # the other shard has answered as well, and a renewal is due
+    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)  # makes the leases durable
     for shard in shards:
         shard.kill()
     assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0) == []
     for shard in shards:
         shard.revive()
-    (two,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=10.0)
-    assert {group.uid, two.uid} == set(uids)
+    (second,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=10.0)
+    assert {group.uid, second.uid} == set(uids)
 
 
 async def test_lease_call_ends_in_time_if_a_renewal_hangs():
@@ -298,15 +298,15 @@ async def test_lease_call_ends_in_time_if_a_renewal_hangs():
     queue, clock = ExperienceQueue(shards, "me"), asyncio.get_running_loop().time
     await queue.admit_prompts([prompt("0:0:0")], 0)
     (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-    await queue.admit_prompts([prompt("0:1:0")], 0)  # and the lease is in the log
+    await queue.admit_prompts([prompt("0:1:0")], 0)  # makes the lease durable
     await asyncio.sleep(6.0)
     shards[0].kill()
     before = clock()
     assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0) == []
     assert clock() == before + 1.0
     shards[0].revive()
-    (two,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-    assert await queue.commit_columns([(group.lease, rollouts()), (two.lease, rollouts())]) == []
+    (second,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    assert await queue.commit_columns([(group.lease, rollouts()), (second.lease, rollouts())]) == []
 
 
 async def test_lease_that_expired_during_a_pause_is_not_returned():

@@ -1,4 +1,4 @@
-"""Columns as safetensors blobs: round trips and views."""
+"""Column codec: safetensors blobs, round trips, views."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from streamrl.messages import COLUMN_SPECS, Columns
 from tests.buffer.shards import rollouts
 
 DTYPES = ("int32", "int8", "float32", "bool", "int64")
-columns = st.dictionaries(
+column_dicts = st.dictionaries(
     st.sampled_from([*COLUMN_SPECS, "reward/exact", "reward/na\u00efve"]),
     st.sampled_from(DTYPES).flatmap(
         lambda dtype: arrays.arrays(np.dtype(dtype), st.integers(0, 40))
@@ -26,27 +26,27 @@ columns = st.dictionaries(
 )
 
 
-def same(found: Columns, wanted: Columns) -> None:
-    assert found.keys() == wanted.keys()
-    for name, column in wanted.items():
-        assert found[name].dtype == column.dtype
-        np.testing.assert_array_equal(found[name], column)
+def assert_equal(column_dicts: Columns, expected: Columns) -> None:
+    assert column_dicts.keys() == expected.keys()
+    for name, column in expected.items():
+        assert column_dicts[name].dtype == column.dtype
+        np.testing.assert_array_equal(column_dicts[name], column)
 
 
-@given(columns)
-def test_columns_round_trip(written: Columns):
-    same(decode_columns(encode_columns(written)), written)
+@given(column_dicts)
+def test_columns_round_trip(columns: Columns):
+    assert_equal(decode_columns(encode_columns(columns)), columns)
 
 
-@given(columns)
-def test_blobs_are_compatible_with_safetensors(written: Columns):
-    same(safetensors.numpy.load(join_pieces(encode_columns(written))), written)
-    same(decode_columns(safetensors.numpy.save(dict(written))), written)
+@given(column_dicts)
+def test_blobs_are_compatible_with_safetensors(columns: Columns):
+    assert_equal(safetensors.numpy.load(join_pieces(encode_columns(columns))), columns)
+    assert_equal(decode_columns(safetensors.numpy.save(dict(columns))), columns)
 
 
-@given(columns)
-def test_columns_are_aligned_to_their_item_size(written: Columns):
-    blob = join_pieces(encode_columns(written))
+@given(column_dicts)
+def test_columns_are_aligned_to_their_item_size(columns: Columns):
+    blob = join_pieces(encode_columns(columns))
     start = np.frombuffer(blob, np.uint8).__array_interface__["data"][0]
     for column in decode_columns(blob).values():
         if column.size:
@@ -65,12 +65,12 @@ LARGE = {
 def test_large_blob_stays_in_pieces():
     blob = encode_columns(LARGE)
     assert isinstance(blob, tuple)
-    same(decode_columns(blob), LARGE)
+    assert_equal(decode_columns(blob), LARGE)
     assert np.shares_memory(decode_columns(blob)["token_ids"], LARGE["token_ids"])
-    whole = join_pieces(blob)
-    assert len(whole) == count_blob_bytes(blob) > LARGE_BLOB_BYTES
-    same(decode_columns(whole), LARGE)
-    same(safetensors.numpy.load(whole), LARGE)
+    joined = join_pieces(blob)
+    assert len(joined) == count_blob_bytes(blob) > LARGE_BLOB_BYTES
+    assert_equal(decode_columns(joined), LARGE)
+    assert_equal(safetensors.numpy.load(joined), LARGE)
 
 
 def test_small_blob_is_one_piece():
@@ -79,16 +79,16 @@ def test_small_blob_is_one_piece():
 
 def test_decoded_columns_are_views_of_the_blob():
     blob = bytearray(join_pieces(encode_columns(rollouts())))
-    found = decode_columns(blob)
-    for column in found.values():
+    decoded = decode_columns(blob)
+    for column in decoded.values():
         assert np.shares_memory(column, np.frombuffer(blob, np.uint8))
     blob[-1] ^= 0xFF
-    assert any((found[name] != column).any() for name, column in rollouts().items())
+    assert any((decoded[name] != column).any() for name, column in rollouts().items())
 
 
 @pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
 def test_any_buffer_type_is_decoded(buffer) -> None:  # type: ignore[no-untyped-def]
-    same(decode_columns(buffer(encode_columns(rollouts()))), rollouts())
+    assert_equal(decode_columns(buffer(encode_columns(rollouts()))), rollouts())
 
 
 def test_views_of_foreign_bytes_are_read_only():

@@ -1,4 +1,4 @@
-"""Commits of a shard: accepted once, refused without an active lease."""
+"""Commits to a shard: accepted once, refused without an active lease."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -41,11 +41,13 @@ def test_late_and_duplicate_commits_are_refused():
         await admit(shard, "a")
         (slow,) = await take(shard, "generate")
         await asyncio.sleep(11.0)
-        (again,) = await take(shard, "generate")
-        assert again.lease.attempt == 2
+        (redelivered,) = await take(shard, "generate")
+        assert redelivered.lease.attempt == 2
         assert await put(shard, (slow.lease, rollouts())) == ["a"]
-        assert await put(shard, (again.lease, rollouts())) == []
-        assert await put(shard, (again.lease, rollouts())) == ["a"], "a duplicate commit is refused"
+        assert await put(shard, (redelivered.lease, rollouts())) == []
+        assert await put(shard, (redelivered.lease, rollouts())) == ["a"], (
+            "a duplicate commit is refused"
+        )
         assert (await shard.get_stats()).counts == {"redelivered": 1, "hedged": 0, "refused": 2}
 
     on_shard(test)
@@ -56,11 +58,11 @@ def test_commit_for_an_ended_group_is_refused_but_not_counted():
         await admit(shard, "a")
         (group,) = await take(shard, "generate")
         await put(shard, (group.lease, rollouts()))
-        (judged,), (referred,) = await take(shard, "reward"), await take(shard, "reference")
-        await shard.filter_groups([(judged.lease, FilteredGroup("not worth it"))])
-        assert await put(shard, (referred.lease, REFERENCE)) == ["a"]
+        (reward,), (reference,) = await take(shard, "reward"), await take(shard, "reference")
+        await shard.filter_groups([(reward.lease, FilteredGroup("not worth it"))])
+        assert await put(shard, (reference.lease, REFERENCE)) == ["a"]
         assert (await shard.get_stats()).counts["refused"] == 0
-        assert await put(shard, (referred.lease, REFERENCE)) == ["a"], "told once"
+        assert await put(shard, (reference.lease, REFERENCE)) == ["a"], "the holder already knows"
         assert (await shard.get_stats()).counts["refused"] == 1
 
     on_shard(test)
@@ -92,9 +94,9 @@ def test_wait_for_finished_reports_groups_until_removal():
         await shard.filter_groups([(first.lease, FilteredGroup("not worth it"))])
         began = clock()
         for finished in (await waiting, await shard.wait_for_finished(wait_s=60.0)):
-            (farewell,) = finished
-            assert (farewell.uid, farewell.outcome.reason) == ("a", "not worth it")
-            assert farewell.info is not None and farewell.info.num_loss_tokens > 0
+            (finished_group,) = finished
+            assert (finished_group.uid, finished_group.outcome.reason) == ("a", "not worth it")
+            assert finished_group.info is not None and finished_group.info.num_loss_tokens > 0
         assert clock() == pytest.approx(began, abs=0.1)
         await shard.remove_groups(["a"], 0)
         assert await shard.wait_for_finished(wait_s=1.0) == []
@@ -137,13 +139,13 @@ async def test_group_is_not_granted_while_its_commit_is_written():
     await asyncio.sleep(1.0)
     assert not await take(shard, "generate", holder="you", wait_s=15.0)
     assert await shard.renew_leases([group.lease]) == [group.lease]
-    assert not await take(shard, "reward"), "what is not yet safe is not handed on"
+    assert not await take(shard, "reward"), "columns are granted only once durable"
     assert await writing == []
     scoring, reference = await take(shard, "reward"), await take(shard, "reference")
     writing = asyncio.create_task(put(shard, (scoring[0].lease, SCORES)))
     await asyncio.sleep(1.0)
     await shard.fail_groups([(reference[0].lease, DeadlineError("no"))])
-    assert not await take(shard, "reward", holder="you"), "though the group has changed"
+    assert not await take(shard, "reward", holder="you"), "a pending commit still blocks grants"
     assert await writing == []
 
 
@@ -209,7 +211,7 @@ def test_extra_columns_are_kept():
     on_shard(test)
 
 
-async def test_journal_error_reaches_the_committer():
+async def test_journal_error_is_raised_by_the_commit():
     class FullDisk(MemoryLog):
         async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
             if any(record.meta["kind"] == "put" for record in records):
@@ -224,17 +226,19 @@ async def test_journal_error_reaches_the_committer():
     assert not await take(shard, "reward")
 
 
-# Groups generated elsewhere
+# Groups added with columns
 
 
-def made(uid: str, columns: Columns) -> ColumnCommit:
+def make_commit(uid: str, columns: Columns) -> ColumnCommit:
     return commit(GroupLease(0, uid, "generate", 0, 0.0), columns)
 
 
 def test_add_groups_makes_columns_available():
     async def test(shard: QueueShard) -> None:
         for _ in range(2):
-            await shard.add_groups([entry("a", 2)], [made("a", rollouts(version=2))], wait_s=1.0)
+            await shard.add_groups(
+                [entry("a", 2)], [make_commit("a", rollouts(version=2))], wait_s=1.0
+            )
         assert not await take(shard, "generate")
         (scoring,) = await take(shard, "reward", ("policy_version",))
         assert scoring.columns["policy_version"].max() == 2
@@ -249,7 +253,7 @@ def test_add_groups_makes_columns_available():
 def test_add_groups_completes_a_group_with_only_its_prompt_journaled():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        await shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0)
+        await shard.add_groups([entry("a")], [make_commit("a", rollouts())], wait_s=1.0)
         assert not await take(shard, "generate")
         assert [group.uid for group in await take(shard, "reward")] == ["a"]
 
@@ -260,11 +264,14 @@ def test_half_inserted_group_is_completed_once():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b")
         await asyncio.gather(
-            *(shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0) for _ in range(2))
+            *(
+                shard.add_groups([entry("a")], [make_commit("a", rollouts())], wait_s=1.0)
+                for _ in range(2)
+            )
         )
         assert (await shard.get_stats()).num_bytes == len(encode_columns(rollouts()))
         (lease,) = (group.lease for group in await take(shard, "generate"))
-        late = shard.add_groups([entry("b")], [made("b", rollouts(version=9))], wait_s=1.0)
+        late = shard.add_groups([entry("b")], [make_commit("b", rollouts(version=9))], wait_s=1.0)
         refused, _ = await asyncio.gather(put(shard, (lease, rollouts(version=1))), late)
         assert refused == []
         scoring = await take(shard, "reward", ("policy_version",))
@@ -279,10 +286,12 @@ def test_retried_add_groups_returns_after_the_first_write_is_durable():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         first = asyncio.create_task(
-            shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0)
+            shard.add_groups([entry("a")], [make_commit("a", rollouts())], wait_s=1.0)
         )
-        await asyncio.sleep(0.01)  # it is writing, and its caller has lost the connection
-        assert await shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0) == ["a"]
+        await asyncio.sleep(0.01)  # the shard is writing, and the caller has lost the connection
+        assert await shard.add_groups([entry("a")], [make_commit("a", rollouts())], wait_s=1.0) == [
+            "a"
+        ]
         assert "put" in [record.meta["kind"] for record in log.records]
         await first
 
@@ -295,7 +304,7 @@ def test_invalid_columns_for_a_half_inserted_group_are_not_written():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
-        bad = replace(made("a", rollouts()), column_sizes=measure_columns(columns))
+        bad = replace(make_commit("a", rollouts()), column_sizes=measure_columns(columns))
         with pytest.raises(ContractError, match="loss_mask"):
             await shard.add_groups([entry("a")], [bad], wait_s=1.0)
         assert all(record.meta["kind"] != "put" for record in log.records)
@@ -346,10 +355,10 @@ def test_contract_violations_raise_with_stage_and_columns():
 def test_add_groups_with_invalid_columns_inserts_nothing():
     async def test(shard: QueueShard) -> None:
         columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
-        bad = replace(made("b", rollouts()), column_sizes=measure_columns(columns))
+        bad = replace(make_commit("b", rollouts()), column_sizes=measure_columns(columns))
         with pytest.raises(ValueError, match=r"loss_mask: bool\[3\], wanted bool\[10\]"):
             await shard.add_groups(
-                [entry("a"), entry("b")], [made("a", rollouts()), bad], wait_s=1.0
+                [entry("a"), entry("b")], [make_commit("a", rollouts()), bad], wait_s=1.0
             )
         assert (await shard.get_stats()).uids == ()
 
@@ -362,18 +371,18 @@ def test_group_columns_may_be_committed_before_rollouts():
 
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        (likeliest,) = await take(shard, "greedy")
-        assert await put(shard, (likeliest.lease, greedy)) == []
+        (greedy_group,) = await take(shard, "greedy")
+        assert await put(shard, (greedy_group.lease, greedy)) == []
         assert await take(shard, "baseline", wait_s=0.0) == []
         (sampled,) = await take(shard, "generate")
         with pytest.raises(ContractError, match="stage baseline"):
             await take(shard, "baseline", ("scores",))
         assert await put(shard, (sampled.lease, rollouts())) == []
-        (judged,) = await take(shard, "baseline", ("greedy_ids", "lengths"))
-        assert judged.columns["greedy_ids"].tolist() == [7, 8]
-        assert judged.info is not None
+        (baseline_group,) = await take(shard, "baseline", ("greedy_ids", "lengths"))
+        assert baseline_group.columns["greedy_ids"].tolist() == [7, 8]
+        assert baseline_group.info is not None
         with pytest.raises(ContractError, match=r"baseline_scores: float32\[3\]"):
-            await put(shard, (judged.lease, {"baseline_scores": np.ones(3, np.float32)}))
-        assert await put(shard, (judged.lease, baseline)) == []
+            await put(shard, (baseline_group.lease, {"baseline_scores": np.ones(3, np.float32)}))
+        assert await put(shard, (baseline_group.lease, baseline)) == []
 
     on_shard(test, book=ShardState(WITH_A_GREEDY_ONE))

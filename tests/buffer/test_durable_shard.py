@@ -1,4 +1,4 @@
-"""A shard and its files: kills, restarts, snapshots, rewinds."""
+"""Durable shard: kills, restarts, snapshots, rewinds, damage."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -44,12 +44,12 @@ def open_durable(plan: ShardPlan, store: Callable[[Blob], Any] = join_pieces) ->
     return shard
 
 
-def lives(*parts: Callable[[], Awaitable[None]]) -> None:
-    """Run each part in an event loop of its own, like a process: only the disk persists.
+def run_lives(*process_lives: Callable[[], Awaitable[None]]) -> None:
+    """Run each coroutine in its own event loop, like a process: only the disk persists.
 
-    Nothing is closed in between.
+    Shards stay open at the end of a life, as after a kill.
     """
-    for process_run in parts:
+    for process_run in process_lives:
         asyncio.run(process_run())  # type: ignore[arg-type]
 
 
@@ -59,7 +59,7 @@ async def columns(shard: DurableShard, uid: str, *names: str) -> dict[str, Any]:
 
 
 async def checkpoint(shard: DurableShard, run_dir: Path, version: int) -> None:
-    """Make a checkpoint like the coordinator."""
+    """Save a checkpoint like the coordinator."""
     cut = await shard.rotate_journal()
     writer = CheckpointWriter(run_dir, version)
     await shard.write_snapshot(cut, writer.queue_dir / "shard-0")
@@ -91,7 +91,7 @@ def test_accepted_columns_survive_a_kill(tmp_path: Path):
         await finish(shard)
         await shard.close()
 
-    lives(first, second)
+    run_lives(first, second)
 
 
 def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path):
@@ -117,14 +117,14 @@ def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path):
         assert judging.info is not None
         await shard.close()
 
-    lives(first, second, third)
+    run_lives(first, second, third)
 
 
 def test_shard_recovers_from_repeated_deaths(tmp_path: Path):
     async def life() -> None:
         shard = open_durable(plan(tmp_path))
-        seen = len((await shard.get_stats()).uids)
-        await admit(shard, f"0:{seen}:0")
+        num_groups = len((await shard.get_stats()).uids)
+        await admit(shard, f"0:{num_groups}:0")
         await do(shard, "generate")
 
     async def last() -> None:
@@ -133,7 +133,7 @@ def test_shard_recovers_from_repeated_deaths(tmp_path: Path):
         assert (await shard.get_stats()).journal_bytes > 0
         await shard.close()
 
-    lives(*[life] * 5, last)
+    run_lives(*[life] * 5, last)
 
 
 def test_store_is_used_before_and_after_a_restart(tmp_path: Path):
@@ -156,7 +156,7 @@ def test_store_is_used_before_and_after_a_restart(tmp_path: Path):
         assert store[1] == store[0]
         await shard.close()
 
-    lives(first, second)
+    run_lives(first, second)
 
 
 def test_checkpoint_replaces_the_journal_before_its_cut(tmp_path: Path):
@@ -188,7 +188,7 @@ def test_checkpoint_replaces_the_journal_before_its_cut(tmp_path: Path):
         assert (await shard.get_stats()).uids == ("fresh", "later")
         await shard.close()
 
-    lives(first, second, third)
+    run_lives(first, second, third)
 
 
 def test_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path):
@@ -206,7 +206,7 @@ def test_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path):
         assert (await shard.get_stats()).uids == ("a", "b")
         await shard.close()
 
-    lives(first, second)
+    run_lives(first, second)
 
 
 def test_records_during_a_snapshot_lie_after_its_cut(tmp_path: Path):
@@ -229,7 +229,7 @@ def test_records_during_a_snapshot_lie_after_its_cut(tmp_path: Path):
         assert len(await take(shard, "reward")) == 1
         await shard.close()
 
-    lives(main, later)
+    run_lives(main, later)
 
 
 def test_rewound_run_keeps_its_new_records(tmp_path: Path):
@@ -240,7 +240,7 @@ def test_rewound_run_keeps_its_new_records(tmp_path: Path):
         await admit(shard, "abandoned")
         await checkpoint(shard, tmp_path, 2)
 
-    async def back() -> None:
+    async def rewound() -> None:
         newest = tmp_path / "checkpoints" / "step_000002"
         newest.rename(tmp_path / "removed")
         delete_segments_from(tmp_path / "journal", find_snapshot(tmp_path, "shard-0").first_segment)
@@ -249,12 +249,12 @@ def test_rewound_run_keeps_its_new_records(tmp_path: Path):
         assert (await shard.get_stats()).uids == ("a",)
         await admit(shard, "another")
 
-    async def again() -> None:
+    async def resumed() -> None:
         shard = open_durable(plan(tmp_path))
         assert (await shard.get_stats()).uids == ("a", "another")
         await shard.close()
 
-    lives(first, back, again)
+    run_lives(first, rewound, resumed)
 
 
 def test_segments_are_deleted_from_the_end_so_that_a_crash_leaves_no_gap(
@@ -296,7 +296,7 @@ def test_damage_is_reported_and_the_shard_continues(tmp_path: Path):
         assert {group.uid for group in await take(shard, "generate")} == {"a", "b"}
         await shard.close()
 
-    lives(first, second)
+    run_lives(first, second)
 
 
 def spoil(run_dir: Path, segment: int, text: bytes) -> None:
@@ -307,7 +307,7 @@ def spoil(run_dir: Path, segment: int, text: bytes) -> None:
     path.write_bytes(content.replace(text, text[:-1] + b"?", 1))
 
 
-def test_next_checkpoint_leaves_damage_behind(tmp_path: Path):
+def test_next_checkpoint_discards_damaged_records(tmp_path: Path):
     async def first() -> None:
         shard = open_durable(plan(tmp_path))
         await admit(shard, "a", "b")
@@ -328,10 +328,10 @@ def test_next_checkpoint_leaves_damage_behind(tmp_path: Path):
         assert [group.uid for group in await take(shard, "generate")] == ["b", "c"]
         await shard.close()
 
-    lives(first, second, third)
+    run_lives(first, second, third)
 
 
-def test_damage_first_found_by_a_snapshot_raises(tmp_path: Path):
+def test_damage_detected_by_a_snapshot_raises(tmp_path: Path):
     async def main() -> None:
         shard = open_durable(plan(tmp_path))
         await admit(shard, "a")
@@ -342,7 +342,7 @@ def test_damage_first_found_by_a_snapshot_raises(tmp_path: Path):
         with pytest.raises(JournalError, match="does not match its checksum"):
             await shard.write_snapshot(cut, tmp_path / "out")
 
-    lives(main)
+    run_lives(main)
 
 
 def test_scores_of_lost_rollouts_are_not_attached_to_new_rollouts(tmp_path: Path):
@@ -355,7 +355,7 @@ def test_scores_of_lost_rollouts_are_not_attached_to_new_rollouts(tmp_path: Path
         spoil(tmp_path, 1, b"generator_logprobs")
         shard = open_durable(plan(tmp_path))
         await do(shard, "generate")
-        # Killed before the new rollouts are scored; the journal still has the old scores.
+        # The shard dies before the new rollouts are scored; the journal has the old scores.
 
     async def third() -> None:
         shard = open_durable(plan(tmp_path))
@@ -369,7 +369,7 @@ def test_scores_of_lost_rollouts_are_not_attached_to_new_rollouts(tmp_path: Path
         assert [group.uid for group in await take(shard, "train")] == ["a"]
         await shard.close()
 
-    lives(first, second, third, fourth)
+    run_lives(first, second, third, fourth)
 
 
 def test_fenced_process_cannot_write(tmp_path: Path):
@@ -383,7 +383,7 @@ def test_fenced_process_cannot_write(tmp_path: Path):
         assert (await reopened.get_stats()).uids == ("a",)
         await reopened.close()
 
-    lives(main)
+    run_lives(main)
 
 
 def test_shard_without_journal_works_and_writes_no_file(tmp_path: Path):
@@ -394,4 +394,4 @@ def test_shard_without_journal_works_and_writes_no_file(tmp_path: Path):
         assert (await shard.get_stats()).journal_bytes == 0 and not shard.corrupt_records
         assert list(tmp_path.iterdir()) == []
 
-    lives(main)
+    run_lives(main)

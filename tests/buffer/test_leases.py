@@ -27,9 +27,9 @@ def test_expired_lease_wakes_waiting_requests():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate")
-        (again,) = await take(shard, "generate", wait_s=60.0)
+        (redelivered,) = await take(shard, "generate", wait_s=60.0)
         assert now() == pytest.approx(10.0, abs=0.1)
-        assert again.lease.attempt == 2
+        assert redelivered.lease.attempt == 2
 
     on_shard(test)
 
@@ -37,13 +37,15 @@ def test_expired_lease_wakes_waiting_requests():
 def test_renewed_lease_is_kept_and_expired_lease_is_lost():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
-        kept, lost = (group.lease for group in await take(shard, "generate", holder="generator-0"))
+        renewed, expired = (
+            group.lease for group in await take(shard, "generate", holder="generator-0")
+        )
         for _ in range(5):
             await asyncio.sleep(6.0)
-            await shard.renew_leases([kept])
+            await shard.renew_leases([renewed])
         assert [g.uid for g in await take(shard, "generate", holder="generator-1")] == ["b"]
-        assert await shard.renew_leases([kept, lost]) == [lost]
-        assert await put(shard, (kept, rollouts()), (lost, rollouts())) == ["b"]
+        assert await shard.renew_leases([renewed, expired]) == [expired]
+        assert await put(shard, (renewed, rollouts()), (expired, rollouts())) == ["b"]
 
     on_shard(test)
 
@@ -87,13 +89,13 @@ def test_group_is_dropped_after_too_many_expired_leases():
     on_shard(test)
 
 
-def test_failures_and_expiries_count_as_attempts_alike():
+def test_failures_and_expired_leases_count_as_attempts():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         await take(shard, "reward")
-        (again,) = await take(shard, "reward", wait_s=60.0)
-        await shard.fail_groups([(again.lease, DeadlineError("no verdict"))])
+        (redelivered,) = await take(shard, "reward", wait_s=60.0)
+        await shard.fail_groups([(redelivered.lease, DeadlineError("no verdict"))])
         (ended,) = await take(shard, "train")
         assert ended.outcome == GroupOutcome("deadline", "no verdict")
 
@@ -127,11 +129,11 @@ def test_settled_leases_are_compacted_before_expiry():
     async def test(shard: QueueShard) -> None:
         uids = [f"0:{i}:0" for i in range(MIN_COMPACT_SIZE + 1)]
         await admit(shard, *uids)
-        first = weakref.ref((await take(shard, "generate", max_groups=1))[0].lease)
+        settled = weakref.ref((await take(shard, "generate", max_groups=1))[0].lease)
         await shard.remove_groups(uids[:1], 0)
         await take(shard, "generate", max_groups=len(uids))
         gc.collect()
-        assert first() is None
+        assert settled() is None
 
     on_shard(test, bounds=ShardCapacity(2 * MIN_COMPACT_SIZE), lease_s=1e6)
 
@@ -159,8 +161,8 @@ def test_hedge_gives_slow_work_to_a_second_holder_and_first_commit_wins():
         await admit(shard, "a")
         (slow,) = await take(shard, "generate", holder="generator-0")
         (quick,) = await take(shard, "generate", holder="generator-1", wait_s=60.0)
-        assert now() == pytest.approx(4.0, abs=0.01), "not before its age"
-        assert quick.lease.attempt == 1, "nobody has failed"
+        assert now() == pytest.approx(4.0, abs=0.01), "hedged after hedge_s"
+        assert quick.lease.attempt == 1, "a hedge is no new attempt"
         assert await shard.renew_leases([slow.lease, quick.lease]) == []
         assert await put(shard, (quick.lease, rollouts())) == []
         assert await shard.renew_leases([slow.lease, quick.lease]) == [slow.lease, quick.lease]
@@ -226,7 +228,7 @@ def test_hedged_group_is_requeued_after_both_holders_failed():
         await asyncio.sleep(5.0)
         (quick,) = await take(shard, "generate", holder="generator-1")
         await shard.fail_groups([(slow.lease, DeadlineError("first"))])
-        assert not await take(shard, "train"), "the other one may yet commit"
+        assert not await take(shard, "train"), "the hedge may still commit"
         assert await put(shard, (quick.lease, rollouts())) == []
 
     on_shard(test, hedge_s=4.0, max_attempts=1)
@@ -255,13 +257,13 @@ def test_release_requeues_work_of_a_dead_holder_in_every_stage():
         await do(shard, "generate", max_groups=1)
         (scoring,) = await take(shard, "reward", holder="worker-0")
         (sampling,) = await take(shard, "generate", holder="worker-0", max_groups=1)
-        (other,) = await take(shard, "generate", holder="worker-1")
+        (live,) = await take(shard, "generate", holder="worker-1")
         assert await shard.release_holder("worker-0") == 2
         assert await shard.release_holder("worker-0") == 0
         assert [g.uid for g in await take(shard, "reward", holder="worker-2")] == [scoring.uid]
-        (again,) = await take(shard, "generate", holder="worker-2")
-        assert (again.uid, again.lease.attempt) == (sampling.uid, 2)
-        assert await shard.renew_leases([other.lease]) == []
+        (redelivered,) = await take(shard, "generate", holder="worker-2")
+        assert (redelivered.uid, redelivered.lease.attempt) == (sampling.uid, 2)
+        assert await shard.renew_leases([live.lease]) == []
         assert await put(shard, (scoring.lease, SCORES)) == ["a"]
 
     on_shard(test)
@@ -272,14 +274,16 @@ def test_pending_request_of_a_dead_holder_gets_nothing():
         await admit(shard, "a")
         await take(shard, "generate", holder="worker-0")
         waiting = asyncio.create_task(take(shard, "generate", holder="worker-0", wait_s=20.0))
-        other = asyncio.create_task(take(shard, "generate", holder="worker-1", wait_s=20.0))
+        next_request = asyncio.create_task(take(shard, "generate", holder="worker-1", wait_s=20.0))
         await asyncio.sleep(1.0)
         assert await shard.release_holder("worker-0") == 1
-        assert [g.uid for g in await other] == ["a"]
+        assert [g.uid for g in await next_request] == ["a"]
         assert await waiting == []
-        assert now() == pytest.approx(1.0, abs=0.1), "it has left the line at once"
+        assert now() == pytest.approx(1.0, abs=0.1), "the pending request ends at once"
         await admit(shard, "b")
-        assert len(await take(shard, "generate", holder="worker-0")) == 1, "its successor"
+        assert len(await take(shard, "generate", holder="worker-0")) == 1, (
+            "the restarted holder leases again"
+        )
 
     on_shard(test)
 
@@ -298,7 +302,7 @@ def test_group_is_dropped_after_its_holders_died_too_often():
     on_shard(test)
 
 
-def test_overdue_work_is_found_even_if_renewed():
+def test_overdue_work_is_reported_even_if_renewed():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         (slow,) = await take(shard, "generate", holder="generator-0", max_groups=1)
@@ -309,7 +313,7 @@ def test_overdue_work_is_found_even_if_renewed():
         overdue = await shard.find_overdue(20.0)
         assert overdue == [OverdueLease("a", "generate", "generator-0", 1, 24.0)]
         assert overdue[0].stall_key == ("a", "generate", 1)
-        assert await shard.renew_leases([slow.lease]) == [], "it was only named"
+        assert await shard.renew_leases([slow.lease]) == [], "finding overdue work keeps its lease"
 
     on_shard(test)
 
@@ -343,7 +347,7 @@ async def test_lease_tokens_are_unique_across_incarnations():
         await admit(shard, *"abc")
         granted = await take(shard, "generate", max_groups=1, holder="generator-0")
         tokens += [group.lease.token for group in granted]
-        # Killed before records of append_nowait are on disk.
+        # The shard dies before records of append_nowait are durable.
         log = log.crash()
     assert len(tokens) == 5 and len(set(tokens)) == 5
 
@@ -366,19 +370,19 @@ async def test_restart_keeps_leases_of_the_same_session_with_full_term():
     log = MemoryLog()
     shard = make_shard(log=log, session="run", hedge_s=8.0)
     await admit(shard, *"ab")
-    first = await take(shard, "generate", max_groups=1, request="me/0")
+    granted = await take(shard, "generate", max_groups=1, request="me/0")
     await asyncio.sleep(9.0)
     await log.append([])
     shard = make_shard(log=log, book=recover(STAGES, log), session="run", hedge_s=8.0)
     restart = now()
-    assert await shard.find_overdue(5.0) == [], "it cannot have stalled yet"
-    assert len(await take(shard, "generate", holder="you")) == 1, "only b is free"
-    (again,) = await take(shard, "generate", request="me/0")
-    assert again.lease.token == first[0].lease.token
-    assert again.lease.granted_at == pytest.approx(restart)
-    assert again.lease.expires_at == pytest.approx(restart + 10.0)
+    assert await shard.find_overdue(5.0) == [], "the lease age restarts"
+    assert len(await take(shard, "generate", holder="you")) == 1, "only b is unleased"
+    (renewed,) = await take(shard, "generate", request="me/0")
+    assert renewed.lease.token == granted[0].lease.token
+    assert renewed.lease.granted_at == pytest.approx(restart)
+    assert renewed.lease.expires_at == pytest.approx(restart + 10.0)
     await asyncio.sleep(9.0)
-    assert await put(shard, (first[0].lease, rollouts())) == []
+    assert await put(shard, (granted[0].lease, rollouts())) == []
 
 
 async def test_recovered_lease_of_a_dead_holder_expires():
@@ -389,9 +393,9 @@ async def test_recovered_lease_of_a_dead_holder_expires():
     await log.append([])
     await asyncio.sleep(9.0)
     shard = make_shard(log=log, book=recover(STAGES, log), session="run")
-    (again,) = await take(shard, "generate", wait_s=60.0)
+    (redelivered,) = await take(shard, "generate", wait_s=60.0)
     assert now() == pytest.approx(19.0, abs=0.1)
-    assert again.lease.attempt == 2
+    assert redelivered.lease.attempt == 2
 
 
 async def test_leases_of_another_session_are_void():
@@ -402,6 +406,6 @@ async def test_leases_of_another_session_are_void():
     await log.append([])
     shard = make_shard(log=log, book=recover(STAGES, log), session="resumed")
     assert await shard.renew_leases([old.lease]) == [old.lease]
-    (again,) = await take(shard, "generate")
-    assert again.lease.attempt == 1, "nobody has failed"
+    (redelivered,) = await take(shard, "generate")
+    assert redelivered.lease.attempt == 1, "a void lease is no attempt"
     assert await put(shard, (old.lease, rollouts())) == ["a"]

@@ -1,4 +1,4 @@
-"""Prompts as bytes: row values round-trip, and reading executes no code."""
+"""Prompt codec: row values round-trip, and decoding executes no code."""
 
 import datetime
 import os
@@ -78,8 +78,8 @@ def test_invalid_prompt_bytes_raise_journal_error(data: bytes):
 
 
 def test_pickled_prompt_of_an_earlier_version_is_read(monkeypatch: pytest.MonkeyPatch):
-    def _prompt(uid: str, tokens: bytes, *rest: Any) -> Prompt:
-        return messages.prompt_from_parts(uid, tokens, *rest)
+    def _prompt(uid: str, tokens: bytes, *fields: Any) -> Prompt:
+        return messages.prompt_from_parts(uid, tokens, *fields)
 
     _prompt.__module__, _prompt.__qualname__ = messages.__name__, "_prompt"
     monkeypatch.setattr(messages, "_prompt", _prompt, raising=False)

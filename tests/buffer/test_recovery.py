@@ -65,7 +65,7 @@ def test_recovery_restores_the_shard_state(schedule: list[tuple[str, int]]):
         await log.append([])
         recovered = fake_shards.recover(STAGES, log)
         assert facts(recovered, in_memory) == facts(state, in_memory)
-        # The same session keeps its leases; another one loses them.
+        # Leases survive a restart within a session, not a new session.
         make_shard(book=recovered, session="run", **TIGHT)
         assert facts(recovered, in_memory) == facts(state, in_memory)
         make_shard(book=recovered, session="other", **TIGHT)
@@ -80,38 +80,38 @@ def test_kill_at_any_time_loses_nothing_accepted_and_tokens_stay_unique(
     lives: list[list[tuple[str, int]]],
 ):
     async def main() -> None:
-        log, uids, gone = MemoryLog(), list[str](), set[str]()
+        log, uids, removed = MemoryLog(), list[str](), set[str]()
         tokens: dict[int, tuple[str, str, str]] = {}
         for schedule in lives:
             state = fake_shards.recover(STAGES, log)
             life = Life(make_shard(book=state, log=log, session="run", **TIGHT))
-            life.uids, life.tokens, life.gone = uids, tokens, gone
+            life.uids, life.tokens, life.removed = uids, tokens, removed
             await life.live(schedule)
-            # Kill: running calls end here, and records of append_nowait may be lost.
+            # Kill: calls in flight end, and records of append_nowait may be lost.
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
             log = log.crash()
-            check_kept(life, fake_shards.recover(STAGES, log))
+            check_accepted_columns(life, fake_shards.recover(STAGES, log))
 
     run_virtual(main())
 
 
-def check_kept(life: Life, recovered: ShardState) -> None:
-    assert life.admitted <= recovered.groups.keys() | life.gone
+def check_accepted_columns(life: Life, recovered: ShardState) -> None:
+    assert life.admitted <= recovered.groups.keys() | life.removed
     for (uid, stage), columns in life.accepted.items():
         group = recovered.groups.get(uid)
-        if uid in life.gone or group is None or group.outcome is not None:
-            assert uid in life.gone or group is not None
+        if uid in life.removed or group is None or group.outcome is not None:
+            assert uid in life.removed or group is not None
             continue
-        kept = decode_columns(group.stage_columns[stage].data)
-        assert all((kept[name] == column).all() for name, column in columns.items())
+        recovered_columns = decode_columns(group.stage_columns[stage].data)
+        assert all((recovered_columns[name] == column).all() for name, column in columns.items())
 
 
 # On disk, with a real thread
 
 
 class ImpatientSelector(selectors.SelectSelector):
-    """Waits briefly for the disk, then advances the loop's clock to the next timer."""
+    """Selector that waits briefly for the disk, then advances the clock to the next timer."""
 
     ahead = 0.0
 
@@ -123,7 +123,7 @@ class ImpatientSelector(selectors.SelectSelector):
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """An event loop in which only threads take real time."""
+    """Event loop in which only threads take real time."""
 
     def __init__(self) -> None:
         self._impatient = ImpatientSelector()
@@ -154,22 +154,22 @@ def test_snapshot_and_later_segments_restore_the_shard_state(
         for i, schedule in enumerate((before, between, after)):
             await life.live(schedule)
             if i < 2:
-                # Calls are running at the cut, and more follow before the snapshot is written.
+                # Calls are in flight at the cut, and more follow before the snapshot is written.
                 cut = await log.rotate()
                 await life.live(after[:5])
                 write_snapshot(STAGES, folder, base, before=cut, out=folder / f"snapshot-{i}")
                 base = SnapshotBase(folder / f"snapshot-{i}", cut)
         await life.settle()
         await log.append([])
-        wanted = facts(state, in_memory)
+        expected = facts(state, in_memory)
         for recovered, corrupt in (
             recover_state(STAGES, folder, SnapshotBase()),
             recover_state(STAGES, folder, base),
         ):
             assert not corrupt
-            assert facts(recovered, on_disk) == wanted
+            assert facts(recovered, on_disk) == expected
             load_columns(recovered, join_pieces)
-            assert facts(recovered, in_memory) == wanted
+            assert facts(recovered, in_memory) == expected
             assert not life.tokens or (recovered.session, recovered.incarnation) == ("run", 1)
         await log.close()
 
@@ -177,8 +177,8 @@ def test_snapshot_and_later_segments_restore_the_shard_state(
         runner.run(main())
 
 
-async def lived(journal: RecordLog) -> QueueShard:
-    """A shard whose journal has one group in every state; see the uids."""
+async def populate_shard(journal: RecordLog) -> QueueShard:
+    """Make a shard with a group in every state, named by its uid."""
     shard = make_shard(log=journal, session="run", lease_s=1000.0)
     await admit(shard, "trained", version=3)
     await finish(shard)
@@ -199,14 +199,14 @@ async def lived(journal: RecordLog) -> QueueShard:
     return shard
 
 
-async def closed(folder: Path, **config: Any) -> None:
+async def write_populated_journal(folder: Path, **config: Any) -> None:
     journal = journal_of(folder, **config)
-    await lived(journal)
+    await populate_shard(journal)
     await journal.close()
 
 
 async def test_recovery_restores_every_group_state(tmp_path: Path):
-    await closed(tmp_path)
+    await write_populated_journal(tmp_path)
     state, corrupt = recover_state(STAGES, tmp_path, SnapshotBase())
     assert not corrupt
     assert list(state.groups) == ["ended", "whole", "scored", "leased", "fresh"]
@@ -228,7 +228,7 @@ async def test_recovery_restores_every_group_state(tmp_path: Path):
 
 
 async def test_recovery_loads_columns_only_on_request(tmp_path: Path):
-    await closed(tmp_path)
+    await write_populated_journal(tmp_path)
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     assert all(
         p.data is None for group in state.groups.values() for p in group.stage_columns.values()
@@ -245,7 +245,7 @@ async def test_recovery_loads_columns_only_on_request(tmp_path: Path):
 
 
 async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path):
-    await closed(tmp_path)
+    await write_populated_journal(tmp_path)
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     load_columns(state, join_pieces)
     shard = make_shard(book=state, session="next")
@@ -257,36 +257,38 @@ async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path):
 
 
 async def test_trained_group_is_readable_if_removed_after_the_restart(tmp_path: Path):
-    await closed(tmp_path)
+    await write_populated_journal(tmp_path)
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     load_columns(state, join_pieces)
     shard = make_shard(book=state, session="next")
-    # The coordinator died between logging the step and telling the shard.
+    # The coordinator died after it logged the step, before it removed the group.
     await shard.remove_groups(["whole"], 5)
     (blobs,) = await shard.read_columns(["whole"], ["scores", "ref_logprobs"])
     assert [list(decode_columns(blob)) for blob in blobs] == [["scores"], ["ref_logprobs"]]
     assert all(
         stage_columns.data is None for stage_columns in state.retired_groups["whole"].values()
-    ), "memory is free"
+    ), "the memory of the columns is freed"
     await admit(shard, "new", version=5)
     await finish(shard)
     await shard.remove_groups(["new"], 6)
-    assert "new" not in state.retired_groups, "its step is made by a trainer that lives"
+    assert "new" not in state.retired_groups, "only recovered groups are retired"
 
 
 async def test_snapshot_has_only_groups_in_flight(tmp_path: Path):
-    await closed(tmp_path)
+    await write_populated_journal(tmp_path)
     end = list_segments(tmp_path)[-1] + 1
     write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
     intact_state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
-    alone, corrupt = recover_state(STAGES, tmp_path / "none", SnapshotBase(tmp_path / "out", end))
-    assert not corrupt and not alone.retired_groups
-    assert facts(alone, on_disk) == facts(intact_state, on_disk)
-    assert (alone.session, alone.incarnation) == ("run", 1)
+    snapshot_state, corrupt = recover_state(
+        STAGES, tmp_path / "none", SnapshotBase(tmp_path / "out", end)
+    )
+    assert not corrupt and not snapshot_state.retired_groups
+    assert facts(snapshot_state, on_disk) == facts(intact_state, on_disk)
+    assert (snapshot_state.session, snapshot_state.incarnation) == ("run", 1)
 
 
 async def test_truncated_snapshot_raises(tmp_path: Path):
-    await closed(tmp_path)
+    await write_populated_journal(tmp_path)
     end = list_segments(tmp_path)[-1] + 1
     write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
     file = segment_path(tmp_path / "out", 0)
@@ -311,14 +313,14 @@ async def test_journal_without_its_first_segments_raises(tmp_path: Path):
 
 
 def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
-    """Flip a byte in the only record of a kind and uid; return the recovered state and reports."""
+    """Flip a byte in the only record of a kind and uid; return the report of recovery."""
     from streamrl.buffer.log.segment_file import replay_segments
 
-    def fits(record: Any) -> bool:
+    def matches(record: Any) -> bool:
         meta = record.meta
         return meta["kind"] == kind and meta["uid"] == uid and facts.items() <= meta.items()
 
-    (position,) = (at for at, record in intact(replay_segments(folder)) if fits(record))
+    (position,) = (at for at, record in intact(replay_segments(folder)) if matches(record))
     path = segment_path(folder, position.segment)
     content = bytearray(path.read_bytes())
     content[position.offset + position.size - 1] ^= 0x01
@@ -329,38 +331,36 @@ def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
 
 
 async def test_damaged_record_is_reported_and_other_groups_recover(tmp_path: Path):
-    await closed(tmp_path)
+    await write_populated_journal(tmp_path)
     intact_state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     report = damage(tmp_path, "put", "scored", stage="reward")
     assert report.file == segment_path(tmp_path, 1)
     assert report.reason == "the record does not match its checksum"
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     scored = state.groups.pop("scored")
-    assert scored.stage_columns.keys() == {"generate"}, "it is scored again"
+    assert scored.stage_columns.keys() == {"generate"}, "the group is scored again"
     del intact_state.groups["scored"]
     assert facts(state, on_disk) == facts(intact_state, on_disk)
 
 
 async def test_results_computed_from_lost_columns_are_discarded(tmp_path: Path):
-    await closed(tmp_path)
+    await write_populated_journal(tmp_path)
     damage(tmp_path, "put", "scored", stage="generate")
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     scored = state.groups["scored"]
-    assert not scored.stage_columns and scored.info is None, (
-        "the scores are of rollouts that are no more"
-    )
+    assert not scored.stage_columns and scored.info is None, "scores of lost rollouts are discarded"
     load_columns(state, join_pieces)
     shard = make_shard(book=state, session="run")
-    (again,) = [
+    (redelivered,) = [
         experience for experience in await take(shard, "generate") if experience.uid == "scored"
     ]
-    assert await put(shard, (again.lease, rollouts(version=4))) == []
+    assert await put(shard, (redelivered.lease, rollouts(version=4))) == []
     assert len(await take(shard, "reward")) == 1
 
 
 async def test_lease_on_lost_columns_is_void(tmp_path: Path):
     journal = journal_of(tmp_path)
-    shard = await lived(journal)
+    shard = await populate_shard(journal)
     (active,) = await take(shard, "reference")
     await journal.close()
     damage(tmp_path, "put", active.uid, stage="generate")
@@ -371,7 +371,7 @@ async def test_lease_on_lost_columns_is_void(tmp_path: Path):
 
 
 async def test_group_with_a_lost_admission_is_absent(tmp_path: Path):
-    await closed(tmp_path)
+    await write_populated_journal(tmp_path)
     damage(tmp_path, "admit", "whole")
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     assert list(state.groups) == ["ended", "scored", "leased", "fresh"]

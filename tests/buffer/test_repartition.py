@@ -1,4 +1,4 @@
-"""Repartition: accepted groups are in the shard that their uid hashes to now."""
+"""Repartition: accepted groups move to the shard of their uid's hash."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ UIDS = [f"0:{i}:0" for i in range(12)]
 
 
 async def live(journal: Path, base: Path, uids: list[str]) -> SnapshotBase:
-    """A shard with some groups in a snapshot, and a commit, a removal and an end after it."""
+    """Run a shard: groups in a snapshot, then a commit, a removal and a finished group."""
     log = Journal(journal, JournalConfig(fsync_s=None))
     shard: QueueShard = make_shard(log=log, session="run", bounds=ShardCapacity(100))
     for i, uid in enumerate(uids):
@@ -48,58 +48,60 @@ def _columns(stage_columns: Mapping[str, StageColumns]) -> Iterator[tuple[str, b
 
 
 def facts(state: ShardState) -> dict[str, Any]:
-    """Return everything relevant of the groups, removed ones included."""
-    here = {
+    """Return the durable fields of all groups, removed groups included."""
+    groups = {
         uid: (
             *(group.prompt, group.admitted_version, group.outcome, group.ready_version),
             *_columns(group.stage_columns),
         )
         for uid, group in state.groups.items()
     }
-    gone = {
+    removed = {
         uid: tuple(_columns(stage_columns)) for uid, stage_columns in state.retired_groups.items()
     }
-    return {**here, **{f"left {uid}": stage_columns for uid, stage_columns in gone.items()}}
+    return {**groups, **{f"removed {uid}": columns for uid, columns in removed.items()}}
 
 
-@pytest.mark.parametrize(("was", "now"), [(2, 3), (3, 1), (1, 2)])
-def test_repartition_puts_every_group_where_it_hashes(tmp_path: Path, was: int, now: int):
+@pytest.mark.parametrize(("shards_before", "shards_after"), [(2, 3), (3, 1), (1, 2)])
+def test_repartition_moves_every_group_to_the_shard_of_its_hash(
+    tmp_path: Path, shards_before: int, shards_after: int
+):
     before: dict[str, Any] = {}
     sources = []
-    for index in range(was):
-        shard_uids = [uid for uid in UIDS if get_shard_index(uid, was) == index]
+    for index in range(shards_before):
+        shard_uids = [uid for uid in UIDS if get_shard_index(uid, shards_before) == index]
         journal = tmp_path / f"shard-{index}"
         base = asyncio.run(live(journal, tmp_path / f"queue-{index}", shard_uids))
         sources.append((journal, base))
         before |= facts(recover_state(STAGES, journal, base)[0])
-    targets = [tmp_path / f"shard-{index}.1" for index in range(now)]
+    targets = [tmp_path / f"shard-{index}.1" for index in range(shards_after)]
     repartition_journals(sources, targets)
     after: dict[str, Any] = {}
     for index, target in enumerate(targets):
         state, corrupt = recover_state(STAGES, target, SnapshotBase())
         assert not corrupt
-        assert {get_shard_index(uid, now) for uid in (*state.groups, *state.retired_groups)} <= {
-            index
-        }
+        assert {
+            get_shard_index(uid, shards_after) for uid in (*state.groups, *state.retired_groups)
+        } <= {index}
         assert not any(group.leases for group in state.groups.values())
         versions = [
             g.admitted_version
             for g in sorted(state.groups.values(), key=lambda g: g.admission_order)
         ]
-        assert versions == sorted(versions), "who was admitted first is served first"
+        assert versions == sorted(versions), "groups are granted in admission order"
         after |= facts(state)
     assert after == before
-    assert any(name.startswith("left") for name in after)
+    assert any(name.startswith("removed") for name in after)
 
 
 def test_repartition_skips_damaged_records(tmp_path: Path):
     base = asyncio.run(live(tmp_path / "shard-0", tmp_path / "queue", UIDS))
     path = segment_path(tmp_path / "shard-0", base.first_segment)
     data = bytearray(path.read_bytes())
-    data[80] ^= 1  # in the first record after the cut, the commit
+    data[80] ^= 1  # in the first record after the cut: the commit
     path.write_bytes(data)
-    alone, corrupt = recover_state(STAGES, tmp_path / "shard-0", base)
+    expected, corrupt = recover_state(STAGES, tmp_path / "shard-0", base)
     assert len(corrupt) == 1
     repartition_journals([(tmp_path / "shard-0", base)], [tmp_path / "a", tmp_path / "b"])
     states = [recover_state(STAGES, tmp_path / name, SnapshotBase())[0] for name in ("a", "b")]
-    assert facts(states[0]) | facts(states[1]) == facts(alone)
+    assert facts(states[0]) | facts(states[1]) == facts(expected)

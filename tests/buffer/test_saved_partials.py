@@ -1,4 +1,4 @@
-"""Partial rollouts of a holder that is gone: kept beside the group for the next holder."""
+"""Saved partial rollouts: the next holder of a group resumes from them."""
 
 import asyncio
 
@@ -14,8 +14,8 @@ from streamrl.messages import Columns, FinishReason, GroupLease, Rollout, rollou
 from tests.buffer.shards import WITH_A_GREEDY_ONE, admit, commit, on_shard, rollouts, take
 
 
-def partial(tokens: int) -> Columns:
-    """Two rollouts of a two-token prompt with so many sampled tokens."""
+def make_partials(tokens: int) -> Columns:
+    """Return two rollouts with a two-token prompt and `tokens` sampled tokens each."""
     rollout = Rollout.from_single_turn(
         np.array([1, 2], np.int32),
         [5] * tokens,
@@ -26,12 +26,14 @@ def partial(tokens: int) -> Columns:
     return rollouts_to_columns([rollout, rollout])
 
 
-async def leased(shard: QueueShard, holder: str = "a", stage: str = "generate") -> GroupLease:
+async def lease_group(shard: QueueShard, holder: str = "a", stage: str = "generate") -> GroupLease:
     (group,) = await take(shard, stage, holder=holder)
     return group.lease
 
 
-async def begun(shard: QueueShard, holder: str, stage: str = "generate") -> tuple[GroupLease, int]:
+async def lease_with_partials(
+    shard: QueueShard, holder: str, stage: str = "generate"
+) -> tuple[GroupLease, int]:
     """Lease again; return the lease and the tokens of each partial rollout."""
     (grant,) = await shard.lease_groups(LeaseRequest(stage, holder, 1), wait_s=0.0)
     lengths = [decode_columns(blob)["lengths"] for blob in grant.partial_rollouts]
@@ -42,11 +44,11 @@ async def begun(shard: QueueShard, holder: str, stage: str = "generate") -> tupl
 def test_next_holder_gets_the_last_partial_rollouts(died: bool):
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
-        lease = await leased(shard)
+        lease = await lease_group(shard)
         for tokens in (1, 3):
-            await shard.save_partials([commit(lease, partial(tokens))])
+            await shard.save_partials([commit(lease, make_partials(tokens))])
         assert await shard.release_holder("a", died=died) == 1
-        lease, tokens = await begun(shard, "b")
+        lease, tokens = await lease_with_partials(shard, "b")
         assert (lease.attempt, tokens) == (1 + died, 3)
 
     on_shard(test)
@@ -55,16 +57,16 @@ def test_next_holder_gets_the_last_partial_rollouts(died: bool):
 def test_partial_rollouts_count_as_bytes_until_the_commit():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
-        lease = await leased(shard)
+        lease = await lease_group(shard)
         assert (await shard.get_stats()).num_bytes == 0
         for tokens in (1, 2):
-            await shard.save_partials([commit(lease, partial(tokens))])
+            await shard.save_partials([commit(lease, make_partials(tokens))])
             assert (await shard.get_stats()).num_bytes == count_blob_bytes(
-                encode_columns(partial(tokens))
+                encode_columns(make_partials(tokens))
             )
         assert await shard.commit_columns([commit(lease, rollouts())]) == []
         assert (await shard.get_stats()).num_bytes == count_blob_bytes(encode_columns(rollouts()))
-        await shard.save_partials([commit(lease, partial(2))])
+        await shard.save_partials([commit(lease, make_partials(2))])
         assert (await shard.get_stats()).num_bytes == count_blob_bytes(encode_columns(rollouts()))
 
     on_shard(test)
@@ -73,14 +75,14 @@ def test_partial_rollouts_count_as_bytes_until_the_commit():
 def test_partial_rollouts_without_an_active_lease_are_ignored():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
-        late = await leased(shard)
+        late = await lease_group(shard)
         await shard.release_holder("a")
-        await shard.save_partials([commit(late, partial(3))])
-        lease, tokens = await begun(shard, "b")
+        await shard.save_partials([commit(late, make_partials(3))])
+        lease, tokens = await lease_with_partials(shard, "b")
         assert tokens == 0
-        await shard.save_partials([commit(lease, partial(2)), commit(late, partial(3))])
+        await shard.save_partials([commit(lease, make_partials(2)), commit(late, make_partials(3))])
         await shard.release_holder("b", died=False)
-        assert (await begun(shard, "a"))[1] == 2
+        assert (await lease_with_partials(shard, "a"))[1] == 2
 
     on_shard(test)
 
@@ -88,14 +90,14 @@ def test_partial_rollouts_without_an_active_lease_are_ignored():
 def test_longer_partial_rollouts_of_a_hedge_are_kept():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
-        first = await leased(shard)
+        lease = await lease_group(shard)
         await asyncio.sleep(2.0)
-        second = (await begun(shard, "b"))[0]
-        await shard.save_partials([commit(first, partial(3))])
-        await shard.save_partials([commit(second, partial(1))])
+        hedge = (await lease_with_partials(shard, "b"))[0]
+        await shard.save_partials([commit(lease, make_partials(3))])
+        await shard.save_partials([commit(hedge, make_partials(1))])
         await shard.release_holder("a")
         await shard.release_holder("b")
-        assert (await begun(shard, "c"))[1] == 3
+        assert (await lease_with_partials(shard, "c"))[1] == 3
 
     on_shard(test, hedge_s=1.0, max_attempts=9)
 
@@ -103,12 +105,12 @@ def test_longer_partial_rollouts_of_a_hedge_are_kept():
 def test_partial_rollouts_are_kept_per_stage():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
-        lease, other = await leased(shard), await leased(shard, stage="greedy")
-        await shard.save_partials([commit(lease, partial(3))])
+        lease, greedy_lease = await lease_group(shard), await lease_group(shard, stage="greedy")
+        await shard.save_partials([commit(lease, make_partials(3))])
         with pytest.raises(ContractError, match=r"stage greedy committed .* without"):
-            await shard.save_partials([commit(other, partial(3))])
+            await shard.save_partials([commit(greedy_lease, make_partials(3))])
         await shard.release_holder("a")
-        assert (await begun(shard, "b", "greedy"))[1] == 0
-        assert (await begun(shard, "b"))[1] == 3
+        assert (await lease_with_partials(shard, "b", "greedy"))[1] == 0
+        assert (await lease_with_partials(shard, "b"))[1] == 3
 
     on_shard(test, book=ShardState(WITH_A_GREEDY_ONE))

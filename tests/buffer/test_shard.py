@@ -1,4 +1,4 @@
-"""A shard: readiness, grants, ends of groups, statistics."""
+"""Queue shard: readiness, grants, finished groups, statistics."""
 
 import asyncio
 import gc
@@ -54,7 +54,7 @@ def test_scorers_lease_the_same_group_in_parallel():
         assert not await take(shard, "train")
         await put(shard, (reward.lease, SCORES))
         (training,) = await take(shard, "train")
-        assert training.prompt is None, "the coordinator has no use for prompts"
+        assert training.prompt is None, "the train stage gets no prompts"
         assert training.info is not None
         assert training.info.lengths == (5, 5)
         assert training.info.num_loss_tokens == 6
@@ -124,15 +124,15 @@ def test_waiting_requests_share_ready_groups():
     on_shard(test)
 
 
-def test_ended_requests_get_no_share():
+def test_cancelled_requests_get_no_groups():
     async def test(shard: QueueShard) -> None:
-        gone = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-0"))
-        late = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-1"))
+        cancelled = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-0"))
+        waiting = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-1"))
         await asyncio.sleep(1.0)
-        gone.cancel()
+        cancelled.cancel()
         await asyncio.sleep(1.0)
         await admit(shard, *"abcd")
-        assert len(await late) == 4
+        assert len(await waiting) == 4
 
     on_shard(test)
 
@@ -162,11 +162,11 @@ def test_retried_request_gets_the_same_leases():
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         first = await take(shard, "generate", max_groups=2, request="me/0")
-        again = await take(shard, "generate", max_groups=2, request="me/0")
-        assert [g.lease for g in again] == [g.lease for g in first]
-        assert again[0].prompt is not None and again[0].prompt.uid == "a"
-        (other,) = await take(shard, "generate", holder="you", request="me/0")
-        assert other.uid == "c"
+        retried = await take(shard, "generate", max_groups=2, request="me/0")
+        assert [g.lease for g in retried] == [g.lease for g in first]
+        assert retried[0].prompt is not None and retried[0].prompt.uid == "a"
+        (next_group,) = await take(shard, "generate", holder="you", request="me/0")
+        assert next_group.uid == "c"
         await put(shard, (first[0].lease, rollouts()))
         remaining = await take(shard, "generate", max_groups=2, request="me/0")
         assert [g.lease for g in remaining] == [first[1].lease]
@@ -179,11 +179,11 @@ def test_request_retried_while_waiting_is_granted_once():
     async def test(shard: QueueShard) -> None:
         lost = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
         await asyncio.sleep(1.0)
-        again = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
+        retry = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
         await asyncio.sleep(1.0)
         await admit(shard, "a", "b")
         assert await lost == []
-        assert [group.uid for group in await again] == ["a", "b"]
+        assert [group.uid for group in await retry] == ["a", "b"]
 
     on_shard(test)
 
@@ -192,13 +192,13 @@ def test_request_retried_while_the_shard_opens_gets_the_same_leases():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         requests = (take(shard, "generate", wait_s=5.0, request="me/0") for _ in range(2))
-        first, again = await asyncio.gather(*requests)
-        assert [group.lease for group in first] == [group.lease for group in again] != []
+        first, retried = await asyncio.gather(*requests)
+        assert [group.lease for group in first] == [group.lease for group in retried] != []
 
     on_shard(test, log=MemoryLog())
 
 
-# Ends of groups
+# Finished groups
 
 
 def test_group_is_dropped_after_max_attempts():
@@ -211,7 +211,7 @@ def test_group_is_dropped_after_max_attempts():
             await shard.fail_groups([(scoring.lease, DeadlineError("no verdict"))])
         (dropped,) = await take(shard, "train", ("scores",))
         assert dropped.outcome == GroupOutcome("deadline", "no verdict")
-        assert not await take(shard, "reference"), "nobody works on what is given up"
+        assert not await take(shard, "reference"), "a dropped group is not granted"
         assert (await shard.get_stats()).num_bytes == 0
         await shard.remove_groups(["a"], 0)
         assert (await shard.get_stats()).uids == ()
@@ -253,9 +253,11 @@ def test_filtered_group_reaches_the_coordinator_with_its_reason():
         (scoring,) = await take(shard, "reward")
         await shard.filter_groups([(scoring.lease, FilteredGroup("all 2 rewards are 1"))])
         await shard.filter_groups([(scoring.lease, FilteredGroup("again"))])
-        (out,) = await take(shard, "train")
-        assert out.outcome == GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
-        assert await put(shard, (reference.lease, REFERENCE)) == ["a"], "its work is in vain"
+        (filtered,) = await take(shard, "train")
+        assert filtered.outcome == GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
+        assert await put(shard, (reference.lease, REFERENCE)) == ["a"], (
+            "a commit for a filtered group is refused"
+        )
 
     on_shard(test)
 
@@ -265,10 +267,10 @@ def test_inactive_lease_can_neither_fail_nor_filter_a_group():
         await admit(shard, "a")
         (slow,) = await take(shard, "generate")
         await asyncio.sleep(11.0)
-        (again,) = await take(shard, "generate")
+        (redelivered,) = await take(shard, "generate")
         await shard.fail_groups([(slow.lease, DeadlineError("late"))])
         await shard.filter_groups([(slow.lease, FilteredGroup("late"))])
-        assert await shard.renew_leases([again.lease]) == []
+        assert await shard.renew_leases([redelivered.lease]) == []
         assert not await take(shard, "train")
 
     on_shard(test)
@@ -307,9 +309,9 @@ def test_stats_cover_the_time_since_the_last_step():
         assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
         assert (await shard.get_stats()).counts == dict.fromkeys(figures.counts, 0)
         await admit(shard, "c")
-        again = await shard.end_step([], 1)
-        assert (again.counts, again.depth) == (figures.counts, figures.depth)
-        assert again.uids == ("a", "c")
+        repeated = await shard.end_step([], 1)
+        assert (repeated.counts, repeated.depth) == (figures.counts, figures.depth)
+        assert repeated.uids == ("a", "c")
         assert (await shard.end_step([], 2)).counts == dict.fromkeys(figures.counts, 0)
 
     on_shard(test)

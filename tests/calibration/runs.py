@@ -98,7 +98,7 @@ def write_run(
     cores: float = 2,
     used: Mapping[str, float] = ALONE,
 ) -> Path:
-    """Write the run directory of a simulation; `used` is the cores that its steps report."""
+    """Write the run directory of a simulation; `used` is the CPU use that its steps report."""
     run_dir.mkdir(parents=True, exist_ok=True)
     steps = len(simulated.step_ends)
     config = replace(config, run=replace(config.run, steps=steps))
@@ -122,9 +122,9 @@ def write_run(
         zip(simulated.metrics_rows, simulated.step_ends, strict=True)
     ):
         now = EPOCH_S + end_s
-        known = {**used, "weights/pause_s": TRUE.weights["generate"].pause_s}
+        measured = {**used, "weights/pause_s": TRUE.weights["generate"].pause_s}
         for sink in sinks:
-            sink.log_step(index + 1, {**row, **known})
+            sink.log_step(index + 1, {**row, **measured})
     for sink in sinks:
         sink.close({})
     asyncio.run(_keep_books(run_dir, config, simulated))
@@ -132,7 +132,7 @@ def write_run(
 
 
 def _process(role: str) -> str:
-    """Return the process name of a real run: a trained model becomes its first rank."""
+    """Return the process name in a real run: rank 0 for a trained model."""
     return {"policy": "trainer-0", "critic": "critic-0"}.get(role, role)
 
 

@@ -29,8 +29,10 @@ def measure(folder: Path, timings: StageTimings, *overrides: str) -> RunTrace:
     return load_run_trace(write_run(folder / "run", config, simulated, cores=64))
 
 
-def change(advice: SettingsAdvice, what: str) -> float:
-    return next(option.step_s_change for option in advice.options if option.description == what)
+def change(advice: SettingsAdvice, description: str) -> float:
+    return next(
+        option.step_s_change for option in advice.options if option.description == description
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Clocks of CPU work with more busy processes than cores."""
+"""CPU work clocks: more busy processes than cores, pauses, crowding."""
 
 import itertools
 
@@ -52,7 +52,7 @@ def test_work_never_exceeds_time_and_equals_it_with_enough_cores(
 ):
     enough = WorkClock(busy, cores=len(busy))
     few = WorkClock(busy, cores=cores)
-    for start, end in (one for own in busy for one in own):
+    for start, end in (span for process_spans in busy for span in process_spans):
         assert enough.measure_work(start, end) == pytest.approx(end - start)
         least = (end - start) * min(1.0, cores / len(busy))
         assert least - 1e-9 <= few.measure_work(start, end) <= end - start + 1e-9

@@ -1,4 +1,4 @@
-"""Decode coefficients from the end times of groups, with and without slow moments."""
+"""Fit of decode coefficients to the end times of groups, with and without slow cohorts."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def make_cohorts(paces: list[float]) -> DecodeReplay:
 
 
 @pytest.mark.parametrize("paces", [[1.0] * 4, [1.0, 1.4, 0.9, 1.0, 1.2, 0.8, 1.0]])
-def test_coefficients_are_those_of_the_median_pace(paces: list[float]):
+def test_coefficients_match_the_median_pace(paces: list[float]):
     fit = fit_decode([make_cohorts(paces)], START, pause_s=0.0)
     true = (TRUE.step_s, TRUE.rollout_s, TRUE.prefill_token_s, TRUE.group_s)
     assert fit.coefficients == pytest.approx(true, rel=0.1)
@@ -43,22 +43,24 @@ def test_windows_cover_the_run_and_count_groups_with_known_neighbors():
         for i in range(count)
     ]
     windows = list(GroupWindow.split_episode(episode))
-    held = [[one.uid for one in window.groups if window.contains_group(one)] for window in windows]
+    uids_by_window = [
+        [group.uid for group in window.groups if window.contains_group(group)] for window in windows
+    ]
     assert len(windows) == 3
-    # The first five groups of a window began before it and do not count; the last six
+    # The first five groups of a window began in the previous window and do not count; the last six
     # run concurrently with groups of the next window.
-    assert held[0][0] == "0"
-    assert [len(own) for own in held] == [
+    assert uids_by_window[0][0] == "0"
+    assert [len(uids) for uids in uids_by_window] == [
         len(w.groups) - 5 * (i > 0) - 5 * (i < 2) for i, w in enumerate(windows)
     ]
-    assert held[-1][-1] == str(count - 1)
+    assert uids_by_window[-1][-1] == str(count - 1)
 
 
 def test_prefill_time_is_at_least_the_compute_time():
-    # The end times of the groups do not show it.
+    # The measured end times include no prefill time.
     free = replace(TRUE, prefill_token_s=0.0)
     replay = make_cohorts([1.0] * 4)
-    seen = replace(replay, end_times=replay.replay_groups(free, pause_s=0.0))
-    fit = fit_decode([seen], START, pause_s=0.0)
+    measured = replace(replay, end_times=replay.replay_groups(free, pause_s=0.0))
+    fit = fit_decode([measured], START, pause_s=0.0)
     assert fit.coefficients[2] == pytest.approx(START.compute_rollout_s, rel=0.2)
     assert fit.coefficients[2] >= START.compute_rollout_s

@@ -12,7 +12,9 @@ from streamrl.placement.stage_timings import StageTimings
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
 
-def fitted(folder: Path, timings: StageTimings, *overrides: str, seed: int = 0) -> FittedTimings:
+def fit_simulated_run(
+    folder: Path, timings: StageTimings, *overrides: str, seed: int = 0
+) -> FittedTimings:
     config = recipe(folder, *overrides)
     simulated = play(config, timings, seed=seed)
     measured = load_run_trace(write_run(folder / "run", config, simulated, cores=timings.cores))
@@ -30,7 +32,9 @@ def fitted(folder: Path, timings: StageTimings, *overrides: str, seed: int = 0) 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_fitting_recovers_the_coefficients_of_a_run(tmp_path: Path, staleness: int, seed: int):
-    timings = fitted(tmp_path, TRUE, f"pipeline.max_staleness={staleness}", seed=seed).timings
+    timings = fit_simulated_run(
+        tmp_path, TRUE, f"pipeline.max_staleness={staleness}", seed=seed
+    ).timings
     generator, true = timings.generator, TRUE.generator
     for name in ("step_s", "rollout_s", "prefill_token_s"):
         assert vars(generator)[name] == pytest.approx(vars(true)[name], rel=0.05), name
@@ -51,6 +55,6 @@ def test_fitting_recovers_the_coefficients_of_a_run(tmp_path: Path, staleness: i
 
 def test_pull_time_excludes_the_wait_for_a_decode_step(tmp_path: Path):
     slow = replace(TRUE, generator=replace(TRUE.generator, step_s=0.06))
-    timings = fitted(tmp_path, slow, "pipeline.max_staleness=1").timings
+    timings = fit_simulated_run(tmp_path, slow, "pipeline.max_staleness=1").timings
     # A pull of 6 ms waits for half a decode step on average, 30 ms.
     assert timings.weights["generate"].pull_s < 0.006 + 0.02

@@ -15,7 +15,7 @@ from tests.calibration.runs import TRUE, play, recipe, write_run
 
 
 @pytest.mark.parametrize(
-    ("bound", "other", "mode"),
+    ("bound", "other_bound", "mode"),
     [
         (0, 1, "colocated"),
         (1, 0, "disaggregated"),
@@ -24,10 +24,10 @@ from tests.calibration.runs import TRUE, play, recipe, write_run
     ],
 )
 def test_a_run_predicts_another_with_a_different_max_staleness(
-    tmp_path: Path, bound: int, other: int, mode: str
+    tmp_path: Path, bound: int, other_bound: int, mode: str
 ):
     runs = []
-    for staleness in (bound, other):
+    for staleness in (bound, other_bound):
         words = (f"pipeline.max_staleness={staleness}", f"placement.mode={mode}")
         config = recipe(tmp_path, *words)
         simulated = play(config, steps=24, seed=staleness)
@@ -45,7 +45,9 @@ def test_a_run_predicts_another_with_a_different_max_staleness(
 def test_errors_are_differences_for_idle_and_relative_otherwise():
     predicted = SteadyMetrics(1.1, 0.9, {"train": 0.10}, 0.0)
     measured = SteadyMetrics(1.0, 1.0, {"train": 0.05}, 0.0)
-    errors = {name: one["error"] for name, one in predicted.compare_with(measured).items()}
+    errors = {
+        name: comparison["error"] for name, comparison in predicted.compare_with(measured).items()
+    }
     expected = {"step_s": 0.1, "step_s_median": -0.1, "idle/train": 0.05, "staleness_mean": 0.0}
     assert errors == pytest.approx(expected)
 
@@ -101,7 +103,7 @@ def test_queue_cpu_time_becomes_bookkeeping(tmp_path: Path):
     assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
 
 
-def test_groups_that_a_run_filtered_are_sampled_in_its_simulation_too(tmp_path: Path):
+def test_simulation_samples_the_filtered_fraction_of_the_run(tmp_path: Path):
     config = recipe(tmp_path)
     run = write_run(tmp_path / "run", config, play(config))
     assert load_run_trace(run).filtered_fraction == 0.0

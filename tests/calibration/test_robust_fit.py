@@ -1,4 +1,4 @@
-"""Robust fits with outliers, or with measurements of one size."""
+"""Robust fits with outliers, and with measurements of a single size."""
 
 import numpy as np
 import pytest
@@ -9,10 +9,10 @@ from streamrl.calibration.robust_fit import fit_line, fit_median
 
 
 @given(st.floats(1e-3, 1.0), st.floats(1e-6, 1e-3), st.integers(0, 1000))
-def test_an_exact_line_is_recovered(each_s: float, token_s: float, seed: int):
-    tokens = np.random.default_rng(seed).uniform(each_s / token_s, 5 * each_s / token_s, 30)
-    fit = fit_line([(1.0, t) for t in tokens], [each_s + token_s * t for t in tokens])
-    assert fit.coefficients == pytest.approx((each_s, token_s), rel=0.02)
+def test_an_exact_line_is_recovered(batch_s: float, token_s: float, seed: int):
+    tokens = np.random.default_rng(seed).uniform(batch_s / token_s, 5 * batch_s / token_s, 30)
+    fit = fit_line([(1.0, t) for t in tokens], [batch_s + token_s * t for t in tokens])
+    assert fit.coefficients == pytest.approx((batch_s, token_s), rel=0.02)
     assert fit.residual < 1e-3
 
 
@@ -27,9 +27,9 @@ def test_outliers_do_not_change_the_fit():
 
 def test_inseparable_parts_are_equal_with_a_large_error():
     fit = fit_line([(1.0, 500.0)] * 8, [0.1, 0.11, 0.1, 0.09, 0.1, 0.1, 0.11, 0.09])
-    each, token_s = fit.coefficients
-    assert each + 500 * token_s == pytest.approx(0.1, rel=0.02)
-    assert each == pytest.approx(0.05, rel=0.1)
+    batch_s, token_s = fit.coefficients
+    assert batch_s + 500 * token_s == pytest.approx(0.1, rel=0.02)
+    assert batch_s == pytest.approx(0.05, rel=0.1)
 
 
 def test_coefficients_are_nonnegative():

@@ -1,4 +1,4 @@
-"""Reading run directories, and errors for unusable ones."""
+"""Run traces: reading run directories, and errors for incomplete runs."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_the_steady_steps_of_a_run_are_read(tmp_path: Path):
     assert all(0 < idle < 1 for idle in trace.idle_fractions.values())
 
 
-def test_lengths_are_those_of_the_completions(run_dir: Path):
+def test_lengths_are_the_completion_lengths(run_dir: Path):
     lengths = load_run_lengths(run_dir)
     assert set(lengths.samples) == set(LENGTHS.samples)
     assert load_run_trace(run_dir).mean_prompt_tokens == 7
@@ -56,21 +56,26 @@ def test_generated_groups_have_their_admission_time(run_dir: Path):
 
 def test_steps_no_longer_in_the_trace_are_excluded(run_dir: Path):
     trace = run_dir / "trace.json"
-    whole = load_run_trace(run_dir)
+    full = load_run_trace(run_dir)
     events = json.loads(trace.read_text())
     names = [event for event in events if event["ph"] == "M"]
     spans = sorted((e for e in events if e["ph"] == "X"), key=lambda event: event["ts"])
     first, second = len(spans) // 3, 2 * len(spans) // 3
-    # The first third is gone; the second is in trace.earlier.json.
-    for name, part in ((EARLIER_TRACE_FILE, spans[first:second]), (TRACE_FILE, spans[second:])):
-        body = ",\n".join(map(json.dumps, [*names, *part]))
+    # The first third of the spans is lost; the second is in trace.earlier.json.
+    for name, part_spans in (
+        (EARLIER_TRACE_FILE, spans[first:second]),
+        (TRACE_FILE, spans[second:]),
+    ):
+        body = ",\n".join(map(json.dumps, [*names, *part_spans]))
         (run_dir / name).write_text(f"[\n{body}\n]\n")
-    found = load_run_trace(run_dir)
-    gone = found.excluded_steps["no longer in the trace"]
-    assert 0 < gone < len(whole.steps) and len(found.steps) == len(whole.steps) - gone
-    assert found.steps == whole.steps[gone:]
-    assert [s for s in found.spans if s.start_s >= found.steps[0].start_s] == [
-        s for s in whole.spans if s.start_s >= found.steps[0].start_s
+    trimmed = load_run_trace(run_dir)
+    num_excluded = trimmed.excluded_steps["no longer in the trace"]
+    assert (
+        0 < num_excluded < len(full.steps) and len(trimmed.steps) == len(full.steps) - num_excluded
+    )
+    assert trimmed.steps == full.steps[num_excluded:]
+    assert [s for s in trimmed.spans if s.start_s >= trimmed.steps[0].start_s] == [
+        s for s in full.spans if s.start_s >= trimmed.steps[0].start_s
     ]
 
 
@@ -133,7 +138,7 @@ def test_a_file_is_not_a_run_directory(run_dir: Path):
         ),
     ],
 )
-def test_an_incomplete_run_is_an_error_of_one_line(
+def test_an_incomplete_run_is_a_one_line_error(
     run_dir: Path, break_it: Callable[[Path], object], rule: str
 ):
     break_it(run_dir)

@@ -1,5 +1,4 @@
-"""The real loops, queue and run log on a virtual clock, with engines timed like the
-simulated ones."""
+"""Real loops, queue and run log on a virtual clock, with the timings of simulated engines."""
 
 import asyncio
 import random
@@ -46,7 +45,7 @@ BATCH = 2
 
 @dataclass
 class Case:
-    """A run for both implementations: durations and placement."""
+    """A run for the real loops and the simulator: plan, placement, timings, workload."""
 
     plan: Plan
     placement: Placement
@@ -85,27 +84,27 @@ def run_real(case: Case, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 class Stages:
-    """Makes stage contexts with the device leases of each role."""
+    """Maker of stage contexts with the device leases of each role."""
 
     def __init__(self, case: Case, stream: Stream) -> None:
         self._make = FAKE_STAGE_MAKER(stream)
         self._stream = stream
         self._leases = DeviceLeases(case.dataflow, case.placement, slice_s=1.0)
-        self._held: dict[str, Any] = {}
+        self._device_leases: dict[str, Any] = {}
 
     def __call__(self, name: str, process: str) -> StageContext:
         stage_context = self._make(name, process)
         role = process.rpartition("-")[0] or POLICY
-        if process not in self._held:
+        if process not in self._device_leases:
             suspendable = (
                 SuspendableGenerator(self._stream, process) if role == "generator" else None
             )
             lease = self._leases.make_lease(role, process, suspendable=suspendable)
-            self._held[process] = lease or DedicatedDeviceLease()
+            self._device_leases[process] = lease or DedicatedDeviceLease()
         return StageContext(
             name,
             stage_context.queue,
-            self._held[process],
+            self._device_leases[process],
             stage_context.spans,
             stage_context.leave_requested,
         )
@@ -116,7 +115,7 @@ FAKE_STAGE_MAKER = fake_stream.StageMaker
 
 @dataclass
 class SuspendableGenerator:
-    """Suspends and resumes a generator for the device arbiter."""
+    """Handle by which the device arbiter suspends and resumes a generator."""
 
     stream: Stream
     process: str
@@ -140,19 +139,19 @@ class SampledGroup:
 
     done: "asyncio.Future[Mapping[int, int]]"
     finished: FinishedCallback
-    places: ConcurrencyLimit
+    slots: ConcurrencyLimit
 
 
 class TimedGenerator:
-    """The simulator's engine behind the interface of a real generator."""
+    """Simulated engine behind the interface of a real generator."""
 
     def __init__(self, case: Case, completions: CompletionLengths) -> None:
-        self._asked: list[SampledGroup] = []
-        # Each group has a slot pool of its own without free slots, so that every finished rollout
-        # is an event.
-        self._kinds: list[ConcurrencyLimit] = []
+        self._active_groups: list[SampledGroup] = []
+        # Each group has its own limit without free slots, so that every finished rollout is an
+        # event.
+        self._limits: list[ConcurrencyLimit] = []
         self._engine: SimulatedEngine[SampledGroup] = SimulatedEngine(
-            case.timings.generator, self._kinds
+            case.timings.generator, self._limits
         )
         self._timing = case.weights("generate")
         self._completions = completions
@@ -163,7 +162,7 @@ class TimedGenerator:
     def stages(self) -> Mapping[str, SampleFunction]:
         return {"generate": self._group}
 
-    async def begun(self) -> Mapping[str, Columns]:
+    async def read_partials(self) -> Mapping[str, Columns]:
         return {}
 
     async def _group(
@@ -171,10 +170,10 @@ class TimedGenerator:
     ) -> Columns:
         lengths = self._completions.get_lengths(prompt.uid)
         group = SampledGroup(self._loop.create_future(), finished, ConcurrencyLimit(0))
-        self._asked.append(group)
-        self._kinds.append(group.places)
-        self._engine.add_group(group, PROMPT_TOKENS, lengths, self._loop.time(), group.places)
-        self._set()
+        self._active_groups.append(group)
+        self._limits.append(group.slots)
+        self._engine.add_group(group, PROMPT_TOKENS, lengths, self._loop.time(), group.slots)
+        self._set_timer()
         versions = [v for v, count in sorted((await group.done).items()) for _ in range(count)]
         rollouts, at = [], 0
         for length in lengths:
@@ -190,36 +189,36 @@ class TimedGenerator:
             )
         return rollouts_to_columns(rollouts)
 
-    def _set(self) -> None:
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         at = self._engine.next_event_s
-        self._timer = self._loop.call_at(at, self._ring, at)
+        self._timer = self._loop.call_at(at, self._advance, at)
 
-    def _ring(self, at: float) -> None:
+    def _advance(self, at: float) -> None:
         done = self._engine.advance_to(at)
-        for group in self._asked:
-            while group.places.free_slots:
-                self._engine.reserve_slots(group.places, 1)
+        for group in self._active_groups:
+            while group.slots.free_slots:
+                self._engine.reserve_slots(group.slots, 1)
                 group.finished()
         for finished_group in done:
             finished_group.key.done.set_result(finished_group.tokens_by_version)
-            self._asked.remove(finished_group.key)
-            self._kinds.remove(finished_group.key.places)
-        self._set()
+            self._active_groups.remove(finished_group.key)
+            self._limits.remove(finished_group.key.slots)
+        self._set_timer()
 
     async def suspend(self) -> None:
         until = self._engine.pause(self._loop.time())
-        self._set()
+        self._set_timer()
         await asyncio.sleep(until - self._loop.time())
 
     def resume(self) -> None:
         self._engine.resume(self._loop.time())
-        self._set()
+        self._set_timer()
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         until = self._engine.load_version(version, self._timing.pause_s, self._loop.time())
-        self._set()
+        self._set_timer()
         await asyncio.sleep(until - self._loop.time())
         return WeightLoadStats()
 
@@ -228,12 +227,12 @@ class TimedGenerator:
 
 
 class TimedScorer:
-    """Scores one batch at a time."""
+    """Scorer that scores one batch at a time."""
 
     def __init__(self, case: Case, stage: str) -> None:
         self._case = case
         self._stage = stage
-        self._alone = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         await asyncio.sleep(self._case.weights(self._stage).pause_s)
@@ -244,7 +243,7 @@ class TimedScorer:
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
         lengths = [int(n) for e in experiences for n in e.columns["lengths"]]
-        async with self._alone:
+        async with self._lock:
             timing = self._case.timings.score[self._stage]
             await asyncio.sleep(timing.batch_duration_s(len(lengths), sum(lengths)))
         names = {"reward": "scores", "reference": "ref_logprobs", "value": "values"}

@@ -1,4 +1,4 @@
-"""Simulated steps end when those of the real loops do, with engines of equal speed."""
+"""Agreement of simulated steps with the real loops, with engines of equal speed."""
 
 from collections import Counter
 from dataclasses import replace
@@ -56,13 +56,13 @@ PLAN = Plan(
 )
 
 
-def assignment(first: int, size: int) -> CallAssignment:
-    return CallAssignment(Mesh(first, size), RankGrid.from_text(f"1-1-{size}"))
+def make_assignment(first_device: int, size: int) -> CallAssignment:
+    return CallAssignment(Mesh(first_device, size), RankGrid.from_text(f"1-1-{size}"))
 
 
-def placed(staleness: int, **first: int) -> Placement:
+def make_placement(staleness: int, **first_devices: int) -> Placement:
     """Place every call on two devices from the given first device."""
-    calls = {stage: assignment(at, 2) for stage, at in first.items()}
+    calls = {stage: make_assignment(at, 2) for stage, at in first_devices.items()}
     return Placement(calls, max_staleness=staleness)
 
 
@@ -71,53 +71,51 @@ TOGETHER = dict.fromkeys(APART, 0)
 SPLIT = {"generate": 0, "reference": 2, "value": 2, "train": 0, "train_critic": 2}
 
 
-def case(staleness: int, first: dict[str, int], **plan: Any) -> Case:
+def make_case(staleness: int, first_devices: dict[str, int], **plan: Any) -> Case:
     plan_of_case = replace(PLAN, max_staleness=staleness, **plan)
     stages = [
         call.stage for call in Case(plan_of_case, Placement({}), TIMINGS, WORKLOAD).dataflow.calls
     ]
-    chosen = {stage: at for stage, at in first.items() if stage in stages}
-    return Case(plan_of_case, placed(staleness, **chosen), TIMINGS, WORKLOAD)
+    chosen = {stage: at for stage, at in first_devices.items() if stage in stages}
+    return Case(plan_of_case, make_placement(staleness, **chosen), TIMINGS, WORKLOAD)
 
 
-def crowded(group_size: int, places: int) -> Case:
+def make_crowded_case(group_size: int, max_running: int) -> Case:
     """Return a case with uneven lengths and few slots per generator."""
-    base_case = case(2, APART, group_size=group_size, places=places)
+    base_case = make_case(2, APART, group_size=group_size, slots=max_running)
     return replace(
         base_case,
-        timings=replace(TIMINGS, generator=replace(TIMINGS.generator, max_running=places)),
+        timings=replace(TIMINGS, generator=replace(TIMINGS.generator, max_running=max_running)),
         workload=replace(WORKLOAD, group_size=group_size, micro_batch_tokens=400),
         plan=replace(base_case.plan, micro_batch_tokens=400),
     )
 
 
 CASES = {
-    "on policy": case(0, APART),
-    "one step ahead": case(1, APART),
-    "two steps ahead": case(2, APART),
-    "groups of five": crowded(5, 8),
-    "fewer places than a group has": crowded(5, 3),
-    "with a reference": case(1, APART, reference=True),
-    "two models trained": case(1, APART, critic=True),
-    "one after the other": case(0, TOGETHER),
-    "one after the other, a reference": case(0, TOGETHER, reference=True),
-    "in turn and ahead": case(1, TOGETHER),
-    "split": case(1, SPLIT, reference=True),
+    "on policy": make_case(0, APART),
+    "one step ahead": make_case(1, APART),
+    "two steps ahead": make_case(2, APART),
+    "groups of five": make_crowded_case(5, 8),
+    "fewer slots than rollouts in a group": make_crowded_case(5, 3),
+    "with a reference": make_case(1, APART, reference=True),
+    "two models trained": make_case(1, APART, critic=True),
+    "one after the other": make_case(0, TOGETHER),
+    "one after the other, a reference": make_case(0, TOGETHER, reference=True),
+    "in turn and ahead": make_case(1, TOGETHER),
+    "split": make_case(1, SPLIT, reference=True),
     "several updates": replace(
-        case(1, APART),
+        make_case(1, APART),
         pace=UpdatePlan(True, 2, 2),
         workload=replace(WORKLOAD, epochs=2, mini_batches=2),
     ),
     "whole steps": replace(
-        case(0, APART, reference=True), pace=UpdatePlan(requires_full_step=True)
+        make_case(0, APART, reference=True), pace=UpdatePlan(requires_full_step=True)
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_simulated_steps_end_with_those_of_the_real_loops(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_simulated_step_ends_match_the_real_loops(name: str, monkeypatch: pytest.MonkeyPatch):
     case = CASES[name]
     simulated = run_simulation(
         case.dataflow,

@@ -46,7 +46,7 @@ class SimulationCase:
         flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", *self.columns))
         stages = {call.stage for call in flow.calls}
         first_devices = dict(zip(STAGES, self.devices, strict=True))
-        # Both stages of the generators are on the same devices.
+        # Both generator stages use the same devices.
         first_devices["greedy"] = first_devices["generate"]
         calls = {stage: on(at) for stage, at in first_devices.items() if stage in stages}
         placement = Placement(calls, self.staleness, self.streamed)
@@ -146,10 +146,14 @@ def check_devices(case: SimulationCase, result: SimulationResult) -> None:
                     stage = "generate" if call.stage == "greedy" else call.stage
                     spans_by_device[first_devices[stage]].append((span.start_s, span.end_s, phase))
     for spans in spans_by_device.values():
-        ends: dict[str, float] = {}
+        phase_ends: dict[str, float] = {}
         for start, end, phase in sorted(spans):
-            assert all(until <= start + 1e-6 for other, until in ends.items() if other != phase)
-            ends[phase] = max(end, ends.get(phase, 0.0))
+            assert all(
+                until <= start + 1e-6
+                for other_phase, until in phase_ends.items()
+                if other_phase != phase
+            )
+            phase_ends[phase] = max(end, phase_ends.get(phase, 0.0))
 
 
 @given(cases)

@@ -43,7 +43,7 @@ def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> 
 @pytest.mark.parametrize(
     ("groups", "lead", "steps"),
     [
-        # Small steps: the full number, three cycles of the steps in flight.
+        # Small steps: three cycles of the steps in flight.
         (64, 0, 12),
         (64, 4, 6 + 3 * 5 + 4),
         # 10240 groups in five steps, after two warm-up steps; one step ahead adds a step
@@ -52,7 +52,7 @@ def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> 
         (2048, 1, 3 + 5 + 1),
         # At least four counted steps.
         (50_000, 0, 2 + 4),
-        # Far ahead: three cycles, or one if steps are large.
+        # Many steps ahead: three cycles, or one if steps are large.
         (64, 16, 18 + 3 * 17 + 16),
         (2048, 16, 18 + 17 + 16),
     ],
@@ -85,12 +85,12 @@ def test_parts_keep_the_expected_longest_rollout():
 
 
 def test_indivisible_replicas_become_slower():
-    part = split_timings(TIMINGS, 4)
-    assert part.generator.replicas == 2
-    assert part.train["policy"].dp_size == 2
-    assert (part.score["reference"].replicas, part.score["reference"].batch_s) == (1, 0.01)
-    # One replica for all four parts is a quarter of a replica per part: four times slower.
-    assert (part.score["reward"].replicas, part.score["reward"].batch_s) == (1, 4e-4)
+    split = split_timings(TIMINGS, 4)
+    assert split.generator.replicas == 2
+    assert split.train["policy"].dp_size == 2
+    assert (split.score["reference"].replicas, split.score["reference"].batch_s) == (1, 0.01)
+    # A single replica for four parts gives each part a quarter of it: four times slower.
+    assert (split.score["reward"].replicas, split.score["reward"].batch_s) == (1, 4e-4)
 
 
 def test_a_part_predicts_the_rate_of_the_whole():

@@ -1,4 +1,4 @@
-"""The planner's steady-state estimate against simulations of the same placement."""
+"""Steady-state estimate of the planner, compared with simulations of the same placement."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""Simulations that can be checked by hand."""
+"""Simulations small enough to check by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,8 +30,8 @@ TIMINGS = StageTimings(
 WORKLOAD = Workload(2, 1, 1, FixedLength(10), micro_batch_tokens=100)
 
 
-def on(first: int) -> CallAssignment:
-    return CallAssignment(Mesh(first, 1), RankGrid.from_text("1-1-1"))
+def on(first_device: int) -> CallAssignment:
+    return CallAssignment(Mesh(first_device, 1), RankGrid.from_text("1-1-1"))
 
 
 APART = Placement({"generate": on(0), "train": on(1)})
@@ -63,9 +63,9 @@ def test_on_policy_steps_wait_for_the_previous_version():
 
 
 def test_one_step_ahead_samples_while_it_trains():
-    # Four groups are sampled by 14. The second step has its gradients at 19.5, and updates once the
-    # first version is published, at 20.5. It is loaded at 24.5, the second one at 28.5: in the
-    # middle of the groups of the third step, which finish at 34.5.
+    # Four groups are sampled by 14. The second step has its gradients at 19.5, and updates once
+    # version 1 is published, at 20.5. Version 1 is loaded at 24.5 and version 2 at 28.5, while the
+    # groups of the third step are sampled, until 34.5.
     result = run(placement=replace(APART, max_staleness=1))
     assert result.step_ends == [17.5, 21.5, 38.0]
     assert [o.groups[0].info.version_tokens for o in result.outcomes] == [
@@ -84,7 +84,7 @@ def test_a_weight_update_pauses_running_rollouts():
 
 
 def test_stages_on_shared_devices_take_turns():
-    # A trainer with devices of its own trains each group as soon as it is scored.
+    # A trainer on separate devices trains each group as soon as it is scored.
     workload = replace(WORKLOAD, lengths=FixedLength(10), micro_batch_tokens=11)
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
     # Sampled by 10 and 20, trained from 10.5 and from 20.5 on.
@@ -96,10 +96,10 @@ def test_stages_on_shared_devices_take_turns():
 def test_unstreamed_steps_train_once_complete():
     workload = replace(WORKLOAD, micro_batch_tokens=11)
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
-    whole = run(timings, replace(APART, is_streamed=False), workload=workload, steps=1)
-    assert whole.step_ends == [20 + 0.5 + 2 + 2 + 1]
-    asked = replace(workload, requires_whole_step=True)
-    assert run(timings, workload=asked, steps=1).step_ends == [20.5 + 2 + 2 + 1]
+    unstreamed = run(timings, replace(APART, is_streamed=False), workload=workload, steps=1)
+    assert unstreamed.step_ends == [20 + 0.5 + 2 + 2 + 1]
+    whole_step = replace(workload, requires_whole_step=True)
+    assert run(timings, workload=whole_step, steps=1).step_ends == [20.5 + 2 + 2 + 1]
 
 
 def test_groups_beyond_the_slots_of_a_generator_come_in_waves():
@@ -188,10 +188,10 @@ def test_trained_models_run_concurrently_unless_they_share_devices():
     score = {**TIMINGS.score, "value": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
     train = {**TIMINGS.train, "critic": TrainTiming(1, 4.0, 0.0, 1.0)}
     timings = replace(TIMINGS, score=score, train=train, weights={})
-    apart = {"generate": on(0), "value": on(1), "train": on(2), "train_critic": on(3)}
-    result = run(timings, Placement(apart), flow=flow, steps=1)
+    assignments = {"generate": on(0), "value": on(1), "train": on(2), "train_critic": on(3)}
+    result = run(timings, Placement(assignments), flow=flow, steps=1)
     assert result.step_ends == [10.5 + 4 + 1]
-    result = run(timings, Placement(apart | {"train_critic": on(2)}), flow=flow, steps=1)
+    result = run(timings, Placement(assignments | {"train_critic": on(2)}), flow=flow, steps=1)
     assert result.step_ends == [10.5 + 4 + 1 + 2 + 1]
 
 
@@ -240,7 +240,7 @@ def test_filtered_groups_are_replaced():
 
 def test_filtered_groups_are_replaced_while_the_trainer_waits_for_devices():
     # The first unfiltered group makes the trainer request the devices, which generation holds until
-    # all is sampled. Groups filtered meanwhile are replaced as fast as on separate devices.
+    # all groups are sampled. Filtered groups are replaced as fast as on separate devices.
     timings = replace(
         TIMINGS,
         generator=replace(GENERATOR, max_running=100),
@@ -250,7 +250,7 @@ def test_filtered_groups_are_replaced_while_the_trainer_waits_for_devices():
     lengths = EmpiricalLengths.from_samples([5, 40])
     workload = replace(WORKLOAD, groups_per_step=20, lengths=lengths, filtered_fraction=0.5)
     together = Placement({"generate": on(0), "train": on(0)})
-    steps = [run(timings, each, workload=workload, steps=8) for each in (APART, together)]
+    steps = [run(timings, placement, workload=workload, steps=8) for placement in (APART, together)]
     assert steps[1].mean_step_s == pytest.approx(steps[0].mean_step_s, rel=0.02)
 
 

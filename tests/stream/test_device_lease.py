@@ -91,8 +91,8 @@ async def test_grant_at_the_deadline_is_never_lost(order: int):
         await arbiter.acquire("reward-0")
         await arbiter.release("reward-0")
 
-    both = [train(), score()][::order]
-    await asyncio.gather(*both, return_exceptions=True)
+    coroutines = [train(), score()][::order]
+    await asyncio.gather(*coroutines, return_exceptions=True)
     await arbiter.acquire("generator-0")
 
 
@@ -131,13 +131,13 @@ async def test_dead_waiter_gets_no_grant():
     dead = asyncio.create_task(arbiter.acquire("generator-0"))
     await asyncio.sleep(1.0)
     arbiter.remove_holder("generator-0")
-    others = [asyncio.create_task(wait(name)) for name in ("reward-0", "generator-0")]
+    waiters = [asyncio.create_task(wait(name)) for name in ("reward-0", "generator-0")]
     await asyncio.sleep(1.0)
     await arbiter.release("trainer")
     await dead
-    await others[0]
+    await waiters[0]
     await arbiter.release("reward-0")
-    await others[1]
+    await waiters[1]
     assert log == ["reward-0", "generator-0"]
 
 
@@ -148,14 +148,14 @@ async def test_pool_of_a_dead_holder_goes_to_the_next_waiter():
     await asyncio.sleep(7.0)
     arbiter.remove_holder("reward-0")
     await asyncio.sleep(1.0)
-    assert not waiting.done(), "another one died"
+    assert not waiting.done(), "the dead process was no holder"
     arbiter.remove_holder("generator-0")
     await waiting
     assert asyncio.get_running_loop().time() == pytest.approx(8.0)
 
 
 class RemoteArbiter:
-    """An arbiter in another process: cancelling a wait does not cancel the request."""
+    """Arbiter as if in another process: cancelling a wait does not cancel the request."""
 
     def __init__(self, arbiter: DeviceArbiter) -> None:
         self._arbiter = arbiter
@@ -188,13 +188,13 @@ async def test_work_cancelled_while_waiting_releases_a_late_grant():
             log.append(name)
 
     await arbiter.acquire("trainer")
-    lost = asyncio.create_task(work("lost"))
+    cancelled_work = asyncio.create_task(work("lost"))
     await asyncio.sleep(1.0)
-    lost.cancel()
+    cancelled_work.cancel()
     await asyncio.sleep(1.0)
-    kept = asyncio.create_task(work("kept"))
+    later_work = asyncio.create_task(work("kept"))
     await asyncio.sleep(1.0)
     await arbiter.release("trainer")
-    await kept
+    await later_work
     await arbiter.acquire("trainer")
     assert log == ["kept"]

@@ -13,22 +13,22 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Decoding:
-    """Rollouts that need so much computing time and count the time they computed."""
+    """Suspendable rollouts; `computing` counts the running ones."""
 
     def __init__(self) -> None:
-        self._may_go = asyncio.Event()
-        self._may_go.set()
+        self._is_resumed = asyncio.Event()
+        self._is_resumed.set()
         self.computing = 0
 
     async def suspend(self) -> None:
-        self._may_go.clear()
+        self._is_resumed.clear()
 
     async def resume(self) -> None:
-        self._may_go.set()
+        self._is_resumed.set()
 
     async def work(self, seconds: float) -> None:
         for _ in range(round(seconds * 10)):
-            await self._may_go.wait()
+            await self._is_resumed.wait()
             self.computing += 1
             await asyncio.sleep(0.1)
             self.computing -= 1
@@ -45,7 +45,7 @@ async def test_holders_of_a_phase_share_the_pool():
     await asyncio.gather(
         work("generator-0", "generate", 0.0),
         work("trainer", "train", 1.0),
-        # Joins the phase although another waits: its slice is not over.
+        # Joins the phase although the trainer waits: the slice is not over.
         work("generator-1", "generate", 2.0),
     )
     assert asyncio.get_running_loop().time() == pytest.approx(2.0 + 5.0 + 5.0)
@@ -69,7 +69,7 @@ async def test_rollouts_are_preempted_after_their_slice_and_resume():
         await asyncio.sleep(2.8)
     await running
     await arbiter.acquire("trainer")
-    acquired_at, ended = acquired_at, clock()
+    ended = clock()
     assert acquired_at == pytest.approx(2.0)
     assert ended == pytest.approx(6.0 + 3.0, abs=0.2)
 
@@ -84,14 +84,14 @@ async def test_preempted_rollouts_resume_however_late():
 
     running = asyncio.create_task(generate())
     await asyncio.sleep(0.5)
-    await _held(SharedDeviceLease(arbiter, "trainer"), 35.0)
+    await _hold_for(SharedDeviceLease(arbiter, "trainer"), 35.0)
     await running
     assert asyncio.get_running_loop().time() == pytest.approx(6.0 + 35.0, abs=0.2)
 
 
 async def test_unsuspendable_work_keeps_the_pool_until_finished():
     arbiter = DeviceArbiter(timeout_s=100.0, slice_s=2.0)
-    running = asyncio.create_task(_held(SharedDeviceLease(arbiter, "trainer"), 8.0))
+    running = asyncio.create_task(_hold_for(SharedDeviceLease(arbiter, "trainer"), 8.0))
     await asyncio.sleep(0.5)
     async with SharedDeviceLease(arbiter, "generator-0").hold("generate"):
         acquired_at = asyncio.get_running_loop().time()
@@ -99,7 +99,7 @@ async def test_unsuspendable_work_keeps_the_pool_until_finished():
     assert acquired_at == pytest.approx(8.0)
 
 
-async def _held(lease: SharedDeviceLease, seconds: float) -> None:
+async def _hold_for(lease: SharedDeviceLease, seconds: float) -> None:
     async with lease.hold("stage"):
         await asyncio.sleep(seconds)
 
@@ -133,7 +133,7 @@ async def test_conflicting_phases_never_overlap_and_none_starves(
         await asyncio.sleep(at)
         waiting = clock()
         async with trainer.hold("train"):
-            # A token boundary.
+            # Rollouts suspend at the next token boundary.
             await asyncio.sleep(0.11)
             assert not any(rollout.computing for rollout in decoding.values())
             waited = clock() - waiting
@@ -146,15 +146,18 @@ async def test_conflicting_phases_never_overlap_and_none_starves(
             tasks.create_task(generate(name, at, seconds))
         for _, at, seconds in steps:
             tasks.create_task(train(at, seconds))
-    # Everything has been released.
-    await arbiter.acquire("somebody")
+    # All holders have released their leases.
+    await arbiter.acquire("last")
 
 
-PARTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}}
+PHASE_SLOTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}}
 
 
 async def test_phases_without_a_common_device_run_in_parallel():
-    arbiter, clock = (DeviceArbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time)
+    arbiter, clock = (
+        DeviceArbiter(timeout_s=100.0, slots=PHASE_SLOTS),
+        asyncio.get_running_loop().time,
+    )
     times = {}
 
     async def work(phase: str) -> None:
@@ -163,13 +166,16 @@ async def test_phases_without_a_common_device_run_in_parallel():
             await asyncio.sleep(5.0)
             times[phase] = (started_at, clock())
 
-    await asyncio.gather(*(work(phase) for phase in PARTS))
+    await asyncio.gather(*(work(phase) for phase in PHASE_SLOTS))
     assert times["reference"] == times["reward"] == times["evaluate"] == (0.0, 5.0)
     assert times["train"] == (5.0, 10.0)
 
 
 async def test_phase_on_many_devices_is_not_starved_by_single_device_phases():
-    arbiter, clock = (DeviceArbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time)
+    arbiter, clock = (
+        DeviceArbiter(timeout_s=100.0, slots=PHASE_SLOTS),
+        asyncio.get_running_loop().time,
+    )
 
     async def score(phase: str, after_s: float) -> None:
         await asyncio.sleep(after_s)
@@ -187,7 +193,7 @@ async def test_phase_on_many_devices_is_not_starved_by_single_device_phases():
 
 
 async def test_deadline_names_only_conflicting_holders():
-    arbiter = DeviceArbiter(timeout_s=3.0, slots=PARTS)
+    arbiter = DeviceArbiter(timeout_s=3.0, slots=PHASE_SLOTS)
     await arbiter.acquire("reference-0", "reference")
     await arbiter.acquire("reward-0", "reward")
     arbiter.remove_holder("reward-0")
@@ -209,17 +215,17 @@ async def test_deadline_names_only_conflicting_holders():
 async def test_no_device_is_in_two_phases_and_every_phase_gets_a_turn(
     slots: dict[str, set[int]], pieces: list[tuple[str, int, float, float]], slice_s: float
 ):
-    arbiter, clock = DeviceArbiter(timeout_s=1e4, slice_s=slice_s, slots=slots), asyncio.sleep
+    arbiter, sleep = DeviceArbiter(timeout_s=1e4, slice_s=slice_s, slots=slots), asyncio.sleep
     computing: list[str] = []
 
     async def work(phase: str, number: int, at: float, seconds: float) -> None:
-        await clock(at)
+        await sleep(at)
         async with leases[phase, number].hold(phase):
-            for other in computing:
-                devices = slots.get(other, {0, 1, 2, 3}) & slots.get(phase, {0, 1, 2, 3})
-                assert other == phase or not devices, (other, phase)
+            for running_phase in computing:
+                devices = slots.get(running_phase, {0, 1, 2, 3}) & slots.get(phase, {0, 1, 2, 3})
+                assert running_phase == phase or not devices, (running_phase, phase)
             computing.append(phase)
-            await clock(seconds)
+            await sleep(seconds)
             computing.remove(phase)
 
     leases = {
@@ -230,11 +236,11 @@ async def test_no_device_is_in_two_phases_and_every_phase_gets_a_turn(
     async with asyncio.TaskGroup() as tasks:
         for piece in pieces:
             tasks.create_task(work(*piece))
-    await arbiter.acquire("somebody")
+    await arbiter.acquire("last")
 
 
 async def test_holder_is_preempted_for_each_conflicting_request():
-    """Also if the previous request was given up."""
+    """The preemption also follows if the previous request was cancelled."""
     arbiter, clock = DeviceArbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()
     await arbiter.acquire("a")
     waiting = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))

@@ -1,4 +1,4 @@
-"""Groups of a step are collected during training and while the trainer waits for its devices."""
+"""Group collector: collects groups during training and while the trainer waits for devices."""
 
 import asyncio
 import math
@@ -29,7 +29,7 @@ FILTERING = Plan(
     micro_batch_tokens=20,
     train_s=10.0,
 )
-"""Each group is one micro-batch; training it takes as long as sampling several groups."""
+"""Plan with one group per micro-batch, which trains as long as several groups sample."""
 
 
 def test_groups_filtered_during_training_are_logged_at_once():
@@ -44,8 +44,8 @@ def test_groups_filtered_during_training_are_logged_at_once():
     scorers = [r for process, r in stream.recorders.items() if process.startswith("reward")]
     scored = [span.end_s for recorder in scorers for span in recorder.drain_spans()]
     assert len(logged_at) > 6
-    late = [at - max(end for end in scored if end <= at) for at in logged_at]
-    assert max(late) < 0.1
+    delays = [at - max(end for end in scored if end <= at) for at in logged_at]
+    assert max(delays) < 0.1
 
 
 def test_filter_limit_during_training_ends_the_run():
@@ -60,7 +60,7 @@ def test_filter_limit_is_raised_even_if_the_run_is_stopped():
     async def stop(stream: Stream) -> None:
         while stream.control.filter_tally.num_groups <= 3:
             await asyncio.sleep(0.1)
-        # Some rounds are still training for a few seconds.
+        # Rounds are training for a few more seconds.
         await asyncio.sleep(3.0)
         stream.control.request_stop()
         await asyncio.Event().wait()
@@ -77,7 +77,7 @@ def ready(number: int, ended: GroupOutcome | None = None) -> Experience:
 
 @pytest.mark.virtual_time
 async def test_error_during_the_last_groups_is_raised():
-    """The last group is drawn while a filtered group of the same call is still being logged."""
+    """The last group is drawn while a filtered group of the same call is being logged."""
     assembler = StepAssembler(max_staleness=0, groups_per_step=2)
     for number in range(3):
         assembler.admit_group(f"0:{number}:0", 0)

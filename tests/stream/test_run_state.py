@@ -1,4 +1,4 @@
-"""RunState: admissions, readmissions, limits."""
+"""Run state: admission, readmission, oversampling, filter and drop limits."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -43,15 +43,15 @@ FILTERED = GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
 
 
 class FakeQueue:
-    """A fake queue that records inserted prompts with their versions, and removed uids."""
+    """Queue that records inserted prompts with their versions, and removed uids."""
 
     def __init__(self) -> None:
-        self.entered: list[tuple[str, int]] = []
-        self.left: list[str] = []
-        self.kept: list[str] = []
+        self.inserted: list[tuple[str, int]] = []
+        self.removed: list[str] = []
+        self.kept_uids: list[str] = []
 
     async def find_uids_with(self, column: str) -> list[str]:
-        return self.kept
+        return self.kept_uids
 
     async def admit_prompts(
         self,
@@ -62,12 +62,12 @@ class FakeQueue:
         on_entered: Callable[[Collection[str]], None],
     ) -> None:
         await asyncio.sleep(0.1)
-        self.entered += [(prompt.uid, version) for prompt in prompts]
+        self.inserted += [(prompt.uid, version) for prompt in prompts]
         on_entered([prompt.uid for prompt in prompts])
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
         await asyncio.sleep(0.1)
-        self.left += uids
+        self.removed += uids
 
 
 def make_run_state(
@@ -76,7 +76,7 @@ def make_run_state(
     oversampling: OversamplingController | None = None,
     **settings: Any,
 ) -> RunState:
-    """Two steps of three groups in flight, or more with oversampling."""
+    """Make a run state for two steps of three groups in flight; more with oversampling."""
     admission = AdmissionController(
         Ledger(debug=True),
         depth=1,
@@ -105,15 +105,17 @@ def uids(count: int) -> list[str]:
 # Readmission
 
 
-def ended(*ends: dict[str, GroupOutcome], **settings: Any) -> tuple[RunState, FakeQueue]:
-    """A run state that filled the queue; then groups end, one call per dict."""
+def run_with_outcomes(
+    *outcomes_by_call: dict[str, GroupOutcome], **settings: Any
+) -> tuple[RunState, FakeQueue]:
+    """Make a run state that fills the queue, then finishes the groups of each dict in one call."""
 
     async def main() -> tuple[RunState, FakeQueue]:
         run_state, fake_queue = make_run_state(**settings), FakeQueue()
         await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-        for one in ends:
-            await run_state.finish_groups(fake_queue, one)  # type: ignore[arg-type]
-            run_state.check_step_limits(one)
+        for outcomes in outcomes_by_call:
+            await run_state.finish_groups(fake_queue, outcomes)  # type: ignore[arg-type]
+            run_state.check_step_limits(outcomes)
             await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
         return run_state, fake_queue
 
@@ -122,12 +124,12 @@ def ended(*ends: dict[str, GroupOutcome], **settings: Any) -> tuple[RunState, Fa
 
 def test_ended_group_is_logged_reported_and_removed():
     reported: list[tuple[str, GroupOutcome]] = []
-    ends = {"0:1:0": FAILED, "0:2:0": FILTERED}
-    run_state, fake_queue = ended(
-        ends, on_group_finished=lambda uid, how: reported.append((uid, how))
+    outcomes = {"0:1:0": FAILED, "0:2:0": FILTERED}
+    run_state, fake_queue = run_with_outcomes(
+        outcomes, on_group_finished=lambda uid, how: reported.append((uid, how))
     )
-    assert reported == list(ends.items())
-    assert fake_queue.left == ["0:1:0", "0:2:0"]
+    assert reported == list(outcomes.items())
+    assert fake_queue.removed == ["0:1:0", "0:2:0"]
     counts = run_state.admission.ledger.counts
     assert (counts.filtered, counts.dropped, counts.in_flight) == (1, 1, 6)
     assert set(run_state.assembler.pending_uids) == set(run_state.admission.ledger.in_flight)
@@ -135,35 +137,35 @@ def test_ended_group_is_logged_reported_and_removed():
 
 
 def test_failed_group_is_replaced_by_the_next_prompt():
-    _, fake_queue = ended({"0:1:0": FAILED})
-    assert fake_queue.entered[6:] == [("0:6:0", 0)]
+    _, fake_queue = run_with_outcomes({"0:1:0": FAILED})
+    assert fake_queue.inserted[6:] == [("0:6:0", 0)]
 
 
 def test_failed_group_is_readmitted_with_readmit():
-    run_state, fake_queue = ended({"0:1:0": FAILED}, should_readmit_failed=True)
-    assert fake_queue.entered[6:] == [("0:1:1", 0)]
+    run_state, fake_queue = run_with_outcomes({"0:1:0": FAILED}, should_readmit_failed=True)
+    assert fake_queue.inserted[6:] == [("0:1:1", 0)]
     assert run_state.admission.num_credits == 0
 
 
 def test_stale_group_is_always_readmitted():
-    _, fake_queue = ended({"0:1:0": STALE, "0:2:0": FAILED})
-    assert fake_queue.entered[6:] == [("0:1:1", 0), ("0:6:0", 0)]
+    _, fake_queue = run_with_outcomes({"0:1:0": STALE, "0:2:0": FAILED})
+    assert fake_queue.inserted[6:] == [("0:1:1", 0), ("0:6:0", 0)]
 
 
 def test_filtered_group_is_never_readmitted():
-    _, fake_queue = ended({"0:1:0": FILTERED}, should_readmit_failed=True)
-    assert fake_queue.entered[6:] == [("0:6:0", 0)]
+    _, fake_queue = run_with_outcomes({"0:1:0": FILTERED}, should_readmit_failed=True)
+    assert fake_queue.inserted[6:] == [("0:6:0", 0)]
 
 
 def test_prompt_is_readmitted_up_to_max_attempts_then_replaced():
-    ends = [{f"0:1:{attempt}": how} for attempt, how in enumerate((FAILED, STALE, FAILED))]
-    _, fake_queue = ended(*ends, should_readmit_failed=True, max_attempts=3)
-    assert [uid for uid, _ in fake_queue.entered[6:]] == ["0:1:1", "0:1:2", "0:6:0"]
+    outcomes = [{f"0:1:{attempt}": how} for attempt, how in enumerate((FAILED, STALE, FAILED))]
+    _, fake_queue = run_with_outcomes(*outcomes, should_readmit_failed=True, max_attempts=3)
+    assert [uid for uid, _ in fake_queue.inserted[6:]] == ["0:1:1", "0:1:2", "0:6:0"]
 
 
 def test_single_attempt_means_no_readmission():
-    _, fake_queue = ended({"0:1:0": STALE}, should_readmit_failed=True, max_attempts=1)
-    assert fake_queue.entered[6:] == [("0:6:0", 0)]
+    _, fake_queue = run_with_outcomes({"0:1:0": STALE}, should_readmit_failed=True, max_attempts=1)
+    assert fake_queue.inserted[6:] == [("0:6:0", 0)]
 
 
 async def test_readmitted_prompt_is_inserted_at_its_logged_version():
@@ -175,14 +177,14 @@ async def test_readmitted_prompt_is_inserted_at_its_logged_version():
     assert run_state.pending_inserts == {"0:1:1", "0:2:1"}
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
     assert not run_state.pending_inserts
-    assert fake_queue.entered[6:] == [("0:1:1", 0), ("0:2:1", 1)]
+    assert fake_queue.inserted[6:] == [("0:1:1", 0), ("0:2:1", 1)]
 
 
 def test_end_and_readmission_are_logged_together():
     log = MemoryLog()
-    ended({"0:1:0": FAILED}, should_readmit_failed=True, log=log)
-    kinds = [(record.meta["kind"], record.meta.get("uids")) for record in log.records]
-    assert kinds == [("admit", uids(6)), ("end", None), ("admit", ["0:1:1"])]
+    run_with_outcomes({"0:1:0": FAILED}, should_readmit_failed=True, log=log)
+    entries = [(record.meta["kind"], record.meta.get("uids")) for record in log.records]
+    assert entries == [("admit", uids(6)), ("end", None), ("admit", ["0:1:1"])]
 
 
 async def test_readmitted_prompt_needs_no_credit():
@@ -191,11 +193,11 @@ async def test_readmitted_prompt_needs_no_credit():
     await asyncio.sleep(10.05)
     await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
     ended_at = asyncio.get_running_loop().time()
-    while len(fake_queue.entered) < 7:
+    while len(fake_queue.inserted) < 7:
         await asyncio.sleep(0.01)
     run_state.stop_requested.set()
     await admitting
-    assert fake_queue.entered[6] == ("0:1:1", 0)
+    assert fake_queue.inserted[6] == ("0:1:1", 0)
     assert (asyncio.get_running_loop().time() - ended_at) < 1.5
 
 
@@ -211,7 +213,7 @@ async def test_training_does_not_wait_for_capacity():
     await asyncio.sleep(5.0)
     assert len((await queue.get_stats()).uids) == 4
     started = asyncio.get_running_loop().time()
-    # Its capacity goes to the fifth prompt, which has waited for it.
+    # The fifth prompt, which has waited for capacity, gets the capacity of the failed group.
     await run_state.finish_groups(queue, {"0:1:0": FAILED})
     assert asyncio.get_running_loop().time() - started < 0.1
     await asyncio.sleep(1.0)
@@ -223,7 +225,7 @@ async def test_training_does_not_wait_for_capacity():
 
 
 async def watch_credit(stream: Stream) -> None:
-    """Admissions never exceed the credits."""
+    """Assert at all times that admissions do not exceed the credits."""
     plan, admission = stream.plan, stream.control.admission
     lead = plan.max_staleness if plan.depth is None else plan.depth
     while True:
@@ -252,7 +254,7 @@ def test_readmissions_spend_only_refunded_credits_under_any_schedule(plan: Plan)
 
 
 class LateLog(MemoryLog):
-    """Returns from every write a second late."""
+    """Log whose writes return a second after they are durable."""
 
     async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
         await super().append(records, sync=sync)
@@ -263,21 +265,21 @@ async def test_log_and_ledger_agree_whenever_the_lock_is_free():
     log = LateLog()
     run_state, fake_queue = make_run_state(log=log), FakeQueue()
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-    ending = asyncio.create_task(
+    finishing = asyncio.create_task(
         run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
     )
     await asyncio.sleep(0.5)
     assert log.records[-1].meta["kind"] == "end"
     async with run_state.run_log_lock:
         assert "0:1:0" not in run_state.admission.ledger.in_flight
-    await ending
+    await finishing
 
 
 async def test_reconcile_removes_unknown_groups_and_inserts_missing_ones():
     shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
     run_state, queue = make_run_state(), ExperienceQueue([shard], "coordinator")
     await run_state.run_log.record_admissions(uids(3), 0)
-    # One of the three was inserted, and so was one that the log no longer has in flight.
+    # The queue has one of the three groups, and a group that is not in flight in the log.
     await queue.admit_prompts([FakePrompts.get_prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
     await run_state.reconcile_queue(queue)
     assert (await queue.get_stats()).uids == ("0:1:0",)
@@ -287,8 +289,8 @@ async def test_reconcile_removes_unknown_groups_and_inserts_missing_ones():
 # Oversampling
 
 
-async def oversampled(factor: float | None) -> tuple[RunState, FakeQueue]:
-    """A run state that filled the queue, with a filter known to reject some groups."""
+async def make_oversampling_run_state(factor: float | None) -> tuple[RunState, FakeQueue]:
+    """Make an oversampling run state that has filled the queue."""
     run_state, fake_queue = (
         make_run_state(oversampling=OversamplingController(factor, groups_per_step=3)),
         FakeQueue(),
@@ -298,49 +300,49 @@ async def oversampled(factor: float | None) -> tuple[RunState, FakeQueue]:
 
 
 async def test_oversampling_undecided_group_spends_a_fraction_of_a_credit():
-    run_state, fake_queue = await oversampled(4.0)
-    assert len(fake_queue.entered) == 24, "four for each of the six places"
-    fake_queue.kept = ["0:0:0"]
+    run_state, fake_queue = await make_oversampling_run_state(4.0)
+    assert len(fake_queue.inserted) == 24, "four for each of the six slots"
+    fake_queue.kept_uids = ["0:0:0"]
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-    # Five places are left: twenty undecided groups are enough, and there are 23.
-    assert len(fake_queue.entered) == 24
+    # Five slots are free: they need twenty undecided groups, and there are 23.
+    assert len(fake_queue.inserted) == 24
     await run_state.finish_groups(fake_queue, dict.fromkeys(uids(5)[1:], FILTERED))  # type: ignore[arg-type]
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-    assert len(fake_queue.entered) == 25, "of 19 there is one missing"
+    assert len(fake_queue.inserted) == 25, "19 undecided groups are one too few"
 
 
 async def test_oversampling_auto_follows_the_recent_keep_rate():
-    run_state, fake_queue = await oversampled(None)
-    assert len(fake_queue.entered) == 6, "nothing is known yet"
+    run_state, fake_queue = await make_oversampling_run_state(None)
+    assert len(fake_queue.inserted) == 6, "the keep rate is not yet estimated"
     await run_state.finish_groups(fake_queue, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-    assert len(fake_queue.entered) == 6 + 15, "2.5 for each place, as if four of ten were kept"
+    assert len(fake_queue.inserted) == 6 + 15, "2.5 for each slot: an estimated keep rate of 4/10"
 
 
 async def test_surplus_prompts_are_readmitted_first():
-    run_state, fake_queue = await oversampled(4.0)
+    run_state, fake_queue = await make_oversampling_run_state(4.0)
     for version in (1, 2):
         run_state.admission.advance_version(version)
-    fake_queue.kept = [f"0:{n}:0" for n in range(14, 24)]
-    run_state.keep_groups(fake_queue.kept)
+    fake_queue.kept_uids = [f"0:{n}:0" for n in range(14, 24)]
+    run_state.keep_groups(fake_queue.kept_uids)
     late = run_state.remove_late_groups()
-    assert len(late) == 24, "all were due at the step of version 1"
+    assert len(late) == 24, "all groups were due at the step of version 1"
     await run_state.finish_groups(fake_queue, {u: late[u] for u in uids(14)})  # type: ignore[arg-type]
     assert dict(run_state.admission.ledger.counts.drops) == {"surplus": 14}
-    run_state.check_step_limits(late)  # nobody is to blame
+    run_state.check_step_limits(late)  # surplus groups do not count as dropped
     assert not run_state.prompts_to_insert
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-    # Twelve may have been admitted while version 2 is the newest, and ten are kept.
-    assert fake_queue.entered[24:] == [(f"0:{n}:1", 2) for n in range(8)]
+    # Version 2 allows twelve groups, and ten are kept: two slots of four prompts each.
+    assert fake_queue.inserted[24:] == [(f"0:{n}:1", 2) for n in range(8)]
     filtered = dict.fromkeys([f"0:{n}:1" for n in range(8)], FILTERED)
     await run_state.finish_groups(fake_queue, filtered)  # type: ignore[arg-type]
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
-    again = [f"0:{n}:1" for n in range(8, 14)]
-    assert [uid for uid, _ in fake_queue.entered[32:]] == [*again, "0:24:0", "0:25:0"]
+    readmitted = [f"0:{n}:1" for n in range(8, 14)]
+    assert [uid for uid, _ in fake_queue.inserted[32:]] == [*readmitted, "0:24:0", "0:25:0"]
 
 
 async def test_late_group_is_an_error_without_oversampling():
-    run_state, _ = await oversampled(1.0)
+    run_state, _ = await make_oversampling_run_state(1.0)
     for version in (1, 2):
         run_state.admission.advance_version(version)
     assert run_state.remove_late_groups() == {}
@@ -357,18 +359,18 @@ async def test_late_group_is_an_error_without_oversampling():
 def test_step_that_filters_too_much_raises_with_reasons():
     message = r"^step 0 has filtered 3 groups, more than 2 \(filter.max_filter_rounds\): all 2 rew"
     with pytest.raises(FilterLimitError, match=message):
-        ended(dict.fromkeys(uids(2), FILTERED), {"0:2:0": FILTERED}, max_filtered=2)
+        run_with_outcomes(dict.fromkeys(uids(2), FILTERED), {"0:2:0": FILTERED}, max_filtered=2)
 
 
 def test_failed_groups_do_not_count_as_filtered():
-    run_state, _ = ended(dict.fromkeys(uids(6), FAILED), max_filtered=2)
+    run_state, _ = run_with_outcomes(dict.fromkeys(uids(6), FAILED), max_filtered=2)
     assert run_state.filter_tally.num_groups == 0
 
 
 def test_filter_error_lists_the_first_distinct_reasons():
     reasons = [GroupOutcome("filtered", f"reason {i % 5}", filtered=True) for i in range(6)]
     with pytest.raises(FilterLimitError, match=r": reason 0; reason 1; reason 2$"):
-        ended(dict(zip(uids(6), reasons, strict=True)), max_filtered=1)
+        run_with_outcomes(dict(zip(uids(6), reasons, strict=True)), max_filtered=1)
 
 
 # Drop limit
@@ -381,23 +383,25 @@ def test_step_that_drops_too_much_raises_with_the_main_cause():
     )
     late = GroupOutcome("reward_timeout", "no result in 30 s")
     with pytest.raises(DropLimitError, match=message):
-        ended(dict.fromkeys(uids(2), FAILED), {"0:2:0": late}, max_dropped=2)
+        run_with_outcomes(dict.fromkeys(uids(2), FAILED), {"0:2:0": late}, max_dropped=2)
 
 
 def test_step_may_drop_up_to_the_limit():
-    run_state, _ = ended(dict.fromkeys(uids(2), FAILED), max_dropped=2)
+    run_state, _ = run_with_outcomes(dict.fromkeys(uids(2), FAILED), max_dropped=2)
     assert run_state.drop_counts == {"reward_error": 2}
 
 
 def test_filtered_and_late_groups_do_not_count_as_dropped():
-    run_state, _ = ended({"0:0:0": FILTERED, "0:1:0": STALE, "0:2:0": FILTERED}, max_dropped=0)
+    run_state, _ = run_with_outcomes(
+        {"0:0:0": FILTERED, "0:1:0": STALE, "0:2:0": FILTERED}, max_dropped=0
+    )
     assert not run_state.drop_counts
 
 
 def test_repeatedly_failing_prompts_end_the_run():
-    ends = [{f"0:1:{attempt}": FAILED} for attempt in range(3)]
+    outcomes = [{f"0:1:{attempt}": FAILED} for attempt in range(3)]
     with pytest.raises(DropLimitError, match="has dropped 3 groups"):
-        ended(*ends, should_readmit_failed=True, max_attempts=100, max_dropped=2)
+        run_with_outcomes(*outcomes, should_readmit_failed=True, max_attempts=100, max_dropped=2)
 
 
 async def test_resumed_groups_do_not_count_as_dropped():
@@ -408,10 +412,10 @@ async def test_resumed_groups_do_not_count_as_dropped():
     )
     await run_state.reconcile_queue(queue)
     await run_state.admit_prompts(queue)
-    for ends in (dict.fromkeys(uids(2), FAILED), {"0:3:0": FAILED}):
-        await run_state.finish_groups(queue, ends)
-        if "0:3:0" not in ends:
-            run_state.check_step_limits(ends)
+    for outcomes in (dict.fromkeys(uids(2), FAILED), {"0:3:0": FAILED}):
+        await run_state.finish_groups(queue, outcomes)
+        if "0:3:0" not in outcomes:
+            run_state.check_step_limits(outcomes)
     with pytest.raises(DropLimitError, match="step 0 has dropped 1 groups"):
         run_state.check_step_limits({"0:3:0": FAILED})
     assert run_state.drop_counts == {"reward_error": 1}

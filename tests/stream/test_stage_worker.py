@@ -29,36 +29,36 @@ pytestmark = pytest.mark.virtual_time
 UIDS = [f"0:{i}:0" for i in range(6)]
 
 
-def shards_with(uids: Sequence[str], *, lease_s: float = 10.0, **settings: float) -> LocalShard:
+def make_shard(uids: Sequence[str], *, lease_s: float = 10.0, **settings: float) -> LocalShard:
     config = QueueConfig(shards=1, lease_s=lease_s, **settings)  # type: ignore[arg-type]
     return LocalShard(STAGES, config, ShardCapacity(100), log=MemoryLog())
 
 
 class Sampler:
-    """A slow generate stage that returns the outcome of each group."""
+    """Slow generate stage that returns the given result of each group."""
 
     def __init__(self, *, seconds: float = 1.0, **results: StageResult) -> None:
         self.started: list[str] = []
         self.finished: list[str] = []
-        self.at_once = 0
-        self.most_at_once = 0
+        self.num_running = 0
+        self.max_running = 0
         self._seconds = seconds
         self._results = results
 
     async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
         uids = [experience.uid for experience in experiences]
         self.started += uids
-        self.at_once += len(uids)
-        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.num_running += len(uids)
+        self.max_running = max(self.max_running, self.num_running)
         try:
             await asyncio.sleep(self._seconds)
         finally:
-            self.at_once -= len(uids)
+            self.num_running -= len(uids)
         self.finished += uids
         return [self._results.get(f"uid_{uid.split(':')[1]}", rollouts()) for uid in uids]
 
 
-async def serving(
+async def start_stage(
     shard: LocalShard, sampler: Sampler, *, slots: int = 2, batch: int = 1, holder: str = "me"
 ) -> "asyncio.Task[None]":
     stage = StageContext(
@@ -69,7 +69,7 @@ async def serving(
     )
 
 
-async def admitted(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
+async def admit_uids(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
     queue = ExperienceQueue([shard], "coordinator")
     await queue.admit_prompts([prompt(uid) for uid in uids], 0)
     return queue
@@ -77,22 +77,22 @@ async def admitted(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
 
 @pytest.mark.parametrize(("slots", "batch"), [(1, 1), (3, 1), (4, 2), (9, 9)])
 async def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, batch: int):
-    shard, sampler = shards_with(UIDS), Sampler()
-    queue = await admitted(shard, UIDS)
-    loop = await serving(shard, sampler, slots=slots, batch=batch)
+    shard, sampler = make_shard(UIDS), Sampler()
+    queue = await admit_uids(shard, UIDS)
+    loop = await start_stage(shard, sampler, slots=slots, batch=batch)
     await asyncio.sleep(20.0)
     loop.cancel()
     assert sorted(sampler.finished) == UIDS
-    assert sampler.most_at_once == min(slots, len(UIDS))
+    assert sampler.max_running == min(slots, len(UIDS))
     limits = await queue.read_columns(UIDS, ("lengths",))
     assert all(columns["lengths"].tolist() == [5, 5] for columns in limits.values())
 
 
 async def test_results_are_committed_filtered_or_failed_by_type():
-    shard = shards_with(UIDS, max_attempts=1)
+    shard = make_shard(UIDS, max_attempts=1)
     sampler = Sampler(uid_1=FilteredGroup("not worth it"), uid_2=RewardError("no verdict"))
-    queue = await admitted(shard, UIDS[:3])
-    loop = await serving(shard, sampler, slots=3, batch=3)
+    queue = await admit_uids(shard, UIDS[:3])
+    loop = await start_stage(shard, sampler, slots=3, batch=3)
     await asyncio.sleep(5.0)
     loop.cancel()
     ended = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
@@ -105,8 +105,8 @@ async def test_results_are_committed_filtered_or_failed_by_type():
 
 
 async def test_leaving_stage_commits_finished_work_and_leases_nothing():
-    shard, sampler = shards_with(UIDS), Sampler(seconds=10.0)
-    queue = await admitted(shard, UIDS)
+    shard, sampler = make_shard(UIDS), Sampler(seconds=10.0)
+    queue = await admit_uids(shard, UIDS)
     stage = StageContext(
         "generate", ExperienceQueue([shard], "me"), DedicatedDeviceLease(), SpanRecorder("me")
     )
@@ -119,45 +119,45 @@ async def test_leaving_stage_commits_finished_work_and_leases_nothing():
     assert await queue.release_holder("me", died=False) == 2
     assert sampler.started == UIDS[:4] and sorted(sampler.finished) == UIDS[:2]
     await asyncio.sleep(30.0)
-    other = ExperienceQueue([shard], "you")
-    remaining = await other.lease_groups("generate", max_groups=9, columns=(), wait_s=1.0)
+    other_queue = ExperienceQueue([shard], "you")
+    remaining = await other_queue.lease_groups("generate", max_groups=9, columns=(), wait_s=1.0)
     assert [(group.uid, group.lease.attempt) for group in remaining] == [
         (uid, 1) for uid in UIDS[2:]
     ]
 
 
 async def test_slow_work_is_kept_by_renewals():
-    shard, sampler = shards_with(UIDS, lease_s=4.0), Sampler(seconds=60.0)
-    await admitted(shard, UIDS[:1])
-    loop = await serving(shard, sampler)
-    other = await serving(shard, Sampler(), holder="you")
+    shard, sampler = make_shard(UIDS, lease_s=4.0), Sampler(seconds=60.0)
+    await admit_uids(shard, UIDS[:1])
+    loop = await start_stage(shard, sampler)
+    idle_loop = await start_stage(shard, Sampler(), holder="you")
     await asyncio.sleep(70.0)
     loop.cancel()
-    other.cancel()
+    idle_loop.cancel()
     assert sampler.finished == UIDS[:1]
     figures = await ExperienceQueue([shard], "me").end_step([], 1)
     assert figures.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
 
 
 async def test_lost_work_is_cancelled_and_frees_its_slot():
-    shard, sampler = shards_with(UIDS), Sampler(seconds=30.0)
-    queue = await admitted(shard, UIDS[:1])
-    loop = await serving(shard, sampler, slots=1)
+    shard, sampler = make_shard(UIDS), Sampler(seconds=30.0)
+    queue = await admit_uids(shard, UIDS[:1])
+    loop = await start_stage(shard, sampler, slots=1)
     await asyncio.sleep(5.0)
     await queue.remove_groups(UIDS[:1], 0)
     await queue.admit_prompts([prompt(UIDS[1])], 0)
     await asyncio.sleep(40.0)
     loop.cancel()
     assert sampler.started == UIDS[:2]
-    assert sampler.finished == [UIDS[1]], "the first was in vain after some seconds"
+    assert sampler.finished == [UIDS[1]], "the lost group is cancelled"
 
 
 async def test_group_lost_and_leased_again_by_the_same_holder_is_processed():
-    shard, sampler = shards_with(UIDS, max_attempts=9), Sampler(seconds=3.0)
-    queue = await admitted(shard, UIDS[:1])
-    loop = await serving(shard, sampler)
+    shard, sampler = make_shard(UIDS, max_attempts=9), Sampler(seconds=3.0)
+    queue = await admit_uids(shard, UIDS[:1])
+    loop = await start_stage(shard, sampler)
     await asyncio.sleep(1.0)
-    # Requeued as stalled: the same holder leases it again before it learns of the loss.
+    # The group is requeued as stalled: the same holder leases it again before its next renewal.
     await queue.requeue_overdue(await queue.find_overdue(0.5))
     await asyncio.sleep(30.0)
     loop.cancel()
@@ -170,10 +170,10 @@ async def test_error_of_the_compute_function_ends_the_loop():
         async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
             raise KeyError("lengths")
 
-    shard = shards_with(UIDS)
-    await admitted(shard, UIDS)
+    shard = make_shard(UIDS)
+    await admit_uids(shard, UIDS)
     with pytest.raises(ExceptionGroup) as error:
-        await (await serving(shard, Broken()))
+        await (await start_stage(shard, Broken()))
     assert error.group_contains(KeyError)
 
 
@@ -200,15 +200,15 @@ async def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one
     assert await in_flight.wait_for_slots() == 2
 
     async def work() -> None:
-        clear = in_flight.make_slot_releaser()
+        release_slot = in_flight.make_slot_releaser()
         for _ in range(3):
             await asyncio.sleep(1.0)
-            clear()
+            release_slot()
         await asyncio.sleep(1.0)
 
     for uid in "ab":
         in_flight.add_task([experience(uid)], asyncio.ensure_future(work()))
-    # Two completions wait for a slot: three must end before one is free.
+    # Two completions wait for a slot: a slot is free after three completions.
     assert (await in_flight.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 2.0)
     await asyncio.sleep(1.5)
     assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (1, False)
@@ -220,9 +220,9 @@ async def test_task_that_ends_early_releases_all_slots_once():
     in_flight = InFlightWork(ConcurrencyLimit(4, slots_per_group=4))
 
     async def work() -> None:
-        clear = in_flight.make_slot_releaser()
+        release_slot = in_flight.make_slot_releaser()
         for _ in range(9):
-            clear()
+            release_slot()
         raise RewardError("no")
 
     task = asyncio.ensure_future(work())

@@ -1,4 +1,4 @@
-"""Metrics of a step, from facts that can be added up by hand."""
+"""Step metrics, computed from facts small enough to check by hand."""
 
 import math
 
@@ -100,7 +100,7 @@ def test_idle_is_the_fraction_without_compute():
     row = compute_step_metrics(facts())
     assert row["idle/generate"] == pytest.approx(1 - 3.0 / (2 * 4.0))
     assert row["idle/reward"] == pytest.approx(1 - 0.5 / 4.0)
-    assert row["idle/train"] == pytest.approx(1 - 3.0 / 4.0), "what lies behind the step is cut"
+    assert row["idle/train"] == pytest.approx(1 - 3.0 / 4.0), "spans are clipped to the step"
     assert row["time/generate_s"] == pytest.approx(1.5)
     assert row["time/train_s"] == pytest.approx(3.0)
     assert row["time/step_s"] == pytest.approx(4.0)
@@ -127,8 +127,12 @@ def test_filter_time_is_prorated_by_tokens():
     assert row["filter/generate_s"] == pytest.approx(1.5 * 36 / (36 + 12))
     assert row["filter/score_s"] == pytest.approx(0.5 * 72 / (72 + 24))
     assert row["filter/oversample"] == 4.0
-    nothing = compute_step_metrics(facts())
-    assert [nothing[f"filter/{name}"] for name in ("share", "generate_s", "score_s")] == [0, 0, 0]
+    unfiltered = compute_step_metrics(facts())
+    assert [unfiltered[f"filter/{name}"] for name in ("share", "generate_s", "score_s")] == [
+        0,
+        0,
+        0,
+    ]
 
 
 def test_row_has_exactly_the_contract_metrics():
@@ -147,11 +151,11 @@ def test_stage_without_spans_is_fully_idle():
 
 
 def test_overlapping_stages_of_a_process_count_once():
-    both = facts()
+    step_facts = facts()
     greedy = StageActivity("generate", "generator", 2, [Span("g0", "greedy", 1, 11.0, 13.0)])
-    activity = {**both.activity, "greedy": greedy}
+    activity = {**step_facts.activity, "greedy": greedy}
     row = compute_step_metrics(facts(activity=activity))
     # g0 from 10 to 13, g1 from 11 to 12.
     assert row["time/generate_s"] == pytest.approx((3.0 + 1.0) / 2)
     assert row["idle/greedy"] == pytest.approx(1 - 2.0 / 8.0)
-    assert row["idle/generate"] == compute_step_metrics(both)["idle/generate"]
+    assert row["idle/generate"] == compute_step_metrics(step_facts)["idle/generate"]

@@ -1,4 +1,4 @@
-"""A holder that fails to suspend blocks no other holder."""
+"""Failed suspends and resumes of a device lease holder block no other holder."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from streamrl.errors import GenerationError
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 
 
-class Stuck:
+class FailingSuspendable:
     """Work that fails to suspend or resume, like an engine whose step hangs."""
 
     def __init__(self, fails: str) -> None:
@@ -22,16 +22,16 @@ class Stuck:
         await asyncio.sleep(0.1)
         self._fail("resume")
 
-    def _fail(self, what: str) -> None:
-        if self._fails == what:
-            raise GenerationError(f"{what} failed")
+    def _fail(self, operation: str) -> None:
+        if self._fails == operation:
+            raise GenerationError(f"{operation} failed")
 
 
 @pytest.mark.parametrize("fails", ["suspend", "resume"])
 @pytest.mark.virtual_time
 async def test_failed_suspend_raises_and_releases_the_pool(fails: str):
     arbiter = DeviceArbiter(timeout_s=20.0, slice_s=0.0)
-    generator = SharedDeviceLease(arbiter, "generator-0", suspendable=Stuck(fails))
+    generator = SharedDeviceLease(arbiter, "generator-0", suspendable=FailingSuspendable(fails))
 
     async def sample() -> None:
         async with generator.hold("generate"):

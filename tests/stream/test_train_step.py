@@ -1,4 +1,4 @@
-"""One training step: collected, trained, logged, replayed after a crash."""
+"""Training step: collection, updates, stop, replay after a crash, stalls."""
 
 import asyncio
 import re
@@ -33,7 +33,7 @@ async def stop_after_an_update(stream: Stream) -> None:
     stream.control.request_stop()
 
 
-def trained(stream: Stream) -> list[list[str]]:
+def list_trained_uids(stream: Stream) -> list[list[str]]:
     return [[group.uid for group in outcome.groups] for outcome in stream.outcomes]
 
 
@@ -70,14 +70,14 @@ async def test_steps_after_the_last_checkpoint_are_replayed_identically():
             await run_loops(first, checkpoint_every=2)
     second = build_stream(plan, disk, session="second")
     await second.control.reconcile_queue(second.queue)
-    assert second.control.run_log.steps_to_replay, "some steps are on the books only"
+    assert second.control.run_log.steps_to_replay, "some logged steps are not in the checkpoint"
     await run_loops(second)
-    again = first.trainer.digests.keys() & second.trainer.digests.keys()
-    assert again
-    for version in again:
+    replayed = first.trainer.digests.keys() & second.trainer.digests.keys()
+    assert replayed
+    for version in replayed:
         assert first.trainer.digests[version] == second.trainer.digests[version]
-    booked = [r.meta["version"] for r in second.disk.books.records if r.meta["kind"] == "step"]
-    assert booked == list(range(6)), "each is booked once"
+    logged = [r.meta["version"] for r in second.disk.books.records if r.meta["kind"] == "step"]
+    assert logged == list(range(6)), "each step is logged once"
     assert second.ledger.counts.trained == 24
 
 
@@ -124,14 +124,14 @@ def test_stop_between_two_updates_leaves_a_partial_update():
     assert not stream.outcomes
 
 
-@pytest.mark.parametrize(("train_s", "ends"), [(0.3, True), (3.0, False)])
+@pytest.mark.parametrize(("train_s", "is_step_finished"), [(0.3, True), (3.0, False)])
 def test_stop_between_two_updates_finishes_the_step_within_the_grace_period(
-    train_s: float, ends: bool
+    train_s: float, is_step_finished: bool
 ):
     plan = Plan(steps=1000, pace=PACE, train_s=train_s, critic=True)
     stream = run_virtual(run_stream(plan, disturb=stop_after_an_update))
-    assert stream.control.has_partial_update is not ends
-    assert len(stream.outcomes) == stream.control.admission.version == int(ends)
+    assert stream.control.has_partial_update is not is_step_finished
+    assert len(stream.outcomes) == stream.control.admission.version == int(is_step_finished)
 
 
 @given(
@@ -165,11 +165,11 @@ def test_stop_before_the_first_update_makes_none(
     async def stop(stream: Stream) -> None:
         training_started, train_round = asyncio.Event(), stream.trainer.train_round
 
-        async def noted(work: Round, *, epoch: int) -> Mapping[str, float]:
+        async def signal_first_round(work: Round, *, epoch: int) -> Mapping[str, float]:
             training_started.set()
             return await train_round(work, epoch=epoch)
 
-        monkeypatch.setattr(stream.trainer, "train_round", noted)
+        monkeypatch.setattr(stream.trainer, "train_round", signal_first_round)
         await training_started.wait()
         await asyncio.sleep(0.1)
         stream.control.request_stop()
@@ -182,21 +182,21 @@ def test_stop_before_the_first_update_makes_none(
 
 @pytest.mark.parametrize("train_s", [1.0, 2.0, 3.0, 4.0])
 async def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: float):
-    took: list[float] = []
+    times: list[float] = []
 
     async def stop(stream: Stream) -> None:
         while not stream.trainer.num_updates:
             await asyncio.sleep(0.01)
         stream.control.request_stop()
-        took.append(asyncio.get_running_loop().time())
+        times.append(asyncio.get_running_loop().time())
 
     pace = UpdatePlan(requires_full_step=True, num_epochs=4, num_mini_batches=2)
     plan = Plan(steps=9, pace=pace, train_s=train_s, critic=True)
     stream = await run_stream(plan, disturb=stop)
-    took.append(asyncio.get_running_loop().time())
+    times.append(asyncio.get_running_loop().time())
     assert stream.control.has_partial_update and not stream.outcomes
     # Work in progress: a round and an update of the slower trainer.
-    assert took[1] - took[0] < 4 * train_s + POLL_WAIT_S + 0.1
+    assert times[1] - times[0] < 4 * train_s + POLL_WAIT_S + 0.1
 
 
 def test_stop_before_an_update_leaves_no_partial_update():
@@ -215,9 +215,11 @@ def test_depth_above_max_staleness_drops_stale_groups_and_readmits_their_prompts
     stream = run_virtual(run_stream(plan))
     causes = dict(stream.ledger.counts.drops)
     assert causes.keys() == {"stale"}
-    assert [len(groups) for groups in trained(stream)] == [4] * 8
+    assert [len(groups) for groups in list_trained_uids(stream)] == [4] * 8
     ended = {uid for uid, _ in stream.ended}
-    later = {uid for groups in trained(stream) for uid in groups} | set(stream.ledger.in_flight)
+    later = {uid for groups in list_trained_uids(stream) for uid in groups} | set(
+        stream.ledger.in_flight
+    )
     for uid in ended:
         epoch, index, attempt = parse_uid(uid)
         assert f"{epoch}:{index}:{attempt + 1}" in later | ended
@@ -246,7 +248,7 @@ def test_stall_without_abort_lasts_twice_the_time_of_all_attempts():
 
 
 def test_stall_error_counts_groups_of_the_step_and_missing_ones():
-    async def never_again(stream: Stream) -> None:
+    async def stop_generators(stream: Stream) -> None:
         """Stop generation once the step has some of its groups."""
         while not stream.control.assembler.num_drawn:
             await asyncio.sleep(0.01)
@@ -256,27 +258,27 @@ def test_stall_error_counts_groups_of_the_step_and_missing_ones():
 
     plan = Plan(max_staleness=1, steps=9, groups_per_step=6, stall_s=50.0, lease_s=1e6)
     with pytest.raises(DeadlineError) as stall:
-        run_virtual(run_stream(plan, disturb=never_again))
+        run_virtual(run_stream(plan, disturb=stop_generators))
     match = re.search(r"its step has (\d+) of 6 groups, and (\d+) that were", str(stall.value))
     assert match is not None, stall.value
-    has, lacking = map(int, match.groups())
+    num_ready, num_missing = map(int, match.groups())
     # All groups of this step and the next are admitted.
-    assert 0 < has < 6 and has + lacking == 12
+    assert 0 < num_ready < 6 and num_ready + num_missing == 12
 
 
 def test_stall_is_reported_once_and_redelivered_if_configured():
-    async def slow_once(stream: Stream) -> None:
-        """The first generator never finishes its work."""
+    async def stop_first_generator(stream: Stream) -> None:
+        """Stop the first generator in the middle of its work."""
         await asyncio.sleep(2.0)
         for task in stream.loops["generator-0"]:
             task.cancel()
 
     plan = Plan(stall_s=20.0, lease_s=1e6, on_stall="redeliver", steps=3, groups_per_step=6)
-    stream = run_virtual(run_stream(plan, disturb=slow_once))
+    stream = run_virtual(run_stream(plan, disturb=stop_first_generator))
     assert stream.ledger.counts.trained == 18
-    reported = [one.stall_key for one in stream.stalls]
+    reported = [lease.stall_key for lease in stream.stalls]
     assert reported and len(set(reported)) == len(reported)
-    assert {one.holder for one in stream.stalls} == {"generator-0"}
+    assert {lease.holder for lease in stream.stalls} == {"generator-0"}
 
 
 def test_stopping_run_leaves_its_step_unfinished():

@@ -1,4 +1,4 @@
-"""Publishing versions: concurrency, retries, resends, waits."""
+"""Weight publisher: concurrency, retries, resends, waits."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
 
 class Source:
-    """Publishes after a delay; version 3 fails `failures` times."""
+    """Source that publishes after a delay; version 3 fails `failures` times."""
 
     def __init__(self, publish_s: float, *, failures: int = 0) -> None:
         self.publish_s = publish_s
@@ -56,11 +56,11 @@ def test_roles_publish_in_parallel_and_versions_in_order():
             sources, registries, due=lambda role, version: role == "policy" or version % 2 == 0
         )
         assert await publisher.begin_publish(0, first=True)
-        assert clock() == 0.0, "it is published beside what follows"
+        assert clock() == 0.0, "the publish runs in the background"
         await asyncio.sleep(2.5)
         assert registries["policy"].version == 0 and registries["critic"].version == -1
         assert await publisher.begin_publish(1)
-        assert clock() == 5.0, "the version before is out"
+        assert clock() == 5.0, "the previous version is published"
         await publisher.wait_until_published()
         assert clock() == 7.0 and registries["critic"].version == 0
 
@@ -74,7 +74,9 @@ def test_failed_publish_is_retried_and_reported(failures: int):
     async def scenario() -> None:
         source, registry = Source(2.0, failures=failures), WeightRegistry(keep_versions=2)
         publisher = WeightPublisher(
-            {"policy": source}, {"policy": registry}, on_fault=lambda *one: faults.append(one)
+            {"policy": source},
+            {"policy": registry},
+            on_fault=lambda *fault_args: faults.append(fault_args),
         )
         await publisher.begin_publish(3)
         publisher.check_failures()
@@ -90,8 +92,8 @@ def test_failed_publish_is_retried_and_reported(failures: int):
         assert len(source.versions) == min(failures + 1, PUBLISH_ATTEMPTS)
 
     run_virtual(scenario())
-    once = ("policy", WeightFault(3, "the disk is full"))
-    assert faults == [once] * min(failures, PUBLISH_ATTEMPTS - 1)
+    fault = ("policy", WeightFault(3, "the disk is full"))
+    assert faults == [fault] * min(failures, PUBLISH_ATTEMPTS - 1)
 
 
 def test_awaited_version_is_published_though_not_due():
@@ -117,14 +119,14 @@ def test_corrupt_version_is_resent_while_the_model_is_unchanged():
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
         publisher = WeightPublisher(sources, registries, due=lambda role, version: version != 6)
         await publisher.begin_publish(4)
-        publisher.resend_version("policy", 4)  # it is still on its way
+        publisher.resend_version("policy", 4)  # version 4 is still being published
         await publisher.wait_until_published()
         publisher.resend_version("policy", 4)
         publisher.resend_version(EMA_REFERENCE, 4)
         publisher.resend_version("policy", 3)
         began = asyncio.get_running_loop().time()
         await publisher.wait_until_published()
-        assert asyncio.get_running_loop().time() == began + 1.0, "nothing updates meanwhile"
+        assert asyncio.get_running_loop().time() == began + 1.0, "both roles resend in parallel"
         assert sources["policy"].versions == sources[EMA_REFERENCE].versions == [4, 4]
         publisher.mark_changed("policy")
         for role in sources:
@@ -132,7 +134,7 @@ def test_corrupt_version_is_resent_while_the_model_is_unchanged():
         await publisher.begin_publish(5)
         await publisher.wait_until_published()
         await publisher.begin_publish(6)
-        publisher.resend_version("policy", 5)  # the model is 6
+        publisher.resend_version("policy", 5)  # the model has version 6
         await publisher.wait_until_published()
         assert sources["policy"].versions == [4, 4, 5]
 

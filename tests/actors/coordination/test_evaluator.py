@@ -33,7 +33,7 @@ def test_round_robin_follows_joining_and_leaving_replicas():
 
 
 class Replica:
-    """Generator and scorer in one; sampling takes `seconds`."""
+    """Replica that is both generator and scorer; sampling takes `seconds`."""
 
     def __init__(self, seconds: float, *, dies: bool = False) -> None:
         self._seconds, self._dies = seconds, dies

@@ -44,7 +44,7 @@ class Shard:
         self.discarded.append(cut)
 
 
-def saved(run_dir: Path, shard: Shard) -> Any:
+def make_persistence(run_dir: Path, shard: Shard) -> Any:
     """Return a RunPersistence, and a function that saves a checkpoint of version 3."""
     journal = SimpleNamespace(max_mb=1, enabled=True)
     config: Any = SimpleNamespace(
@@ -72,18 +72,18 @@ def saved(run_dir: Path, shard: Shard) -> Any:
 
 
 @pytest.mark.parametrize("where", ["cut", "snapshot"])
-@pytest.mark.parametrize("kind", [NoSpaceError, JournalError])
+@pytest.mark.parametrize("error_type", [NoSpaceError, JournalError])
 async def test_a_failed_checkpoint_leaves_no_partial_files_and_can_be_retried(
-    tmp_path: Path, where: str, kind: type[StreamError]
+    tmp_path: Path, where: str, error_type: type[StreamError]
 ):
-    error = kind("00000002.journal cannot be begun: No space left on device")
+    error = error_type("00000002.journal cannot be begun: No space left on device")
     shard = Shard(**{where: error})
-    persistence, save = saved(tmp_path, shard)
-    with pytest.raises(kind, match="cannot be begun"):
+    persistence, save = make_persistence(tmp_path, shard)
+    with pytest.raises(error_type, match="cannot be begun"):
         await save()
     assert list((tmp_path / "checkpoints").iterdir()) == [] and shard.discarded == []
     is_postponed = not persistence.is_due(3 + NO_SPACE_RETRY_STEPS - 1, 1 << 30)
-    assert is_postponed == (kind is NoSpaceError)
+    assert is_postponed == (error_type is NoSpaceError)
     shard._cut = shard._snapshot = None
     path = await save()
     assert path == tmp_path / "checkpoints" / "step_000003" and shard.discarded == [1]

@@ -43,7 +43,7 @@ SUMS = {
 
 
 class Worker:
-    """Actor that records spans on the loop's clock; has `collect_report.remote()` like a handle."""
+    """Actor handle with `collect_report.remote()`; records spans on the loop's clock."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -132,10 +132,10 @@ async def test_fast_steps_share_a_drain_but_keep_separate_windows():
 
 
 async def test_a_replica_counts_from_joining_until_leaving():
-    run, more = Reported(), Worker("generator-1")
+    run, joined_worker = Reported(), Worker("generator-1")
     generators = run.roles[0]
-    joining = asyncio.create_task(more.work(2.0))
-    generators.add_replica("generator-1", more)
+    joining = asyncio.create_task(joined_worker.work(2.0))
+    generators.add_replica("generator-1", joined_worker)
     await asyncio.sleep(2.0)
     run.reporter.add_step(snapshot(0, ended_at=2.0))
     await asyncio.sleep(1.0)
@@ -146,7 +146,7 @@ async def test_a_replica_counts_from_joining_until_leaving():
     run.reporter.add_step(snapshot(1, ended_at=4.0))
     first, second = await run.finish()
     assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0.5] * 2)
-    assert (len(more.drains), len(run.generator.drains)) == (1, 2)
+    assert (len(joined_worker.drains), len(run.generator.drains)) == (1, 2)
 
 
 async def test_busy_cores_count_each_process_of_the_stages_once():

@@ -1,4 +1,4 @@
-"""Elastic scaling, step by step, on a fake registry."""
+"""Replica scaling, step by step, on a fake registry."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,21 +29,21 @@ STALL_S = load_config(RECIPE).pipeline.stall_s
 
 @dataclass
 class FakeRegistry:
-    """Replies are strings; those in `errors` raise."""
+    """Actor registry whose replies are strings; replies in `errors` raise."""
 
     roles: dict[str, RoleActors] = field(default_factory=dict)
-    gone: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
     errors: dict[str, Exception] = field(default_factory=dict)
-    room: int = 8
+    max_replicas: int = 8
 
     def check_capacity(self, counts: Mapping[str, int]) -> None:
-        if max(counts.values()) > self.room:
-            raise ConfigError(f"the cluster has {self.room}")
+        if max(counts.values()) > self.max_replicas:
+            raise ConfigError(f"the cluster has {self.max_replicas}")
 
     def spawn_replica(self, role: str) -> tuple[str, Any]:
-        taken = [*self.roles[role].names, *self.spawned]
-        name = next(n for i in range(99) if (n := f"{role}-{i}") not in taken)
+        names = [*self.roles[role].names, *self.spawned]
+        name = next(n for i in range(99) if (n := f"{role}-{i}") not in names)
         self.spawned.append(name)
         return name, f"placed {name}"
 
@@ -64,14 +64,14 @@ class FakeRegistry:
         self.drained.append(name)
 
     def remove_replica(self, name: str) -> None:
-        self.gone.append(name)
+        self.removed.append(name)
 
     def reject_replica(self, name: str, role: str) -> None:
         self.roles[role].remove_replica(name)
-        self.gone.append(name)
+        self.removed.append(name)
 
     def kill_actor(self, name: str) -> None:
-        self.gone.append(name)
+        self.removed.append(name)
 
     def fetch_reply(self, reply: Any, name: str) -> Any:
         if reply in self.errors:
@@ -151,11 +151,11 @@ def test_joining_replicas_are_placed_started_and_serve(tmp_path: Path):
     run.ask(generator=4)
     for name in ("generator-2", "generator-3"):
         run.reply(f"placed {name}", f"started {name}")
-        assert run.loops[f"run {name}"] == name, "it is one of the run's from here on"
+        assert run.loops[f"run {name}"] == name, "the run watches the replica's loop"
         assert not run.inbox.answers
         run.reply(f"serving {name}")
-    what = "generator-2, generator-3 joined, serving version 17"
-    assert run.line == f"done: generators: 2 -> 4 ({what})"
+    outcome = "generator-2, generator-3 joined, serving version 17"
+    assert run.line == f"done: generators: 2 -> 4 ({outcome})"
     assert run.events == [("joined", "generator-2"), ("joined", "generator-3")]
 
 
@@ -164,13 +164,13 @@ def test_replicas_with_the_highest_numbers_leave_and_their_loops_may_end(tmp_pat
     run.ask(generator=1)
     assert sorted(run.registry.drained) == ["generator-1", "generator-2"]
     assert set(run.loops.values()) == {"generator-0", "reward-0"}
-    assert not run.registry.gone, "they still hold something"
+    assert not run.registry.removed, "drained replicas are not yet removed"
     run.reply("run generator-2")
-    # A replica has left whether its loop ends, dies or stays silent.
+    # A replica has left if its loop ends or dies, or after a timeout.
     run.look(after_s=LEAVE_TIMEOUT_S + 1)
     run.look()
     assert run.line == "done: generators: 3 -> 1 (generator-2, generator-1 left)"
-    assert run.registry.gone == ["generator-2", "generator-1"]
+    assert run.registry.removed == ["generator-2", "generator-1"]
 
 
 def test_a_restarting_replica_leaves_at_once(tmp_path: Path):
@@ -197,31 +197,33 @@ def test_a_failed_join_is_reported_and_the_run_goes_on(tmp_path: Path):
         " generator-2 cannot join: not ready within 30 s;"
         " generator-3 cannot join: not placed within 60 s: it asks for 1 GPU; 0 GPUs are free)"
     )
-    assert run.registry.gone == ["generator-1", "generator-2", "generator-3"]
+    assert run.registry.removed == ["generator-1", "generator-2", "generator-3"]
     assert run.events == []
 
 
-@pytest.mark.parametrize("told_by", ["its loops", "its answer", "nobody"])
-def test_a_replica_that_never_serves_is_rejected_and_the_run_goes_on(tmp_path: Path, told_by: str):
+@pytest.mark.parametrize("reported_by", ["its loops", "its answer", "timeout"])
+def test_a_replica_that_never_serves_is_rejected_and_the_run_goes_on(
+    tmp_path: Path, reported_by: str
+):
     run = Run(1, tmp_path)
     run.registry.errors["serving generator-1"] = WeightsError("bucket 0: gone")
     run.ask(generator=2)
     run.reply("placed generator-1", "started generator-1")
     assert run.loops["run generator-1"] == "generator-1"
-    match told_by:
+    match reported_by:
         case "its loops":
             del run.loops["run generator-1"]
             assert run.scaling.reject_if_unserved("generator-1", "bucket 0: gone\nmore")
         case "its answer":
             run.reply("serving generator-1")
-        case "nobody":
+        case "timeout":
             run.look(after_s=STALL_S + 1)
     run.look()
     reason = "bucket 0: gone"
-    if told_by == "nobody":
+    if reported_by == "timeout":
         reason = f"no version of the weights loaded within {STALL_S:g} s"
     assert run.line == f"failed: generators: 1 -> 1 (generator-1 cannot join: {reason})"
-    assert run.registry.gone == ["generator-1"]
+    assert run.registry.removed == ["generator-1"]
     assert run.registry.roles["generator"].names == ["generator-0"]
     assert set(run.loops.values()) == {"generator-0", "reward-0"}
     assert run.events == []
@@ -233,7 +235,7 @@ def test_a_replica_that_has_served_is_not_rejected(tmp_path: Path):
     run.reply("placed generator-1", "started generator-1", "serving generator-1")
     assert not run.scaling.reject_if_unserved("generator-1", "it died")
     assert not run.scaling.reject_if_unserved("generator-0", "it died")
-    assert run.registry.gone == []
+    assert run.registry.removed == []
 
 
 def test_changes_run_one_at_a_time(tmp_path: Path):
@@ -260,7 +262,7 @@ def test_changes_run_one_at_a_time(tmp_path: Path):
         ({"policy": 2}, "failed: this run has no policy to scale; scalable: generators, scorers"),
     ],
 )
-def test_no_op_and_impossible_requests_are_answered_at_once(
+def test_no_op_and_infeasible_requests_are_answered_at_once(
     tmp_path: Path, counts: dict[str, int], line: str
 ):
     run = Run(2, tmp_path)

@@ -50,7 +50,7 @@ time.sleep(60)
 WORKER = """
 import gc, json, os, resource, signal, subprocess, sys
 import numpy
-found = {
+state = {
     "argv": sys.argv[1:], "cwd": os.getcwd(), "name": __name__, "Y": os.environ.get("Y"),
     "has_module": "wave" in sys.modules, "draw": float(numpy.random.random()),
     "leads_its_group": os.getpgid(0) == os.getpid(), "parent": os.getppid(), "pid": os.getpid(),
@@ -59,7 +59,7 @@ found = {
     "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
 }
 with open(sys.argv[1], "w") as file:
-    json.dump(found, file)
+    json.dump(state, file)
 if "stay" in sys.argv:
     import time
     time.sleep(60)
@@ -68,14 +68,14 @@ sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 0)
 
 
 @contextmanager
-def command_of(code: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+def start_command(code: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
     """Start a command with a fork server whose sockets are in this environment."""
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "\n", "there is a reason why no levels started"
+            assert process.stdout.readline() == "\n", "the levels did not start"
             monkeypatch.setenv(SOCKETS_VARIABLE, process.stdout.readline().strip())
             yield process
         finally:
@@ -93,7 +93,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
         "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    with command_of(COMMAND, monkeypatch) as process:
+    with start_command(COMMAND, monkeypatch) as process:
         yield process
 
 
@@ -123,19 +123,19 @@ def test_a_forked_worker_has_its_launchers_arguments_environment_and_directory(
     command, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    out = tmp_path / "found.json"
+    out = tmp_path / "state.json"
     assert fork_worker(ray_arguments(worker, str(out), env={"Y": "why"}))
-    found = read_worker_state(out)
-    assert found["argv"] == [str(out)], "the options of Ray's setup script are taken out"
-    assert found["cwd"] == str(tmp_path)
-    assert found["name"] == "__main__"
-    assert found["Y"] == "why"
-    assert found["leads_its_group"], "Ray kills what a worker leaves behind by its process group"
-    assert found["session"] != os.getsid(0), "Ctrl-C in the terminal is for the command"
-    assert found["collects"]
-    assert found["waits"], "it learns how its own children end"
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert found["open_files"] >= min(most, MAX_OPEN_FILES)
+    state = read_worker_state(out)
+    assert state["argv"] == [str(out)], "options of Ray's setup script are removed"
+    assert state["cwd"] == str(tmp_path)
+    assert state["name"] == "__main__"
+    assert state["Y"] == "why"
+    assert state["leads_its_group"], "Ray kills child processes of a worker by its process group"
+    assert state["session"] != os.getsid(0), "Ctrl-C in the terminal reaches only the command"
+    assert state["collects"]
+    assert state["waits"], "the worker gets the exit codes of its children"
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert state["open_files"] >= min(max_files, MAX_OPEN_FILES)
 
 
 def test_a_worker_is_forked_from_its_level_with_its_own_random_state(
@@ -146,9 +146,9 @@ def test_a_worker_is_forked_from_its_level_with_its_own_random_state(
         out = tmp_path / f"{i}.json"
         env = {LEVEL_VARIABLE: level, "X": "1"}
         assert fork_worker(ray_arguments(worker, str(out), env=env))
-        found = read_worker_state(out)
-        assert found["has_module"] == (level == "second")
-        draws.append(found["draw"])
+        state = read_worker_state(out)
+        assert state["has_module"] == (level == "second")
+        draws.append(state["draw"])
     assert len(set(draws)) == 3
 
 
@@ -193,16 +193,16 @@ def test_a_level_refuses_other_users(
     command, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Connect as another user, or pretend to be another user where that is impossible."""
-    asked, out = os.environ[SOCKETS_VARIABLE], tmp_path / "found.json"
-    here, there = socket.socketpair()
-    with here, there, monkeypatch.context() as patch:
-        assert is_same_user(here)
+    sockets, out = os.environ[SOCKETS_VARIABLE], tmp_path / "state.json"
+    server_end, client_end = socket.socketpair()
+    with server_end, client_end, monkeypatch.context() as patch:
+        assert is_same_user(server_end)
         patch.setattr(os, "getuid", lambda: 12345)
-        assert not is_same_user(here)
+        assert not is_same_user(server_end)
         assert not fork_worker(ray_arguments(worker, str(out)))
     if os.geteuid() == 0:
         done = subprocess.run(
-            ["/usr/bin/python3", "-c", STRANGER, make_socket_address(asked, "base")[1:]],
+            ["/usr/bin/python3", "-c", STRANGER, make_socket_address(sockets, "base")[1:]],
             user=NOBODY,
             cwd="/",
             capture_output=True,
@@ -212,7 +212,7 @@ def test_a_level_refuses_other_users(
         )
         assert done.stdout == "hung up\n"
     assert not out.exists()
-    assert fork_worker(ray_arguments(worker, str(out))), "it still answers its own"
+    assert fork_worker(ray_arguments(worker, str(out))), "the level still serves its user"
 
 
 NOBODY = 65534
@@ -258,23 +258,23 @@ def test_without_a_fork_server_a_worker_is_left_to_ray(
     assert not fork_worker(ray_arguments(worker))
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("sent_signal", [signal.SIGKILL, signal.SIGTERM])
 def test_levels_and_workers_die_with_the_command(
-    command, worker: str, tmp_path: Path, sent: signal.Signals
+    command, worker: str, tmp_path: Path, sent_signal: signal.Signals
 ):
-    out = tmp_path / "found.json"
+    out = tmp_path / "state.json"
     assert fork_worker(ray_arguments(worker, str(out), "stay"))
-    found = read_worker_state(out)
-    assert psutil.pid_exists(found["pid"])
+    state = read_worker_state(out)
+    assert psutil.pid_exists(state["pid"])
     started = psutil.Process(command.pid).children(recursive=True)
-    assert {found["pid"], found["parent"]} <= {process.pid for process in started}
-    command.send_signal(sent)
+    assert {state["pid"], state["parent"]} <= {process.pid for process in started}
+    command.send_signal(sent_signal)
     command.wait(10)
     _, alive = psutil.wait_procs(started, timeout=10)
     assert not alive
 
 
-def printed_by(code: str, **variables: str) -> list[str]:
+def run_command(code: str, **variables: str) -> list[str]:
     """Return the lines that a command prints if it exits before its sleep."""
     env = {name: value for name, value in os.environ.items() if name != SOCKETS_VARIABLE}
     code = code.replace("time.sleep(60)", "")
@@ -291,15 +291,15 @@ def test_levels_start_after_threads_and_imports_in_the_command(
         "import ray, threading, time; ray.remote(int)\n"
         "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
-    with command_of(before + COMMAND, monkeypatch):
-        out = tmp_path / "found.json"
+    with start_command(before + COMMAND, monkeypatch):
+        out = tmp_path / "state.json"
         assert fork_worker(ray_arguments(worker, str(out)))
         assert read_worker_state(out)["parent"]
 
 
 def test_a_failed_start_of_the_levels_is_a_note(monkeypatch: pytest.MonkeyPatch):
     none = "import sys; sys.executable = 'no-such-python'\n"
-    reason, sockets = printed_by(none + COMMAND)
+    reason, sockets = run_command(none + COMMAND)
     assert reason.startswith("workers start slowly, each importing its own libraries: ")
     assert "no-such-python" in reason
     assert sockets == "None"
@@ -314,18 +314,18 @@ def test_dead_levels_are_a_note_and_can_be_restarted():
         "fork_server.start_fork_server([base])\n"
         "print(fork_server.is_serving(), fork_server._server_state.process is not first)\n"
     )
-    *_, reason, anew = printed_by(COMMAND + restarts)
+    *_, reason, restarted = run_command(COMMAND + restarts)
     assert reason.endswith("the fork server exited with code -9")
-    assert anew == "True True"
+    assert restarted == "True True"
 
 
-def test_the_levels_of_an_enclosing_command_are_left_alone():
+def test_a_nested_command_keeps_the_levels_of_its_parent():
     around = {SOCKETS_VARIABLE: "streamrl-of-another", FORK_VARIABLE: "0"}
-    assert printed_by(COMMAND, **around) == ["", "None"]
+    assert run_command(COMMAND, **around) == ["", "None"]
 
 
 def test_the_fork_server_can_be_disabled():
-    assert printed_by(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
+    assert run_command(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
 
 
 def test_forks_of_a_level_draw_distinct_ray_ids():
@@ -336,7 +336,7 @@ def test_forks_of_a_level_draw_distinct_ray_ids():
         "import ray; ray.remote(int)\n"
         "print(fork_server._draws_unique_ids())\n"
     )
-    assert printed_by(code, **make_vllm_env("cpu"))[-2:] == ["True", "False"]
+    assert run_command(code, **make_vllm_env("cpu"))[-2:] == ["True", "False"]
 
 
 KILLED_LEVEL = """
@@ -363,10 +363,10 @@ with start_local_ray(2, 200 << 20):
 
 
 def test_ray_restarts_an_actor_whose_level_was_killed():
-    # Ray prints messages about the death in between.
-    assert "True" in printed_by(KILLED_LEVEL)
+    # The output also has Ray's messages about the death.
+    assert "True" in run_command(KILLED_LEVEL)
 
 
 def test_every_level_forks_from_one_before_it():
     for i, level in enumerate(FORK_LEVELS):
-        assert level.parent in {"", *(one.name for one in FORK_LEVELS[:i])}
+        assert level.parent in {"", *(earlier.name for earlier in FORK_LEVELS[:i])}

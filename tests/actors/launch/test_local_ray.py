@@ -23,39 +23,39 @@ from tests.e2e.outside import list_addresses
 
 
 @pytest.fixture
-def place(
+def ray_tmpdir(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """Directory for Ray with a short path."""
-    made = Path("/tmp", f"streamrl-test-{os.getpid()}")
-    made.mkdir()
-    monkeypatch.setenv("RAY_TMPDIR", str(made))
-    yield made
-    for one in made.iterdir():
-        one.unlink() if one.is_symlink() or one.is_file() else one.rmdir()
-    made.rmdir()
+    """Directory for Ray with a short path, set as RAY_TMPDIR."""
+    folder = Path("/tmp", f"streamrl-test-{os.getpid()}")
+    folder.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    yield folder
+    for entry in folder.iterdir():
+        entry.unlink() if entry.is_symlink() or entry.is_file() else entry.rmdir()
+    folder.rmdir()
 
 
-def test_rays_directory_is_accessible_to_its_user_only(place: Path):
+def test_rays_directory_is_accessible_to_its_user_only(ray_tmpdir: Path):
     before = os.umask(0)
     try:
         folder = _make_private_folder()
     finally:
         os.umask(before)
-    assert folder == place / f"streamrl-{os.getuid()}"
+    assert folder == ray_tmpdir / f"streamrl-{os.getuid()}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert _make_private_folder() == folder
 
 
-@pytest.mark.parametrize("what", ["open", "link", "file"])
-def test_a_directory_of_or_accessible_to_other_users_is_refused(place: Path, what: str):
-    folder = place / f"streamrl-{os.getuid()}"
-    if what == "open":
+@pytest.mark.parametrize("case", ["open", "link", "file"])
+def test_a_directory_of_or_accessible_to_other_users_is_refused(ray_tmpdir: Path, case: str):
+    folder = ray_tmpdir / f"streamrl-{os.getuid()}"
+    if case == "open":
         folder.mkdir()
         folder.chmod(0o755)
-    elif what == "link":
-        (place / "elsewhere").mkdir(mode=0o700)
-        folder.symlink_to(place / "elsewhere")
+    elif case == "link":
+        (ray_tmpdir / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(ray_tmpdir / "elsewhere")
     else:
         folder.touch()
     with pytest.raises(ActorError) as caught:
@@ -86,7 +86,7 @@ def test_the_users_ray_environment_is_restored(monkeypatch: pytest.MonkeyPatch):
 
 
 class Listing:
-    """Reports the environment and the listening sockets of its process."""
+    """Actor that reports the token, node address and listening sockets of its process."""
 
     def look(self) -> tuple[str | None, str, list[str]]:
         address = ray.util.get_node_ip_address()
@@ -104,11 +104,11 @@ def command_of(process: psutil.Process) -> str:
 @pytest.mark.usefixtures("local_ray")
 def test_an_instance_listens_on_loopback_only_and_its_workers_have_its_token():
     actor: Any = ray.remote(num_cpus=0)(Listing).remote()
-    token, address, places = ray.get(actor.look.remote(), timeout=60.0)
+    token, address, addresses = ray.get(actor.look.remote(), timeout=60.0)
     assert token == os.environ[TOKEN_VARIABLE] and len(token) == 64
     assert address == "127.0.0.1"
     started = psutil.Process().children(recursive=True)
-    places += [place for process in started for place in list_addresses(process)]
-    assert len(places) > 3
-    assert {place.rpartition(":")[0] for place in places} == {"127.0.0.1"}
+    addresses += [listening for process in started for listening in list_addresses(process)]
+    assert len(addresses) > 3
+    assert {listening.rpartition(":")[0] for listening in addresses} == {"127.0.0.1"}
     assert not [process for process in started if token in command_of(process)]

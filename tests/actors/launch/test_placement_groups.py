@@ -28,34 +28,37 @@ POOLS = [{"policy": 1.0, "generator": 1.0, "reference": 0.5, "reward": 0.5}]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def held(local_ray: None) -> Iterator[PlacementGroup]:
+def reserved_group(local_ray: None) -> Iterator[PlacementGroup]:
     """Placement group that leaves three single-CPU slots free."""
     group = reserve_bundles([{"CPU": CPUS - 3.0}], timeout_s=60.0)
     yield group
     release_placement_groups(group)
 
 
-class Where:
-    """Reports its share of a slot."""
+class SlotReporter:
+    """Actor that reports its share of a slot."""
 
     def share(self) -> dict[str, float]:
         return dict(ray.get_runtime_context().get_assigned_resources())
 
 
 def test_actors_get_their_share_of_a_slot_and_slots_are_released():
-    said: list[str] = []
+    messages: list[str] = []
     seats = SharedSlots(
-        lay_out_slots(POOLS, COUNTS), is_hybrid=True, on_gpu=(), waiting=said.append
+        lay_out_slots(POOLS, COUNTS), is_hybrid=True, on_gpu=(), waiting=messages.append
     )
     # Policy and generator share a process; each slot has one more process.
     options = [seats.make_actor_options(role, 0) for role in ("policy", "reference", "reward")]
-    indices = [each["scheduling_strategy"].placement_group_bundle_index for each in options]
+    indices = [
+        actor_options["scheduling_strategy"].placement_group_bundle_index
+        for actor_options in options
+    ]
     assert indices == [0, 0, 1]
     assert shares(options) == [{"CPU": 0.5}] * 3
-    said.clear()
+    messages.clear()
     with pytest.raises(ConfigError, match=r"no room for 2 slots of 1 CPU each in 2 s; free:"):
-        reserve_bundles([{"CPU": 1.0}] * 2, timeout_s=2.0, waiting=said.append)
-    assert set(said) == {"waiting for room for 2 slots"}
+        reserve_bundles([{"CPU": 1.0}] * 2, timeout_s=2.0, waiting=messages.append)
+    assert set(messages) == {"waiting for room for 2 slots"}
     seats.close()
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
@@ -66,16 +69,16 @@ def test_only_slots_of_gpu_roles_have_a_gpu_and_only_those_roles_share_it():
     pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0, "reward": 1.0}]
     on_gpu = {"policy", "generator", "reference"}
     seats = SharedSlots(lay_out_slots(pools, counts), is_hybrid=True, on_gpu=on_gpu, waiting=print)
-    places = [("policy", 0), ("reference", 0), ("reward", 0), ("reward", 1)]
+    role_slots = [("policy", 0), ("reference", 0), ("reward", 0), ("reward", 1)]
     third = pytest.approx(1 / 3, abs=1e-3)
-    assert shares([seats.make_actor_options(*place) for place in places]) == [
+    assert shares([seats.make_actor_options(*role_slot) for role_slot in role_slots]) == [
         {"CPU": third, "GPU": 0.5},
         {"CPU": third, "GPU": 0.5},
         {"CPU": third},
         {"CPU": 1.0},
     ]
-    both = "no room for 1 slots of 1 CPU and 1 GPU each and 1 slots of 1 CPU each in 1 s"
-    with pytest.raises(ConfigError, match=both):
+    message = "no room for 1 slots of 1 CPU and 1 GPU each and 1 slots of 1 CPU each in 1 s"
+    with pytest.raises(ConfigError, match=message):
         reserve_bundles([{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}], timeout_s=1.0)
     seats.close()
 
@@ -91,20 +94,23 @@ def test_neighboring_slots_share_a_node_where_possible():
 
 def shares(options: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     """Return the resources in the options."""
-    remote: Any = ray.remote(Where)
-    actors = [remote.options(**each).remote() for each in options]
-    found = ray.get([actor.share.remote() for actor in actors], timeout=120)
-    return [{k: v for k, v in each.items() if k in ("CPU", "GPU") and v} for each in found]
+    remote: Any = ray.remote(SlotReporter)
+    actors = [remote.options(**actor_options).remote() for actor_options in options]
+    resources = ray.get([actor.share.remote() for actor in actors], timeout=120)
+    return [
+        {k: v for k, v in actor_options.items() if k in ("CPU", "GPU") and v}
+        for actor_options in resources
+    ]
 
 
-def test_an_interrupted_wait_for_room_leaves_no_reservation(held: PlacementGroup):
+def test_an_interrupted_wait_for_room_leaves_no_reservation(reserved_group: PlacementGroup):
     def stop(text: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         reserve_bundles([{"CPU": 1.0}] * 4, waiting=stop)
     groups = placement_group_table()
-    del groups[held.id.hex()]
+    del groups[reserved_group.id.hex()]
     assert {group["state"] for group in groups.values()} == {"REMOVED"}
 
 
@@ -116,14 +122,17 @@ def ranks(count: int, *, role: str = "trainer", cpus: int = 1, gpus: int = 0) ->
 
 @pytest.mark.slow
 def test_ranks_of_a_model_have_dedicated_slots_which_are_released():
-    said: list[str] = []
+    messages: list[str] = []
     # A single rank needs no group, and a rank without resources gets no slot.
     demands = {"policy": ranks(3), "critic": ranks(1), "cost_critic": ranks(2, cpus=0)}
-    here = ray.get_runtime_context().get_node_id()
-    seats = DedicatedSlots(demands, node=here, waiting=said.append)
+    node_id = ray.get_runtime_context().get_node_id()
+    seats = DedicatedSlots(demands, node=node_id, waiting=messages.append)
     assert [role for role in demands if role in seats] == ["policy"]
     options = [seats.make_actor_options("policy", rank) for rank in range(3)]
-    indices = [each["scheduling_strategy"].placement_group_bundle_index for each in options]
+    indices = [
+        actor_options["scheduling_strategy"].placement_group_bundle_index
+        for actor_options in options
+    ]
     assert indices == [0, 1, 2]
     assert shares(options) == [{"CPU": 1.0}] * 3
     seats.close()
@@ -133,24 +142,24 @@ def test_ranks_of_a_model_have_dedicated_slots_which_are_released():
 def test_a_model_without_room_is_named_and_all_slots_are_released(monkeypatch: pytest.MonkeyPatch):
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
     monkeypatch.setattr(seats_module, "CAPACITY_WAIT_S", 2.0)
-    said: list[str] = []
+    messages: list[str] = []
     words = r"^trainer.world_size=2: no room for 2 slots of 1 CPU each in 2 s; free: \S+ of 5 CPU"
     with pytest.raises(ConfigError, match=words):
         demands = {"critic": ranks(2, role="critic"), "policy": ranks(2)}
-        DedicatedSlots(demands, node="", waiting=said.append)
-    assert "trainer: waiting for room for 2 slots" in said
+        DedicatedSlots(demands, node="", waiting=messages.append)
+    assert "trainer: waiting for room for 2 slots" in messages
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
     # A bundle has only the requested resources.
     with pytest.raises(ConfigError, match=r"2 slots of 1 GPU each .* free: \S+ of 1 GPU$"):
-        DedicatedSlots({"policy": ranks(2, cpus=0, gpus=1)}, node="", waiting=said.append)
+        DedicatedSlots({"policy": ranks(2, cpus=0, gpus=1)}, node="", waiting=messages.append)
 
 
 def test_releasing_slots_of_a_lost_cluster_does_not_block(monkeypatch: pytest.MonkeyPatch):
-    group, asked = reserve_bundles([{"CPU": 1.0}]), threading.Event()
+    group, called = reserve_bundles([{"CPU": 1.0}]), threading.Event()
 
     def unanswered(group: Any) -> None:
-        asked.set()
+        called.set()
         threading.Event().wait()
 
     def refused(group: Any) -> None:
@@ -160,16 +169,16 @@ def test_releasing_slots_of_a_lost_cluster_does_not_block(monkeypatch: pytest.Mo
         patch.setattr(seats_module, "RELEASE_TIMEOUT_S", 0.1)
         patch.setattr(seats_module, "remove_placement_group", unanswered)
         release_placement_groups(group)
-        assert asked.wait(60.0)
-        # Unconnected, a call to Ray would make it look for a cluster.
-        asked.clear()
+        assert called.wait(60.0)
+        # Without a connection, a call to Ray would search for a cluster.
+        called.clear()
         patch.setattr(ray, "is_initialized", lambda: False)
         release_placement_groups(group)
-        assert not asked.is_set()
+        assert not called.is_set()
     with monkeypatch.context() as patch:
         patch.setattr(seats_module, "RELEASE_TIMEOUT_S", 60.0)
         patch.setattr(seats_module, "remove_placement_group", refused)
-        patch.setattr(threading, "excepthook", lambda arguments: asked.set())
+        patch.setattr(threading, "excepthook", lambda arguments: called.set())
         release_placement_groups(group)
-        assert not asked.is_set()
+        assert not called.is_set()
     remove_placement_group(group)

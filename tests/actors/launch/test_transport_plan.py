@@ -1,4 +1,4 @@
-"""Facts that decide the transport of weights."""
+"""Transport plan: published models, memory, nodes."""
 
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ def untied_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node with 100 MB in /dev/shm, of which Ray's store may take 60 MB."""
-    found = {"Alive": True, "NodeID": "abc", "Resources": {"object_store_memory": 60.0 * MB}}
-    monkeypatch.setattr(ray, "nodes", lambda: [found, {**found, "Alive": False}])
+    """Simulate a node with 100 MB free in /dev/shm, and a Ray object store of 60 MB."""
+    node_facts = {"Alive": True, "NodeID": "abc", "Resources": {"object_store_memory": 60.0 * MB}}
+    monkeypatch.setattr(ray, "nodes", lambda: [node_facts, {**node_facts, "Alive": False}])
     monkeypatch.setattr(transport_plan, "get_free_bytes", lambda: 100 * MB)
     monkeypatch.setattr(transport_plan, "get_total_bytes", lambda: 200 * MB)
 
@@ -57,10 +57,10 @@ def demands_of(config: RunConfig) -> list[ResourceDemand]:
     )
 
 
-def counted(config: RunConfig) -> dict[str, tuple[int, int]]:
+def count_published(config: RunConfig) -> dict[str, tuple[int, int]]:
     """Return the bytes of a version and the readers of each published model."""
-    found = transport_plan._list_published_models(config, demands_of(config))
-    return {model.role: (model.num_bytes, model.num_readers) for model in found}
+    models = transport_plan._list_published_models(config, demands_of(config))
+    return {model.role: (model.num_bytes, model.num_readers) for model in models}
 
 
 MOVING = ["algorithm.kl_coef=0.1", "reference.every=1"]
@@ -88,7 +88,7 @@ PPO = ["algorithm.name=ppo", "critic.replicas=3"]
             [*MOVING, "trainer.dtype=bfloat16", "reference.decay=0.9"],
             {"policy": (2 * WHOLE, 1), "reference": (4 * WHOLE, 1)},
         ),
-        # The critic has the body with the embedding, and its own head.
+        # The critic has the body with the embedding, and a value head.
         (PPO, {"policy": (4 * WHOLE, 1), "critic": (4 * (WHOLE + VALUE_HEAD), 3)}),
         (
             [*PPO, "trainer.lora_rank=4", "critic.trainer.lora_rank=2"],
@@ -100,11 +100,13 @@ PPO = ["algorithm.name=ppo", "critic.replicas=3"]
 def test_published_models_are_counted_with_their_followers(
     model_path: str, tmp_path: Path, overrides: list[str], published: dict[str, tuple[int, int]]
 ):
-    assert counted(config_of(model_path, tmp_path, *overrides)) == published
+    assert count_published(config_of(model_path, tmp_path, *overrides)) == published
 
 
 def test_an_untied_embedding_counts_twice(untied_path: str, tmp_path: Path):
-    assert counted(config_of(untied_path, tmp_path)) == {"policy": (4 * (WHOLE + EMBEDDING), 1)}
+    assert count_published(config_of(untied_path, tmp_path)) == {
+        "policy": (4 * (WHOLE + EMBEDDING), 1)
+    }
 
 
 def test_shared_memory_binds_all_actors_to_a_node_and_divides_its_memory(
@@ -137,6 +139,6 @@ def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [99.0 * MB])
     with pytest.raises(ConfigError, match=r"/dev/shm has 1.0 MB = 100.0 MB - 99.0 MB of Ray's"):
         plan_transport(config, demands_of(config), token="t")
-    # A store larger than /dev/shm lies elsewhere.
+    # A store larger than /dev/shm is outside it.
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [201.0 * MB])
     assert plan_transport(config, demands_of(config), token="t").max_bytes == {"policy": 100 * MB}

@@ -21,7 +21,7 @@ from streamrl.errors import ActorError, ActorLostError, ConfigError, RankLostErr
 
 
 @pytest.mark.parametrize("error", [ConfigError("model.path=x: no"), RewardError("no verdict")])
-def test_an_actors_own_error_arrives_as_itself(error: Exception):
+def test_a_streamrl_error_of_an_actor_arrives_unchanged(error: Exception):
     nested = ExceptionGroup("tasks", [error])
     for cause in (error, nested):
         assert translate_error(RayTaskError("start", "", cause), "trainer-0.start") is error
@@ -41,7 +41,7 @@ def test_other_ray_errors_become_one_line():
     assert "\n" not in str(translate_error(ObjectStoreFullError(text), "shard-0.put"))
 
 
-def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_cluster_start_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch):
     def init(**settings: object) -> None:
         raise Exception("The node timed out\nduring startup.")
 
@@ -51,7 +51,7 @@ def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_a_dead_actor_is_lost_and_so_is_what_it_owned():
+def test_a_dead_actor_and_its_owned_objects_are_lost():
     for error in (ActorDiedError(), ActorUnavailableError("closed", None)):
         translated = translate_error(error, "shard-0.take")
         assert isinstance(translated, ActorLostError)
@@ -87,7 +87,7 @@ async def _answers(*replies: Awaitable[Any]) -> list[Any]:
     return await asyncio.wait_for(gather_replies(*replies), 10.0)
 
 
-def test_ranks_answer_in_their_order():
+def test_gathered_replies_keep_the_order_of_ranks():
     async def answer(after_s: float) -> float:
         await asyncio.sleep(after_s)
         return after_s

@@ -1,4 +1,4 @@
-"""RPC with both ends in this process."""
+"""RPC with client and server in this process: messages, errors, authentication, lost peers."""
 
 import asyncio
 import contextlib
@@ -52,11 +52,11 @@ async def test_messages_of_any_size_arrive_complete(size: int):
 async def test_arrays_arrive_aligned():
     arrays = [np.arange(n, dtype=np.int64) for n in (1, 2, 3)]
     odd = [np.zeros(n, np.int8) for n in (1, 5, 7)]
-    mixed = [one for pair in zip(odd, arrays, strict=True) for one in pair]
+    mixed = [item for pair in zip(odd, arrays, strict=True) for item in pair]
     async with connected() as connection:
-        found = await connection.call(mixed, "echo")
-    assert all(array.flags.aligned for array in found)
-    assert [array.tolist() for array in found] == [array.tolist() for array in mixed]
+        reply = await connection.call(mixed, "echo")
+    assert all(array.flags.aligned for array in reply)
+    assert [array.tolist() for array in reply] == [array.tolist() for array in mixed]
 
 
 async def test_replies_arrive_in_order_of_completion():
@@ -68,18 +68,18 @@ async def test_replies_arrive_in_order_of_completion():
 
     ended = []
 
-    async def ask(connection: RpcConnection, index: int) -> None:
+    async def make_call(connection: RpcConnection, index: int) -> None:
         ended.append(await connection.call(index, "wait"))
 
     async with connected(wait) as connection, asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(ask(connection, index)) for index in range(3)]
+        calls = [tasks.create_task(make_call(connection, index)) for index in range(3)]
         for index in (1, 2, 0):
             gates[index].set()
-            await asked[index]
+            await calls[index]
     assert ended == [1, 2, 0]
 
 
-async def test_a_cancelled_call_continues_on_the_server_and_disturbs_no_other():
+async def test_a_cancelled_call_continues_on_the_server_and_affects_no_other_call():
     gate, ended = asyncio.Event(), asyncio.Event()
 
     async def work(request: str) -> str:
@@ -101,7 +101,7 @@ async def test_a_cancelled_call_continues_on_the_server_and_disturbs_no_other():
 
 
 @pytest.mark.parametrize("error", [ConfigError("model.path=x: no"), RewardError("no verdict")])
-async def test_an_error_of_streamrl_arrives_as_itself(error: Exception):
+async def test_a_streamrl_error_arrives_with_its_type(error: Exception):
     async def fail(_: Any) -> None:
         raise ExceptionGroup("tasks", [error])
 
@@ -123,7 +123,7 @@ async def test_any_other_error_names_the_call_with_its_traceback():
 
 
 class Unreadable:
-    """Raises when unpickled."""
+    """Object that raises when unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
@@ -136,7 +136,7 @@ class SecretiveError(StreamError):
         super().__init__(f"{name} failed")
 
 
-async def test_an_error_that_cannot_travel_arrives_as_text():
+async def test_an_error_that_cannot_be_unpickled_arrives_as_text():
     async def fail(_: Any) -> None:
         raise SecretiveError("judge", "of all")
 
@@ -146,10 +146,10 @@ async def test_an_error_that_cannot_travel_arrives_as_text():
 
 
 async def test_an_unpicklable_request_or_reply_is_an_error_of_the_call():
-    async def odd(request: Any) -> Any:
+    async def reply_unpicklable(request: Any) -> Any:
         return (lambda: 0) if request == "unsendable" else request
 
-    async with connected(odd) as connection:
+    async with connected(reply_unpicklable) as connection:
         with pytest.raises(ActorError, match=r"shard-0\.take: ValueError: invalid literal"):
             await connection.call(Unreadable(), "shard-0.take")
         with pytest.raises(ActorError, match=r"shard-0\.take: .*[Pp]ickle"):
@@ -165,12 +165,12 @@ async def test_clients_and_servers_without_the_secret_are_refused():
     async def answer(request: Any) -> Any:
         answered.append(request)
 
-    async with listening(answer) as right:
-        assert str(right.secret) not in repr(right)
+    async with listening(answer) as endpoint:
+        assert str(endpoint.secret) not in repr(endpoint)
         with pytest.raises(ConnectionError, match="closed the connection during authentication"):
-            await RpcConnection.open(RpcEndpoint(right.host, right.port, bytes(32)))
+            await RpcConnection.open(RpcEndpoint(endpoint.host, endpoint.port, bytes(32)))
         # A client that sends a message instead of a proof.
-        reader, writer = await asyncio.open_connection(right.host, right.port)
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
         writer.write(rpc._encode_frame(0, "x") + bytes(64))
         assert len(await asyncio.wait_for(reader.read(), 5.0)) == rpc._CHALLENGE_BYTES
         writer.close()
@@ -185,7 +185,7 @@ def leave_mark() -> None:
 
 
 class Marked:
-    """Leaves a mark when unpickled."""
+    """Object that leaves a mark when unpickled."""
 
     def __reduce__(self) -> Any:
         return leave_mark, ()
@@ -208,36 +208,36 @@ async def test_messages_from_unauthenticated_peers_are_never_unpickled():
         writer.close()
     assert MARKS == []
     rpc._decode_message(memoryview(rpc._encode_frame(0, Marked()))[rpc._FRAME_HEADER.size :])
-    assert MARKS == ["read"], "what was sent would have left its mark"
+    assert MARKS == ["read"], "an unpickled message would have left its mark"
 
 
 async def test_a_recorded_handshake_cannot_be_replayed_and_hides_the_secret():
-    answered, heard = [], []
+    answered, recorded = [], []
 
     async def answer(request: Any) -> Any:
         answered.append(request)
 
-    async with listening(answer) as right:
+    async with listening(answer) as endpoint:
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             """Proxy the connection and record the client's bytes."""
-            theirs = await asyncio.open_connection(right.host, right.port)
-            writer.write(await theirs[0].readexactly(rpc._CHALLENGE_BYTES))
-            heard.append(await reader.readexactly(64))
-            theirs[1].write(heard[0])
-            writer.write(await theirs[0].readexactly(rpc._PROOF_BYTES))
-            heard.append(await reader.readexactly(16))
+            upstream = await asyncio.open_connection(endpoint.host, endpoint.port)
+            writer.write(await upstream[0].readexactly(rpc._CHALLENGE_BYTES))
+            recorded.append(await reader.readexactly(64))
+            upstream[1].write(recorded[0])
+            writer.write(await upstream[0].readexactly(rpc._PROOF_BYTES))
+            recorded.append(await reader.readexactly(16))
 
         server = await asyncio.start_server(relay, HOST, 0)
         port = server.sockets[0].getsockname()[1]
-        connection = await RpcConnection.open(RpcEndpoint(HOST, port, right.secret))
+        connection = await RpcConnection.open(RpcEndpoint(HOST, port, endpoint.secret))
         call = asyncio.create_task(connection.call("x", "shard-0.put", 5.0))
-        while len(heard) < 2:
+        while len(recorded) < 2:
             await asyncio.sleep(0.001)
         call.cancel()
-        assert right.secret not in b"".join(heard)
-        reader, writer = await asyncio.open_connection(right.host, right.port)
-        writer.write(heard[0] + rpc._encode_frame(0, "again"))
+        assert endpoint.secret not in b"".join(recorded)
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        writer.write(recorded[0] + rpc._encode_frame(0, "again"))
         assert len(await asyncio.wait_for(reader.read(), 5.0)) == rpc._CHALLENGE_BYTES
         writer.close()
         connection.close()
@@ -246,20 +246,20 @@ async def test_a_recorded_handshake_cannot_be_replayed_and_hides_the_secret():
 
 
 async def test_calls_in_flight_fail_when_the_server_is_gone():
-    lines: list[asyncio.StreamWriter] = []
+    writers: list[asyncio.StreamWriter] = []
 
-    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def read_calls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await rpc._authenticate_client(reader, writer, bytes(32))
-        lines.append(writer)
+        writers.append(writer)
         await reader.readexactly(40)
 
-    server = await asyncio.start_server(hear, HOST, 0)
+    server = await asyncio.start_server(read_calls, HOST, 0)
     port = server.sockets[0].getsockname()[1]
     connection = await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
     calls = [asyncio.create_task(connection.call(i, "shard-0.take")) for i in range(3)]
-    while not lines:
+    while not writers:
         await asyncio.sleep(0.001)
-    lines[0].transport.abort()
+    writers[0].transport.abort()
     for call in calls:
         with pytest.raises(ConnectionError, match="the connection is lost"):
             await asyncio.wait_for(call, 5.0)
@@ -274,13 +274,13 @@ async def test_a_peer_that_stops_reading_is_a_lost_connection_not_a_timeout(
     monkeypatch.setattr(rpc, "KEEPALIVE_TIMEOUT_S", 4)
     gone = asyncio.Event()
 
-    async def stare(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def stop_reading(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await rpc._authenticate_client(reader, writer, bytes(32))
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         await gone.wait()
         writer.close()
 
-    server = await asyncio.start_server(stare, HOST, 0)
+    server = await asyncio.start_server(stop_reading, HOST, 0)
     port = server.sockets[0].getsockname()[1]
     connection = await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
     with pytest.raises(ConnectionResetError, match=r"the connection is lost .*timed out"):

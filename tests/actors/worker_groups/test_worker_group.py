@@ -1,4 +1,4 @@
-"""Worker groups on a pool: called as if an object; data bypasses the controller."""
+"""Worker groups on a pool: calls like methods of an object; data bypasses the controller."""
 
 import os
 import time
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 class Doubler:
-    """Doubles its input, and reports where that happened."""
+    """Worker that doubles its input and reports its rank."""
 
     def __init__(self, context: WorkerContext, factor: float = 2.0) -> None:
         self._context = context
@@ -91,12 +91,12 @@ def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
 
 def test_a_batch_is_split_over_ranks_and_collected_in_order(group: WorkerGroup):
     batch = put({"x": np.arange(5.0)})
-    found = group.double(batch, 100).load()
-    assert found["x"].tolist() == [100, 102, 104, 106, 108]
-    # Two replicas of two stages, of which the last ones answer: three rows, and two.
-    assert found["rank"].tolist() == [1, 1, 1, 3, 3]
-    nothing_at_all = group.double(put({"x": np.arange(0.0)})).load()
-    assert {name: len(column) for name, column in nothing_at_all.items()} == {"x": 0, "rank": 0}
+    columns = group.double(batch, 100).load()
+    assert columns["x"].tolist() == [100, 102, 104, 106, 108]
+    # Two replicas of two pipeline stages: the last stages answer, with three and two rows.
+    assert columns["rank"].tolist() == [1, 1, 1, 3, 3]
+    empty = group.double(put({"x": np.arange(0.0)})).load()
+    assert {name: len(column) for name, column in empty.items()} == {"x": 0, "rank": 0}
 
 
 def test_a_reply_is_passed_to_the_next_call_by_reference(
@@ -104,23 +104,23 @@ def test_a_reply_is_passed_to_the_next_call_by_reference(
 ):
     fetched = []
 
-    def noted(batch: BatchRef) -> object:
+    def record_fetch(batch: BatchRef) -> object:
         fetched.append(batch)
         return fetch_rows(batch)
 
-    monkeypatch.setattr("streamrl.actors.worker_groups.worker_group.fetch_rows", noted)
+    monkeypatch.setattr("streamrl.actors.worker_groups.worker_group.fetch_rows", record_fetch)
     first = group.double(put({"x": np.arange(6.0)}))
     second = group.double(first)
-    both = group.twice_as_many(second)
+    repeated = group.twice_as_many(second)
     assert not fetched
-    assert both.load()["x"].tolist() == [4.0 * (i // 2) for i in range(12)]
+    assert repeated.load()["x"].tolist() == [4.0 * (i // 2) for i in range(12)]
 
 
-def test_two_batches_are_joined_column_beside_column(group: WorkerGroup):
+def test_two_batches_are_joined_by_columns(group: WorkerGroup):
     prompts = put({"x": np.arange(4.0)})
     answers = put({"y": np.arange(4.0) + 10})
-    found = fetch_rows((prompts | answers).slice_rows(1, 3))
-    assert {name: column.tolist() for name, column in found.items()} == {"x": [1, 2], "y": [11, 12]}
+    rows = fetch_rows((prompts | answers).slice_rows(1, 3))
+    assert {name: column.tolist() for name, column in rows.items()} == {"x": [1, 2], "y": [11, 12]}
     joined = put({"z": np.arange(4.0)}) | group.double(prompts)
     assert set(joined.load()) == {"x", "z", "rank"}
     with pytest.raises(ValueError, match="columns x are in both"):
@@ -140,19 +140,24 @@ def test_columns_of_a_reply_are_replaced_dropped_selected_and_renamed(group: Wor
 
 
 def test_ranks_know_their_context_and_rendezvous(group: WorkerGroup):
-    places = group.where().get()
-    assert [rank for rank, *_ in places] == [0, 1, 2, 3]
-    assert len({(address, port) for _, address, port, _ in places}) == 1
-    assert len({pid for *_, pid in places}) == 4
+    contexts = group.where().get()
+    assert [rank for rank, *_ in contexts] == [0, 1, 2, 3]
+    assert len({(address, port) for _, address, port, _ in contexts}) == 1
+    assert len({pid for *_, pid in contexts}) == 4
     assert group.first().get() == 0
 
 
 def test_metrics_come_from_every_rank(group: WorkerGroup):
-    found = group.mean(put({"x": np.arange(6.0)})).get()
-    assert [(each["mean"], each["rows"]) for each in found] == [(0.5, 2), (2.5, 2), (4, 1), (5, 1)]
+    metrics = group.mean(put({"x": np.arange(6.0)})).get()
+    assert [(rank_metrics["mean"], rank_metrics["rows"]) for rank_metrics in metrics] == [
+        (0.5, 2),
+        (2.5, 2),
+        (4, 1),
+        (5, 1),
+    ]
 
 
-def test_a_rank_must_return_as_many_rows_as_it_got(group: WorkerGroup):
+def test_a_rank_must_return_as_many_rows_as_it_receives(group: WorkerGroup):
     for rows in (8, 7):
         with pytest.raises(ValueError, match=r"Doubler-1\.uneven: 0 rows returned for 2"):
             group.uneven(put({"x": np.arange(float(rows))})).get()
@@ -185,7 +190,7 @@ class Static(Doubler):
         return "without the worker"
 
 
-class Gone(Doubler):
+class Overridden(Doubler):
     where = None  # type: ignore[assignment]
 
 
@@ -195,7 +200,7 @@ class Gone(Doubler):
         (Hidden, "Hidden.close: WorkerGroup itself has a method of this name"),
         (Asynchronous, "Asynchronous.soon is async: must be a plain method"),
         (Static, "Static.alone is a staticmethod: must be a plain method"),
-        (Gone, "Gone.where is a NoneType: must be a plain method"),
+        (Overridden, "Overridden.where is a NoneType: must be a plain method"),
     ],
 )
 def test_invalid_transfer_methods_are_refused(pool: ResourcePool, worker: type, message: str):
@@ -222,11 +227,11 @@ def test_invalid_arguments_of_a_call_are_refused(group: WorkerGroup):
 @pytest.mark.slow
 def test_a_group_that_meets_a_full_slot_releases_its_other_slots(pool: ResourcePool):
     pool = ResourcePool(2, cpus=0.5, groups=1)
-    one = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
-    second = WorkerGroup(pool, Doubler, mesh=one, first_slot=1)
+    mesh = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
+    second = WorkerGroup(pool, Doubler, mesh=mesh, first_slot=1)
     with pytest.raises(ConfigError, match="slot 1 of the pool is full: groups=1 share"):
         WorkerGroup(pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()))
-    first = WorkerGroup(pool, Doubler, mesh=one)
+    first = WorkerGroup(pool, Doubler, mesh=mesh)
     assert first.first().get() == 0
     first.close()
     with pytest.raises(ActorError, match="Doubler: the group is closed and cannot be called"):
@@ -235,15 +240,15 @@ def test_a_group_that_meets_a_full_slot_releases_its_other_slots(pool: ResourceP
     with pytest.raises(ActorError, match="Doubler: the pool is closed and cannot be called"):
         second.first()
     with pytest.raises(ConfigError, match="the pool is closed and has no slots"):
-        WorkerGroup(pool, Doubler, mesh=one)
+        WorkerGroup(pool, Doubler, mesh=mesh)
 
 
 def test_invalid_slots_are_refused(pool: ResourcePool):
-    one = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
+    mesh = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
     with pytest.raises(ConfigError, match="1 ranks from slot -1 on; the pool has 4 slots"):
-        WorkerGroup(pool, Doubler, mesh=one, first_slot=-1)
+        WorkerGroup(pool, Doubler, mesh=mesh, first_slot=-1)
     with pytest.raises(ConfigError, match="Doubler: timeout_s=0: must be more than 0"):
-        WorkerGroup(pool, Doubler, mesh=one, timeout_s=0.0)
+        WorkerGroup(pool, Doubler, mesh=mesh, timeout_s=0.0)
     for settings, message in (
         ({"cpus": -1.0}, "pool: cpus=-1, gpus=0: must be 0 or more, and not both 0"),
         ({"cpus": 0.0}, "pool: cpus=0, gpus=0: must be"),
@@ -256,12 +261,12 @@ def test_invalid_slots_are_refused(pool: ResourcePool):
 
 @pytest.mark.slow
 def test_a_failure_is_reported_once(tmp_path: Path):
-    """Ray prints every error whose reference is dropped unread; none may appear."""
+    """Ray prints errors whose reference is dropped unread; the output must have none."""
     (tmp_path / "failing.py").write_text(FAILING)
     run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="failing")
     assert run.wait(400.0) == 0, run.output
-    assert "told: Broken-0.fail: KeyError: 'boom 0'" in run.output
-    assert "told: Broken-0.start: TypeError" in run.output
+    assert "error: Broken-0.fail: KeyError: 'boom 0'" in run.output
+    assert "error: Broken-0.start: TypeError" in run.output
     for trace in ("Unhandled error", "Traceback"):
         assert trace not in run.output
 
@@ -278,8 +283,8 @@ from streamrl.resharding.grids import RankGrid
 
 
 class Broken:
-    def __init__(self, place, number=0):
-        self.rank = place.rank
+    def __init__(self, context, number=0):
+        self.rank = context.rank
         self.number = number + 1
 
     @transfers("DP")
@@ -288,26 +293,26 @@ class Broken:
         raise KeyError(f"boom {self.rank}")
 
 
-def tell(call):
+def report_error(call):
     try:
         call()
     except ActorError as error:
-        print("told:", str(error).splitlines()[0])
+        print("error:", str(error).splitlines()[0])
 
 
 ray.init(address="local", num_cpus=2, include_dashboard=False)
 pool = ResourcePool(2)
 mesh = WorkerMesh(RankGrid(1, 1, 2).assign_ranks())
 group = WorkerGroup(pool, Broken, mesh=mesh)
-tell(group.fail(put({"x": [1, 2]})).get)
-tell(WorkerGroup(pool, Broken, "no number", mesh=mesh).wait_until_ready)
+report_error(group.fail(put({"x": [1, 2]})).get)
+report_error(WorkerGroup(pool, Broken, "no number", mesh=mesh).wait_until_ready)
 time.sleep(3)
 """
 
 
 @pytest.mark.slow
 def test_several_groups_share_a_pool_until_it_is_full(pool: ResourcePool, group: WorkerGroup):
-    others = [
+    groups = [
         WorkerGroup(
             pool,
             Doubler,
@@ -318,8 +323,8 @@ def test_several_groups_share_a_pool_until_it_is_full(pool: ResourcePool, group:
         for factor in (3.0, 5.0)
     ]
     batch = put({"x": np.arange(4.0)})
-    found = [other.double(batch).load()["x"].tolist() for other in others]
-    assert found == [[0, 3, 6, 9], [0, 5, 10, 15]]
+    results = [worker_group.double(batch).load()["x"].tolist() for worker_group in groups]
+    assert results == [[0, 3, 6, 9], [0, 5, 10, 15]]
     with pytest.raises(ConfigError, match="slot 2 of the pool is full: groups=3 share"):
         WorkerGroup(
             pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()), first_slot=2
@@ -328,8 +333,8 @@ def test_several_groups_share_a_pool_until_it_is_full(pool: ResourcePool, group:
         WorkerGroup(
             pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()), first_slot=3
         )
-    for other in others:
-        other.close()
+    for worker_group in groups:
+        worker_group.close()
 
 
 def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup):
@@ -352,15 +357,15 @@ def test_a_hung_or_dead_worker_is_reported(pool: ResourcePool):
         first_slot=1,
         timeout_s=2.0,
     )
-    group_late = group.sleep(60.0)
+    pending = group.sleep(60.0)
     with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 2 s from rank 0"):
-        group_late.get()
+        pending.get()
     group.close()
-    other = WorkerGroup(
+    dying_group = WorkerGroup(
         pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()), timeout_s=60.0
     )
     with pytest.raises(ActorLostError, match=r"Doubler-0\.die: the actor died"):
-        other.die().get()
+        dying_group.die().get()
 
 
 def test_a_pool_without_room_reports_the_free_resources(pool: ResourcePool):
@@ -369,7 +374,7 @@ def test_a_pool_without_room_reports_the_free_resources(pool: ResourcePool):
     assert ray.is_initialized()
 
 
-def backwards(mesh: WorkerMesh, arguments: tuple[object, ...]) -> RankCalls:
+def split_reversed(mesh: WorkerMesh, arguments: tuple[object, ...]) -> RankCalls:
     """Send the first rows to the last rank."""
     (batch,) = arguments
     assert isinstance(batch, BatchRef)
@@ -377,13 +382,13 @@ def backwards(mesh: WorkerMesh, arguments: tuple[object, ...]) -> RankCalls:
 
 
 class Served(Doubler):
-    """Has different layouts for serving and for training."""
+    """Worker with different layouts for serving and training."""
 
     @transfers("P3D_ALL_MICRO_DP")
     def serve(self, batch):
         return self.double(batch)
 
-    @transfers(TransferProtocol(backwards, PROTOCOLS["DP"].collect, keeps_rows=True))
+    @transfers(TransferProtocol(split_reversed, PROTOCOLS["DP"].collect, keeps_rows=True))
     def back(self, batch):
         return self.double(batch)
 
@@ -399,14 +404,14 @@ class Served(Doubler):
             os._exit(3)
 
 
-def test_generation_may_have_its_own_layout_and_a_user_a_protocol(pool: ResourcePool):
+def test_serving_layout_and_custom_protocol_differ_from_training(pool: ResourcePool):
     mesh = WorkerMesh(
         RankGrid.from_text("1-2-1").assign_ranks(),
         serving=RankGrid.from_text("1-1-2").assign_ranks(),
     )
     group = WorkerGroup(pool, Served, mesh=mesh, first_slot=2, env={"SPECIAL": "yes"})
     batch = put({"x": np.arange(3.0)})
-    # Training shards the model over both ranks; for serving each rank has a whole model.
+    # Training shards the model over both ranks; serving has a whole model on each rank.
     assert group.double(batch).load()["rank"].tolist() == [0, 0, 0]
     served = group.serve(batch).load()
     assert (served["x"].tolist(), served["rank"].tolist()) == ([0, 2, 4], [0, 0, 1])
@@ -419,8 +424,8 @@ def test_generation_may_have_its_own_layout_and_a_user_a_protocol(pool: Resource
     group.close()
 
 
-class Stubborn(Doubler):
-    """Rank 1 fails to start."""
+class FailingToStart(Doubler):
+    """Worker whose rank 1 fails to start."""
 
     def __init__(self, context: WorkerContext) -> None:
         if context.rank == 1:
@@ -431,10 +436,12 @@ class Stubborn(Doubler):
 def test_a_worker_that_fails_to_start_is_reported_and_frees_its_slot(pool: ResourcePool):
     for _ in range(4):
         group = WorkerGroup(
-            pool, Stubborn, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
+            pool, FailingToStart, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
         )
         group.close()
-    group = WorkerGroup(pool, Stubborn, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()))
+    group = WorkerGroup(
+        pool, FailingToStart, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
+    )
     with pytest.raises(ConfigError, match="rank=1: must be another"):
         group.first()
     group.close()

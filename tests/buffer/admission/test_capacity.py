@@ -1,4 +1,4 @@
-"""Capacity of a shard in groups and bytes: only admission waits for it."""
+"""Capacity of a shard in groups and bytes: backpressure on admission only."""
 
 import asyncio
 import math
@@ -63,11 +63,11 @@ def test_admission_inserts_as_many_as_fit():
     async def test(shard: QueueShard) -> None:
         entries = [entry(uid) for uid in "abc"]
         assert await shard.admit_prompts(entries, wait_s=60.0) == ["a", "b"]
-        again = asyncio.create_task(shard.admit_prompts(entries[2:], wait_s=60.0))
+        retry = asyncio.create_task(shard.admit_prompts(entries[2:], wait_s=60.0))
         await asyncio.sleep(1.0)
-        assert not again.done()
+        assert not retry.done()
         await shard.remove_groups(["a"], 1)
-        assert await again == ["c"]
+        assert await retry == ["c"]
         assert (await shard.get_stats()).uids == ("b", "c")
 
     on_shard(test, bounds=ShardCapacity(2))
@@ -89,7 +89,7 @@ def test_repeated_admission_is_ignored():
         await admit(shard, "a", version=3)
         (experience,) = await take(shard, "generate")
         await admit(shard, "a", version=3)
-        assert not await take(shard, "generate"), "the first one stands, with its lease"
+        assert not await take(shard, "generate"), "the admitted group keeps its lease"
         assert await shard.renew_leases([experience.lease]) == []
 
     on_shard(test, bounds=ShardCapacity(1))
@@ -98,17 +98,17 @@ def test_repeated_admission_is_ignored():
 def test_admission_retried_while_waiting_is_inserted_once():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "x")
-        both = [asyncio.create_task(admit(shard, "a", wait_s=60.0)) for _ in range(2)]
+        admissions = [asyncio.create_task(admit(shard, "a", wait_s=60.0)) for _ in range(2)]
         await asyncio.sleep(1.0)
         await shard.remove_groups(["x"], 0)
-        await asyncio.gather(*both)
+        await asyncio.gather(*admissions)
         assert (await shard.get_stats()).uids == ("a",)
         assert len(await take(shard, "generate")) == 1
 
     on_shard(test, bounds=ShardCapacity(1))
 
 
-def test_admission_retried_after_removal_does_not_bring_the_group_back():
+def test_admission_retried_after_removal_does_not_reinsert_the_group():
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         waiting = asyncio.create_task(shard.admit_prompts([entry("b")], wait_s=60.0))
@@ -186,7 +186,7 @@ def test_complete_group_releases_unused_reservation():
         blocked = asyncio.create_task(admit(shard, "c", wait_s=60.0))
         await do(shard, "generate", "reward", max_groups=1)
         await asyncio.sleep(1.0)
-        assert not blocked.done(), "the reference may yet need it"
+        assert not blocked.done(), "the reference may still need its reservation"
         await do(shard, "reference", max_groups=1)
         await blocked
 
@@ -243,7 +243,7 @@ def test_add_groups_reserves_its_column_bytes_before_insertion():
             commit(GroupLease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "abcde"
         ]
         first = asyncio.create_task(shard.add_groups(entries[:2], commits[:2], wait_s=1.0))
-        await asyncio.sleep(0)  # it is being written
+        await asyncio.sleep(0)  # the first call is being written
         assert await shard.add_groups(entries[2:], commits[2:], wait_s=1.0) == ["c"]
         assert await first == ["a", "b"]
         assert (await shard.get_stats()).num_bytes == 3 * size
@@ -256,7 +256,7 @@ def test_add_groups_reserves_its_column_bytes_before_insertion():
     on_shard(test, bounds=ShardCapacity(100, 3 * size + 1), log=MemoryLog())
 
 
-def test_group_larger_than_the_shard_enters_an_empty_one():
+def test_group_larger_than_the_shard_enters_an_empty_shard():
     async def test(shard: QueueShard) -> None:
         entries = [entry(uid) for uid in "ab"]
         commits = [commit(GroupLease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "ab"]

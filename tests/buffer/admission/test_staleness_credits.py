@@ -1,4 +1,4 @@
-"""Staleness credits: how far generation may run ahead."""
+"""Staleness credits: bounds on how far generation runs ahead of training."""
 
 import asyncio
 from typing import Any
@@ -46,13 +46,13 @@ def test_new_version_brings_credits_for_one_step():
         ledger.mark_admitted(str(i), 0)
     for i in range(4):
         ledger.mark_trained(str(i))
-    assert admission.num_credits == 0, "trained groups do not come back as credits by themselves"
+    assert admission.num_credits == 0, "training alone refunds no credits"
     admission.advance_version(1)
     assert admission.num_credits == 4
 
 
 def test_unpublished_version_brings_no_credits():
-    """Otherwise version 0 would sample for step 2: two versions behind, with a bound of 1."""
+    """Credits of unpublished versions would let version 0 sample for step 2, beyond the bound."""
     ledger = Ledger()
     admission = make(ledger, depth=1)
     for i in range(8):
@@ -64,7 +64,7 @@ def test_unpublished_version_brings_no_credits():
     for i in range(4, 8):
         ledger.mark_trained(str(i))
     admission.advance_version(2)
-    assert admission.num_credits == 8, "two steps were made, both have their credits now"
+    assert admission.num_credits == 8, "version 2 brings the credits of two steps"
 
 
 def test_dropped_group_refunds_its_credit():
@@ -123,7 +123,7 @@ def test_groups_in_flight_never_exceed_capacity():
     for i in range(4):
         ledger.mark_admitted(str(i), 0)
     admission.advance_version(1)
-    assert admission.num_credits == 1, "the step's groups are not yet booked as trained"
+    assert admission.num_credits == 1, "the step's groups are not yet logged as trained"
 
 
 def test_resumed_run_continues_at_its_version():
@@ -164,5 +164,5 @@ def test_shard_too_small_for_a_step_raises_with_the_calculation():
 def test_last_credit_of_a_version_is_trained_depth_steps_later(
     depth: int, groups: int, version: int
 ):
-    last = compute_credit_limit(version, depth=depth, groups_per_step=groups) - 1
-    assert last // groups - version == depth
+    last_credit = compute_credit_limit(version, depth=depth, groups_per_step=groups) - 1
+    assert last_credit // groups - version == depth

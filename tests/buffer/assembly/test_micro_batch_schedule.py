@@ -1,4 +1,4 @@
-"""Schedule of a step: rounds, their order, and the optimizer updates between them."""
+"""Micro-batch schedule of a step: rounds, their order, and optimizer updates."""
 
 import pytest
 from hypothesis import given
@@ -14,11 +14,11 @@ from streamrl.buffer.assembly.micro_batch_schedule import (
 GROUPS = {"a": (5, 3), "b": (4, 4), "c": (6,), "d": (2, 7)}
 
 
-def schedule_of(pace: UpdatePlan, *, world_size: int = 1, tokens: int = 12) -> StepScheduler:
+def make_scheduler(pace: UpdatePlan, *, world_size: int = 1, tokens: int = 12) -> StepScheduler:
     return StepScheduler(pace, world_size=world_size, micro_batch_tokens=tokens)
 
 
-def picked(all_rounds: list[ScheduledRound]) -> list[tuple[str, int]]:
+def list_picks(all_rounds: list[ScheduledRound]) -> list[tuple[str, int]]:
     return [pick for r in all_rounds for picks in r.micro_batches for pick in picks]
 
 
@@ -26,24 +26,24 @@ EVERYTHING = sorted((uid, i) for uid, lengths in GROUPS.items() for i in range(l
 
 
 def test_single_update_streams_full_rounds():
-    schedule = schedule_of(UpdatePlan())
+    schedule = make_scheduler(UpdatePlan())
     all_rounds = []
     for i, (uid, lengths) in enumerate(GROUPS.items()):
         schedule.add_group(uid, lengths)
         all_rounds.append(schedule.take_rounds(complete=i == 3))
     assert any(all_rounds[:3]), "nothing was trained before the step was complete"
     flat_rounds = [r for batch in all_rounds for r in batch]
-    assert sorted(picked(flat_rounds)) == EVERYTHING
+    assert sorted(list_picks(flat_rounds)) == EVERYTHING
     assert [r.is_last_of_step for r in flat_rounds] == [False] * (len(flat_rounds) - 1) + [True]
     assert list(schedule.step_schedule.iter_rounds()) == flat_rounds
 
 
 def test_full_step_plan_waits_for_all_groups():
-    schedule = schedule_of(UpdatePlan(requires_full_step=True))
+    schedule = make_scheduler(UpdatePlan(requires_full_step=True))
     schedule.add_group("a", GROUPS["a"])
     assert schedule.take_rounds(complete=False) == []
     schedule.add_group("b", GROUPS["b"])
-    assert sorted(picked(schedule.take_rounds(complete=True))) == [
+    assert sorted(list_picks(schedule.take_rounds(complete=True))) == [
         ("a", 0),
         ("a", 1),
         ("b", 0),
@@ -59,29 +59,29 @@ def test_full_step_plan_waits_for_all_groups():
 )
 def test_every_epoch_trains_each_rollout_once(epochs, mini_batches, world_size, order):
     pace = UpdatePlan(requires_full_step=True, num_epochs=epochs, num_mini_batches=mini_batches)
-    schedule = schedule_of(pace, world_size=world_size)
+    schedule = make_scheduler(pace, world_size=world_size)
     for uid in order:
         schedule.add_group(uid, GROUPS[uid])
     all_rounds = schedule.take_rounds(complete=True)
     for epoch in range(epochs):
         of_epoch = [r for r in all_rounds if r.epoch == epoch]
-        assert sorted(picked(of_epoch)) == EVERYTHING
+        assert sorted(list_picks(of_epoch)) == EVERYTHING
         assert sum(r.is_last_of_update for r in of_epoch) == mini_batches
     assert [r.is_last_of_step for r in all_rounds] == [False] * (len(all_rounds) - 1) + [True]
     assert all(len(r.micro_batches) == world_size for r in all_rounds)
-    # Ranks keep precomputed values of their rollouts, so a rollout must stay on its rank.
+    # Ranks cache values of their rollouts, so that a rollout must stay on its rank.
     for rank in range(world_size):
-        seen = [
+        picks_by_epoch = [
             {p for t in all_rounds if t.epoch == e for p in t.micro_batches[rank]}
             for e in range(epochs)
         ]
-        assert all(one == seen[0] for one in seen)
+        assert all(picks == picks_by_epoch[0] for picks in picks_by_epoch)
 
 
 @given(order=st.permutations(list(GROUPS)))
 def test_mini_batches_do_not_depend_on_order_of_arrival(order):
     def updates(uids):
-        schedule = schedule_of(UpdatePlan(requires_full_step=True, num_mini_batches=2))
+        schedule = make_scheduler(UpdatePlan(requires_full_step=True, num_mini_batches=2))
         for uid in uids:
             schedule.add_group(uid, GROUPS[uid])
         schedule.take_rounds(complete=True)
@@ -94,9 +94,9 @@ def test_mini_batches_do_not_depend_on_order_of_arrival(order):
 
 
 def test_schedule_worked_example():
-    one, two, three = ((("a", 0),),), ((("a", 1),),), ((("b", 0),),)
-    all_rounds = list(StepSchedule(((one, two), (three,)), num_epochs=2).iter_rounds())
-    assert [r.micro_batches for r in all_rounds] == [one, two, three, one, two, three]
+    first, second, third = ((("a", 0),),), ((("a", 1),),), ((("b", 0),),)
+    all_rounds = list(StepSchedule(((first, second), (third,)), num_epochs=2).iter_rounds())
+    assert [r.micro_batches for r in all_rounds] == [first, second, third, first, second, third]
     assert [r.epoch for r in all_rounds] == [0, 0, 0, 1, 1, 1]
     assert [r.is_last_of_update for r in all_rounds] == [False, True, True, False, True, True]
     assert [r.is_last_of_step for r in all_rounds] == [False] * 5 + [True]
@@ -110,13 +110,15 @@ def test_schedule_is_redistributed_by_micro_batch(num_shares):
     assert dealt.num_epochs == 2
     for before, after in zip(step_schedule.update_rounds, dealt.update_rounds, strict=True):
         assert {len(work) for work in after} == {num_shares}
-        kept = [[picks for work in rounds for picks in work if picks] for rounds in (before, after)]
-        assert kept[0] == kept[1], "each once, in their order"
-        assert all(any(work) for work in after), "no round is for nobody"
+        micro_batches = [
+            [picks for work in rounds for picks in work if picks] for rounds in (before, after)
+        ]
+        assert micro_batches[0] == micro_batches[1], "each micro-batch once, in order"
+        assert all(any(work) for work in after), "no round is empty"
     assert step_schedule.redistribute_rounds(2) == step_schedule
 
 
 def test_rollout_larger_than_a_micro_batch_raises():
-    schedule = schedule_of(UpdatePlan(), tokens=6)
+    schedule = make_scheduler(UpdatePlan(), tokens=6)
     with pytest.raises(ValueError, match="rollout 1 of d has 7 tokens; a micro-batch holds 6"):
         schedule.add_group("d", GROUPS["d"])

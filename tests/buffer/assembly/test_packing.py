@@ -1,4 +1,4 @@
-"""Packing: every rollout once, no micro-batch over the budget, balanced ranks."""
+"""Packing: each rollout once, micro-batches within the token budget, balanced ranks."""
 
 import pytest
 from hypothesis import given
@@ -11,34 +11,38 @@ LENGTHS = st.lists(st.integers(1, BUDGET), max_size=40)
 WORLD = st.integers(1, 5)
 
 
-def named(lengths: list[int]) -> list[tuple[str, int, int]]:
+def make_rollouts(lengths: list[int]) -> list[tuple[str, int, int]]:
     return [(f"g{i // 3}", i % 3, length) for i, length in enumerate(lengths)]
 
 
-def padded(picks, size) -> int:
+def count_padded_tokens(picks, size) -> int:
     return len(picks) * max((size[pick] for pick in picks), default=0)
 
 
-def check(rounds: list[Round], rollouts: list[tuple[str, int, int]], world_size: int) -> None:
+def check_rounds(
+    rounds: list[Round], rollouts: list[tuple[str, int, int]], world_size: int
+) -> None:
     size = {(uid, index): length for uid, index, length in rollouts}
     dealt = [pick for work in rounds for picks in work for pick in picks]
     assert sorted(dealt) == sorted(size)
     assert all(len(work) == world_size for work in rounds)
-    assert all(padded(picks, size) <= BUDGET for work in rounds for picks in work)
-    loads = [sum(padded(work[rank], size) for work in rounds) for rank in range(world_size)]
+    assert all(count_padded_tokens(picks, size) <= BUDGET for work in rounds for picks in work)
+    loads = [
+        sum(count_padded_tokens(work[rank], size) for work in rounds) for rank in range(world_size)
+    ]
     assert max(loads) - min(loads) <= BUDGET
 
 
 @given(LENGTHS, WORLD)
 def test_packing_has_every_rollout_once_within_the_budget_and_balanced(lengths, world_size):
-    rollouts = named(lengths)
+    rollouts = make_rollouts(lengths)
     rounds = pack_rollouts(rollouts, world_size=world_size, micro_batch_tokens=BUDGET)
-    check(rounds, rollouts, world_size)
+    check_rounds(rounds, rollouts, world_size)
 
 
 @given(LENGTHS, WORLD)
 def test_rank_is_idle_only_if_every_micro_batch_is_a_single_rollout(lengths, world_size):
-    rounds = pack_rollouts(named(lengths), world_size=world_size, micro_batch_tokens=BUDGET)
+    rounds = pack_rollouts(make_rollouts(lengths), world_size=world_size, micro_batch_tokens=BUDGET)
     micro_batches = [picks for work in rounds for picks in work]
     if not all(micro_batches):
         assert all(len(picks) <= 1 for picks in micro_batches)
@@ -46,7 +50,7 @@ def test_rank_is_idle_only_if_every_micro_batch_is_a_single_rollout(lengths, wor
 
 @given(LENGTHS, WORLD, st.randoms())
 def test_packing_does_not_depend_on_order_of_arrival(lengths, world_size, random):
-    rollouts = named(lengths)
+    rollouts = make_rollouts(lengths)
     plan = pack_rollouts(rollouts, world_size=world_size, micro_batch_tokens=BUDGET)
     random.shuffle(rollouts)
     assert pack_rollouts(rollouts, world_size=world_size, micro_batch_tokens=BUDGET) == plan
@@ -61,8 +65,8 @@ def test_streamed_packing_is_complete_and_early_rounds_are_well_filled(groups, w
     for g, group in enumerate(groups):
         packer.add_group(f"g{g}", group)
         early += packer.take_rounds(final=False)
-    assert all(2 * padded(picks, size) > BUDGET for work in early for picks in work)
-    check(early + packer.take_rounds(final=True), rollouts, world_size)
+    assert all(2 * count_padded_tokens(picks, size) > BUDGET for work in early for picks in work)
+    check_rounds(early + packer.take_rounds(final=True), rollouts, world_size)
     assert packer.take_rounds(final=True) == []
 
 

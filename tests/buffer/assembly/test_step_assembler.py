@@ -1,4 +1,4 @@
-"""Choice of the groups that enter a step."""
+"""Step assembler: the groups that enter a step, reserved slots, late groups."""
 
 import pytest
 
@@ -19,21 +19,23 @@ def group(uid: str, admitted: int, sampled: int | None = None) -> Experience:
     )
 
 
-def assembler(
+def make_assembler(
     staleness: int, groups: int, *, drops_stale: bool = False, **admitted: int
 ) -> StepAssembler:
-    made = StepAssembler(max_staleness=staleness, groups_per_step=groups, drops_stale=drops_stale)
+    step_assembler = StepAssembler(
+        max_staleness=staleness, groups_per_step=groups, drops_stale=drops_stale
+    )
     for uid, version in admitted.items():
-        made.admit_group(uid, version)
-    return made
+        step_assembler.admit_group(uid, version)
+    return step_assembler
 
 
 def uids(groups: list[Experience]) -> list[str]:
     return [g.uid for g in groups]
 
 
-def test_groups_enter_out_of_order_while_places_are_free():
-    steps = assembler(1, 2, a=0, b=0, c=1, d=1)
+def test_groups_enter_out_of_order_while_slots_are_free():
+    steps = make_assembler(1, 2, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("d", 1)])
     assert uids(steps.draw_groups(0)) == ["d"]
     steps.offer_groups([group("a", 0)])
@@ -41,11 +43,11 @@ def test_groups_enter_out_of_order_while_places_are_free():
     assert steps.is_complete
 
 
-def test_group_due_in_this_step_keeps_its_place():
-    steps = assembler(1, 2, a=0, b=0, c=1, d=1)
+def test_group_due_in_this_step_keeps_its_slot():
+    steps = make_assembler(1, 2, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("c", 1), group("d", 1)])
     assert steps.pending_uids == ["a", "b"]
-    assert uids(steps.draw_groups(1)) == [], "both places are kept for a and b"
+    assert uids(steps.draw_groups(1)) == [], "both slots are reserved for a and b"
     steps.offer_groups([group("b", 0)])
     assert uids(steps.draw_groups(1)) == ["b"]
     steps.offer_groups([group("a", 0)])
@@ -55,20 +57,20 @@ def test_group_due_in_this_step_keeps_its_place():
 
 
 def test_earliest_deadline_enters_first():
-    steps = assembler(2, 1, a=1, b=0)
+    steps = make_assembler(2, 1, a=1, b=0)
     steps.offer_groups([group("a", 1), group("b", 0)])
     assert uids(steps.draw_groups(1)) == ["b"]
 
 
-def test_dropped_group_frees_its_reserved_place():
-    steps = assembler(0, 1, a=0)
+def test_dropped_group_frees_its_reserved_slot():
+    steps = make_assembler(0, 1, a=0)
     steps.drop_group("a")
     assert steps.pending_uids == []
 
 
 def test_newer_groups_do_not_push_older_ones_beyond_their_deadline():
-    steps = assembler(2, 1, b=0, c=0, d=1)
-    # b and c have the steps of versions 1 and 2 left, one place each, so d cannot enter step 1.
+    steps = make_assembler(2, 1, b=0, c=0, d=1)
+    # b and c need the only slots of steps 1 and 2, so that d cannot enter step 1.
     steps.offer_groups([group("d", 1)])
     assert uids(steps.draw_groups(1)) == []
     steps.offer_groups([group("b", 0)])
@@ -76,14 +78,14 @@ def test_newer_groups_do_not_push_older_ones_beyond_their_deadline():
 
 
 def test_stale_token_raises_with_the_group():
-    steps = assembler(1, 1, a=1)
+    steps = make_assembler(1, 1, a=1)
     steps.offer_groups([group("a", 1, sampled=0)])
     with pytest.raises(StaleGroupError, match="group a was sampled by version 0: 2 behind"):
         steps.draw_groups(2)
 
 
 def test_group_offered_twice_is_ignored():
-    steps = assembler(1, 2, a=0)
+    steps = make_assembler(1, 2, a=0)
     for _ in range(2):
         steps.offer_groups([group("a", 0)])
     assert uids(steps.draw_groups(0)) == ["a"]
@@ -93,7 +95,7 @@ def test_group_offered_twice_is_ignored():
 
 
 def test_finish_step_returns_its_groups_and_starts_an_empty_step():
-    steps = assembler(1, 2, a=0, b=1)
+    steps = make_assembler(1, 2, a=0, b=1)
     steps.offer_groups([group("b", 1), group("a", 0)])
     steps.draw_groups(1)
     assert steps.is_complete
@@ -105,21 +107,21 @@ def test_finish_step_returns_its_groups_and_starts_an_empty_step():
 # on_stale: drop
 
 
-def test_drop_stale_reserves_no_places():
-    steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1, d=1)
+def test_drop_stale_reserves_no_slots():
+    steps = make_assembler(1, 2, drops_stale=True, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("c", 1), group("d", 1)])
-    assert uids(steps.draw_groups(1)) == ["c", "d"], "a and b would be due now"
+    assert uids(steps.draw_groups(1)) == ["c", "d"], "a and b are due but reserve nothing"
     assert steps.pending_uids == ["a", "b"]
 
 
 def test_drop_stale_takes_oldest_tokens_first():
-    steps = assembler(3, 1, drops_stale=True, a=0, b=1)
+    steps = make_assembler(3, 1, drops_stale=True, a=0, b=1)
     steps.offer_groups([group("a", 0, sampled=2), group("b", 1, sampled=1)])
     assert uids(steps.draw_groups(2)) == ["b"]
 
 
 def test_drop_stale_drops_only_groups_beyond_the_bound():
-    steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1)
+    steps = make_assembler(1, 2, drops_stale=True, a=0, b=0, c=1)
     steps.offer_groups([group("a", 0), group("b", 0, sampled=1), group("c", 1)])
     assert steps.remove_late_groups(1) == []
     assert steps.remove_late_groups(2) == ["a"]
@@ -128,54 +130,54 @@ def test_drop_stale_drops_only_groups_beyond_the_bound():
 
 
 def test_drop_stale_waits_for_pending_groups():
-    steps = assembler(1, 2, drops_stale=True, a=0)
+    steps = make_assembler(1, 2, drops_stale=True, a=0)
     assert steps.remove_late_groups(99) == []
 
 
-# Oversampling: more groups are admitted than have places.
+# Oversampling: more groups are admitted than a step has slots.
 
 
-def oversampled(
+def make_oversampling_assembler(
     factor: float | None, staleness: int, groups: int, **admitted: int
 ) -> StepAssembler:
-    made = StepAssembler(
+    step_assembler = StepAssembler(
         max_staleness=staleness,
         groups_per_step=groups,
         oversampling=OversamplingController(factor, groups_per_step=groups),
     )
     for uid, version in admitted.items():
-        made.admit_group(uid, version)
-    return made
+        step_assembler.admit_group(uid, version)
+    return step_assembler
 
 
-def test_undecided_group_reserves_a_fraction_and_kept_group_a_whole_place():
-    # The estimated keep rate is one of three.
-    steps = oversampled(3.0, 1, 2, a=0, b=0, c=0, d=1, e=1)
+def test_undecided_group_reserves_a_fraction_and_kept_group_a_whole_slot():
+    # The estimated keep rate is 1/3.
+    steps = make_oversampling_assembler(3.0, 1, 2, a=0, b=0, c=0, d=1, e=1)
     steps.offer_groups([group("d", 1), group("e", 1)])
-    assert uids(steps.draw_groups(1)) == ["d"], "one place is for the one of a, b and c"
+    assert uids(steps.draw_groups(1)) == ["d"], "a, b and c reserve one slot"
     steps.drop_group("a")
-    assert uids(steps.find_drawable(1)) == ["e"], "two of them make less than a place"
+    assert uids(steps.find_drawable(1)) == ["e"], "b and c reserve less than a slot"
     steps.keep_group("b")
-    assert uids(steps.draw_groups(1)) == [], "b is sure to need one"
+    assert uids(steps.draw_groups(1)) == [], "kept group b reserves a slot"
     steps.offer_groups([group("b", 0)])
     assert uids(steps.draw_groups(1)) == ["b"]
 
 
 def test_full_step_makes_due_groups_late_except_those_that_fill_it():
-    steps = oversampled(4.0, 0, 1, a=0, b=0, c=0, d=1)
+    steps = make_oversampling_assembler(4.0, 0, 1, a=0, b=0, c=0, d=1)
     steps.offer_groups([group("a", 0), group("b", 0)])
     assert steps.remove_late_groups(0) == []
     assert steps.remove_late_groups(0, is_full=True, absent=["d"]) == ["b", "c"]
     assert uids(steps.draw_groups(0)) == ["a"]
 
 
-def test_groups_past_their_deadline_are_late_ready_or_not():
-    steps = oversampled(4.0, 1, 1, a=0, b=0, c=0, d=0, e=1)
+def test_groups_past_their_deadline_are_late_whether_ready_or_pending():
+    steps = make_oversampling_assembler(4.0, 1, 1, a=0, b=0, c=0, d=0, e=1)
     steps.offer_groups([group("a", 0), group("b", 0), group("c", 0, sampled=1)])
     assert steps.remove_late_groups(1) == []
     assert uids(steps.draw_groups(1)) == ["a"]
     steps.finish_step()
-    assert steps.remove_late_groups(2) == ["b", "d"], "c is newer than it had to be"
+    assert steps.remove_late_groups(2) == ["b", "d"], "c has newer tokens than its admission"
     for uid in ("b", "d"):
         steps.drop_group(uid)
     assert uids(steps.draw_groups(2)) == ["c"]

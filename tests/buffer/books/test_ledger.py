@@ -1,4 +1,4 @@
-"""The invariant admitted = trained + filtered + dropped + in flight."""
+"""Ledger: admitted = trained + filtered + dropped + in flight."""
 
 import json
 
@@ -10,7 +10,7 @@ from streamrl.buffer import Ledger
 from streamrl.errors import LedgerError
 
 
-def with_admitted(*uids: str, debug: bool = False) -> Ledger:
+def make_ledger(*uids: str, debug: bool = False) -> Ledger:
     ledger = Ledger(debug=debug)
     for uid in uids:
         ledger.mark_admitted(uid, 0)
@@ -18,7 +18,7 @@ def with_admitted(*uids: str, debug: bool = False) -> Ledger:
 
 
 def test_ledger_counts_every_prompt_in_one_state():
-    ledger = with_admitted(*"abcd")
+    ledger = make_ledger(*"abcd")
     ledger.mark_trained("a")
     ledger.mark_filtered("b")
     ledger.mark_dropped("c", "deadline")
@@ -36,43 +36,43 @@ def test_ledger_keeps_the_admitted_version_while_in_flight():
 
 
 def test_training_a_group_twice_raises():
-    ledger = with_admitted("a")
+    ledger = make_ledger("a")
     ledger.mark_trained("a")
     with pytest.raises(LedgerError, match="prompt a is trained, but it is not in flight"):
         ledger.mark_trained("a")
 
 
 def test_admitting_a_prompt_twice_raises():
-    ledger = with_admitted("a")
+    ledger = make_ledger("a")
     with pytest.raises(LedgerError, match="in flight already"):
         ledger.mark_admitted("a", 1)
 
 
 def test_group_lost_by_the_queue_is_named():
     with pytest.raises(LedgerError, match=r"lost from the queue: \['b'\]"):
-        with_admitted("a", "b").check_balance(["a"])
+        make_ledger("a", "b").check_balance(["a"])
 
 
 def test_group_left_in_the_queue_is_named():
-    ledger = with_admitted("a")
+    ledger = make_ledger("a")
     ledger.mark_trained("a")
     with pytest.raises(LedgerError, match=r"ended but in it: \['a'\]"):
         ledger.check_balance(["a"])
 
 
 def test_pending_insert_is_not_missing():
-    with_admitted("a", "b").check_balance(["a"], inserted=["a"])
+    make_ledger("a", "b").check_balance(["a"], inserted=["a"])
 
 
 def test_ended_groups_refund_their_credit_unless_trained():
-    ledger = with_admitted(*"abcd")
+    ledger = make_ledger(*"abcd")
     ledger.mark_trained("a")
     ledger.mark_filtered("b")
     ledger.mark_dropped("c", "stale")
     assert ledger.num_credits_spent == 2
 
 
-# Uid by uid (run.debug)
+# Ledger of each uid (run.debug)
 
 
 @pytest.mark.parametrize(
@@ -84,28 +84,28 @@ def test_ended_groups_refund_their_credit_unless_trained():
     ],
 )
 def test_debug_ledger_names_the_outcome_of_a_readmitted_uid(end, how: str) -> None:  # type: ignore[no-untyped-def]
-    ledger = with_admitted("a", debug=True)
+    ledger = make_ledger("a", debug=True)
     end(ledger)
     with pytest.raises(LedgerError, match=f"prompt a is admitted, but it was {how} before"):
         ledger.mark_admitted("a", 1)
 
 
 def test_ledger_without_debug_forgets_ended_uids():
-    ledger = with_admitted("a")
+    ledger = make_ledger("a")
     ledger.mark_trained("a")
     ledger.mark_admitted("a", 1)
     assert "ended" not in ledger.state_dict()
 
 
 def test_debug_ledger_finds_wrong_counts_at_the_next_transition():
-    ledger = with_admitted("a", "b", debug=True)
+    ledger = make_ledger("a", "b", debug=True)
     ledger._num_trained += 1
     with pytest.raises(LedgerError, match="the uids do not add up"):
         ledger.mark_trained("a")
 
 
 def test_debug_ledger_resumes_from_a_debug_checkpoint():
-    ledger = with_admitted("a", "b", debug=True)
+    ledger = make_ledger("a", "b", debug=True)
     ledger.mark_trained("a")
     state = json.loads(json.dumps(ledger.state_dict()))
     with pytest.raises(LedgerError, match="it was trained before"):
@@ -114,7 +114,7 @@ def test_debug_ledger_resumes_from_a_debug_checkpoint():
 
 
 def test_debug_needs_a_debug_checkpoint():
-    ledger = with_admitted("a", "b")
+    ledger = make_ledger("a", "b")
     ledger.mark_trained("a")
     restored = Ledger.from_state(ledger.state_dict(), debug=True)
     restored.mark_trained("b")

@@ -33,18 +33,18 @@ FILTERED = GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
 DROPPED = GroupOutcome("deadline", "the verifier is down")
 
 
-def trained(uid: str, version: int = 0) -> TrainedGroup:
+def make_trained_group(uid: str, version: int = 0) -> TrainedGroup:
     return TrainedGroup(uid, GroupInfo((5, 7), 6, ((version, 6),)), version)
 
 
-def step(version: int, *uids: str) -> TrainedStep:
-    """Schedule for two ranks with one round per group: each rank has one rollout of it."""
-    groups = tuple(trained(uid, version) for uid in uids)
+def make_step(version: int, *uids: str) -> TrainedStep:
+    """Make a step for two ranks with one round per group: one rollout per rank."""
+    groups = tuple(make_trained_group(uid, version) for uid in uids)
     rounds = tuple((((uid, 0),), ((uid, 1),)) for uid in uids)
     return TrainedStep(version, groups, {"policy": StepSchedule((rounds,))})
 
 
-def travelled(record: JournalRecord) -> JournalRecord:
+def round_trip_record(record: JournalRecord) -> JournalRecord:
     """Return the record as a journal reads it back."""
     return JournalRecord(json.loads(json.dumps(dict(record.meta))), join_pieces(record.payload))
 
@@ -76,11 +76,11 @@ def steps(draw: st.DrawFn) -> TrainedStep:
 
 @given(steps())
 def test_step_record_has_the_whole_schedule(trained_step: TrainedStep):
-    assert TrainedStep.from_record(travelled(trained_step.to_record())) == trained_step
+    assert TrainedStep.from_record(round_trip_record(trained_step.to_record())) == trained_step
 
 
 def test_step_record_has_plain_uids():
-    meta = step(3, "0:1:0", "0:2:0").to_record().meta
+    meta = make_step(3, "0:1:0", "0:2:0").to_record().meta
     assert (meta["kind"], meta["version"], meta["uids"]) == ("step", 3, ["0:1:0", "0:2:0"])
 
 
@@ -112,22 +112,26 @@ def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]
             elif move == "step":
                 uids = rng.sample(in_flight, min(2, len(in_flight)))
                 version = max(trained_steps, default=seed) + 1
-                trained_steps[version] = step(version, *uids)
+                trained_steps[version] = make_step(version, *uids)
                 await run_log.record_step(trained_steps[version])
             elif move == "again":
                 uid = rng.choice(in_flight)
                 epoch, index, attempt = parse_uid(uid)
-                again = make_uid(epoch, index, attempt + 1)
-                await run_log.record_finished({uid: DROPPED}, readmitted=[again], version=seed)
+                retry_uid = make_uid(epoch, index, attempt + 1)
+                await run_log.record_finished({uid: DROPPED}, readmitted=[retry_uid], version=seed)
             else:
                 uids = rng.sample(in_flight, min(rng.randint(1, 2), len(in_flight)))
                 await run_log.record_finished(
                     dict.fromkeys(uids, FILTERED if move == "filter" else DROPPED)
                 )
-        recovered = recover_run_log([travelled(r) for r in log.records[cut:]], state, debug=True)
+        recovered = recover_run_log(
+            [round_trip_record(r) for r in log.records[cut:]], state, debug=True
+        )
         assert recovered.ledger.state_dict() == run_log.ledger.state_dict()
         assert recovered.steps_to_replay == trained_steps
-        assert recovered.drawn_uids == tuple(drawn), "retries are not drawn from the data"
+        assert recovered.drawn_uids == tuple(drawn), (
+            "readmitted prompts are not drawn from the data"
+        )
 
     run_virtual(main())
 
@@ -136,22 +140,22 @@ async def test_replayed_step_is_not_logged_again():
     log = MemoryLog()
     run_log = RunLog(Ledger(debug=True), log)
     await run_log.record_admissions(["0:0:0", "0:1:0"], 0)
-    await run_log.record_step(step(0, "0:0:0"))
+    await run_log.record_step(make_step(0, "0:0:0"))
     recovered = recover_run_log(log.records, None, debug=True)
-    again = RunLog(recovered.ledger, log.crash(), recovered.steps_to_replay)
+    resumed_log = RunLog(recovered.ledger, log.crash(), recovered.steps_to_replay)
     before = len(log.records)
-    await again.record_step(recovered.steps_to_replay[0])
-    assert len(log.records) == before and again.ledger.counts.trained == 1
-    assert not again.steps_to_replay
-    await again.record_step(step(1, "0:1:0"))
-    assert again.ledger.counts.trained == 2
+    await resumed_log.record_step(recovered.steps_to_replay[0])
+    assert len(log.records) == before and resumed_log.ledger.counts.trained == 1
+    assert not resumed_log.steps_to_replay
+    await resumed_log.record_step(make_step(1, "0:1:0"))
+    assert resumed_log.ledger.counts.trained == 2
 
 
 async def test_step_is_logged_before_the_ledger_changes():
     log = MemoryLog(write_s=5.0)
     run_log = RunLog(Ledger(), log)
     await run_log.record_admissions(["0:0:0"], 0)
-    training = asyncio.create_task(run_log.record_step(step(0, "0:0:0")))
+    training = asyncio.create_task(run_log.record_step(make_step(0, "0:0:0")))
     await asyncio.sleep(1.0)
     assert run_log.ledger.counts.trained == 0
     await training
@@ -160,19 +164,19 @@ async def test_step_is_logged_before_the_ledger_changes():
 
 def test_contradicting_log_and_ledger_raise():
     with pytest.raises(LedgerError, match="prompt 0:0:0 is trained, but it is not in flight"):
-        recover_run_log([step(0, "0:0:0").to_record()], None)
+        recover_run_log([make_step(0, "0:0:0").to_record()], None)
 
 
 # On disk
 
 
-async def written(folder: Path) -> RunLog:
+async def write_run_log(folder: Path) -> RunLog:
     journal = Journal(folder, JournalConfig())
     run_log = RunLog(Ledger(), journal)
     await run_log.record_start(0)
     await run_log.record_admissions(["0:0:0", "0:1:0", "0:2:0"], 0)
     await journal.rotate()
-    await run_log.record_step(step(0, "0:0:0"))
+    await run_log.record_step(make_step(0, "0:0:0"))
     await run_log.record_finished({"0:1:0": DROPPED}, readmitted=["0:1:1"], version=1)
     await run_log.record_finished({"0:2:0": FILTERED})
     await journal.close()
@@ -180,20 +184,22 @@ async def written(folder: Path) -> RunLog:
 
 
 def test_history_yields_all_entries(tmp_path: Path):
-    asyncio.run(written(tmp_path))
+    asyncio.run(write_run_log(tmp_path))
     entries = list(read_history(tmp_path))
     assert [entry["kind"] for entry in entries] == ["open", "admit", "step", "end", "admit", "end"]
     assert all(entry["time"] > 1e9 for entry in entries)
-    of_one = [(e["kind"], e.get("version"), e.get("cause")) for e in entries if tells_of(e, "0:1:")]
-    assert of_one == [("admit", 0, None), ("end", None, "deadline"), ("admit", 1, None)]
+    prompt_entries = [
+        (e["kind"], e.get("version"), e.get("cause")) for e in entries if mentions_prompt(e, "0:1:")
+    ]
+    assert prompt_entries == [("admit", 0, None), ("end", None, "deadline"), ("admit", 1, None)]
 
 
-def tells_of(entry: Any, prompt: str) -> bool:
+def mentions_prompt(entry: Any, prompt: str) -> bool:
     return any(uid.startswith(prompt) for uid in (*entry.get("uids", ()), entry.get("uid", "")))
 
 
 def test_log_is_read_from_a_cut(tmp_path: Path):
-    live = asyncio.run(written(tmp_path))
+    live = asyncio.run(write_run_log(tmp_path))
     state = Ledger()
     for uid in ("0:0:0", "0:1:0", "0:2:0"):
         state.mark_admitted(uid, 0)
@@ -203,7 +209,7 @@ def test_log_is_read_from_a_cut(tmp_path: Path):
 
 
 def test_damaged_log_raises_with_file_and_offset(tmp_path: Path):
-    asyncio.run(written(tmp_path))
+    asyncio.run(write_run_log(tmp_path))
     path = segment_path(tmp_path, 2)
     path.write_bytes(path.read_bytes().replace(b"deadline", b"reward_errer"))
     with pytest.raises(JournalError, match=r"00000002\.journal, byte \d+: the record does not"):

@@ -1,4 +1,4 @@
-"""Journal: accepted records survive every failure of their writer."""
+"""Journal: group commit, disk failures, fsync intervals; accepted records survive failures."""
 
 import asyncio
 import errno
@@ -22,7 +22,14 @@ from streamrl.buffer.log.segment_file import (
     write_segment,
 )
 from streamrl.errors import ConfigError, JournalError, NoSpaceError
-from tests.buffer.journals import eventually, intact, note, numbers, opened, written
+from tests.buffer.journals import (
+    eventually,
+    intact,
+    note,
+    open_journal,
+    read_numbers,
+    write_journal,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 async def test_group_commit_shares_fsyncs(tmp_path: Path, fsyncs: list[str]):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     positions = await asyncio.gather(*(journal.append([note(i)]) for i in range(200)))
     assert fsyncs.count("00000001.journal") <= 3
     assert [read_record(tmp_path, position).meta["i"] for [position] in positions] == list(
@@ -43,7 +50,7 @@ async def test_group_commit_shares_fsyncs(tmp_path: Path, fsyncs: list[str]):
 
 
 class SlowDisk:
-    """An fsync that blocks until released and then may fail."""
+    """Fake fsync that blocks until released, and may then fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.go, self.error = threading.Event(), threading.Event(), ""
@@ -62,7 +69,7 @@ class SlowDisk:
 async def test_appends_during_an_fsync_join_the_next_commit_without_blocking_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     disk = SlowDisk(monkeypatch)
     waiting = [asyncio.ensure_future(journal.append([note(0)]))]
     await eventually(disk.began.is_set)
@@ -74,15 +81,15 @@ async def test_appends_during_an_fsync_join_the_next_commit_without_blocking_the
     await asyncio.gather(*waiting)
     assert disk.calls == 2
     await journal.close()
-    assert numbers(tmp_path) == list(range(20))
+    assert read_numbers(tmp_path) == list(range(20))
 
 
 async def test_pending_appends_fail_after_a_failed_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    mishaps: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: mishaps.append(context))
-    journal = opened(tmp_path)
+    unhandled: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    journal = open_journal(tmp_path)
     disk = SlowDisk(monkeypatch)
     disk.error = "worn out"
     waiting = [asyncio.ensure_future(journal.append([note(0)]))]
@@ -93,11 +100,11 @@ async def test_pending_appends_fail_after_a_failed_commit(
     errors = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(error, JournalError) and "worn" in str(error) for error in errors)
     await asyncio.sleep(0.01)
-    assert (disk.calls, mishaps, numbers(tmp_path)) == (1, [], [])
+    assert (disk.calls, unhandled, read_numbers(tmp_path)) == (1, [], [])
 
 
 async def test_append_returns_after_fsync_of_file_and_folder(tmp_path: Path, fsyncs: list[str]):
-    journal = opened(tmp_path / "new" / "folder")
+    journal = open_journal(tmp_path / "new" / "folder")
     await journal.append([note(0)])
     assert {tmp_path.name, "new", "folder", "00000001.journal"} <= set(fsyncs)
     before = len(fsyncs)
@@ -107,7 +114,7 @@ async def test_append_returns_after_fsync_of_file_and_folder(tmp_path: Path, fsy
 
 
 async def test_appends_and_waiters_keep_their_order(tmp_path: Path):
-    journal, woken = opened(tmp_path), []
+    journal, woken = open_journal(tmp_path), []
 
     async def owner(start: int) -> None:
         for i in range(start, start + 40, 4):
@@ -128,7 +135,7 @@ async def test_appends_and_waiters_keep_their_order(tmp_path: Path):
 
 
 async def test_cancelled_append_does_not_affect_others(tmp_path: Path):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     cancelled = asyncio.ensure_future(journal.append([note(0)]))
     await asyncio.sleep(0)
     cancelled.cancel()
@@ -138,18 +145,18 @@ async def test_cancelled_append_does_not_affect_others(tmp_path: Path):
 
 
 async def test_closed_journal_rejects_appends(tmp_path: Path):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     journal.append_nowait([note(0)])
     await journal.close()
     with pytest.raises(AssertionError, match="closed"):
         await journal.append([note(1)])
-    assert numbers(tmp_path) == [0]
+    assert read_numbers(tmp_path) == [0]
 
 
 # Disk failures
 
 
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     writev = os.writev
 
     def refuse(descriptor: int, buffers: list[memoryview]) -> int:
@@ -163,11 +170,11 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_full_disk_fails_all_waiters_with_a_clear_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_s: float | None
 ):
-    journal = opened(tmp_path, fsync_s=fsync_s)
+    journal = open_journal(tmp_path, fsync_s=fsync_s)
     await journal.append([note(0), note(1)])
     size = segment_path(tmp_path, 1).stat().st_size
     with monkeypatch.context() as patch:
-        full_disk(patch)
+        fill_disk(patch)
         calls = (journal.append([note(i)]) for i in range(2, 5))
         errors = await asyncio.gather(*calls, return_exceptions=True)
     text = (
@@ -175,29 +182,29 @@ async def test_full_disk_fails_all_waiters_with_a_clear_message(
         " what was accepted before is safe"
     )
     assert [(type(error), str(error)) for error in errors] == [(JournalError, text)] * 3
-    for again in (journal.append([note(9)]), journal.rotate(), journal.close()):
+    for call in (journal.append([note(9)]), journal.rotate(), journal.close()):
         with pytest.raises(JournalError, match="No space left"):
-            await again
+            await call
     with pytest.raises(JournalError, match="No space left"):
         journal.append_nowait([note(9)])
-    assert segment_path(tmp_path, 1).stat().st_size == size, "cut back to the last good end"
+    assert segment_path(tmp_path, 1).stat().st_size == size, "truncated to the last complete record"
     assert journal.num_bytes == size
-    assert numbers(tmp_path) == [0, 1]
+    assert read_numbers(tmp_path) == [0, 1]
 
 
 @pytest.mark.parametrize("refused", ["open", "fsync"])
 async def test_rotate_on_a_full_disk_can_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     await journal.append([note(0)])
-    works = getattr(os, refused)
+    original = getattr(os, refused)
 
-    def refuse(what: Any, *how: int) -> object:
-        is_new = what == segment_path(tmp_path, 2)
-        if is_new or (refused == "fsync" and os.path.samestat(os.fstat(what), tmp_path.stat())):
+    def refuse(target: Any, *args: int) -> object:
+        is_new = target == segment_path(tmp_path, 2)
+        if is_new or (refused == "fsync" and os.path.samestat(os.fstat(target), tmp_path.stat())):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return works(what, *how)
+        return original(target, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, refused, refuse)
@@ -208,14 +215,14 @@ async def test_rotate_on_a_full_disk_can_be_retried(
     assert await journal.rotate() == 2
     await journal.append([note(2)])
     await journal.close()
-    assert numbers(tmp_path) == [0, 1, 2]
+    assert read_numbers(tmp_path) == [0, 1, 2]
 
 
 async def test_failed_append_nowait_raises_in_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    journal = opened(tmp_path)
-    full_disk(monkeypatch)
+    journal = open_journal(tmp_path)
+    fill_disk(monkeypatch)
     journal.append_nowait([note(0)])
     with pytest.raises(JournalError, match="No space left"):
         await journal.close()
@@ -225,12 +232,12 @@ async def test_failed_append_nowait_raises_in_the_next_call(
 async def test_failed_fsync_is_not_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_s: float, safe: str
 ):
-    journal = opened(tmp_path, fsync_s=fsync_s)
+    journal = open_journal(tmp_path, fsync_s=fsync_s)
     await journal.append([note(0)])
-    tried = []
+    descriptors = []
 
     def fail(descriptor: int) -> None:
-        tried.append(descriptor)
+        descriptors.append(descriptor)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", fail)
@@ -240,14 +247,14 @@ async def test_failed_fsync_is_not_retried(
             await journal.rotate()
     with pytest.raises(JournalError, match="Input/output error"):
         await journal.close()
-    assert len(tried) == 1
-    assert numbers(tmp_path) == [0]
+    assert len(descriptors) == 1
+    assert read_numbers(tmp_path) == [0]
 
 
 async def test_unexpected_writer_error_fails_all_waiters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     monkeypatch.setattr(os, "writev", lambda descriptor, buffers: None)
     with pytest.raises(JournalError, match="TypeError"):
         await journal.append([note(0)])
@@ -287,7 +294,7 @@ def test_partial_write_keeps_complete_records(tmp_path: Path):
     text = "00000001.journal: File too large; what was accepted before is safe"
     assert errors == [f"journal {tmp_path}/{text}"] * 2
     assert int(accepted) == 14
-    assert numbers(tmp_path) == list(range(14))
+    assert read_numbers(tmp_path) == list(range(14))
     assert segment_path(tmp_path, 1).stat().st_size < 100_000
 
 
@@ -311,8 +318,8 @@ asyncio.run(main())
 """
 
 
-def killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
-    """Run the endless writer until it has acknowledged some records; return all acknowledged."""
+def run_until_killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
+    """Kill an endless writer after `lines` acknowledged records; yield all acknowledged records."""
     command = [sys.executable, "-c", ENDLESS, str(folder), fsync_s]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -326,7 +333,10 @@ def killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("fsync_s", ["0", "0.05", ""])
 def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync_s: str):
-    acknowledged = [*killed(tmp_path, fsync_s, 150), *killed(tmp_path, fsync_s, 77)]
+    acknowledged = [
+        *run_until_killed(tmp_path, fsync_s, 150),
+        *run_until_killed(tmp_path, fsync_s, 77),
+    ]
     replayed: dict[str, list[int]] = {}
     for item in replay_segments(tmp_path):
         assert not isinstance(item, CorruptRecord), item
@@ -341,7 +351,7 @@ def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync_s: str):
 
 
 class Clock:
-    """A clock that advances only when set."""
+    """Clock that advances by assignment."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -351,10 +361,10 @@ class Clock:
 
 
 async def test_fsync_s_null_never_fsyncs(tmp_path: Path, fsyncs: list[str]):
-    await written(tmp_path / "new", range(3), range(3, 6), fsync_s=None)
-    await written(tmp_path / "new", range(6, 9), fsync_s=None)
+    await write_journal(tmp_path / "new", range(3), range(3, 6), fsync_s=None)
+    await write_journal(tmp_path / "new", range(6, 9), fsync_s=None)
     assert fsyncs == []
-    assert numbers(tmp_path / "new") == list(range(9))
+    assert read_numbers(tmp_path / "new") == list(range(9))
 
 
 async def test_fsync_s_bounds_the_time_between_fsyncs(tmp_path: Path, fsyncs: list[str]):
@@ -371,7 +381,7 @@ async def test_fsync_s_bounds_the_time_between_fsyncs(tmp_path: Path, fsyncs: li
 
 
 async def test_overdue_fsync_runs_without_further_appends(tmp_path: Path, fsyncs: list[str]):
-    journal = opened(tmp_path, fsync_s=0.1)
+    journal = open_journal(tmp_path, fsync_s=0.1)
     fsyncs.clear()
 
     def fsynced(times: int) -> Callable[[], bool]:
@@ -381,7 +391,7 @@ async def test_overdue_fsync_runs_without_further_appends(tmp_path: Path, fsyncs
         await journal.append([note(0)])
         await eventually(fsynced(count))
     await asyncio.sleep(0.25)
-    assert fsyncs == ["00000001.journal"] * 2, "once for each: nothing new, nothing to sync"
+    assert fsyncs == ["00000001.journal"] * 2, "one fsync per append"
     await journal.close()
 
 
@@ -389,7 +399,7 @@ async def test_overdue_fsync_runs_without_further_appends(tmp_path: Path, fsyncs
 async def test_rotate_and_close_fsync_at_once(
     tmp_path: Path, fsyncs: list[str], end: Callable[[Journal], Any]
 ):
-    journal = opened(tmp_path, fsync_s=1000.0)
+    journal = open_journal(tmp_path, fsync_s=1000.0)
     await journal.append([note(0)])
     assert "00000001.journal" not in fsyncs
     await end(journal)
@@ -401,7 +411,7 @@ async def test_rotate_and_close_fsync_at_once(
 def test_write_segment_fsyncs_file_and_folder(tmp_path: Path, fsyncs: list[str]):
     write_segment(tmp_path / "00000000.journal", [note(0)])
     assert fsyncs == ["00000000.journal", tmp_path.name]
-    assert numbers(tmp_path) == [0]
+    assert read_numbers(tmp_path) == [0]
 
 
 # Settings

@@ -1,4 +1,4 @@
-"""Segment files: content, cost of damage, numbering."""
+"""Segment files: records, damage, numbering."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from streamrl.buffer.log.segment_file import (
     write_segment,
 )
 from streamrl.errors import JournalError
-from tests.buffer.journals import intact, note, numbers, opened, written
+from tests.buffer.journals import intact, note, open_journal, read_numbers, write_journal
 
 # Records
 
@@ -46,7 +46,7 @@ from tests.buffer.journals import intact, note, numbers, opened, written
     ids=["empty", "bytes", "bytearray", "slice", "array", "wide", "large", "pieces"],
 )
 async def test_record_round_trips(tmp_path: Path, payload: Blob):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     meta = {
         "kind": "put",
         "uid": "0:1:0",
@@ -81,12 +81,12 @@ def test_write_segment_writes_all_records(
 
 
 async def test_append_with_an_unserializable_record_writes_nothing(tmp_path: Path):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     with pytest.raises(TypeError):
         await journal.append([note(0), JournalRecord({"kind": "bad", "x": object()})])
     await journal.append([note(1)])
     await journal.close()
-    assert numbers(tmp_path) == [1]
+    assert read_numbers(tmp_path) == [1]
 
 
 async def test_writev_limits_and_short_writes_are_handled(
@@ -99,40 +99,40 @@ async def test_writev_limits_and_short_writes_are_handled(
         return writev(descriptor, [b"".join(buffers)[:1009]])
 
     monkeypatch.setattr(os, "writev", stingy)
-    await written(tmp_path, range(3000))
-    assert numbers(tmp_path) == list(range(3000))
+    await write_journal(tmp_path, range(3000))
+    assert read_numbers(tmp_path) == list(range(3000))
 
 
 # Damage
 
 
 async def test_replay_skips_a_last_record_truncated_at_any_byte(tmp_path: Path):
-    last = (await written(tmp_path, range(4)))[-1]
+    last_position = (await write_journal(tmp_path, range(4)))[-1]
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
-    for size in range(last.offset, len(content)):
+    for size in range(last_position.offset, len(content)):
         path.write_bytes(content[:size])
-        assert numbers(tmp_path) == [0, 1, 2], size
+        assert read_numbers(tmp_path) == [0, 1, 2], size
 
 
 async def test_replay_skips_a_last_record_with_unwritten_sectors(tmp_path: Path):
     # A file system may persist the file's length before its data.
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     await journal.append([note(0), note(1, os.urandom(5000))])
     await journal.close()
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
     for size in range(512, len(content), 512):
         path.write_bytes(content[:size] + bytes(len(content) - size))
-        assert numbers(tmp_path) == [0], size
+        assert read_numbers(tmp_path) == [0], size
 
 
-@pytest.mark.parametrize("kept", [0, 1])
-async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, kept: int):
-    positions = await written(tmp_path, range(2))
+@pytest.mark.parametrize("num_bytes", [0, 1])
+async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, num_bytes: int):
+    positions = await write_journal(tmp_path, range(2))
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
-    start = positions[kept].offset
+    start = positions[num_bytes].offset
     path.write_bytes(content[:start] + b"\x01" + os.urandom(len(content) - start - 1))
     (corrupt,) = [item for item in replay_segments(tmp_path) if isinstance(item, CorruptRecord)]
     assert (corrupt.position.offset, corrupt.position.size) == (start, len(content) - start)
@@ -140,7 +140,7 @@ async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, kept: 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
 async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: int):
-    positions = await written(tmp_path, range(4))
+    positions = await write_journal(tmp_path, range(4))
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
     for offset in range(positions[bad].offset, positions[bad].offset + positions[bad].size):
@@ -151,7 +151,7 @@ async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: in
         [corrupt] = [item for item in items if isinstance(item, CorruptRecord)]
         assert (corrupt.position, corrupt.file) == (positions[bad], path)
         assert "checksum" in corrupt.reason
-        assert numbers(tmp_path) == [None if i == bad else i for i in range(4)]
+        assert read_numbers(tmp_path) == [None if i == bad else i for i in range(4)]
         with pytest.raises(
             JournalError, match=rf"{path}, byte {positions[bad].offset}: .*checksum"
         ):
@@ -159,30 +159,30 @@ async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: in
 
 
 async def test_flipped_byte_in_the_last_record_is_corrupt_and_not_torn(tmp_path: Path):
-    position = (await written(tmp_path, range(4)))[-1]
+    position = (await write_journal(tmp_path, range(4)))[-1]
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
     for offset in range(position.offset + 32, position.offset + position.size):
         damaged = bytearray(content)
         damaged[offset] ^= 0x41
         path.write_bytes(damaged)
-        assert numbers(tmp_path) == [0, 1, 2, None]
+        assert read_numbers(tmp_path) == [0, 1, 2, None]
 
 
 async def test_consecutive_corrupt_records_are_all_reported(tmp_path: Path):
-    positions = await written(tmp_path, range(5))
+    positions = await write_journal(tmp_path, range(5))
     path = segment_path(tmp_path, 1)
     damaged = bytearray(path.read_bytes())
     for i in (1, 2):
         damaged[positions[i].offset + positions[i].size - 1] ^= 1
     path.write_bytes(damaged)
-    assert numbers(tmp_path) == [0, None, None, 3, 4]
+    assert read_numbers(tmp_path) == [0, None, None, 3, 4]
 
 
 async def test_replay_finds_the_next_record_at_any_distance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     positions = await journal.append([note(0, segment_file.MAGIC * 50), note(1)])
     await journal.close()
     path = segment_path(tmp_path, 1)
@@ -200,21 +200,21 @@ async def test_replay_finds_the_next_record_at_any_distance(
 
 async def test_records_inside_a_payload_are_not_replayed(tmp_path: Path):
     inner = tmp_path / "inner"
-    await written(inner, range(3))
-    journal = opened(tmp_path)
+    await write_journal(inner, range(3))
+    journal = open_journal(tmp_path)
     await journal.append([note(10, segment_path(inner, 1).read_bytes()), note(11)])
     await journal.close()
     path = segment_path(tmp_path, 1)
     path.write_bytes(b"?" + path.read_bytes()[1:])
-    assert numbers(tmp_path) == [None, 11]
+    assert read_numbers(tmp_path) == [None, 11]
 
 
 async def test_unknown_format_version_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(segment_file, "FORMAT_VERSION", 2)
-    await written(tmp_path, range(1))
+    await write_journal(tmp_path, range(1))
     monkeypatch.setattr(segment_file, "FORMAT_VERSION", 1)
     with pytest.raises(JournalError, match=r"00000001\.journal: format 2, this streamrl reads 1"):
-        numbers(tmp_path)
+        read_numbers(tmp_path)
 
 
 def test_reading_a_missing_record_names_file_and_offset(tmp_path: Path):
@@ -229,18 +229,18 @@ def test_reading_a_missing_record_names_file_and_offset(tmp_path: Path):
 
 
 async def test_rotate_separates_earlier_from_later_records(tmp_path: Path):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     for i in range(0, 40, 2):
         journal.append_nowait([note(i)])
         cut, _ = await asyncio.gather(journal.rotate(), journal.append([note(i + 1)]))
         assert journal.segment == cut
-        assert numbers(tmp_path, before=cut) == list(range(i + 1))
-        assert numbers(tmp_path, first=cut) == [i + 1]
+        assert read_numbers(tmp_path, before=cut) == list(range(i + 1))
+        assert read_numbers(tmp_path, first=cut) == [i + 1]
     await journal.close()
 
 
 async def test_rotate_of_an_empty_segment_keeps_it(tmp_path: Path):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     assert [await journal.rotate(), await journal.rotate()] == [1, 1]
     await journal.append([note(0)])
     assert [await journal.rotate(), await journal.rotate()] == [2, 2]
@@ -249,18 +249,18 @@ async def test_rotate_of_an_empty_segment_keeps_it(tmp_path: Path):
 
 
 async def test_full_segment_is_followed_by_a_new_one(tmp_path: Path):
-    journal = opened(tmp_path, max_mb=1)
+    journal = open_journal(tmp_path, max_mb=1)
     for i in range(6):
         await journal.append([note(i, bytes(400_000))])
     assert journal.segment == 2
     assert journal.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
     await journal.close()
-    assert numbers(tmp_path, first=2) == [3, 4, 5]
-    assert numbers(tmp_path) == list(range(6))
+    assert read_numbers(tmp_path, first=2) == [3, 4, 5]
+    assert read_numbers(tmp_path) == list(range(6))
 
 
 async def test_full_segment_is_fsynced_before_the_next_starts(tmp_path: Path, fsyncs: list[str]):
-    journal = opened(tmp_path, max_mb=1, fsync_s=1000.0)
+    journal = open_journal(tmp_path, max_mb=1, fsync_s=1000.0)
     await journal.append([note(0, bytes(1 << 20))])
     assert "00000001.journal" not in fsyncs
     await journal.append([note(1)])
@@ -269,8 +269,8 @@ async def test_full_segment_is_fsynced_before_the_next_starts(tmp_path: Path, fs
 
 
 async def test_discard_before_removes_lower_segments_and_their_bytes(tmp_path: Path):
-    await written(tmp_path, range(3), range(3, 6))
-    journal = opened(tmp_path)
+    await write_journal(tmp_path, range(3), range(3, 6))
+    journal = open_journal(tmp_path)
     await journal.append([note(6)])
     assert (list_segments(tmp_path), journal.segment) == ([1, 2, 3], 3)
     assert journal.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
@@ -278,15 +278,15 @@ async def test_discard_before_removes_lower_segments_and_their_bytes(tmp_path: P
     assert list_segments(tmp_path) == [3]
     assert journal.num_bytes == segment_path(tmp_path, 3).stat().st_size
     await journal.close()
-    assert numbers(tmp_path) == [6]
+    assert read_numbers(tmp_path) == [6]
 
 
 async def test_segment_numbers_are_not_reused_after_discard(tmp_path: Path):
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     await journal.append([note(0)])
     journal.discard_before(await journal.rotate())
     await journal.close()
-    journal = opened(tmp_path)
+    journal = open_journal(tmp_path)
     assert journal.segment == 3
     await journal.close()
     journal = Journal(tmp_path / "empty", JournalConfig(), first=9)
@@ -295,58 +295,58 @@ async def test_segment_numbers_are_not_reused_after_discard(tmp_path: Path):
 
 
 async def test_replay_reads_the_requested_segments(tmp_path: Path):
-    await written(tmp_path, range(2), range(2, 4), range(4, 6))
-    assert numbers(tmp_path, first=2) == [2, 3, 4, 5]
-    assert numbers(tmp_path, before=3) == [0, 1, 2, 3]
-    assert numbers(tmp_path, first=2, before=3) == [2, 3]
-    assert numbers(tmp_path, first=2, before=2) == []
-    assert numbers(tmp_path, before=9) == list(range(6))
-    assert numbers(tmp_path, first=9) == []
-    assert numbers(tmp_path / "missing") == []
+    await write_journal(tmp_path, range(2), range(2, 4), range(4, 6))
+    assert read_numbers(tmp_path, first=2) == [2, 3, 4, 5]
+    assert read_numbers(tmp_path, before=3) == [0, 1, 2, 3]
+    assert read_numbers(tmp_path, first=2, before=3) == [2, 3]
+    assert read_numbers(tmp_path, first=2, before=2) == []
+    assert read_numbers(tmp_path, before=9) == list(range(6))
+    assert read_numbers(tmp_path, first=9) == []
+    assert read_numbers(tmp_path / "missing") == []
 
 
 async def test_missing_segment_raises_with_its_number(tmp_path: Path):
-    await written(tmp_path, *(range(i, i + 1) for i in range(5)))
+    await write_journal(tmp_path, *(range(i, i + 1) for i in range(5)))
     for number in (2, 4):
         segment_path(tmp_path, number).unlink()
     with pytest.raises(JournalError, match="segment 2 is missing"):
-        numbers(tmp_path)
+        read_numbers(tmp_path)
     with pytest.raises(JournalError, match="segment 4 is missing"):
-        numbers(tmp_path, first=4)
-    assert numbers(tmp_path, first=5) == [4]
+        read_numbers(tmp_path, first=4)
+    assert read_numbers(tmp_path, first=5) == [4]
 
 
 async def test_successor_starts_a_new_segment_after_a_torn_end(tmp_path: Path, fsyncs: list[str]):
-    await written(tmp_path, range(3), fsync_s=None)
+    await write_journal(tmp_path, range(3), fsync_s=None)
     path = segment_path(tmp_path, 1)
     torn = path.read_bytes()[:-1]
     path.write_bytes(torn)
     assert fsyncs == []
-    journal = opened(tmp_path)
-    assert "00000001.journal" in fsyncs, "what is replayed is not lost any more"
+    journal = open_journal(tmp_path)
+    assert "00000001.journal" in fsyncs, "replayed records are durable"
     await journal.append([note(3), note(4)])
     await journal.close()
     assert path.read_bytes() == torn
-    assert numbers(tmp_path) == [0, 1, 3, 4]
+    assert read_numbers(tmp_path) == [0, 1, 3, 4]
 
 
 async def test_fenced_writer_cannot_append(tmp_path: Path):
-    first, second = opened(tmp_path), opened(tmp_path)
+    first, second = open_journal(tmp_path), open_journal(tmp_path)
     with pytest.raises(JournalError, match=r"00000001\.journal: another process has taken this"):
         await first.append([note(0)])
     await second.append([note(1)])
     await second.close()
-    assert numbers(tmp_path) == [1]
+    assert read_numbers(tmp_path) == [1]
 
 
 def test_uncreatable_folder_raises_with_its_path(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(JournalError, match=f"journal {tmp_path}/file/folder: "):
-        opened(tmp_path / "file" / "folder")
+        open_journal(tmp_path / "file" / "folder")
 
 
 async def test_segment_format_is_readable_without_streamrl(tmp_path: Path):
-    await written(tmp_path, range(1))
+    await write_journal(tmp_path, range(1))
     content = segment_path(tmp_path, 1).read_bytes()
     meta_bytes = int.from_bytes(content[8:12], "little")
     assert json.loads(content[32 : 32 + meta_bytes]) == {"kind": "note", "i": 0}

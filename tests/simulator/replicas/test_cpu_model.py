@@ -12,36 +12,36 @@ from streamrl.simulator.replicas.virtual_loop import run_virtual
 pytestmark = pytest.mark.virtual_time
 
 
-async def ends(cores: int, works: list[tuple[float, float]]) -> list[float]:
+async def run_works(cores: int, works: list[tuple[float, float]]) -> list[float]:
     """Return the end time of each work, given as (begin, duration) in seconds."""
     machine, clock = CpuModel(cores), asyncio.get_running_loop()
     end_times = [0.0] * len(works)
 
-    async def one(index: int, at: float, seconds: float) -> None:
+    async def run_one(index: int, at: float, seconds: float) -> None:
         await asyncio.sleep(at)
         await machine.run_work(seconds)
         end_times[index] = clock.time()
 
-    await asyncio.gather(*(one(i, *work) for i, work in enumerate(works)))
+    await asyncio.gather(*(run_one(i, *work) for i, work in enumerate(works)))
     return [round(end, 6) for end in end_times]
 
 
 def test_work_takes_its_duration_with_a_core_per_process():
-    assert run_virtual(ends(0, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
+    assert run_virtual(run_works(0, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
 
 
 def test_two_processes_on_one_core_take_twice_as_long():
-    # Until 2 both run at half speed; then the longer one runs alone for its last two seconds.
-    assert run_virtual(ends(1, [(0, 1), (0, 3)])) == [2, 4]
+    # Both run at half speed until 2; then the longer work runs at full speed for its last 2 s.
+    assert run_virtual(run_works(1, [(0, 1), (0, 3)])) == [2, 4]
 
 
 def test_a_later_process_slows_down_running_ones():
-    # One alone until 1, both until 3, when the second has done its 1 s; then 1 s of 3 remains.
-    assert run_virtual(ends(1, [(0, 3), (1, 1)])) == [4, 3]
+    # The first runs alone until 1 and both until 3, when the second ends; the first has 1 s left.
+    assert run_virtual(run_works(1, [(0, 3), (1, 1)])) == [4, 3]
 
 
 def test_two_processes_on_two_cores_run_at_full_speed():
-    assert run_virtual(ends(2, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
+    assert run_virtual(run_works(2, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
 
 
 async def test_crowding_slows_two_processes_on_two_cores():
@@ -61,9 +61,9 @@ works = st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 5)), min_size=1, max_
 
 @given(works, st.integers(1, 3))
 def test_total_work_is_bounded_by_the_cores(works: list[tuple[float, float]], cores: int):
-    end_times = run_virtual(ends(cores, works))
-    alone = [at + seconds for at, seconds in works]
-    assert all(end >= least - 1e-5 for end, least in zip(end_times, alone, strict=True))
+    end_times = run_virtual(run_works(cores, works))
+    undisturbed = [at + seconds for at, seconds in works]
+    assert all(end >= least - 1e-5 for end, least in zip(end_times, undisturbed, strict=True))
     assert max(end_times) >= sum(seconds for _, seconds in works) / cores - 1e-5
     assert max(end_times) <= max(at for at, _ in works) + sum(s for _, s in works) + 1e-5
 

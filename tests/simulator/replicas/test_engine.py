@@ -20,12 +20,12 @@ PLAIN = sampler(1.0, max_running=8, kv_tokens=1000)
 
 
 def run(engine: SimulatedEngine[str]) -> dict[str, float]:
-    """Advance to the end of all groups; return when each finished."""
-    ends: dict[str, float] = {}
+    """Advance to the end of all groups; return their end times."""
+    end_times: dict[str, float] = {}
     while engine.next_event_s < math.inf:
         now = engine.next_event_s
-        ends |= {group.key: now for group in engine.advance_to(now)}
-    return ends
+        end_times |= {group.key: now for group in engine.advance_to(now)}
+    return end_times
 
 
 def test_a_group_finishes_with_its_longest_rollout():
@@ -89,15 +89,15 @@ def test_rollouts_beyond_the_kv_cache_wait():
 
 
 def test_a_full_kv_cache_preempts_the_newest_rollout():
-    # Both have 4 tokens after a step and 5 after two; the KV cache holds 10, so that the
-    # second is preempted, and prefilled again when the first finishes after its third step.
+    # Both rollouts have 4 tokens after a step and 5 after two. The KV cache holds 10, so that the
+    # second is preempted, and prefilled again when the first finishes.
     timing = replace(PLAIN, kv_tokens=10, prefill_token_s=0.01)
     engine: SimulatedEngine[str] = SimulatedEngine(timing)
     engine.add_group("a", 3, [4], 0.0)
     engine.add_group("b", 3, [4], 0.0)
-    ends = run(engine)
+    end_times = run(engine)
     assert engine.num_preempted == 1
-    assert ends == {"a": pytest.approx(4.06), "b": pytest.approx(4.06 + 0.05 + 2)}
+    assert end_times == {"a": pytest.approx(4.06), "b": pytest.approx(4.06 + 0.05 + 2)}
 
 
 def test_every_token_keeps_the_version_that_sampled_it():
@@ -129,23 +129,25 @@ def test_count_sampled_tokens_covers_unfinished_groups():
 
 
 def test_a_newly_free_slot_is_an_event():
-    kind = ConcurrencyLimit(-1, slots_per_group=4)
-    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [kind])
-    engine.add_group("a", 1, [2, 3, 6, 9], 0.0, kind)
-    assert engine.next_event_s == 3.0, "one gives its place to who has none, the next one is free"
-    assert (engine.advance_to(3.0), kind.free_slots) == ([], 1)
-    assert engine.next_event_s == 9.0, "who has free places asks already"
-    kind.free_slots -= 2
+    limit = ConcurrencyLimit(-1, slots_per_group=4)
+    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [limit])
+    engine.add_group("a", 1, [2, 3, 6, 9], 0.0, limit)
+    assert engine.next_event_s == 3.0, (
+        "the first freed slot goes to a waiting rollout, the second is free"
+    )
+    assert (engine.advance_to(3.0), limit.free_slots) == ([], 1)
+    assert engine.next_event_s == 9.0, "a second free slot is no new event"
+    limit.free_slots -= 2
     engine.add_group("b", 1, [2], 3.5)
     assert engine.next_event_s == 6.0
 
 
 def test_a_slot_freed_at_the_end_of_the_current_step_is_an_event():
-    kind = ConcurrencyLimit(0, slots_per_group=2)
-    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [kind])
-    engine.add_group("a", 1, [2, 9], 0.0, kind)
+    limit = ConcurrencyLimit(0, slots_per_group=2)
+    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [limit])
+    engine.add_group("a", 1, [2, 9], 0.0, limit)
     engine.load_version(1, 5.0, 1.5)
-    assert (engine.next_event_s, kind.free_slots) == (2.0, 1)
+    assert (engine.next_event_s, limit.free_slots) == (2.0, 1)
     assert engine.advance_to(2.0) == []
     assert engine.next_event_s == 5.0 + 9.0
 
@@ -160,8 +162,8 @@ class TokenByTokenEngine:
     running: list[list[int]] = field(default_factory=list)
     waiting: deque[list[int]] = field(default_factory=deque)
     groups: dict[int, RunningGroup[int]] = field(default_factory=dict)
-    left: Counter[int] = field(default_factory=Counter)
-    ends: dict[int, float] = field(default_factory=dict)
+    unfinished: Counter[int] = field(default_factory=Counter)
+    end_times: dict[int, float] = field(default_factory=dict)
 
     def fill(self) -> None:
         while self.waiting and len(self.running) < self.timing.max_running:
@@ -185,10 +187,10 @@ class TokenByTokenEngine:
         done = []
         for rollout in [rollout for rollout in self.running if not rollout[2]]:
             self.running.remove(rollout)
-            self.left[rollout[0]] -= 1
-            if not self.left[rollout[0]]:
+            self.unfinished[rollout[0]] -= 1
+            if not self.unfinished[rollout[0]]:
                 done.append(rollout[0])
-        self.ends |= dict.fromkeys(done, self.now)
+        self.end_times |= dict.fromkeys(done, self.now)
         self.now += self.timing.group_s * len(done)
         while self.running and self.resident + len(self.running) > self.timing.kv_tokens:
             self.waiting.appendleft(self.running.pop())
@@ -217,51 +219,50 @@ events = st.lists(
 def test_closed_form_matches_token_by_token(
     timing: GeneratorTiming, events: list[tuple[int, list[int]]]
 ):
-    """An event without lengths is a new version. No version arrives exactly at the end of a
-    step."""
+    """Events without lengths are new versions; none arrives exactly at the end of a step."""
     engine: SimulatedEngine[int] = SimulatedEngine(timing)
-    slow, ends, found = TokenByTokenEngine(timing), {}, {}
-    for i, (place, lengths) in enumerate(sorted(events)):
-        time = 0.37 * place + 0.001237 * i
+    reference, end_times, versions = TokenByTokenEngine(timing), {}, {}
+    for i, (tick, lengths) in enumerate(sorted(events)):
+        time = 0.37 * tick + 0.001237 * i
         while engine.next_event_s <= time:
             now = engine.next_event_s
             for group in engine.advance_to(now):
-                ends[group.key], found[group.key] = now, group.tokens_by_version
-        while slow.running and slow.now < time:
-            slow.make_step()
-        slow.now = max(slow.now, time)
+                end_times[group.key], versions[group.key] = now, group.tokens_by_version
+        while reference.running and reference.now < time:
+            reference.make_step()
+        reference.now = max(reference.now, time)
         if lengths:
             engine.add_group(i, 4, lengths, time)
-            slow.groups[i] = RunningGroup(i, ConcurrencyLimit(0), 0)
-            slow.left[i] = len(lengths)
-            slow.waiting.extend([i, 4, tokens] for tokens in lengths)
-            slow.fill()
+            reference.groups[i] = RunningGroup(i, ConcurrencyLimit(0), 0)
+            reference.unfinished[i] = len(lengths)
+            reference.waiting.extend([i, 4, tokens] for tokens in lengths)
+            reference.fill()
         else:
             engine.load_version(i, 0.25, time)
-            slow.version = i
-            slow.now += 0.25
+            reference.version = i
+            reference.now += 0.25
     while engine.next_event_s < math.inf:
         now = engine.next_event_s
         for group in engine.advance_to(now):
-            ends[group.key], found[group.key] = now, group.tokens_by_version
-    while slow.running:
-        slow.make_step()
-    assert ends == pytest.approx(slow.ends)
-    assert found == {key: group.tokens_by_version for key, group in slow.groups.items()}
-    assert engine.is_empty and not slow.waiting
+            end_times[group.key], versions[group.key] = now, group.tokens_by_version
+    while reference.running:
+        reference.make_step()
+    assert end_times == pytest.approx(reference.end_times)
+    assert versions == {key: group.tokens_by_version for key, group in reference.groups.items()}
+    assert engine.is_empty and not reference.waiting
 
 
 def test_a_new_version_recomputes_the_kv_cache_unless_kept():
-    ends: dict[float, float] = {}
+    end_times: dict[float, float] = {}
     for recompute_token_s in (0.0, 0.1):
         timing = GeneratorTiming(1, 8, 1e6, 0, 0, 0, 1.0, 0, 0, recompute_token_s=recompute_token_s)
         engine: SimulatedEngine[str] = SimulatedEngine(timing)
         engine.add_group("a", 5, [4], 0.0)
-        # By then two tokens follow a prompt of five.
+        # The KV cache has 5 prompt tokens and 2 sampled tokens.
         assert engine.load_version(1, 0.5, 2.0) == 2.5
-        ends[recompute_token_s] = engine.next_event_s
-    assert ends[0.0] == 4.5
-    assert ends[0.1] == 4.5 + 7 * 0.1
+        end_times[recompute_token_s] = engine.next_event_s
+    assert end_times[0.0] == 4.5
+    assert end_times[0.1] == 4.5 + 7 * 0.1
 
 
 @given(
@@ -269,23 +270,25 @@ def test_a_new_version_recomputes_the_kv_cache_unless_kept():
     size=st.integers(1, 4),
     prompt=st.integers(1, 9),
     tokens=st.integers(1, 12),
-    places=st.integers(1, 20),
+    max_running=st.integers(1, 20),
     spare=st.integers(1, 60),
 )
 def test_the_planners_batching_matches_the_engine(
-    groups: int, size: int, prompt: int, tokens: int, places: int, spare: int
+    groups: int, size: int, prompt: int, tokens: int, max_running: int, spare: int
 ):
-    room = float(prompt + tokens + 1 + spare)
-    timing = replace(PLAIN, max_running=places, kv_tokens=room)
+    kv_tokens = float(prompt + tokens + 1 + spare)
+    timing = replace(PLAIN, max_running=max_running, kv_tokens=kv_tokens)
     workload = Workload(groups, size, prompt, FixedLength(tokens))
     (share,) = GenerationModel(workload).find_replica_schedules(timing)
     # The planner treats KV caches of similar size alike.
-    same = (1 + CAPACITY_TOLERANCE) ** math.floor(math.log(room) / math.log(1 + CAPACITY_TOLERANCE))
-    ends = []
-    for kept in (room, same):
-        engine: SimulatedEngine[str] = SimulatedEngine(replace(timing, kv_tokens=kept))
+    rounded_kv_tokens = (1 + CAPACITY_TOLERANCE) ** math.floor(
+        math.log(kv_tokens) / math.log(1 + CAPACITY_TOLERANCE)
+    )
+    group_ends = []
+    for capacity in (kv_tokens, rounded_kv_tokens):
+        engine: SimulatedEngine[str] = SimulatedEngine(replace(timing, kv_tokens=capacity))
         for i in range(groups):
             engine.add_group(f"{i}", prompt, [tokens] * size, 0.0)
         end_times = run(engine)
-        ends.append([end_times[f"{i}"] for i in range(groups)])
-    assert share.group_ends.tolist() in ends
+        group_ends.append([end_times[f"{i}"] for i in range(groups)])
+    assert share.group_ends.tolist() in group_ends

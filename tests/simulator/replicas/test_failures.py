@@ -1,4 +1,4 @@
-"""Node failures: losses and cost."""
+"""Node failures in a simulation: requeued groups, repeated steps, cost."""
 
 import math
 from dataclasses import replace
@@ -21,13 +21,13 @@ def run(placement: Placement, failures: FailureModel | None, *, replicas: int = 
 
 
 def test_longer_restarts_cost_more_time():
-    ends = [run(APART, None).step_ends[-1]]
+    end_times = [run(APART, None).step_ends[-1]]
     for restart_s in (5.0, 50.0):
         result = run(APART, FailureModel(150.0, restart_s, node_devices=1))
         assert result.crashes
         assert result.ledger.trained == 24
-        ends.append(result.step_ends[-1])
-    assert ends[0] < ends[1] < ends[2]
+        end_times.append(result.step_ends[-1])
+    assert end_times[0] < end_times[1] < end_times[2]
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, 6, 100])
@@ -40,12 +40,12 @@ def test_the_mean_step_includes_time_lost_in_crashes(checkpoint_every: int):
 
 
 def test_groups_of_a_crashed_generator_are_requeued():
-    # The generator has its node to itself; the trainer is on the other node.
+    # The generator and the trainer are on separate nodes.
     result = run(APART, FailureModel(60.0, 3.0, node_devices=1), seed=2)
-    own = [crash for crash in result.crashes if not crash.is_restart]
-    assert {crash.processes for crash in own} == {("generator-0",)}
-    assert any(crash.lost_tokens for crash in own)
-    assert all(crash.repeated_steps == 0 for crash in own)
+    crashes = [crash for crash in result.crashes if not crash.is_restart]
+    assert {crash.processes for crash in crashes} == {("generator-0",)}
+    assert any(crash.lost_tokens for crash in crashes)
+    assert all(crash.repeated_steps == 0 for crash in crashes)
 
 
 def test_a_trainer_crash_repeats_the_steps_since_the_checkpoint():
@@ -55,8 +55,8 @@ def test_a_trainer_crash_repeats_the_steps_since_the_checkpoint():
     assert often.repeated_steps == 0 < seldom.repeated_steps
     assert often.step_ends[-1] < seldom.step_ends[-1]
     # Repeated steps train the kept groups, with the same rollouts.
-    once = run(APART, None)
-    groups = [sorted(g.uid for g in o.groups) for o in once.outcomes]
+    without_failures = run(APART, None)
+    groups = [sorted(g.uid for g in o.groups) for o in without_failures.outcomes]
     assert [sorted(g.uid for g in o.groups) for o in seldom.outcomes] == groups
 
 

@@ -1,4 +1,4 @@
-"""Assignment of ready groups to waiting replicas."""
+"""Simulated queue: assignment of ready groups to waiting replicas."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
 
 @dataclass(eq=False)
 class Replica:
-    """Records the groups assigned to it."""
+    """Replica that records its assigned groups."""
 
-    places: int
+    slots: int
     groups: list[SimulatedGroup] = field(default_factory=list)
 
     def count_free_slots(self, stage: str) -> int:
-        return self.places - len(self.groups)
+        return self.slots - len(self.groups)
 
     def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
         self.groups += groups
@@ -35,72 +35,77 @@ class Replica:
         return [group.admission_index for group in self.groups]
 
 
-def make(*, streamed: bool = True, hop_s: float = 0.0) -> SimulatedQueue:
+def make_queue(*, streamed: bool = True, hop_s: float = 0.0) -> SimulatedQueue:
     machine = CpuModel()
     return SimulatedQueue(
         FLOW, machine, hop_s=hop_s, books_s=0.0, streamed=streamed, groups_per_step=2
     )
 
 
-async def filled(queue: SimulatedQueue, count: int) -> None:
+async def admit_groups(queue: SimulatedQueue, count: int) -> None:
     await queue.admit_prompts(SimulatedPrompts().draw_prompts(count), 0)
 
 
 async def test_waiting_replicas_share_ready_groups_in_admission_order():
-    queue, replicas = make(), [Replica(4), Replica(4)]
+    queue, replicas = make_queue(), [Replica(4), Replica(4)]
     for replica in replicas:
         queue.request_groups(GENERATE_CALL.stage, replica)
-    await filled(queue, 5)
+    await admit_groups(queue, 5)
     assert [replica.orders for replica in replicas] == [[0, 1, 2], [3, 4]]
 
 
 async def test_a_request_covers_the_slots_free_at_its_time():
-    queue, replicas = make(), [Replica(1), Replica(1)]
+    queue, replicas = make_queue(), [Replica(1), Replica(1)]
     for replica in replicas:
         queue.request_groups(GENERATE_CALL.stage, replica)
-        replica.places = 3
-    await filled(queue, 5)
-    # One group each, as requested; then only the first replica requests again.
+        replica.slots = 3
+    await admit_groups(queue, 5)
+    # Each replica gets its requested group; then the first replica requests more.
     assert [replica.orders for replica in replicas] == [[0, 2, 3], [1, 4]]
 
 
 async def test_unfinished_groups_of_a_crashed_replica_are_requeued():
-    queue, first, second = make(hop_s=1.0), Replica(3), Replica(3)
+    queue, first, second = make_queue(hop_s=1.0), Replica(3), Replica(3)
     queue.request_groups(GENERATE_CALL.stage, first)
-    await filled(queue, 3)
+    await admit_groups(queue, 3)
     queue.commit_groups(GENERATE_CALL.stage, [first.groups[1]])
     queue.request_groups(GENERATE_CALL.stage, second)
-    first.places = 0
+    first.slots = 0
     count = queue.requeue_groups(first)
     assert (second.orders, count) == ([0, 2], 2)
 
 
 async def test_a_group_reaches_the_next_stage_after_a_hop():
-    queue, generator, scorer = make(hop_s=0.5), Replica(2), Replica(2)
+    queue, generator, scorer = make_queue(hop_s=0.5), Replica(2), Replica(2)
     clock = asyncio.get_running_loop()
     queue.request_groups(GENERATE_CALL.stage, generator)
     queue.request_groups(REWARD_CALL.stage, scorer)
-    await filled(queue, 1)
+    await admit_groups(queue, 1)
     generator.groups[0].info = GroupInfo((4,), 3, ((0, 3),))
     queue.commit_groups(GENERATE_CALL.stage, generator.groups)
     await asyncio.sleep(0.75)
-    given = scorer.orders
+    scored = scorer.orders
     queue.commit_groups(REWARD_CALL.stage, scorer.groups)
     queue.version = 2
-    (one,) = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-    assert (clock.time(), given, one.uid, one.ready_version) == (1.25, [0], "0:0:0", 2)
+    (experience,) = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    assert (clock.time(), scored, experience.uid, experience.ready_version) == (
+        1.25,
+        [0],
+        "0:0:0",
+        2,
+    )
 
 
 async def test_unstreamed_stages_get_the_groups_of_a_step_together():
-    queue, generator, scorer = make(streamed=False), Replica(4), Replica(9)
+    queue, generator, scorer = make_queue(streamed=False), Replica(4), Replica(9)
     queue.request_groups(GENERATE_CALL.stage, generator)
     queue.request_groups(REWARD_CALL.stage, scorer)
-    await filled(queue, 4)
-    seen = []
+    await admit_groups(queue, 4)
+    assigned = []
     for index in (0, 2, 3):
         queue.commit_groups(GENERATE_CALL.stage, [generator.groups[index]])
-        seen.append(scorer.orders)
-    assert seen == [[], [], [2, 3]]
+        assigned.append(scorer.orders)
+    assert assigned == [[], [], [2, 3]]
 
 
 async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
@@ -110,7 +115,7 @@ async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
     )
     generator, judge, reference = Replica(3), Replica(3), Replica(3)
     queue.request_groups(GENERATE_CALL.stage, generator)
-    await filled(queue, 3)
+    await admit_groups(queue, 3)
     generator.groups[1].is_filtered = True
     for group in generator.groups:
         group.info = GroupInfo((2,), 1, ((0, 1),))
@@ -123,8 +128,8 @@ async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
     ]
     queue.request_groups("reference", reference)
     queue.commit_groups("reference", reference.groups)
-    whole = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-    orders = [experience.lease.token for experience in whole]
+    ready = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    orders = [experience.lease.token for experience in ready]
     judged, scored, filtered, trained = judge.orders, reference.orders, filtered, orders
     assert judged == [0, 1, 2]
     assert filtered == [True]
@@ -135,21 +140,21 @@ async def test_bookkeeping_uses_the_shared_cores():
     machine, clock = CpuModel(1), asyncio.get_running_loop()
     queue = SimulatedQueue(FLOW, machine, hop_s=0.0, books_s=6.0, streamed=True, groups_per_step=2)
     replica = Replica(1)
-    await filled(queue, 1)
+    await admit_groups(queue, 1)
     queue.request_groups(GENERATE_CALL.stage, replica)
     queue.commit_groups(GENERATE_CALL.stage, replica.groups)
     await machine.run_work(3.0)
-    ends = [clock.time()]
+    end_times = [clock.time()]
     await machine.run_work(1.0)
     # Six entries of 1 s: admission, two leases, two commits, and training.
     # Three entries so far: for 6 s the other process has half of the core.
-    assert [*ends, clock.time()] == [6.0, 7.0]
+    assert [*end_times, clock.time()] == [6.0, 7.0]
 
 
 async def test_a_trainers_lease_request_takes_a_hop():
-    queue, clock = make(hop_s=0.5), asyncio.get_running_loop()
+    queue, clock = make_queue(hop_s=0.5), asyncio.get_running_loop()
     generator, scorer = Replica(1), Replica(1)
-    await filled(queue, 1)
+    await admit_groups(queue, 1)
     queue.request_groups(GENERATE_CALL.stage, generator)
     generator.groups[0].info = GroupInfo((3,), 1, ((0, 1),))
     queue.commit_groups(GENERATE_CALL.stage, generator.groups)
@@ -157,6 +162,6 @@ async def test_a_trainers_lease_request_takes_a_hop():
     await asyncio.sleep(1.0)
     queue.commit_groups(REWARD_CALL.stage, scorer.groups)
     await asyncio.sleep(9.0)
-    taken = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-    assert len(taken) == 1
+    leased = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    assert len(leased) == 1
     assert clock.time() == 10.5
