@@ -200,7 +200,7 @@ def test_valid_ground_truths_pass_the_check():
         "Answer: 34^\\circ",
     ],
 )
-async def test_the_recipe_for_dapo_finds_an_answer_as_models_write_it(completion):
+async def test_the_dapo_recipe_extracts_answers_as_models_write_them(completion):
     (config,) = load_config(Path("configs/dapo_qwen2.5_32b_math.yaml")).rewards
     reward = build_numeric_reward(PatternOptions(**config.options))
     assert await score_one(reward, completion, "34") == 1.0
