@@ -73,7 +73,7 @@ def copy_with_weights(path, to, change):
     return to
 
 
-def remove_template(path, tmp_path):
+def copy_without_template(path, tmp_path):
     plain = copy_with_config(path, tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
     return plain
@@ -100,7 +100,7 @@ async def test_the_score_equals_transformers_logit_of_the_templated_conversation
 async def test_without_a_template_the_completion_follows_the_prompt(path, tmp_path, started):
     chat = ({"role": "system", "content": "9"}, {"role": "user", "content": "2+3"})
     prompt = Prompt("0:0:0", PROMPT.token_ids, messages=chat)
-    results = await scores(await started(remove_template(path, tmp_path)), prompt=prompt)
+    results = await scores(await started(copy_without_template(path, tmp_path)), prompt=prompt)
     assert results == [compute_reference_logit(path, f"9\n2+3{text}") for text in TEXTS]
 
 
