@@ -25,8 +25,8 @@ def row(content: object, **more: object) -> str:
 def messy(tmp_path: Path) -> Path:
     """Line 1 is valid, 2 and 5 are bad, 3 is too long, 4 repeats line 1 without ground truth."""
     path = tmp_path / "messy.jsonl"
-    again = row("1+1", ground_truth=None, data_source="more")
-    lines = [row("1+1"), "{", row("1+" * 80 + "1"), again, row([]), row("12+12")]
+    duplicate = row("1+1", ground_truth=None, data_source="more")
+    lines = [row("1+1"), "{", row("1+" * 80 + "1"), duplicate, row([]), row("12+12")]
     path.write_text("\n".join(lines))
     return path
 
