@@ -12,12 +12,12 @@ from streamrl.telemetry.progress import (
     format_number,
     render_sparkline,
 )
-from tests.telemetry.rows import STAGES, facts, full_row
+from tests.telemetry.rows import STAGES, full_row, make_run_info
 
 
 @pytest.fixture
 def progress(tmp_path):
-    return RunProgress(facts(tmp_path, num_steps=10))
+    return RunProgress(make_run_info(tmp_path, num_steps=10))
 
 
 def test_rewards_tokens_and_stages_are_collected_from_rows(progress):
