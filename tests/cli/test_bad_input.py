@@ -495,6 +495,6 @@ def test_a_bad_command_line_is_a_one_line_error(words: list[str], part: str, ref
     assert part in refuse(*words)
 
 
-def test_resuming_from_a_path_without_checkpoint_is_refused(tmp_path: Path, refuse: Refuse):
+def test_resume_from_a_path_without_checkpoint_is_refused(tmp_path: Path, refuse: Refuse):
     assert "not a checkpoint" in refuse("train", "--resume", tmp_path)
     assert list(tmp_path.iterdir()) == []

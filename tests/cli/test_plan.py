@@ -101,7 +101,7 @@ def test_a_bound_without_a_row_is_reported_with_the_reason(
 
 
 @pytest.mark.slow
-def test_the_default_plan_uses_the_configs_bound_and_compares_others(
+def test_the_default_plan_uses_the_configs_bound_and_compares_other_bounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out, config_bound = tmp_path / "plan.yaml", 3

@@ -139,7 +139,7 @@ def test_other_families_load_through_auto_tokenizer(tmp_path, family):
     assert tokenizer.backend_tokenizer.to_str() == reference.backend_tokenizer.to_str()
 
 
-def test_a_family_with_its_own_tokenizer_class_uses_it(tmp_path):
+def test_a_tokenizer_class_named_in_the_config_is_used(tmp_path):
     from transformers import Qwen2Tokenizer
 
     path = save_character_model(tmp_path, "qwen2")

@@ -103,7 +103,7 @@ def mixed(files, **settings):
 
 
 @given(mixes, seeds, st.booleans(), stops)
-def test_resuming_anywhere_continues_the_same_sequence(files, seed, shuffle, stops):
+def test_resume_at_any_position_continues_the_same_sequence(files, seed, shuffle, stops):
     uninterrupted = mixed(files, seed=seed, shuffle=shuffle)
     stream = mixed(files, seed=seed, shuffle=shuffle)
     for count in stops:
@@ -147,7 +147,7 @@ def test_each_file_has_its_own_shuffle():
     assert moved != single_uids
 
 
-def test_resuming_with_other_weights_is_refused():
+def test_resume_with_other_weights_is_refused():
     state = stream_of(prompts(4), seed=1, mix=[(2, 0.5), (2, 0.5)]).state_dict()
     for mix in ([(2, 0.4), (2, 0.6)], [(1, 0.5), (3, 0.5)], []):
         stream = stream_of(prompts(4), seed=1, mix=mix)
@@ -236,7 +236,7 @@ def test_a_uid_of_other_data_is_refused(uid):
         stream_of(prompts(5), seed=1).get_prompt(uid)
 
 
-def test_resuming_on_other_data_is_refused():
+def test_resume_on_other_data_is_refused():
     state = stream_of(prompts(5), seed=1).state_dict()
     with pytest.raises(ConfigError, match=r"number of prompts in data.train was 5 .* is 4 now"):
         stream_of(prompts(4), seed=1).load_state_dict(state)
@@ -245,7 +245,7 @@ def test_resuming_on_other_data_is_refused():
 
 
 @pytest.mark.parametrize("settings", [{"seed": 2}, {"seed": 1, "shuffle": False}])
-def test_resuming_in_another_order_is_refused(settings):
+def test_resume_in_another_order_is_refused(settings):
     state = stream_of(prompts(5), seed=1).state_dict()
     with pytest.raises(ConfigError, match=r"(shuffle|seed of the data order) was"):
         stream_of(prompts(5), **settings).load_state_dict(state)

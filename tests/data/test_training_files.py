@@ -93,7 +93,7 @@ def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows
     paths += [tmp_path / "rows.parquet", tmp_path / "dataset"]
     first: Sequence[Any] | None = None
     for path in paths:
-        # As in the coordinator process.
+        # The coordinator process opens files like this.
         data = open_rows(str(path), tokenizer=tokenizer)
         drawn_prompts = [
             (

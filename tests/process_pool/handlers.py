@@ -79,7 +79,7 @@ def orphan(number: int) -> None:
 
 
 class Sly(str):
-    """A str that executes code when unpickled."""
+    """Text that executes code when unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os._exit, (9,)

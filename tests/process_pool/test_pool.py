@@ -178,7 +178,7 @@ async def test_stragglers_that_finish_are_replaced(pool):
     assert not workers.kill_counts
 
 
-async def test_a_cancelled_caller_does_not_cost_the_worker(pool):
+async def test_cancelling_a_caller_keeps_the_worker_alive(pool):
     workers = pool()
     await workers.start()
     pid = await workers.call(("pid", None))

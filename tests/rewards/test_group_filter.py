@@ -70,7 +70,7 @@ def test_equal_rewards_compares_the_combined_reward():
 
 
 @given(groups, st.integers(-1000, 1000))
-def test_shifting_all_rewards_does_not_change_whether_they_are_equal(scores, shift):
+def test_equality_of_rewards_is_shift_invariant(scores, shift):
     shifted = np.array(scores, np.float32) + np.float32(shift)
     # A shift may round two rewards to the same float32; then they are equal.
     assume(len(set(shifted.tolist())) == len(set(scores)))
@@ -82,7 +82,7 @@ def test_shifting_all_rewards_does_not_change_whether_they_are_equal(scores, shi
     groups,
     st.sampled_from([EQUAL, FilterConfig("mean_outside", options={"low": -1, "high": 1})]),
 )
-def test_the_order_of_the_rollouts_does_not_matter(data, scores, config):
+def test_the_filter_is_invariant_to_the_order_of_rollouts(data, scores, config):
     assert reason(config, data.draw(st.permutations(scores))) == reason(config, scores)
 
 

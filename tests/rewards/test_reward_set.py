@@ -106,8 +106,8 @@ class FakeResults(FakeReward):
 ABSENT = RewardResult.make_not_judged()
 
 
-async def test_an_abstaining_component_is_left_out_of_the_score():
-    """As in TRL: the weighted sum of the components with a score."""
+async def test_an_abstaining_component_is_excluded_from_the_score():
+    """The score is the weighted sum of the components with a score, as in TRL."""
     half, full, triple = (RewardResult(score, outcome_of(score)) for score in (0.5, 1.0, 3.0))
     rewards = reward_set(
         math=(2.0, FakeResults([ABSENT, half, ABSENT])),

@@ -24,7 +24,7 @@ class Letters:
 
 
 class FailingReward(Reward):
-    """A reward that always fails."""
+    """Reward that always fails."""
 
     async def score(self, prompt, completions):
         raise RewardError("the verifier is down")

@@ -78,7 +78,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
     assert names == ["step_000003", "step_000004"]
 
 
-def test_writing_a_version_again_replaces_it(tmp_path: Path):
+def test_a_repeated_save_replaces_the_checkpoint(tmp_path: Path):
     write(tmp_path, 3)
     write(tmp_path, 3)
     assert find_newest(tmp_path).version == 3
@@ -125,7 +125,7 @@ def test_resume_without_a_checkpoint_starts_at_version_0_with_the_journal(tmp_pa
 
 
 @pytest.mark.parametrize("lacks", ["config.yaml", "journal"])
-def test_resume_refuses_a_directory_that_is_no_run(tmp_path: Path, lacks: str):
+def test_resume_refuses_a_directory_without_a_run(tmp_path: Path, lacks: str):
     if lacks != "config.yaml":
         (tmp_path / "config.yaml").write_text("")
     if lacks != "journal":
@@ -135,7 +135,7 @@ def test_resume_refuses_a_directory_that_is_no_run(tmp_path: Path, lacks: str):
         find_resume_point(tmp_path)
 
 
-def test_resume_of_a_run_without_a_step_starts_again(tmp_path: Path):
+def test_resume_of_a_run_without_a_step_starts_at_version_0(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("")
     assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
     (tmp_path / "metrics.jsonl").write_text("")

@@ -159,7 +159,7 @@ def test_an_owner_sends_heartbeats(tmp_path: Path):
     lock.release()
 
 
-def test_verify_owner_names_the_command_that_took_over(tmp_path: Path):
+def test_verify_owner_names_the_new_owner(tmp_path: Path):
     lock = acquire_run_lock(tmp_path)
     lock.verify_owner()
     write_remote_owner(tmp_path)

@@ -113,7 +113,7 @@ def test_a_run_that_is_not_resumed_starts_an_empty_trace(sink, tmp_path):
 
 
 class FullDisk(FileIO):
-    """File that accepts ten more bytes, as a disk that fills up."""
+    """File on a disk with ten free bytes."""
 
     free_bytes = 10
 

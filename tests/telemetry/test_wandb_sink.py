@@ -199,7 +199,7 @@ def test_a_failed_wandb_start_names_the_disabling_setting(tmp_path, monkeypatch)
         started(tmp_path)
 
 
-def test_closing_ends_in_time_when_the_service_does_not_answer(tmp_path, caplog):
+def test_close_times_out_if_the_wandb_service_hangs(tmp_path, caplog):
     sink = started(tmp_path, finish_s=0.5)
     services()[0].suspend()
     sink.close({})
@@ -207,7 +207,7 @@ def test_closing_ends_in_time_when_the_service_does_not_answer(tmp_path, caplog)
     assert services() == []
 
 
-def test_a_run_outlives_a_service_that_dies(tmp_path, caplog):
+def test_a_run_survives_the_death_of_the_wandb_service(tmp_path, caplog):
     sink = started(tmp_path)
     service = services()[0]
     service.kill()

@@ -51,7 +51,7 @@ def read_wandb_file(path: Path) -> WandbFile:
 
 
 def _values(items: Any) -> dict[str, Any]:
-    """Return items by name; a name of several parts leads into nested dicts."""
+    """Return items by name; a nested key becomes nested dicts."""
     values: dict[str, Any] = {}
     for item in items:
         *outer, name = item.nested_key or [item.key]

@@ -176,7 +176,7 @@ async def test_only_finite_numbers_of_a_dict_become_extra_metrics(reward_from):
     assert len((await judgements(many))[0].extra_metrics) == 50
 
 
-async def test_none_abstains_in_the_trl_signature_and_is_an_error_in_others(reward_from):
+async def test_none_abstains_in_the_trl_signature_and_is_an_error_in_other_signatures(reward_from):
     reward = reward_from("def f(completions, **columns): return [None, 0.5]")
     first, second = await judgements(reward)
     assert first.is_not_judged and math.isnan(first.score)
@@ -379,7 +379,7 @@ def test_refused_parameters_are_shown_as_written(reward_from, signature):
         reward_from(f"def f({signature}): return 1.0")
 
 
-async def test_files_with_equal_names_do_not_mix(tmp_path):
+async def test_files_with_equal_names_are_separate_modules(tmp_path):
     rewards = []
     for number in (1, 2):
         path = tmp_path / str(number) / "reward.py"

@@ -46,7 +46,7 @@ async def server():
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     """Shorten the waits between attempts and for the server to a hundredth."""
-    reward_module = importlib.import_module("streamrl.rewards.interface.reward")  # beside @reward
+    reward_module = importlib.import_module("streamrl.rewards.interface.reward")  # the module, not the decorator @reward
     monkeypatch.setattr(reward_module, "BACKOFF_S", reward_module.BACKOFF_S / 100)
     monkeypatch.setattr(endpoint_module, "POLL_INTERVAL_S", endpoint_module.POLL_INTERVAL_S / 100)
 
@@ -303,7 +303,7 @@ async def test_the_preflight_waits_for_the_server(server):
     await restarted.cleanup()
 
 
-async def test_a_server_that_stays_down_refuses_the_run(server, started, monkeypatch):
+async def test_a_server_down_at_startup_refuses_the_run(server, started, monkeypatch):
     monkeypatch.setattr(endpoint_module, "STARTUP_TIMEOUT_S", 0.1)
     await server.close()
     message = r"\.url=http.*/v1: Connect.* \(for 0\.1 s\)$"

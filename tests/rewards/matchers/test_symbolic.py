@@ -38,7 +38,7 @@ def test_an_integer_too_long_to_print_is_scored():
     assert symbolic.judge_completion(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
 
 
-def test_symbolic_works_outside_the_main_thread():
+def test_symbolic_scores_outside_the_main_thread():
     scores = []
     thread = threading.Thread(
         target=lambda: scores.append(symbolic.judge_completion("$1+x$", "x+1").score)

@@ -68,7 +68,7 @@ class Host:
         port = str(self.server.getsockname()[1])
         return {"canary": str(self.canary), "port": port, "pid": str(self.process.pid)}
 
-    def called(self) -> bool:
+    def is_contacted(self) -> bool:
         """Return True if a program has connected to the server."""
         try:
             self.server.accept()
@@ -114,7 +114,7 @@ async def test_an_attack_gets_its_outcome_and_leaves_no_trace(host: Host, attack
     assert neighbour.outcome is RewardOutcome.PASS, neighbour
     assert host.canary.read_text() == SECRET
     assert host.process.poll() is None
-    assert not host.called()
+    assert not host.is_contacted()
     assert [folder for folder in WRITABLE_FOLDERS if Path(folder, LEFT).exists()] == []
     await host.wait_until_only_jails(JAILS)
 

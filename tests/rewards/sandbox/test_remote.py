@@ -118,7 +118,7 @@ async def test_a_float_near_an_expected_integer_is_wrong(url):
     assert outcomes == ["wrong", "pass"]
 
 
-async def test_a_failing_server_is_retried_and_never_a_wrong_answer(url):
+async def test_a_failing_server_is_retried_and_never_scored_as_wrong(url):
     Server.failures = [(504, {}), (200, {"status": "SandboxError", "message": "no disk"})]
     assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
     Server.failures = [(503, {})] * 2
