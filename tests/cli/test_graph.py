@@ -90,8 +90,8 @@ def test_settings_outside_the_graph_become_notes(capsys):
 def test_an_unused_column_becomes_a_note(capsys, monkeypatch):
     extra = ModelCall("extra", "extra", CallKind.SCORE, (), ("answers",))
     flow = load_config(Path(GRPO)).dataflow
-    wider = property(lambda config: Dataflow([*flow.calls, extra]))
-    monkeypatch.setattr("streamrl.config.run_config.RunConfig.dataflow", wider)
+    dataflow_with_extra = property(lambda config: Dataflow([*flow.calls, extra]))
+    monkeypatch.setattr("streamrl.config.run_config.RunConfig.dataflow", dataflow_with_extra)
     assert read_output(capsys, GRPO).endswith(
         "\nnote: extra produces answers, which no stage requires\n"
     )
@@ -162,11 +162,11 @@ def test_dot_of_several_steps_has_a_cluster_per_step(capsys):
 
 
 def test_dot_quotes_every_stage_name():
-    odd = 'a "b" \\ -> c; {'
-    flow = Dataflow([ModelCall(odd, POLICY, CallKind.TRAIN, (), ())])
+    stage_name = 'a "b" \\ -> c; {'
+    flow = Dataflow([ModelCall(stage_name, POLICY, CallKind.TRAIN, (), ())])
     source = render_dot(DataflowGraph.from_dataflow(flow, name="own", steps=1, max_staleness=0))
     nodes, _ = parse_dot(source)
-    assert [name.replace('\\"', '"').replace("\\\\", "\\") for name in nodes] == [odd]
+    assert [name.replace('\\"', '"').replace("\\\\", "\\") for name in nodes] == [stage_name]
 
 
 GRPO_MERMAID = """\

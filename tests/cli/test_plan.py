@@ -212,10 +212,10 @@ def test_a_plan_ignores_the_runs_own_depth(capsys: pytest.CaptureFixture[str]):
 def test_node_failures_cost_time(capsys: pytest.CaptureFixture[str]):
     words = ["simulate", *SMALL[:-2], "--steps", "10", "--json"]
     healthy = json.loads(run(capsys, *words)[1])
-    dying = json.loads(run(capsys, *words, "--mttf-h", "0.01", "--restart-s", "30")[1])
+    failing = json.loads(run(capsys, *words, "--mttf-h", "0.01", "--restart-s", "30")[1])
     assert healthy["crashes"] == 0
-    assert dying["crashes"] > 0
-    assert dying["step_ends_s"][-1] > healthy["step_ends_s"][-1]
+    assert failing["crashes"] > 0
+    assert failing["step_ends_s"][-1] > healthy["step_ends_s"][-1]
 
 
 def test_the_predicted_training_time_matches_the_simulator(capsys: pytest.CaptureFixture[str]):
@@ -345,8 +345,10 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
 def test_bad_input_is_a_one_line_error(
     command: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ):
-    usual = {"--model": "qwen2.5-1.5b", "--prompt-tokens": "20"}
-    more = [word for key, value in usual.items() if key not in words for word in (key, value)]
+    default_options = {"--model": "qwen2.5-1.5b", "--prompt-tokens": "20"}
+    more = [
+        word for key, value in default_options.items() if key not in words for word in (key, value)
+    ]
     assert message in refusal(capsys, command, GRPO, *words, *more)
 
 

@@ -142,9 +142,9 @@ def test_each_file_has_its_own_shuffle():
     single_uids = uids(stream_of(prompts(20), seed=3), 20)
     mixed_uids = uids(stream_of(prompts(40), seed=3, mix=[(20, 0.5), (20, 0.5)]), 40)
     assert mixed_uids[::2] == single_uids
-    moved = [make_uid(0, parse_uid(uid)[1] - 20) for uid in mixed_uids[1::2]]
-    assert sorted(moved) == sorted(single_uids)
-    assert moved != single_uids
+    shifted = [make_uid(0, parse_uid(uid)[1] - 20) for uid in mixed_uids[1::2]]
+    assert sorted(shifted) == sorted(single_uids)
+    assert shifted != single_uids
 
 
 def test_resume_with_other_weights_is_refused():

@@ -76,14 +76,14 @@ def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows
         for i in range(50)
     ]
     paths = [Path(write_rows(*rows))]
-    array = tmp_path / "array.json"
-    array.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
-    sheet = tmp_path / "rows.csv"
-    with sheet.open("w", newline="") as file:
+    json_path = tmp_path / "array.json"
+    json_path.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
+    csv_path = tmp_path / "rows.csv"
+    with csv_path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    paths += [array, sheet]
+    paths += [json_path, csv_path]
     for path in list(paths):
         compressed = path.with_name(path.name + ".gz")
         compressed.write_bytes(gzip.compress(path.read_bytes()))

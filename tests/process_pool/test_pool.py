@@ -86,9 +86,9 @@ async def test_hanging_calls_do_not_slow_down_quick_calls(pool):
     async def measure_call_times():
         times = []
         for n in range(20):
-            began = time.monotonic()
+            started = time.monotonic()
             assert await workers.call(("work", n)) == n
-            times.append(time.monotonic() - began)
+            times.append(time.monotonic() - started)
         return times
 
     baseline = statistics.median(await measure_call_times())

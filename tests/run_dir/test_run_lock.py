@@ -240,12 +240,12 @@ def test_a_folder_removed_during_the_link_check_is_ignored(
     (tmp_path / "checkpoints" / ".partial").mkdir(parents=True)
     scan = os.scandir
 
-    def vanishing(path: Path) -> Any:
+    def scan_and_remove(path: Path) -> Any:
         entries = list(scan(path))
         for entry in entries if Path(path).name == "checkpoints" else ():
             os.rmdir(entry.path)
         return entries
 
-    monkeypatch.setattr("streamrl.run_dir.run_lock.os.scandir", vanishing)
+    monkeypatch.setattr("streamrl.run_dir.run_lock.os.scandir", scan_and_remove)
     check_links(tmp_path)
     assert not list((tmp_path / "checkpoints").iterdir())

@@ -63,8 +63,8 @@ def test_open_spans_are_not_written(sink, tmp_path):
 
 def test_a_step_writes_an_instant_event_and_counters(sink, tmp_path):
     sink.log_step(3, full_row(3) | {"reward/mean": float("nan")})
-    (mark,) = events(tmp_path, "i")
-    assert (mark["name"], mark["s"], mark["ts"]) == ("step 3", "g", 104_000_000)
+    (instant,) = events(tmp_path, "i")
+    assert (instant["name"], instant["s"], instant["ts"]) == ("step 3", "g", 104_000_000)
     counters = {e["name"]: e["args"]["value"] for e in events(tmp_path, "C")}
     assert counters["queue/depth/train"] == 5
     assert "reward/mean" not in counters and "staleness/histogram" not in counters
@@ -72,8 +72,8 @@ def test_a_step_writes_an_instant_event_and_counters(sink, tmp_path):
 
 def test_an_event_becomes_an_instant_event_with_its_fields(sink, tmp_path):
     sink.log_event("drop", {"cause": "timeout", "age_s": float("inf")})
-    (mark,) = events(tmp_path, "i")
-    assert (mark["name"], mark["args"]) == ("drop", {"cause": "timeout", "age_s": None})
+    (instant,) = events(tmp_path, "i")
+    assert (instant["name"], instant["args"]) == ("drop", {"cause": "timeout", "age_s": None})
 
 
 def test_the_file_is_valid_json_after_every_append(sink, tmp_path):

@@ -128,7 +128,8 @@ async def test_a_failing_sandbox_is_retried_and_never_scored_as_wrong(monkeypatc
         return FailingSandbox(failures)
 
     monkeypatch.setattr(Sandbox, "start", start)
-    reward_module = importlib.import_module("streamrl.rewards.interface.reward")  # the module, not the decorator @reward
+    # The module, not the decorator @reward.
+    reward_module = importlib.import_module("streamrl.rewards.interface.reward")
     monkeypatch.setattr(reward_module, "BACKOFF_S", 0.0)
     truth = {"inputs": [""], "outputs": [""]}
     if failures < 2:

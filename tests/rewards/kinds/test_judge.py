@@ -46,7 +46,8 @@ async def server():
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     """Shorten the waits between attempts and for the server to a hundredth."""
-    reward_module = importlib.import_module("streamrl.rewards.interface.reward")  # the module, not the decorator @reward
+    # The module, not the decorator @reward.
+    reward_module = importlib.import_module("streamrl.rewards.interface.reward")
     monkeypatch.setattr(reward_module, "BACKOFF_S", reward_module.BACKOFF_S / 100)
     monkeypatch.setattr(endpoint_module, "POLL_INTERVAL_S", endpoint_module.POLL_INTERVAL_S / 100)
 
@@ -140,30 +141,32 @@ async def test_requests_run_concurrently_up_to_the_limit(server, started):
 async def test_requests_keep_the_rate_limit_shared_by_scorers(server, started):
     # 2400 a minute over two scorers: each sends a request every 50 ms.
     rewards = await started(server.url, replicas=2, requests_per_minute=2400)
-    began = time.monotonic()
+    start_time = time.monotonic()
     await asyncio.gather(scores(rewards, "1", "2"), scores(rewards, "3", "4"))
     assert len(server.arrival_times) == 4
-    assert all(arrival - began > 0.05 * i for i, arrival in enumerate(server.arrival_times))
+    assert all(arrival - start_time > 0.05 * i for i, arrival in enumerate(server.arrival_times))
 
 
 async def test_tokens_keep_the_rate_limit(server, started):
     # 18 bytes plus the completion: 27 bytes are 10 tokens, 87 are 30; max_tokens adds 4.
     rewards = await started(server.url, max_tokens=4, tokens_per_minute=6000)
     server.reply = lambda content: "Score: 1"
-    began = time.monotonic()
+    start_time = time.monotonic()
     await scores(rewards, "1" * 9, "1" * 69, "1" * 9)
     sizes = [len(request["messages"][0]["content"]) for request in server.requests]
     assert sizes == [27, 87, 27]
     # 14 tokens of 10 ms each, then 34.
-    assert server.arrival_times[1] - began > 0.14 and server.arrival_times[2] - began > 0.48
+    assert (
+        server.arrival_times[1] - start_time > 0.14 and server.arrival_times[2] - start_time > 0.48
+    )
 
 
 @pytest.mark.virtual_time
 async def test_the_rate_limiter_is_fifo_and_has_no_burst():
-    pace, passed = RateLimiter(60), []  # one unit a second
+    limiter, passed = RateLimiter(60), []  # one unit a second
 
     async def pass_with(units):
-        await pace.acquire(units)
+        await limiter.acquire(units)
         passed.append((units, asyncio.get_running_loop().time()))
 
     await asyncio.gather(*map(pass_with, (1, 8, 2, 1)))
@@ -174,8 +177,8 @@ async def test_the_rate_limiter_is_fifo_and_has_no_burst():
 
 @pytest.mark.virtual_time
 async def test_the_rate_limiter_without_a_limit_never_waits():
-    pace = RateLimiter(0)
-    await asyncio.gather(*(pace.acquire(1000) for _ in range(9)))
+    limiter = RateLimiter(0)
+    await asyncio.gather(*(limiter.acquire(1000) for _ in range(9)))
     assert asyncio.get_running_loop().time() == 0
 
 

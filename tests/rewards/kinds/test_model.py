@@ -164,17 +164,17 @@ async def test_the_default_pass_score_is_logit_0_or_probability_one_half(
     )
     logits = await judged(await started(path))
     probabilities = await judged(await started(path, sigmoid=True))
-    for raw, squashed in zip(logits, probabilities, strict=True):
+    for raw, probability in zip(logits, probabilities, strict=True):
         assert raw.score * sign < 0  # the random head's logits are negative
         assert (
             raw.outcome
-            is squashed.outcome
+            is probability.outcome
             is (RewardOutcome.WRONG if sign == 1 else RewardOutcome.PASS)
         )
-        assert squashed.score == pytest.approx(1 / (1 + math.exp(-raw.score)))
+        assert probability.score == pytest.approx(1 / (1 + math.exp(-raw.score)))
     least = min(result.score for result in logits)
-    picky = await judged(await started(path, pass_score=math.nextafter(least, 99)))
-    assert [result.outcome for result in picky].count(RewardOutcome.WRONG) == 1
+    strict_results = await judged(await started(path, pass_score=math.nextafter(least, 99)))
+    assert [result.outcome for result in strict_results].count(RewardOutcome.WRONG) == 1
 
 
 async def test_a_label_is_selected_by_name_or_index(tmp_path, started):

@@ -282,10 +282,10 @@ async def test_programs_run_in_order_without_blocking_the_event_loop(
             await asyncio.sleep(0.005)
             longest = max(longest, time.process_time() - before)
 
-    beating = asyncio.create_task(beat())
+    heartbeat = asyncio.create_task(beat())
     short = SandboxProgram("python", ADD, [StdinTest("1 2", "3")])
     outcomes = await asyncio.gather(*map(sandbox.run, [short, long] * 5))
-    beating.cancel()
+    heartbeat.cancel()
     assert [o.outcome for o in outcomes] == [RewardOutcome.PASS, RewardOutcome.WRONG] * 5
     # Processing the whole text or list at once takes longer.
     assert longest < 0.3
@@ -346,8 +346,8 @@ asyncio.run(main())
         time.sleep(0.02)
     os.kill(host.pid, signal.SIGKILL)
     host.communicate()
-    gone, alive = psutil.wait_procs(jails, timeout=10)
-    assert alive == [], gone
+    ended, alive = psutil.wait_procs(jails, timeout=10)
+    assert alive == [], ended
 
 
 async def test_the_probe_detects_a_bubblewrap_without_isolation(
