@@ -51,7 +51,7 @@ def refused(toy: Path, tmp_path: Path, refuse: Refuse) -> Refuse:
     def run(*overrides: str) -> str:
         runs = tmp_path / "runs"
         error = refuse("train", toy / "recipe.yaml", f"run.dir={runs}", *overrides)
-        assert not runs.exists(), "something was written"
+        assert not runs.exists(), "a file was written"
         assert error.startswith("streamrl: ")
         return error
 
@@ -277,8 +277,8 @@ def test_a_config_that_transformers_refuses_is_named(refused: Refuse, toy: Path,
     shutil.copytree(toy / "model", broken)
     settings = json.loads((broken / "config.json").read_text())
     # A state space model has no maximum length; transformers type-checks Qwen2's.
-    for odd in (settings | {"max_position_embeddings": "many"}, {"model_type": "mamba"}):
-        (broken / "config.json").write_text(json.dumps(odd))
+    for invalid in (settings | {"max_position_embeddings": "many"}, {"model_type": "mamba"}):
+        (broken / "config.json").write_text(json.dumps(invalid))
         assert "max_position_embeddings" in refused(f"model.path={broken}")
 
 
@@ -306,13 +306,13 @@ def test_overwrite_refuses_to_remove_inputs_of_the_new_run(
     shutil.copytree(toy / "model", model)
     (tmp_path / "old" / "config.yaml").write_text("")
     words = ["train", toy / "recipe.yaml", f"run.dir={tmp_path}", "run.name=old"]
-    goes_with = {
+    required_overrides = {
         "model.path": [],
         "critic.path": ["algorithm.name=ppo"],
         "data.pretrain": ["algorithm.ptx_coef=0.1"],
     }
-    for key, pair in goes_with.items():
-        error = refuse(*words, "run.overwrite=true", f"{key}={model}", *pair)
+    for key, overrides_of_key in required_overrides.items():
+        error = refuse(*words, "run.overwrite=true", f"{key}={model}", *overrides_of_key)
         assert f"{key}={model}: lies inside the run that" in error
     assert (model / "model.safetensors").is_file()
 
@@ -339,7 +339,7 @@ def test_a_resume_with_incompatible_settings_is_refused_and_changes_no_file(
 
 
 @pytest.mark.parametrize(
-    ("began", "override", "part"),
+    ("algorithm", "override", "part"),
     [
         ("ppo", "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run must keep 0"),
         ("ppo", "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run must keep 0"),
@@ -352,36 +352,36 @@ def test_a_resume_with_incompatible_settings_is_refused_and_changes_no_file(
     ],
 )
 def test_a_resume_keeps_its_critic_and_adaptive_parameters(
-    saved: Saved, refuse: Refuse, began: str, override: str, part: str
+    saved: Saved, refuse: Refuse, algorithm: str, override: str, part: str
 ):
-    costs = ["costs=[{kind: exact}]"] if began == "safe_rlhf" else []
+    costs = ["costs=[{kind: exact}]"] if algorithm == "safe_rlhf" else []
     chosen = ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.1", *costs]
-    run_dir, _ = saved(f"algorithm.name={began}", *chosen)
+    run_dir, _ = saved(f"algorithm.name={algorithm}", *chosen)
     assert part in refuse("train", "--resume", run_dir, override)
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "part"),
+    ("old_every", "new_every", "part"),
     [
         (2, 0, "reference.every=0: the reference of"),
         (0, 2, "reference.every=2: {checkpoint} has no moving reference"),
     ],
 )
 def test_a_resume_keeps_a_fixed_or_an_ema_reference(
-    saved: Saved, refuse: Refuse, was: int, now: int, part: str
+    saved: Saved, refuse: Refuse, old_every: int, new_every: int, part: str
 ):
-    run_dir, path = saved("algorithm.kl_coef=0.1", f"reference.every={was}")
-    if was:
+    run_dir, path = saved("algorithm.kl_coef=0.1", f"reference.every={old_every}")
+    if old_every:
         (path / "trainer" / REFERENCE_FILE).write_text("tensors")
     before = read_files(run_dir)
-    error = refuse("train", "--resume", run_dir, f"reference.every={now}")
+    error = refuse("train", "--resume", run_dir, f"reference.every={new_every}")
     assert part.format(checkpoint=path) in error
     assert read_files(run_dir) == before
 
 
-@pytest.mark.parametrize("how", ["resume", "checkpoint", "fork", "new", "overwrite"])
+@pytest.mark.parametrize("command", ["resume", "checkpoint", "fork", "new", "overwrite"])
 def test_a_live_run_directory_is_refused_and_left_unchanged(
-    toy: Path, tmp_path: Path, saved: Saved, refuse: Refuse, how: str
+    toy: Path, tmp_path: Path, saved: Saved, refuse: Refuse, command: str
 ):
     run_dir, path = saved(f"run.dir={tmp_path}", "run.name=run")
     lock = acquire_run_lock(run_dir)
@@ -394,11 +394,11 @@ def test_a_live_run_directory_is_refused_and_left_unchanged(
         "new": new,
         "overwrite": [*new, "run.overwrite=true"],
     }
-    line = refuse("train", *words[how])
+    line = refuse("train", *words[command])
     assert f"{run_dir} is in use: its run is alive, since " in line
     assert f"pid {os.getpid()};" in line
     # Forking a live run is refused too.
-    assert ("choose another run.name" in line) == (how in ("new", "overwrite"))
+    assert ("choose another run.name" in line) == (command in ("new", "overwrite"))
     assert sorted(tmp_path.rglob("*")) == before
     lock.release()
 
@@ -495,6 +495,6 @@ def test_a_bad_command_line_is_a_one_line_error(words: list[str], part: str, ref
     assert part in refuse(*words)
 
 
-def test_resuming_from_a_path_without_checkpoint_is_refused(tmp_path: Path, refuse: Refuse):
+def test_resume_from_a_path_without_checkpoint_is_refused(tmp_path: Path, refuse: Refuse):
     assert "not a checkpoint" in refuse("train", "--resume", tmp_path)
     assert list(tmp_path.iterdir()) == []

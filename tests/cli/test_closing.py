@@ -9,7 +9,7 @@ from streamrl.errors import DiskError, RewardError
 from streamrl.telemetry.sink_group import SinkGroup
 
 
-class Full(SinkGroup):
+class FullDiskSinks(SinkGroup):
     """Sinks that fail with a full disk."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Full(SinkGroup):
 
 
 def test_a_full_disk_on_close_does_not_hide_the_failure_of_the_run():
-    sinks = Full()
+    sinks = FullDiskSinks()
     with (
         pytest.raises(RewardError, match="no verdict"),
         _close_sinks_at_exit(sinks, {"outcome": "failed"}),
@@ -32,5 +32,5 @@ def test_a_full_disk_on_close_does_not_hide_the_failure_of_the_run():
 
 
 def test_a_full_disk_on_close_of_a_successful_run_is_reported():
-    with pytest.raises(DiskError, match="No space left"), _close_sinks_at_exit(Full(), {}):
+    with pytest.raises(DiskError, match="No space left"), _close_sinks_at_exit(FullDiskSinks(), {}):
         pass

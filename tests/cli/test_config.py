@@ -19,7 +19,7 @@ def test_every_config_key_has_a_meaning():
     assert [key.name for key in list_config_keys() if not key.meaning] == []
 
 
-def test_a_key_or_section_is_printed_alone(capsys: pytest.CaptureFixture[str]):
+def test_a_named_key_or_section_is_printed(capsys: pytest.CaptureFixture[str]):
     assert main(["config", "trainer.lr"]) == 0
     assert capsys.readouterr().out.startswith("trainer.lr: float [1.0e-06]\n")
     assert main(["config", "rewards"]) == 0

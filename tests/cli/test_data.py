@@ -22,11 +22,11 @@ def row(content: object, **more: object) -> str:
 
 
 @pytest.fixture
-def messy(tmp_path: Path) -> Path:
+def bad_rows(tmp_path: Path) -> Path:
     """Line 1 is valid, 2 and 5 are bad, 3 is too long, 4 repeats line 1 without ground truth."""
     path = tmp_path / "messy.jsonl"
-    again = row("1+1", ground_truth=None, data_source="more")
-    lines = [row("1+1"), "{", row("1+" * 80 + "1"), again, row([]), row("12+12")]
+    duplicate = row("1+1", ground_truth=None, data_source="more")
+    lines = [row("1+1"), "{", row("1+" * 80 + "1"), duplicate, row([]), row("12+12")]
     path.write_text("\n".join(lines))
     return path
 
@@ -51,31 +51,31 @@ def test_a_valid_file_is_summarized_with_exit_code_0(toy: Path, check: Callable[
     ]
 
 
-def test_every_bad_row_is_listed_with_exit_code_2(toy, messy, check):
-    code, text = check(messy, "--model", toy / "model")
+def test_every_bad_row_is_listed_with_exit_code_2(toy, bad_rows, check):
+    code, text = check(bad_rows, "--model", toy / "model")
     assert code == 2
-    assert f"{messy}: 6 rows, 3 of them usable" in text
+    assert f"{bad_rows}: 6 rows, 3 of them usable" in text
     assert "sources          sums 2, more 1" in text
     assert "no ground truth  1" in text and "duplicates       1" in text
-    named = [
+    row_locations = [
         line.split(": ")[0].strip() for line in text.splitlines() if "messy.jsonl line" in line
     ]
-    assert named == [f"{messy} line {number}" for number in (2, 3, 5)]
+    assert row_locations == [f"{bad_rows} line {number}" for number in (2, 3, 5)]
 
 
-def test_long_prompts_are_counted_by_on_long_prompt(toy, messy, check):
+def test_long_prompts_are_counted_by_on_long_prompt(toy, bad_rows, check):
     for choice, words in (
         ("skip", "skipped          1 too long"),
         ("truncate", "truncated        1"),
     ):
-        code, text = check(messy, "--model", toy / "model", "--on-long-prompt", choice)
+        code, text = check(bad_rows, "--model", toy / "model", "--on-long-prompt", choice)
         assert code == 2 and words in text and "bad rows         2" in text
-    code, text = check(messy, "--model", toy / "model", "--max-prompt-tokens", 4)
+    code, text = check(bad_rows, "--model", toy / "model", "--max-prompt-tokens", 4)
     assert "the prompt has 6 tokens, the limit is 4" in text
 
 
-def test_json_contains_the_same_counts(toy, messy, check):
-    code, text = check(messy, "--model", toy / "model", "--json")
+def test_json_contains_the_same_counts(toy, bad_rows, check):
+    code, text = check(bad_rows, "--model", toy / "model", "--json")
     (report,) = json.loads(text)["files"]
     assert code == 2
     assert (report["rows"], report["kept"], report["bad"], report["too_long"]) == (6, 3, 3, 0)
@@ -85,11 +85,11 @@ def test_json_contains_the_same_counts(toy, messy, check):
     assert all(f"line {entry['row']}: " in entry["text"] for entry in report["problems"])
 
 
-def test_a_recipe_provides_files_model_and_limits(toy, messy, check):
+def test_a_recipe_provides_files_model_and_limits(toy, bad_rows, check):
     code, text = check("--config", toy / "recipe.yaml")
     assert (code, text.count("100 rows, 100 of them usable")) == (0, 2)
     assert "(limit 122)" in text
-    code, text = check(messy, "--config", toy / "recipe.yaml")
+    code, text = check(bad_rows, "--config", toy / "recipe.yaml")
     assert code == 2 and "limit is 122" in text
 
 

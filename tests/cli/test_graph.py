@@ -63,8 +63,8 @@ def test_overrides_apply_at_any_position(capsys):
 
 
 def test_stages_behind_the_group_filter_are_in_the_graph(capsys):
-    alone = read_output(capsys, PPO)
-    assert "reward -> reference" not in alone and "reward -> value" not in alone
+    unfiltered = read_output(capsys, PPO)
+    assert "reward -> reference" not in unfiltered and "reward -> value" not in unfiltered
     text = read_output(capsys, PPO, "filter.kind=equal_rewards", "algorithm.group_size=4")
     for stage in ("reference", "value"):
         assert re.search(rf"^  reward -> {stage} +scores$", text, re.MULTILINE)
@@ -90,8 +90,8 @@ def test_settings_outside_the_graph_become_notes(capsys):
 def test_an_unused_column_becomes_a_note(capsys, monkeypatch):
     extra = ModelCall("extra", "extra", CallKind.SCORE, (), ("answers",))
     flow = load_config(Path(GRPO)).dataflow
-    wider = property(lambda config: Dataflow([*flow.calls, extra]))
-    monkeypatch.setattr("streamrl.config.run_config.RunConfig.dataflow", wider)
+    dataflow_with_extra = property(lambda config: Dataflow([*flow.calls, extra]))
+    monkeypatch.setattr("streamrl.config.run_config.RunConfig.dataflow", dataflow_with_extra)
     assert read_output(capsys, GRPO).endswith(
         "\nnote: extra produces answers, which no stage requires\n"
     )
@@ -123,11 +123,11 @@ def parse_dot(source: str) -> tuple[dict[str, str], list[tuple[str, str, dict[st
     nodes: dict[str, str] = {}
     edges: list[tuple[str, str, dict[str, str]]] = []
     for line in source.splitlines():
-        facts = dict(re.findall(rf"(\w+)={NAME}", line))
+        attributes = dict(re.findall(rf"(\w+)={NAME}", line))
         if edge := re.match(rf" *{NAME} -> {NAME} \[", line):
-            edges.append((edge[1], edge[2], facts))
+            edges.append((edge[1], edge[2], attributes))
         elif node := re.match(rf" *{NAME} \[", line):
-            nodes[node[1]] = facts["label"]
+            nodes[node[1]] = attributes["label"]
     return nodes, edges
 
 
@@ -137,10 +137,12 @@ def test_dot_has_every_stage_and_edge(capsys):
     assert len(nodes) == 6
     assert len(edges) == 11 + 2
     assert ("reference", "train") in [(a, b) for a, b, _ in edges]
-    back = {(a, b): facts for a, b, facts in edges if facts["style"] == "dashed"}
-    assert set(back) == {("train", "generate"), ("train_critic", "value")}
-    assert {facts["constraint"] for facts in back.values()} == {"false"}
-    labels = {(a, b): facts["label"] for a, b, facts in edges}
+    version_edges = {
+        (a, b): attributes for a, b, attributes in edges if attributes["style"] == "dashed"
+    }
+    assert set(version_edges) == {("train", "generate"), ("train_critic", "value")}
+    assert {attributes["constraint"] for attributes in version_edges.values()} == {"false"}
+    labels = {(a, b): attributes["label"] for a, b, attributes in edges}
     assert labels["generate", "value"] == r"token_ids\nloss_mask\nlengths"
 
 
@@ -149,7 +151,9 @@ def test_dot_of_several_steps_has_a_cluster_per_step(capsys):
     nodes, edges = parse_dot(source)
     assert source.count('subgraph "cluster_') == 3
     assert set(nodes) == {f"{s}[{i}]" for s in ("generate", "reward", "train") for i in (1, 2, 3)}
-    dashed_edges = {(a, b, facts["style"]) for a, b, facts in edges if facts["style"] != "solid"}
+    dashed_edges = {
+        (a, b, attributes["style"]) for a, b, attributes in edges if attributes["style"] != "solid"
+    }
     assert dashed_edges == {
         ("train[1]", "train[2]", "dotted"),
         ("train[2]", "train[3]", "dotted"),
@@ -158,11 +162,11 @@ def test_dot_of_several_steps_has_a_cluster_per_step(capsys):
 
 
 def test_dot_quotes_every_stage_name():
-    odd = 'a "b" \\ -> c; {'
-    flow = Dataflow([ModelCall(odd, POLICY, CallKind.TRAIN, (), ())])
+    stage_name = 'a "b" \\ -> c; {'
+    flow = Dataflow([ModelCall(stage_name, POLICY, CallKind.TRAIN, (), ())])
     source = render_dot(DataflowGraph.from_dataflow(flow, name="own", steps=1, max_staleness=0))
     nodes, _ = parse_dot(source)
-    assert [name.replace('\\"', '"').replace("\\\\", "\\") for name in nodes] == [odd]
+    assert [name.replace('\\"', '"').replace("\\\\", "\\") for name in nodes] == [stage_name]
 
 
 GRPO_MERMAID = """\

@@ -68,22 +68,26 @@ def test_runners_up_of_the_schedule_are_simulated_and_may_win(
         monkeypatch.setattr("streamrl.cli.plan.MAX_REPLAYED_GROUPS", groups)
         front = json.loads(run(capsys, *words)[1])["front"]
         throughputs.append([point["simulated"]["tokens_per_s"] for point in front])
-    alone, simulated = throughputs
-    assert all(more >= less for less, more in zip(alone, simulated, strict=True))
-    assert simulated != alone
+    estimated, simulated = throughputs
+    assert all(more >= less for less, more in zip(estimated, simulated, strict=True))
+    assert simulated != estimated
 
 
 def test_a_bound_without_a_row_is_reported_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    fits = CostModel.explain_infeasible
+    explain_infeasible = CostModel.explain_infeasible
 
-    def refuses(costs: CostModel, placement: Placement) -> str:
+    def refuse_ahead(costs: CostModel, placement: Placement) -> str:
         """Make the exact costs refuse generation ahead; the search's costs accept it."""
         is_exact = type(costs.traffic) is WeightTraffic
-        return "1 GB short" if is_exact and placement.max_staleness else fits(costs, placement)
+        return (
+            "1 GB short"
+            if is_exact and placement.max_staleness
+            else explain_infeasible(costs, placement)
+        )
 
-    monkeypatch.setattr(CostModel, "explain_infeasible", refuses)
+    monkeypatch.setattr(CostModel, "explain_infeasible", refuse_ahead)
     words = ["plan", *TINY, "--max-staleness", "0,2"]
     code, out = run(capsys, *words, "--json")
     assert code == 0
@@ -97,19 +101,21 @@ def test_a_bound_without_a_row_is_reported_with_the_reason(
 
 
 @pytest.mark.slow
-def test_the_default_plan_uses_the_configs_bound_and_compares_others(
+def test_the_default_plan_uses_the_configs_bound_and_compares_other_bounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    out, own_bound = tmp_path / "plan.yaml", 3
-    words = [*TINY, *FEW, f"pipeline.max_staleness={own_bound}", "-o", str(out)]
+    out, config_bound = tmp_path / "plan.yaml", 3
+    words = [*TINY, *FEW, f"pipeline.max_staleness={config_bound}", "-o", str(out)]
     plan = json.loads(run(capsys, "plan", *words, "--json")[1])
-    assert plan["best"]["max_staleness"] == plan["best"]["placement"]["max_staleness"] == own_bound
-    assert load_config(out).pipeline.max_staleness == own_bound
+    assert (
+        plan["best"]["max_staleness"] == plan["best"]["placement"]["max_staleness"] == config_bound
+    )
+    assert load_config(out).pipeline.max_staleness == config_bound
     lines = run(capsys, "plan", *words)[1].splitlines()
     (best,) = (line for line in lines if line.startswith("best: "))
     assert best.endswith("(pipeline.max_staleness=3, the config's own)")
     # Each other row states its gain and its staleness.
-    rows = [point for point in plan["front"] if point["max_staleness"] != own_bound]
+    rows = [point for point in plan["front"] if point["max_staleness"] != config_bound]
     best_result = plan["best"]["simulated"]
     assert rows
     for row in rows:
@@ -124,8 +130,8 @@ def test_the_default_plan_uses_the_configs_bound_and_compares_others(
 
 def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]):
     words = ["plan", *TINY, "--max-staleness", "0,2", "--json"]
-    first, again = (run(capsys, *words, "--seed", "3")[1] for _ in range(2))
-    assert first == again
+    first, second = (run(capsys, *words, "--seed", "3")[1] for _ in range(2))
+    assert first == second
 
 
 def test_the_plan_is_written_as_a_config_with_its_placement(
@@ -137,11 +143,11 @@ def test_the_plan_is_written_as_a_config_with_its_placement(
     assert code == 0
     planned = json.loads(out)["best"]
     placement = Placement.from_dict(planned["placement"], place="best")
-    again = build_run_placement(load_config(config), {"policy"})
-    assert {s: (c.grid, c.mesh.size) for s, c in again.assignments.items()} == {
+    reloaded = build_run_placement(load_config(config), {"policy"})
+    assert {s: (c.grid, c.mesh.size) for s, c in reloaded.assignments.items()} == {
         s: (c.grid, c.mesh.size) for s, c in placement.assignments.items()
     }
-    assert again.max_staleness == placement.max_staleness
+    assert reloaded.max_staleness == placement.max_staleness
     assert picture.read_text().startswith("<svg")
     # The simulator simulates the written config's placement exactly as the plan's.
     steps = str(choose_num_steps(16, placement.max_staleness))
@@ -206,10 +212,10 @@ def test_a_plan_ignores_the_runs_own_depth(capsys: pytest.CaptureFixture[str]):
 def test_node_failures_cost_time(capsys: pytest.CaptureFixture[str]):
     words = ["simulate", *SMALL[:-2], "--steps", "10", "--json"]
     healthy = json.loads(run(capsys, *words)[1])
-    dying = json.loads(run(capsys, *words, "--mttf-h", "0.01", "--restart-s", "30")[1])
+    failing = json.loads(run(capsys, *words, "--mttf-h", "0.01", "--restart-s", "30")[1])
     assert healthy["crashes"] == 0
-    assert dying["crashes"] > 0
-    assert dying["step_ends_s"][-1] > healthy["step_ends_s"][-1]
+    assert failing["crashes"] > 0
+    assert failing["step_ends_s"][-1] > healthy["step_ends_s"][-1]
 
 
 def test_the_predicted_training_time_matches_the_simulator(capsys: pytest.CaptureFixture[str]):
@@ -339,8 +345,10 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
 def test_bad_input_is_a_one_line_error(
     command: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ):
-    usual = {"--model": "qwen2.5-1.5b", "--prompt-tokens": "20"}
-    more = [word for key, value in usual.items() if key not in words for word in (key, value)]
+    default_options = {"--model": "qwen2.5-1.5b", "--prompt-tokens": "20"}
+    more = [
+        word for key, value in default_options.items() if key not in words for word in (key, value)
+    ]
     assert message in refusal(capsys, command, GRPO, *words, *more)
 
 

@@ -8,7 +8,7 @@ import pytest
 from streamrl.cli.output.output_files import check_output_dir, check_output_file
 from tests.cli.test_plan import GRPO, SMALL, STEP, refusal
 
-PLACED = [GRPO, *STEP, "--model", "qwen2.5-1.5b", "--prompt-tokens", "200"]
+RUN_ARGS = [GRPO, *STEP, "--model", "qwen2.5-1.5b", "--prompt-tokens", "200"]
 OPTIONS = {
     "--lengths": (["plan"], "--lengths"),
     "--constants": (["plan"], "constants"),
@@ -22,7 +22,7 @@ def refused(capsys: pytest.CaptureFixture[str], option: str, path: Path | str) -
     """Return the part of the error after the file name."""
     (command,), name = OPTIONS[option]
     cluster = ["--cluster", "8xH100"] if option != "--cluster" else []
-    error = refusal(capsys, command, *PLACED, *cluster, option, str(path))
+    error = refusal(capsys, command, *RUN_ARGS, *cluster, option, str(path))
     assert f"{name} {path}: " in error
     return error.split(f"{path}: ")[1]
 
@@ -79,8 +79,8 @@ def test_a_simulation_of_hours_is_refused_before_it_starts(
     assert f" {factors} " in error and error.endswith(rule)
     error = refusal(capsys, "simulate", *SMALL[:-2], HUGE, "--steps", "2")
     assert f" --steps 2, {factors} " in error and error.endswith(rule)
-    many = ["pipeline.groups_per_step=4096", "--steps", "10000"]
-    error = refusal(capsys, "simulate", *SMALL[:-2], *many)
+    overrides = ["pipeline.groups_per_step=4096", "--steps", "10000"]
+    error = refusal(capsys, "simulate", *SMALL[:-2], *overrides)
     assert "--steps 10000, pipeline.groups_per_step=4096, algorithm.group_size=8: about" in error
     assert "must be from 1 to 10000" in refusal(
         capsys, "simulate", *SMALL[:-2], "--steps", "10000000"
@@ -127,9 +127,9 @@ def test_an_unwritable_output_file_is_refused_before_reading(
     command: str, path: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "folder.yaml").mkdir()
-    place = Path(path.format(tmp=tmp_path))
-    error = refusal(capsys, command, "nowhere.yaml", "--cluster", "8xH100", "-o", str(place))
-    assert f"-o {place}: {reason}" in error
+    output_path = Path(path.format(tmp=tmp_path))
+    error = refusal(capsys, command, "nowhere.yaml", "--cluster", "8xH100", "-o", str(output_path))
+    assert f"-o {output_path}: {reason}" in error
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder.yaml"]
 
 

@@ -42,16 +42,16 @@ def write_run_log(run_dir: Path, work: Callable[[RunLog], Awaitable[None]]) -> N
     asyncio.run(write())
 
 
-async def four_groups(books: RunLog) -> None:
+async def four_groups(run_log: RunLog) -> None:
     """Train two groups in one step, drop and retry one, filter one."""
-    await books.record_start(0)
-    await books.record_admissions([uid(i) for i in range(4)], 0)
-    await books.record_finished({uid(2): GroupOutcome("reward_error", "the verifier is down")})
-    await books.record_admissions([uid(2, 1)], 0)
-    await books.record_finished(
+    await run_log.record_start(0)
+    await run_log.record_admissions([uid(i) for i in range(4)], 0)
+    await run_log.record_finished({uid(2): GroupOutcome("reward_error", "the verifier is down")})
+    await run_log.record_admissions([uid(2, 1)], 0)
+    await run_log.record_finished(
         {uid(3): GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)}
     )
-    await books.record_step(step(0, uid(1), uid(0)))
+    await run_log.record_step(step(0, uid(1), uid(0)))
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ def test_the_ledger_with_drops_and_epochs_is_printed(report: Report, tmp_path: P
 
 
 def test_json_contains_the_same_ledger(report: Report, tmp_path: Path):
-    async def more(books: RunLog) -> None:
-        await four_groups(books)
-        await books.record_admissions([uid(0, epoch=1)], 1)
+    async def two_epochs(run_log: RunLog) -> None:
+        await four_groups(run_log)
+        await run_log.record_admissions([uid(0, epoch=1)], 1)
 
-    write_run_log(tmp_path, more)
+    write_run_log(tmp_path, two_epochs)
     report_json = json.loads(report("--json")[1])
     assert report_json["ledger"] == {
         "admitted": 6,
@@ -113,18 +113,18 @@ def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: 
     path.write_bytes(content[:-3])
     code, text = report()
     assert code == 0
-    assert "trained 0" in text and "in flight 3" in text, "the step was not yet on the books"
+    assert "trained 0" in text and "in flight 3" in text, "the log does not contain the step"
     assert path.read_bytes() == content[:-3]
     assert [p.name for p in folder.iterdir()] == [path.name]
 
-    async def again(books: RunLog) -> None:
-        await books.record_start(0)
-        await books.record_step(step(0, uid(1), uid(0), uid(2, 1)))
+    async def record_resumed_step(run_log: RunLog) -> None:
+        await run_log.record_start(0)
+        await run_log.record_step(step(0, uid(1), uid(0), uid(2, 1)))
 
-    async def resumed(books: RunLog) -> None:
+    async def resumed(run_log: RunLog) -> None:
         for name in (uid(0), uid(1), uid(2, 1)):
-            books.ledger.mark_admitted(name, 0)
-        await again(books)
+            run_log.ledger.mark_admitted(name, 0)
+        await record_resumed_step(run_log)
 
     write_run_log(tmp_path, resumed)
     code, text = report()
@@ -133,24 +133,24 @@ def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: 
 
 
 def test_the_run_log_of_an_active_run_can_be_read(report: Report, tmp_path: Path):
-    seen = []
+    reports = []
 
-    async def work(books: RunLog) -> None:
-        await four_groups(books)
-        seen.append(report("--json"))
-        await books.record_step(step(1, uid(2, 1)))
+    async def work(run_log: RunLog) -> None:
+        await four_groups(run_log)
+        reports.append(report("--json"))
+        await run_log.record_step(step(1, uid(2, 1)))
 
     write_run_log(tmp_path, work)
-    code, text = seen[0]
+    code, text = reports[0]
     assert code == 0 and json.loads(text)["ledger"]["in_flight"] == 1
     assert json.loads(report("--json")[1])["ledger"]["in_flight"] == 0
 
 
 def test_a_uid_trained_twice_is_reported(report: Report, tmp_path: Path):
-    async def work(books: RunLog) -> None:
-        await books.record_admissions([uid(0), uid(1)], 0)
-        await books.record_log.append([step(3, uid(0), uid(1)).to_record()])
-        await books.record_log.append([step(4, uid(0), uid(7)).to_record()])
+    async def work(run_log: RunLog) -> None:
+        await run_log.record_admissions([uid(0), uid(1)], 0)
+        await run_log.record_log.append([step(3, uid(0), uid(1)).to_record()])
+        await run_log.record_log.append([step(4, uid(0), uid(7)).to_record()])
 
     write_run_log(tmp_path, work)
     code, text = report()
@@ -162,10 +162,10 @@ def test_a_uid_trained_twice_is_reported(report: Report, tmp_path: Path):
 
 
 def test_the_history_of_a_uid_merges_log_events_and_later_attempts(report: Report, tmp_path: Path):
-    async def work(books: RunLog) -> None:
-        await four_groups(books)
-        await books.record_start(0)
-        await books.record_step(step(1, uid(2, 1)))
+    async def work(run_log: RunLog) -> None:
+        await four_groups(run_log)
+        await run_log.record_start(0)
+        await run_log.record_step(step(1, uid(2, 1)))
 
     write_run_log(tmp_path, work)
     events: list[dict[str, Any]] = [
@@ -220,7 +220,7 @@ def test_a_directory_without_run_log_is_refused_in_one_line(report: Report, tmp_
     code, text = report()
     assert code == 2 and "queue.journal.enabled=false" in text and text.count("\n") == 1
     assert main(["report", "--ledger", str(tmp_path / "nowhere")]) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "nothing is made"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "no file is created"
 
 
 def test_a_damaged_entry_in_the_run_log_is_reported(report: Report, tmp_path: Path):

@@ -40,10 +40,10 @@ def test_what_if_lists_the_effect_of_each_option(run_dir: Path, capsys: pytest.C
 def test_a_stage_without_queue_depth_omits_the_waiting_groups(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    other = shutil.copytree(run_dir, tmp_path / "run")
-    path = other / "metrics.jsonl"
+    run_copy = shutil.copytree(run_dir, tmp_path / "run")
+    path = run_copy / "metrics.jsonl"
     path.write_text(path.read_text().replace("queue/depth/train", "other"))
-    assert main(["report", str(other)]) == 0
+    assert main(["report", str(run_copy)]) == 0
     text = capsys.readouterr().out
     assert "nan" not in text
     lines_by_stage = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}

@@ -16,7 +16,7 @@ from streamrl.files.typed_settings import read_settings
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import REWARD_KINDS
 
-DEMANDING = ("regex", "model", "judge")
+KINDS_WITH_REQUIRED_OPTIONS = ("regex", "model", "judge")
 """Kinds with a required option."""
 
 
@@ -59,7 +59,9 @@ def test_every_option_has_a_docstring_line(kind):
     assert set(read_options(settings)) == {field.name for field in dataclasses.fields(settings)}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in REWARD_KINDS if kind not in DEMANDING])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in REWARD_KINDS if kind not in KINDS_WITH_REQUIRED_OPTIONS]
+)
 def test_printed_defaults_equal_the_effective_defaults(capsys, kind):
     listed = json.loads(read_output(capsys, kind, "--json"))[kind]["options"]
     defaults = {name: yaml.safe_load(option["default"]) for name, option in listed.items()}
@@ -69,28 +71,28 @@ def test_printed_defaults_equal_the_effective_defaults(capsys, kind):
 
 def test_own_options_precede_inherited_options():
     @dataclass
-    class Above:
-        """Of all.
+    class Base:
+        """Base options.
 
-        size: how much there is,
-            in the unit of the house.
+        size: size of a cache,
+            in MiB.
         """
 
         size: int = 3
 
     @dataclass
-    class Below(Above):
-        """Of one.
+    class Derived(Base):
+        """Derived options.
 
-        color: its color.
+        color: name of a color.
         Nothing: is no field.
         """
 
         color: str | None = None
 
-    assert list(read_options(Below).items()) == [
-        ("color", RewardOption("null", "its color")),
-        ("size", RewardOption("3", "how much there is, in the unit of the house")),
+    assert list(read_options(Derived).items()) == [
+        ("color", RewardOption("null", "name of a color")),
+        ("size", RewardOption("3", "size of a cache, in MiB")),
     ]
 
 
@@ -125,7 +127,7 @@ def test_markdown_cells_are_escaped(capsys):
     for line in read_output(capsys, "--markdown").splitlines():
         assert line == "" or line.count("|") - line.count("\\|") in (4, 5)
         words = re.sub(r"(`+).*?\1", "", line).replace("\\<", "")
-        assert "<" not in words, "it would be taken for HTML"
+        assert "<" not in words, "an unescaped < begins an HTML tag"
 
 
 def test_a_kind_of_an_installed_package_is_listed_and_usable(capsys, package):
@@ -155,7 +157,7 @@ def test_a_built_in_kind_hides_a_plugin_of_the_same_name_with_a_note(capsys, tmp
 
 def test_a_full_disk_behind_stdout_is_a_one_line_error():
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "streamrl.cli", "rewards"],
             stdout=full,
             stderr=subprocess.PIPE,
@@ -163,5 +165,5 @@ def test_a_full_disk_behind_stdout_is_a_one_line_error():
             timeout=60,
             check=False,
         )
-    assert done.returncode == 1
-    assert done.stderr == "streamrl: standard output: no space left\n"
+    assert process.returncode == 1
+    assert process.stderr == "streamrl: standard output: no space left\n"

@@ -103,8 +103,10 @@ async def test_scores_equal_the_scorer_of_a_run(score):
     assert isinstance(columns, Mapping)
     (sample,) = scorer.drain_samples()
     words = ("{kind: exact, weight: 0.25, gate: true}", r"{kind: regex, pattern: '\.', name: dot}")
-    named = [word for kind in (*words, "numeric") for word in ("--reward", kind)]
-    code, lines, _ = await asyncio.to_thread(score, *named, completions=[(0, t) for t in texts])
+    reward_args = [word for kind in (*words, "numeric") for word in ("--reward", kind)]
+    code, lines, _ = await asyncio.to_thread(
+        score, *reward_args, completions=[(0, t) for t in texts]
+    )
     assert code == 0
     assert [line["score"] for line in lines] == columns["scores"].tolist() == [1.25, 0, 0, 0]
     for line, rollout in zip(lines, sample["rollouts"], strict=True):
@@ -115,14 +117,14 @@ async def test_scores_equal_the_scorer_of_a_run(score):
 
 def test_output_lines_keep_file_order_and_an_index_is_a_group(score, reward_file):
     path = reward_file("""
-        print("said while it is imported")
-        def place(completions, ground_truth):
-            print("said while it judges")
+        print("printed on import")
+        def position(completions, ground_truth):
+            print("printed on call")
             return [10 * len(completions) + i for i in range(len(completions))]
     """)
-    code, lines, error = score("--reward", f"{path}:place", "--jsonl")
-    assert (code, error.replace("said while it is imported\n", "")) == (0, "")
-    assert [(line["index"], line["components"]["place"]) for line in lines] == [
+    code, lines, error = score("--reward", f"{path}:position", "--jsonl")
+    assert (code, error.replace("printed on import\n", "")) == (0, "")
+    assert [(line["index"], line["components"]["position"]) for line in lines] == [
         (1, 20.0),
         (0, 20.0),
         (1, 21.0),
@@ -131,7 +133,7 @@ def test_output_lines_keep_file_order_and_an_index_is_a_group(score, reward_file
     assert lines[0].keys() == {*("index", "score", "components", "verdict", "verdicts", "seconds")}
 
 
-def test_a_failed_group_has_no_score_and_others_do(score, reward_file):
+def test_a_failed_group_has_no_score_but_other_groups_do(score, reward_file):
     path = reward_file("""
         import time
         def f(solution_str, ground_truth):
@@ -143,16 +145,16 @@ def test_a_failed_group_has_no_score_and_others_do(score, reward_file):
     code, lines, error = score("--reward", reward, "scorer.timeout_s=2", completions=completions)
     assert code == 1
     assert [line["score"] for line in lines] == [0.5, None, 0.5]
-    late = lines[1]
-    assert late["verdict"] == "infra_error" and late["cause"] == "reward_timeout"
+    timed_out = lines[1]
+    assert timed_out["verdict"] == "infra_error" and timed_out["cause"] == "reward_timeout"
     assert re.fullmatch(
-        r"reward f, .*rows.jsonl line 2 \(uid 0:1:0\): no result in 2 s", late["error"]
+        r"reward f, .*rows.jsonl line 2 \(uid 0:1:0\): no result in 2 s", timed_out["error"]
     )
     assert "not scored             reward_timeout 1; first: reward f, " in error
     assert "scorer/killed/timeout  1 processes" in error
     code, lines, _ = score("--reward", reward, completions=[(0, "5"), (0, "nothing")])
     assert code == 1
-    assert [line["cause"] for line in lines] == ["reward_error"] * 2, "a group stands together"
+    assert [line["cause"] for line in lines] == ["reward_error"] * 2, "a group fails as a whole"
     assert "returned None for completion 1" in lines[0]["error"]
 
 
@@ -225,17 +227,17 @@ def test_without_weighted_components_all_must_pass():
 
 
 async def test_the_number_of_concurrent_groups_is_bounded():
-    at_once = [0]
+    concurrency = [0]
     scored: list[int] = []
 
     async def judge(number):
-        at_once.append(at_once[-1] + 1)
+        concurrency.append(concurrency[-1] + 1)
         await asyncio.sleep(0.001 * (number % 3))
-        at_once.append(at_once[-1] - 1)
+        concurrency.append(concurrency[-1] - 1)
         return (number,)
 
     await score_concurrently(judge, range(20), max_concurrent=4, on_scored=scored.append)
-    assert max(at_once) == 4
+    assert max(concurrency) == 4
     assert sorted(scored) == list(range(20))
 
 
@@ -325,7 +327,7 @@ def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file
     rows = write(tmp_path / "rows.jsonl", ROWS)
     outs = write(tmp_path / "outs.jsonl", [{"index": 0, "completion": "5"}])
     command = [sys.executable, "-P", "-m", "streamrl.cli", "score", rows, "--completions", outs]
-    done = subprocess.run(
+    process = subprocess.run(
         [*map(str, command), "--jsonl", "--reward", f"{path}:f"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -334,9 +336,9 @@ def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file
         timeout=60,
         check=True,
     )
-    (line,) = done.stdout.splitlines()
+    (line,) = process.stdout.splitlines()
     assert json.loads(line)["score"] == 0.5
-    assert "noise" in done.stderr
+    assert "noise" in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -420,16 +422,16 @@ def test_ctrl_c_prints_finished_lines_and_leaves_no_process(tmp_path, reward_fil
         [{"index": 0, "completion": "5"}, {"index": 1, "completion": "hang"}],
     )
     # A shell that runs the tests in the background makes all child processes ignore Ctrl-C.
-    heeding = ["env", "--default-signal=INT", sys.executable]
-    command = [*heeding, "-m", "streamrl.cli", "score", rows, "--completions", outs]
+    interruptible = ["env", "--default-signal=INT", sys.executable]
+    command = [*interruptible, "-m", "streamrl.cli", "score", rows, "--completions", outs]
     process = subprocess.Popen(
         [*map(str, command), "--reward", f"{path}:f"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    note, deadline = Path(f"{path}.pid"), time.monotonic() + 60
-    while not note.exists() and process.poll() is None and time.monotonic() < deadline:
+    pid_file, deadline = Path(f"{path}.pid"), time.monotonic() + 60
+    while not pid_file.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     descendants = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGINT)
@@ -437,5 +439,5 @@ def test_ctrl_c_prints_finished_lines_and_leaves_no_process(tmp_path, reward_fil
     assert process.returncode == 130
     assert error == "streamrl: interrupted\n"
     assert [json.loads(line)["score"] for line in out.splitlines()] == [1.0]
-    assert int(note.read_text()) in [child.pid for child in descendants]
+    assert int(pid_file.read_text()) in [child.pid for child in descendants]
     assert not [child for child in descendants if child.is_running()]

@@ -1,4 +1,4 @@
-"""Preflight: demands and limits of a run are known before it starts."""
+"""Preflight: resource demands and limits of a run, computed before it starts."""
 
 from dataclasses import replace
 
@@ -91,11 +91,11 @@ def test_on_one_pool_all_roles_with_a_model_share_a_gpu(run: tuple[RunConfig, Pr
             ).mode
             == mode
         )
-    lacks = (
+    message = (
         r"needs 3 GPUs = .*; the cluster has 0; colocated is impossible: the run needs 1 GPUs = "
         r"1 for 1 slots \(placement\.mode=colocated\); the cluster has 0"
     )
-    with pytest.raises(ConfigError, match=lacks):
+    with pytest.raises(ConfigError, match=message):
         choose_mode(list_placement_options(config, prepared, True), ClusterCapacity(8, 0))
 
 
@@ -121,8 +121,8 @@ def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
 
 def test_a_rule_based_reward_demands_no_gpu(run: tuple[RunConfig, PreparedRun]):
     pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0}]
-    there = replace(run[0].placement, mode="mixed", pools=pools)
-    demands = list_resource_demands(replace(run[0], placement=there), run[1], on_gpu=True)
+    placement = replace(run[0].placement, mode="mixed", pools=pools)
+    demands = list_resource_demands(replace(run[0], placement=placement), run[1], on_gpu=True)
     assert [(d.count, d.gpus) for d in demands if d.role == SHARED_SLOTS] == [(1, 1), (1, 0)]
     check_fits(demands, ClusterCapacity(2, 1))
 
@@ -156,21 +156,21 @@ def test_a_generator_inside_trainer_ranks_demands_no_devices(run: tuple[RunConfi
         )
 
 
-@pytest.mark.parametrize(("ranks", "fault"), [(2, None), (3, "num_attention_heads")])
+@pytest.mark.parametrize(("ranks", "key"), [(2, None), (3, "num_attention_heads")])
 def test_indivisible_attention_heads_refuse_tensor_parallelism(
-    run: tuple[RunConfig, PreparedRun], ranks: int, fault: str | None
+    run: tuple[RunConfig, PreparedRun], ranks: int, key: str | None
 ):
     config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=ranks))
-    if fault is None:
+    if key is None:
         prepare_run(config)
         return
-    with pytest.raises(ConfigError, match=rf"tensor_parallel={ranks}: must divide .*{fault}="):
+    with pytest.raises(ConfigError, match=rf"tensor_parallel={ranks}: must divide .*{key}="):
         prepare_run(config)
 
 
 def test_memory_budget_applies_only_if_auto_colocates(run: tuple[RunConfig, PreparedRun]):
-    there = replace(run[0].placement, mode="auto", memory_mb=500)
-    config = replace(run[0], placement=there)
+    placement = replace(run[0].placement, mode="auto", memory_mb=500)
+    config = replace(run[0], placement=placement)
     for cpus, mode, budget_mb in ((8, "disaggregated", None), (1, "colocated", 500)):
         decision = choose_mode(
             list_placement_options(config, run[1], False), ClusterCapacity(cpus, 0)
@@ -225,9 +225,9 @@ def test_a_learning_rate_error_of_the_critic_names_the_critic(run: tuple[RunConf
     trainer = replace(trainer, lr_schedule_options={"lr_end": 1e-4})
     config = replace(run[0], trainer=trainer)
     prepare_run(config)
-    critics = replace(config, algorithm=AlgorithmConfig("ppo"))
+    ppo = replace(config, algorithm=AlgorithmConfig("ppo"))
     message = (
         r"^critic\.trainer\.lr_schedule=polynomial: .*unless critic\.trainer\.lr_schedule is set"
     )
     with pytest.raises(ConfigError, match=message):
-        prepare_run(critics)
+        prepare_run(ppo)

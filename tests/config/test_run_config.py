@@ -292,10 +292,10 @@ def test_a_setting_may_reference_another(recipe: Path):
     ],
 )
 def test_a_config_file_is_bounded_like_every_settings_file(tmp_path: Path, text: str, message: str):
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(text)
-    with pytest.raises(ConfigError, match=rf"^config {wrong}: {message}$"):
-        load_config(wrong)
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^config {path}: {message}$"):
+        load_config(path)
 
 
 @pytest.mark.parametrize(
@@ -319,13 +319,13 @@ def test_the_number_of_settings_stays_small():
     from dataclasses import fields, is_dataclass
     from typing import get_args, get_origin, get_type_hints
 
-    seen: set[type] = set()
+    counted: set[type] = set()
 
     def count(kind: type) -> int:
         # Costs have the schema of rewards, so count it once.
-        if kind in seen:
+        if kind in counted:
             return 0
-        seen.add(kind)
+        counted.add(kind)
         total = 0
         hints = get_type_hints(kind)
         for field in fields(kind):

@@ -50,15 +50,13 @@ def test_a_problem_has_the_workload_and_the_named_models():
     )
     assert "reward" in judged.placed_stages
     # The plan's options equal the run's.
-    seldom = recipe("ppo", "placement.slice_s=0.2", "weights.publish_every=2")
-    manner = build_planner_problem(seldom, cluster, PlannerRequest(20, SIZES)).run_options
-    assert manner == RunOptions(slice_s=0.2, publish_every=2)
-    moved = recipe("grpo", "algorithm.kl_coef=0.1", "reference.every=3")
-    named = {role: SIZES[role] for role in ("policy", "reference")}
-    assert (
-        build_planner_problem(moved, cluster, PlannerRequest(20, named)).run_options.reference_every
-        == 3
-    )
+    publishing_every_2 = recipe("ppo", "placement.slice_s=0.2", "weights.publish_every=2")
+    problem = build_planner_problem(publishing_every_2, cluster, PlannerRequest(20, SIZES))
+    assert problem.run_options == RunOptions(slice_s=0.2, publish_every=2)
+    moving_reference = recipe("grpo", "algorithm.kl_coef=0.1", "reference.every=3")
+    models = {role: SIZES[role] for role in ("policy", "reference")}
+    problem = build_planner_problem(moving_reference, cluster, PlannerRequest(20, models))
+    assert problem.run_options.reference_every == 3
 
 
 def test_lora_is_planned_as_adapters_on_frozen_layers():
@@ -85,8 +83,8 @@ def test_too_many_concurrent_rollouts_for_the_planner_name_the_setting():
 def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run():
     overrides = ["pipeline.micro_batch_tokens=8192", "generator.kv_cache_mb=3"]
     judged = "rewards=[{kind: model, path: some/judge, batch_tokens: 100}]"
-    named = {**SIZES, "reward": "qwen2.5-0.5b"}
-    request = PlannerRequest(20, named, FixedLength(5), max_prompt_tokens=30)
+    models = {**SIZES, "reward": "qwen2.5-0.5b"}
+    request = PlannerRequest(20, models, FixedLength(5), max_prompt_tokens=30)
     problem = build_planner_problem(
         recipe("ppo", *overrides, judged), Cluster.from_text("8xA100"), request
     )
@@ -117,10 +115,10 @@ def test_split_rules_exclude_layouts_that_training_cannot_run():
 
 def test_configure_for_cluster_joins_ray_or_sizes_the_object_store():
     config = recipe("grpo", "pipeline.groups_per_step=4096")
-    near = configure_for_cluster(config, Cluster.from_text("8xH100"), longest_tokens=30_000)
-    assert near.placement.address == "" and near.placement.object_store_mb > 20_000
-    far = configure_for_cluster(config, Cluster.from_text("2x8xH100"), longest_tokens=30_000)
-    assert far.placement.address == "auto"
+    one_node = configure_for_cluster(config, Cluster.from_text("8xH100"), longest_tokens=30_000)
+    assert one_node.placement.address == "" and one_node.placement.object_store_mb > 20_000
+    two_nodes = configure_for_cluster(config, Cluster.from_text("2x8xH100"), longest_tokens=30_000)
+    assert two_nodes.placement.address == "auto"
     addressed = recipe("grpo", "placement.address=10.0.0.1:6379")
     assert (
         configure_for_cluster(addressed, Cluster.from_text("2x8xH100"), longest_tokens=30_000)
@@ -181,11 +179,11 @@ def test_a_pool_share_below_the_minimum_is_not_configurable():
 def test_apply_placement_inverts_build_run_placement(name: str, overrides: tuple[str, ...]):
     config = recipe(name, *overrides)
     placement = build_run_placement(config, ROLES)
-    again = apply_placement(recipe(name), placement)
-    assert again.trainer.world_size == config.trainer.world_size
-    assert again.generator.tensor_parallel == config.generator.tensor_parallel
-    assert again.placement.is_hybrid == config.placement.is_hybrid
-    assert build_run_placement(again, ROLES) == placement
+    applied = apply_placement(recipe(name), placement)
+    assert applied.trainer.world_size == config.trainer.world_size
+    assert applied.generator.tensor_parallel == config.generator.tensor_parallel
+    assert applied.placement.is_hybrid == config.placement.is_hybrid
+    assert build_run_placement(applied, ROLES) == placement
 
 
 def test_overlapping_roles_become_mixed_pools():
@@ -221,6 +219,6 @@ def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
     ],
 )
 def test_an_unsupported_placement_names_the_call(placement: Placement, message: str):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         apply_placement(recipe("grpo"), placement)
-    assert message in str(refused.value)
+    assert message in str(caught.value)

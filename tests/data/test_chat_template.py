@@ -97,7 +97,7 @@ def test_template_extensions_of_transformers_are_supported(tokenizer, tmp_path):
     assert load_chat_template(str(path), tokenizer).name == str(path)
 
 
-def word_level(vocabulary, pre_tokenizer, decoder):
+def create_word_tokenizer(vocabulary, pre_tokenizer, decoder):
     """Create a tokenizer with a token per word of the vocabulary; the first is the unknown word."""
     from transformers import PreTrainedTokenizerFast
 
@@ -107,10 +107,10 @@ def word_level(vocabulary, pre_tokenizer, decoder):
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=vocabulary[0])
 
 
-def by_character(path: Path, model_type: str) -> str:
+def save_character_model(path: Path, model_type: str) -> str:
     """Create a model directory of a family whose tokenizer has a token per character."""
-    cut = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer = word_level("?ab ", cut, decoders.Fuse())
+    split_characters = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer = create_word_tokenizer("?ab ", split_characters, decoders.Fuse())
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     tokenizer.save_pretrained(path)
     (path / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -118,7 +118,7 @@ def by_character(path: Path, model_type: str) -> str:
 
 
 def test_a_complete_tokenizer_json_defines_the_tokenization(tmp_path):
-    tokenizer = load_tokenizer(by_character(tmp_path / "model", "qwen2"))
+    tokenizer = load_tokenizer(save_character_model(tmp_path / "model", "qwen2"))
     tokenizer.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "config.json").write_text('{"model_type": "qwen2"}')
     for loaded in (tokenizer, load_tokenizer(str(tmp_path / "saved"))):
@@ -130,19 +130,19 @@ def test_a_complete_tokenizer_json_defines_the_tokenization(tmp_path):
 def test_other_families_load_through_auto_tokenizer(tmp_path, family):
     from transformers import AutoTokenizer
 
-    ours = load_tokenizer(by_character(tmp_path, family))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert type(ours) is type(theirs)
+    tokenizer = load_tokenizer(save_character_model(tmp_path, family))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(tokenizer) is type(reference)
     messages = [{"role": "user", "content": "a  b"}]
-    for loaded in (ours, theirs):
+    for loaded in (tokenizer, reference):
         assert loaded.apply_chat_template(messages, return_dict=False) == [1, 3, 3, 2, 3]
-    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert tokenizer.backend_tokenizer.to_str() == reference.backend_tokenizer.to_str()
 
 
-def test_a_family_with_its_own_tokenizer_class_uses_it(tmp_path):
+def test_a_tokenizer_class_named_in_the_config_is_used(tmp_path):
     from transformers import Qwen2Tokenizer
 
-    path = by_character(tmp_path, "qwen2")
+    path = save_character_model(tmp_path, "qwen2")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     assert type(load_tokenizer(path)) is Qwen2Tokenizer
 
@@ -196,13 +196,17 @@ CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaToken
 TEXT = "What is  7+5-3?\n\n\tЖю, 什么 ÷ 🙂 end "
 
 
-@pytest.mark.parametrize("own", [{}, {"auto_map": {"AutoTokenizer": ["code.Mine", None]}}])
+@pytest.mark.parametrize(
+    "class_settings", [{}, {"auto_map": {"AutoTokenizer": ["code.Mine", None]}}]
+)
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_byte_level_tokenizer_json_overrides_the_named_class(model_dir, tmp_path, name, own):
+def test_a_byte_level_tokenizer_json_overrides_the_named_class(
+    model_dir, tmp_path, name, class_settings
+):
     path = tmp_path / "model"
     shutil.copytree(model_dir, path)
     settings = json.loads((path / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": name, **own}
+    settings |= {"tokenizer_class": name, **class_settings}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = load_tokenizer(str(path))
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids
@@ -218,10 +222,12 @@ def test_a_byte_level_tokenizer_json_overrides_the_named_class(model_dir, tmp_pa
     [("abc", True, "'a b'"), ("abc ", False, "'a d'"), ("abc", False, "'a b'")],
 )
 def test_a_row_that_does_not_round_trip_is_named(tmp_path, write_rows, vocabulary, splits, lost):
-    cut = pre_tokenizers.Split("", "isolated")
+    split_characters = pre_tokenizers.Split("", "isolated")
     blanks = pre_tokenizers.WhitespaceSplit()
-    pre_tokenizer = pre_tokenizers.Sequence([blanks, cut]) if splits else cut
-    tokenizer = word_level(["?", *vocabulary], pre_tokenizer, decoders.Fuse())
+    pre_tokenizer = (
+        pre_tokenizers.Sequence([blanks, split_characters]) if splits else split_characters
+    )
+    tokenizer = create_word_tokenizer(["?", *vocabulary], pre_tokenizer, decoders.Fuse())
     text = lost.strip("'")
     rows = list(load_rows(write_rows({"prompt": "abc"}, {"prompt": text})))
     with pytest.raises(ConfigError) as caught:
@@ -249,7 +255,7 @@ def test_losing_template_text_does_not_round_trip(tokenizer, write_rows):
 
 
 def test_a_leading_space_after_a_special_token_round_trips(write_rows):
-    tokenizer = word_level(
+    tokenizer = create_word_tokenizer(
         ["<unk>", "[INST]", "▁hi", "▁you", "▁"],
         pre_tokenizers.Metaspace(prepend_scheme="first"),
         decoders.Metaspace(prepend_scheme="first"),
@@ -335,10 +341,10 @@ def test_rows_with_tools_use_the_tool_template(tokenizer, write_rows):
     rows = list(load_rows(path))
     texts = tokenizer.batch_decode(render_prompts(tokenizer, rows))
     assert texts == ["add: a", "b</think>", "c", "add: d!"]
-    theirs = tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         [dict(rows[0].messages[0])], tools=TOOLS, tokenize=False, add_generation_prompt=True
     )
-    assert texts[0] == theirs
+    assert texts[0] == expected
     tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": "{% if %}"}
     with pytest.raises(ConfigError, match=r"^template=model:1: TemplateSyntaxError: "):
         load_chat_template("model", tokenizer)
@@ -385,8 +391,8 @@ def test_unused_arguments_of_a_row_make_a_bad_row(tokenizer, write_rows, templat
     file = DataFile(
         path, prompt_key="prompt", template=template if template == "plain" else "model"
     )
-    good, bad, other = PromptFile(file, lambda: tokenizer, PromptLimits(99, 300))
-    assert (good.problem, other.problem) == (None, None)
+    first, bad, last = PromptFile(file, lambda: tokenizer, PromptLimits(99, 300))
+    assert (first.problem, last.problem) == (None, None)
     assert re.match(rf"{path} line 2: {words}", str(bad.problem))
     assert "\n" not in str(bad.problem)
 

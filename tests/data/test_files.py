@@ -14,7 +14,7 @@ from streamrl.data.training_files import classify_training_files
 from streamrl.errors import ConfigError
 
 
-def loaded(tokenizer, train, **settings):
+def load_files(tokenizer, train, **settings):
     config = DataConfig(train=train, **settings)
     return load_prompts(config.train_files, tokenizer, PromptLimits(50, 300, config.on_long_prompt))
 
@@ -24,9 +24,9 @@ def test_files_may_be_a_path_a_mapping_or_a_list():
         (file,) = DataConfig(train=train, prompt_key="question").train_files
         assert (file.path, file.prompt_key, file.name) == ("a/x.jsonl", "question", "x")
         assert (file.weight, file.label_key, file.template, file.filter) == (None, "", "model", "")
-    nothings: tuple[Any, ...] = ("", None, [])
-    for nothing in nothings:
-        assert DataConfig(eval=nothing).eval_files == ()
+    empty_values: tuple[Any, ...] = ("", None, [])
+    for empty in empty_values:
+        assert DataConfig(eval=empty).eval_files == ()
 
 
 def test_each_file_has_its_own_options():
@@ -111,7 +111,7 @@ def test_overrides_set_a_file_an_entry_or_a_key(tmp_path):
 def test_prompts_of_several_files_have_distinct_indices(tokenizer, write_rows):
     a = write_rows({"prompt": "a"}, {"prompt": "x" * 99}, name="a.jsonl")
     b = write_rows({"prompt": "b"}, {"prompt": "c"}, name="b.jsonl")
-    files = loaded(tokenizer, [a, b], on_long_prompt="skip")
+    files = load_files(tokenizer, [a, b], on_long_prompt="skip")
     loaded_prompts = [prompt for file in files for prompt in file.prompts]
     assert [(p.uid, p.messages[0]["content"]) for p in loaded_prompts] == [
         ("0:0:0", "a"),
@@ -132,13 +132,13 @@ def test_file_shares_follow_weights_or_prompt_counts(tokenizer, write_rows):
             PromptFile(file, lambda: tokenizer, PromptLimits(50, 300)) for file in files
         ]
         return [
-            (len(part.indices), part.fraction)
-            for part in classify_training_files(prompt_files).stream_files
+            (len(stream_file.indices), stream_file.fraction)
+            for stream_file in classify_training_files(prompt_files).stream_files
         ]
 
     assert mix([a, b]) == [(1, 0.25), (3, 0.75)]
-    weighed = [{"path": a, "weight": 4}, {"path": b, "weight": 1.0}]
-    assert mix(weighed) == [(1, 0.8), (3, 0.2)]
+    weighted = [{"path": a, "weight": 4}, {"path": b, "weight": 1.0}]
+    assert mix(weighted) == [(1, 0.8), (3, 0.2)]
 
 
 KEEP = """
@@ -166,7 +166,7 @@ def keep(tmp_path):
 def test_filtered_rows_are_counted(tokenizer, write_rows, keep):
     rows = write_rows({"prompt": "a"}, {"prompt": "x" * 99}, {"prompt": "bb"})
     train = {"path": rows, "filter": f"{keep}:short"}
-    (file,) = loaded(tokenizer, train)  # the filter drops the long row before the length check
+    (file,) = load_files(tokenizer, train)  # the filter drops the long row before the length check
     assert [prompt.uid for prompt in file.prompts] == ["0:0:0", "0:2:0"]
     assert file.notes == [f"{rows}: 1 prompts filtered by {keep}:short"]
 
@@ -187,7 +187,7 @@ def test_filtered_rows_are_counted(tokenizer, write_rows, keep):
 def test_a_failing_filter_names_the_users_line(tokenizer, write_rows, keep, function, words):
     rows = write_rows({"prompt": "a"})
     with pytest.raises(ConfigError) as caught:
-        loaded(tokenizer, {"path": rows, "filter": f"{keep}:{function}"})
+        load_files(tokenizer, {"path": rows, "filter": f"{keep}:{function}"})
     assert str(caught.value) == words.format(rows=rows, keep=keep)
 
 
@@ -197,7 +197,7 @@ def test_the_template_is_model_plain_or_a_file(tokenizer, write_rows, tmp_path):
     jinja.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}\n")
 
     def text(template):
-        (file,) = loaded(tokenizer, {"path": rows, "template": template})
+        (file,) = load_files(tokenizer, {"path": rows, "template": template})
         (prompt,) = file.prompts
         return tokenizer.decode(prompt.token_ids)
 

@@ -1,4 +1,4 @@
-"""Pretraining texts: loading, and batches that follow from seed and number."""
+"""Pretraining texts: loading, and batches determined by seed and batch number."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_texts_load_from_jsonl_and_parquet(tmp_path):
         ("{", "line 1: not JSON"),
     ],
 )
-def test_a_bad_text_file_is_one_line_with_its_row(tmp_path, content, message):
+def test_a_bad_text_file_is_a_one_line_error_with_its_row(tmp_path, content, message):
     path = tmp_path / "texts.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message) as error:

@@ -29,39 +29,41 @@ def prompts(size: int, step: int = 1) -> list[Prompt]:
 
 
 @dataclass(frozen=True)
-class Listed:
-    """What a stream reads of TrainingFiles, from prompts in memory.
+class FakeTrainingFiles:
+    """Fake of TrainingFiles with prompts in memory.
 
-    mix: number of prompts and share of each file. fates: status by index of rows without a prompt.
+    mix: number of prompts and share of each file. statuses: by index, of rows without a prompt.
     """
 
     prompts: Sequence[Prompt]
     mix: Sequence[tuple[int, float]] = ()
-    fates: Mapping[int, RowStatus] = field(default_factory=dict)
+    statuses: Mapping[int, RowStatus] = field(default_factory=dict)
     fingerprint: str = "0"
     is_fully_classified: bool = True
 
     @property
     def stream_files(self) -> list[StreamFile]:
-        rest = iter([parse_uid(prompt.uid)[1] for prompt in self.prompts])
+        indices_left = iter([parse_uid(prompt.uid)[1] for prompt in self.prompts])
         files = self.mix or [(len(self.prompts), 1.0)]
         return [
-            StreamFile(np.array([next(rest) for _ in range(size)]), share, partial(examine, self))
+            StreamFile(
+                np.array([next(indices_left) for _ in range(size)]), share, partial(classify, self)
+            )
             for size, share in files
         ]
 
 
-def examine(data: Listed, indices: Sequence[int]) -> list[ClassifiedRow]:
+def classify(data: FakeTrainingFiles, indices: Sequence[int]) -> list[ClassifiedRow]:
     by_index = {parse_uid(prompt.uid)[1]: prompt for prompt in data.prompts}
-    return [_examined(data, by_index[index], index) for index in indices]
+    return [_classify_row(data, by_index[index], index) for index in indices]
 
 
-def _examined(data: Listed, prompt: Prompt, index: int) -> ClassifiedRow:
-    fate = data.fates.get(index, RowStatus.KEPT)
-    if fate is RowStatus.KEPT:
-        return ClassifiedRow(fate, index, 2, prompt)
-    problem = ConfigError(f"row {index}: no good") if fate is RowStatus.BAD else None
-    return ClassifiedRow(fate, index, problem=problem)
+def _classify_row(data: FakeTrainingFiles, prompt: Prompt, index: int) -> ClassifiedRow:
+    status = data.statuses.get(index, RowStatus.KEPT)
+    if status is RowStatus.KEPT:
+        return ClassifiedRow(status, index, 2, prompt)
+    problem = ConfigError(f"row {index}: no good") if status is RowStatus.BAD else None
+    return ClassifiedRow(status, index, problem=problem)
 
 
 def stream_of(
@@ -69,11 +71,11 @@ def stream_of(
     *,
     seed: int,
     mix: Sequence[tuple[int, float]] = (),
-    fates: Mapping[int, RowStatus] | None = None,
+    statuses: Mapping[int, RowStatus] | None = None,
     fingerprint: str = "0",
     **settings: Any,
 ) -> PromptStream:
-    data: Any = Listed(items, mix, fates or {}, fingerprint)
+    data: Any = FakeTrainingFiles(items, mix, statuses or {}, fingerprint)
     return PromptStream(data, seed=seed, **{"reads_ahead": False, **settings})
 
 
@@ -85,9 +87,9 @@ def uids(stream, count):
 def test_every_row_occurs_once_per_epoch(size, seed, shuffle, step):
     stream = stream_of(prompts(size, step), seed=seed, shuffle=shuffle)
     for epoch in range(3):
-        places = [parse_uid(uid) for uid in uids(stream, size)]
-        assert {place[0] for place in places} == {epoch}
-        assert sorted(place[1] for place in places) == [i * step for i in range(size)]
+        positions = [parse_uid(uid) for uid in uids(stream, size)]
+        assert {position[0] for position in positions} == {epoch}
+        assert sorted(position[1] for position in positions) == [i * step for i in range(size)]
 
 
 mixes = st.lists(st.tuples(st.integers(1, 9), st.floats(0.01, 1)), min_size=1, max_size=4)
@@ -101,7 +103,7 @@ def mixed(files, **settings):
 
 
 @given(mixes, seeds, st.booleans(), stops)
-def test_resuming_anywhere_continues_the_same_sequence(files, seed, shuffle, stops):
+def test_resume_at_any_position_continues_the_same_sequence(files, seed, shuffle, stops):
     uninterrupted = mixed(files, seed=seed, shuffle=shuffle)
     stream = mixed(files, seed=seed, shuffle=shuffle)
     for count in stops:
@@ -137,15 +139,15 @@ def test_two_files_interleave_by_weight_with_separate_epochs():
 
 
 def test_each_file_has_its_own_shuffle():
-    alone = uids(stream_of(prompts(20), seed=3), 20)
+    single_uids = uids(stream_of(prompts(20), seed=3), 20)
     mixed_uids = uids(stream_of(prompts(40), seed=3, mix=[(20, 0.5), (20, 0.5)]), 40)
-    assert mixed_uids[::2] == alone
-    moved = [make_uid(0, parse_uid(uid)[1] - 20) for uid in mixed_uids[1::2]]
-    assert sorted(moved) == sorted(alone)
-    assert moved != alone
+    assert mixed_uids[::2] == single_uids
+    shifted = [make_uid(0, parse_uid(uid)[1] - 20) for uid in mixed_uids[1::2]]
+    assert sorted(shifted) == sorted(single_uids)
+    assert shifted != single_uids
 
 
-def test_resuming_with_other_weights_is_refused():
+def test_resume_with_other_weights_is_refused():
     state = stream_of(prompts(4), seed=1, mix=[(2, 0.5), (2, 0.5)]).state_dict()
     for mix in ([(2, 0.4), (2, 0.6)], [(1, 0.5), (3, 0.5)], []):
         stream = stream_of(prompts(4), seed=1, mix=mix)
@@ -179,16 +181,16 @@ def test_drawing_thousands_of_prompts_is_fast():
 @given(sizes, seeds, st.integers(0, 99))
 def test_get_prompt_returns_the_prompt_of_any_uid(size, seed, attempt):
     stream = stream_of(prompts(size), seed=seed)
-    other = stream_of(prompts(size), seed=seed)
-    for given_out in stream.draw_prompts(2 * size):
-        again = other.get_prompt(given_out.uid)
-        assert again.uid == given_out.uid
-        assert again.token_ids is not None
-        assert again.token_ids.tolist() == given_out.token_ids.tolist()
-        assert again.ground_truth == given_out.ground_truth
-        epoch, index, _ = parse_uid(given_out.uid)
-        assert other.get_prompt(make_uid(epoch, index, attempt)).ground_truth == str(index)
-    assert other.state_dict() == stream_of(prompts(size), seed=seed).state_dict()
+    fresh = stream_of(prompts(size), seed=seed)
+    for drawn_prompt in stream.draw_prompts(2 * size):
+        reread = fresh.get_prompt(drawn_prompt.uid)
+        assert reread.uid == drawn_prompt.uid
+        assert reread.token_ids is not None
+        assert reread.token_ids.tolist() == drawn_prompt.token_ids.tolist()
+        assert reread.ground_truth == drawn_prompt.ground_truth
+        epoch, index, _ = parse_uid(drawn_prompt.uid)
+        assert fresh.get_prompt(make_uid(epoch, index, attempt)).ground_truth == str(index)
+    assert fresh.state_dict() == stream_of(prompts(size), seed=seed).state_dict()
 
 
 def test_the_order_is_fixed_by_seed_and_epoch():
@@ -234,7 +236,7 @@ def test_a_uid_of_other_data_is_refused(uid):
         stream_of(prompts(5), seed=1).get_prompt(uid)
 
 
-def test_resuming_on_other_data_is_refused():
+def test_resume_on_other_data_is_refused():
     state = stream_of(prompts(5), seed=1).state_dict()
     with pytest.raises(ConfigError, match=r"number of prompts in data.train was 5 .* is 4 now"):
         stream_of(prompts(4), seed=1).load_state_dict(state)
@@ -243,7 +245,7 @@ def test_resuming_on_other_data_is_refused():
 
 
 @pytest.mark.parametrize("settings", [{"seed": 2}, {"seed": 1, "shuffle": False}])
-def test_resuming_in_another_order_is_refused(settings):
+def test_resume_in_another_order_is_refused(settings):
     state = stream_of(prompts(5), seed=1).state_dict()
     with pytest.raises(ConfigError, match=r"(shuffle|seed of the data order) was"):
         stream_of(prompts(5), **settings).load_state_dict(state)
@@ -274,30 +276,30 @@ def test_a_position_outside_the_data_is_refused(drawn):
         stream_of(prompts(5), seed=1).load_state_dict(state)
 
 
-fates = st.dictionaries(
+statuses = st.dictionaries(
     st.integers(0, 39),
     st.sampled_from([RowStatus.BAD, RowStatus.FILTERED, RowStatus.TOO_LONG]),
     max_size=20,
 )
 
 
-@given(mixes, seeds, fates, stops)
-def test_unusable_rows_are_skipped_across_resumes(files, seed, fates, stops):
+@given(mixes, seeds, statuses, stops)
+def test_unusable_rows_are_skipped_across_resumes(files, seed, statuses, stops):
     # The first row of each file is usable.
     ends = np.cumsum([0, *(size for size, _ in files)])
-    fates = {index: fate for index, fate in fates.items() if index not in ends[:-1]}
+    statuses = {index: status for index, status in statuses.items() if index not in ends[:-1]}
     size = int(ends[-1])
-    uninterrupted = mixed(files, seed=seed, fates=fates)
-    stream, num_reported = mixed(files, seed=seed, fates=fates), 0
+    uninterrupted = mixed(files, seed=seed, statuses=statuses)
+    stream, num_reported = mixed(files, seed=seed, statuses=statuses), 0
     for count in stops:
         assert uids(stream, count) == uids(uninterrupted, count)
         num_reported += sum(stream.take_skipped().metrics.values())
         state = json.loads(json.dumps(stream.state_dict()))
-        stream = mixed(files, seed=seed, fates=fates)
+        stream = mixed(files, seed=seed, statuses=statuses)
         stream.load_state_dict(state)
     drawn_uids = uids(stream, 2 * size)
     assert drawn_uids == uids(uninterrupted, 2 * size)
-    assert not {parse_uid(uid)[1] for uid in drawn_uids} & fates.keys()
+    assert not {parse_uid(uid)[1] for uid in drawn_uids} & statuses.keys()
     num_reported += sum(stream.take_skipped().metrics.values())
     assert num_reported == sum(uninterrupted.take_skipped().metrics.values())
     state = uninterrupted.state_dict()
@@ -307,7 +309,7 @@ def test_unusable_rows_are_skipped_across_resumes(files, seed, fates, stops):
 @given(seeds)
 def test_shares_count_prompts_and_not_skipped_rows(seed):
     bad = dict.fromkeys(range(1, 10), RowStatus.BAD)
-    stream = mixed([(10, 0.5), (10, 0.5)], seed=seed, fates=bad)
+    stream = mixed([(10, 0.5), (10, 0.5)], seed=seed, statuses=bad)
     indices = [parse_uid(uid)[1] for uid in uids(stream, 20)]
     assert sorted(index for index in indices if index >= 10) == list(range(10, 20))
     # Only one row of the first file is usable, so it passes through ten epochs.
@@ -315,8 +317,8 @@ def test_shares_count_prompts_and_not_skipped_rows(seed):
 
 
 def test_a_bad_row_is_reported_and_counted_by_status():
-    fates = {1: RowStatus.BAD, 2: RowStatus.TOO_LONG, 3: RowStatus.FILTERED, 4: RowStatus.BAD}
-    stream = stream_of(prompts(6), seed=0, shuffle=False, fates=fates)
+    statuses = {1: RowStatus.BAD, 2: RowStatus.TOO_LONG, 3: RowStatus.FILTERED, 4: RowStatus.BAD}
+    stream = stream_of(prompts(6), seed=0, shuffle=False, statuses=statuses)
     assert uids(stream, 3) == ["0:0:0", "0:5:0", "1:0:0"]
     skipped = stream.take_skipped()
     assert skipped.problems == ["row 1: no good", "row 4: no good"]
@@ -330,22 +332,22 @@ def test_a_bad_row_is_reported_and_counted_by_status():
 
 
 def test_too_many_bad_rows_end_the_stream():
-    fates = dict.fromkeys(range(0, 3000, 2), RowStatus.BAD)
-    stream = stream_of(prompts(3000), seed=0, shuffle=False, fates=fates, max_bad_share=0.1)
+    statuses = dict.fromkeys(range(0, 3000, 2), RowStatus.BAD)
+    stream = stream_of(prompts(3000), seed=0, shuffle=False, statuses=statuses, max_bad_share=0.1)
     with pytest.raises(DataError, match=r"101 of the last 201 rows are unusable, .*row 200"):
         stream.draw_prompts(3000)
-    everything = stream_of(prompts(3), seed=0, fates=dict.fromkeys(range(3), RowStatus.FILTERED))
+    filtered = stream_of(prompts(3), seed=0, statuses=dict.fromkeys(range(3), RowStatus.FILTERED))
     with pytest.raises(DataError, match="none of its 3 rows yields a prompt"):
-        next(everything)
+        next(filtered)
 
 
 async def test_prefetching_in_a_thread_keeps_the_position():
     stream = stream_of(prompts(9), seed=4, reads_ahead=True)
-    other = stream_of(prompts(9), seed=4)
+    fresh = stream_of(prompts(9), seed=4)
     before = stream.state_dict()
     await stream.prefetch_prompts(5)
     assert stream.state_dict() == before
     copied = pickle.loads(pickle.dumps(stream))
-    expected = uids(other, 12)
+    expected = uids(fresh, 12)
     assert uids(stream, 12) == expected
     assert uids(copied, 12) == expected

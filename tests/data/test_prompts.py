@@ -9,7 +9,7 @@ from streamrl.data.files import parse_data_files
 from streamrl.data.prompts import load_prompts
 from streamrl.errors import ConfigError
 
-# "<user>" + text + "</s>" + "<assistant>": three tokens beside the text's own, one per byte.
+# Tokens of the template, "<user>" + text + "</s>" + "<assistant>"; the text has one per byte.
 FRAME = 3
 
 
@@ -19,8 +19,8 @@ def load(*files, tokenizer, limit=20, vocab_size=300, on_long="error"):
     return loaded
 
 
-def fates(loaded):
-    return {fate.value: count for fate, count in loaded.status_counts.items()}
+def count_by_status(loaded):
+    return {status.value: count for status, count in loaded.status_counts.items()}
 
 
 def test_prompts_carry_the_row_and_int32_tokens(tokenizer, write_rows):
@@ -52,7 +52,7 @@ def test_longer_prompts_can_be_skipped_and_are_counted(tokenizer, write_rows):
     path = write_rows({"prompt": "x" * 18}, {"prompt": "a"}, {"prompt": "x" * 99})
     loaded = load(path, tokenizer=tokenizer, on_long="skip")
     assert [prompt.uid for prompt in loaded.prompts] == ["0:1:0"]
-    assert fates(loaded) == {"too long": 2, "kept": 1}
+    assert count_by_status(loaded) == {"too long": 2, "kept": 1}
     assert loaded.notes == [f"{path}: 2 prompts skipped, too long"]
 
 
@@ -60,7 +60,7 @@ def test_longer_prompts_can_be_truncated_to_their_last_tokens(tokenizer, write_r
     path = write_rows({"prompt": "0123456789abcdefghij"}, {"prompt": "a"})
     loaded = load(path, tokenizer=tokenizer, limit=5, on_long="truncate")
     assert tokenizer.decode(loaded.prompts[0].token_ids) == "hij</s><assistant>"
-    assert fates(loaded) == {"truncated": 1, "kept": 1}
+    assert count_by_status(loaded) == {"truncated": 1, "kept": 1}
     assert loaded.notes == [f"{path}: 1 prompts truncated"]
 
 

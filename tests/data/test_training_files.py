@@ -76,26 +76,26 @@ def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows
         for i in range(50)
     ]
     paths = [Path(write_rows(*rows))]
-    array = tmp_path / "array.json"
-    array.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
-    sheet = tmp_path / "rows.csv"
-    with sheet.open("w", newline="") as file:
+    json_path = tmp_path / "array.json"
+    json_path.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
+    csv_path = tmp_path / "rows.csv"
+    with csv_path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    paths += [array, sheet]
+    paths += [json_path, csv_path]
     for path in list(paths):
-        packed = path.with_name(path.name + ".gz")
-        packed.write_bytes(gzip.compress(path.read_bytes()))
-        paths.append(packed)
+        compressed = path.with_name(path.name + ".gz")
+        compressed.write_bytes(gzip.compress(path.read_bytes()))
+        paths.append(compressed)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=7)
     Dataset.from_list(rows).save_to_disk(tmp_path / "dataset", num_shards=2)
     paths += [tmp_path / "rows.parquet", tmp_path / "dataset"]
     first: Sequence[Any] | None = None
     for path in paths:
-        # As in the coordinator process.
+        # The coordinator process opens files like this.
         data = open_rows(str(path), tokenizer=tokenizer)
-        variants = [
+        drawn_prompts = [
             (
                 prompt.uid,
                 prompt.messages,
@@ -105,8 +105,8 @@ def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows
             )
             for prompt in stream_of(data).draw_prompts(60)
         ]
-        first = first or variants
-        assert variants == first, path
+        first = first or drawn_prompts
+        assert drawn_prompts == first, path
     assert first is not None and len({uid for uid, *_ in first}) == 60
 
 
@@ -116,12 +116,12 @@ def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "held.parquet")
     monkeypatch.setattr(table, "MAX_IN_MEMORY_BYTES", 0)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mapped.parquet")
-    packed = tmp_path / "rows.jsonl.gz"
-    packed.write_bytes(gzip.compress(Path(path).read_bytes()))
-    for name in (path, tmp_path / "mapped.parquet", packed):
+    compressed = tmp_path / "rows.jsonl.gz"
+    compressed.write_bytes(gzip.compress(Path(path).read_bytes()))
+    for name in (path, tmp_path / "mapped.parquet", compressed):
         opened_table = table.open_table(str(name))
-        there = pickle.loads(pickle.dumps(opened_table))
-        assert [record for _, _, record in there.read_rows([29, 0, 7])] == [
+        unpickled = pickle.loads(pickle.dumps(opened_table))
+        assert [record for _, _, record in unpickled.read_rows([29, 0, 7])] == [
             rows[29],
             rows[0],
             rows[7],
@@ -130,18 +130,18 @@ def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
     cached = sorted(table.get_cache_dir().iterdir())
     assert [file.suffix for file in cached] == [".arrow", ".jsonl"] or len(cached) == 2
     times = [file.stat().st_mtime_ns for file in cached]
-    for name in (tmp_path / "mapped.parquet", packed):
+    for name in (tmp_path / "mapped.parquet", compressed):
         table.open_table(str(name))
     assert [file.stat().st_mtime_ns for file in cached] == times
 
 
 def test_an_unpacking_error_names_the_cache_folder(write_rows, tmp_path, monkeypatch):
-    packed = tmp_path / "rows.jsonl.gz"
-    packed.write_bytes(gzip.compress(Path(write_rows(*numbered(3))).read_bytes()))
+    compressed = tmp_path / "rows.jsonl.gz"
+    compressed.write_bytes(gzip.compress(Path(write_rows(*numbered(3))).read_bytes()))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"gz: cannot be unpacked into .*set HF_DATASETS_CACHE"):
-        table.open_table(str(packed))
+        table.open_table(str(compressed))
 
 
 def test_bad_rows_are_refused_in_the_sample_and_skipped_when_drawn(tokenizer, tmp_path):
@@ -224,9 +224,9 @@ def test_a_stream_resumes_only_on_the_same_rows(tokenizer, write_rows):
     stream = stream_of(open_rows(path, tokenizer=tokenizer))
     stream.draw_prompts(7)
     state = json.loads(json.dumps(stream.state_dict()))
-    again = stream_of(open_rows(path, tokenizer=tokenizer))
-    again.load_state_dict(state)
-    assert [prompt.uid for prompt in again.draw_prompts(60)] == [
+    resumed = stream_of(open_rows(path, tokenizer=tokenizer))
+    resumed.load_state_dict(state)
+    assert [prompt.uid for prompt in resumed.draw_prompts(60)] == [
         prompt.uid for prompt in stream.draw_prompts(60)
     ]
     rows = numbered(50)
@@ -240,22 +240,24 @@ def test_a_stream_resumes_only_on_the_same_rows(tokenizer, write_rows):
 
 
 def test_a_checkpoint_of_a_fully_classified_stream_resumes_exactly(tokenizer, write_rows):
-    """Checkpoints of older versions: unusable rows have no position in the order."""
+    """In checkpoints of older versions, unusable rows have no position in the order."""
     rows = numbered(50)
     for index in (10, 20, 30):
         rows[index]["prompt"] = "x" * 60
     path = write_rows(*rows)
-    before = stream_of(open_rows(path, tokenizer=tokenizer, max_full_rows=50, on_long="skip"))
-    before.draw_prompts(33)
-    state = before.state_dict()
+    original = stream_of(open_rows(path, tokenizer=tokenizer, max_full_rows=50, on_long="skip"))
+    original.draw_prompts(33)
+    state = original.state_dict()
     del state["given"]
     assert is_full_fingerprint(state["fingerprint"]) and state["num_prompts"] == 47
-    now = stream_of(open_rows(path, tokenizer=tokenizer, on_long="skip", max_sampled_tokens=None))
-    now.load_state_dict(state)
-    expected = [prompt.uid for prompt in before.draw_prompts(60)]
-    assert [prompt.uid for prompt in now.draw_prompts(60)] == expected
+    resumed = stream_of(
+        open_rows(path, tokenizer=tokenizer, on_long="skip", max_sampled_tokens=None)
+    )
+    resumed.load_state_dict(state)
+    expected = [prompt.uid for prompt in original.draw_prompts(60)]
+    assert [prompt.uid for prompt in resumed.draw_prompts(60)] == expected
     # The saved state continues as well.
-    assert is_full_fingerprint(now.state_dict()["fingerprint"])
+    assert is_full_fingerprint(resumed.state_dict()["fingerprint"])
 
 
 def test_a_file_that_changes_during_a_run_is_an_error(tokenizer, write_rows):
@@ -270,20 +272,20 @@ def test_get_prompt_reads_a_row_again(tokenizer, write_rows):
     a, b = write_rows(*numbered(30)), write_rows(*numbered(40), name="b.jsonl")
     Path(a).write_text(Path(a).read_text().replace("\n", "\n\n"))
     stream = stream_of(open_rows(a, b, tokenizer=tokenizer))
-    other = pickle.loads(pickle.dumps(stream.state_dict()))
+    state = pickle.loads(pickle.dumps(stream.state_dict()))
     for drawn in stream.draw_prompts(100):
-        again = stream.get_prompt(drawn.uid)
-        assert (again.row_location, again.token_ids.tolist()) == (
+        reread = stream.get_prompt(drawn.uid)
+        assert (reread.row_location, reread.token_ids.tolist()) == (
             drawn.row_location,
             drawn.token_ids.tolist(),
         )
         assert stream.retry_prompt(drawn.uid).uid == f"{drawn.uid[:-1]}1"
-    assert other["files"] == [[30, 30 / 70], [40, 40 / 70]]
+    assert state["files"] == [[30, 30 / 70], [40, 40 / 70]]
     with pytest.raises(ValueError, match="no prompt with index 1 "):
         stream.get_prompt("0:1:0")  # a blank line
 
 
 def test_a_table_takes_a_few_bytes_per_row(write_rows):
-    opened = table.open_table(write_rows(*numbered(5000)))
-    assert len(pickle.dumps(opened)) < 5000 * 16
-    assert np.array_equal(opened.get_indices(), np.arange(5000))
+    opened_table = table.open_table(write_rows(*numbered(5000)))
+    assert len(pickle.dumps(opened_table)) < 5000 * 16
+    assert np.array_equal(opened_table.get_indices(), np.arange(5000))

@@ -27,7 +27,7 @@ def reduce_after_kill(rank: int, port: int) -> str | None:
     return str(caught.value)
 
 
-def test_a_lost_rank_is_reported_by_the_others():
+def test_a_lost_rank_is_reported_by_the_remaining_ranks():
     (port,) = find_free_ports(1)
     message, _ = forked.run(reduce_after_kill, [(0, port), (1, port)], timeout_s=120, killed={1})
     assert message.startswith("lost another rank: ") and "\n" not in message

@@ -16,7 +16,7 @@ from streamrl.weights.transports.collective_group import serve_readers
 HOST = "127.0.0.1"
 
 
-def listening_at(port: int) -> list[str]:
+def list_listening_addresses(port: int) -> list[str]:
     connections = psutil.Process().net_connections(kind="tcp")
     return [
         line.laddr.ip
@@ -28,9 +28,9 @@ def listening_at(port: int) -> list[str]:
 @pytest.mark.parametrize("host", [HOST, "localhost", "127.0.0.2"])
 def test_a_store_listens_only_at_its_address(host: str):
     store = serve_tcp_store(host, 0, 10.0)
-    assert listening_at(store.port) == [socket.gethostbyname(host)]
-    other = dist.TCPStore(host, store.port, None, False, wait_for_workers=False)
-    other.set("a", "b")
+    assert list_listening_addresses(store.port) == [socket.gethostbyname(host)]
+    client = dist.TCPStore(host, store.port, None, False, wait_for_workers=False)
+    client.set("a", "b")
     assert store.get("a") == b"b"
 
 

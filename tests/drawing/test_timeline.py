@@ -45,11 +45,11 @@ def test_boxes_match_devices_and_times_of_intervals():
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), max_size=12))
 def test_boxes_of_a_lane_are_disjoint(spans: list[tuple[int, int]]):
     intervals = [DeviceInterval("train", i, a, a + length) for i, (a, length) in enumerate(spans)]
-    placed = assign_lanes(intervals)
-    assert sorted(interval.step for interval, _ in placed) == list(range(len(spans)))
-    for first, (lane, lanes) in placed:
+    assigned = assign_lanes(intervals)
+    assert sorted(interval.step for interval, _ in assigned) == list(range(len(spans)))
+    for first, (lane, lanes) in assigned:
         assert lane < lanes
-        for second, (other_lane, _) in placed:
+        for second, (other_lane, _) in assigned:
             overlap = first.start_s < second.end_s and second.start_s < first.end_s
             assert first is second or lane != other_lane or not overlap
 

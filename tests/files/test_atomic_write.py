@@ -38,15 +38,15 @@ def test_a_directory_is_synced_before_its_rename(tmp_path: Path, monkeypatch: py
     synced: list[tuple[str, bool]] = []
     fsync = os.fsync
 
-    def watched(descriptor: int) -> None:
+    def recorded_fsync(descriptor: int) -> None:
         synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), final.exists()))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
     sync_and_rename(partial, final)
     inside = {str(partial), str(partial / "inner"), str(partial / "inner" / "file")}
-    assert {path for path, named in synced if not named} == inside
-    assert [path for path, named in synced if named] == [str(tmp_path)]
+    assert {path for path, is_renamed in synced if not is_renamed} == inside
+    assert [path for path, is_renamed in synced if is_renamed] == [str(tmp_path)]
     assert (final / "inner" / "file").read_text() == "x"
 
 

@@ -25,7 +25,7 @@ from streamrl.files.bounded_read import (
 )
 
 
-def written(tmp_path: Path, text: str) -> Path:
+def write_file(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "file.yaml"
     path.write_text(text)
     return path
@@ -33,12 +33,12 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_yaml_uses_the_c_loader_if_available(tmp_path: Path):
     assert yaml.__with_libyaml__ == issubclass(StrictYamlLoader, yaml.CSafeLoader)
-    assert read_small_yaml(written(tmp_path, "a: [1, two, 3.0]\n")) == {"a": [1, "two", 3.0]}
+    assert read_small_yaml(write_file(tmp_path, "a: [1, two, 3.0]\n")) == {"a": [1, "two", 3.0]}
 
 
 def test_exponential_yaml_aliases_are_refused(tmp_path: Path):
     levels = ["&l0 [x, x]", *(f"&l{i + 1} [*l{i}, *l{i}]" for i in range(99))]
-    path = written(tmp_path, "".join(f"- {level}\n" for level in levels))
+    path = write_file(tmp_path, "".join(f"- {level}\n" for level in levels))
     message = r"^line 2, column 8: \*l0: aliases are not allowed; write the value out$"
     with pytest.raises(ValueError, match=message):
         read_small_yaml(path)
@@ -47,7 +47,7 @@ def test_exponential_yaml_aliases_are_refused(tmp_path: Path):
 @pytest.mark.parametrize("text", ["- &a [*a]\n", "base: &b {x: 1}\nmore: {<<: *b}\n"])
 def test_every_yaml_alias_is_refused(tmp_path: Path, text: str):
     with pytest.raises(ValueError, match="aliases are not allowed"):
-        read_small_yaml(written(tmp_path, text))
+        read_small_yaml(write_file(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_every_yaml_alias_is_refused(tmp_path: Path, text: str):
     ],
 )
 def test_yaml_scalars_parse_like_omegaconf(tmp_path: Path, text: str):
-    value = read_small_yaml(written(tmp_path, text))
+    value = read_small_yaml(write_file(tmp_path, text))
     expected = OmegaConf.to_container(OmegaConf.load(tmp_path / "file.yaml"))
     assert (value or {}) == expected
     assert repr(value or {}) == repr(expected)
@@ -74,7 +74,7 @@ def test_yaml_scalars_parse_like_omegaconf(tmp_path: Path, text: str):
 )
 def test_a_duplicate_yaml_key_is_refused_with_its_position(tmp_path: Path, text: str):
     with pytest.raises(ValueError, match=r"^line 3, column (1|10|13): [a1]: must occur only once$"):
-        read_small_yaml(written(tmp_path, text))
+        read_small_yaml(write_file(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_duplicate_yaml_key_is_refused_with_its_position(tmp_path: Path, text:
 )
 def test_malformed_yaml_is_reported_with_its_position(tmp_path: Path, text: str, message: str):
     with pytest.raises(ValueError) as error:
-        read_small_yaml(written(tmp_path, text))
+        read_small_yaml(write_file(tmp_path, text))
     assert str(error.value) == f"not YAML: {message}"
 
 
@@ -114,7 +114,7 @@ def test_a_value_contradicting_its_tag_is_reported_with_its_position(
     tmp_path: Path, word: str, message: str
 ):
     with pytest.raises(ValueError) as error:
-        read_small_yaml(written(tmp_path, f"a:\n  - {word}\n"))
+        read_small_yaml(write_file(tmp_path, f"a:\n  - {word}\n"))
     assert str(error.value) == f"line 2, column 5: {message}"
 
 
@@ -128,12 +128,12 @@ def test_malformed_yaml_is_a_value_error(tmp_path: Path, text: str):
 
 def test_deeply_nested_json_is_a_value_error(tmp_path: Path):
     with pytest.raises(ValueError, match="nested too deeply"):
-        read_small_json(written(tmp_path, "[" * 200_000))
+        read_small_json(write_file(tmp_path, "[" * 200_000))
 
 
 def test_a_file_above_the_limit_is_not_read(tmp_path: Path):
     with pytest.raises(ValueError, match="exceeds the limit of 1 MiB"):
-        read_small_text(written(tmp_path, "x" * (MAX_SETTINGS_BYTES + 1)))
+        read_small_text(write_file(tmp_path, "x" * (MAX_SETTINGS_BYTES + 1)))
 
 
 def nested(depth: int) -> str:
@@ -168,8 +168,8 @@ def make_fifo(path: Path) -> Path:
 
 
 def make_socket(path: Path) -> Path:
-    with socket.socket(socket.AF_UNIX) as there:
-        there.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
     return path
 
 

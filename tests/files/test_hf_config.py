@@ -34,7 +34,7 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def changed(toy_model: Path, tmp_path: Path) -> Any:
+def copy_with_config(toy_model: Path, tmp_path: Path) -> Any:
     """Copy the toy model with changed settings in its config.json."""
 
     def copy(settings: dict[str, Any]) -> Path:
@@ -75,10 +75,10 @@ def yarn(factor: float) -> dict[str, Any]:
     ],
 )
 def test_rope_scaling_extends_the_context_length(
-    scaling: dict[str, Any] | None, positions: int, tokens: int, changed: Any
+    scaling: dict[str, Any] | None, positions: int, tokens: int, copy_with_config: Any
 ):
     settings = {"max_position_embeddings": positions, "rope_scaling": scaling}
-    path = str(changed(settings | ({"rope_parameters": None} if scaling else {})))
+    path = str(copy_with_config(settings | ({"rope_parameters": None} if scaling else {})))
     assert compute_max_positions(read_model_config(path)) == tokens
     assert read_model_length(path, limit=tokens) == read_model_length(path, limit=None) == tokens
     with pytest.raises(ConfigError, match=f"at most {tokens} tokens"):
@@ -106,22 +106,22 @@ def test_gemma_3_states_positions_after_scaling():
         ('{"eos_token_id": 10000000}', "must be token ids below"),
     ],
 )
-def test_invalid_generation_defaults_are_refused(content: str, words: str, changed: Any):
-    path = changed({})
+def test_invalid_generation_defaults_are_refused(content: str, words: str, copy_with_config: Any):
+    path = copy_with_config({})
     (path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json: ") as caught:
         read_model_length(str(path), limit=None)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_generation_defaults_are_copied_into_checkpoints(changed: Any, tmp_path: Path):
-    path = changed({})
-    odd = '{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 5]}'
-    (path / "generation_config.json").write_text(odd)
+def test_generation_defaults_are_copied_into_checkpoints(copy_with_config: Any, tmp_path: Path):
+    path = copy_with_config({})
+    defaults = '{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 5]}'
+    (path / "generation_config.json").write_text(defaults)
     assert read_model_length(str(path), limit=None) == 128
     model = load_model(str(path), dtype=torch.float32)
     write_model_directory(tmp_path / "saved", model, model.state_dict(), tokenizer_from=str(path))
-    assert (tmp_path / "saved" / "generation_config.json").read_text() == odd
+    assert (tmp_path / "saved" / "generation_config.json").read_text() == defaults
 
 
 CODE = {
@@ -150,15 +150,15 @@ MINE = {
 
 
 @pytest.fixture
-def with_code(changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def with_code(copy_with_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Model directory with its own Python code; a prompt for trust would fail the test."""
 
-    def asked(question: str = "") -> str:
+    def refuse_prompt(question: str = "") -> str:
         raise AssertionError(f"a question: {question}")
 
-    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr("builtins.input", refuse_prompt)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    path: Path = changed(MINE)
+    path: Path = copy_with_config(MINE)
     for name, source in CODE.items():
         (path / name).write_text(source)
     return path
@@ -187,15 +187,15 @@ def test_only_code_of_trusted_directories_runs(
     )
     assert read_model_length(str(with_code), limit=None) == 128
     assert type(load_model(str(with_code), dtype=torch.float32)).__name__ == "MineForCausalLM"
-    other = shutil.copytree(with_code, tmp_path / "other")
+    untrusted_copy = shutil.copytree(with_code, tmp_path / "other")
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        read_model_length(str(other), limit=None)
+        read_model_length(str(untrusted_copy), limit=None)
     assert make_trusted_env() == {}
 
 
-def test_a_family_known_to_transformers_needs_no_code(changed: Any):
+def test_a_family_known_to_transformers_needs_no_code(copy_with_config: Any):
     auto_map = {"AutoConfig": "configuration_none.NoneConfig"}
-    assert read_model_length(str(changed({"auto_map": auto_map})), limit=None) == 128
+    assert read_model_length(str(copy_with_config({"auto_map": auto_map})), limit=None) == 128
 
 
 DESCRIPTIONS = ["config.json", "generation_config.json", "model.safetensors.index.json"]
@@ -203,8 +203,8 @@ DESCRIPTIONS = ["config.json", "generation_config.json", "model.safetensors.inde
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 @pytest.mark.parametrize("text", ["[" * 10**5 + "]" * 10**5, "[", "[[]]", '{"weight_map": 3, '])
-def test_a_malformed_config_json_is_a_one_line_error(changed: Any, name: str, text: str):
-    path = changed({})
+def test_a_malformed_config_json_is_a_one_line_error(copy_with_config: Any, name: str, text: str):
+    path = copy_with_config({})
     (path / name).write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_model_length(str(path), limit=None)

@@ -38,15 +38,15 @@ def test_the_alarm_is_off_after_an_import(tmp_path):
 
 
 def test_an_existing_alarm_is_left_unchanged(tmp_path):
-    def other(number, frame):
+    def handler(number, frame):
         raise AssertionError
 
     path = tmp_path / "reward.py"
     path.write_text("x = 1\n")
-    before = signal.signal(signal.SIGALRM, other)
+    before = signal.signal(signal.SIGALRM, handler)
     try:
         import_file(str(path), setting="rewards.path")
-        assert signal.getsignal(signal.SIGALRM) is other
+        assert signal.getsignal(signal.SIGALRM) is handler
     finally:
         signal.signal(signal.SIGALRM, before)
 

@@ -24,12 +24,12 @@ def pickle_of_call(module: str, name: str, *arguments: object) -> bytes:
 
 
 def test_responses_survive_a_round_trip():
-    needs = FunctionCallSpec(
+    call_spec = FunctionCallSpec(
         "f of x.py", "style", frozenset("ab"), frozenset("a"), False, (("k", [1]),)
     )
-    judged = RewardResult.from_correctness(True, "7"), RewardResult.make_not_judged().outcome
-    for answer in ([*judged], needs, [1.5, None], "no judgement"):
-        assert unpickle_response(pack_message((1, answer))[HEADER_BYTES:]) == (1, answer)
+    results = RewardResult.from_correctness(True, "7"), RewardResult.make_not_judged().outcome
+    for response in ([*results], call_spec, [1.5, None], "no judgement"):
+        assert unpickle_response(pack_message((1, response))[HEADER_BYTES:]) == (1, response)
 
 
 @pytest.mark.parametrize(

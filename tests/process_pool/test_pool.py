@@ -27,8 +27,8 @@ from streamrl.process_pool.pool import (
 from streamrl.process_pool.process import WorkerProcess
 from tests.descendants import descendants
 
-TARGET = "tests.process_pool.trouble:serve"
-ASYNC_TARGET = "tests.process_pool.trouble:serve_async"
+TARGET = "tests.process_pool.handlers:serve"
+ASYNC_TARGET = "tests.process_pool.handlers:serve_async"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -52,8 +52,8 @@ async def pool():
 
 async def wait_until_exited(pids, *, within_s=15.0):
     deadline = time.monotonic() + within_s
-    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
-        assert time.monotonic() < deadline, f"still there: {left}"
+    while remaining := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, f"still running: {remaining}"
         await asyncio.sleep(0.02)
 
 
@@ -66,15 +66,15 @@ async def test_failures_name_their_cause_and_other_calls_succeed(pool):
         "leak": WorkerMemoryError,
     }
     requests = [("square", n) for n in range(60)] + [("slow", n) for n in range(6)]
-    requests += [(deed, 0) for deed in expected_errors for _ in range(2)]
+    requests += [(operation, 0) for operation in expected_errors for _ in range(2)]
     random.Random(5).shuffle(requests)
     calls = [workers.call(request) for request in requests]
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    for (deed, number), answer in zip(requests, answers, strict=True):
-        if deed in expected_errors:
-            assert type(answer) is expected_errors[deed], (deed, answer)
+    responses = await asyncio.gather(*calls, return_exceptions=True)
+    for (operation, number), result in zip(requests, responses, strict=True):
+        if operation in expected_errors:
+            assert type(result) is expected_errors[operation], (operation, result)
         else:
-            assert answer == number * number
+            assert result == number * number
     assert workers.kill_counts == Counter(timeout=2, crash=2, memory=2)
 
 
@@ -83,20 +83,20 @@ async def test_hanging_calls_do_not_slow_down_quick_calls(pool):
     workers = pool()
     await workers.start()
 
-    async def took_s():
+    async def measure_call_times():
         times = []
         for n in range(20):
-            began = time.monotonic()
+            started = time.monotonic()
             assert await workers.call(("work", n)) == n
-            times.append(time.monotonic() - began)
+            times.append(time.monotonic() - started)
         return times
 
-    alone = statistics.median(await took_s())
+    baseline = statistics.median(await measure_call_times())
     hung = [asyncio.create_task(workers.call(("hang", 0))) for _ in range(2)]
-    beside = statistics.median(await took_s())
+    under_load = statistics.median(await measure_call_times())
     assert not any(task.done() for task in hung)
     # Less than MONITOR_INTERVAL_S, the delay if calls had to wait for the straggler check.
-    assert beside < alone + 0.4
+    assert under_load < baseline + 0.4
     await workers.close()
     for end in await asyncio.gather(*hung, return_exceptions=True):
         assert isinstance(end, WorkerCrashError)
@@ -105,36 +105,36 @@ async def test_hanging_calls_do_not_slow_down_quick_calls(pool):
 async def test_a_timeout_kills_the_child_processes_of_the_worker(pool, tmp_path):
     workers = pool(timeout_s=8.0)
     await workers.start()
-    note = tmp_path / "pids"
+    pid_file = tmp_path / "pids"
     with pytest.raises(WorkerTimeoutError, match="no result in 8 s"):
-        await workers.call(("breed", str(note)))
-    pids = [int(pid) for pid in note.read_text().split()]
+        await workers.call(("breed", str(pid_file)))
+    pids = [int(pid) for pid in pid_file.read_text().split()]
     assert len(pids) == 50
     await wait_until_exited(pids)
     assert await workers.call(("square", 4)) == 16
 
 
 async def test_workers_die_when_the_host_process_is_killed(tmp_path):
-    note = tmp_path / "pids"
+    pid_file = tmp_path / "pids"
     code = (
         "import asyncio\n"
         "from streamrl.process_pool.pool import WorkerPool, WorkerPoolSettings\n"
         "async def main():\n"
         f"    pool = WorkerPool('x', {TARGET!r}, '', WorkerPoolSettings(1, 1, 60.0, 16 << 30))\n"
         "    await pool.start()\n"
-        f"    await pool.call(('breed', {str(note)!r}))\n"
+        f"    await pool.call(('breed', {str(pid_file)!r}))\n"
         "asyncio.run(main())\n"
     )
     host = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 60
-    while not note.exists():
+    while not pid_file.exists():
         assert host.poll() is None and time.monotonic() < deadline
         await asyncio.sleep(0.02)
-    below = [process.pid for process in psutil.Process(host.pid).children(recursive=True)]
-    assert set(map(int, note.read_text().split())) < set(below)
+    child_pids = [process.pid for process in psutil.Process(host.pid).children(recursive=True)]
+    assert set(map(int, pid_file.read_text().split())) < set(child_pids)
     os.kill(host.pid, signal.SIGKILL)
     host.wait()
-    await wait_until_exited(below)
+    await wait_until_exited(child_pids)
 
 
 async def test_a_worker_that_fails_to_load_raises_at_start_and_in_calls(pool, capfd):
@@ -178,27 +178,27 @@ async def test_stragglers_that_finish_are_replaced(pool):
     assert not workers.kill_counts
 
 
-async def test_a_cancelled_caller_does_not_cost_the_worker(pool):
+async def test_cancelling_a_caller_keeps_the_worker_alive(pool):
     workers = pool()
     await workers.start()
     pid = await workers.call(("pid", None))
-    left = asyncio.create_task(workers.call(("work", 1)))
+    cancelled = asyncio.create_task(workers.call(("work", 1)))
     await asyncio.sleep(0.01)
-    left.cancel()
-    await asyncio.gather(left, return_exceptions=True)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
     assert pid in {await workers.call(("pid", None)) for _ in range(20)}
     assert not workers.kill_counts
 
 
 @pytest.mark.parametrize(
-    "note", [b"\0" * 8 + b"x" * 99, b"\xff" * 99, b"\0" * 7 + b"\x05hello" * 9]
+    "data", [b"\0" * 8 + b"x" * 99, b"\xff" * 99, b"\0" * 7 + b"\x05hello" * 9]
 )
-async def test_an_unreadable_response_is_a_crash_at_once(pool, note):
+async def test_an_unreadable_response_is_a_crash_at_once(pool, data):
     workers = pool()
     await workers.start()
     async with asyncio.timeout(25):
         with pytest.raises(WorkerCrashError, match="worker response"):
-            await workers.call(("garble", note))
+            await workers.call(("garble", data))
         assert await workers.call(("square", 3)) == 9
     assert workers.kill_counts == {"crash": 1}
 
@@ -228,7 +228,7 @@ async def test_a_worker_does_not_outlive_its_reaper(pool, monkeypatch, number):
 
 
 @pytest.mark.parametrize(
-    ("deed", "error", "words", "cause"),
+    ("operation", "error", "words", "cause"),
     [
         ("crash", WorkerCrashError, "exited with code 7", "crash"),
         pytest.param(
@@ -239,22 +239,24 @@ async def test_a_worker_does_not_outlive_its_reaper(pool, monkeypatch, number):
         ),
     ],
 )
-async def test_only_the_faulty_call_of_a_shared_worker_fails(pool, deed, error, words, cause):
+async def test_only_the_faulty_call_of_a_shared_worker_fails(pool, operation, error, words, cause):
     # Only the hanging call must exceed its deadline.
-    timeout_s = 5.0 if deed == "hang" else 30.0
+    timeout_s = 5.0 if operation == "hang" else 30.0
     workers = pool(target=ASYNC_TARGET, timeout_s=timeout_s, memory_bytes=256 << 20, concurrency=16)
     await workers.start()
     calls = [workers.call(("square", number)) for number in range(24)]
-    *results, blamed = await asyncio.gather(
-        *calls, workers.call((deed, None)), return_exceptions=True
+    *results, failure = await asyncio.gather(
+        *calls, workers.call((operation, None)), return_exceptions=True
     )
     assert results == [number * number for number in range(24)]
-    assert isinstance(blamed, error) and words in str(blamed)
+    assert isinstance(failure, error) and words in str(failure)
     assert set(workers.kill_counts) == {cause}
     assert len(workers._workers) <= 2, "spare workers are retired"
     # Again on an exclusive worker: no other worker exits.
     with pytest.raises(error):
-        await asyncio.gather(workers.call((deed, None), alone=True), workers.call(("square", 3)))
+        await asyncio.gather(
+            workers.call((operation, None), alone=True), workers.call(("square", 3))
+        )
     assert await workers.call(("square", 4)) == 16
     assert len(workers._workers) <= 2
 
@@ -278,12 +280,12 @@ async def test_cancelling_a_start_leaves_no_process(pool):
 async def test_the_monitor_survives_errors(pool, monkeypatch):
     workers = pool(memory_bytes=256 << 20)
     await workers.start()
-    measured, faults = workers._process_table.measure_tree_memory, iter([OSError("no such table")])
+    measure, faults = workers._process_table.measure_tree_memory, iter([OSError("no such table")])
 
     def memory_of_tree(pid):
         for fault in faults:
             raise fault
-        return measured(pid)
+        return measure(pid)
 
     monkeypatch.setattr(workers._process_table, "measure_tree_memory", memory_of_tree)
     with pytest.raises(WorkerMemoryError):

@@ -15,8 +15,8 @@ MODEL = "judge-1"
 class ChatServer:
     """Responds with `reply(content)`: text, a whole response, or a number of seconds to hang.
 
-    `refusals` go before, one a request: (status, headers, message). Nothing is answered before
-    `hold_until` requests have been there at once.
+    `refusals` come first, one per request: (status, headers, message). The server holds its
+    responses until `hold_until` requests are in flight.
     """
 
     def __init__(self, reply: Callable[[str], Any]) -> None:
@@ -24,9 +24,9 @@ class ChatServer:
         self.refusals: list[tuple[int, dict[str, str], str]] = []
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.at: list[float] = []
+        self.arrival_times: list[float] = []
         self.hold_until = 0
-        self.now = self.most_at_once = 0
+        self.num_in_flight = self.max_in_flight = 0
         self.url = ""
 
     async def start(self) -> "ChatServer":
@@ -47,7 +47,7 @@ class ChatServer:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _complete(self, request: web.Request) -> web.Response:
-        self.at.append(time.monotonic())
+        self.arrival_times.append(time.monotonic())
         body = await request.json()
         self.requests.append(body)
         self.headers.append(dict(request.headers))
@@ -55,20 +55,20 @@ class ChatServer:
             status, headers, message = self.refusals.pop(0)
             error = {"error": {"message": message}}
             return web.json_response(error, status=status, headers=headers)
-        self.now += 1
-        self.most_at_once = max(self.most_at_once, self.now)
+        self.num_in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
         try:
             async with asyncio.timeout(5):
-                while self.most_at_once < self.hold_until:
+                while self.max_in_flight < self.hold_until:
                     await asyncio.sleep(0.005)
-            answer = self.reply(body["messages"][0]["content"])
-            if isinstance(answer, float):
-                await asyncio.sleep(answer)
+            response = self.reply(body["messages"][0]["content"])
+            if isinstance(response, float):
+                await asyncio.sleep(response)
         finally:
-            self.now -= 1
-        if isinstance(answer, web.Response):
-            return answer
-        choice = {"index": 0, "message": {"role": "assistant", "content": answer}}
+            self.num_in_flight -= 1
+        if isinstance(response, web.Response):
+            return response
+        choice = {"index": 0, "message": {"role": "assistant", "content": response}}
         return web.json_response({"choices": [{**choice, "finish_reason": "stop"}]})
 
 

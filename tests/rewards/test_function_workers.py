@@ -50,7 +50,9 @@ async def test_a_sync_function_runs_in_the_main_thread_and_may_use_signals(runni
     assert (await rewards.score(prompt(), ["5", "6"]))["reward/f"].tolist() == [5.0, 6.0]
 
 
-async def test_a_hanging_call_is_killed_with_its_children_and_others_continue(running, tmp_path):
+async def test_a_hanging_call_is_killed_with_its_children_and_other_calls_continue(
+    running, tmp_path
+):
     rewards = await running(
         """
         import os, subprocess, time
@@ -109,7 +111,7 @@ async def test_crashes_and_exceptions_are_retried_then_named_by_cause(
     assert (tmp_path / "tries").read_text() == "xx"
 
 
-async def test_a_transient_failure_only_costs_time(running, tmp_path):
+async def test_a_transient_failure_is_retried(running, tmp_path):
     rewards = await running(f"""
         import os
         def f(prompt, completion):

@@ -70,7 +70,7 @@ def test_equal_rewards_compares_the_combined_reward():
 
 
 @given(groups, st.integers(-1000, 1000))
-def test_shifting_all_rewards_does_not_change_whether_they_are_equal(scores, shift):
+def test_equality_of_rewards_is_shift_invariant(scores, shift):
     shifted = np.array(scores, np.float32) + np.float32(shift)
     # A shift may round two rewards to the same float32; then they are equal.
     assume(len(set(shifted.tolist())) == len(set(scores)))
@@ -82,7 +82,7 @@ def test_shifting_all_rewards_does_not_change_whether_they_are_equal(scores, shi
     groups,
     st.sampled_from([EQUAL, FilterConfig("mean_outside", options={"low": -1, "high": 1})]),
 )
-def test_the_order_of_the_rollouts_does_not_matter(data, scores, config):
+def test_the_filter_is_invariant_to_the_order_of_rollouts(data, scores, config):
     assert reason(config, data.draw(st.permutations(scores))) == reason(config, scores)
 
 
@@ -110,8 +110,10 @@ def test_the_mean_is_a_float64(scores, low, high):
     assume(low < high)
     # fmean rounds the exact sum once, then divides.
     mean = float(sum(Fraction(score) for score in scores)) / len(scores)
-    stays = reason(FilterConfig("mean_outside", options={"low": low, "high": high}), scores) is None
-    assert stays == (low < mean < high)
+    is_accepted = (
+        reason(FilterConfig("mean_outside", options={"low": low, "high": high}), scores) is None
+    )
+    assert is_accepted == (low < mean < high)
 
 
 def test_a_mean_that_float32_would_round_onto_the_bound_is_inside():
@@ -143,7 +145,7 @@ def test_a_function_receives_the_prompt_and_lists_of_floats(filter_from):
     "function",
     [
         "def keep(rewards, scores): return rewards == {'a': scores}",
-        "def keep(**given): return sorted(given) == ['prompt', 'rewards', 'scores']",
+        "def keep(**arguments): return sorted(arguments) == ['prompt', 'rewards', 'scores']",
     ],
 )
 def test_a_function_receives_only_the_parameters_it_declares(filter_from, function):
@@ -180,7 +182,9 @@ def test_a_numpy_bool_is_accepted(filter_from):
         ("(True for _ in scores)", "<generator .*>"),
     ],
 )
-def test_another_return_value_is_an_error_naming_function_file_and_uid(filter_from, body, shown):
+def test_a_return_value_that_is_not_a_bool_is_an_error_with_function_file_and_uid(
+    filter_from, body, shown
+):
     config = filter_from(f"def keep(scores): return {body}")
     words = rf"^filter, uid 3:7:0: keep in /.*filter\.py returned {shown}, not True or False$"
     with pytest.raises(RewardError, match=words):
@@ -240,8 +244,8 @@ def test_an_unusable_function_is_refused(filter_from, source, words):
     ],
 )
 def test_invalid_settings_are_refused_in_one_line(options, words):
-    own = {"kind", "max_filter_rounds"}
-    settings = {"kind": "mean_outside", **{k: v for k, v in options.items() if k in own}}
+    field_names = {"kind", "max_filter_rounds"}
+    settings = {"kind": "mean_outside", **{k: v for k, v in options.items() if k in field_names}}
     with pytest.raises(ConfigError) as caught:
-        FilterConfig(**settings, options={k: v for k, v in options.items() if k not in own})
+        FilterConfig(**settings, options={k: v for k, v in options.items() if k not in field_names})
     assert str(caught.value) == words

@@ -24,16 +24,21 @@ PLACED = replace(PROMPT, row_location="sums.jsonl line 12")
 
 
 class FakeReward(Reward):
-    """Returns given scores after a given delay."""
+    """Returns fixed scores after a delay."""
 
-    def __init__(self, values=(), *, wait_s=0.0, error=None, complaint=None):
+    def __init__(self, values=(), *, wait_s=0.0, error=None, prompt_error=None):
         super().__init__()
-        self.values, self.wait_s, self.error, self.complaint = values, wait_s, error, complaint
+        self.values, self.wait_s, self.error, self.prompt_error = (
+            values,
+            wait_s,
+            error,
+            prompt_error,
+        )
         self.cancelled = False
 
     def validate_prompt(self, prompt):
-        if self.complaint:
-            raise RewardError(self.complaint)
+        if self.prompt_error:
+            raise RewardError(self.prompt_error)
 
     async def score(self, prompt, completions):
         try:
@@ -43,10 +48,10 @@ class FakeReward(Reward):
             raise
         if self.error:
             raise self.error
-        return [RewardResult(value, passed(value)) for value in self.values]
+        return [RewardResult(value, outcome_of(value)) for value in self.values]
 
 
-def passed(value):
+def outcome_of(value):
     return RewardOutcome.PASS if value >= 1 else RewardOutcome.WRONG
 
 
@@ -91,8 +96,8 @@ async def test_a_failed_gate_makes_the_combined_score_0():
     assert columns["scores"].tolist() == [2.5, 0.0, -0.5]
 
 
-class Said(FakeReward):
-    """Returns given RewardResults."""
+class FakeResults(FakeReward):
+    """Returns fixed RewardResults."""
 
     async def score(self, prompt, completions):
         return list(self.values)
@@ -101,11 +106,12 @@ class Said(FakeReward):
 ABSENT = RewardResult.make_not_judged()
 
 
-async def test_an_abstaining_component_is_left_out_of_the_score():
-    """As in TRL: the weighted sum of the components with a score."""
-    half, one, three = (RewardResult(score, passed(score)) for score in (0.5, 1.0, 3.0))
+async def test_an_abstaining_component_is_excluded_from_the_score():
+    """The score is the weighted sum of the components with a score, as in TRL."""
+    half, full, triple = (RewardResult(score, outcome_of(score)) for score in (0.5, 1.0, 3.0))
     rewards = reward_set(
-        math=(2.0, Said([ABSENT, half, ABSENT])), code=(1.0, Said([one, ABSENT, three]))
+        math=(2.0, FakeResults([ABSENT, half, ABSENT])),
+        code=(1.0, FakeResults([full, ABSENT, triple])),
     )
     columns = await rewards.score(PROMPT, ["a", "b", "c"])
     assert columns["scores"].tolist() == [1.0, 1.0, 3.0]
@@ -117,16 +123,16 @@ async def test_an_abstaining_component_is_left_out_of_the_score():
 async def test_an_abstaining_gate_is_open_and_a_completion_without_results_has_no_score():
     gate = reward_set(
         gates=["gate"],
-        gate=(0.0, Said([ABSENT, RewardResult.from_correctness(False)])),
+        gate=(0.0, FakeResults([ABSENT, RewardResult.from_correctness(False)])),
         other=(1.0, FakeReward([2.0, 2.0])),
     )
     assert (await gate.score(PROMPT, ["a", "b"]))["scores"].tolist() == [2.0, 0.0]
-    silent = reward_set(
-        a=(1.0, Said([RewardResult.from_correctness(True), ABSENT])),
+    abstaining = reward_set(
+        a=(1.0, FakeResults([RewardResult.from_correctness(True), ABSENT])),
         logged=(0.0, FakeReward([1.0, 1.0])),
     )
     with pytest.raises(RewardError, match=r"completion 1 has no score: a returned None"):
-        await silent.score(PROMPT, ["a", "b"])
+        await abstaining.score(PROMPT, ["a", "b"])
 
 
 async def test_extra_metrics_are_summed_and_averaged():
@@ -136,8 +142,8 @@ async def test_extra_metrics_are_summed_and_averaged():
             for metrics in numbers
         ]
 
-    first = reward_set(f=(1.0, Said(results_with({"acc": 1.0, "a/b": 4.0}, {"acc": 0.0}))))
-    second = reward_set(f=(1.0, Said(results_with({"acc": 0.0}, {"acc": -3.0}))))
+    first = reward_set(f=(1.0, FakeResults(results_with({"acc": 1.0, "a/b": 4.0}, {"acc": 0.0}))))
+    second = reward_set(f=(1.0, FakeResults(results_with({"acc": 0.0}, {"acc": -3.0}))))
     counts: Counter[str] = Counter()
     for rewards in (first, second):
         await rewards.score(PROMPT, ["a", "b"])
@@ -145,7 +151,7 @@ async def test_extra_metrics_are_summed_and_averaged():
     assert sums_to_means(counts) == {"verdicts/pass": 4, "reward/f/acc": -0.5, "reward/f/a~b": 4.0}
     assert find_metric("reward/f/acc").name == "reward/<component>/<number>"
     assert first.drain_counts() == {}
-    many = reward_set(f=(1.0, Said(results_with({f"n{i}": 1.0 for i in range(999)}))))
+    many = reward_set(f=(1.0, FakeResults(results_with({f"n{i}": 1.0 for i in range(999)}))))
     await many.score(PROMPT, ["a"])
     assert len(sums_to_means(many.drain_counts())) == 201
 
@@ -157,7 +163,7 @@ async def test_completions_are_counted_by_outcome_until_drained():
     assert rewards.drain_counts() == {}
 
 
-async def test_a_failure_is_raised_at_once_and_the_others_are_cancelled():
+async def test_a_failing_reward_raises_at_once_and_cancels_the_other_rewards():
     slow = FakeReward([1], wait_s=60)
     broken = FakeReward(error=RewardError("no answer from the judge"))
     rewards = reward_set(slow=(1.0, slow), broken=(1.0, broken))
@@ -216,7 +222,7 @@ async def test_a_wrong_number_of_scores_is_an_error(values):
 
 
 def test_check_prompts_names_the_first_row_that_a_reward_cannot_score():
-    rewards = reward_set(fine=(1.0, FakeReward()), odd=(1.0, FakeReward(complaint="no truth")))
+    rewards = reward_set(fine=(1.0, FakeReward()), odd=(1.0, FakeReward(prompt_error="no truth")))
     with pytest.raises(
         ConfigError, match=r"^sums.jsonl line 12 \(uid 2:11:0\): reward odd: no truth$"
     ):
@@ -337,7 +343,10 @@ def test_a_combine_function_excludes_weights_and_unknown_parameters(tmp_path):
     ("configs", "words"),
     [
         ([], "rewards: empty"),
-        ([{"kind": ""}], r"rewards\[0\].kind=: must be one of exact, numeric, regex, .*, function"),
+        (
+            [{"kind": ""}],
+            r"rewards\[0\].kind=: must be one of exact, numeric, regex, .*, function",
+        ),
         ([{"kind": "numerics"}], r"rewards\[0\].kind=numerics: .* nearest kind is numeric"),
         ([{"kind": "regex"}], r"rewards\[0\].pattern: missing"),
         ([{"kind": "function"}], r"rewards\[0\].path: missing; kind function requires a path"),

@@ -23,8 +23,8 @@ class Letters:
         return ["".join("abcdef"[i] for i in row) for row in ids]
 
 
-class Down(Reward):
-    """A reward that always fails."""
+class FailingReward(Reward):
+    """Reward that always fails."""
 
     async def score(self, prompt, completions):
         raise RewardError("the verifier is down")
@@ -34,9 +34,9 @@ PROMPT = Prompt("0:1:0", np.array([0], np.int32))
 
 
 def rollout(*tokens):
-    facts: dict[str, Any] = {"logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
+    settings: dict[str, Any] = {"logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
     return Rollout.from_single_turn(
-        np.array([0], np.int32), list(tokens), finish_reason=FinishReason.STOP, **facts
+        np.array([0], np.int32), list(tokens), finish_reason=FinishReason.STOP, **settings
     )
 
 
@@ -49,16 +49,16 @@ GROUP = experience(columns_of([rollout(1, 2), rollout(3), rollout(1)]))
 GREEDY = experience({"greedy_ids": np.array([3, 1], np.int32), "lengths": np.array([3, 2, 2])})
 
 
-def says(pattern):
+def contains(pattern):
     return build_regex_reward(RegexOptions(pattern))
 
 
-def one_reward(reward, **facts):
-    return RewardSet([RewardComponent("has", 2.0, False, reward)], **facts)
+def one_reward(reward, **settings):
+    return RewardSet([RewardComponent("has", 2.0, False, reward)], **settings)
 
 
 async def test_the_greedy_completion_is_the_baseline_of_every_rollout():
-    scorer = RewardScorer(one_reward(says("b")), Letters(), lambda prompt, columns: "all out")
+    scorer = RewardScorer(one_reward(contains("b")), Letters(), lambda prompt, columns: "all out")
     (columns,) = await scorer.score_baseline([GREEDY])
     assert isinstance(columns, Mapping)
     assert {name: column.tolist() for name, column in columns.items()} == {
@@ -71,14 +71,14 @@ async def test_the_greedy_completion_is_the_baseline_of_every_rollout():
 
 
 async def test_a_failed_baseline_is_an_error_not_a_zero():
-    scorer = RewardScorer(one_reward(Down()), Letters(), accept_group)
+    scorer = RewardScorer(one_reward(FailingReward()), Letters(), accept_group)
     (error,) = await scorer.score_baseline([GREEDY])
     assert isinstance(error, RewardError)
     assert "reward has, uid 0:1:0: the verifier is down" in str(error)
 
 
 async def test_costs_have_separate_columns():
-    (columns,) = await score_costs(one_reward(says("b"), score_spec=COSTS), Letters(), [GROUP])
+    (columns,) = await score_costs(one_reward(contains("b"), score_spec=COSTS), Letters(), [GROUP])
     assert isinstance(columns, Mapping)
     assert {name: column.tolist() for name, column in columns.items()} == {
         "cost/has": [1.0, 0.0, 1.0],
@@ -87,6 +87,6 @@ async def test_costs_have_separate_columns():
 
 
 async def test_a_failed_cost_is_named():
-    (error,) = await score_costs(one_reward(Down(), score_spec=COSTS), Letters(), [GROUP])
+    (error,) = await score_costs(one_reward(FailingReward(), score_spec=COSTS), Letters(), [GROUP])
     assert isinstance(error, RewardError)
     assert "cost has, uid 0:1:0: the verifier is down" in str(error)

@@ -6,7 +6,7 @@ from tests.toy import write_model
 
 
 def write_classifier(path: Path, **settings) -> str:
-    """The toy's model with a head that gives a number per label; `settings` of its config."""
+    """Write the toy's model with a head of one logit per label; `settings` override its config."""
     import torch
     from transformers import AutoConfig, Qwen2ForSequenceClassification
 

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic writes, where a run resumes, and what a resume discards."""
+"""Checkpoints: atomic writes, resume points, and the state that a resume discards."""
 
 import json
 import shutil
@@ -43,8 +43,8 @@ def write(run_dir: Path, version: int, *, keep: int = 10, **cuts: int) -> Path:
     for folder in (writer.get_role_dirs(POLICY)[0], writer.queue_dir):
         folder.mkdir()
     (writer.get_role_dirs(POLICY)[0] / "weights").write_text(str(version))
-    named = {name.replace("_", "-"): cut for name, cut in cuts.items()}
-    return writer.commit(state(version, named), keep=keep)
+    shard_cuts = {name.replace("_", "-"): cut for name, cut in cuts.items()}
+    return writer.commit(state(version, shard_cuts), keep=keep)
 
 
 def write_segments(run_dir: Path, owner: str, *numbers: int) -> None:
@@ -53,7 +53,7 @@ def write_segments(run_dir: Path, owner: str, *numbers: int) -> None:
         segment_path(get_journal_dir(run_dir, owner), number).touch()
 
 
-def newest(run_dir: Path) -> Checkpoint:
+def find_newest(run_dir: Path) -> Checkpoint:
     checkpoint = find_resume_point(run_dir).checkpoint
     assert checkpoint is not None
     return checkpoint
@@ -66,9 +66,9 @@ def test_a_partial_checkpoint_is_ignored(tmp_path: Path):
     write(tmp_path, 5)
     writer = CheckpointWriter(tmp_path, 10)
     writer.get_role_dirs(POLICY)[0].mkdir()
-    assert newest(tmp_path).version == 5
+    assert find_newest(tmp_path).version == 5
     write(tmp_path, 10)
-    assert newest(tmp_path).version == 10, "a second try starts from nothing"
+    assert find_newest(tmp_path).version == 10, "a second attempt starts from an empty directory"
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
@@ -78,10 +78,10 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
     assert names == ["step_000003", "step_000004"]
 
 
-def test_writing_a_version_again_replaces_it(tmp_path: Path):
+def test_a_repeated_save_replaces_the_checkpoint(tmp_path: Path):
     write(tmp_path, 3)
     write(tmp_path, 3)
-    assert newest(tmp_path).version == 3
+    assert find_newest(tmp_path).version == 3
 
 
 def test_a_disk_error_names_the_checkpoint_and_keeps_the_old_one(
@@ -99,7 +99,7 @@ def test_a_disk_error_names_the_checkpoint_and_keeps_the_old_one(
     monkeypatch.undo()
     writer.discard()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
-    assert newest(tmp_path).version == 5
+    assert find_newest(tmp_path).version == 5
 
 
 # Resume points.
@@ -125,7 +125,7 @@ def test_resume_without_a_checkpoint_starts_at_version_0_with_the_journal(tmp_pa
 
 
 @pytest.mark.parametrize("lacks", ["config.yaml", "journal"])
-def test_resume_refuses_a_directory_that_is_no_run(tmp_path: Path, lacks: str):
+def test_resume_refuses_a_directory_without_a_run(tmp_path: Path, lacks: str):
     if lacks != "config.yaml":
         (tmp_path / "config.yaml").write_text("")
     if lacks != "journal":
@@ -135,20 +135,24 @@ def test_resume_refuses_a_directory_that_is_no_run(tmp_path: Path, lacks: str):
         find_resume_point(tmp_path)
 
 
-def test_resume_of_a_run_without_a_step_starts_again(tmp_path: Path):
+def test_resume_of_a_run_without_a_step_starts_at_version_0(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("")
     assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
     (tmp_path / "metrics.jsonl").write_text("")
     assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
 
 
-@pytest.mark.parametrize(("version", "keeps"), [(10, True), (5, False)])
+@pytest.mark.parametrize(("version", "keeps_journal"), [(10, True), (5, False)])
 def test_resume_from_a_named_checkpoint_keeps_the_journal_if_it_is_the_newest(
-    tmp_path: Path, version: int, keeps: bool
+    tmp_path: Path, version: int, keeps_journal: bool
 ):
     paths = {number: write(tmp_path, number) for number in (5, 10)}
     point = find_resume_point(paths[version])
-    assert (point.run_dir, point.version, point.should_keep_journal) == (tmp_path, version, keeps)
+    assert (point.run_dir, point.version, point.should_keep_journal) == (
+        tmp_path,
+        version,
+        keeps_journal,
+    )
 
 
 def test_resume_through_a_symlink_finds_the_run(tmp_path: Path):
@@ -164,17 +168,17 @@ def test_invalid_checkpoints_are_refused_with_one_line(tmp_path: Path):
         find_resume_point(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
         find_resume_point(tmp_path)
-    whole = {"format": CHECKPOINT_FORMAT, **state(1, {})}
+    full_state = {"format": CHECKPOINT_FORMAT, **state(1, {})}
     for name in CheckpointState.__required_keys__:
-        lacking = {key: value for key, value in whole.items() if key != name}
-        (tmp_path / "state.json").write_text(json.dumps(lacking))
+        incomplete = {key: value for key, value in full_state.items() if key != name}
+        (tmp_path / "state.json").write_text(json.dumps(incomplete))
         with pytest.raises(ConfigError, match=f"state.json: missing keys: {name}$"):
             find_resume_point(tmp_path)
-    (tmp_path / "state.json").write_text(json.dumps(whole))
+    (tmp_path / "state.json").write_text(json.dumps(full_state))
     assert read_checkpoint(tmp_path).version == 1
 
 
-# What a resume discards.
+# State that a resume discards.
 
 
 def run_with_two_checkpoints(run_dir: Path) -> None:
@@ -235,14 +239,14 @@ def test_a_crash_while_discarding_leaves_only_consistent_checkpoints(
     run_with_two_checkpoints(tmp_path)
     older = tmp_path / "checkpoints" / "step_000005"
 
-    def die(path: Path) -> None:
+    def crash(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shutil, "rmtree", die)
+    monkeypatch.setattr(shutil, "rmtree", crash)
     with pytest.raises(KeyboardInterrupt):
         find_resume_point(older).discard_later()
     monkeypatch.undo()
-    # If the newer checkpoint went first, the older would take the remaining journals for its own.
+    # If the newer checkpoint went first, the older would adopt the remaining journals.
     assert list_contents(tmp_path) == (["step_000005", "step_000010"], [], [1])
     find_resume_point(older).discard_later()
     assert list_contents(tmp_path) == (["step_000005"], [], [1])
@@ -261,20 +265,20 @@ def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
         True,
         False,
     )
-    # However often discarding is interrupted, the journals are never taken for its own.
-    forget, times = checkpoint.delete_segments_from, list[str]()
+    # Even after an interrupted discard, the older checkpoint does not adopt the journals.
+    delete_segments, deleted = checkpoint.delete_segments_from, list[str]()
 
-    def die(journal: Path, first: int) -> None:
-        if len(times) == 1:
+    def crash(journal: Path, first: int) -> None:
+        if len(deleted) == 1:
             raise KeyboardInterrupt
-        times.append(journal.name)
-        forget(journal, first)
+        deleted.append(journal.name)
+        delete_segments(journal, first)
 
-    monkeypatch.setattr(checkpoint, "delete_segments_from", die)
+    monkeypatch.setattr(checkpoint, "delete_segments_from", crash)
     with pytest.raises(KeyboardInterrupt):
         find_resume_point(older).discard_later()
     monkeypatch.undo()
-    assert times == [RUN_LOG_FOLDER] and not find_resume_point(older).should_keep_journal
+    assert deleted == [RUN_LOG_FOLDER] and not find_resume_point(older).should_keep_journal
     find_resume_point(older).discard_later()
     assert list_contents(tmp_path) == (["step_000005"], [], [1])
     assert not lost.exists()
@@ -306,14 +310,14 @@ def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path)
 
 def test_a_missing_or_truncated_file_is_named(tmp_path: Path):
     path = write(tmp_path, 5)
-    check_files(newest(tmp_path))
+    check_files(find_newest(tmp_path))
     weights = path / "model" / "weights"
     weights.write_text("55")
     with pytest.raises(ConfigError, match="model/weights has 2 bytes of 1"):
-        check_files(newest(tmp_path))
+        check_files(find_newest(tmp_path))
     weights.unlink()
     with pytest.raises(ConfigError, match="model/weights is missing"):
-        check_files(newest(tmp_path))
+        check_files(find_newest(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -333,26 +337,26 @@ def test_invalid_values_in_state_json_are_refused(
     path = write(tmp_path, 5) / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(ConfigError, match=message):
-        newest(tmp_path)
+        find_newest(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "\xff", "[]"])
 def test_a_malformed_state_json_is_a_one_line_error(tmp_path: Path, text: str):
     path = write(tmp_path, 5) / "state.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"--resume .*state\.json: ") as refused:
-        newest(tmp_path)
-    assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"--resume .*state\.json: ") as caught:
+        find_newest(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_linked_checkpoint_survives_removal_of_the_original(tmp_path: Path):
     for name in ("run", "other"):
         (tmp_path / name).mkdir()
     path = write(tmp_path / "run", 5, shard_0=3, books=2)
-    linked = link_checkpoint(newest(tmp_path / "run"), tmp_path / "other")
-    assert linked.state == newest(tmp_path / "run").state
+    linked = link_checkpoint(find_newest(tmp_path / "run"), tmp_path / "other")
+    assert linked.state == find_newest(tmp_path / "run").state
     shutil.rmtree(path)
-    assert (newest(tmp_path / "other").model_dir / "weights").read_text() == "5"
+    assert (find_newest(tmp_path / "other").model_dir / "weights").read_text() == "5"
 
 
 # Layout of the shards' folders.
@@ -366,17 +370,17 @@ def test_the_layout_file_sets_the_shard_folders(tmp_path: Path):
     for name in layout.shard_names:
         write_segments(tmp_path, name, 1)
     assert read_layout(tmp_path, shards=1).shard_names == ["shard-0"], (
-        "not before the layout file is written"
+        "the new layout holds once its file is written"
     )
     layout.write(tmp_path)
     assert read_layout(tmp_path, shards=1).shard_names == ["shard-0.1", "shard-1.1", "shard-2.1"]
-    assert find_snapshot(tmp_path, "shard-1.1") == SnapshotBase(), "the journal has all of it"
+    assert find_snapshot(tmp_path, "shard-1.1") == SnapshotBase(), "the journal is complete"
     assert find_next_generation(tmp_path) == 2
     remove_old_shards(tmp_path, layout)
     kept = sorted(path.name for path in (tmp_path / "journal").iterdir() if path.is_dir())
     assert kept == ["books", "shard-0.1", "shard-1.1", "shard-2.1"]
     older = find_resume_point(tmp_path / "checkpoints" / "step_000005")
-    assert older.read_layout(shards=9).shard_names == ["shard-0"], "its snapshots are of these"
+    assert older.read_layout(shards=9).shard_names == ["shard-0"], "the layout of its snapshots"
     older.discard_later()
     assert read_layout(tmp_path, shards=9).shard_names == ["shard-0"]
 

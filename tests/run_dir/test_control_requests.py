@@ -39,28 +39,28 @@ def send_request(run_dir: Path, run: Callable[[float], object], **counts: int) -
     return request_scale(run_dir, counts, timeout_s=100.0, clock=clock, sleep=clock.sleep)
 
 
-def opened(run_dir: Path) -> ScaleRequestInbox:
+def open_inbox(run_dir: Path) -> ScaleRequestInbox:
     inbox = ScaleRequestInbox(run_dir)
     inbox.open()
     return inbox
 
 
 def test_a_request_is_taken_once_answered_and_removed(tmp_path: Path):
-    inbox = opened(tmp_path)
-    taken: list[ScaleRequest] = []
+    inbox = open_inbox(tmp_path)
+    requests: list[ScaleRequest] = []
 
     def run(now: float) -> None:
-        taken.extend(inbox.take_requests())
+        requests.extend(inbox.take_requests())
         if now > 50.0:
-            inbox.write_answer(taken[0].id, ScaleAnswer(["generators: 2 -> 4"], True))
+            inbox.write_answer(requests[0].id, ScaleAnswer(["generators: 2 -> 4"], True))
 
     assert send_request(tmp_path, run, generator=4) == ScaleAnswer(["generators: 2 -> 4"], True)
-    assert [request.counts for request in taken] == [{"generator": 4}]
+    assert [request.counts for request in requests] == [{"generator": 4}]
     assert list((tmp_path / REQUESTS_FOLDER).iterdir()) == []
 
 
 def test_simultaneous_clients_get_their_own_answers(tmp_path: Path):
-    inbox = opened(tmp_path)
+    inbox = open_inbox(tmp_path)
     inner: list[ScaleAnswer] = []
 
     def answer_all(now: float) -> None:
@@ -81,7 +81,7 @@ def test_simultaneous_clients_get_their_own_answers(tmp_path: Path):
     ["[" * 100_000, "", '{"counts": {"gen', "[]", '{"count": 3}', '{"counts": {"generator": 0}}'],
 )
 def test_an_invalid_request_is_answered_as_invalid(tmp_path: Path, text: str):
-    inbox = opened(tmp_path)
+    inbox = open_inbox(tmp_path)
     (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text(text)
     assert inbox.take_requests() == []
     answer = json.loads((tmp_path / REQUESTS_FOLDER / "1.answer.json").read_text())
@@ -89,7 +89,7 @@ def test_an_invalid_request_is_answered_as_invalid(tmp_path: Path, text: str):
 
 
 def test_foreign_and_partial_files_are_ignored(tmp_path: Path):
-    inbox = opened(tmp_path)
+    inbox = open_inbox(tmp_path)
     for name in ("notes.txt", ".1.request.json.partial", "1.json"):
         (tmp_path / REQUESTS_FOLDER / name).write_text("{}")
     assert inbox.take_requests() == []
@@ -97,17 +97,17 @@ def test_foreign_and_partial_files_are_ignored(tmp_path: Path):
 
 
 def test_an_unread_answer_is_removed_with_the_run(tmp_path: Path):
-    inbox = opened(tmp_path)
-    taken: list[ScaleRequest] = []
+    inbox = open_inbox(tmp_path)
+    requests: list[ScaleRequest] = []
     times: list[float] = []
     with pytest.raises(ConfigError, match="no answer within 100 s"):
-        send_request(tmp_path, lambda now: taken.extend(inbox.take_requests()), generator=2)
-    inbox.write_answer(taken[0].id, ScaleAnswer(["generators: 1 -> 2"], True))
+        send_request(tmp_path, lambda now: requests.extend(inbox.take_requests()), generator=2)
+    inbox.write_answer(requests[0].id, ScaleAnswer(["generators: 1 -> 2"], True))
     inbox.close()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="the run is not running"):
         send_request(tmp_path, times.append, generator=2)
-    assert times == [], "fails at once"
+    assert times == [], "the request fails at once"
     inbox.close()
 
 
@@ -116,14 +116,14 @@ def test_a_resumed_run_starts_with_an_empty_inbox(tmp_path: Path):
     folder.mkdir()
     for name in ("1.answer.json", ".2.request.json.partial", "3.taken.json"):
         (folder / name).write_text("{}")
-    opened(tmp_path)
+    open_inbox(tmp_path)
     assert list(tmp_path.iterdir()) == [folder] and list(folder.iterdir()) == []
 
 
 def test_a_disk_error_while_answering_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    inbox = opened(tmp_path)
+    inbox = open_inbox(tmp_path)
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -139,21 +139,21 @@ def test_a_disk_error_while_answering_names_the_file(
 def test_a_request_without_a_live_run_fails(tmp_path: Path):
     with pytest.raises(ConfigError, match="the run is not running, or still starting"):
         send_request(tmp_path, lambda now: None, generator=2)
-    inbox = opened(tmp_path)
+    inbox = open_inbox(tmp_path)
     times: list[float] = []
     with pytest.raises(ConfigError, match=f"no answer within {TAKE_TIMEOUT_S:g} s: the run is not"):
         send_request(tmp_path, times.append, generator=2)
     assert TAKE_TIMEOUT_S < times[-1] < TAKE_TIMEOUT_S + 1
-    assert inbox.take_requests() == [], "it was taken back"
+    assert inbox.take_requests() == [], "the client withdrew the request"
 
 
 def test_a_request_to_a_dead_run_does_not_reach_the_resumed_run(tmp_path: Path):
-    dead = opened(tmp_path)
+    dead = open_inbox(tmp_path)
     (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text('{"counts": {"generator": 9}}')
     (tmp_path / REQUESTS_FOLDER / "0.request.json").write_text('{"counts": {"generator": 8}}')
     assert len(dead.take_requests()) == 2
     (tmp_path / REQUESTS_FOLDER / "2.request.json").write_text('{"counts": {"generator": 7}}')
-    assert opened(tmp_path).take_requests() == []
+    assert open_inbox(tmp_path).take_requests() == []
     assert list((tmp_path / REQUESTS_FOLDER).iterdir()) == []
 
 
@@ -161,7 +161,7 @@ def test_a_request_to_a_dead_run_does_not_reach_the_resumed_run(tmp_path: Path):
 def test_waiting_clients_fail_when_the_run_ends_or_resumes(
     tmp_path: Path, end: Callable[[ScaleRequestInbox], None]
 ):
-    inbox = opened(tmp_path)
+    inbox = open_inbox(tmp_path)
     times: list[float] = []
 
     def run(now: float) -> None:
@@ -174,7 +174,7 @@ def test_waiting_clients_fail_when_the_run_ends_or_resumes(
 
 
 def test_a_taken_request_without_an_answer_times_out(tmp_path: Path):
-    inbox = opened(tmp_path)
+    inbox = open_inbox(tmp_path)
     with pytest.raises(ConfigError, match=r"no answer within 100 s; the change may"):
         send_request(tmp_path, lambda now: inbox.take_requests(), generator=2)
 
@@ -182,10 +182,10 @@ def test_a_taken_request_without_an_answer_times_out(tmp_path: Path):
 def test_a_malformed_answer_is_a_one_line_error(tmp_path: Path):
     (tmp_path / REQUESTS_FOLDER).mkdir()
 
-    def spoil(now: float) -> None:
+    def write_fifo_answer(now: float) -> None:
         for path in (tmp_path / REQUESTS_FOLDER).glob("*.request.json"):
             name = path.name.removesuffix(".request.json")
             os.mkfifo(tmp_path / REQUESTS_FOLDER / f"{name}.answer.json")
 
     with pytest.raises(ConfigError, match="not a regular file"):
-        send_request(tmp_path, spoil, generator=3)
+        send_request(tmp_path, write_fifo_answer, generator=3)

@@ -40,7 +40,7 @@ def test_a_crash_is_reported_once_and_its_stacks_are_kept(tmp_path: Path, number
     assert watch.find_new_crashes() == []
     watch.close()
     assert Path(crash.stacks).exists()
-    assert CrashWatch(tmp_path).find_new_crashes() == [], "of a run that goes on"
+    assert CrashWatch(tmp_path).find_new_crashes() == [], "a resume reports no old crash"
 
 
 def test_sigkill_leaves_no_stacks(tmp_path: Path):

@@ -29,7 +29,7 @@ from streamrl.run_dir.run_lock import (
     read_owner,
 )
 
-OWNS = """
+OWNER_PROGRAM = """
 import os, sys, time
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,9 @@ time.sleep(600)
 
 
 @contextmanager
-def owner(folder: Path, *how: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def owner(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Start a process that owns a directory; yields the pid, or with "forks" that of its child."""
-    words = [sys.executable, "-c", OWNS, str(folder), *how]
+    words = [sys.executable, "-c", OWNER_PROGRAM, str(folder), *options]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pid = int(process.stdout.readline())
@@ -55,15 +55,15 @@ def owner(folder: Path, *how: str) -> Iterator[tuple[subprocess.Popen[str], int]
         process.kill()
         process.wait()
         process.stdout.close()
-        if how:
+        if options:
             os.kill(pid, signal.SIGKILL)
 
 
 def test_a_second_owner_is_refused_with_the_owners_start_host_and_pid(tmp_path: Path):
     with owner(tmp_path) as (process, _):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as caught:
             acquire_run_lock(tmp_path)
-        text = str(refused.value)
+        text = str(caught.value)
         assert f"{tmp_path} is in use" in text and f"pid {process.pid}" in text
         assert f"since {time.strftime('%Y-')}" in text and os.uname().nodename in text
         assert f"kill -INT {process.pid}" in text and "\n" not in text
@@ -82,14 +82,14 @@ def test_a_fork_neither_keeps_nor_releases_the_owners_lock(tmp_path: Path):
         process.wait()
         os.kill(child, 0)
         lock = acquire_run_lock(tmp_path)
-    if (ended := os.fork()) == 0:
+    if (fork_pid := os.fork()) == 0:
         os._exit(0)
-    os.waitpid(ended, 0)
-    asks = (
+    os.waitpid(fork_pid, 0)
+    program = (
         "from pathlib import Path; from streamrl.run_dir.run_lock import acquire_run_lock;"
         f"acquire_run_lock(Path({str(tmp_path)!r}))"
     )
-    words = [sys.executable, "-c", asks]
+    words = [sys.executable, "-c", program]
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     assert result.returncode and f"pid {os.getpid()}" in result.stderr
     lock.release()
@@ -113,13 +113,13 @@ def test_a_read_lock_keeps_owners_out_and_writes_nothing(tmp_path: Path):
     assert (tmp_path / LOCK_FILE).stat().st_mtime_ns == before.st_mtime_ns
 
 
-def elsewhere(folder: Path) -> RunOwner:
+def write_remote_owner(folder: Path) -> RunOwner:
     """Write an owner on another node, which flock does not reach."""
-    owner_elsewhere = replace(
+    remote_owner = replace(
         RunOwner.from_this_process(), host="node-7", boot="another kernel", pid=1
     )
-    (folder / LOCK_FILE).write_text(json.dumps(asdict(owner_elsewhere)))
-    return owner_elsewhere
+    (folder / LOCK_FILE).write_text(json.dumps(asdict(remote_owner)))
+    return remote_owner
 
 
 @pytest.fixture
@@ -132,20 +132,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_an_owner_on_another_node_is_alive_while_its_heartbeat_moves(tmp_path: Path):
-    elsewhere(tmp_path)
+    write_remote_owner(tmp_path)
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(0.05):
             os.utime(tmp_path / LOCK_FILE)
 
-    beating = threading.Thread(target=beat)
-    beating.start()
+    heartbeat = threading.Thread(target=beat)
+    heartbeat.start()
     status_lines: list[str] = []
     with pytest.raises(ConfigError, match=r"on node-7, pid 1.*kill -INT 1 on node-7"):
         acquire_run_lock(tmp_path, status=status_lines.append)
     ended.set()
-    beating.join()
+    heartbeat.join()
     assert "owned since" in status_lines[0]
     acquire_run_lock(tmp_path, status=status_lines.append).release()
 
@@ -159,10 +159,10 @@ def test_an_owner_sends_heartbeats(tmp_path: Path):
     lock.release()
 
 
-def test_verify_owner_names_the_command_that_took_over(tmp_path: Path):
+def test_verify_owner_names_the_new_owner(tmp_path: Path):
     lock = acquire_run_lock(tmp_path)
     lock.verify_owner()
-    elsewhere(tmp_path)
+    write_remote_owner(tmp_path)
     with pytest.raises(StreamError, match=r"was taken over since .* on node-7, pid 1"):
         lock.verify_owner()
     lock.release()
@@ -178,8 +178,8 @@ def test_without_flock_pid_and_start_time_identify_the_owner(
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    this = RunOwner.from_this_process()
-    recorded = this if alive else replace(this, start=this.start + 1)
+    this_process = RunOwner.from_this_process()
+    recorded = this_process if alive else replace(this_process, start=this_process.start + 1)
     (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(recorded)))
     if alive:
         with pytest.raises(ConfigError, match=f"pid {os.getpid()}"):
@@ -200,7 +200,7 @@ def test_a_lock_file_that_is_a_symlink_or_irregular_is_refused(tmp_path: Path):
         acquire_run_lock(tmp_path)
 
 
-LEADS_OUT = (
+LINK_NAMES = (
     ".config.yaml.partial",
     "trace.partial",
     ".metrics.jsonl.partial",
@@ -211,14 +211,14 @@ LEADS_OUT = (
 )
 
 
-@pytest.mark.parametrize("name", LEADS_OUT)
+@pytest.mark.parametrize("name", LINK_NAMES)
 @pytest.mark.parametrize("target", ["..", "nowhere", "absolute", "circle"])
 def test_a_directory_with_a_link_to_the_outside_is_refused(tmp_path: Path, name: str, target: str):
     run_dir, link = tmp_path / "run", tmp_path / "run" / name
     link.parent.mkdir(parents=True)
     out = os.path.relpath(tmp_path, link.parent)
-    named = {"..": out, "nowhere": f"{out}/nowhere", "absolute": "/etc", "circle": link.name}
-    link.symlink_to(named[target])
+    targets = {"..": out, "nowhere": f"{out}/nowhere", "absolute": "/etc", "circle": link.name}
+    link.symlink_to(targets[target])
     with pytest.raises(ConfigError, match=re.escape(f"{link} is a link to")):
         acquire_run_lock(run_dir)
     assert not (run_dir / LOCK_FILE).exists()
@@ -240,12 +240,12 @@ def test_a_folder_removed_during_the_link_check_is_ignored(
     (tmp_path / "checkpoints" / ".partial").mkdir(parents=True)
     scan = os.scandir
 
-    def vanishing(path: Path) -> Any:
-        found = list(scan(path))
-        for entry in found if Path(path).name == "checkpoints" else ():
+    def scan_and_remove(path: Path) -> Any:
+        entries = list(scan(path))
+        for entry in entries if Path(path).name == "checkpoints" else ():
             os.rmdir(entry.path)
-        return found
+        return entries
 
-    monkeypatch.setattr("streamrl.run_dir.run_lock.os.scandir", vanishing)
+    monkeypatch.setattr("streamrl.run_dir.run_lock.os.scandir", scan_and_remove)
     check_links(tmp_path)
     assert not list((tmp_path / "checkpoints").iterdir())

@@ -1,4 +1,4 @@
-"""Rows of a run for the tests, and a clock that moves only by assignment."""
+"""Metric rows and run info for tests, and a clock with a settable time."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ STAGES = ("generate", "reward", "reference", "train")
 
 
 class Clock:
-    """Clock with a settable time in seconds."""
+    """Clock that returns `now`, in seconds, until a test sets it."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -18,12 +18,12 @@ class Clock:
         return self.now
 
 
-def facts(run_dir: Path, *, num_steps: int = 40, resume_step: int | None = None) -> RunInfo:
+def make_run_info(run_dir: Path, *, num_steps: int = 40, resume_step: int | None = None) -> RunInfo:
     return RunInfo("demo", run_dir, num_steps, 2, resume_step)
 
 
 def full_row(step: int) -> dict[str, float | Histogram]:
-    """Return a row with every name of the contract; reward rises from 0.1 by 0.1 per step."""
+    """Return a row with every metric of the contract; reward rises from 0.1 by 0.1 per step."""
     row: dict[str, float | Histogram] = {
         metric.name: 0.5 for metric in METRICS if not metric.is_pattern
     }

@@ -63,8 +63,8 @@ def test_open_spans_are_not_written(sink, tmp_path):
 
 def test_a_step_writes_an_instant_event_and_counters(sink, tmp_path):
     sink.log_step(3, full_row(3) | {"reward/mean": float("nan")})
-    (mark,) = events(tmp_path, "i")
-    assert (mark["name"], mark["s"], mark["ts"]) == ("step 3", "g", 104_000_000)
+    (instant,) = events(tmp_path, "i")
+    assert (instant["name"], instant["s"], instant["ts"]) == ("step 3", "g", 104_000_000)
     counters = {e["name"]: e["args"]["value"] for e in events(tmp_path, "C")}
     assert counters["queue/depth/train"] == 5
     assert "reward/mean" not in counters and "staleness/histogram" not in counters
@@ -72,8 +72,8 @@ def test_a_step_writes_an_instant_event_and_counters(sink, tmp_path):
 
 def test_an_event_becomes_an_instant_event_with_its_fields(sink, tmp_path):
     sink.log_event("drop", {"cause": "timeout", "age_s": float("inf")})
-    (mark,) = events(tmp_path, "i")
-    assert (mark["name"], mark["args"]) == ("drop", {"cause": "timeout", "age_s": None})
+    (instant,) = events(tmp_path, "i")
+    assert (instant["name"], instant["args"]) == ("drop", {"cause": "timeout", "age_s": None})
 
 
 def test_the_file_is_valid_json_after_every_append(sink, tmp_path):
@@ -88,10 +88,10 @@ def test_the_file_is_valid_json_after_every_append(sink, tmp_path):
 def test_a_resumed_trace_keeps_process_ids(sink, tmp_path):
     sink.write_spans(SPANS)
     sink.close({})
-    again = TraceSink(tmp_path, resume=True)
-    again.start({})
-    again.write_spans([SPANS[2], Span("trainer-1", "train", 0, 103.0, 104.0)])
-    again.close({})
+    resumed = TraceSink(tmp_path, resume=True)
+    resumed.start({})
+    resumed.write_spans([SPANS[2], Span("trainer-1", "train", 0, 103.0, 104.0)])
+    resumed.close({})
     named = [e for e in events(tmp_path, "M") if e["name"] == "process_name"]
     assert [e["args"]["name"] for e in named] == ["run", "generator-0", "trainer-0", "trainer-1"]
     assert len(events(tmp_path, "X")) == 5
@@ -101,8 +101,8 @@ def test_a_torn_trace_can_be_resumed(sink, tmp_path):
     sink.write_spans(SPANS)
     path = tmp_path / TRACE_FILE
     path.write_bytes(path.read_bytes()[:-20])
-    again = TraceSink(tmp_path, resume=True)
-    again.start({})
+    resumed = TraceSink(tmp_path, resume=True)
+    resumed.start({})
     assert [e["name"] for e in events(tmp_path, "X")] == ["generate", "pull"]
 
 
@@ -113,16 +113,16 @@ def test_a_run_that_is_not_resumed_starts_an_empty_trace(sink, tmp_path):
 
 
 class FullDisk(FileIO):
-    """File that accepts ten more bytes, as a disk that fills up."""
+    """File on a disk with ten free bytes."""
 
-    room = 10
+    free_bytes = 10
 
     def write(self, data):
-        taken = super().write(data[: self.room])
-        self.room -= taken
-        if not taken:
+        num_written = super().write(data[: self.free_bytes])
+        self.free_bytes -= num_written
+        if not num_written:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return taken
+        return num_written
 
 
 def test_a_full_disk_raises_and_leaves_a_readable_trace(sink, tmp_path):
@@ -152,9 +152,11 @@ def long_run(run_dir, *, steps, most_bytes):
     sink = TraceSink(run_dir, clock=Clock(104.0), most_bytes=most_bytes)
     sink.start({})
     for step in range(steps):
-        at = 100.0 + step
-        sink.write_spans([Span("generator-0", "generate", 0, at, at + 0.5, {"uid": f"0:{step}:0"})])
-        sink.write_spans([Span(f"trainer-{step % 2}", "train", 0, at, at + 1.0)])
+        start_s = 100.0 + step
+        sink.write_spans(
+            [Span("generator-0", "generate", 0, start_s, start_s + 0.5, {"uid": f"0:{step}:0"})]
+        )
+        sink.write_spans([Span(f"trainer-{step % 2}", "train", 0, start_s, start_s + 1.0)])
         sink.log_step(step + 1, {"reward/mean": 0.5})
     return sink
 
@@ -170,18 +172,18 @@ def test_a_long_trace_stays_within_its_limit_and_keeps_the_last_steps(tmp_path):
     assert sampled == [f"0:{step}:0" for step in range(400 - len(sampled), 400)]
     assert len(sampled) > 15
     assert {span.process for span in spans} == {"generator-0", "trainer-0", "trainer-1"}
-    for name in parts:  # each can be opened by itself
-        found = json.loads((tmp_path / name).read_text())
-        named = {e["pid"] for e in found if e["name"] == "process_name"}
-        assert {e["pid"] for e in found} == named
+    for name in parts:  # each file is complete on its own
+        trace_events = json.loads((tmp_path / name).read_text())
+        named = {e["pid"] for e in trace_events if e["name"] == "process_name"}
+        assert {e["pid"] for e in trace_events} == named
 
 
 def test_only_a_resumed_trace_keeps_its_earlier_file(tmp_path):
     long_run(tmp_path, steps=100, most_bytes=10_000).close({})
     before = read_spans(tmp_path / TRACE_FILE)
-    again = TraceSink(tmp_path, resume=True, most_bytes=10_000)
-    again.start({})
-    again.close({})
+    resumed = TraceSink(tmp_path, resume=True, most_bytes=10_000)
+    resumed.start({})
+    resumed.close({})
     assert read_spans(tmp_path / TRACE_FILE) == before
     TraceSink(tmp_path).start({})
     assert not (tmp_path / EARLIER_TRACE_FILE).exists()
@@ -193,9 +195,9 @@ def test_a_crash_between_two_files_can_be_read_and_resumed(tmp_path):
     (tmp_path / TRACE_FILE).replace(tmp_path / EARLIER_TRACE_FILE)
     before = read_spans(tmp_path / TRACE_FILE)
     assert before
-    again = TraceSink(tmp_path, resume=True, most_bytes=10_000)
-    again.start({})
-    again.write_spans([Span("generator-0", "generate", 0, 300.0, 301.0)])
+    resumed = TraceSink(tmp_path, resume=True, most_bytes=10_000)
+    resumed.start({})
+    resumed.write_spans([Span("generator-0", "generate", 0, 300.0, 301.0)])
     assert len(read_spans(tmp_path / TRACE_FILE)) == len(before) + 1
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from streamrl.telemetry.console import PlainConsole
 from streamrl.telemetry.live_console import LiveConsole
-from tests.telemetry.rows import Clock, facts, full_row
+from tests.telemetry.rows import Clock, full_row, make_run_info
 
 WIDTHS = (60, 80, 120)
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -53,18 +53,18 @@ def run(console, *, steps=(1, 2, 3), clock=None):
 @pytest.fixture
 def live(tmp_path):
     """Return a live console of width 80; not started, so that no background thread draws."""
-    return LiveConsole(facts(tmp_path), terminal(80), clock=Clock())
+    return LiveConsole(make_run_info(tmp_path), terminal(80), clock=Clock())
 
 
 @pytest.fixture
 def plain(tmp_path):
-    return PlainConsole(facts(tmp_path), pipe(80), clock=Clock())
+    return PlainConsole(make_run_info(tmp_path), pipe(80), clock=Clock())
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("kind", "output"), [(LiveConsole, terminal), (PlainConsole, pipe)])
 def test_no_line_is_wider_than_the_terminal(kind, output, width, tmp_path):
-    console = kind(facts(tmp_path / ("long" * 30)), output(width), clock=Clock())
+    console = kind(make_run_info(tmp_path / ("long" * 30)), output(width), clock=Clock())
     run(console)
     console.log_event("stall", {"reason": "a reason of many words " * 10})
     console.close({"note": "x" * 200})
@@ -85,7 +85,7 @@ def test_the_plain_console_prints_one_aligned_line_per_step(plain):
 
 
 def test_the_plain_console_uses_the_terminal_width(tmp_path):
-    console = PlainConsole(facts(tmp_path), pipe(120), clock=Clock())
+    console = PlainConsole(make_run_info(tmp_path), pipe(120), clock=Clock())
     run(console)
     assert any(line.endswith("left") for line in lines(console.console))
 
@@ -169,7 +169,7 @@ def test_event_counts_restart_with_each_step(plain):
 
 @pytest.mark.parametrize(("kind", "output"), [(LiveConsole, terminal), (PlainConsole, pipe)])
 def test_the_summary_shows_rewards_totals_and_ledger(kind, output, tmp_path):
-    console = kind(facts(tmp_path), output(120), clock=Clock())
+    console = kind(make_run_info(tmp_path), output(120), clock=Clock())
     run(console)
     console.close({"wandb": "offline", "written": "runs/demo"})
     printed = [" ".join(line.split()) for line in lines(console.console)]
@@ -197,7 +197,7 @@ def test_a_run_saved_before_its_first_step_prints_the_checkpoint(plain):
 
 
 def test_a_resumed_console_keeps_the_first_reward(tmp_path):
-    console = PlainConsole(facts(tmp_path, resume_step=2), pipe(120), clock=Clock())
+    console = PlainConsole(make_run_info(tmp_path, resume_step=2), pipe(120), clock=Clock())
     console.restore_rows([(1, full_row(1)), (2, full_row(2))])
     console.start({})
     console.log_step(3, full_row(3))
@@ -285,19 +285,19 @@ def test_markup_in_names_is_printed_verbatim(plain):
 
 
 def test_filter_cost_is_shown_with_a_filter(tmp_path):
-    run_info = replace(facts(tmp_path), has_filter=True)
+    run_info = replace(make_run_info(tmp_path), has_filter=True)
     cost = {"filter/share": 0.9, "filter/generate_s": 11.5, "filter/score_s": 0.75}
     console = PlainConsole(run_info, pipe(120), clock=Clock())
     console.start({})
     for step in (1, 2):
         console.log_step(step, full_row(step) | cost)
     console.close({})
-    header, *rest = lines(console.console)[2:]
+    header, *body = lines(console.console)[2:]
     assert "reward stale filtered queue" in " ".join(header.split())
-    assert "90% 12.2s" in rest[0]
-    summary = next(line for line in rest if line.lstrip().startswith("filtered"))
-    said = "2 of 12 groups (17%), which took 23.0 s of generation and 1.5 s of scoring"
-    assert said in " ".join(summary.split())
+    assert "90% 12.2s" in body[0]
+    summary = next(line for line in body if line.lstrip().startswith("filtered"))
+    cost_line = "2 of 12 groups (17%), which took 23.0 s of generation and 1.5 s of scoring"
+    assert cost_line in " ".join(summary.split())
     live = LiveConsole(run_info, terminal(80), clock=Clock())
     assert "filtered" not in view(live, 80)
     live.add_row(1, full_row(1) | cost | {"filter/oversample": 8.0})

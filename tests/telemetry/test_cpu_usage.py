@@ -30,11 +30,14 @@ def test_no_elapsed_time_gives_nan():
 
 
 def test_cpu_work_counts_for_process_and_machine():
-    (own,), (whole,) = read_process_time().values(), read_machine_time().values()
-    until = time.process_time() + 0.2
-    while time.process_time() < until:
+    (process_before,), (machine_before,) = (
+        read_process_time().values(),
+        read_machine_time().values(),
+    )
+    deadline = time.process_time() + 0.2
+    while time.process_time() < deadline:
         pass
-    (then,), (whole_then,) = read_process_time().values(), read_machine_time().values()
-    assert then - own >= 0.2
-    assert whole_then - whole >= 0.15
+    (process_after,), (machine_after,) = read_process_time().values(), read_machine_time().values()
+    assert process_after - process_before >= 0.2
+    assert machine_after - machine_before >= 0.15
     assert read_process_time().keys() != read_machine_time().keys()

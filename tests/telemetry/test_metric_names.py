@@ -120,8 +120,8 @@ def test_a_histogram_survives_json_and_pickle():
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"),
+    ("value", "expected"),
     [(math.nan, None), (math.inf, None), (-math.inf, None), (np.float32(0.5), 0.5), (7, 7)],
 )
-def test_nan_and_infinities_are_null_in_json(value, wanted):
-    assert to_json_value(value) == wanted
+def test_nan_and_infinities_are_null_in_json(value, expected):
+    assert to_json_value(value) == expected

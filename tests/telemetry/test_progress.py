@@ -12,12 +12,12 @@ from streamrl.telemetry.progress import (
     format_number,
     render_sparkline,
 )
-from tests.telemetry.rows import STAGES, facts, full_row
+from tests.telemetry.rows import STAGES, full_row, make_run_info
 
 
 @pytest.fixture
 def progress(tmp_path):
-    return RunProgress(facts(tmp_path, num_steps=10))
+    return RunProgress(make_run_info(tmp_path, num_steps=10))
 
 
 def test_rewards_tokens_and_stages_are_collected_from_rows(progress):
@@ -32,7 +32,7 @@ def test_a_metric_without_a_value_is_nan(progress):
     assert math.isnan(progress.get("reward/mean"))
 
 
-def test_nan_is_left_out_of_sums(progress):
+def test_nan_is_excluded_from_sums(progress):
     row = full_row(1) | {"reward/mean": math.nan, "throughput/tokens_per_s": math.nan}
     progress.add_row(1, row)
     assert (progress.rewards, progress.num_tokens) == ([], 0.0)
@@ -48,7 +48,7 @@ def test_first_and_last_evaluations_are_kept(progress):
     assert progress.last_evals == {"pass_at_1": 0.5, "mean_at_4": 0.2}
 
 
-def test_the_time_left_is_the_median_step_times_the_steps_left(progress):
+def test_remaining_time_is_the_median_step_time_times_the_remaining_steps(progress):
     for step, step_s in enumerate((2.0, 30.0, 3.0), start=1):
         progress.add_row(step, {"time/step_s": step_s})
     assert progress.estimate_remaining_s() == 7 * 3.0
@@ -56,7 +56,7 @@ def test_the_time_left_is_the_median_step_times_the_steps_left(progress):
     assert progress.estimate_remaining_s(since_step_s=99.0) == 0.0
 
 
-def test_the_time_left_is_unknown_before_the_first_step(progress):
+def test_remaining_time_is_unknown_before_the_first_step(progress):
     assert math.isnan(progress.estimate_remaining_s())
 
 

@@ -13,7 +13,7 @@ from streamrl.telemetry.live_console import LiveConsole
 from streamrl.telemetry.sink_group import SinkGroup, make_console, make_sink_group
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.wandb_sink import WandbSink
-from tests.telemetry.rows import facts, full_row
+from tests.telemetry.rows import full_row, make_run_info
 
 
 class RecordingSink:
@@ -22,9 +22,9 @@ class RecordingSink:
     def __init__(self, name, log, fails_at=""):
         self.name, self.log, self.fails_at = name, log, fails_at
 
-    def _note(self, what):
-        self.log.append(f"{self.name}.{what}")
-        if what == self.fails_at:
+    def _note(self, call):
+        self.log.append(f"{self.name}.{call}")
+        if call == self.fails_at:
             raise OSError(f"{self.name} failed")
 
     def start(self, config):
@@ -51,12 +51,12 @@ def output(*, is_terminal, encoding="utf-8"):
 
 def test_all_sinks_get_every_call_and_close_in_reverse():
     log: list[str] = []
-    fanout = SinkGroup([RecordingSink("a", log), RecordingSink("b", log)])
-    fanout.start({})
-    fanout.log_step(1, {"reward/mean": 0.5})
-    fanout.log_event("drop", {})
-    fanout.close({})
-    fanout.close({})
+    group = SinkGroup([RecordingSink("a", log), RecordingSink("b", log)])
+    group.start({})
+    group.log_step(1, {"reward/mean": 0.5})
+    group.log_event("drop", {})
+    group.close({})
+    group.close({})
     assert [entry.split(".")[1] for entry in log] == [
         *("start", "start", "step", "step", "event", "event", "close", "close")
     ]
@@ -65,40 +65,40 @@ def test_all_sinks_get_every_call_and_close_in_reverse():
 
 def test_a_failed_start_closes_the_started_sinks():
     log: list[str] = []
-    fanout = SinkGroup([RecordingSink("a", log), RecordingSink("b", log, fails_at="start")])
+    group = SinkGroup([RecordingSink("a", log), RecordingSink("b", log, fails_at="start")])
     with pytest.raises(OSError, match="b failed"):
-        fanout.start({})
+        group.start({})
     assert log == ["a.start", "b.start", "a.close"]
 
 
 def test_a_failed_close_still_closes_the_other_sinks():
     log: list[str] = []
-    fanout = SinkGroup([RecordingSink("a", log), RecordingSink("b", log, fails_at="close")])
-    fanout.start({})
+    group = SinkGroup([RecordingSink("a", log), RecordingSink("b", log, fails_at="close")])
+    group.start({})
     with pytest.raises(OSError, match="b failed"):
-        fanout.close({})
+        group.close({})
     assert log[-1] == "a.close"
 
 
 def test_a_row_outside_the_contract_reaches_no_sink():
     log: list[str] = []
-    fanout = SinkGroup([RecordingSink("a", log)])
+    group = SinkGroup([RecordingSink("a", log)])
     with pytest.raises(ValueError, match="not in the metrics contract"):
-        fanout.log_step(1, {"rewards": 1.0})
+        group.log_step(1, {"rewards": 1.0})
     assert log == []
 
 
 @pytest.mark.parametrize("later", [2, 1, 0])
 def test_a_step_is_reported_once_and_in_order(later):
-    fanout = SinkGroup([])
-    fanout.log_step(0, {"eval/pass_at_1": 0.1})
-    fanout.log_step(2, {"reward/mean": 0.5})
+    group = SinkGroup([])
+    group.log_step(0, {"eval/pass_at_1": 0.1})
+    group.log_step(2, {"reward/mean": 0.5})
     with pytest.raises(ValueError, match=f"step {later} was reported after step 2"):
-        fanout.log_step(later, {"reward/mean": 0.5})
+        group.log_step(later, {"reward/mean": 0.5})
 
 
 def test_a_run_leaves_metrics_events_and_a_trace(tmp_path):
-    run = make_sink_group(quiet(), facts(tmp_path))
+    run = make_sink_group(quiet(), make_run_info(tmp_path))
     run.start({"seed": 1})
     run.show_status("starting")
     run.log_step(1, full_row(1))
@@ -113,19 +113,19 @@ def test_a_run_leaves_metrics_events_and_a_trace(tmp_path):
 
 
 def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
-    run = make_sink_group(quiet(), facts(tmp_path))
+    run = make_sink_group(quiet(), make_run_info(tmp_path))
     run.start({})
     for step in (1, 2, 3):
         run.log_step(step, full_row(step))
     run.close({})
     config = TelemetryConfig(wandb=WandbConfig(mode="disabled"), console="plain")
     text = io.StringIO()
-    again = make_sink_group(
-        config, facts(tmp_path, resume_step=2), console=Console(file=text, width=100)
+    resumed = make_sink_group(
+        config, make_run_info(tmp_path, resume_step=2), console=Console(file=text, width=100)
     )
-    again.start({})
-    again.log_step(3, full_row(3))
-    again.close({})
+    resumed.start({})
+    resumed.log_step(3, full_row(3))
+    resumed.close({})
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert [e["name"] for e in trace if e["ph"] == "i"] == ["step 1", "step 2", "step 3", "step 3"]
@@ -133,18 +133,18 @@ def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path):
-    run = make_sink_group(quiet(), facts(tmp_path))
+    run = make_sink_group(quiet(), make_run_info(tmp_path))
     run.start({})
     run.log_step(1, full_row(1))
     run.close({})
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ConfigError, match="already holds a run"):
-        make_sink_group(quiet(), facts(tmp_path)).start({})
+        make_sink_group(quiet(), make_run_info(tmp_path)).start({})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_without_a_trace_spans_are_discarded(tmp_path):
-    run = make_sink_group(quiet(trace=False), facts(tmp_path))
+    run = make_sink_group(quiet(trace=False), make_run_info(tmp_path))
     run.start({})
     run.write_spans([Span("p", "work", 0, 1.0, 2.0)])
     run.close({})
@@ -152,15 +152,16 @@ def test_without_a_trace_spans_are_discarded(tmp_path):
 
 
 def test_wandb_is_a_sink_unless_disabled(tmp_path):
-    run = make_sink_group(TelemetryConfig(console="none"), facts(tmp_path))
+    run = make_sink_group(TelemetryConfig(console="none"), make_run_info(tmp_path))
     assert any(isinstance(sink, WandbSink) for sink in run.sinks)
     assert not any(
-        isinstance(sink, WandbSink) for sink in make_sink_group(quiet(), facts(tmp_path)).sinks
+        isinstance(sink, WandbSink)
+        for sink in make_sink_group(quiet(), make_run_info(tmp_path)).sinks
     )
 
 
 @pytest.mark.parametrize(
-    ("kind", "console", "wanted"),
+    ("kind", "console", "expected"),
     [
         ("auto", output(is_terminal=True), LiveConsole),
         ("auto", output(is_terminal=False), PlainConsole),
@@ -169,12 +170,12 @@ def test_wandb_is_a_sink_unless_disabled(tmp_path):
         ("live", output(is_terminal=False), LiveConsole),
     ],
 )
-def test_the_console_depends_on_the_output(kind, console, wanted, tmp_path):
-    assert isinstance(make_console(kind, facts(tmp_path), console), wanted)
+def test_the_console_depends_on_the_output(kind, console, expected, tmp_path):
+    assert isinstance(make_console(kind, make_run_info(tmp_path), console), expected)
 
 
 def test_the_console_can_be_off(tmp_path):
-    assert make_console("none", facts(tmp_path)) is None
+    assert make_console("none", make_run_info(tmp_path)) is None
 
 
 @pytest.mark.parametrize(

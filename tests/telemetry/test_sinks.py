@@ -41,7 +41,7 @@ def test_a_full_row_keeps_every_name(tmp_path):
     assert histogram == full_row(1)["staleness/histogram"]
 
 
-def test_events_go_to_a_file_of_their_own_and_the_summary_ends_it(tmp_path):
+def test_events_have_a_separate_file_that_ends_with_the_summary(tmp_path):
     sink = started(tmp_path)
     sink.log_event("drop", {"cause": "timeout", "age_s": math.nan, "last": True})
     sink.close({"steps": 3})
@@ -94,7 +94,7 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
         read_jsonl(path)
 
 
-def test_resuming_before_the_first_step_starts_empty_files(tmp_path):
+def test_resume_before_the_first_step_starts_empty_files(tmp_path):
     started(tmp_path, resume_step=0)
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
@@ -116,7 +116,7 @@ def test_a_full_disk_raises_an_error_with_the_file(tmp_path):
         sink.log_event("failed", {})
     with pytest.raises(DiskError, match=full):
         sink.close({})
-    assert all(file.closed for file in files), "both, though neither could be flushed"
+    assert all(file.closed for file in files), "both files are closed although neither was flushed"
     sink.close({})
 
 
@@ -156,7 +156,7 @@ def test_a_binary_file_is_an_error_with_its_name(tmp_path: Path):
         read_jsonl(path)
 
 
-def test_a_step_with_samples_has_a_file_of_them(tmp_path: Path):
+def test_the_samples_of_a_step_have_a_separate_file(tmp_path: Path):
     log = RolloutLog(tmp_path)
     log.write_samples(1, [])
     assert not (tmp_path / "rollouts").exists()
@@ -176,7 +176,7 @@ def test_samples_on_a_full_disk_raise_an_error_with_the_file(
         RolloutLog(tmp_path).write_samples(2, [{"score": 1.0}])
 
 
-def test_resuming_removes_the_samples_of_later_steps(tmp_path: Path):
+def test_resume_removes_the_samples_of_later_steps(tmp_path: Path):
     log = RolloutLog(tmp_path)
     for step in (1, 2, 3):
         log.write_samples(step, [{"step": step}])

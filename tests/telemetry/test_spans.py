@@ -23,14 +23,14 @@ def test_a_span_is_recorded_when_its_block_ends():
     assert recorder.drain_spans() == []
 
 
-def test_a_block_can_add_facts_without_changing_drained_spans():
+def test_a_block_can_add_args_without_changing_drained_spans():
     recorder = SpanRecorder("p", Clock())
-    with recorder.record_span("generate", uid="0:1:0") as facts:
-        (still_open,) = recorder.drain_spans()
-        facts["lengths"] = "3 4"
-    (whole,) = recorder.drain_spans()
-    assert still_open.args == {"uid": "0:1:0"}
-    assert whole.args == {"uid": "0:1:0", "lengths": "3 4"}
+    with recorder.record_span("generate", uid="0:1:0") as fields:
+        (open_span,) = recorder.drain_spans()
+        fields["lengths"] = "3 4"
+    (closed_span,) = recorder.drain_spans()
+    assert open_span.args == {"uid": "0:1:0"}
+    assert closed_span.args == {"uid": "0:1:0", "lengths": "3 4"}
 
 
 def test_a_block_that_raises_is_recorded():
@@ -64,8 +64,8 @@ def test_paused_spans_are_recorded_in_pieces():
         clock.now = 5.0
         recorder.resume_spans()
         clock.now = 6.0
-    found = [(s.name, s.start_s, s.end_s) for s in recorder.drain_spans()]
-    assert found == [("other", 1.0, 6.0), ("work", 5.0, 6.0)]
+    pieces = [(s.name, s.start_s, s.end_s) for s in recorder.drain_spans()]
+    assert pieces == [("other", 1.0, 6.0), ("work", 5.0, 6.0)]
 
 
 def test_overlapping_spans_take_the_lowest_free_lane():
@@ -80,7 +80,7 @@ def test_overlapping_spans_take_the_lowest_free_lane():
     assert {s.name: s.lane for s in recorder.drain_spans()} == {"a": 0, "b": 1, "c": 0}
 
 
-async def test_tasks_of_one_event_loop_record_side_by_side():
+async def test_tasks_of_one_event_loop_record_in_separate_lanes():
     recorder = SpanRecorder("p", Clock())
     entered = asyncio.Barrier(3)
 
@@ -92,7 +92,7 @@ async def test_tasks_of_one_event_loop_record_side_by_side():
     assert sorted(s.lane for s in recorder.drain_spans()) == [0, 1, 2]
 
 
-def test_threads_record_side_by_side():
+def test_threads_record_in_separate_lanes():
     recorder = SpanRecorder("p", Clock())
     entered = threading.Barrier(3)
 
@@ -117,12 +117,12 @@ def test_a_clock_that_is_set_back_gives_an_empty_span():
 
 
 def test_a_span_survives_pickling():
-    one = Span("p", "work", 1, 2.0, 3.0, {"groups": 4})
-    assert pickle.loads(pickle.dumps(one)) == one
+    recorded = Span("p", "work", 1, 2.0, 3.0, {"groups": 4})
+    assert pickle.loads(pickle.dumps(recorded)) == recorded
 
 
 @pytest.mark.parametrize(
-    ("spans", "wanted"),
+    ("spans", "expected"),
     [
         ([], 0.0),
         ([(2, 5)], 3.0),
@@ -134,8 +134,8 @@ def test_a_span_survives_pickling():
         ([(-5, 0), (10, 12)], 0.0),
     ],
 )
-def test_busy_time_is_the_union_within_the_window(spans, wanted):
-    assert compute_busy_s([span(*s) for s in spans], start=0.0, end=10.0) == wanted
+def test_busy_time_is_the_union_within_the_window(spans, expected):
+    assert compute_busy_s([span(*s) for s in spans], start=0.0, end=10.0) == expected
 
 
 def test_an_open_span_and_its_complete_span_count_once():

@@ -21,7 +21,7 @@ from tests.telemetry.wandb_file import read_wandb_file
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch):
+def isolated_wandb(tmp_path, monkeypatch):
     """Isolate wandb from the user's settings and accounts, and end its service afterwards."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SERVICE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -34,7 +34,7 @@ def alone(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def called(monkeypatch):
+def connections(monkeypatch):
     """Record every address beyond this machine that the process resolves or connects to."""
     addresses = []
     connect, resolve = socket.socket.connect, socket.getaddrinfo
@@ -80,7 +80,7 @@ def services():
     return [c for c in psutil.Process().children() if c.name() == "wandb-core"]
 
 
-def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, called, capfd, program_log):
+def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, connections, capfd, program_log):
     sink = started(tmp_path)
     for step in (1, 2, 3):
         sink.log_step(step, full_row(step) | {"loss/value": math.nan})
@@ -96,7 +96,7 @@ def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, called, capfd
     assert run.summary["steps"] == 3
     assert run.config["pipeline"] == {"max_staleness": 2}
     assert run.run_name == "demo"
-    assert called == []
+    assert connections == []
     assert "".join(capfd.readouterr()) == "" == program_log.getvalue()
 
 
@@ -137,7 +137,7 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
     assert load_run_id(tmp_path) == first
 
 
-def test_environment_variables_do_not_override_offline_mode(tmp_path, monkeypatch, called):
+def test_environment_variables_do_not_override_offline_mode(tmp_path, monkeypatch, connections):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
@@ -147,7 +147,7 @@ def test_environment_variables_do_not_override_offline_mode(tmp_path, monkeypatc
     sink.close({})
     (run,) = written(tmp_path / "run")
     assert run.run_id == load_run_id(tmp_path / "run") != "other"
-    assert called == []
+    assert connections == []
 
 
 def test_an_offline_program_makes_no_connection_until_exit(tmp_path):
@@ -168,7 +168,7 @@ def test_an_offline_program_makes_no_connection_until_exit(tmp_path):
         sink.log_step(1, {{"reward/mean": 0.5}})
         sink.close({{}})
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
@@ -176,14 +176,14 @@ def test_an_offline_program_makes_no_connection_until_exit(tmp_path):
         check=True,
         cwd=Path(__file__).parents[2],
     )
-    assert done.stdout + done.stderr == ""
+    assert process.stdout + process.stderr == ""
 
 
-def test_online_without_an_account_is_an_error_without_a_prompt(tmp_path, called):
+def test_online_without_an_account_is_an_error_without_a_prompt(tmp_path, connections):
     with pytest.raises(ConfigError, match=r"telemetry.wandb.mode=online: no wandb account"):
         started(tmp_path, WandbConfig(mode="online"))
     assert load_run_id(tmp_path) is None
-    assert called == []
+    assert connections == []
 
 
 def test_a_missing_wandb_is_an_error_that_names_the_setting(tmp_path, monkeypatch):
@@ -199,7 +199,7 @@ def test_a_failed_wandb_start_names_the_disabling_setting(tmp_path, monkeypatch)
         started(tmp_path)
 
 
-def test_closing_ends_in_time_when_the_service_does_not_answer(tmp_path, caplog):
+def test_close_times_out_if_the_wandb_service_hangs(tmp_path, caplog):
     sink = started(tmp_path, finish_s=0.5)
     services()[0].suspend()
     sink.close({})
@@ -207,13 +207,13 @@ def test_closing_ends_in_time_when_the_service_does_not_answer(tmp_path, caplog)
     assert services() == []
 
 
-def test_a_run_outlives_a_service_that_dies(tmp_path, caplog):
+def test_a_run_survives_the_death_of_the_wandb_service(tmp_path, caplog):
     sink = started(tmp_path)
     service = services()[0]
     service.kill()
     service.wait(timeout=30)
-    said, step, deadline = "metrics now go to metrics.jsonl only", 0, time.monotonic() + 30
-    while said not in caplog.text:
+    warning, step, deadline = "metrics now go to metrics.jsonl only", 0, time.monotonic() + 30
+    while warning not in caplog.text:
         assert time.monotonic() < deadline
         step += 1
         sink.log_step(step, {"reward/mean": 0.5})
@@ -221,7 +221,7 @@ def test_a_run_outlives_a_service_that_dies(tmp_path, caplog):
     for later in range(step + 1, step + 21):
         sink.log_step(later, {"reward/mean": 0.5})
         time.sleep(0.01)
-    assert caplog.text.count(said) == 1
+    assert caplog.text.count(warning) == 1
     assert not any(
         record.exc_info for record in caplog.records if record.name.startswith("streamrl")
     )

@@ -2,7 +2,7 @@
 
 Framing: a file header of 7 bytes, then blocks of 32 KiB counted from the file's start. A block
 holds fragments, each under 4 bytes of checksum, 2 of length and 1 of kind; fewer than 7 bytes at
-the end of a block are padding. A record is one whole fragment, or a first, some middle and a last
+the end of a block are padding. A record is one full fragment, or a first, some middle and a last
 fragment.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 _BLOCK = 32 * 1024
 _HEADER = struct.Struct("<IHB")
-_WHOLE, _LAST = 1, 4
+_FULL, _LAST = 1, 4
 
 
 @dataclass
@@ -51,14 +51,14 @@ def read_wandb_file(path: Path) -> WandbFile:
 
 
 def _values(items: Any) -> dict[str, Any]:
-    """Return items by name; a name of several parts leads into nested dicts."""
+    """Return items by name; a nested key becomes nested dicts."""
     values: dict[str, Any] = {}
     for item in items:
         *outer, name = item.nested_key or [item.key]
-        place = values
+        nested = values
         for part in outer:
-            place = place.setdefault(part, {})
-        place[name] = json.loads(item.value_json)
+            nested = nested.setdefault(part, {})
+        nested[name] = json.loads(item.value_json)
     return values
 
 
@@ -66,7 +66,7 @@ def _records(data: bytes) -> Iterator[bytes]:
     parts: list[bytes] = []
     for kind, fragment in _fragments(data):
         parts.append(fragment)
-        if kind in (_WHOLE, _LAST):
+        if kind in (_FULL, _LAST):
             yield b"".join(parts)
             parts = []
 
@@ -75,9 +75,9 @@ def _fragments(data: bytes) -> Iterator[tuple[int, bytes]]:
     assert data.startswith(b":W&B"), "not a .wandb file"
     for start in range(0, len(data), _BLOCK):
         block = data[start : start + _BLOCK]
-        at = _HEADER.size if start == 0 else 0
-        while at + _HEADER.size <= len(block):
-            _, length, kind = _HEADER.unpack_from(block, at)
-            at += _HEADER.size
-            yield kind, block[at : at + length]
-            at += length
+        offset = _HEADER.size if start == 0 else 0
+        while offset + _HEADER.size <= len(block):
+            _, length, kind = _HEADER.unpack_from(block, offset)
+            offset += _HEADER.size
+            yield kind, block[offset : offset + length]
+            offset += length

@@ -8,7 +8,7 @@ import pytest
 from streamrl.cli.arguments.arg_types import parse_path
 from tests.cli.test_plan import GRPO, SMALL, refusal
 
-ASKED = [GRPO, "--cluster", "8xH100"]
+PLAN_ARGS = [GRPO, "--cluster", "8xH100"]
 
 
 @pytest.mark.parametrize(
@@ -16,10 +16,13 @@ ASKED = [GRPO, "--cluster", "8xH100"]
     [
         (["plan", GRPO, "--cluster", ""], "--cluster"),
         (["plan", "", "--cluster", "8xH100"], "CONFIG"),
-        *((["plan", *ASKED, option, ""], option) for option in ("--lengths", "--model", "--svg")),
-        *((["plan", *ASKED, option, ""], option) for option in ("--constants", "-o")),
+        *(
+            (["plan", *PLAN_ARGS, option, ""], option)
+            for option in ("--lengths", "--model", "--svg")
+        ),
+        *((["plan", *PLAN_ARGS, option, ""], option) for option in ("--constants", "-o")),
         (["plan", *SMALL, "--max-staleness", ""], "--max-staleness"),
-        *((["simulate", *ASKED, option, ""], option) for option in ("--placement", "--output")),
+        *((["simulate", *PLAN_ARGS, option, ""], option) for option in ("--placement", "--output")),
         *((["calibrate", "run", option, ""], option) for option in ("--cluster", "-o")),
         (["calibrate", ""], "RUN"),
         (["report", ""], "RUN"),
@@ -50,7 +53,7 @@ def test_an_impossible_file_name_is_not_a_run(
 
 
 def test_an_impossible_file_name_is_not_a_model(capsys: pytest.CaptureFixture[str]):
-    error = refusal(capsys, "plan", *ASKED, "--prompt-tokens", "9", "--model", "x" * 400)
+    error = refusal(capsys, "plan", *PLAN_ARGS, "--prompt-tokens", "9", "--model", "x" * 400)
     assert "neither a known model name" in error
 
 

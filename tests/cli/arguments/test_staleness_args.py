@@ -11,7 +11,7 @@ from streamrl.config.run_config import load_config
 from tests.cli.test_plan import TINY, refusal, run
 
 PLAN = ["plan", *TINY, "--json"]
-SELDOM = "weights.publish_every=3"
+PUBLISH_EVERY_3 = "weights.publish_every=3"
 
 
 def absent(plan: dict[str, list[dict[str, Any]]]) -> dict[int, str]:
@@ -23,18 +23,18 @@ def test_an_excluded_bound_is_absent_and_the_written_config_loads(
 ):
     plan = tmp_path / "plan.yaml"
     # The config's own bound is 1.
-    words = ["--max-staleness", "0,1,2", SELDOM, "-o", str(plan)]
+    words = ["--max-staleness", "0,1,2", PUBLISH_EVERY_3, "-o", str(plan)]
     result = json.loads(run(capsys, *PLAN, *words)[1])
     assert [point["max_staleness"] for point in result["front"]] == [2]
     assert {0, 1} == set(absent(result))
-    assert all(why.startswith(SELDOM) for why in absent(result).values())
+    assert all(reason.startswith(PUBLISH_EVERY_3) for reason in absent(result).values())
     written = load_config(plan)
     assert (written.pipeline.max_staleness, written.weights.publish_every) == (2, 3)
 
 
 def test_excluding_every_bound_is_an_error(capsys: pytest.CaptureFixture[str]):
-    error = refusal(capsys, *PLAN, "--max-staleness", "0,1", SELDOM)
-    assert SELDOM in error and "pipeline.max_staleness=1" in error
+    error = refusal(capsys, *PLAN, "--max-staleness", "0,1", PUBLISH_EVERY_3)
+    assert PUBLISH_EVERY_3 in error and "pipeline.max_staleness=1" in error
 
 
 def test_a_small_queue_capacity_excludes_large_bounds(capsys: pytest.CaptureFixture[str]):
@@ -60,8 +60,8 @@ def test_drain_allows_colocation_only_with_max_staleness_0(capsys: pytest.Captur
 
 
 def test_the_runs_current_sizes_do_not_prevent_colocation(capsys: pytest.CaptureFixture[str]):
-    apart = ["generator.replicas=3", "trainer.world_size=2"]
-    assert "colocated" in kinds(capsys, "--max-staleness", "0", *apart)
+    separate_sizes = ["generator.replicas=3", "trainer.world_size=2"]
+    assert "colocated" in kinds(capsys, "--max-staleness", "0", *separate_sizes)
 
 
 def test_an_error_under_every_bound_is_reported_once(capsys: pytest.CaptureFixture[str]):

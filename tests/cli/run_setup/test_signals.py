@@ -35,8 +35,8 @@ def test_a_signal_with_a_swallowed_exception_still_interrupts(number: int):
 
 def test_a_command_with_closed_stdout_succeeds():
     command = f"{shlex.quote(sys.executable)} -m streamrl.cli algorithms >&-"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_opened_files_never_reuse_closed_standard_descriptors():
@@ -46,7 +46,7 @@ def test_opened_files_never_reuse_closed_standard_descriptors():
     assert subprocess.run(command, shell=True, check=False).returncode == 0
 
 
-SWALLOWED = """
+PROGRAM = """
 import os, signal, sys
 from streamrl.cli import main
 from streamrl.errors import ConfigError
@@ -64,6 +64,6 @@ sys.exit(main.main())
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_an_interrupt_converted_by_a_library_is_still_an_interrupt(name: str):
-    words = [sys.executable, "-c", SWALLOWED.format(name=name)]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (130, "streamrl: interrupted\n")
+    words = [sys.executable, "-c", PROGRAM.format(name=name)]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (130, "streamrl: interrupted\n")

@@ -34,7 +34,7 @@ def shard(path, rows):
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def facts(path, split=""):
+def read_fields(path, split=""):
     rows = load_rows(str(path), split=split)
     return [(row.index, row.messages, row.ground_truth, dict(row.extra_info)) for row in rows]
 
@@ -43,27 +43,27 @@ def facts(path, split=""):
 def expected(tmp_path_factory):
     path = tmp_path_factory.mktemp("jsonl") / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return facts(path)
+    return read_fields(path)
 
 
 def test_a_saved_dataset_yields_the_rows_of_the_jsonl_file(tmp_path, expected):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "rows", num_shards=2)
-    assert facts(tmp_path / "rows") == expected
+    assert read_fields(tmp_path / "rows") == expected
     row = next(load_rows(str(tmp_path / "rows")))
     assert row.place == f"{tmp_path / 'rows'} row 1"
 
 
 def test_a_reordered_dataset_keeps_its_order(tmp_path, expected):
     Dataset.from_list(ROWS).select([5, 2]).save_to_disk(tmp_path / "rows")
-    rows = facts(tmp_path / "rows")
-    assert [fact[1:] for fact in rows] == [expected[5][1:], expected[2][1:]]
-    assert [fact[0] for fact in rows] == [0, 1]
+    rows = read_fields(tmp_path / "rows")
+    assert [fields[1:] for fields in rows] == [expected[5][1:], expected[2][1:]]
+    assert [fields[0] for fields in rows] == [0, 1]
 
 
 def test_shards_are_one_file_in_the_order_of_their_names(tmp_path, expected):
     shard(tmp_path / "rows.parquet" / "part-1.parquet", ROWS[7:])
     shard(tmp_path / "rows.parquet" / "part-0.parquet", ROWS[:7])
-    assert facts(tmp_path / "rows.parquet") == expected
+    assert read_fields(tmp_path / "rows.parquet") == expected
 
 
 def test_shards_may_differ_in_columns_but_not_in_a_columns_type(tmp_path):
@@ -168,25 +168,25 @@ def test_a_split_is_selected_by_name(tmp_path, expected):
     shard(tmp_path / "shards" / "train-00001-of-00002.parquet", ROWS[7:])
     shard(tmp_path / "shards" / "test-00000-of-00001.parquet", ROWS[:2])
     for name in ("both", "shards"):
-        assert facts(tmp_path / name, "train") == expected
-        assert facts(tmp_path / name, "test") == expected[:2]
+        assert read_fields(tmp_path / name, "train") == expected
+        assert read_fields(tmp_path / name, "test") == expected[:2]
         for split, words in (("", "split: missing"), ("tset", "split=tset: no such")):
             with pytest.raises(ConfigError, match=rf"{words}.*the splits are test, train"):
-                facts(tmp_path / name, split)
+                read_fields(tmp_path / name, split)
 
 
 def test_files_named_after_splits_are_not_merged(tmp_path, expected):
     for name in ("train", "gsm8k_Test", "test-1", "trainer"):
         shard(tmp_path / f"{name}.parquet", ROWS if name == "train" else ROWS[:1])
-    assert facts(tmp_path, "train") == expected
-    assert len(facts(tmp_path, "test")) == 2
+    assert read_fields(tmp_path, "train") == expected
+    assert len(read_fields(tmp_path, "test")) == 2
     with pytest.raises(ConfigError, match=r"split: missing; the splits are test, train \("):
-        facts(tmp_path)
+        read_fields(tmp_path)
     for name in ("train_sft", "train_gen", "train-clean-100"):
         shard(tmp_path / "more" / f"{name}-00000-of-00001.parquet", ROWS[:2])
-    assert len(facts(tmp_path / "more", "train_sft")) == 2
+    assert len(read_fields(tmp_path / "more", "train_sft")) == 2
     with pytest.raises(ConfigError, match="train-clean-100, train_gen, train_sft"):
-        facts(tmp_path / "more")
+        read_fields(tmp_path / "more")
 
 
 def test_a_split_of_data_without_splits_is_refused(tmp_path):
@@ -199,15 +199,15 @@ def test_a_split_of_data_without_splits_is_refused(tmp_path):
         ("shards", "the splits are none"),
     ):
         with pytest.raises(ConfigError, match=words):
-            facts(tmp_path / name, "train")
+            read_fields(tmp_path / name, "train")
 
 
 def test_a_directory_without_data_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="neither a Hugging Face dataset nor"):
-        facts(tmp_path)
+        read_fields(tmp_path)
     (tmp_path / "dataset_info.json").write_text("{")
     with pytest.raises(ConfigError, match=rf"^{tmp_path}: cannot be read") as caught:
-        facts(tmp_path)
+        read_fields(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -243,12 +243,12 @@ def test_a_value_unrepresentable_in_python_makes_a_bad_row(
         Dataset(InMemoryTable(pa.table(rows))).save_to_disk(paths[1])
     for data_path in paths:
         opened = indexed_table.open_table(str(data_path))
-        for places in (range(3), [2, 1, 0]):
-            records = {index: record for _, index, record in opened.read_rows(places)}
+        for indices in (range(3), [2, 1, 0]):
+            records = {index: record for _, index, record in opened.read_rows(indices)}
             assert [records[i]["prompt"] for i in (0, 2)] == ["1", "3"]
             assert isinstance(records[1], ConfigError)
         with pytest.raises(ConfigError, match=f"^{data_path} row 2: column 'x' of .*: ") as caught:
-            facts(data_path)
+            read_fields(data_path)
         assert "\n" not in str(caught.value)
     if kind is ZONE:
         message = "column 'x' of timestamp[us, tz=Mars/Base]: unknown time zone"
@@ -327,7 +327,7 @@ def test_a_dataset_without_valid_metadata_is_refused_in_one_line(tmp_path, saved
     with pytest.raises(
         ConfigError, match=rf"^{tmp_path / folder}: .*: {folder}/{name}: "
     ) as caught:
-        facts(tmp_path / folder, split)
+        read_fields(tmp_path / folder, split)
     assert "\n" not in str(caught.value)
 
 
@@ -357,7 +357,7 @@ def test_a_dataset_with_files_outside_its_folder_is_refused(tmp_path, saved, ent
     file = tmp_path / "one" / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **entry}))
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        facts(tmp_path / "one")
+        read_fields(tmp_path / "one")
     assert "\n" not in str(caught.value)
 
 
@@ -367,4 +367,4 @@ def test_a_split_outside_the_dataset_folder_is_refused(tmp_path, saved):
     (tmp_path / "several" / "dataset_dict.json").write_text('{"splits": ["../one", ".."]}')
     for split in ("../one", ".."):
         with pytest.raises(ConfigError, match="must be a file in the same folder"):
-            facts(tmp_path / "several", split)
+            read_fields(tmp_path / "several", split)

@@ -309,12 +309,12 @@ def test_a_text_prompt_may_be_chat_messages_in_json(tmp_path, write_rows, name):
     texts = ["[1, 2]", "[]", "[not json", '[{"a": 1}]', '{"role": "user", "content": "a"}', "5"]
     path = tmp_path / name
     write_cells(path, *({"question": text, "other": chat} for text in (chat, *texts)))
-    first, *others = rows_of(path, prompt_key="question")
+    first, *text_rows = rows_of(path, prompt_key="question")
     assert first.is_chat
     assert [message["role"] for message in first.messages] == ["user", "assistant"]
     assert first.extra_info == {"other": chat}
-    assert [row.messages[0]["content"] for row in others] == texts
-    assert not any(row.is_chat for row in others)
+    assert [row.messages[0]["content"] for row in text_rows] == texts
+    assert not any(row.is_chat for row in text_rows)
     row, plain = rows_of(write_rows({"prompt": chat}, {"prompt": texts[3]}))
     assert (row.messages, row.is_chat) == (first.messages, True)
     assert (plain.messages[0]["content"], plain.is_chat) == (texts[3], False)

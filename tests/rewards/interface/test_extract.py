@@ -58,8 +58,8 @@ def test_tool_tokens_between_turns_belong_to_the_completion(tokenizer):
 
 def test_rollouts_from_the_queue_decode_equally(tokenizer):
     rollouts = [rollout([2], [3, 2, 0]), rollout([2], [4])]
-    again = columns_to_rollouts(rollouts_to_columns(rollouts))
-    assert decode(tokenizer, again) == decode(tokenizer, rollouts)
+    queued = columns_to_rollouts(rollouts_to_columns(rollouts))
+    assert decode(tokenizer, queued) == decode(tokenizer, rollouts)
 
 
 def test_a_token_id_beyond_the_vocabulary_has_no_text(tokenizer):

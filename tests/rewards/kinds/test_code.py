@@ -123,12 +123,13 @@ class FailingSandbox:
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-async def test_a_failing_sandbox_is_retried_and_never_a_wrong_answer(monkeypatch, failures):
+async def test_a_failing_sandbox_is_retried_and_never_scored_as_wrong(monkeypatch, failures):
     async def start(*_, **__):
         return FailingSandbox(failures)
 
     monkeypatch.setattr(Sandbox, "start", start)
-    reward_module = importlib.import_module("streamrl.rewards.interface.reward")  # beside @reward
+    # The module, not the decorator @reward.
+    reward_module = importlib.import_module("streamrl.rewards.interface.reward")
     monkeypatch.setattr(reward_module, "BACKOFF_S", 0.0)
     truth = {"inputs": [""], "outputs": [""]}
     if failures < 2:

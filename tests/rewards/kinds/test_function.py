@@ -20,7 +20,7 @@ def text_prompt(**extra_info):
     return replace(prompt(**extra_info), is_chat=False)
 
 
-class Called:
+class InProcessReward:
     """Runs the worker's handler in this process."""
 
     def __init__(self, source):
@@ -38,7 +38,7 @@ def reward_from(tmp_path):
     def make(source, name="f", **kwargs):
         path = tmp_path / "reward.py"
         path.write_text(textwrap.dedent(source))
-        return Called(FunctionSource(str(path), name, tuple(kwargs.items())))
+        return InProcessReward(FunctionSource(str(path), name, tuple(kwargs.items())))
 
     return make
 
@@ -63,16 +63,16 @@ async def test_the_verl_signature_receives_the_row(reward_from):
     assert await scores(reward, row=prompt(n=1)) == [1.0, 0.0]
 
 
-async def test_a_verl_function_may_take_fewer_parameters_or_any_others(reward_from):
+async def test_a_verl_function_may_take_fewer_parameters_or_kwargs(reward_from):
     few = reward_from("def f(solution_str, ground_truth): return solution_str == ground_truth")
     assert await scores(few) == [1.0, 0.0]
     more = reward_from("""
-        def f(solution_str, ground_truth, **rest): return len(rest)
+        def f(solution_str, ground_truth, **kwargs): return len(kwargs)
     """)
     assert await scores(more) == [2.0, 2.0]
 
 
-async def test_a_function_cannot_change_the_row_for_the_next(reward_from):
+async def test_a_function_cannot_change_the_row_of_the_next_completion(reward_from):
     reward = reward_from("""
         def f(solution_str, ground_truth, extra_info):
             extra_info["n"] += 1
@@ -113,15 +113,15 @@ async def test_async_functions_run_concurrently(reward_from):
     assert await asyncio.wait_for(scores(reward), 5) == [5.0, 6.0]
 
 
-async def test_an_async_group_function_and_an_object_with_call_are_functions_too(reward_from):
+async def test_an_async_group_function_and_a_callable_object_are_accepted(reward_from):
     group = reward_from("async def f(completions): return [1] * len(completions)")
     assert await scores(group, row=text_prompt()) == [1.0, 1.0]
-    thing = reward_from("""
+    callable_object = reward_from("""
         class Judge:
             async def __call__(self, prompt, completion): return 0.5
         f = Judge()
     """)
-    assert await scores(thing) == [0.5, 0.5]
+    assert await scores(callable_object) == [0.5, 0.5]
 
 
 async def test_a_dict_has_pass_flag_and_answer(reward_from):
@@ -153,7 +153,7 @@ async def test_the_verl_batch_signature_receives_the_group_as_lists(reward_from)
         RewardResult(2.0, RewardOutcome.PASS, extra_metrics=(("acc", 1.0), ("length", 1.0))),
         RewardResult(0.0, RewardOutcome.WRONG, extra_metrics=(("acc", 0.0), ("length", 1.0))),
     ]
-    few = reward_from("def f(solution_strs, ground_truths, **rest): return [len(rest)] * 2")
+    few = reward_from("def f(solution_strs, ground_truths, **kwargs): return [len(kwargs)] * 2")
     assert await scores(few) == [2.0, 2.0]
     short = reward_from("def f(solution_strs, ground_truths): return [1.0]")
     with pytest.raises(RewardError, match="not a list of 2 numbers"):
@@ -164,8 +164,8 @@ async def test_only_finite_numbers_of_a_dict_become_extra_metrics(reward_from):
     reward = reward_from("""
         import numpy as np
         def f(solution_str, ground_truth):
-            found = {"score": 1, "format": np.float32(0.5), "pred": 3, "text": "x", "none": None}
-            return found | {"nan": float("nan"), "list": [1], "ok": True, 5: 6}
+            result = {"score": 1, "format": np.float32(0.5), "pred": 3, "text": "x", "none": None}
+            return result | {"nan": float("nan"), "list": [1], "ok": True, 5: 6}
     """)
     (result, _) = await judgements(reward)
     assert result.extra_metrics == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
@@ -176,7 +176,7 @@ async def test_only_finite_numbers_of_a_dict_become_extra_metrics(reward_from):
     assert len((await judgements(many))[0].extra_metrics) == 50
 
 
-async def test_none_abstains_in_the_trl_signature_and_is_an_error_in_others(reward_from):
+async def test_none_abstains_in_the_trl_signature_and_is_an_error_in_other_signatures(reward_from):
     reward = reward_from("def f(completions, **columns): return [None, 0.5]")
     first, second = await judgements(reward)
     assert first.is_not_judged and math.isnan(first.score)
@@ -265,7 +265,7 @@ async def test_numbers_of_any_kind_are_scores(reward_from, body, number):
         *("__import__('numpy').float16('inf')", "__import__('torch').ones(2)"),
     ],
 )
-async def test_other_results_are_errors_naming_function_file_and_completion(reward_from, body):
+async def test_invalid_results_are_errors_with_function_file_and_completion(reward_from, body):
     reward = reward_from(f"""
         def f(prompt, completion):
             return 1.0 if completion == "5" else {body}
@@ -286,9 +286,9 @@ async def test_a_group_function_must_return_a_number_per_completion(reward_from,
         await scores(reward)
 
 
-@pytest.mark.parametrize("made", ["numpy.array([0.5, 1])", "torch.tensor([0.5, 1])"])
-async def test_a_group_function_may_return_an_array(reward_from, made):
-    reward = reward_from(f"import numpy, torch\ndef f(completions): return {made}")
+@pytest.mark.parametrize("expression", ["numpy.array([0.5, 1])", "torch.tensor([0.5, 1])"])
+async def test_a_group_function_may_return_an_array(reward_from, expression):
+    reward = reward_from(f"import numpy, torch\ndef f(completions): return {expression}")
     assert await scores(reward) == [0.5, 1.0]
 
 
@@ -379,11 +379,11 @@ def test_refused_parameters_are_shown_as_written(reward_from, signature):
         reward_from(f"def f({signature}): return 1.0")
 
 
-async def test_files_with_equal_names_do_not_mix(tmp_path):
+async def test_files_with_equal_names_are_separate_modules(tmp_path):
     rewards = []
     for number in (1, 2):
         path = tmp_path / str(number) / "reward.py"
         path.parent.mkdir()
         path.write_text(f"def f(prompt, completion): return {number}")
-        rewards.append(Called(FunctionSource(str(path), "f")))
+        rewards.append(InProcessReward(FunctionSource(str(path), "f")))
     assert [await scores(reward, ["x"]) for reward in rewards] == [[1.0], [2.0]]

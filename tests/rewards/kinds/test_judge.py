@@ -46,7 +46,8 @@ async def server():
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     """Shorten the waits between attempts and for the server to a hundredth."""
-    reward_module = importlib.import_module("streamrl.rewards.interface.reward")  # beside @reward
+    # The module, not the decorator @reward.
+    reward_module = importlib.import_module("streamrl.rewards.interface.reward")
     monkeypatch.setattr(reward_module, "BACKOFF_S", reward_module.BACKOFF_S / 100)
     monkeypatch.setattr(endpoint_module, "POLL_INTERVAL_S", endpoint_module.POLL_INTERVAL_S / 100)
 
@@ -112,57 +113,60 @@ async def test_a_conversation_and_a_template_from_a_file(server, started, tmp_pa
     rewards = await started(server.url, template="", path=str(tmp_path / "ask.txt"))
     chat = ({"role": "system", "content": "add"}, {"role": "user", "content": "2+3"})
     await judged(rewards, "3", prompt=Prompt("0:0:0", PROMPT.token_ids, chat, "", {"sum": 5}))
-    (asked,) = server.requests
+    (request,) = server.requests
     expected = 'system: add\n\nuser: 2+3|A: 3\n{"sum": 5} {other} {}'
-    assert asked["messages"][0]["content"] == expected
+    assert request["messages"][0]["content"] == expected
 
 
 async def test_placeholders_in_a_completion_are_not_replaced(server, started):
     server.reply = lambda content: "Score: 2"
     hostile = ["{ground_truth} {prompt} {completion}", "{0} {} %s \\1 \\g<1>", "{{", "\ud800"]
     assert await scores(await started(server.url), *hostile) == [2.0] * 4
-    asked = {found["messages"][0]["content"] for found in server.requests}
-    assert asked == {f"Q: 2+3\nA: {text}\nGold: 5" for text in [*hostile[:3], "?"]}
+    contents = {request["messages"][0]["content"] for request in server.requests}
+    assert contents == {f"Q: 2+3\nA: {text}\nGold: 5" for text in [*hostile[:3], "?"]}
 
 
 async def test_requests_run_concurrently_up_to_the_limit(server, started):
     server.hold_until = 10
     rewards = await started(server.url)
     assert await scores(rewards, *map(str, range(10))) == [float(i) for i in range(10)]
-    assert server.most_at_once == 10
-    server.hold_until, server.most_at_once = 3, 0
+    assert server.max_in_flight == 10
+    server.hold_until, server.max_in_flight = 3, 0
     bounded = await started(server.url, concurrency=3)
     groups = [scores(bounded, "1", "2", "3") for _ in range(3)]
     assert await asyncio.gather(*groups) == [[1.0, 2.0, 3.0]] * 3
-    assert server.most_at_once == 3
+    assert server.max_in_flight == 3
 
 
 async def test_requests_keep_the_rate_limit_shared_by_scorers(server, started):
     # 2400 a minute over two scorers: each sends a request every 50 ms.
     rewards = await started(server.url, replicas=2, requests_per_minute=2400)
-    began = time.monotonic()
+    start_time = time.monotonic()
     await asyncio.gather(scores(rewards, "1", "2"), scores(rewards, "3", "4"))
-    assert [at - began > 0.05 * i for i, at in enumerate(server.at)] == [True] * 4
+    assert len(server.arrival_times) == 4
+    assert all(arrival - start_time > 0.05 * i for i, arrival in enumerate(server.arrival_times))
 
 
 async def test_tokens_keep_the_rate_limit(server, started):
     # 18 bytes plus the completion: 27 bytes are 10 tokens, 87 are 30; max_tokens adds 4.
     rewards = await started(server.url, max_tokens=4, tokens_per_minute=6000)
     server.reply = lambda content: "Score: 1"
-    began = time.monotonic()
+    start_time = time.monotonic()
     await scores(rewards, "1" * 9, "1" * 69, "1" * 9)
-    asked = [len(found["messages"][0]["content"]) for found in server.requests]
-    assert asked == [27, 87, 27]
+    sizes = [len(request["messages"][0]["content"]) for request in server.requests]
+    assert sizes == [27, 87, 27]
     # 14 tokens of 10 ms each, then 34.
-    assert server.at[1] - began > 0.14 and server.at[2] - began > 0.48
+    assert (
+        server.arrival_times[1] - start_time > 0.14 and server.arrival_times[2] - start_time > 0.48
+    )
 
 
 @pytest.mark.virtual_time
 async def test_the_rate_limiter_is_fifo_and_has_no_burst():
-    pace, passed = RateLimiter(60), []  # one unit a second
+    limiter, passed = RateLimiter(60), []  # one unit a second
 
     async def pass_with(units):
-        await pace.acquire(units)
+        await limiter.acquire(units)
         passed.append((units, asyncio.get_running_loop().time()))
 
     await asyncio.gather(*map(pass_with, (1, 8, 2, 1)))
@@ -173,8 +177,8 @@ async def test_the_rate_limiter_is_fifo_and_has_no_burst():
 
 @pytest.mark.virtual_time
 async def test_the_rate_limiter_without_a_limit_never_waits():
-    pace = RateLimiter(0)
-    await asyncio.gather(*(pace.acquire(1000) for _ in range(9)))
+    limiter = RateLimiter(0)
+    await asyncio.gather(*(limiter.acquire(1000) for _ in range(9)))
     assert asyncio.get_running_loop().time() == 0
 
 
@@ -182,7 +186,7 @@ async def test_retry_after_is_honored_within_the_same_attempt(server, started):
     server.refusals = [(429, {"Retry-After": "0.3"}, "slow down"), (503, {"Retry-After": "0"}, "")]
     rewards = await started(server.url, attempts=1)
     assert await scores(rewards, "4") == [4.0]
-    first, second = np.diff(server.at)
+    first, second = np.diff(server.arrival_times)
     assert first > 0.25 and second > 0.05
 
 
@@ -244,19 +248,21 @@ async def test_a_response_without_a_number_on_the_scale_is_never_a_score(server,
         await scores(rewards, "4")
 
 
-def whole(content_type="application/json", **body):
+def make_json_response(content_type="application/json", **body):
     return web.Response(text=json.dumps(body), content_type=content_type)
 
 
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        (lambda: whole(choices=[]), "response without choices"),
-        (lambda: whole(choices=[{"index": 0}]), "invalid response: .*message"),
-        (lambda: whole(detail="hello"), "invalid response: .*choices"),
+        (lambda: make_json_response(choices=[]), "response without choices"),
+        (lambda: make_json_response(choices=[{"index": 0}]), "invalid response: .*message"),
+        (lambda: make_json_response(detail="hello"), "invalid response: .*choices"),
         (lambda: web.Response(text="<html>"), "invalid response: "),
         (
-            lambda: whole(choices=[{"message": {"content": None}, "finish_reason": "length"}]),
+            lambda: make_json_response(
+                choices=[{"message": {"content": None}, "finish_reason": "length"}]
+            ),
             "cut at max_tokens=512: ''",
         ),
     ],
@@ -286,21 +292,21 @@ async def test_the_preflight_waits_for_the_server(server):
     await server.close()
     config = RewardConfig("judge", options={"url": url, **OPTIONS})
     rewards = build_rewards([config])
-    again = web.AppRunner(web.Application(), shutdown_timeout=0.1)
-    again.app.router.add_get("/v1/models", server._models)
-    await again.setup()
+    restarted = web.AppRunner(web.Application(), shutdown_timeout=0.1)
+    restarted.app.router.add_get("/v1/models", server._models)
+    await restarted.setup()
     with pytest.warns(match="/v1: Connect.*; waiting up to 60 s for the server") as caught:
         starting = asyncio.create_task(rewards.run_preflight())
         while not caught.list:
             assert not starting.done()
             await asyncio.sleep(0.01)
-        await web.TCPSite(again, "127.0.0.1", port).start()
+        await web.TCPSite(restarted, "127.0.0.1", port).start()
         (note,) = await starting
     assert note.startswith(f"{url}: ready after ")
-    await again.cleanup()
+    await restarted.cleanup()
 
 
-async def test_a_server_that_stays_down_refuses_the_run(server, started, monkeypatch):
+async def test_a_server_down_at_startup_refuses_the_run(server, started, monkeypatch):
     monkeypatch.setattr(endpoint_module, "STARTUP_TIMEOUT_S", 0.1)
     await server.close()
     message = r"\.url=http.*/v1: Connect.* \(for 0\.1 s\)$"

@@ -56,7 +56,7 @@ async def scores(rewards, texts=TEXTS, prompt=PROMPT):
     return [result.score for result in await judged(rewards, texts, prompt)]
 
 
-def copied(path, to, **settings):
+def copy_with_config(path, to, **settings):
     """Copy the model's directory with a changed config."""
     shutil.copytree(path, to)
     config = json.loads((to / "config.json").read_text())
@@ -64,22 +64,22 @@ def copied(path, to, **settings):
     return to
 
 
-def reweighted(path, to, change):
+def copy_with_weights(path, to, change):
     """Copy the model's directory with weights modified by `change`."""
-    copied(path, to)
+    copy_with_config(path, to)
     weights = load_file(to / "model.safetensors")
     change(weights)
     save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
     return to
 
 
-def untemplated(path, tmp_path):
-    plain = copied(path, tmp_path / "plain")
+def copy_without_template(path, tmp_path):
+    plain = copy_with_config(path, tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
     return plain
 
 
-def by_transformers(path, text):
+def compute_reference_logit(path, text):
     """Return the model's logit of a single text: a token per symbol, <pad> for unknown symbols."""
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -93,42 +93,42 @@ def by_transformers(path, text):
 async def test_the_score_equals_transformers_logit_of_the_templated_conversation(path, started):
     results = await scores(await started(path))
     # The toy's chat template: all contents, then "=".
-    assert results == [by_transformers(path, f"2+3{text}=") for text in TEXTS]
+    assert results == [compute_reference_logit(path, f"2+3{text}=") for text in TEXTS]
     assert max(results) - min(results) > 0.1
 
 
 async def test_without_a_template_the_completion_follows_the_prompt(path, tmp_path, started):
     chat = ({"role": "system", "content": "9"}, {"role": "user", "content": "2+3"})
     prompt = Prompt("0:0:0", PROMPT.token_ids, messages=chat)
-    results = await scores(await started(untemplated(path, tmp_path)), prompt=prompt)
-    assert results == [by_transformers(path, f"9\n2+3{text}") for text in TEXTS]
+    results = await scores(await started(copy_without_template(path, tmp_path)), prompt=prompt)
+    assert results == [compute_reference_logit(path, f"9\n2+3{text}") for text in TEXTS]
 
 
 async def test_scores_do_not_depend_on_the_batch(path, started):
-    alone = await started(path, batch_tokens=40, max_length=40)
-    together = await started(path)
-    single_scores = [(await scores(alone, [text]))[0] for text in TEXTS]
-    assert await scores(together) == pytest.approx(single_scores, abs=1e-5)
-    assert await scores(together, TEXTS[::-1]) == pytest.approx(single_scores[::-1], abs=1e-5)
-    assert await scores(alone) == pytest.approx(single_scores, abs=1e-5)
+    unbatched = await started(path, batch_tokens=40, max_length=40)
+    batched = await started(path)
+    single_scores = [(await scores(unbatched, [text]))[0] for text in TEXTS]
+    assert await scores(batched) == pytest.approx(single_scores, abs=1e-5)
+    assert await scores(batched, TEXTS[::-1]) == pytest.approx(single_scores[::-1], abs=1e-5)
+    assert await scores(unbatched) == pytest.approx(single_scores, abs=1e-5)
 
 
 async def test_groups_that_arrive_during_a_forward_pass_share_the_next(path, started, monkeypatch):
-    sizes, may_go, logits = [], threading.Event(), SequenceClassifier.compute_logits
+    sizes, release, logits = [], threading.Event(), SequenceClassifier.compute_logits
     encoded, encode = [], ModelReward._tokenize_texts
 
     def blocked_compute(self, rows):
         sizes.append(len(rows))
-        assert may_go.wait(10)
+        assert release.wait(10)
         return logits(self, rows)
 
-    def noted(self, texts):
+    def recorded_tokenize(self, texts):
         rows = encode(self, texts)
         encoded.append(len(rows))
         return rows
 
     monkeypatch.setattr(SequenceClassifier, "compute_logits", blocked_compute)
-    monkeypatch.setattr(ModelReward, "_tokenize_texts", noted)
+    monkeypatch.setattr(ModelReward, "_tokenize_texts", recorded_tokenize)
     rewards = await started(path)
     groups = [asyncio.create_task(scores(rewards, TEXTS[:2]))]
     while not sizes:
@@ -136,15 +136,15 @@ async def test_groups_that_arrive_during_a_forward_pass_share_the_next(path, sta
     groups += [asyncio.create_task(scores(rewards, TEXTS[:3])) for _ in range(4)]
     while len(encoded) < 5:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.5)  # the event loop is free for them to come in
-    may_go.set()
+    await asyncio.sleep(0.5)  # the event loop accepts the groups meanwhile
+    release.set()
     results = await asyncio.gather(*groups)
     assert sizes == [2, 12]
     assert results[1] == pytest.approx(results[4])
 
 
 async def test_a_model_without_a_padding_token_scores_texts_one_at_a_time(path, tmp_path, started):
-    unpadded = copied(path, tmp_path / "unpadded", pad_token_id=None)
+    unpadded = copy_with_config(path, tmp_path / "unpadded", pad_token_id=None)
     config = RewardConfig("model", options={"path": str(unpadded)})
     rewards = build_rewards([config])
     (note,) = await rewards.run_preflight()
@@ -159,20 +159,22 @@ async def test_a_model_without_a_padding_token_scores_texts_one_at_a_time(path, 
 async def test_the_default_pass_score_is_logit_0_or_probability_one_half(
     path, tmp_path, started, sign
 ):
-    path = reweighted(path, tmp_path / "signed", lambda weights: weights["score.weight"].mul_(sign))
+    path = copy_with_weights(
+        path, tmp_path / "signed", lambda weights: weights["score.weight"].mul_(sign)
+    )
     logits = await judged(await started(path))
     probabilities = await judged(await started(path, sigmoid=True))
-    for raw, squashed in zip(logits, probabilities, strict=True):
-        assert raw.score * sign < 0  # of this random head
+    for raw, probability in zip(logits, probabilities, strict=True):
+        assert raw.score * sign < 0  # the random head's logits are negative
         assert (
             raw.outcome
-            is squashed.outcome
+            is probability.outcome
             is (RewardOutcome.WRONG if sign == 1 else RewardOutcome.PASS)
         )
-        assert squashed.score == pytest.approx(1 / (1 + math.exp(-raw.score)))
+        assert probability.score == pytest.approx(1 / (1 + math.exp(-raw.score)))
     least = min(result.score for result in logits)
-    picky = await judged(await started(path, pass_score=math.nextafter(least, 99)))
-    assert [result.outcome for result in picky].count(RewardOutcome.WRONG) == 1
+    strict_results = await judged(await started(path, pass_score=math.nextafter(least, 99)))
+    assert [result.outcome for result in strict_results].count(RewardOutcome.WRONG) == 1
 
 
 async def test_a_label_is_selected_by_name_or_index(tmp_path, started):
@@ -198,8 +200,9 @@ def test_logits_to_score_worked_examples():
 
 def test_an_invalid_padding_token_is_ignored(path, tmp_path):
     assert read_classifier(path).pad_id == 0
-    # As the first LLaMA has it.
-    assert read_classifier(str(copied(path, tmp_path / "negative", pad_token_id=-1))).pad_id is None
+    # The first LLaMA checkpoints have this value.
+    negative = copy_with_config(path, tmp_path / "negative", pad_token_id=-1)
+    assert read_classifier(str(negative)).pad_id is None
 
 
 async def test_a_long_text_is_an_error_or_truncated_at_its_beginning(path, started):
@@ -207,13 +210,15 @@ async def test_a_long_text_is_an_error_or_truncated_at_its_beginning(path, start
     refusing = await started(path, max_length=20)
     with pytest.raises(RewardError, match=r"completion 1 have 34 tokens, .* takes 1 to 20"):
         await scores(refusing, ["5", long])
-    cutting = await started(path, max_length=20, on_long_text="truncate")
-    assert await scores(cutting, [long]) == await scores(cutting, ["0" + long])
-    assert await scores(cutting, [long]) != await scores(cutting, [long + "1"])
+    truncating = await started(path, max_length=20, on_long_text="truncate")
+    assert await scores(truncating, [long]) == await scores(truncating, ["0" + long])
+    assert await scores(truncating, [long]) != await scores(truncating, [long + "1"])
 
 
 async def test_a_logit_that_is_not_finite_is_an_error(path, tmp_path, started):
-    broken = reweighted(path, tmp_path / "nan", lambda weights: weights["score.weight"].fill_(nan))
+    broken = copy_with_weights(
+        path, tmp_path / "nan", lambda weights: weights["score.weight"].fill_(nan)
+    )
     rewards = await started(broken)
     with pytest.raises(RewardError, match=r"reward model, uid 0:4:0: .* gives \[nan\] for compl"):
         await scores(rewards)
@@ -223,15 +228,15 @@ async def test_a_hanging_forward_pass_times_out_without_blocking_the_loop(
     path, started, monkeypatch
 ):
     rewards = await started(path, timeout_s=0.2, attempts=1)
-    may_go = threading.Event()
-    monkeypatch.setattr(SequenceClassifier, "compute_logits", lambda self, rows: may_go.wait(10))
+    release = threading.Event()
+    monkeypatch.setattr(SequenceClassifier, "compute_logits", lambda self, rows: release.wait(10))
     with pytest.raises(RewardTimeoutError, match=r"the model took more than 0\.2 s"):
         await scores(rewards)
-    may_go.set()
+    release.set()
 
 
 async def test_a_prompt_rejected_by_the_chat_template_is_named(path, tmp_path):
-    refusing = copied(path, tmp_path / "refusing")
+    refusing = copy_with_config(path, tmp_path / "refusing")
     template = "{% if messages[0].role != 'user' %}{{ messages[0].nope.nope }}{% endif %}="
     (refusing / "chat_template.jinja").write_text(template)
     rewards = build_rewards([RewardConfig("model", options={"path": str(refusing)})])
@@ -241,43 +246,47 @@ async def test_a_prompt_rejected_by_the_chat_template_is_named(path, tmp_path):
         rewards.check_prompts([system])
 
 
-def refused(path, **options):
+def refusal(path, **options):
     with pytest.raises(ConfigError) as error:
         build_rewards([RewardConfig("model", options={"path": str(path), **options})])
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_a_directory_without_such_a_model_is_refused_before_loading(path, tmp_path):
-    assert "path=/nowhere: does not exist" in refused("/nowhere")
+def test_a_directory_without_a_reward_model_is_refused_before_loading(path, tmp_path):
+    assert "path=/nowhere: does not exist" in refusal("/nowhere")
     (tmp_path / "empty").mkdir()
-    assert "config.json is missing" in refused(tmp_path / "empty")
+    assert "config.json is missing" in refusal(tmp_path / "empty")
     write_model(tmp_path / "policy")
     message = "Qwen2ForCausalLM without a classification head (the files lack score.weight)"
-    assert message in refused(tmp_path / "policy")
-    headless = copied(path, tmp_path / "headless")
+    assert message in refusal(tmp_path / "policy")
+    headless = copy_with_config(path, tmp_path / "headless")
     (headless / "model.safetensors").unlink()
-    assert "contains no .safetensors file" in refused(headless)
+    assert "contains no .safetensors file" in refusal(headless)
     (headless / "model.safetensors").write_bytes(b"\xff" * 64)
-    assert "model.safetensors: " in refused(headless)
+    assert "model.safetensors: " in refusal(headless)
     shutil.copytree(path, tmp_path / "unspoken")
     (tmp_path / "unspoken/tokenizer.json").unlink()
-    assert "contains no tokenizer" in refused(tmp_path / "unspoken")
-    other = copied(path, tmp_path / "other", num_labels=2, id2label={"0": "a", "1": "b"})
+    assert "contains no tokenizer" in refusal(tmp_path / "unspoken")
+    mismatched = copy_with_config(
+        path, tmp_path / "mismatched", num_labels=2, id2label={"0": "a", "1": "b"}
+    )
     message = "score.weight has shape (1, 64), config.json says (2, 64)"
-    assert message in refused(other, label="a")
+    assert message in refusal(mismatched, label="a")
     (tmp_path / "unspoken/config.json").write_text("{}")
-    assert "rewards[0].path=" in refused(tmp_path / "unspoken")
+    assert "rewards[0].path=" in refusal(tmp_path / "unspoken")
 
 
 def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused(path, tmp_path):
-    small = copied(path, tmp_path / "small", vocab_size=16)
+    small = copy_with_config(path, tmp_path / "small", vocab_size=16)
     message = "has token id 16, the model's vocab_size is 16: tokenizer and model do not match"
-    assert message in refused(small)
+    assert message in refusal(small)
 
 
 async def test_a_model_with_missing_parameters_is_refused_at_start(path, tmp_path):
-    partial = reweighted(path, tmp_path / "part", lambda weights: weights.pop("model.norm.weight"))
+    partial = copy_with_weights(
+        path, tmp_path / "part", lambda weights: weights.pop("model.norm.weight")
+    )
     rewards = build_rewards([RewardConfig("model", options={"path": str(partial)})])
     with pytest.raises(ConfigError, match=r"lacks 1 parameters, e.g. model\.norm\.weight"):
         await rewards.start()
@@ -294,7 +303,7 @@ async def test_a_model_with_missing_parameters_is_refused_at_start(path, tmp_pat
     ],
 )
 def test_an_invalid_option_is_refused(path, options, message):
-    assert message in refused(path, **options)
+    assert message in refusal(path, **options)
 
 
 def test_scorers_request_a_gpu_and_the_memory_of_the_model(path, tmp_path):
@@ -302,11 +311,11 @@ def test_scorers_request_a_gpu_and_the_memory_of_the_model(path, tmp_path):
 
     def reward_demand(*overrides, on_gpu):
         config = load_config(recipe, overrides)
-        wanted = list_resource_demands(config, prepare_run(config), on_gpu)
-        return next(demand for demand in wanted if demand.role == "reward")
+        demands = list_resource_demands(config, prepare_run(config), on_gpu)
+        return next(demand for demand in demands if demand.role == "reward")
 
-    of_a_rule = reward_demand(on_gpu=True)
-    assert (of_a_rule.gpus, of_a_rule.memory_gib) == (0, PROCESS_GIB)
+    rule_demand = reward_demand(on_gpu=True)
+    assert (rule_demand.gpus, rule_demand.memory_gib) == (0, PROCESS_GIB)
     model = f"rewards=[{{kind: exact}}, {{kind: model, path: {path}}}]"
     assert reward_demand(model, on_gpu=True).gpus == 1
     on_cpu = reward_demand(model, on_gpu=False)

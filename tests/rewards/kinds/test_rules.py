@@ -138,7 +138,7 @@ async def test_regex_rewards_the_form():
     "rule",
     ["regex", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("exact", "numeric"))],
 )
-async def test_a_search_timeout_concerns_only_its_completion(rule):
+async def test_a_search_timeout_affects_only_its_completion(rule):
     pattern = r"(?:5|55)+[yz]"
     reward = {
         "regex": lambda: build_regex_reward(RegexOptions(pattern)),
@@ -158,7 +158,7 @@ def test_an_invalid_pattern_is_refused_at_start():
 
 
 @pytest.mark.parametrize("ground_truth", [None, 1.5, True, ["42"], {"target": "42"}, "", " \n"])
-async def test_exact_refuses_a_ground_truth_it_cannot_compare(ground_truth):
+async def test_exact_refuses_a_ground_truth_that_is_not_text_or_an_int(ground_truth):
     reward = EXACT
     for completion in ("42", ""):
         with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, "):
@@ -200,7 +200,7 @@ def test_valid_ground_truths_pass_the_check():
         "Answer: 34^\\circ",
     ],
 )
-async def test_the_recipe_for_dapo_finds_an_answer_as_models_write_it(completion):
+async def test_the_dapo_recipe_extracts_answers_in_common_formats(completion):
     (config,) = load_config(Path("configs/dapo_qwen2.5_32b_math.yaml")).rewards
     reward = build_numeric_reward(PatternOptions(**config.options))
     assert await score_one(reward, completion, "34") == 1.0

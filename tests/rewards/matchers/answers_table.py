@@ -1,6 +1,6 @@
 """200 answers, and the rules that score each as right.
 
-`make parity` holds them against what verl says; see tests/parity/verl_rewards.py.
+`make parity` compares the scores with verl's; see tests/parity/verl_rewards.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from functools import partial
 from streamrl.rewards.interface.verdict import RewardResult
 from streamrl.rewards.matchers import boxed, dapo_math, gsm8k
 
-#: The rules by the letter that stands for them below.
+#: Matchers by their letter in ANSWERS.
 RULES: Mapping[str, Callable[[str, str], RewardResult]] = {
     "s": gsm8k.judge_completion,
     "f": partial(gsm8k.judge_completion, method="flexible"),
@@ -17,7 +17,7 @@ RULES: Mapping[str, Callable[[str, str], RewardResult]] = {
     "d": dapo_math.judge_completion,
     "b": partial(dapo_math.judge_completion, strict_box=True),
 }
-#: Completion, ground truth, and the letters of the rules by which it is right.
+#: Completion, ground truth, and the letters of the matchers that score it 1.
 ANSWERS = [
     # GSM8K as its answers are written
     ("She has 16 - 7 = 9 eggs.\n#### 9", "9", "sf"),

@@ -12,7 +12,7 @@ def test_matchers_agree_with_the_answers_table(letter):
         try:
             judgement = RULES[letter](completion, truth)
         except RewardError:
-            assert letter in "sf"  # only GSM8K wants a number
+            assert letter in "sf"  # only GSM8K requires a number
             continue
         assert (judgement.score == 1) == (letter in right_by), (completion, truth)
         assert (judgement.outcome is RewardOutcome.PASS) == (judgement.score == 1)
@@ -44,7 +44,7 @@ def test_equal_answers_have_equal_normal_forms():
     assert {dapo_math.judge_completion(line, "5").answer for line in lines} == {"34"}
 
 
-def test_a_missing_answer_names_what_is_missing():
+def test_the_detail_of_a_missing_answer_names_the_missing_marker():
     judgement = gsm8k.judge_completion("9", "9")
     assert judgement.answer is None
     assert judgement.detail == "no #### and a number in the last 300 characters"
@@ -77,7 +77,7 @@ def test_gsm8k_refuses_a_ground_truth_without_a_number(truth):
         gsm8k.validate_truth(truth)
 
 
-def test_math_refuses_a_whole_solution_as_ground_truth():
+def test_math_refuses_a_full_solution_as_ground_truth():
     with pytest.raises(RewardError, match=r"must be the content of \\boxed\{\}, is"):
         boxed.validate_truth(r"We add and find $\boxed{9}$.")
 
@@ -126,5 +126,5 @@ def test_the_normal_form_of_math(text, form):
         ("(2, 3)", "(2,3)"),
     ],
 )
-def test_the_normal_form_of_dapo_math_is_that_of_minerva(text, form):
+def test_dapo_math_normalizes_answers_like_minerva(text, form):
     assert dapo_math.normalize_answer(text) == form

@@ -28,8 +28,8 @@ def test_answers_are_compared_as_mathematics(completion, truth, score):
 
 
 def test_equal_answers_have_equal_normal_forms():
-    ways = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\frac{2}{4}}")
-    assert {symbolic.judge_completion(way, "7").answer for way in ways} == {"1/2"}
+    completions = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\frac{2}{4}}")
+    assert {symbolic.judge_completion(text, "7").answer for text in completions} == {"1/2"}
     assert symbolic.judge_completion("no idea", "7").answer is None
 
 
@@ -38,7 +38,7 @@ def test_an_integer_too_long_to_print_is_scored():
     assert symbolic.judge_completion(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
 
 
-def test_symbolic_works_outside_the_main_thread():
+def test_symbolic_scores_outside_the_main_thread():
     scores = []
     thread = threading.Thread(
         target=lambda: scores.append(symbolic.judge_completion("$1+x$", "x+1").score)

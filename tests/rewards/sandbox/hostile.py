@@ -14,19 +14,19 @@ from streamrl.rewards.sandbox.program import CallTest, SandboxProgram, StdinTest
 #: No program in a jail may read this; programs know the prefix to search for.
 SECRET = "canary-7f3a91"
 #: Expected value of the function-call tests; never sent into a jail.
-WANTED = 918_273_645
+EXPECTED_VALUE = 918_273_645
 #: Name of every file that a program tries to leave behind.
 LEFT = "streamrl-escaped"
 
 _TOOLS = f'''
 import os, sys, time
 SECRET, LEFT = "{SECRET}"[:7], "{LEFT}"
-def tried(action, *given):
+def tried(action, *arguments):
     try:
-        result = action(*given)
+        result = action(*arguments)
     except BaseException:
         return None
-    print("escaped", action, given)
+    print("escaped", action, arguments)
     return result
 def leaked(text):
     if SECRET + "7f" in str(text).replace(" ", ""):
@@ -80,7 +80,7 @@ class Attack:
         for name, value in facts.items():
             source = source.replace("{" + name + "}", value)
         calls = "calls" in self.flags
-        test = CallTest("guess", [], [WANTED]) if calls else StdinTest("", "contained\n")
+        test = CallTest("guess", [], [EXPECTED_VALUE]) if calls else StdinTest("", "contained\n")
         return SandboxProgram("python", source, [test])
 
 

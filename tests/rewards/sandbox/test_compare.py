@@ -24,7 +24,7 @@ PLAIN = st.recursive(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "got", "same", "loosely"),
+    ("expected", "actual", "is_same", "is_same_loosely"),
     [
         ("1 2\n3\n", "1 2\n3", True, True),
         ("1 2\n3", "1 2  \n3\t\n\n \n", True, True),
@@ -60,13 +60,15 @@ PLAIN = st.recursive(
         ("3 0.5", "3.0000001 0.5", False, False),
     ],
 )
-def test_whitespace_at_ends_is_ignored(wanted: str, got: str, same: bool, loosely: bool):
-    assert is_same_text(wanted, got, loose_numbers=False) is same
-    assert is_same_text(wanted, got, loose_numbers=True) is loosely
+def test_text_comparison_ignores_trailing_whitespace_and_optionally_number_formats(
+    expected: str, actual: str, is_same: bool, is_same_loosely: bool
+):
+    assert is_same_text(expected, actual, loose_numbers=False) is is_same
+    assert is_same_text(expected, actual, loose_numbers=True) is is_same_loosely
 
 
 @pytest.mark.parametrize(
-    ("wanted", "got", "same"),
+    ("expected", "actual", "is_same"),
     [
         (1, 1.0, True),
         (0.1 + 0.2, 0.3, True),
@@ -106,8 +108,10 @@ def test_whitespace_at_ends_is_ignored(wanted: str, got: str, same: bool, loosel
         ("0.5", 0.5, False),
     ],
 )
-def test_integers_compare_exactly_and_floats_approximately(wanted: object, got: object, same: bool):
-    assert is_same_value(wanted, got) is same
+def test_integers_compare_exactly_and_floats_approximately(
+    expected: object, actual: object, is_same: bool
+):
+    assert is_same_value(expected, actual) is is_same
 
 
 @given(PLAIN)
@@ -125,15 +129,19 @@ def test_invalid_json_is_a_value_error(data: bytes):
 
 
 @given(st.text("1 x\n\t\r\u3000"), st.text("1 x\n\t\r\u3000"), st.integers(1, 5))
-def test_long_texts_are_compared_like_short_ones(wanted: str, got: str, block: int):
+def test_long_texts_are_compared_like_short_ones(expected: str, actual: str, block: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "_BLOCK_SIZE", block)
-        lines, others = (
-            [line.rstrip() for line in text.rstrip().split("\n")] for text in (wanted, got)
+        expected_lines, actual_lines = (
+            [line.rstrip() for line in text.rstrip().split("\n")] for text in (expected, actual)
         )
-        assert is_same_text(wanted, got, loose_numbers=False) is (lines == others)
-        assert is_same_text(wanted, got, loose_numbers=True) is (wanted.split() == got.split())
-        assert is_same_text(wanted, wanted + " \n", loose_numbers=False)
+        assert is_same_text(expected, actual, loose_numbers=False) is (
+            expected_lines == actual_lines
+        )
+        assert is_same_text(expected, actual, loose_numbers=True) is (
+            expected.split() == actual.split()
+        )
+        assert is_same_text(expected, expected + " \n", loose_numbers=False)
 
 
 @given(st.binary() | st.text().map(str.encode), st.integers(1, 5))
@@ -145,8 +153,8 @@ def test_long_outputs_are_decoded_like_short_ones(data: bytes, block: int):
 
 @given(PLAIN)
 def test_a_long_value_is_parsed_only_with_matching_structure(value: object):
-    long = [value, "x" * (1 << 16)]
-    data = json.dumps(long).encode()
-    assert can_be_value(data, [5, long])
-    assert not can_be_value(data, [5, [long], [*long, 5]])
+    long_value = [value, "x" * (1 << 16)]
+    data = json.dumps(long_value).encode()
+    assert can_be_value(data, [5, long_value])
+    assert not can_be_value(data, [5, [long_value], [*long_value, 5]])
     assert can_be_value(b"[[],[]]", [5])

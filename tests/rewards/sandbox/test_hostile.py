@@ -30,7 +30,7 @@ LIMITS = ProgramLimits(
     output_kib=256,
 )
 
-EACH = [
+ATTACK_PARAMS = [
     pytest.param(attack, id=attack.name, marks=[pytest.mark.slow] * ("slow" in attack.flags))
     for attack in ATTACKS
 ]
@@ -39,7 +39,18 @@ NEIGHBOUR = SandboxProgram(
     "python", "print(sum(map(int, input().split())))", [StdinTest("1 2 3", "6")]
 )
 #: Directories that a program could write to without a jail.
-PLACES = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/usr", "/usr/lib", "/etc", "/run", "/root")
+WRITABLE_FOLDERS = (
+    "/",
+    "/tmp",
+    "/var/tmp",
+    "/dev",
+    "/dev/shm",
+    "/usr",
+    "/usr/lib",
+    "/etc",
+    "/run",
+    "/root",
+)
 
 
 @dataclass
@@ -50,14 +61,14 @@ class Host:
     canary: Path
     server: socket.socket
     process: subprocess.Popen[bytes]
-    others: set[psutil.Process]
+    other_processes: set[psutil.Process]
 
     @property
     def facts(self) -> dict[str, str]:
         port = str(self.server.getsockname()[1])
         return {"canary": str(self.canary), "port": port, "pid": str(self.process.pid)}
 
-    def called(self) -> bool:
+    def is_contacted(self) -> bool:
         """Return True if a program has connected to the server."""
         try:
             self.server.accept()
@@ -68,7 +79,7 @@ class Host:
     async def wait_until_only_jails(self, jails: int) -> None:
         """Wait until only jails remain: bubblewrap and driver of each."""
         deadline = time.monotonic() + 10
-        while len(processes := descendants() - self.others) != 2 * jails:
+        while len(processes := descendants() - self.other_processes) != 2 * jails:
             assert time.monotonic() < deadline, [process.cmdline() for process in processes]
             await asyncio.sleep(0.02)
 
@@ -80,11 +91,11 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
     canary.write_text(SECRET)
     process = subprocess.Popen(["sleep", "1000"])
     # Processes of other tests, such as Python's resource tracker.
-    others = descendants()
+    other_processes = descendants()
     sandbox = await Sandbox.start(LIMITS, jails=JAILS)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        host = Host(sandbox, canary, server, process, others)
+        host = Host(sandbox, canary, server, process, other_processes)
         yield host
     await sandbox.close()
     await host.wait_until_only_jails(0)
@@ -94,7 +105,7 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("attack", EACH)
+@pytest.mark.parametrize("attack", ATTACK_PARAMS)
 async def test_an_attack_gets_its_outcome_and_leaves_no_trace(host: Host, attack: Attack):
     outcome, neighbour = await asyncio.gather(
         host.sandbox.run(attack.make_program(host.facts)), host.sandbox.run(NEIGHBOUR)
@@ -103,8 +114,8 @@ async def test_an_attack_gets_its_outcome_and_leaves_no_trace(host: Host, attack
     assert neighbour.outcome is RewardOutcome.PASS, neighbour
     assert host.canary.read_text() == SECRET
     assert host.process.poll() is None
-    assert not host.called()
-    assert [place for place in PLACES if Path(place, LEFT).exists()] == []
+    assert not host.is_contacted()
+    assert [folder for folder in WRITABLE_FOLDERS if Path(folder, LEFT).exists()] == []
     await host.wait_until_only_jails(JAILS)
 
 

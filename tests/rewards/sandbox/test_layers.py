@@ -41,42 +41,42 @@ REACH = """
 import socket
 
 def reach(port, name):
-    found = []
-    def tried(what, act, *given):
+    reached = []
+    def attempt(target, action, *arguments):
         try:
-            act(*given)
+            action(*arguments)
         except OSError:
             return
-        found.append(what)
+        reached.append(target)
     def send(family, address):
         with socket.socket(family, socket.SOCK_DGRAM) as sender:
             sender.sendto(b"x", address)
     def join(address):
-        with socket.socket(socket.AF_UNIX) as joining:
-            joining.connect(address)
-    tried("the host's loopback", socket.create_connection, ("127.0.0.1", port), 1)
-    tried("the host's abstract sockets", join, "\\0" + name)
-    tried("a machine of the network", send, socket.AF_INET, ("192.0.2.1", 9))
-    if {one for _, one in socket.if_nameindex()} - {"lo"}:
-        found.append("the network's devices")
-    return found
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(address)
+    attempt("the host's loopback", socket.create_connection, ("127.0.0.1", port), 1)
+    attempt("the host's abstract sockets", join, "\\0" + name)
+    attempt("a machine of the network", send, socket.AF_INET, ("192.0.2.1", 9))
+    if {device for _, device in socket.if_nameindex()} - {"lo"}:
+        reached.append("the network's devices")
+    return reached
 """
 #: Results of REACH without isolation, on a machine without network.
-HOSTS = {"the host's loopback", "the host's abstract sockets"}
+HOST_TARGETS = {"the host's loopback", "the host's abstract sockets"}
 
 
 def permissive_filter() -> bytes:
     return _export_filter(pyseccomp.SyscallFilter(pyseccomp.ALLOW))
 
 
-async def run_in(plan: JailSpec, source: str, test: CallTest) -> object:
+async def run_in(spec: JailSpec, source: str, test: CallTest) -> object:
     """Return the value of a function called in a jail."""
-    jail = await Jail.start(plan, NUMBER)
+    jail = await Jail.start(spec, NUMBER)
     try:
         deadline = time.monotonic() + 20.0
         program = SandboxProgram("python", source, [test])
         await jail.request_report(
-            make_program_message(program, LANGUAGES["python"], plan.limits), deadline
+            make_program_message(program, LANGUAGES["python"], spec.limits), deadline
         )
         report = await jail.request_report(message_of(test, 8.0), deadline)
     finally:
@@ -84,7 +84,7 @@ async def run_in(plan: JailSpec, source: str, test: CallTest) -> object:
     return json.loads(report.out)
 
 
-async def ways_out(isolation: IsolationMode) -> set[str]:
+async def find_reachable_targets(isolation: IsolationMode) -> set[str]:
     """Return the reachable network targets without a seccomp filter."""
     spec = make_jail_spec(isolation, LIMITS, permissive_filter())
     name = f"streamrl-layers-{os.getpid()}"
@@ -102,29 +102,29 @@ async def test_namespaces_block_the_network_even_without_the_syscall_filter(
 ):
     reason = await probe_isolation(make_jail_spec(isolation, LIMITS, build_syscall_filter()))
     if reason is None:
-        assert await ways_out(isolation) == set()
+        assert await find_reachable_targets(isolation) == set()
     else:
         # A machine may not support every mode; the sandbox never uses a mode that fails the probe.
         assert isolation != list_isolation_modes()[0], reason
 
 
 async def test_the_network_probe_succeeds_without_isolation():
-    assert await ways_out(NO_ISOLATION) >= HOSTS
+    assert await find_reachable_targets(NO_ISOLATION) >= HOST_TARGETS
 
 
 @pytest_asyncio.fixture
 async def jail() -> AsyncIterator[tuple[JailSpec, int]]:
     """Start a jail; return its spec and the pid of its process 1."""
-    plan = make_jail_spec(list_isolation_modes()[0], LIMITS, build_syscall_filter())
-    started = await Jail.start(plan, NUMBER)
+    spec = make_jail_spec(list_isolation_modes()[0], LIMITS, build_syscall_filter())
+    started = await Jail.start(spec, NUMBER)
     assert started._init_process is not None
-    yield plan, started._init_process[0]
+    yield spec, started._init_process[0]
     await started.kill()
 
 
 async def test_a_jail_has_its_own_namespaces(jail: tuple[JailSpec, int]):
-    plan, pid = jail
-    kinds = ["mnt", "pid", "net", "ipc", "uts"] + ["user"] * plan.isolation.has_user_namespace
+    spec, pid = jail
+    kinds = ["mnt", "pid", "net", "ipc", "uts"] + ["user"] * spec.isolation.has_user_namespace
     shared = [
         kind
         for kind in kinds
@@ -135,7 +135,7 @@ async def test_a_jail_has_its_own_namespaces(jail: tuple[JailSpec, int]):
 
 
 async def test_a_jail_has_no_capabilities_and_cannot_gain_any(jail: tuple[JailSpec, int]):
-    plan, pid = jail
+    spec, pid = jail
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     for capability_set in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
@@ -144,7 +144,7 @@ async def test_a_jail_has_no_capabilities_and_cannot_gain_any(jail: tuple[JailSp
     assert status["Seccomp"] == ["2"], "a filter is in force"
     if os.geteuid() != 0:
         assert "0" not in {*status["Uid"], *status["Gid"]}
-    if plan.isolation.has_dedicated_user:
+    if spec.isolation.has_dedicated_user:
         assert {*status["Uid"], *status["Gid"]} == {str(compute_jail_user(NUMBER))}
         assert status["Groups"] == []
 
@@ -152,9 +152,9 @@ async def test_a_jail_has_no_capabilities_and_cannot_gain_any(jail: tuple[JailSp
 async def outcome_of(
     language: LanguageSpec, source: str, *tests: StdinTest | CallTest
 ) -> ProgramResult:
-    sandbox = await Sandbox.start(LIMITS, jails=1, languages={"own": language})
+    sandbox = await Sandbox.start(LIMITS, jails=1, languages={"custom": language})
     try:
-        return await sandbox.run(SandboxProgram("own", source, tests))
+        return await sandbox.run(SandboxProgram("custom", source, tests))
     finally:
         await sandbox.close()
 

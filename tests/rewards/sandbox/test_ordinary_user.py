@@ -19,7 +19,7 @@ from tests.rewards.sandbox.hostile import ATTACKS
 from tests.rewards.sandbox.test_hostile import LIMITS
 
 NOBODY = 65534
-CHOSEN = [attack for attack in ATTACKS if "user" in attack.flags]
+USER_ATTACKS = [attack for attack in ATTACKS if "user" in attack.flags]
 #: Runs programs in a Python without streamrl's other dependencies.
 SCRIPT = """
 import asyncio, json, sys, types
@@ -70,34 +70,37 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(target)
 
 
-def readable(python: str) -> bool:
+def is_world_executable(python: str) -> bool:
     """Return True if every user may run this interpreter."""
     return all(folder.stat().st_mode & 1 for folder in Path(python).resolve().parents)
 
 
-PYTHON = find_python() if readable(find_python()) else "/usr/bin/python3"
+PYTHON = find_python() if is_world_executable(find_python()) else "/usr/bin/python3"
 #: Commands that switch to another user, by the isolation mode available to that user.
-WAYS: dict[str, list[str]] = {"user namespace": []}
+COMMANDS_BY_MODE: dict[str, list[str]] = {"user namespace": []}
 if os.geteuid() == 0:
-    somebody = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    WAYS = {
-        "user namespace": ["setpriv", *somebody],
+    switch_user = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    COMMANDS_BY_MODE = {
+        "user namespace": ["setpriv", *switch_user],
         "user namespace of a user of its own": ["setpriv", "--bounding-set=-sys_admin"],
     }
 
 
 @pytest.mark.parametrize(
     "isolation",
-    [pytest.param(way, marks=[pytest.mark.slow] * (i > 0)) for i, way in enumerate(WAYS)],
+    [
+        pytest.param(mode, marks=[pytest.mark.slow] * (i > 0))
+        for i, mode in enumerate(COMMANDS_BY_MODE)
+    ],
 )
 def test_attacks_are_contained_for_an_ordinary_user(folder: Path, isolation: str):
     facts = {"canary": str(folder / "main.py"), "port": "9", "pid": str(os.getpid())}
     programs = []
-    for attack in CHOSEN:
+    for attack in USER_ATTACKS:
         program = attack.make_program(facts)
         programs.append(["calls" in attack.flags, program.source, asdict(program.tests[0])])
-    done = subprocess.run(
-        [*WAYS[isolation], PYTHON, str(folder / "main.py")],
+    process = subprocess.run(
+        [*COMMANDS_BY_MODE[isolation], PYTHON, str(folder / "main.py")],
         input=json.dumps([asdict(LIMITS), programs]),
         env={"PATH": f"{folder}:{os.environ['PATH']}"},
         cwd="/",
@@ -106,12 +109,12 @@ def test_attacks_are_contained_for_an_ordinary_user(folder: Path, isolation: str
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    chosen, *outcomes = json.loads(done.stdout)
-    assert chosen == isolation
-    assert len(outcomes) == len(CHOSEN) == 31
+    assert process.returncode == 0, process.stderr
+    used_mode, *outcomes = json.loads(process.stdout)
+    assert used_mode == isolation
+    assert len(outcomes) == len(USER_ATTACKS) == 31
     assert [
         (attack.name, outcome)
-        for attack, outcome in zip(CHOSEN, outcomes, strict=True)
+        for attack, outcome in zip(USER_ATTACKS, outcomes, strict=True)
         if outcome[0] not in {verdict.value for verdict in attack.outcomes}
     ] == []

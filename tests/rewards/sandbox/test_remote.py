@@ -20,18 +20,18 @@ ADD = {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}
 
 
 class Server(BaseHTTPRequestHandler):
-    """Fake server that runs Python. `troubles` are the first responses."""
+    """Fake server that runs Python. `failures` are the first responses."""
 
-    troubles: ClassVar[list] = []
-    asked: ClassVar[list] = []
+    failures: ClassVar[list] = []
+    requests: ClassVar[list] = []
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
-        if self.troubles:
-            status, reply = self.troubles.pop(0)
+        self.requests.append(body)
+        if self.failures:
+            status, reply = self.failures.pop(0)
         else:
-            status, reply = 200, ran(body)
+            status, reply = 200, run_program(body)
         text = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
@@ -42,10 +42,10 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
-def ran(body):
+def run_program(body):
     command = [sys.executable, "-I", "-S", "-c", body["code"]]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             input=body["stdin"],
             capture_output=True,
@@ -55,14 +55,14 @@ def ran(body):
         )
     except subprocess.TimeoutExpired:
         return {"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}}
-    result = {"status": "Finished", "return_code": done.returncode, "execution_time": 0.1}
-    result |= {"stdout": done.stdout, "stderr": done.stderr}
-    return {"status": "Failed" if done.returncode else "Success", "run_result": result}
+    result = {"status": "Finished", "return_code": process.returncode, "execution_time": 0.1}
+    result |= {"stdout": process.stdout, "stderr": process.stderr}
+    return {"status": "Failed" if process.returncode else "Success", "run_result": result}
 
 
 @pytest.fixture
 def url():
-    Server.troubles, Server.asked = [], []
+    Server.failures, Server.requests = [], []
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}/"
@@ -98,7 +98,7 @@ async def test_remote_output_is_judged_locally(url):
     )
     expected = "pass wrong pass compile_error memory wrong timeout pass"
     assert outcomes == expected.split()
-    (body,) = {json.dumps({**b, "code": ""}) for b in Server.asked}
+    (body,) = {json.dumps({**b, "code": ""}) for b in Server.requests}
     assert json.loads(body) == {
         "code": "",
         "stdin": "[1, 2]",
@@ -107,7 +107,7 @@ async def test_remote_output_is_judged_locally(url):
         "run_timeout": 5.0,
         "memory_limit_MB": 256,
     }
-    assert "3" not in {b["stdin"] for b in Server.asked}, "no expected value leaves this machine"
+    assert "3" not in {b["stdin"] for b in Server.requests}, "no expected value leaves this machine"
 
 
 async def test_a_float_near_an_expected_integer_is_wrong(url):
@@ -118,10 +118,10 @@ async def test_a_float_near_an_expected_integer_is_wrong(url):
     assert outcomes == ["wrong", "pass"]
 
 
-async def test_a_failing_server_is_retried_and_never_a_wrong_answer(url):
-    Server.troubles = [(504, {}), (200, {"status": "SandboxError", "message": "no disk"})]
+async def test_a_failing_server_is_retried_and_never_scored_as_wrong(url):
+    Server.failures = [(504, {}), (200, {"status": "SandboxError", "message": "no disk"})]
     assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
-    Server.troubles = [(503, {})] * 2
+    Server.failures = [(503, {})] * 2
     with pytest.raises(
         RewardInfraError, match=r"reward code, uid 0:0:0: .*503 Service Unavailable"
     ):

@@ -51,7 +51,7 @@ ADD_IN = {
 TOOLS = {"cpp": "g++", "javascript": "node", "bash": "bash"}
 INSTALLED = [name for name, tool in TOOLS.items() if shutil.which(tool, path=ENVIRONMENT["PATH"])]
 #: Fake bubblewrap that runs its command without isolation.
-HOLLOW = """#!/bin/sh
+FAKE_BUBBLEWRAP = """#!/bin/sh
 while [ "${1#*/bin/python}" = "$1" ]; do
     [ "$1" = --info-fd ] && echo '{"child-pid": '$$'}' >&"$2"
     shift
@@ -66,7 +66,7 @@ LONG = [
     SandboxProgram("python", "def f(): return [[]] * 999_999", [CallTest("f", [], [5])]),
 ]
 QUICK = ProgramLimits(wall_s=8.0, total_s=20.0, memory_mib=512, disk_mib=8)
-here = pytest.mark.asyncio(loop_scope="module")
+module_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -87,7 +87,7 @@ async def verdict(sandbox: Sandbox, source: str, *tests: StdinTest | CallTest) -
     return (await run(sandbox, source, *tests)).outcome
 
 
-@here
+@module_loop
 async def test_a_program_is_judged_by_its_output(sandbox: Sandbox):
     assert sandbox.user_warning == ""
     assert await verdict(sandbox, ADD, StdinTest("1 2", "3\n")) is RewardOutcome.PASS
@@ -96,7 +96,7 @@ async def test_a_program_is_judged_by_its_output(sandbox: Sandbox):
     assert await verdict(sandbox, "print(", StdinTest("", "")) is RewardOutcome.COMPILE_ERROR
 
 
-@here
+@module_loop
 async def test_a_function_is_judged_by_its_return_value(sandbox: Sandbox):
     pairs = "def pairs(a, b): return [(a, b)], {a: 0.1 + 0.2}"
     right = CallTest("pairs", [1, "x"], [None, ([[1, "x"]], {"1": 0.3})])
@@ -109,7 +109,7 @@ async def test_a_function_is_judged_by_its_return_value(sandbox: Sandbox):
     assert await verdict(sandbox, "", CallTest("twice", [4], [8])) is RewardOutcome.RUNTIME_ERROR
 
 
-@here
+@module_loop
 async def test_an_async_function_is_refused_by_name(sandbox: Sandbox):
     source = "async def later(): return 5"
     outcome = await run(sandbox, source, CallTest("later", [], [5]))
@@ -117,7 +117,7 @@ async def test_an_async_function_is_refused_by_name(sandbox: Sandbox):
     assert outcome.detail == "TypeError: later is async; it must be a plain function"
 
 
-@here
+@module_loop
 async def test_a_failure_is_described_in_one_line(sandbox: Sandbox):
     outcome = await run(sandbox, "x = 1\nx / 0")
     assert outcome.detail == "ZeroDivisionError: division by zero"
@@ -127,26 +127,26 @@ async def test_a_failure_is_described_in_one_line(sandbox: Sandbox):
     assert outcome.detail == r"wrote '5\n', not '6'"
 
 
-@here
+@module_loop
 async def test_tests_stop_at_the_first_failure_if_stop_early(sandbox: Sandbox):
     tests = [StdinTest("1 2", "3"), StdinTest("x", "0"), StdinTest("2 2", "4"), StdinTest("", "")]
-    first = await sandbox.run(SandboxProgram("python", ADD, tests))
-    assert [r.outcome for r in first.test_results] == [
+    early = await sandbox.run(SandboxProgram("python", ADD, tests))
+    assert [r.outcome for r in early.test_results] == [
         RewardOutcome.PASS,
         RewardOutcome.RUNTIME_ERROR,
     ]
-    every = await sandbox.run(SandboxProgram("python", ADD, tests, stop_early=False))
-    assert [r.outcome.value for r in every.test_results] == [
+    full = await sandbox.run(SandboxProgram("python", ADD, tests, stop_early=False))
+    assert [r.outcome.value for r in full.test_results] == [
         "pass",
         "runtime_error",
         "pass",
         "runtime_error",
     ]
-    assert (first.pass_rate, every.pass_rate) == (0.25, 0.5)
-    assert every.outcome is RewardOutcome.RUNTIME_ERROR
+    assert (early.pass_rate, full.pass_rate) == (0.25, 0.5)
+    assert full.outcome is RewardOutcome.RUNTIME_ERROR
 
 
-@here
+@module_loop
 async def test_each_test_starts_in_a_clean_workspace(sandbox: Sandbox):
     source = """
 import os
@@ -166,7 +166,7 @@ if os.fork() == 0:
     assert [result.outcome for result in outcome.test_results] == [RewardOutcome.PASS] * 3, outcome
 
 
-@here
+@module_loop
 @pytest.mark.parametrize(
     ("language", "source"),
     [
@@ -188,7 +188,7 @@ async def test_compiled_files_are_restored_before_each_test(
     assert [result.outcome for result in outcome.test_results] == [RewardOutcome.PASS] * 3, outcome
 
 
-@here
+@module_loop
 async def test_tests_continue_after_a_jail_was_killed(sandbox: Sandbox):
     source = """
 import os, time
@@ -206,7 +206,7 @@ print("done")
     assert verdicts == [RewardOutcome.PASS, RewardOutcome.MEMORY, RewardOutcome.PASS]
 
 
-@here
+@module_loop
 async def test_total_s_limits_all_tests_together(sandbox: Sandbox):
     slow = SandboxProgram("python", "import time; time.sleep(0.4)", [StdinTest("", "")] * 9)
     limited = await Sandbox.start(replace(QUICK, total_s=2.2), jails=1)
@@ -218,13 +218,13 @@ async def test_total_s_limits_all_tests_together(sandbox: Sandbox):
     assert (await sandbox.run(slow)).outcome is RewardOutcome.PASS
 
 
-@here
+@module_loop
 async def test_str_subclasses_are_accepted(sandbox: Sandbox):
     source, stdin, expected = map(np.str_, (ADD, "1 2", "3"))
     assert await verdict(sandbox, source, StdinTest(stdin, expected)) is RewardOutcome.PASS
 
 
-@here
+@module_loop
 async def test_python_programs_run_in_a_normal_environment(sandbox: Sandbox):
     source = """
 import asyncio, collections, dataclasses, heapq, itertools, math, multiprocessing, numbers, re
@@ -250,7 +250,7 @@ if __name__ == "__main__":
     )
 
 
-@here
+@module_loop
 @pytest.mark.parametrize("language", INSTALLED)
 async def test_built_in_languages_run(sandbox: Sandbox, language: str):
     source, broken = ADD_IN[language]
@@ -266,7 +266,7 @@ async def test_built_in_languages_run(sandbox: Sandbox, language: str):
     assert outcome.detail and "\n" not in outcome.detail
 
 
-@here
+@module_loop
 @pytest.mark.parametrize("long", LONG, ids=["text", "value"])
 async def test_programs_run_in_order_without_blocking_the_event_loop(
     sandbox: Sandbox, long: SandboxProgram
@@ -282,16 +282,16 @@ async def test_programs_run_in_order_without_blocking_the_event_loop(
             await asyncio.sleep(0.005)
             longest = max(longest, time.process_time() - before)
 
-    beating = asyncio.create_task(beat())
+    heartbeat = asyncio.create_task(beat())
     short = SandboxProgram("python", ADD, [StdinTest("1 2", "3")])
     outcomes = await asyncio.gather(*map(sandbox.run, [short, long] * 5))
-    beating.cancel()
+    heartbeat.cancel()
     assert [o.outcome for o in outcomes] == [RewardOutcome.PASS, RewardOutcome.WRONG] * 5
     # Processing the whole text or list at once takes longer.
     assert longest < 0.3
 
 
-@here
+@module_loop
 async def test_cancelling_the_caller_kills_the_program(sandbox: Sandbox):
     sleeper = SandboxProgram("python", "import time; time.sleep(60)", [StdinTest("", "")])
     with pytest.raises(TimeoutError):
@@ -299,7 +299,7 @@ async def test_cancelling_the_caller_kills_the_program(sandbox: Sandbox):
     assert await verdict(sandbox, ADD, StdinTest("1 2", "3")) is RewardOutcome.PASS
 
 
-@here
+@module_loop
 async def test_unsupported_programs_are_refused(sandbox: Sandbox):
     with pytest.raises(ValueError, match="no language cobol"):
         await sandbox.run(SandboxProgram("cobol", "", [StdinTest("", "")]))
@@ -346,26 +346,26 @@ asyncio.run(main())
         time.sleep(0.02)
     os.kill(host.pid, signal.SIGKILL)
     host.communicate()
-    gone, alive = psutil.wait_procs(jails, timeout=10)
-    assert alive == [], gone
+    ended, alive = psutil.wait_procs(jails, timeout=10)
+    assert alive == [], ended
 
 
 async def test_the_probe_detects_a_bubblewrap_without_isolation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    hollow = tmp_path / "bwrap"
-    hollow.write_text(HOLLOW)
-    hollow.chmod(0o755)
+    fake_bubblewrap = tmp_path / "bwrap"
+    fake_bubblewrap.write_text(FAKE_BUBBLEWRAP)
+    fake_bubblewrap.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ConfigError, match="no isolation holds here"):
         await Sandbox.start(QUICK, jails=1)
 
 
 async def test_the_probe_lists_all_escapes():
-    why = await probe_isolation(make_jail_spec(NO_ISOLATION, QUICK, b""))
-    assert why is not None
-    for way in ("connect to", "read a file", "list the directories", "without limit", "signal"):
-        assert way in why
+    reason = await probe_isolation(make_jail_spec(NO_ISOLATION, QUICK, b""))
+    assert reason is not None
+    for escape in ("connect to", "read a file", "list the directories", "without limit", "signal"):
+        assert escape in reason
 
 
 async def test_allow_unsafe_runs_programs_within_limits_with_a_warning(
@@ -387,8 +387,8 @@ async def test_allow_unsafe_runs_programs_within_limits_with_a_warning(
     assert (
         await verdict(sandbox, "x = bytearray(1 << 33)", StdinTest("", "")) is RewardOutcome.MEMORY
     )
-    where = "import os; os.chdir('..'); print(os.getcwd())"
-    outcome = await run(sandbox, where)
+    source = "import os; os.chdir('..'); print(os.getcwd())"
+    outcome = await run(sandbox, source)
     folder = outcome.detail.removeprefix("wrote '").partition("\\n")[0]
     await sandbox.close()
     assert "streamrl-unsafe-" in folder

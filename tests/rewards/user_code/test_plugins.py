@@ -36,10 +36,10 @@ async def test_registering_a_kind_twice_or_with_an_invalid_name_is_refused(tmp_p
 async def test_an_installed_kind_that_fails_to_load_gives_one_line(
     tmp_path, monkeypatch, source, words
 ):
-    facts = tmp_path / "mine-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text("[streamrl.rewards]\nmine = kinds_of_mine:judge\n")
+    dist_info = tmp_path / "mine-1.0.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (dist_info / "entry_points.txt").write_text("[streamrl.rewards]\nmine = kinds_of_mine:judge\n")
     (tmp_path / "kinds_of_mine.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=rf"rewards\[0\].kind=mine: .*{words}") as caught:

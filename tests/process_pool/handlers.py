@@ -18,16 +18,16 @@ def serve(at_load: str) -> Callable[[tuple[str, Any]], Any]:
         hang(None)
     if at_load == "refuse":
         raise ConfigError("rewards.path=x.py: no such file")
-    return lambda request: DEEDS[request[0]](request[1])
+    return lambda request: OPERATIONS[request[0]](request[1])
 
 
 def serve_async(_: str) -> Callable[[tuple[str, Any]], Awaitable[Any]]:
-    """The same, many at once; all but trouble waits a while first, as for a server."""
+    """Return an async handler; each request first waits 0.3 s, like a request to a server."""
 
     async def handler(request: tuple[str, Any]) -> Any:
-        deed, argument = request
+        operation, argument = request
         await asyncio.sleep(0.3)
-        return DEEDS[deed](argument)
+        return OPERATIONS[operation](argument)
 
     return handler
 
@@ -61,12 +61,12 @@ def dawdle(number: int) -> int:
     return number
 
 
-def garble(note: bytes) -> None:
+def garble(data: bytes) -> None:
     """Write to every descriptor, including the pool's socket, and hang."""
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
             if number > 2:
-                os.write(number, note)
+                os.write(number, data)
         except OSError:
             continue
     hang(None)
@@ -79,7 +79,7 @@ def orphan(number: int) -> None:
 
 
 class Sly(str):
-    """A str that executes code when unpickled."""
+    """Text that executes code when unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os._exit, (9,)
@@ -100,27 +100,27 @@ def leak(_: Any) -> None:
     assert hoard
 
 
-def breed(note: str) -> None:
+def breed(path: str) -> None:
     """Start 50 orphaned sleepers, write their pids, and hang."""
     pids = []
     for _ in range(50):
-        end, other = os.pipe()
+        reader, writer = os.pipe()
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
-                os.write(other, str(os.getpid()).encode())
-                os.close(other)
+                os.write(writer, str(os.getpid()).encode())
+                os.close(writer)
                 time.sleep(600)
             os._exit(0)
-        pids.append(os.read(end, 20).decode())
-    with open(note + ".part", "w") as file:
+        pids.append(os.read(reader, 20).decode())
+    with open(path + ".part", "w") as file:
         file.write(" ".join(pids))
-    os.rename(note + ".part", note)
+    os.rename(path + ".part", path)
     hang(None)
 
 
 def fork(_: Any) -> str:
-    """Return in two processes."""
+    """Fork, and return in both processes."""
     child = os.fork()
     if child == 0:
         return "the copy"
@@ -128,9 +128,9 @@ def fork(_: Any) -> str:
     return "itself"
 
 
-DEEDS: dict[str, Callable[[Any], Any]] = {
-    deed.__name__: deed
-    for deed in (
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    operation.__name__: operation
+    for operation in (
         *(square, pid, slow, work, dawdle, fork),
         *(garble, orphan, sly, hang, crash, leak, breed),
     )
