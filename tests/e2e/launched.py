@@ -89,7 +89,7 @@ class Launched:
         """Return its processes with a word in their command."""
         return [process for process in self.processes() if word in _command(process)]
 
-    def orphans(self, within_s: float = 20.0) -> list[str]:
+    def orphans(self, within_s: float = 60.0) -> list[str]:
         """Return commands that are still alive some seconds after it ended."""
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
