@@ -7,10 +7,10 @@ PYTHON ?= python3 python3.11 python3.12
 FITS := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 # More for pytest, as in: make test ARGS="tests/buffer -x"
 ARGS ?=
-# Processes that run the tests side by side; of all tests more wait for others.
+# Parallel test processes. More for test-all, where more tests wait for other processes.
 PROCESSES ?= 2
 test-all: PROCESSES := $(if $(filter file,$(origin PROCESSES)),3,$(PROCESSES))
-# Who is killed at which passage, as in: make test-chaos SEED=3 ARGS="--only shard"
+# Seed of the kills (which actor, when), as in: make test-chaos SEED=3 ARGS="--only shard"
 SEED ?= 0
 
 BIN := .venv/bin
@@ -41,7 +41,7 @@ test-all: $(STAMP) $(PARITY)/installed ## run every test, random schedules three
 	$(BASE_MODEL)
 	STREAMRL_TEST_BUDGET=3 $(PYTEST) $(ARGS)
 
-test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; a quarter of an hour (SEED=3)
+test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; 8 to 10 minutes (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)
 
 parity: $(PARITY)/installed ## compare our functions with those of verl and TRL (ARGS="--seed 3")

@@ -6,12 +6,16 @@
       | credits                                        +--- follow_weights <-- publish
       +---------------------------- version + 1 ---------------------------+
 
-Every arrow is the experience queue: a stage takes a group once its required columns exist,
-computes, and commits its own columns. Micro-batch k+1 is generated while k is scored and trained.
-Staleness credits alone (`max_staleness`) bound how far generation runs ahead. The device lease
-alone decides whether two stages compute at the same time. So no loop has a branch per mode, and
-sync training is `max_staleness: 0`. The loops know no actor, engine or algorithm: actors host
-them, and tests run them in one process on a virtual clock.
+The arrows of the top row are the experience queue: a stage takes a group once its required
+columns exist, computes, and commits its own columns. `publish` and `follow_weights` carry the
+weights of a version from a trainer to the replicas that serve it. `version + 1` and `credits` are
+the run state: a finished step raises the version, which frees credits to admit further prompts.
+
+Micro-batch k+1 is generated while k is scored and trained. Staleness credits alone
+(`max_staleness`) bound how far generation runs ahead. The device lease alone decides whether two
+stages compute at the same time. So no loop has a branch per mode, and sync training is
+`max_staleness: 0`. The loops know no actor, engine or algorithm: actors host them, and tests run
+them in one process on a virtual clock.
 """
 
 import asyncio

@@ -17,7 +17,11 @@ from streamrl.rewards.registry import build_rewards
 from streamrl.telemetry.metric_names import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("examples/**/README.md")),
+]
 
 
 def test_the_metrics_page_has_the_table_of_metrics():
@@ -53,15 +57,33 @@ def test_examples_of_custom_rewards_build(tmp_path: Path, monkeypatch: pytest.Mo
         build_rewards(config.rewards, RewardContext(config.scorer))
 
 
-def test_links_have_existing_targets():
-    dead = [
-        f"{page.relative_to(ROOT)}:{number}: links to {target}"
-        for page in PAGES
-        for number, line in enumerate(page.read_text().splitlines(), start=1)
-        for target in re.findall(r"\]\(([^)#:]+)\)", line)
-        if not (page.parent / target).exists()
-    ]
+def test_links_lead_to_existing_files_and_headings():
+    dead = []
+    for page in PAGES:
+        for number, line in list_prose_lines(page):
+            for file, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", line):
+                target = page.parent / file if file else page
+                if not target.exists() or (anchor and anchor not in list_anchors(target)):
+                    link = f"{file}#{anchor}" if anchor else file
+                    dead.append(f"{page.relative_to(ROOT)}:{number}: links to {link}")
     assert not dead, "\n".join(dead)
+
+
+def list_prose_lines(page: Path) -> list[tuple[int, str]]:
+    """Return the numbered lines outside of code blocks, without code spans."""
+    text = page.read_text()
+    text = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S)
+    return [
+        (number, re.sub(r"`[^`]*`", "", line))
+        for number, line in enumerate(text.splitlines(), start=1)
+    ]
+
+
+def list_anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, named as GitHub names them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_folder_map_names_the_packages_and_modules():

@@ -118,7 +118,7 @@ def make_parser(recipe: str = "", description: str | None = None) -> argparse.Ar
     """Declare the command-line options of a loop."""
     parser = OneLineParser(description=description)
     parser.add_argument("--config", default=recipe, help=f"config of a run, YAML ({recipe})")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps (30)")
+    parser.add_argument("--steps", type=int, default=30, help="training steps (30)")
     parser.add_argument("--workers", type=int, default=2, help="data-parallel workers (2)")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override settings of the config"

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write SVG to FILE, drawn by Graphviz's dot; - prints it",
     )
     parser.add_argument(
-        "--steps", type=int, default=1, metavar="N", help="number of optimizer steps to draw (1)"
+        "--steps", type=int, default=1, metavar="N", help="number of training steps to draw (1)"
     )
 
 

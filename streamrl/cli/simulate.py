@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help=f"optimizer steps ({DEFAULT_STEPS}, or more if generation runs far ahead)",
+        help=f"training steps ({DEFAULT_STEPS}, or more if generation runs far ahead)",
     )
     parser.add_argument(
         "--mttf-h", type=float, metavar="HOURS", help="mean time to failure of a node"

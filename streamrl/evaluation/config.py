@@ -13,7 +13,7 @@ MAX_SEED = 2**32 - 1
 class EvaluationConfig:
     """Schedule and sampling of evaluations.
 
-    every: optimizer steps between evaluations; 0 evaluates at the start and the end only.
+    every: training steps between evaluations; 0 evaluates at the start and the end only.
     at_start: evaluate before the first step.
     at_end: evaluate after the last step.
     samples: completions per prompt: k of mean@k and maj@k, the largest k of pass@k.
