@@ -16,7 +16,7 @@ def remax(stage: Stage) -> Iterator[Step]:
         batch |= policy.generate_sequences(batch) | policy.generate_greedy(batch)
         batch |= reference.score(batch) | reward.score(batch)
         batch |= policy.compute_advantages(batch)
-        yield (policy.update_policy(batch),)
+        yield (policy.update_policy(batch.drop("greedy_ids")),)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import math
 import time
 import uuid
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,7 +22,13 @@ from streamrl.actors.transport.object_store import (
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply, fetch_reply
 from streamrl.actors.transport.rpc import RpcConnection, RpcEndpoint, RpcServer
 from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
-from streamrl.buffer.durable_shard import DurableShard, ShardFiles, ShardPlan, open_shard
+from streamrl.buffer.durable_shard import (
+    METHOD_TIMEOUTS_S,
+    DurableShard,
+    ShardFiles,
+    ShardPlan,
+    open_shard,
+)
 from streamrl.buffer.wire_types import ColumnCommit
 from streamrl.errors import ActorLostError
 from streamrl.run_dir.crash_stacks import record_crash_stacks
@@ -34,7 +40,6 @@ MAX_SHARD_RESTARTS = 10
 RECONNECT_S = 60.0
 """Longest wait for a dead or unreachable shard to come back."""
 RETRY_INTERVAL_S = 0.2
-SNAPSHOT_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -128,15 +133,17 @@ class RemoteShard:
     ) -> T:
         """Run a method of the shard and return its result, with large blobs fetched.
 
-        Methods of DurableShard need a shard with a journal. Raises ActorLostError if the shard
-        does not come back, DeadlineError, and the errors of the method.
+        The deadline is the method's of METHOD_TIMEOUTS_S or else CALL_TIMEOUT_S, plus its keyword
+        argument `wait_s` if it has one. Methods of DurableShard need a shard with a journal.
+
+        Raises ActorLostError if the shard does not come back, DeadlineError, and the errors of the
+        method.
         """
         request = ShardRequest(method, args, kwargs)
         call_name = f"{self.name}.{method.__name__}"
-        by_actor = _has_large_blobs(args)
-        timeout_s = CALL_TIMEOUT_S + request.kwargs.get("wait_s", 0.0)
-        if request.method is DurableShard.write_snapshot:
-            timeout_s = SNAPSHOT_TIMEOUT_S
+        by_actor = _has_large_blobs([*request.args, *request.kwargs.values()])
+        timeout_s = METHOD_TIMEOUTS_S.get(request.method, CALL_TIMEOUT_S)
+        timeout_s += request.kwargs.get("wait_s", 0.0)
 
         async def attempt() -> Any:
             reply: Any = UseObjectStore()
@@ -207,10 +214,13 @@ def _is_disconnected(opening: "asyncio.Task[RpcConnection]") -> bool:
     return bool(opening.cancelled() or opening.exception() or not opening.result().is_open)
 
 
-def _has_large_blobs(args: Sequence[Any]) -> bool:
-    """Return whether a commit among the arguments of a request has a large blob."""
-    items = (item for arg in args if isinstance(arg, list) for item in arg)
-    return any(isinstance(item, ColumnCommit) and is_large(item.blob) for item in items)
+def _has_large_blobs(values: Iterable[Any]) -> bool:
+    """Return whether a commit with a large blob is among the arguments, or in a list of them."""
+    return any(
+        isinstance(item, ColumnCommit) and is_large(item.blob)
+        for value in values
+        for item in (value if isinstance(value, list | tuple) else (value,))
+    )
 
 
 def create_shards(

@@ -95,3 +95,7 @@ class DurableShard(QueueShard):
 
     async def close(self) -> None:
         await self._journal.close()
+
+
+METHOD_TIMEOUTS_S: Mapping[Callable[..., Any], float] = {DurableShard.write_snapshot: 600.0}
+"""Deadlines of the shard methods that may run longer than other calls, seconds."""

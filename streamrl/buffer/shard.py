@@ -36,8 +36,16 @@ MIN_WAIT_S = 0.001
 class QueueShard:
     """Owner of a part of the groups in flight. All methods run on the same event loop.
 
-    Every method is a coroutine function, which clients run by `ShardProxy.call`: as soon as a
-    method stands here, it can be called from any process.
+    Every public method is a coroutine function that clients in any process run by
+    `ShardProxy.call`. The call transports arguments and results, with these rules:
+
+    - A method that waits takes the longest wait as `wait_s`, keyword-only and without a default:
+      the call adds it to its deadline.
+    - A method that works for longer than the deadline of a call has an entry in METHOD_TIMEOUTS_S
+      (durable_shard.py).
+    - Large blobs travel through the object store in ColumnCommits as arguments, and in a list of
+      LeaseGrants or ColumnBlobs as result; anywhere else they are copied into the message.
+    - A call may arrive twice; applying it again must change nothing.
 
     state: empty, or recovered from the journal of a predecessor.
     session: identifies the run; leases of another session are void.

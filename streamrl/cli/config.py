@@ -9,10 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from streamrl.cli.output.setting_docs import escape_cell, format_code, format_default, read_meanings
+from streamrl.cli.output.setting_docs import (
+    escape_cell,
+    format_code,
+    format_default,
+    format_yaml,
+    read_meanings,
+)
 from streamrl.config.run_config import RunConfig
+from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
+from streamrl.rewards.group_filter import FILTER_KINDS
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,29 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
         else:
             default = format_default(field)
             yield ConfigKey(name, _format_type(hint), default, meanings.get(field.name, ""))
+        if name == "filter.options":
+            yield from _list_filter_options()
+        elif name == "critic.trainer":
+            yield from _list_critic_trainer_keys()
+
+
+def _list_filter_options() -> Iterator[ConfigKey]:
+    """Yield the options of all filter kinds as keys of the section `filter`."""
+    for kind, filter_kind in FILTER_KINDS.items():
+        for key in list_config_keys(filter_kind.options_type, "filter."):
+            yield dataclasses.replace(key, meaning=f"only kind {kind}: {key.meaning}")
+
+
+def _list_critic_trainer_keys() -> Iterator[ConfigKey]:
+    """Yield the trainer's keys as keys of `critic.trainer`; those not set there are inherited."""
+    own_defaults = CriticConfig().trainer
+    for key in list_config_keys(TrainerConfig, "critic.trainer."):
+        name = key.name.removeprefix("critic.trainer.")
+        inherited = f"trainer.{name}"
+        default = format_yaml(own_defaults[name]) if name in own_defaults else inherited
+        yield dataclasses.replace(
+            key, default=default, meaning=f"{inherited}, but for a separate critic"
+        )
 
 
 def _format_type(hint: Any) -> str:

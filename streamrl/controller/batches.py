@@ -11,9 +11,11 @@ references, column names and row numbers; a worker fetches the rows it needs.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
+
+ReplacedT = TypeVar("ReplacedT", covariant=True)
 
 #: Input and output of a worker method: columns by name, with a row per sample.
 Batch = Mapping[str, Any]
@@ -73,8 +75,19 @@ class BatchRef:
             raise ValueError(f"columns {', '.join(duplicates)} are in both of the joined batches")
         return BatchRef({**self.columns, **other.columns})
 
-    def replace(self, other: "BatchRef") -> "BatchRef":
-        """Return the batch with the columns of `other` in the place of its own of these names."""
+    @overload
+    def replace(self, other: "BatchRef") -> "BatchRef": ...
+
+    @overload
+    def replace(self, other: "PendingBatch[ReplacedT]") -> ReplacedT: ...
+
+    def replace(self, other: Any) -> Any:
+        """Return the batch with the columns of `other` in the place of its own of these names.
+
+        The result is pending if `other` is.
+        """
+        if not isinstance(other, BatchRef):
+            return other.replace_in(self)
         self._check_names("replace", other.columns)
         return BatchRef({**self.columns, **other.columns})
 
@@ -125,6 +138,14 @@ class BatchRef:
             )
             for name, column in self.columns.items()
         }
+
+
+class PendingBatch(Protocol[ReplacedT]):
+    """Batch that may not have arrived yet, such as the reply of a worker group."""
+
+    def replace_in(self, batch: BatchRef) -> ReplacedT:
+        """Return `batch.replace(self)` as a pending batch, without waiting: as `__ror__` for |."""
+        ...
 
 
 def join_batches(batches: Sequence[BatchRef]) -> BatchRef:

@@ -2,12 +2,13 @@
 
 import asyncio
 import gc
+import inspect
 import weakref
 from typing import Any
 
 import pytest
 
-from streamrl.buffer import QueueConfig, QueueShard
+from streamrl.buffer import DurableShard, QueueConfig, QueueShard
 from streamrl.buffer.codec import encode_columns
 from streamrl.buffer.leases import LeaseRequest
 from streamrl.errors import ConfigError, DeadlineError, RewardError, StreamError
@@ -417,3 +418,13 @@ def test_shard_does_not_decode_prompts():
         assert grant.prompt == b"not a pickle"
 
     on_shard(test)
+
+
+def test_every_wait_of_a_shard_method_is_passed_by_name():
+    """A remote call adds `wait_s` of its keyword arguments to its deadline."""
+    methods = inspect.getmembers(DurableShard, inspect.iscoroutinefunction)
+    waits = [inspect.signature(method).parameters.get("wait_s") for _, method in methods]
+    found = [wait for wait in waits if wait is not None]
+    assert found
+    assert {wait.kind for wait in found} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {wait.default for wait in found} == {inspect.Parameter.empty}

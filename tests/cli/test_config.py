@@ -27,6 +27,22 @@ def test_a_named_key_or_section_is_printed(capsys: pytest.CaptureFixture[str]):
     assert {name.split(".")[0] for name in names if name} == {"rewards[]"}
 
 
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        ("filter.low", "filter.low: float [0.0]"),
+        ("filter.function", "filter.function: text [required]"),
+        ("critic.trainer.lr", "critic.trainer.lr: float [1.0e-05]"),
+        ("critic.trainer.world_size", "critic.trainer.world_size: int [trainer.world_size]"),
+    ],
+)
+def test_filter_options_and_trainer_settings_of_the_critic_are_keys(
+    key: str, line: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["config", key]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == line
+
+
 def test_an_unknown_key_names_the_nearest_key(capsys: pytest.CaptureFixture[str]):
     assert main(["config", "trainer.lrr"]) == 2
     assert (

@@ -201,6 +201,9 @@ class Answer:
     def __or__(self, other: "Answer") -> "Answer":
         return self
 
+    def drop(self, *names: str) -> "Answer":
+        return self
+
 
 class OnPaper:
     """A stage of two steps whose groups compute nothing, but have the methods of their class."""
@@ -422,7 +425,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path):
 
 
 class RecordingCritic:
-    """A critic's group that keeps both columns of values of the batches it is trained on."""
+    """A critic's group that keeps its own values and the shadow's of the batches it trains on."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group, self.batches = group, list[dict[str, Any]]()
@@ -431,7 +434,8 @@ class RecordingCritic:
         return getattr(self._group, name)
 
     def update_critic(self, batch: Any) -> Any:
-        self.batches.append(batch.select("values", "shadow_values").load())
+        own = self._group.compute_values(batch).rename({"values": "own_values"})
+        self.batches.append((batch.select("values") | own).load())
         return self._group.update_critic(batch)
 
 
@@ -457,7 +461,7 @@ def test_a_shadow_critic_scores_with_the_weights_that_the_critic_published(
     differences = [
         max(
             float(abs(mine - shadow).max())
-            for mine, shadow in zip(batch["values"], batch["shadow_values"], strict=True)
+            for shadow, mine in zip(batch["values"], batch["own_values"], strict=True)
         )
         for batch in critics[0].batches
     ]

@@ -12,6 +12,7 @@ from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import entropy_from_logits
 
 from streamrl.algorithms.math import advantages, correction, kl, losses
+from tests.algorithms.aggregate import aggregate_loss
 from tests.parity.case import EQUAL, Batch, Case
 from tests.parity.stub_trainers import (
     SETTINGS,
@@ -77,7 +78,7 @@ def reduce_loss(batch: Batch, token_loss: Tensor, loss_type: str) -> Tensor:
         "dr_grpo": "seq-mean-token-sum-norm",
     }[loss_type]
     rows = len(batch.loss_mask)
-    return losses.aggregate_loss(
+    return aggregate_loss(
         token_loss, batch.loss_mask, mode=mode, num_sequences=rows, max_length=MAX_LENGTH
     )
 

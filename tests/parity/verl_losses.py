@@ -10,6 +10,7 @@ from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 
 from streamrl.algorithms.math import losses
+from tests.algorithms.aggregate import aggregate_loss
 from tests.parity.case import Batch, Case
 
 COUNTS = "verl adds 1e-8 to a row's number of tokens"
@@ -64,7 +65,7 @@ def loss_case(
     return Case(
         f"losses.{function}",
         peer,
-        lambda b: losses.aggregate_loss(token_loss(b), b.loss_mask, mode=mode),
+        lambda b: aggregate_loss(token_loss(b), b.loss_mask, mode=mode),
         theirs,
         wrt="logprobs",
         wider_bound=NEAR if per_row else None,
@@ -92,7 +93,7 @@ def agg_loss(
     return Case(
         f"losses.aggregate, {mode}{', of a larger step' if num_tokens else ''}",
         "agg_loss",
-        lambda b: losses.aggregate_loss(
+        lambda b: aggregate_loss(
             b.logprobs,
             b.loss_mask,
             mode=mode,
@@ -119,7 +120,7 @@ def value_loss(clip: float | None) -> Case:
     return Case(
         f"losses.value_loss, {'clip' if clip else 'no clip'}",
         "compute_value_loss",
-        lambda b: losses.aggregate_loss(
+        lambda b: aggregate_loss(
             losses.value_loss(b.values, b.returns, b.old_values, clip=clip),
             b.loss_mask,
             mode="token-mean",
@@ -172,7 +173,7 @@ CASES = [
     Case(
         "losses.geometric_mean",
         "geo_mean",
-        lambda b: losses.aggregate_loss(
+        lambda b: aggregate_loss(
             losses.geometric_mean_loss(b.log_ratio, b.row_advantages, b.loss_mask, **CLIP),
             b.loss_mask,
             mode="seq-mean-token-mean",

@@ -219,6 +219,10 @@ class WorkerGroupReply:
     def replace(self, other: "WorkerGroupReply | BatchRef") -> "WorkerGroupReply":
         return WorkerGroupReply(lambda: _require_batch(self).replace(_require_batch(other)))
 
+    def replace_in(self, batch: BatchRef) -> "WorkerGroupReply":
+        """Return `batch.replace(self)`, without waiting for this reply."""
+        return WorkerGroupReply(lambda: batch.replace(_require_batch(self)))
+
     def drop(self, *names: str) -> "WorkerGroupReply":
         return WorkerGroupReply(lambda: _require_batch(self).drop(*names))
 

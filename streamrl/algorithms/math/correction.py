@@ -107,22 +107,12 @@ def off_policy_sequence_mask(
     return loss_mask & ~(is_unlikely & (advantages < 0))
 
 
-def second_moment_mask(log_ratio: Tensor, loss_mask: Tensor, *, threshold: float) -> Tensor:
-    """Return the largest subset of `loss_mask` with a mean squared log-ratio below `threshold`.
-
-    bool [B, T]. Drops the tokens of largest log-ratio first. Requires all tokens of the step: the
-    mean of a micro-batch differs. Source: Zheng et al. 2025 (M2PO).
-    """
-    squares = apply_mask(log_ratio.detach().double(), loss_mask).square()
-    limit = second_moment_limit(squares[loss_mask], threshold=threshold)
-    return loss_mask & (squares <= limit)
-
-
 def second_moment_limit(squares: Tensor, *, threshold: float) -> float:
     """Return the largest of `squares` [N] such that values up to it have a mean below `threshold`.
 
     Returns -1, below all values, if even the smallest is too large. Example: squares 1, 2, 9 with
-    threshold 2 give 2 (means 1, 1.5, 4).
+    threshold 2 give 2 (means 1, 1.5, 4). Requires the squared log-ratios of all tokens of the step:
+    the mean of a micro-batch differs. Source: Zheng et al. 2025 (M2PO).
     """
     ordered = squares.double().sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)

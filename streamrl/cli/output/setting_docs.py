@@ -51,6 +51,11 @@ def format_default(field: "dataclasses.Field[Any]") -> str:
     value = field.default if factory is dataclasses.MISSING else factory()
     if value in (MISSING, dataclasses.MISSING):
         return REQUIRED
+    return format_yaml(value)
+
+
+def format_yaml(value: Any) -> str:
+    """Format the value of a setting as YAML on one line."""
     # PyYAML ends a bare scalar with a "..." line.
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
 

@@ -50,13 +50,6 @@ class MappingSearch:
         ]
         self._role_sets = [unit for unit in remaining_units if unit]
 
-    def iter_allocations(self, ahead: int) -> Iterator[MeshAllocation]:
-        """Yield all allocations of meshes to sets of roles in which each role fits alone.
-
-        ahead: steps that generation runs ahead.
-        """
-        return self._iter_below(ahead, lambda: math.inf)
-
     def find_lowest(self, ahead: int, count: int) -> list[MeshAllocation]:
         """Return the `count` allocations with the lowest bounds of the step time, lowest first.
 
@@ -79,6 +72,8 @@ class MappingSearch:
 
     def _iter_below(self, ahead: int, limit_s: Callable[[], float]) -> Iterator[MeshAllocation]:
         """Yield allocations with a lower bound of the step time below the limit.
+
+        Each role fits alone on the mesh of its set.
 
         limit_s: returns the limit, which may fall while the search runs.
         """

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import ray
 
-from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup, fetch_rows, put
+from streamrl.actors.worker_groups.worker_group import (
+    ResourcePool,
+    WorkerGroup,
+    WorkerGroupReply,
+    fetch_rows,
+    put,
+)
 from streamrl.controller import (
     PROTOCOLS,
     BatchRef,
@@ -130,13 +136,39 @@ def test_two_batches_are_joined_by_columns(group: WorkerGroup):
 def test_columns_of_a_reply_are_replaced_dropped_selected_and_renamed(group: WorkerGroup):
     prompts = put({"x": np.arange(4.0), "y": np.arange(4.0)})
     doubled = group.double(prompts)
-    assert prompts.replace(doubled.drop("rank").get()).columns["y"] == prompts.columns["y"]
+    found = prompts.replace(doubled.drop("rank")).load()
+    assert {name: column.tolist() for name, column in found.items()} == {
+        "x": [0, 2, 4, 6],
+        "y": [0, 1, 2, 3],
+    }
     replaced = doubled.replace(prompts.select("x")).rename({"x": "first"}).select("first")
     assert {name: column.tolist() for name, column in replaced.load().items()} == {
         "first": [0, 1, 2, 3]
     }
     with pytest.raises(ValueError, match="drop: the batch has no column y; its columns: x, rank"):
         doubled.drop("y").get()
+
+
+def test_replacing_columns_of_a_stored_batch_does_not_wait_for_the_reply():
+    stored = BatchRef.from_stored("prompts", ["x", "y"], 4)
+    waited = []
+
+    def collect(*names: str) -> BatchRef:
+        waited.append(names)
+        return BatchRef.from_stored("reply", names, 4)
+
+    replaced = stored.replace(WorkerGroupReply(lambda: collect("x")))
+    unknown = stored.replace(WorkerGroupReply(lambda: collect("z")))
+    assert not waited
+    columns = replaced.get().columns
+    assert {name: rows.reference for name, (rows,) in columns.items()} == {
+        "x": "reply",
+        "y": "prompts",
+    }
+    with pytest.raises(ValueError, match="replace: the batch has no column z; its columns: x, y"):
+        unknown.get()
+    with pytest.raises(ValueError, match="expected a batch, got int"):
+        stored.replace(WorkerGroupReply(lambda: 3)).get()
 
 
 def test_ranks_know_their_context_and_rendezvous(group: WorkerGroup):

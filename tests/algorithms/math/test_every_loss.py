@@ -17,6 +17,7 @@ from streamrl.algorithms.math.kl import kl_estimate
 from streamrl.algorithms.math.masks import apply_mask
 from streamrl.algorithms.options import LOSS_AGGREGATIONS
 from tests.algorithms import ragged
+from tests.algorithms.aggregate import aggregate_loss
 from tests.algorithms.ragged import BATCHES, Batch
 
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5
@@ -287,7 +288,7 @@ def first_step(loss: Callable[[Batch], Tensor], batch: Batch, mode: str) -> Tens
     logprobs = apply_mask(leaf, mask)
     tokens = batch | {"logprobs": logprobs, "log_ratio": logprobs - logprobs.detach()}
     group_ids = torch.arange(len(mask)) // 2
-    total = losses.aggregate_loss(loss(tokens), mask, mode=mode, max_length=9, group_ids=group_ids)
+    total = aggregate_loss(loss(tokens), mask, mode=mode, max_length=9, group_ids=group_ids)
     total.backward()
     return ragged.gradient(leaf)
 

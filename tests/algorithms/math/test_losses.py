@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
 from streamrl.algorithms.math.losses import (
-    aggregate_loss,
     aggregate_loss_sum,
     clipped_surrogate_loss,
     entropy_from_logits,
@@ -21,6 +20,7 @@ from streamrl.algorithms.math.masks import apply_mask
 from streamrl.algorithms.math.step_metrics import loss_denominator
 from streamrl.algorithms.options import LOSS_AGGREGATIONS
 from tests.algorithms import ragged
+from tests.algorithms.aggregate import aggregate_loss
 from tests.algorithms.ragged import BATCHES
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}

@@ -15,6 +15,7 @@ from torch import Tensor
 from streamrl.algorithms.math import losses
 from streamrl.algorithms.math.masks import apply_mask
 from tests.algorithms import ragged
+from tests.algorithms.aggregate import aggregate_loss
 from tests.algorithms.ragged import BATCHES
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
@@ -126,7 +127,7 @@ def test_gspo_with_seq_mean_token_mean_has_the_papers_gradient():
         else:
             wide = {"clip_low": 1.0, "clip_high": 99.0}
             token_losses = losses.sequence_clipped_surrogate_loss(log_ratio, weights, mask, **wide)
-            loss = losses.aggregate_loss(token_losses, mask, mode="seq-mean-token-mean")
+            loss = aggregate_loss(token_losses, mask, mode="seq-mean-token-mean")
         loss.backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(gradients[0], gradients[1])

@@ -15,7 +15,6 @@ from streamrl.algorithms.math.correction import (
     off_policy_sequence_mask,
     rejection_mask,
     second_moment_limit,
-    second_moment_mask,
 )
 from streamrl.algorithms.options import REJECTION_KINDS, REJECTION_LEVELS
 from tests.algorithms import ragged
@@ -164,11 +163,6 @@ def test_off_policy_sequence_mask_by_hand():
 def test_second_moment_limit_by_hand(threshold, limit):
     squares = torch.tensor([1.0, 4.0, 0.25])
     assert second_moment_limit(squares, threshold=threshold) == limit
-    x = torch.tensor([[-1.0, NAN, 2.0], [NAN, -0.5, NAN]]).requires_grad_()
-    mask = torch.tensor([[True, False, True], [False, True, False]])
-    keeps = second_moment_mask(x, mask, threshold=threshold)
-    expected = [[limit >= 1, False, limit >= 4], [False, limit >= 0.25, False]]
-    assert keeps.tolist() == expected
 
 
 def test_equal_tokens_are_kept_or_dropped_together():
@@ -184,21 +178,18 @@ def test_the_mean_of_many_squares_is_exact_in_float32():
     assert second_moment_limit(tenths, threshold=tenth * (1 + 1e-9)) == tenth
 
 
-def test_second_moment_mask_of_an_empty_batch():
+def test_second_moment_limit_without_tokens():
     assert second_moment_limit(torch.zeros(0), threshold=1.0) == -1.0
-    nothing = torch.zeros(2, 2).bool()
-    assert not second_moment_mask(torch.full((2, 2), NAN), nothing, threshold=1.0).any()
 
 
 @given(batch=BATCHES, threshold=st.floats(0.01, 1.0))
-def test_the_second_moment_mask_is_maximal(batch, threshold):
-    mask = batch["loss_mask"]
-    stays = second_moment_mask(batch["log_ratio"], mask, threshold=threshold)
-    inside = sorted(batch["log_ratio"][stays].square().tolist())
-    outside = sorted(batch["log_ratio"][mask & ~stays].square().tolist())
+def test_the_second_moment_limit_is_maximal(batch, threshold):
+    squares = batch["log_ratio"][batch["loss_mask"]].square()
+    limit = second_moment_limit(squares, threshold=threshold)
+    inside = sorted(squares[squares <= limit].tolist())
+    outside = sorted(squares[squares > limit].tolist())
     assert not inside or sum(inside) / len(inside) < threshold
     assert not outside or sum([*inside, outside[0]]) / (len(inside) + 1) >= threshold
-    assert not inside or not outside or inside[-1] < outside[0]
 
 
 def rejecting(options: Mapping[str, Any]) -> Callable[[Batch], Tensor]:
@@ -210,7 +201,6 @@ MASKED = {
     "left behind": lambda b: off_policy_sequence_mask(
         b["log_ratio"], b["advantages"], b["loss_mask"], threshold=0.1
     ),
-    "second moment": lambda b: second_moment_mask(b["log_ratio"], b["loss_mask"], threshold=0.15),
 }
 
 
@@ -220,17 +210,10 @@ def test_padding_has_no_effect(name, batch):
     ragged.assert_padding_has_no_effect(lambda b: MASKED[name](b).double(), batch)
 
 
-@pytest.mark.parametrize("name", [name for name in MASKED if name != "second moment"])
+@pytest.mark.parametrize("name", MASKED)
 @given(batch=BATCHES, seed=SEEDS)
 def test_rows_are_independent(name, batch, seed):
     ragged.assert_rows_are_independent(lambda b: MASKED[name](b).double(), batch, seed)
-
-
-@given(batch=BATCHES, seed=SEEDS)
-def test_the_second_moment_mask_ignores_row_order(batch, seed):
-    ragged.assert_row_order_has_no_effect(
-        lambda b: MASKED["second moment"](b).double(), batch, seed
-    )
 
 
 def test_unknown_options_are_refused():

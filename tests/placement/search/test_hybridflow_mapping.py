@@ -5,9 +5,13 @@ import math
 
 import pytest
 
-from streamrl.placement.search.hybridflow_mapping import MappingSearch
+from streamrl.placement.search.hybridflow_mapping import MappingSearch, MeshAllocation
 from streamrl.placement.search.partitions import group_roles_by_model
 from tests.placement.search.problems import choices, ppo
+
+
+def list_allocations(mapping: MappingSearch) -> list[MeshAllocation]:
+    return list(mapping._iter_below(0, lambda: math.inf))
 
 
 def test_best_mapping_is_minimal_over_all_allocations():
@@ -15,7 +19,7 @@ def test_best_mapping_is_minimal_over_all_allocations():
     mapping = MappingSearch(options, group_roles_by_model(options.problem))
     best, num_scheduled = mapping.find_best()
     assert best is not None
-    allocations = list(mapping.iter_allocations(0))
+    allocations = list_allocations(mapping)
     seconds = [
         options.estimator.step_s(placement)
         for allocation in allocations
@@ -30,16 +34,14 @@ def test_best_mapping_is_minimal_over_all_allocations():
 def test_find_lowest_equals_sorted_allocations(cluster: str, count: int):
     options = choices(ppo(cluster, "qwen2.5-3b"))
     mapping = MappingSearch(options, [(role,) for role in options.roles])
-    allocations = sorted(
-        mapping.iter_allocations(0), key=lambda allocation: allocation.lower_bound_s
-    )
+    allocations = sorted(list_allocations(mapping), key=lambda allocation: allocation.lower_bound_s)
     assert mapping.find_lowest(0, count) == allocations[:count]
 
 
 def test_large_models_get_enough_nodes():
     options = choices(ppo("8x8xA100", "llama-70b"))
     mapping = MappingSearch(options, group_roles_by_model(options.problem))
-    for allocation in mapping.iter_allocations(0):
+    for allocation in list_allocations(mapping):
         for roles, mesh in zip(allocation.role_sets, allocation.meshes, strict=True):
             if "policy" in roles:
                 assert mesh.size > 8
@@ -54,7 +56,7 @@ def test_generation_may_use_all_devices():
     best, _ = mapping.find_best()
     assert best is not None
     assert best.assignments["generate"].mesh.size == 4
-    for allocation in mapping.iter_allocations(0):
+    for allocation in list_allocations(mapping):
         assert "generator" not in itertools.chain(*allocation.role_sets)
 
 
