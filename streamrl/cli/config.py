@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import re
 import types
 import typing
@@ -12,7 +13,6 @@ from typing import Any
 from streamrl.cli.output.setting_docs import escape_cell, format_code, format_default, read_meanings
 from streamrl.config.run_config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import suggest_nearest
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         matches = [key for key in keys if prefix.match(key.name)]
         if not matches:
             names = {key.name for key in keys} | {key.section for key in keys}
-            raise ConfigError(
-                f"{arguments.key}: no such config key; {suggest_nearest(arguments.key, names)}"
-            )
+            close = difflib.get_close_matches(arguments.key, names, n=1)
+            hint = f"the nearest key is {close[0]}" if close else "`streamrl config` lists all"
+            raise ConfigError(f"{arguments.key}: no such config key; {hint}")
         keys = matches
     print(format_markdown(keys) if arguments.markdown else "\n\n".join(map(str, keys)))
     return 0

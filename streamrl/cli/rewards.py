@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         kinds.setdefault(name, entry)
     if arguments.kind is not None:
         if arguments.kind not in kinds:
-            hint = suggest_nearest(arguments.kind, kinds).replace("key", "kind")
+            hint = suggest_nearest(arguments.kind, kinds, "kind")
             raise ConfigError(f"{arguments.kind}: no such kind of reward; {hint}")
         kinds = {arguments.kind: kinds[arguments.kind]}
     if arguments.json:
