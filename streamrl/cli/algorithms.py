@@ -13,8 +13,10 @@ from streamrl.files.typed_settings import suggest_nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="print only this algorithm")
-    parser.add_argument("--path", default="", help="Python file with algorithm specs of your own")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print only this algorithm")
+    parser.add_argument(
+        "--path", default="", metavar="FILE", help="Python file with algorithm specs of your own"
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print one JSON object")
     shape.add_argument("--markdown", action="store_true", help="print a markdown table")

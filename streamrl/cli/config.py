@@ -37,7 +37,9 @@ class ConfigKey:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `streamrl config`."""
-    parser.add_argument("key", nargs="?", help="a key or a section: trainer.lr, trainer")
+    parser.add_argument(
+        "key", nargs="?", metavar="KEY", help="key or section, e.g. trainer.lr or trainer"
+    )
     parser.add_argument("--markdown", action="store_true", help="print markdown tables")
 
 

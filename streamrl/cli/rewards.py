@@ -38,8 +38,10 @@ class RewardKindEntry:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", nargs="?", help="print only this kind")
-    parser.add_argument("--path", default="", help="Python file that registers kinds of your own")
+    parser.add_argument("kind", nargs="?", metavar="KIND", help="print only this kind")
+    parser.add_argument(
+        "--path", default="", metavar="FILE", help="Python file that registers kinds of your own"
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print one JSON object")
     shape.add_argument("--markdown", action="store_true", help="print markdown tables")
