@@ -111,7 +111,9 @@ class ExhaustiveSearch:
         choices, size = self._choices, self._choices.problem.cluster.num_devices
         self._steps_ahead = ahead
         self._busy_s = {
-            role: [choices.min_busy_s(role, option, ahead) * BOUND_SLACK for option in options]
+            role: [
+                choices.compute_min_busy_s(role, option, ahead) * BOUND_SLACK for option in options
+            ]
             for role, options in self._options.items()
         }
         self._first_rollouts_s = {

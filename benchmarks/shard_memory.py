@@ -17,7 +17,7 @@ def allocate_storage(
     dtypes: by tensor name; their itemsizes must match the layout's specs.
     """
     buffers = {}
-    specs = layout.model.specs_by_name()
+    specs = layout.model.index_specs_by_name()
     shards = layout.shards.get(rank, {})
     for tensor, shard in shards.items():
         dtype = dtypes[tensor]

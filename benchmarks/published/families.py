@@ -165,7 +165,7 @@ class Families:
             if kind is CallKind.GENERATE:
                 seconds[kind] += self._generate_s(placement, assignment)
             else:
-                seconds[kind] += self.choices.alone_duration_s(role, assignment)
+                seconds[kind] += self.choices.compute_alone_duration_s(role, assignment)
         return SetPlan(roles, seconds)
 
     def _generate_s(self, placement: Placement, assignment: CallAssignment) -> float:

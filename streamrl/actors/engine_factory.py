@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from streamrl.engines.vllm.follower_rank import FollowerRank
 
 
-async def _do_nothing() -> None:
+async def _await_nothing() -> None:
     return None
 
 
@@ -58,8 +58,8 @@ class HostedScorer:
     follower: FollowerProtocol | None = None
     drain_samples: Callable[[], Sequence[Mapping[str, Any]]] = tuple
     drain_counts: Callable[[], Mapping[str, float]] = dict
-    start: Callable[[], Awaitable[Any]] = _do_nothing
-    close: Callable[[], Awaitable[None]] = _do_nothing
+    start: Callable[[], Awaitable[Any]] = _await_nothing
+    close: Callable[[], Awaitable[None]] = _await_nothing
 
 
 class FollowerScorer:

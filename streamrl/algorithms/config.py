@@ -1,6 +1,5 @@
 """Settings of the algorithm that trains the policy."""
 
-import difflib
 import functools
 import math
 from collections.abc import Collection, Mapping
@@ -14,6 +13,7 @@ from streamrl.algorithms.options import ADVANTAGE_SCALES, LOSS_AGGREGATIONS, SIN
 from streamrl.algorithms.table import ALGORITHMS, DEFAULT_SETTINGS
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import import_file
+from streamrl.files.typed_settings import suggest_nearest
 
 _SPEC_SETTINGS = (
     "clip_low",
@@ -205,10 +205,8 @@ class AlgorithmConfig:
         """
         rows = {**ALGORITHMS, **(load_specs(self.path) if self.path else {})}
         if self.name not in rows:
-            matches = difflib.get_close_matches(self.name.lower(), rows, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"algorithm.name={self.name}: no such algorithm; did you mean {matches[0]}?"
-            )
+            hint = suggest_nearest(self.name.lower(), rows, "algorithm")
+            raise ConfigError(f"algorithm.name={self.name}: no such algorithm; {hint}")
         return rows[self.name]
 
     @property

@@ -133,7 +133,9 @@ class _PromptUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         allowed = self._allowed_globals.get((module, name))
         if allowed is None:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(
+                f"its pickle refers to {module}.{name}, which no prompt needs"
+            )
         return allowed
 
 
@@ -143,9 +145,9 @@ def _unpickle_prompt(data: bytes) -> Prompt:
         prompt = _PromptUnpickler(io.BytesIO(data)).load()
     # A corrupt pickle can raise any exception.
     except Exception as error:
-        raise JournalError(
-            f"a prompt in the journal is no prompt of streamrl's: {error}"
-        ) from error
+        raise JournalError(f"a prompt in the journal is invalid: {error}") from error
     if not isinstance(prompt, Prompt):
-        raise JournalError(f"a prompt in the journal is a {type(prompt).__name__}")
+        raise JournalError(
+            f"a prompt in the journal is invalid: its pickle is a {type(prompt).__name__}"
+        )
     return prompt

@@ -1,7 +1,6 @@
 """`streamrl algorithms`: print the algorithm table as text, markdown or JSON."""
 
 import argparse
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,11 +9,14 @@ from streamrl.algorithms import ALGORITHMS, Algorithm
 from streamrl.algorithms.config import load_specs
 from streamrl.algorithms.table import DEFAULT_SETTINGS
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import suggest_nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="print only this algorithm")
-    parser.add_argument("--path", default="", help="Python file with algorithm specs of your own")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print only this algorithm")
+    parser.add_argument(
+        "--path", default="", metavar="FILE", help="Python file with algorithm specs of your own"
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print one JSON object")
     shape.add_argument("--markdown", action="store_true", help="print a markdown table")
@@ -28,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     specs = {**ALGORITHMS, **(load_specs(arguments.path) if arguments.path else {})}
     if arguments.name is not None:
         if arguments.name not in specs:
-            near = difflib.get_close_matches(arguments.name.lower(), specs, n=1, cutoff=0.0)
-            raise ConfigError(f"{arguments.name}: no such algorithm; did you mean {near[0]}?")
+            hint = suggest_nearest(arguments.name.lower(), specs, "algorithm")
+            raise ConfigError(f"{arguments.name}: no such algorithm; {hint}")
         specs = {arguments.name: specs[arguments.name]}
     if arguments.json:
         print(json.dumps({name: spec_to_dict(spec) for name, spec in specs.items()}))

@@ -17,7 +17,7 @@ from streamrl.cli.output.output_files import check_output_file, write_output_fil
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="a run directory")
+    parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="run directory")
     add_run_cluster_argument(parser)
     parser.add_argument(
         "-o",

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import re
 import types
 import typing
@@ -19,7 +20,6 @@ from streamrl.cli.output.setting_docs import (
 from streamrl.config.run_config import RunConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.group_filter import FILTER_KINDS
 
 
@@ -45,7 +45,9 @@ class ConfigKey:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `streamrl config`."""
-    parser.add_argument("key", nargs="?", help="a key or a section: trainer.lr, trainer")
+    parser.add_argument(
+        "key", nargs="?", metavar="KEY", help="key or section, e.g. trainer.lr or trainer"
+    )
     parser.add_argument("--markdown", action="store_true", help="print markdown tables")
 
 
@@ -60,9 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
         matches = [key for key in keys if prefix.match(key.name)]
         if not matches:
             names = {key.name for key in keys} | {key.section for key in keys}
-            raise ConfigError(
-                f"{arguments.key}: no such config key; {suggest_nearest(arguments.key, names)}"
-            )
+            close = difflib.get_close_matches(arguments.key, names, n=1)
+            hint = f"the nearest key is {close[0]}" if close else "`streamrl config` lists all"
+            raise ConfigError(f"{arguments.key}: no such config key; {hint}")
         keys = matches
     print(format_markdown(keys) if arguments.markdown else "\n\n".join(map(str, keys)))
     return 0

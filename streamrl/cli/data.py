@@ -30,37 +30,54 @@ MAX_SHOWN_ROWS = 20  # per file; --json lists more, up to a bound
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "streamrl data check [FILE ...] --model M | --config RECIPE"
+    parser.usage = "streamrl data check [FILE ...] (--model DIR | --config CONFIG) [options]"
     parser.add_argument("action", choices=["check"], help="check: read every row as a run would")
     parser.add_argument(
-        "files", nargs="*", type=parse_nonempty, metavar="FILE", help="default: the recipe's files"
+        "files",
+        nargs="*",
+        type=parse_nonempty,
+        metavar="FILE",
+        help="prompt file (default: the config's)",
     )
-    parser.add_argument("--model", type=parse_path, help="model directory with the tokenizer")
     parser.add_argument(
-        "--config", type=parse_path, help="recipe with the model, files and limits to use"
+        "--model", type=parse_path, metavar="DIR", help="model directory with the tokenizer"
+    )
+    parser.add_argument(
+        "--config",
+        type=parse_path,
+        metavar="CONFIG",
+        help="YAML file with the model, files and limits to use",
     )
     add_file_arguments(parser)
     parser.add_argument(
         "--max-prompt-tokens",
         type=int,
-        help="longest prompt (default: the recipe's, or one token less than the model's context)",
+        metavar="N",
+        help="longest prompt (default: the config's, or one token less than the model's context)",
     )
     parser.add_argument(
-        "--on-long-prompt", help="error, skip or truncate (default: the recipe's, or error)"
+        "--on-long-prompt",
+        metavar="ACTION",
+        help="error, skip or truncate (default: the config's, or error)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the reading options of prompt files: --prompt-key, --template, --split, ..."""
-    parser.add_argument("--prompt-key", help="prompt column (default: the recipe's, or prompt)")
-    parser.add_argument("--label-key", help="ground truth column")
+    parser.add_argument(
+        "--prompt-key", metavar="COLUMN", help="prompt column (default: the config's, or prompt)"
+    )
+    parser.add_argument("--label-key", metavar="COLUMN", help="ground truth column")
     parser.add_argument(
         "--template",
+        metavar="NAME|FILE",
         help=f"{MODEL_TEMPLATE}, {PLAIN_TEMPLATE} or a jinja file (default: {MODEL_TEMPLATE})",
     )
-    parser.add_argument("--filter", help="file.py:function that selects prompts")
-    parser.add_argument("--split", help="split to read from a dataset with several")
+    parser.add_argument(
+        "--filter", metavar="FILE:FUNCTION", help="Python function that selects prompts"
+    )
+    parser.add_argument("--split", metavar="NAME", help="split to read from a dataset with several")
 
 
 def parse_named_files(

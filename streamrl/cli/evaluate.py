@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from streamrl.engines.generation.generator import GenerationEngine
 
 
-SAMPLING_OPTIONS: Mapping[str, tuple[type, str]] = {
-    "samples": (int, "completions per prompt, k"),
-    "temperature": (float, "sampling temperature; 0 is greedy"),
-    "top_p": (float, "nucleus sampling: probability mass to sample from"),
-    "top_k": (int, "number of likeliest tokens to sample from; 0 is all"),
-    "limit": (int, "use only the first N prompts"),
-    "seed": (int, "sampling seed"),
-    "pass_score": (float, "lowest score that passes"),
+SAMPLING_OPTIONS: Mapping[str, tuple[type, str, str]] = {
+    "samples": (int, "K", "completions per prompt"),
+    "temperature": (float, "T", "sampling temperature; 0 is greedy"),
+    "top_p": (float, "P", "nucleus sampling: probability mass to sample from"),
+    "top_k": (int, "N", "number of likeliest tokens to sample from; 0 is all"),
+    "limit": (int, "N", "use only the first N prompts"),
+    "seed": (int, "N", "sampling seed"),
+    "pass_score": (float, "SCORE", "lowest score that passes"),
 }
-"""Settings `evaluation.*` with command-line options: type and help."""
+"""Settings `evaluation.*` with command-line options: type, metavar and help."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,12 @@ class EvaluationSubject:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "streamrl evaluate MODEL [--data FILE ...] [--config CONFIG] [options]"
     parser.add_argument(
-        "model", type=parse_path, help="model directory, checkpoint or run directory"
+        "model",
+        type=parse_path,
+        metavar="MODEL",
+        help="model directory, checkpoint or run directory",
     )
     parser.add_argument(
         "--data",
@@ -74,23 +78,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="prompt file, repeatable (default: data.eval of the run or recipe)",
+        help="prompt file, repeatable (default: data.eval of the run or config)",
     )
     add_file_arguments(parser)
-    sampling = parser.add_argument_group("sampling", "default: evaluation.* of the run or recipe")
-    for name, (kind, help_text) in SAMPLING_OPTIONS.items():
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, help=help_text)
+    sampling = parser.add_argument_group("sampling", "default: evaluation.* of the run or config")
+    for name, (kind, metavar, text) in SAMPLING_OPTIONS.items():
+        option = f"--{name.replace('_', '-')}"
+        sampling.add_argument(option, type=kind, metavar=metavar, help=text)
     parser.add_argument(
         "--config",
         type=parse_path,
-        help="recipe with the rewards, max_new_tokens and evaluation.* to use",
+        metavar="CONFIG",
+        help="YAML file with the rewards, max_new_tokens and evaluation.* to use",
     )
     parser.add_argument(
         "--max-new-tokens",
         type=int,
-        help="longest completion (default: the run's or recipe's, else 256 or half the context)",
+        metavar="N",
+        help="longest completion (default: the run's or config's, else 256 or half the context)",
     )
-    parser.add_argument("--reward", help="reward kind (default: the run's or recipe's, or exact)")
+    parser.add_argument(
+        "--reward", metavar="KIND", help="reward kind (default: the run's or config's, or exact)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -27,7 +27,7 @@ COMMANDS = {
     "rewards": "list reward kinds and their options",
     "data": "check prompt files and list rows that a run cannot use",
     "algorithms": "list algorithms: required columns, functions, defaults, paper",
-    "graph": "show the model calls of a config and the data between them as text, DOT or SVG",
+    "graph": "show a config's model calls and the data between them as text, DOT, Mermaid or SVG",
     "plan": "find the best placement of a run on a cluster, and explain why others lost",
     "simulate": "simulate a run's placement on a cluster in virtual time",
     "calibrate": "fit the planner's cost constants to a run",

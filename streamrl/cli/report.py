@@ -33,7 +33,8 @@ MAX_SHOWN_UIDS = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "streamrl report RUN [--what-if [--cluster C]] [--json] | --ledger RUN [--uid UID] [--json]"
+        "streamrl report RUN [--what-if [--cluster FILE|8xH100]] [--json]\n"
+        "       streamrl report --ledger RUN [--uid UID] [--json]"
     )
     parser.add_argument(
         "run_dir",
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="simulate other settings and report their effect (takes some seconds)",
     )
-    add_run_cluster_argument(parser)
+    add_run_cluster_argument(parser, "; requires --what-if")
     parser.add_argument(
         "--ledger",
         type=parse_path,
@@ -57,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--uid",
         type=parse_nonempty,
-        help="history of one prompt, epoch:index:attempt, and of its later attempts",
+        metavar="UID",
+        help="history of one prompt, epoch:index:attempt, and of its later attempts; requires"
+        " --ledger",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -38,8 +38,10 @@ class RewardKindEntry:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", nargs="?", help="print only this kind")
-    parser.add_argument("--path", default="", help="Python file that registers kinds of your own")
+    parser.add_argument("kind", nargs="?", metavar="KIND", help="print only this kind")
+    parser.add_argument(
+        "--path", default="", metavar="FILE", help="Python file that registers kinds of your own"
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print one JSON object")
     shape.add_argument("--markdown", action="store_true", help="print markdown tables")
@@ -55,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         kinds.setdefault(name, entry)
     if arguments.kind is not None:
         if arguments.kind not in kinds:
-            hint = suggest_nearest(arguments.kind, kinds).replace("key", "kind")
+            hint = suggest_nearest(arguments.kind, kinds, "kind")
             raise ConfigError(f"{arguments.kind}: no such kind of reward; {hint}")
         kinds = {arguments.kind: kinds[arguments.kind]}
     if arguments.json:

@@ -26,13 +26,14 @@ OPTION_ROLES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="directory of the run")
+    parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="run directory")
     for option, role in OPTION_ROLES.items():
+        noun = f"{role.replace('_', ' ')} replicas" if option == role else option
         parser.add_argument(
             f"--{option.replace('_', '-')}",
             type=int,
             metavar="N",
-            help=f"scale to N replicas of {'the ' + role if role == option else option}",
+            help=f"scale to N {noun}",
         )
     parser.add_argument(
         "--timeout",

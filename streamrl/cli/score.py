@@ -44,7 +44,7 @@ GroupT = TypeVar("GroupT")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "streamrl score ROWS --completions FILE (--reward REWARD ... | --config RECIPE)"
+        "streamrl score ROWS --completions FILE (--reward REWARD ... | --config CONFIG)"
         " [--jsonl] [key=value ...]"
     )
     parser.add_argument(
@@ -65,17 +65,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reward",
         action="append",
         default=[],
+        metavar="REWARD",
         help="reward kind, file.py:function, or {kind: regex, pattern: x, weight: 0.5}; repeatable",
     )
     parser.add_argument(
         "--config",
         type=parse_path,
-        metavar="RECIPE",
-        help="use the rewards of this recipe or run directory",
+        metavar="CONFIG",
+        help="YAML file or run directory with the rewards to use",
     )
-    parser.add_argument("--prompt-key", help="prompt column (default: the recipe's, or prompt)")
-    parser.add_argument("--label-key", help="ground truth column")
-    parser.add_argument("--split", help="split to read from a dataset with several")
+    parser.add_argument(
+        "--prompt-key", metavar="COLUMN", help="prompt column (default: the config's, or prompt)"
+    )
+    parser.add_argument("--label-key", metavar="COLUMN", help="ground truth column")
+    parser.add_argument("--split", metavar="NAME", help="split to read from a dataset with several")
     parser.add_argument(
         "--jsonl", action="store_true", help="print only the JSON lines, without a summary"
     )

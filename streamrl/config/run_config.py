@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -38,6 +38,7 @@ from streamrl.files.typed_settings import (
     fill_empty_text,
     format_as_list,
     rename_error_section,
+    suggest_nearest,
 )
 from streamrl.placement.config import PlacementConfig
 from streamrl.rewards.group_filter import FilterConfig
@@ -374,8 +375,8 @@ def _overlay_settings(
         return config
     for name, value in changes.items():
         if name not in vars(config):
-            near = difflib.get_close_matches(name, vars(config), n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{section}.{name}={value!r}: unknown; the nearest key is {near}")
+            hint = suggest_nearest(name, vars(config))
+            raise ConfigError(f"{section}.{name}={value!r}: unknown; {hint}")
     try:
         filled = fill_empty_text(dict(changes), TrainerConfig)
         merged = OmegaConf.merge(OmegaConf.structured(config), filled)
@@ -520,10 +521,8 @@ def _check_key(key: str, value: Any, section: Any, place: str) -> None:
     if key in UNSUPPORTED_SETTINGS:
         raise ConfigError(f"{place}: {key}={value!r}: {UNSUPPORTED_SETTINGS[key]}")
     if name not in hints:
-        near = difflib.get_close_matches(key, list(_iter_keys(RunConfig)), n=1, cutoff=0.0)
-        sibling = difflib.get_close_matches(name, hints, n=1)
-        nearest = f"{parent}.{sibling[0]}".removeprefix(".") if sibling else near[0]
-        raise ConfigError(f"{place}: unknown key {key}={value!r}; the nearest key is {nearest}")
+        hint = _suggest_key(parent, name, hints)
+        raise ConfigError(f"{place}: unknown key {key}={value!r}; {hint}")
     if is_dataclass(hints[name]) and not isinstance(value, dict):
         raise ConfigError(f"{place}: {key}={value!r}: must be a mapping of settings")
     if get_origin(hints[name]) is list and not isinstance(value, list):
@@ -535,6 +534,19 @@ def _check_key(key: str, value: Any, section: Any, place: str) -> None:
         raise ConfigError(
             f"{place}: {key}={value}: must be text; YAML reads unquoted {words} as a boolean"
         )
+
+
+def _suggest_key(parent: str, name: str, siblings: Iterable[str]) -> str:
+    """Return a hint for an unknown key: a similar key of its section, or one of another section.
+
+    parent: dotted key of the section, "" at the top. name: unknown key within the section.
+    """
+    if close := difflib.get_close_matches(name, siblings, n=1):
+        return f"the nearest key is {f'{parent}.{close[0]}'.removeprefix('.')}"
+    elsewhere = [key for key in _iter_keys(RunConfig) if key.rpartition(".")[2] == name]
+    if close := difflib.get_close_matches(f"{parent}.{name}", elsewhere, n=1, cutoff=0.0):
+        return f"the nearest key is {close[0]}"
+    return suggest_nearest(name, siblings)
 
 
 def _iter_keys(kind: Any, prefix: str = "") -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Data file entries of `data.train` and `data.eval`: path, weight and reading options."""
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import split_reference
+from streamrl.files.typed_settings import suggest_nearest
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Template names that are not files: the model's chat template, and joining by newlines."""
@@ -133,8 +133,7 @@ def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
 def _check_entry(key: str, name: str, value: Any) -> None:
     """Raise ConfigError unless `value` is valid for key `name`. key: full key, for the error."""
     if name not in FILE_KEYS:
-        near = difflib.get_close_matches(name, FILE_KEYS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"{key}={value!r}: unknown; the nearest key is {near}")
+        raise ConfigError(f"{key}={value!r}: unknown; {suggest_nearest(name, FILE_KEYS)}")
     if value is None:
         return
     if name == "weight":

@@ -68,10 +68,15 @@ def describe_read_error(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def suggest_nearest(name: str, names: Iterable[str]) -> str:
-    """Return a hint for errors that names the valid key nearest to `name`."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
-    return f"the nearest key is {close[0]}" if close else "no keys are allowed"
+def suggest_nearest(name: str, names: Iterable[str], noun: str = "key") -> str:
+    """Return a hint for errors: the valid name similar to `name`, else the list of valid names.
+
+    noun: kind of the names, for the hint.
+    """
+    options = list(names)
+    if close := difflib.get_close_matches(name, options, n=1):
+        return f"the nearest {noun} is {close[0]}"
+    return f"the {noun}s are {', '.join(options)}" if options else f"no {noun}s are allowed"
 
 
 def format_as_list(key: str, value: Any) -> str:

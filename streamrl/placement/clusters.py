@@ -256,7 +256,9 @@ def find_device(name: str, place: str) -> DeviceSpec:
     by_lowercase = {key.lower(): device for key, device in DEVICES.items()}
     if name.lower() in by_lowercase:
         return by_lowercase[name.lower()]
-    raise ConfigError(f"{place}: device {name}: not in the table; {suggest_nearest(name, DEVICES)}")
+    raise ConfigError(
+        f"{place}: device {name}: not in the table; {suggest_nearest(name, DEVICES, 'device')}"
+    )
 
 
 def _parse_group(group_text: str, text: str) -> NodeGroup:

@@ -332,7 +332,7 @@ def load_model_shape(model: str) -> ModelShape:
     if not os.path.isfile(path):
         raise ConfigError(
             f"model {model}: neither a known model name nor a model directory;"
-            f" {suggest_nearest(model, MODEL_SHAPES)}"
+            f" {suggest_nearest(model, MODEL_SHAPES, 'model')}"
         )
     try:
         config = read_small_json(path)

@@ -80,8 +80,8 @@ def choose_mode(
     first = next(iter(obstacles))
     for mode, obstacle in obstacles.items():
         if not obstacle:
-            note = "" if mode == first else f"placement: {mode}, as for {first} {obstacles[first]}"
-            return PlacementDecision(mode, note)
+            reason = f"{first} is impossible: {obstacles[first]}"
+            return PlacementDecision(mode, "" if mode == first else f"placement: {mode} ({reason})")
     others = [f"; {mode} is impossible: {obstacles[mode]}" for mode in obstacles if mode != first]
     raise ConfigError(obstacles[first] + "".join(others))
 

@@ -193,7 +193,7 @@ def _count_kept_bytes(
 
     Ranks that share their shards (replicas) are computed once.
     """
-    specs = training_layout.model.specs_by_name()
+    specs = training_layout.model.index_specs_by_name()
     rows: dict[int, list[int]] = {}
     for rank in training_layout.ranks:
         shards = training_layout.shards[rank]

@@ -128,8 +128,8 @@ def find_patterns(source: ModelLayout, target: ModelLayout) -> list[ShardPattern
         ShardPattern(
             tuple(tensors),
             sizes[first_tensor],
-            _boxes_by_rank(source, first_tensor),
-            _boxes_by_rank(target, first_tensor),
+            _group_boxes_by_rank(source, first_tensor),
+            _group_boxes_by_rank(target, first_tensor),
         )
         for tensors in tensors_by_key.values()
         for first_tensor in tensors[:1]
@@ -159,7 +159,7 @@ class _ShardForms:
         return self._ids_by_shard[id(shard)]
 
 
-def _boxes_by_rank(layout: ModelLayout, tensor: str) -> dict[int, tuple[TensorBox, ...]]:
+def _group_boxes_by_rank(layout: ModelLayout, tensor: str) -> dict[int, tuple[TensorBox, ...]]:
     return {
         rank: tuple(boxes) for rank in layout.ranks if (boxes := layout.get_boxes(rank, tensor))
     }

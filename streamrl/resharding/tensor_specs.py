@@ -133,7 +133,7 @@ class ModelSpec:
         """Bytes of the whole model, each tensor once."""
         return sum(spec.num_bytes for spec in self.tensors)
 
-    def specs_by_name(self) -> dict[str, TensorSpec]:
+    def index_specs_by_name(self) -> dict[str, TensorSpec]:
         return {spec.name: spec for spec in self.tensors}
 
 

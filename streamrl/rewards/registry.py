@@ -207,10 +207,9 @@ def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
         options = read_settings(FunctionOptions, config.options, section="rewards")
         return FunctionReward(RewardSpec(name, options, context), registered_as=config.kind)
     kinds = [*REWARD_KINDS, *list_installed_kinds()]
-    hint = suggest_nearest(config.kind, kinds).replace("key", "kind")
     raise ConfigError(
-        f"rewards.kind={config.kind}: must be one of {', '.join(kinds)}, or a kind registered in"
-        f" the file `path`; {hint}"
+        f"rewards.kind={config.kind}: no such kind; {suggest_nearest(config.kind, kinds, 'kind')};"
+        " a kind of your own needs `path`, the file that registers it"
     )
 
 

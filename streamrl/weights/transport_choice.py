@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from streamrl.errors import ConfigError
 from streamrl.weights.config import AUTO, OBJECT_STORE, SHARED_MEMORY, WeightsConfig
 
-TRANSPORT_LABELS = {SHARED_MEMORY: "shared memory", OBJECT_STORE: "the object store"}
+TRANSPORT_LABELS = {SHARED_MEMORY: "shared memory", OBJECT_STORE: "object store"}
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ def choose_transport(config: WeightsConfig, facts: ClusterFacts) -> tuple[str, s
         raise ConfigError(f"weights.transport=shared_memory: {obstacle}")
     if config.transport != AUTO:
         name = TRANSPORT_LABELS.get(config.transport, config.transport)
-        return config.transport, f"weights: {name}, as weights.transport says"
+        return config.transport, f"weights: {name} (set by weights.transport)"
     if obstacle:
-        label = TRANSPORT_LABELS[OBJECT_STORE]
-        return OBJECT_STORE, f"weights: {label}, as for shared memory {obstacle}"
+        reason = f"{TRANSPORT_LABELS[SHARED_MEMORY]} {obstacle}"
+        return OBJECT_STORE, f"weights: {TRANSPORT_LABELS[OBJECT_STORE]} ({reason})"
     num_readers = sum(model.num_readers for model in facts.models)
     readers = f"{num_readers} reader{'s' * (num_readers != 1)}"
     return (
         SHARED_MEMORY,
-        f"weights: {TRANSPORT_LABELS[SHARED_MEMORY]}, as publisher and {readers} are on one node, "
-        f"{_describe_capacity(facts)} and {_describe_demand(config, facts)}",
+        f"weights: {TRANSPORT_LABELS[SHARED_MEMORY]} (publisher and {readers} are on one node;"
+        f" {_describe_demand(config, facts)}; {_describe_capacity(facts)})",
     )
 
 
@@ -85,7 +85,7 @@ def _find_obstacle(config: WeightsConfig, facts: ClusterFacts) -> str | None:
     if obstacle := describe_node_obstacle(facts.num_nodes):
         return obstacle
     if sum(_count_needed_bytes(config, facts).values()) > facts.capacity_bytes:
-        return f"{_describe_capacity(facts)} and {_describe_demand(config, facts)}"
+        return f"{_describe_demand(config, facts)}; {_describe_capacity(facts)}"
     return None
 
 
@@ -93,7 +93,7 @@ def describe_node_obstacle(num_nodes: int) -> str:
     """Return why shared memory cannot serve `num_nodes` nodes; empty for a single node."""
     if num_nodes == 1:
         return ""
-    return f"publisher and readers are on {num_nodes} nodes, and must be on one"
+    return f"needs one node; publisher and readers are on {num_nodes}"
 
 
 def _count_needed_bytes(config: WeightsConfig, facts: ClusterFacts) -> dict[str, int]:
@@ -114,19 +114,19 @@ def _describe_capacity(facts: ClusterFacts) -> str:
     if not facts.object_store_bytes:
         return capacity
     return (
-        f"{capacity} = {_format_size(facts.shm_free_bytes)} -"
-        f" {_format_size(facts.object_store_bytes)} of Ray's own store"
+        f"{capacity} = {_format_size(facts.shm_free_bytes)} free -"
+        f" {_format_size(facts.object_store_bytes)} for Ray's object store"
     )
 
 
 def _describe_demand(config: WeightsConfig, facts: ClusterFacts) -> str:
     terms = " + ".join(
-        f"(weights.keep_versions={config.keep_versions} + 1 laid +"
-        f" {facts.count_lagging_versions(model)} read)"
+        f"(weights.keep_versions={config.keep_versions} + 1 being written +"
+        f" {facts.count_lagging_versions(model)} being read)"
         f" x {_format_size(model.num_bytes)} of {model.role}"
         for model in facts.models
     )
-    return f"{_format_size(sum(_count_needed_bytes(config, facts).values()))} are needed = {terms}"
+    return f"needs {_format_size(sum(_count_needed_bytes(config, facts).values()))} = {terms}"
 
 
 def _format_size(num_bytes: int) -> str:

@@ -99,7 +99,7 @@ def test_advantages_are_derived_from_few_columns(settings, columns):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "drpo"}, "algorithm.name=drpo: no such algorithm; did you mean grpo?"),
+        ({"name": "drpo"}, "algorithm.name=drpo: no such algorithm; the nearest algorithm is grpo"),
         (
             {"group_size": 1},
             "algorithm.group_size=1: must be at least 2, because grpo compares the rollouts of a"
@@ -365,7 +365,7 @@ def test_an_inconsistent_row_is_refused(changes, message):
         ("safe_rlhf", ["costs=[{kind: exact}]", SHARED], "only a single value critic"),
         ("ppo", ["critic.trainer.lr=nan"], "critic.trainer.lr=nan: must be a finite"),
         ("clip_cov", ["algorithm.params.covariance_low=6"], r"\(6, 5.0\): low must be below high"),
-        ("GRPPO", [], "did you mean grpo"),
+        ("GRPPO", [], "the nearest algorithm is grpo"),
         (
             "ppo",
             ["algorithm.group_size=1", "filter.kind=equal_rewards"],

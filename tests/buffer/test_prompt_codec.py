@@ -66,7 +66,7 @@ class Hostile:
 def test_hostile_pickle_executes_nothing(tmp_path: Path):
     hostile = pickle.dumps(prompt(Hostile(tmp_path / "ran")))
     for data in (hostile, pickle.dumps(Hostile(tmp_path / "ran"))):
-        with pytest.raises(JournalError, match=r"no prompt of streamrl.s: it asks for "):
+        with pytest.raises(JournalError, match="is invalid: its pickle refers to "):
             decode_prompt(data)
     assert not (tmp_path / "ran").exists()
 

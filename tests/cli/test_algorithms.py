@@ -42,7 +42,7 @@ def test_json_contains_resolved_defaults(capsys):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["gpo"], "streamrl: gpo: no such algorithm; did you mean gspo?\n"),
+        (["gpo"], "streamrl: gpo: no such algorithm; the nearest algorithm is gspo\n"),
         (["--path", "nowhere.py"], "streamrl: algorithm.path=nowhere.py: no such file\n"),
     ],
 )

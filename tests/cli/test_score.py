@@ -345,7 +345,7 @@ def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file
     ("words", "line"),
     [
         ([], "score: give --reward (see `streamrl rewards`) or --config"),
-        (["--reward", "exakt"], "rewards[0].kind=exakt: must be one of exact, numeric,"),
+        (["--reward", "exakt"], "rewards[0].kind=exakt: no such kind; the nearest kind is exact"),
         (["--reward", "no.py"], "--reward=no.py: write it as file.py:function"),
         (["--reward", "no.py:f"], "rewards[0].path="),
         (["--reward", "{kind: exact"], "'rewards=[{kind: exact]': while parsing a flow"),

@@ -146,7 +146,9 @@ def test_paths_become_absolute(recipe: Path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.learning_rate=1", "unknown key trainer.learning_rate=1; the nearest key is "),
+        ("trainer.learning_rate=1", "unknown key trainer.learning_rate=1; the keys are .*, lr, "),
+        ("policy.trust_remote_code=1", "unknown key policy=.*the keys are run, model, "),
+        ("trainer.max_staleness=1", "max_staleness=1; the nearest key is pipeline.max_staleness"),
         ("pipline.max_staleness=1", "unknown key pipline=.*pipeline"),
         ("run.name=off", "run.name=False: must be text; YAML reads unquoted off, no and false as"),
         ("trainer.lrr=1", "unknown key trainer.lrr=1; the nearest key is trainer.lr"),
@@ -206,7 +208,7 @@ def test_paths_become_absolute(recipe: Path):
         ),
         ("critic.trainer.lr=0", "critic.trainer.lr=0.0: must be above 0"),
         ("critic.trainer.lr=x", "critic.trainer.lr: Value 'x'"),
-        ("critic.trainer.rl=1", "critic.trainer.rl=1: unknown; the nearest key is lr"),
+        ("critic.trainer.lrr=1", "critic.trainer.lrr=1: unknown; the nearest key is lr"),
         ("critic.replicas=0", "critic.replicas=0: must be at least 1"),
         ("critic.shared_coef=-1", "critic.shared_coef=-1.0: must not be negative"),
         (

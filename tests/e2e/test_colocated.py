@@ -141,7 +141,7 @@ def check_named(ended: Ended, actor: str) -> None:
 
 def test_mode_auto_is_colocated_on_one_slot(stopped: Ended):
     text = " ".join(stopped.run.output.split())
-    assert "placement: colocated, as for disaggregated the run needs 3 CPU slots =" in text
+    assert "placement: colocated (disaggregated is impossible: the run needs 3 CPU slots =" in text
     assert "the cluster has 1" in text
 
 

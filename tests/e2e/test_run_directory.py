@@ -229,7 +229,7 @@ OF_RUN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: _append(run / "metrics.jsonl", '{"step": 6, "staleness/hist": {}}\n'),
         "staleness/hist={}: neither a number nor a histogram",
     ),
-    "hostile": (_hostile_prompt, "no prompt of streamrl's: it asks for posix.system"),
+    "hostile": (_hostile_prompt, "is invalid: its pickle refers to posix.system"),
     "gap": (lambda run: _segment(run).rename(_segment(run, 9_999_999)), "is missing"),
     "lost": (lambda run: shutil.rmtree(newest(run)), "resumes from that checkpoint"),
     "all lost": (

@@ -63,7 +63,7 @@ def check_probes(run: Ended) -> None:
 def test_every_other_version_is_broadcast_and_the_reference_follows(runs: RunsInTurn):
     run = runs.wait("broadcast")
     check_probes(run)
-    assert "weights: collective, as weights.transport says" in run.output
+    assert "weights: collective (set by weights.transport)" in run.output
     assert not events(run.run_dir, "weights_detour"), "a first version is no fallback"
     metrics = run.rows
     for version, row in enumerate(metrics):

@@ -69,7 +69,7 @@ def test_take_first_returns_whole_nodes_or_a_part_of_one():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("8xH1000", "device H1000: not in the table; the nearest key is H100"),
+        ("8xH1000", "device H1000: not in the table; the nearest device is H100"),
         ("H100", "'H100' is not written like 8xH100"),
         ("", "'' is not written like"),
         ("0xH100", "cluster 0xH100: 1 nodes of 0 H100: must be at least 1 of each"),

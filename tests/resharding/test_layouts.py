@@ -22,13 +22,15 @@ FLOAT = torch.float32
 
 
 def full_tensor(layout: ModelLayout, name: str) -> torch.Tensor:
-    spec = layout.model.specs_by_name()[name]
+    spec = layout.model.index_specs_by_name()[name]
     return torch.arange(spec.numel, dtype=FLOAT).view(spec.shape)
 
 
 def stored(layout: ModelLayout, rank: int, name: str) -> torch.Tensor:
     """Return a rank's buffer of a tensor, in memory order."""
-    storage = allocate_storage(layout, rank, dict.fromkeys(layout.model.specs_by_name(), FLOAT))
+    storage = allocate_storage(
+        layout, rank, dict.fromkeys(layout.model.index_specs_by_name(), FLOAT)
+    )
     for box, view in storage.get_pieces(name):
         view.copy_(
             full_tensor(layout, name)[tuple(slice(low, high) for low, high in box.dim_ranges)]
@@ -181,7 +183,7 @@ def test_a_nested_shard_shares_the_memory_of_the_larger_one():
     model = transformer()
     small = create_layout(model, RankGrid.from_text("1-4-1").assign_ranks())
     large = create_layout(model, RankGrid.from_text("1-2-2").assign_ranks())
-    host = allocate_storage(large, 0, dict.fromkeys(model.specs_by_name(), FLOAT))
+    host = allocate_storage(large, 0, dict.fromkeys(model.index_specs_by_name(), FLOAT))
     guest = create_from_storage(small, 1, host)
     for name, _, view in guest:
         ((_, home), *_) = host.get_pieces(name)
@@ -196,7 +198,9 @@ def test_a_nested_shard_shares_the_memory_of_the_larger_one():
 def test_storage_refuses_views_of_wrong_shape_or_dtype():
     layout = create_layout(even(1), RankGrid.from_text("1-1-1").assign_ranks())
     with pytest.raises(ValueError, match=r"0\.rows: torch.float64 does not have 4 bytes"):
-        allocate_storage(layout, 0, dict.fromkeys(layout.model.specs_by_name(), torch.float64))
-    storage = allocate_storage(layout, 0, dict.fromkeys(layout.model.specs_by_name(), FLOAT))
+        allocate_storage(
+            layout, 0, dict.fromkeys(layout.model.index_specs_by_name(), torch.float64)
+        )
+    storage = allocate_storage(layout, 0, dict.fromkeys(layout.model.index_specs_by_name(), FLOAT))
     with pytest.raises(KeyError, match="not in one piece"):
         storage.get_view("0.rows", TensorBox((0, 0), (17, 16)))

@@ -239,7 +239,7 @@ def test_an_unusable_function_is_refused(filter_from, source, words):
             "filter.path has no effect with filter.kind=none;"
             " mean_outside takes low and high, function takes path and function",
         ),
-        ({"path": "a.py"}, "filter.path='a.py': unknown; the nearest key is high"),
+        ({"path": "a.py"}, "filter.path='a.py': unknown; the keys are low, high"),
         ({"max_filter_rounds": 0}, "filter.max_filter_rounds=0: must be 1 or more"),
     ],
 )

@@ -27,25 +27,25 @@ LITTLE_MEMORY = ClusterFacts(
 def test_auto_chooses_shared_memory_on_a_single_node():
     assert choose_transport(WeightsConfig(), ONE_NODE) == (
         "shared_memory",
-        "weights: shared memory, as publisher and 3 readers are on one node, /dev/shm has 11.2 GB"
-        " and 7.6 MB are needed = (weights.keep_versions=2 + 1 laid + 1 read) x 1.9 MB of policy",
+        "weights: shared memory (publisher and 3 readers are on one node; needs 7.6 MB ="
+        " (weights.keep_versions=2 + 1 being written + 1 being read) x 1.9 MB of policy;"
+        " /dev/shm has 11.2 GB)",
     )
 
 
 def test_auto_chooses_the_object_store_on_two_nodes():
     assert choose_transport(WeightsConfig(), TWO_NODES) == (
         "store",
-        "weights: the object store, as for shared memory publisher and readers are on 2 nodes, "
-        "and must be on one",
+        "weights: object store (shared memory needs one node; publisher and readers are on 2)",
     )
 
 
 def test_the_share_of_rays_object_store_is_not_available_to_weights():
     assert choose_transport(WeightsConfig(), LITTLE_MEMORY) == (
         "store",
-        "weights: the object store, as for shared memory /dev/shm has 64.0 MB = 576.0 MB - 512.0 MB"
-        " of Ray's own store and 80.0 MB are needed = (weights.keep_versions=2 + 1 laid + 1 read)"
-        " x 20.0 MB of policy",
+        "weights: object store (shared memory needs 80.0 MB = (weights.keep_versions=2 + 1 being"
+        " written + 1 being read) x 20.0 MB of policy; /dev/shm has 64.0 MB = 576.0 MB free -"
+        " 512.0 MB for Ray's object store)",
     )
     assert choose_transport(WeightsConfig(keep_versions=1), LITTLE_MEMORY)[0] == "shared_memory"
 
@@ -71,9 +71,10 @@ def test_published_models_share_the_memory_by_need():
     facts = ClusterFacts(1, models, max_staleness=1, shm_free_bytes=1750, object_store_bytes=350)
     _, reason = choose_transport(WeightsConfig(), facts)
     assert reason.endswith(
-        "3 readers are on one node, /dev/shm has 1.4 kB = 1.8 kB - 350 bytes of Ray's own store and"
-        " 700 bytes are needed = (weights.keep_versions=2 + 1 laid + 2 read) x 100 bytes of policy"
-        " + (weights.keep_versions=2 + 1 laid + 1 read) x 50 bytes of critic"
+        "needs 700 bytes ="
+        " (weights.keep_versions=2 + 1 being written + 2 being read) x 100 bytes of policy"
+        " + (weights.keep_versions=2 + 1 being written + 1 being read) x 50 bytes of critic;"
+        " /dev/shm has 1.4 kB = 1.8 kB free - 350 bytes for Ray's object store)"
     )
     assert divide_shared_memory(WeightsConfig(), facts) == {"policy": 1000, "critic": 400}
 
@@ -81,8 +82,14 @@ def test_published_models_share_the_memory_by_need():
 @pytest.mark.parametrize(
     ("facts", "rule"),
     [
-        (TWO_NODES, "weights.transport=shared_memory: publisher and readers are on 2 nodes"),
-        (LITTLE_MEMORY, "weights.transport=shared_memory: /dev/shm has 64.0 MB = 576.0 MB - 512.0"),
+        (
+            TWO_NODES,
+            "weights.transport=shared_memory: needs one node; publisher and readers are on 2",
+        ),
+        (
+            LITTLE_MEMORY,
+            "weights.transport=shared_memory: needs 80.0 MB = .*; /dev/shm has 64.0 MB = 576.0",
+        ),
     ],
 )
 def test_impossible_shared_memory_is_refused_with_the_arithmetic(facts: ClusterFacts, rule: str):

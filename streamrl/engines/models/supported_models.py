@@ -165,7 +165,7 @@ def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: Ten
             unprefixed
         ),
         f"clip_qkv={clip_qkv}: vLLM does not clip": family == "olmoe" and bool(clip_qkv),
-        f"attention_bias=true: vLLM has no place for {biased}": (
+        f"attention_bias=true: vLLM has no parameter for {biased}": (
             family in ("qwen3", "qwen3_moe") and bool(biased)
         ),
     }
@@ -326,15 +326,13 @@ def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:
     # If a parameter is missing, so are those tied to it; name the untied one.
     tied = skeleton.all_tied_weights_keys
     lacking = sorted(missing, key=lambda name: (name in tied, name))
-    instead = f"; they have {unexpected[0]}, which is none of the model's" if unexpected else ""
+    problems = []
     if lacking:
         shape = tuple(skeleton.state_dict()[lacking[0]].shape)
-        return f"its files lack {lacking[0]}, of shape {shape}{instead}"
-    return (
-        f"its files have {unexpected[0]}, which is none of the model's parameters"
-        if unexpected
-        else ""
-    )
+        problems.append(f"lack {lacking[0]}, of shape {shape}")
+    if unexpected:
+        problems.append(f"hold {unexpected[0]}, which is not a parameter of the model")
+    return f"its files {' and '.join(problems)}" if problems else ""
 
 
 def _explain_load_failure(error: Exception, role: str) -> str:

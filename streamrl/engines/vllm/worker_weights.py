@@ -39,7 +39,10 @@ class StoredParameter:
 
 
 class WorkerWeightLoader:
-    """Loads weights into all worker processes of an engine; see `WeightLoader` for the methods."""
+    """Loads weights into all worker processes of an engine.
+
+    `WeightLoader` has the same methods, for engines of a single process.
+    """
 
     def __init__(self, engine: VllmEngine, parameters: ParameterSet, model_path: str) -> None:
         self._engine = engine

@@ -201,7 +201,7 @@ class CallCost:
         target = min(self.pp_size * self.constants.stage_micro_batches, int(rollouts))
         return max(fewest, target)
 
-    def bubble_factor(self, micro_batches: float) -> float:
+    def compute_bubble_factor(self, micro_batches: float) -> float:
         """Return the slowdown, at least 1, by pipeline bubbles in a sequence of micro-batches."""
         # A pipeline of p stages takes m + p - 1 slots for m micro-batches.
         return 1 + (self.pp_size - 1) / max(1.0, micro_batches)

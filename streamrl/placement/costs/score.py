@@ -26,7 +26,7 @@ def score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming:
     tokens = batch * workload.group_size * workload.rollout_tokens
     micro_batches = batches * max(1, math.ceil(tokens / constants.score_tokens))
     micro_batches = cost.count_micro_batches(micro_batches, workload.num_rollouts / cost.dp_size)
-    bubble = cost.bubble_factor(micro_batches)
+    bubble = cost.compute_bubble_factor(micro_batches)
     begin_s = (
         cost.all_reduces_per_layer * cost.all_reduce_latency_s
         + cost.expert_overhead_s

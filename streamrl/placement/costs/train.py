@@ -38,13 +38,13 @@ def train_timing(cost: CallCost, moving_s: float = 0.0) -> TrainTiming:
     constants = cost.constants
     passes = train_passes(constants)
     micro_batches = num_micro_batches(cost)
-    bubble = cost.bubble_factor(micro_batches)
+    bubble = cost.compute_bubble_factor(micro_batches)
     # The backward pass has as many all-reduces as the forward pass, and again as many if it repeats
     # the forward pass.
     all_reduces = cost.all_reduces_per_layer * (passes - 1)
     compute = cost.compute_s(cost.forward_token_flops, constants.train_flops_fraction)
     token_s = passes * compute + all_reduces * cost.all_reduce_token_s + 2 * cost.send_token_s
-    token_s += (passes - 1) * cost.expert_token_s - _frozen_savings_s(cost, passes)
+    token_s += (passes - 1) * cost.expert_token_s - _compute_frozen_savings_s(cost, passes)
     begin_s = (
         all_reduces * cost.all_reduce_latency_s
         + passes * cost.expert_overhead_s
@@ -53,16 +53,16 @@ def train_timing(cost: CallCost, moving_s: float = 0.0) -> TrainTiming:
     return TrainTiming(
         dp_size=cost.dp_size,
         # Callers multiply by the fewest micro-batches.
-        micro_batch_s=(constants.micro_batch_s + bubble * begin_s + _exposed_zero_s(cost))
+        micro_batch_s=(constants.micro_batch_s + bubble * begin_s + _compute_exposed_zero_s(cost))
         * (micro_batches / min_micro_batches(cost)),
         token_s=token_s * bubble,
-        update_s=constants.update_s + _reduce_s(cost) + _optimizer_s(cost),
+        update_s=constants.update_s + _compute_reduce_s(cost) + _compute_optimizer_s(cost),
         step_s=constants.train_step_s + moving_s,
         round_s=constants.round_s,
     )
 
 
-def _frozen_savings_s(cost: CallCost, passes: int) -> float:
+def _compute_frozen_savings_s(cost: CallCost, passes: int) -> float:
     """Return training seconds per token that LoRA saves on the frozen weights' gradients.
 
     The adapters' own matrix products are subtracted from the savings.
@@ -75,7 +75,7 @@ def _frozen_savings_s(cost: CallCost, passes: int) -> float:
     return once * (1 - passes * 2 * shape.adapter_params / products)
 
 
-def _exposed_zero_s(cost: CallCost) -> float:
+def _compute_exposed_zero_s(cost: CallCost) -> float:
     """Return the seconds per micro-batch of ZeRO's traffic that computation does not hide.
 
     Stage 2 reduces gradients in every micro-batch; stage 3 also gathers weights forward and
@@ -91,7 +91,7 @@ def _exposed_zero_s(cost: CallCost) -> float:
     return constants.zero_exposed_fraction * traffic_s
 
 
-def _reduce_s(cost: CallCost) -> float:
+def _compute_reduce_s(cost: CallCost) -> float:
     """Return seconds per update to reduce gradients and, with ZeRO, to gather updated weights."""
     data, constants, stage = cost.parallel_groups.data, cost.constants, cost.assignment.zero_stage
     if data.ranks == 1:
@@ -109,7 +109,7 @@ def _reduce_s(cost: CallCost) -> float:
     return 2 * data.all_gather_latency_s + cost.trained_params * num_bytes * data.all_gather_byte_s
 
 
-def _optimizer_s(cost: CallCost) -> float:
+def _compute_optimizer_s(cost: CallCost) -> float:
     """Return seconds of an optimizer step, which reads and writes memory and computes little."""
     constants = cost.constants
     num_bytes = 2 * constants.optimizer_bytes + constants.gradient_bytes + constants.weight_bytes

@@ -92,7 +92,7 @@ class AnnealingSearch:
     def lower_bound_s(self, state: SearchState) -> float:
         """Return a lower bound of the step time: seconds of work of the busiest device."""
         busy_by_mesh = [
-            (assignment.mesh, self._choices.min_busy_s(role, assignment, state.steps_ahead))
+            (assignment.mesh, self._choices.compute_min_busy_s(role, assignment, state.steps_ahead))
             for role, assignment in state.assignments.items()
         ]
         return max(

@@ -149,5 +149,5 @@ def _max_busy_s(choices: ParallelismChoices, roles: RoleAssignments) -> float:
     for role, assignment in roles.items():
         busy_by_mesh[assignment.mesh] = busy_by_mesh.get(
             assignment.mesh, 0.0
-        ) + choices.alone_duration_s(role, assignment)
+        ) + choices.compute_alone_duration_s(role, assignment)
     return max(busy_by_mesh.values())

@@ -176,7 +176,7 @@ class _LowerBounds:
     def _compute_role_bound(self, role: str, mesh: Mesh) -> float:
         options = self._choices.list_options(role, mesh)[:1]
         return (
-            self._choices.likely_busy_s(role, options[0], self._steps_ahead)
+            self._choices.estimate_busy_s(role, options[0], self._steps_ahead)
             if options
             else math.inf
         )

@@ -64,7 +64,7 @@ class ParallelismChoices:
             role: [call.stage for call in self.problem.dataflow.calls_by_role[role]]
             for role in self.roles
         }
-        self._alone_duration_s = cache(self._compute_alone_duration)
+        self._find_alone_duration_s = cache(self._compute_alone_duration)
         self._find_role_bytes = cache(self._compute_role_bytes)
         self._sorted_options = cache(self._sort_options)
         self._fit_on_canonical = cache(self._fit_on_one_mesh)
@@ -89,12 +89,12 @@ class ParallelismChoices:
         longest = workload.lengths.expected_longest(workload.num_rollouts)
         return max(1.0, longest / workload.lengths.mean)
 
-    def alone_duration_s(self, role: str, assignment: CallAssignment) -> float:
+    def compute_alone_duration_s(self, role: str, assignment: CallAssignment) -> float:
         """Return seconds of a role's work per step, alone on its devices; inf if infeasible."""
         canonical = self.canonical_mesh(assignment.mesh)
         if canonical != assignment.mesh:
             assignment = replace(assignment, mesh=canonical)
-        return self._alone_duration_s(role, assignment)
+        return self._find_alone_duration_s(role, assignment)
 
     def _compute_alone_duration(self, role: str, assignment: CallAssignment) -> float:
         costs = self.estimator.costs
@@ -105,24 +105,24 @@ class ParallelismChoices:
         stages = self.stages_by_role[role]
         return stages[:1] if role == self.generator_role else stages
 
-    def min_busy_s(self, role: str, assignment: CallAssignment, ahead: int) -> float:
+    def compute_min_busy_s(self, role: str, assignment: CallAssignment, ahead: int) -> float:
         """Return a lower bound of the seconds per step in which a role keeps its devices busy.
 
         With generation ahead, no step waits for its longest rollout, and rollouts of `ahead + 1`
         steps share each decode step.
         """
-        seconds = self.alone_duration_s(role, assignment)
+        seconds = self.compute_alone_duration_s(role, assignment)
         if ahead and role == self.generator_role:
             return seconds / self.straggler_factor / (ahead + 1)
         return seconds
 
-    def likely_busy_s(self, role: str, assignment: CallAssignment, ahead: int) -> float:
+    def estimate_busy_s(self, role: str, assignment: CallAssignment, ahead: int) -> float:
         """Estimate the seconds per step in which a role keeps its devices busy.
 
-        Unlike `min_busy_s`, the estimate assumes that memory limits the concurrent rollouts, so
-        that steps ahead do not share decode steps.
+        Unlike `compute_min_busy_s`, the estimate assumes that memory limits the concurrent
+        rollouts, so that steps ahead do not share decode steps.
         """
-        seconds = self.min_busy_s(role, assignment, ahead)
+        seconds = self.compute_min_busy_s(role, assignment, ahead)
         return seconds * (ahead + 1) if role == self.generator_role else seconds
 
     def list_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
@@ -138,7 +138,9 @@ class ParallelismChoices:
 
     def _sort_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
         options = self._list_all_options(role, mesh)
-        timed = [(self.alone_duration_s(role, option), i) for i, option in enumerate(options)]
+        timed = [
+            (self.compute_alone_duration_s(role, option), i) for i, option in enumerate(options)
+        ]
         return [options[i] for seconds, i in sorted(timed) if math.isfinite(seconds)]
 
     def _list_all_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
@@ -232,12 +234,12 @@ class ParallelismChoices:
         best: tuple[float, str, int] | None = None
         for role, assignment in roles.items():
             num_bytes = self._find_role_bytes(role, assignment)
-            seconds = self.alone_duration_s(role, assignment)
+            seconds = self.compute_alone_duration_s(role, assignment)
             for i, other in enumerate(options[role]):
                 freed = num_bytes - self._find_role_bytes(role, other)
                 if freed <= 0:
                     continue
-                slower = max(0.0, self.alone_duration_s(role, other) - seconds)
+                slower = max(0.0, self.compute_alone_duration_s(role, other) - seconds)
                 slowdown_per_byte = slower / freed
                 if best is None or slowdown_per_byte < best[0]:
                     best = (slowdown_per_byte, role, i)

@@ -61,7 +61,7 @@ def _min_busy_s(choices: ParallelismChoices, role: str, mesh: Mesh, ahead: int) 
     """Return a lower bound of the seconds of a role's work on a mesh; inf if the role does not
     fit."""
     options = choices.list_options(role, mesh)
-    return choices.min_busy_s(role, options[0], ahead) if options else math.inf
+    return choices.compute_min_busy_s(role, options[0], ahead) if options else math.inf
 
 
 def _max_busy_s(meshes: tuple[Mesh, ...], seconds: list[float]) -> float:

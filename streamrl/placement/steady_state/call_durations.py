@@ -18,7 +18,10 @@ from streamrl.placement.steady_state.continuous_batching import ReplicaSchedule,
 from streamrl.placement.steady_state.in_flight_window import mean_time_in_flight
 from streamrl.placement.steady_state.micro_batch_rounds import pack_mini_batch
 from streamrl.placement.steady_state.overlapping_steps import RolloutProfile
-from streamrl.placement.steady_state.refill_chains import RefillChains, chain_length_quantiles
+from streamrl.placement.steady_state.refill_chains import (
+    RefillChains,
+    compute_chain_length_quantiles,
+)
 from streamrl.placement.steady_state.stragglers import (
     ReplicaLoads,
     sample_loads,
@@ -292,7 +295,9 @@ class GenerationModel:
         Chain lengths and rollout lengths are quantiles in a fixed random order.
         """
         rng = np.random.default_rng(0)
-        counts = rng.permutation(chain_length_quantiles(self.workload.filtered_fraction, chains))
+        counts = rng.permutation(
+            compute_chain_length_quantiles(self.workload.filtered_fraction, chains)
+        )
         lengths = rng.permutation(self._length_quantiles(int(counts.sum())))
         return self._to_chains(lengths, counts)
 

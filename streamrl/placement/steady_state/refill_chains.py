@@ -100,7 +100,7 @@ class RefillChains:
         return np.asarray(np.bincount(self.chain_by_group, weights=self.lengths.max(axis=1)))
 
 
-def chain_length_quantiles(filtered: float, chains: int) -> Array:
+def compute_chain_length_quantiles(filtered: float, chains: int) -> Array:
     """Return ascending quantiles of the number of groups in a chain, int [chains].
 
     filtered: fraction of groups that a filter rejects.

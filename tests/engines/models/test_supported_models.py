@@ -141,7 +141,7 @@ def test_names_that_transformers_converts_are_accepted(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"layers\.0\..*, a name that vLLM does not take; load"):
         check_model_support(path, "auto")
     rename(tmp_path, "layers.", "model.language_model.layers.")
-    with pytest.raises(ConfigError, match=r"lack .*; they have .*language_model.* none of the"):
+    with pytest.raises(ConfigError, match=r"lack .* and hold .*language_model.* not a parameter"):
         check_weight_files(path, "model.path")
 
 
@@ -150,13 +150,13 @@ def test_a_tensor_with_an_unknown_name_is_rejected(tmp_path: Path, family: str):
     path = write(tmp_path, family)
     part = ".attention.dense." if family == "gpt_neox" else ".self_attn.o_proj."
     rename(tmp_path, part, part.replace("o_proj", "out_proj").replace("dense", "linear"))
-    with pytest.raises(ConfigError, match=r"its files lack .*; they have .*(out_proj|linear)"):
+    with pytest.raises(ConfigError, match=r"its files lack .* and hold .*(out_proj|linear)"):
         check_weight_files(path, "model.path")
     rename(tmp_path, "out_proj" if family != "gpt_neox" else "linear", part.split(".")[2])
     check_weight_files(path, "model.path")
     tensors = load_file(tmp_path / FILE)
     save_file({**tensors, "adapter.weight": torch.zeros(2, 2)}, tmp_path / FILE)
-    with pytest.raises(ConfigError, match=r"have adapter.weight, which is none of the model's"):
+    with pytest.raises(ConfigError, match=r"hold adapter.weight, which is not a parameter of"):
         check_weight_files(path, "model.path")
 
 
@@ -235,7 +235,7 @@ def test_a_tensor_of_another_shape_than_the_configs_is_named(
         (
             "qwen3_moe",
             {"attention_bias": True},
-            "no place for model.layers.0.self_attn.o_proj.bias",
+            "no parameter for model.layers.0.self_attn.o_proj.bias",
         ),
     ],
 )
@@ -303,7 +303,7 @@ def test_tensors_outside_of_layers_do_not_count_as_layers(tmp_path: Path, name: 
     path = write(tmp_path, "qwen3")
     save_file({**load_file(tmp_path / FILE), name: torch.zeros(3)}, tmp_path / FILE)
     check_weight_files(path, "critic.path", is_served=False)
-    with pytest.raises(ConfigError, match=f"its files have {name}, which is none of the model's"):
+    with pytest.raises(ConfigError, match=f"its files hold {name}, which is not a parameter of"):
         check_weight_files(path, "model.path")
 
 

@@ -39,7 +39,7 @@ def test_every_grid_uses_all_ranks(nodes: int):
 def test_options_are_sorted_fastest_first():
     options = choices(ppo("2x8xA100"))
     times = [
-        options.alone_duration_s("policy", option)
+        options.compute_alone_duration_s("policy", option)
         for option in options.list_options("policy", Mesh(0, 16))
     ]
     assert times == sorted(times)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from streamrl.placement.steady_state.refill_chains import (
     RefillChains,
-    chain_length_quantiles,
+    compute_chain_length_quantiles,
     sample_chain_lengths,
 )
 
@@ -48,7 +48,7 @@ def test_split_chains_covers_all_groups_evenly(counts: list[int], parts: int):
 
 @given(st.floats(0.01, 0.99), st.integers(1, 500))
 def test_chain_length_quantiles_are_geometric(filtered: float, n: int):
-    counts = chain_length_quantiles(filtered, n)
+    counts = compute_chain_length_quantiles(filtered, n)
     assert counts.min() >= 1 and (np.diff(counts) >= 0).all()
     # The fraction of chains with at most k groups is 1 - filtered ** k, up to the width of a
     # quantile.
@@ -58,10 +58,10 @@ def test_chain_length_quantiles_are_geometric(filtered: float, n: int):
 
 def test_chains_have_one_group_without_filtering():
     assert (
-        chain_length_quantiles(0.0, 3).tolist()
+        compute_chain_length_quantiles(0.0, 3).tolist()
         == sample_chain_lengths(0.0, 3, np.random.default_rng(0)).tolist()
     )
-    assert chain_length_quantiles(0.0, 3).tolist() == [1, 1, 1]
+    assert compute_chain_length_quantiles(0.0, 3).tolist() == [1, 1, 1]
 
 
 def test_sampled_chain_lengths_have_the_expected_mean():
