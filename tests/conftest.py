@@ -1,13 +1,10 @@
 """Shared run fixtures, randomised-test budgets, and the distribution of tests to xdist workers."""
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadGroupScheduling
 
-from streamrl.simulator.replicas.virtual_loop import VirtualEventLoop
 from tests.budget import Budget
 
 # Fixtures of runs that several tests read.
@@ -46,12 +43,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _get_priority(item: pytest.Item) -> int:
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
-
-
-def pytest_asyncio_loop_factories(
-    item: pytest.Item,
-) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run async tests that are marked `virtual_time` on a virtual clock."""
-    if item.get_closest_marker("virtual_time"):
-        return {"virtual": VirtualEventLoop}
-    return {"real": asyncio.new_event_loop}

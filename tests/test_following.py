@@ -33,8 +33,7 @@ from streamrl.weights.versions import (
     weight_metrics,
 )
 from tests.stream.test_weight_publisher import Source
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
@@ -98,6 +97,7 @@ def manifest(version: int, probe: LogprobCheck | None = None) -> WeightManifest:
     return WeightManifest(version, (), (), probe)
 
 
+@in_virtual_time
 async def test_unverifiable_version_is_not_loaded_and_retried():
     faults: list[tuple[str, str, WeightFault]] = []
     registry = WeightRegistry(
@@ -124,6 +124,7 @@ async def test_unverifiable_version_is_not_loaded_and_retried():
 
 
 @pytest.mark.parametrize(("later_s", "max_pulls"), [(0.03, 3), (60.0, 250)])
+@in_virtual_time
 async def test_superseded_version_is_skipped_for_the_next(later_s: float, max_pulls: int):
     registry, clock = WeightRegistry(keep_versions=2), asyncio.get_running_loop()
     engine, served, channel = Engine(), ServedVersion("generator-0"), Resident(registry)
@@ -141,6 +142,7 @@ async def test_superseded_version_is_skipped_for_the_next(later_s: float, max_pu
     assert 1 < len(channel.tries) - 1 <= max_pulls
 
 
+@in_virtual_time
 async def test_newer_version_replaces_a_corrupt_one():
     registry = WeightRegistry(keep_versions=2)
     engine, served = Engine(), ServedVersion("generator-0")
@@ -154,6 +156,7 @@ async def test_newer_version_replaces_a_corrupt_one():
     assert engine.served == [1]
 
 
+@in_virtual_time
 async def test_follower_gives_up_after_max_pull_attempts():
     registry = WeightRegistry(keep_versions=2)
     engine, served = Engine(), ServedVersion("generator-0")
@@ -165,6 +168,7 @@ async def test_follower_gives_up_after_max_pull_attempts():
     assert engine.served == [] and served.version == -1
 
 
+@in_virtual_time
 async def test_older_version_is_refused():
     class Backwards(Channel):
         async def wait_for_newer(
@@ -179,6 +183,7 @@ async def test_older_version_is_refused():
     assert engine.served == [5]
 
 
+@in_virtual_time
 async def test_pull_stats_are_reported_once():
     registry = WeightRegistry(keep_versions=2)
     engine, served = Engine(), ServedVersion("generator-0")
@@ -204,6 +209,7 @@ async def test_pull_stats_are_reported_once():
     assert math.isnan(next_metrics["weights/publish_s"])
 
 
+@in_virtual_time
 async def test_copied_bytes_of_transfer_and_load_are_added():
     class Resident(Channel):
         async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
@@ -215,6 +221,7 @@ async def test_copied_bytes_of_transfer_and_load_are_added():
     assert (pull.num_bytes, pull.copied_bytes) == (0, 42)
 
 
+@in_virtual_time
 async def test_follower_with_different_logprobs_serves_nothing_and_fails():
     registry = WeightRegistry(keep_versions=2)
     engine, served = Engine(logprob=-3.0), ServedVersion("generator-0")
@@ -230,6 +237,7 @@ def test_newest_version_of_columns():
     assert find_newest_version({"greedy_ids": np.array([1], np.int32)}) == -1
 
 
+@in_virtual_time
 async def test_partial_rollouts_of_an_unverified_version_are_excluded():
     served = ServedVersion("generator-0", version=3)
 
@@ -244,6 +252,7 @@ async def test_partial_rollouts_of_an_unverified_version_are_excluded():
     assert (await exclude_unverified(read_partials, served)()).keys() == {"old", "new"}
 
 
+@in_virtual_time
 async def test_fault_is_reported_once():
     faults: list[tuple[str, str, WeightFault]] = []
 
@@ -268,6 +277,7 @@ async def test_fault_is_reported_once():
     assert faults == [(LOAD_REFUSED, "generator-0", WeightFault(7, "version 7: checksum is wrong"))]
 
 
+@in_virtual_time
 async def test_publish_and_load_hold_the_device_lease():
     clock = asyncio.get_running_loop().time
     arbiter = DeviceArbiter(timeout_s=100.0)

@@ -27,8 +27,7 @@ from streamrl.stream.train_step import add_metric_sums
 from streamrl.telemetry.spans import compute_busy_s
 from tests.fake_stream import Stream, build_stream, draw_plans, run_loops, run_stream
 from tests.fakes import Plan
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 plans = draw_plans(
     shards=st.integers(1, 3),
@@ -199,6 +198,7 @@ def test_surplus_rollouts_are_cancelled_early():
     assert not stale
 
 
+@in_virtual_time
 async def test_resume_with_oversampled_groups_keeps_the_guarantees():
     plan = replace(FILTERED, oversample=6.0, steps=3, filter_rate=0.5)
     first = build_stream(plan)
@@ -381,6 +381,7 @@ def test_stall_error_names_groups_and_holders():
     assert re.search(r"held by reward-0 for \d+\.\d s \(reward, attempt 1\), admitted", message)
 
 
+@in_virtual_time
 async def test_slots_are_counted_until_the_work_ends():
     in_flight = InFlightWork(ConcurrencyLimit(2))
     in_flight.add_task([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
@@ -390,6 +391,7 @@ async def test_slots_are_counted_until_the_work_ends():
     assert (await waiting) == 2
 
 
+@in_virtual_time
 async def test_task_is_cancelled_once_all_its_leases_are_lost():
     in_flight = InFlightWork(ConcurrencyLimit(2))
     first, second = experience("0:0:0"), experience("0:1:0")

@@ -15,6 +15,7 @@ from streamrl.messages import parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.fake_stream import Disk, Disturb, Stream, build_stream, draw_plans, run_loops, run_stream
 from tests.fakes import Plan
+from tests.virtual_time import in_virtual_time
 
 plans = draw_plans(
     shards=st.integers(1, 4),
@@ -192,7 +193,7 @@ def test_resumed_run_trains_every_prompt_once(plan: Plan, crashes: list[float], 
             assert stream.trainer.digests[version] == after.trainer.digests[version]
 
 
-@pytest.mark.virtual_time
+@in_virtual_time
 async def test_resume_may_replay_steps_for_longer_than_a_stall():
     plan = Plan(
         steps=12, max_staleness=3, publish_every=4, train_s=30.0, stall_s=150.0, lease_s=1000.0

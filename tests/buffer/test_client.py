@@ -14,8 +14,7 @@ from streamrl.errors import ContractError, DeadlineError
 from streamrl.messages import Columns, FilteredGroup, GroupOutcome
 from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 
 def large(value: int) -> Columns:
@@ -31,6 +30,7 @@ def large(value: int) -> Columns:
     }
 
 
+@in_virtual_time
 async def test_large_columns_survive_a_shard_restart():
     (shard,) = shards = local_shards(1)
     queue = ExperienceQueue(shards, "me")
@@ -43,6 +43,7 @@ async def test_large_columns_survive_a_shard_restart():
     assert scoring.columns["lengths"] == scoring.columns["token_ids"].size
 
 
+@in_virtual_time
 async def test_failed_commit_waits_for_all_shards_before_raising():
     shards = local_shards(2)
     queue = ExperienceQueue(shards, "me")
@@ -64,6 +65,7 @@ async def test_failed_commit_waits_for_all_shards_before_raising():
     assert (scoring.columns["token_ids"] == 7).all()
 
 
+@in_virtual_time
 async def test_admission_waits_for_capacity_over_several_requests():
     queue = ExperienceQueue(local_shards(1, capacity=1), "me")
     await queue.admit_prompts([prompt("a")], 0)
@@ -80,6 +82,7 @@ async def test_admission_waits_for_capacity_over_several_requests():
 # Location of groups
 
 
+@in_virtual_time
 async def test_shard_index_is_equal_in_every_process():
     shards = local_shards(3)
     first_queue, second_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
@@ -93,6 +96,7 @@ async def test_shard_index_is_equal_in_every_process():
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
+@in_virtual_time
 async def test_every_group_is_leased_once_from_any_shard(shards: int):
     queue = queue_of(shards)
     await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
@@ -100,6 +104,7 @@ async def test_every_group_is_leased_once_from_any_shard(shards: int):
     assert sorted(leased) == sorted(UIDS)
 
 
+@in_virtual_time
 async def test_full_shard_blocks_admission_until_its_deadline():
     queue = ExperienceQueue(local_shards(2, capacity=1), "me")
     with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
@@ -107,6 +112,7 @@ async def test_full_shard_blocks_admission_until_its_deadline():
     assert len((await queue.get_stats()).uids) == 2
 
 
+@in_virtual_time
 async def test_read_columns_by_uid():
     queue, uids = queue_of(2), UIDS[:6]
     await queue.admit_prompts([prompt(uid) for uid in uids], 0)
@@ -122,6 +128,7 @@ async def test_read_columns_by_uid():
     assert stats.depth["reward"] >= 0
 
 
+@in_virtual_time
 async def test_read_columns_of_several_stages():
     queue = queue_of(2)
     await queue.admit_prompts([prompt("0:0:0")], 0)
@@ -130,6 +137,7 @@ async def test_read_columns_of_several_stages():
     assert [len(column) for column in columns_by_uid["0:0:0"].values()] == [2, 2, 10]
 
 
+@in_virtual_time
 async def test_stats_are_summed_over_shards():
     queue = queue_of(3)
     await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
@@ -141,6 +149,7 @@ async def test_stats_are_summed_over_shards():
     assert stats.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
 
 
+@in_virtual_time
 async def test_add_groups_inserts_prompts_with_columns():
     queue = queue_of(2)
     new_groups = [(prompt(uid), rollouts(version=2)) for uid in UIDS]
@@ -155,6 +164,7 @@ async def test_add_groups_inserts_prompts_with_columns():
 # Finished groups
 
 
+@in_virtual_time
 async def test_ended_groups_reach_the_last_stage_with_reason_and_without_columns():
     queue = queue_of(2)
     await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
@@ -172,6 +182,7 @@ async def test_ended_groups_reach_the_last_stage_with_reason_and_without_columns
     assert not ended[failed.uid].columns
 
 
+@in_virtual_time
 async def test_refused_commits_return_their_uids():
     queue = queue_of(3)
     await queue.admit_prompts([prompt(uid) for uid in UIDS[:6]], 0)
@@ -184,6 +195,7 @@ async def test_refused_commits_return_their_uids():
 # Dead holders and stalls
 
 
+@in_virtual_time
 async def test_release_holder_requeues_in_every_shard():
     shards = local_shards(3)
     dead, alive = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "worker-1")
@@ -194,6 +206,7 @@ async def test_release_holder_requeues_in_every_shard():
     assert len(await take_all(alive, "generate")) == 20
 
 
+@in_virtual_time
 async def test_find_overdue_and_locate_groups_cover_all_shards():
     shards = local_shards(3)
     slow, watcher = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "coordinator")
@@ -211,6 +224,7 @@ async def test_find_overdue_and_locate_groups_cover_all_shards():
 
 
 @pytest.mark.parametrize("version", [None, "0", 1.5, True, -1, np.int64(1)])
+@in_virtual_time
 async def test_invalid_version_raises_and_changes_nothing(version: object):
     (shard,) = local_shards(1)
     queue = ExperienceQueue([shard], "me")

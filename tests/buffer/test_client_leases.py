@@ -12,12 +12,12 @@ from streamrl.messages import FilteredGroup
 from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
 from tests.fake_shards import CALL_S
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 # Requests
 
 
+@in_virtual_time
 async def test_waiting_lease_call_returns_when_any_shard_gets_a_prompt():
     queue = queue_of(3)
     waiting = asyncio.create_task(
@@ -31,6 +31,7 @@ async def test_waiting_lease_call_returns_when_any_shard_gets_a_prompt():
     assert asyncio.get_running_loop().time() < 6.0
 
 
+@in_virtual_time
 async def test_request_outlives_the_call():
     shards = local_shards(1)
     queue = ExperienceQueue(shards, "me")
@@ -50,6 +51,7 @@ async def test_request_outlives_the_call():
     assert group.uid == "0:0:0"
 
 
+@in_virtual_time
 async def test_surplus_grants_are_kept_for_the_next_call():
     queue = queue_of(3)
     await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
@@ -62,6 +64,7 @@ async def test_surplus_grants_are_kept_for_the_next_call():
     assert await queue.renew_leases() == []
 
 
+@in_virtual_time
 async def test_max_tokens_bounds_a_call_except_a_single_group():
     queue = queue_of(3)
     await queue.admit_prompts([prompt(uid) for uid in UIDS[:7]], 0)
@@ -74,6 +77,7 @@ async def test_max_tokens_bounds_a_call_except_a_single_group():
     assert max(counts) <= 2 and sum(counts) == 7, "10 tokens each"
 
 
+@in_virtual_time
 async def test_group_larger_than_max_tokens_is_leased_alone():
     queue = queue_of(2)
     await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
@@ -89,6 +93,7 @@ async def test_group_larger_than_max_tokens_is_leased_alone():
         )
 
 
+@in_virtual_time
 async def test_request_is_divided_among_the_shards():
     shards = local_shards(2)
     my_queue, your_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
@@ -100,6 +105,7 @@ async def test_request_is_divided_among_the_shards():
     assert len(await take_all(your_queue, "generate")) == len(UIDS) - 4
 
 
+@in_virtual_time
 async def test_group_age_restarts_with_the_shard():
     (shard,) = shards = local_shards(1)
     queue = ExperienceQueue(shards, "me")
@@ -111,6 +117,7 @@ async def test_group_age_restarts_with_the_shard():
     assert (await queue.get_stats()).oldest_age_s == pytest.approx(2.0, abs=0.1)
 
 
+@in_virtual_time
 async def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases():
     shards = local_shards(1)
     queue = ExperienceQueue(shards, "me")
@@ -133,6 +140,7 @@ async def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases
 # Active leases
 
 
+@in_virtual_time
 async def test_pending_grants_are_renewed():
     shards = local_shards(2)
     queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
@@ -149,6 +157,7 @@ async def test_pending_grants_are_renewed():
     assert first.uid not in taken_uids
 
 
+@in_virtual_time
 async def test_lost_leases_are_reported_once_and_not_returned():
     shards = local_shards(2)
     queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
@@ -169,6 +178,7 @@ async def test_lost_leases_are_reported_once_and_not_returned():
     assert not await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
 
 
+@in_virtual_time
 async def test_lost_pending_grants_are_not_returned():
     shards = local_shards(2)
     queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
@@ -183,6 +193,7 @@ async def test_lost_pending_grants_are_not_returned():
     assert not await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
 
 
+@in_virtual_time
 async def test_settled_leases_are_not_renewed():
     queue = queue_of(2)
     await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
@@ -196,6 +207,7 @@ async def test_settled_leases_are_not_renewed():
     assert await queue.renew_leases() == []
 
 
+@in_virtual_time
 async def test_coordinator_does_not_renew_and_forgets_removed_groups():
     queue = queue_of(1)
     await queue.admit_prompts([prompt("0:0:0")], 0)
@@ -212,6 +224,7 @@ async def test_coordinator_does_not_renew_and_forgets_removed_groups():
 # Pending grants
 
 
+@in_virtual_time
 async def test_grant_for_other_columns_is_not_lost():
     queue = queue_of(1)
     assert not await queue.lease_groups("train", max_groups=1, columns=("scores",), wait_s=0.05)
@@ -224,6 +237,7 @@ async def test_grant_for_other_columns_is_not_lost():
     assert group.columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
 
 
+@in_virtual_time
 async def test_grants_that_fail_to_decode_stay_for_the_next_call():
     queue = queue_of(2)
     await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
@@ -241,6 +255,7 @@ async def test_grants_that_fail_to_decode_stay_for_the_next_call():
     assert not any(phrase.startswith("held") for phrase in phrases)
 
 
+@in_virtual_time
 async def test_pending_grants_do_not_expire_during_other_work():
     queue = queue_of(4)
     uids = {f"0:{i}:0" for i in range(12)}
@@ -254,6 +269,7 @@ async def test_pending_grants_do_not_expire_during_other_work():
     assert sorted(done) == sorted((uid, 1) for uid in uids)
 
 
+@in_virtual_time
 async def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal():
     queue = queue_of(1)
     await queue.admit_prompts([prompt("0:0:0")], 0)
@@ -265,6 +281,7 @@ async def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal():
     assert await queue.commit_columns([(redelivered.lease, rollouts())]) == []
 
 
+@in_virtual_time
 async def test_lost_lease_with_a_refused_commit_is_not_reported_again():
     queue = queue_of(1)
     await queue.admit_prompts([prompt("0:0:0")], 0)
@@ -276,6 +293,7 @@ async def test_lost_lease_with_a_refused_commit_is_not_reported_again():
     assert await queue.commit_columns([(redelivered.lease, rollouts())]) == []
 
 
+@in_virtual_time
 async def test_grants_are_returned_only_after_a_due_renewal():
     shards = local_shards(2)
     queue = ExperienceQueue(shards, "me")
@@ -293,6 +311,7 @@ async def test_grants_are_returned_only_after_a_due_renewal():
     assert {group.uid, second.uid} == set(uids)
 
 
+@in_virtual_time
 async def test_lease_call_ends_in_time_if_a_renewal_hangs():
     shards = local_shards(1)
     queue, clock = ExperienceQueue(shards, "me"), asyncio.get_running_loop().time
@@ -309,6 +328,7 @@ async def test_lease_call_ends_in_time_if_a_renewal_hangs():
     assert await queue.commit_columns([(group.lease, rollouts()), (second.lease, rollouts())]) == []
 
 
+@in_virtual_time
 async def test_lease_that_expired_during_a_pause_is_not_returned():
     queue = queue_of(2)
     await queue.admit_prompts([prompt(f"0:{i}:0") for i in range(8)], 0)

@@ -30,8 +30,7 @@ from tests.buffer.shards import (
     take,
 )
 from tests.fake_shards import MemoryLog
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 # Commits
 
@@ -131,6 +130,7 @@ def test_concurrent_duplicate_commits_are_accepted_once():
     on_shard(test)
 
 
+@in_virtual_time
 async def test_group_is_not_granted_while_its_commit_is_written():
     shard = make_shard(log=MemoryLog(write_s=30.0), hedge_s=1.0)
     await admit(shard, "a", wait_s=100.0)
@@ -149,6 +149,7 @@ async def test_group_is_not_granted_while_its_commit_is_written():
     assert await writing == []
 
 
+@in_virtual_time
 async def test_commit_is_void_if_its_group_ends_while_it_is_written():
     shard = make_shard(log=MemoryLog(write_s=3.0), max_attempts=1)
     await admit(shard, *"ab", wait_s=10.0)
@@ -211,6 +212,7 @@ def test_extra_columns_are_kept():
     on_shard(test)
 
 
+@in_virtual_time
 async def test_journal_error_is_raised_by_the_commit():
     class FullDisk(MemoryLog):
         async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:

@@ -12,8 +12,7 @@ from streamrl.errors import DeadlineError
 from streamrl.messages import GroupOutcome
 from tests.buffer.shards import SCORES, STAGES, admit, do, make_shard, on_shard, put, rollouts, take
 from tests.fake_shards import MemoryLog, recover
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 
 def now() -> float:
@@ -102,6 +101,7 @@ def test_failures_and_expired_leases_count_as_attempts():
     on_shard(test)
 
 
+@in_virtual_time
 async def test_commit_before_expiry_is_accepted():
     shard = make_shard(log=MemoryLog(write_s=5.0))
     await admit(shard, "a", wait_s=10.0)
@@ -340,6 +340,7 @@ def test_overdue_work_can_be_requeued():
 # Restarted shards
 
 
+@in_virtual_time
 async def test_lease_tokens_are_unique_across_incarnations():
     log, tokens = MemoryLog(), list[int]()
     for _ in range(5):
@@ -352,6 +353,7 @@ async def test_lease_tokens_are_unique_across_incarnations():
     assert len(tokens) == 5 and len(set(tokens)) == 5
 
 
+@in_virtual_time
 async def test_lease_tokens_are_unique_even_if_the_open_record_is_damaged():
     log, tokens = MemoryLog(), list[int]()
     for life in range(3):
@@ -366,6 +368,7 @@ async def test_lease_tokens_are_unique_even_if_the_open_record_is_damaged():
     assert len(set(tokens)) == 3
 
 
+@in_virtual_time
 async def test_restart_keeps_leases_of_the_same_session_with_full_term():
     log = MemoryLog()
     shard = make_shard(log=log, session="run", hedge_s=8.0)
@@ -385,6 +388,7 @@ async def test_restart_keeps_leases_of_the_same_session_with_full_term():
     assert await put(shard, (granted[0].lease, rollouts())) == []
 
 
+@in_virtual_time
 async def test_recovered_lease_of_a_dead_holder_expires():
     log = MemoryLog()
     shard = make_shard(log=log, session="run")
@@ -398,6 +402,7 @@ async def test_recovered_lease_of_a_dead_holder_expires():
     assert redelivered.lease.attempt == 2
 
 
+@in_virtual_time
 async def test_leases_of_another_session_are_void():
     log = MemoryLog()
     shard = make_shard(log=log, session="run")

@@ -8,10 +8,10 @@ import pytest
 
 from streamrl.errors import DeadlineError
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
+from tests.virtual_time import in_virtual_time
 
-pytestmark = pytest.mark.virtual_time
 
-
+@in_virtual_time
 async def test_holders_take_turns_without_overlap():
     arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
 
@@ -26,6 +26,7 @@ async def test_holders_take_turns_without_overlap():
     assert log == ["a in", "a out", "b in", "b out", "c in", "c out"]
 
 
+@in_virtual_time
 async def test_work_of_a_holder_runs_concurrently():
     lease = SharedDeviceLease(DeviceArbiter(timeout_s=100.0), "generator-0")
 
@@ -37,6 +38,7 @@ async def test_work_of_a_holder_runs_concurrently():
     assert asyncio.get_running_loop().time() == pytest.approx(5.0)
 
 
+@in_virtual_time
 async def test_pool_is_held_until_the_last_work_ends():
     arbiter = DeviceArbiter(timeout_s=100.0)
     generator_lease = SharedDeviceLease(arbiter, "generator-0")
@@ -53,6 +55,7 @@ async def test_pool_is_held_until_the_last_work_ends():
     assert acquired_at == pytest.approx(7.0)
 
 
+@in_virtual_time
 async def test_lease_deadline_names_the_holder():
     arbiter = DeviceArbiter(timeout_s=3.0)
     await arbiter.acquire("generator-0")
@@ -60,6 +63,7 @@ async def test_lease_deadline_names_the_holder():
         await arbiter.acquire("trainer")
 
 
+@in_virtual_time
 async def test_lease_deadline_restarts_with_progress():
     arbiter = DeviceArbiter(timeout_s=3.0)
     trainer = SharedDeviceLease(arbiter, "trainer")
@@ -79,6 +83,7 @@ async def test_lease_deadline_restarts_with_progress():
 
 
 @pytest.mark.parametrize("order", [1, -1])
+@in_virtual_time
 async def test_grant_at_the_deadline_is_never_lost(order: int):
     arbiter = DeviceArbiter(timeout_s=3.0)
     await arbiter.acquire("trainer")
@@ -96,6 +101,7 @@ async def test_grant_at_the_deadline_is_never_lost(order: int):
     await arbiter.acquire("generator-0")
 
 
+@in_virtual_time
 async def test_end_of_one_piece_of_work_is_progress():
     arbiter = DeviceArbiter(timeout_s=3.0)
     lease = SharedDeviceLease(arbiter, "generator-0")
@@ -111,6 +117,7 @@ async def test_end_of_one_piece_of_work_is_progress():
     await asyncio.gather(*running)
 
 
+@in_virtual_time
 async def test_failed_work_releases_the_pool():
     arbiter = DeviceArbiter(timeout_s=3.0)
     with pytest.raises(RuntimeError, match="boom"):
@@ -120,6 +127,7 @@ async def test_failed_work_releases_the_pool():
         pass
 
 
+@in_virtual_time
 async def test_dead_waiter_gets_no_grant():
     arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
     await arbiter.acquire("trainer")
@@ -141,6 +149,7 @@ async def test_dead_waiter_gets_no_grant():
     assert log == ["reward-0", "generator-0"]
 
 
+@in_virtual_time
 async def test_pool_of_a_dead_holder_goes_to_the_next_waiter():
     arbiter = DeviceArbiter(timeout_s=100.0)
     await arbiter.acquire("generator-0")
@@ -179,6 +188,7 @@ class RemoteArbiter:
         await asyncio.shield(task)
 
 
+@in_virtual_time
 async def test_work_cancelled_while_waiting_releases_a_late_grant():
     arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
     generator_lease = SharedDeviceLease(RemoteArbiter(arbiter), "generator-0")

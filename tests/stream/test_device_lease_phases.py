@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import DeadlineError
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 
 class Decoding:
@@ -34,6 +33,7 @@ class Decoding:
             self.computing -= 1
 
 
+@in_virtual_time
 async def test_holders_of_a_phase_share_the_pool():
     arbiter = DeviceArbiter(timeout_s=100.0, slice_s=60.0)
 
@@ -51,6 +51,7 @@ async def test_holders_of_a_phase_share_the_pool():
     assert asyncio.get_running_loop().time() == pytest.approx(2.0 + 5.0 + 5.0)
 
 
+@in_virtual_time
 async def test_rollouts_are_preempted_after_their_slice_and_resume():
     arbiter, decoding = DeviceArbiter(timeout_s=100.0, slice_s=2.0), Decoding()
     generator_lease = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
@@ -74,6 +75,7 @@ async def test_rollouts_are_preempted_after_their_slice_and_resume():
     assert ended == pytest.approx(6.0 + 3.0, abs=0.2)
 
 
+@in_virtual_time
 async def test_preempted_rollouts_resume_however_late():
     arbiter, decoding = DeviceArbiter(timeout_s=10.0, slice_s=2.0), Decoding()
     generator_lease = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
@@ -89,6 +91,7 @@ async def test_preempted_rollouts_resume_however_late():
     assert asyncio.get_running_loop().time() == pytest.approx(6.0 + 35.0, abs=0.2)
 
 
+@in_virtual_time
 async def test_unsuspendable_work_keeps_the_pool_until_finished():
     arbiter = DeviceArbiter(timeout_s=100.0, slice_s=2.0)
     running = asyncio.create_task(_hold_for(SharedDeviceLease(arbiter, "trainer"), 8.0))
@@ -112,6 +115,7 @@ PIECES = st.lists(
 
 
 @given(PIECES, PIECES, st.floats(0.1, 5.0))
+@in_virtual_time
 async def test_conflicting_phases_never_overlap_and_none_starves(
     rollouts: list[tuple[str, float, float]], steps: list[tuple[str, float, float]], slice_s: float
 ):
@@ -153,6 +157,7 @@ async def test_conflicting_phases_never_overlap_and_none_starves(
 PHASE_SLOTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}}
 
 
+@in_virtual_time
 async def test_phases_without_a_common_device_run_in_parallel():
     arbiter, clock = (
         DeviceArbiter(timeout_s=100.0, slots=PHASE_SLOTS),
@@ -171,6 +176,7 @@ async def test_phases_without_a_common_device_run_in_parallel():
     assert times["train"] == (5.0, 10.0)
 
 
+@in_virtual_time
 async def test_phase_on_many_devices_is_not_starved_by_single_device_phases():
     arbiter, clock = (
         DeviceArbiter(timeout_s=100.0, slots=PHASE_SLOTS),
@@ -192,6 +198,7 @@ async def test_phase_on_many_devices_is_not_starved_by_single_device_phases():
     assert acquired_at == pytest.approx(6.0)
 
 
+@in_virtual_time
 async def test_deadline_names_only_conflicting_holders():
     arbiter = DeviceArbiter(timeout_s=3.0, slots=PHASE_SLOTS)
     await arbiter.acquire("reference-0", "reference")
@@ -212,6 +219,7 @@ async def test_deadline_names_only_conflicting_holders():
     ),
     st.sampled_from([0.0, 1.0, float("inf")]),
 )
+@in_virtual_time
 async def test_no_device_is_in_two_phases_and_every_phase_gets_a_turn(
     slots: dict[str, set[int]], pieces: list[tuple[str, int, float, float]], slice_s: float
 ):
@@ -239,6 +247,7 @@ async def test_no_device_is_in_two_phases_and_every_phase_gets_a_turn(
     await arbiter.acquire("last")
 
 
+@in_virtual_time
 async def test_holder_is_preempted_for_each_conflicting_request():
     """The preemption also follows if the previous request was cancelled."""
     arbiter, clock = DeviceArbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()
@@ -256,6 +265,7 @@ async def test_holder_is_preempted_for_each_conflicting_request():
     assert (preempted, at) == (True, 5.0)
 
 
+@in_virtual_time
 async def test_released_holder_is_not_preempted():
     arbiter, clock = DeviceArbiter(timeout_s=100.0), asyncio.get_running_loop()
     await arbiter.acquire("a")

@@ -15,6 +15,7 @@ from streamrl.stream.group_collector import GroupCollector
 from streamrl.stream.run_state import PipelineConfig
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import Plan
+from tests.virtual_time import in_virtual_time
 
 FILTERING = Plan(
     seed=3,
@@ -75,7 +76,7 @@ def ready(number: int, ended: GroupOutcome | None = None) -> Experience:
     return Experience(lease, 0, info=info, ready_version=0, outcome=ended)
 
 
-@pytest.mark.virtual_time
+@in_virtual_time
 async def test_error_during_the_last_groups_is_raised():
     """The last group is drawn while a filtered group of the same call is being logged."""
     assembler = StepAssembler(max_staleness=0, groups_per_step=2)

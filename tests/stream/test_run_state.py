@@ -34,8 +34,7 @@ from tests.buffer.shards import STAGES
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import FakePrompts, Plan
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 FAILED = GroupOutcome("reward_error", "the verifier is down")
 STALE = GroupOutcome("stale", "tokens beyond pipeline.max_staleness")
@@ -168,6 +167,7 @@ def test_single_attempt_means_no_readmission():
     assert fake_queue.inserted[6:] == [("0:6:0", 0)]
 
 
+@in_virtual_time
 async def test_readmitted_prompt_is_inserted_at_its_logged_version():
     run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
     await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
@@ -187,6 +187,7 @@ def test_end_and_readmission_are_logged_together():
     assert entries == [("admit", uids(6)), ("end", None), ("admit", ["0:1:1"])]
 
 
+@in_virtual_time
 async def test_readmitted_prompt_needs_no_credit():
     run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
     admitting = asyncio.create_task(admit_prompts(run_state, fake_queue))  # type: ignore[arg-type]
@@ -201,6 +202,7 @@ async def test_readmitted_prompt_needs_no_credit():
     assert (asyncio.get_running_loop().time() - ended_at) < 1.5
 
 
+@in_virtual_time
 async def test_training_does_not_wait_for_capacity():
     # Capacity for four groups while six may be in flight: the shard is bounded in bytes.
     bounds = ShardCapacity(100, max_bytes=4000, reserved_group_bytes=1000)
@@ -261,6 +263,7 @@ class LateLog(MemoryLog):
         await asyncio.sleep(1.0)
 
 
+@in_virtual_time
 async def test_log_and_ledger_agree_whenever_the_lock_is_free():
     log = LateLog()
     run_state, fake_queue = make_run_state(log=log), FakeQueue()
@@ -275,6 +278,7 @@ async def test_log_and_ledger_agree_whenever_the_lock_is_free():
     await finishing
 
 
+@in_virtual_time
 async def test_reconcile_removes_unknown_groups_and_inserts_missing_ones():
     shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
     run_state, queue = make_run_state(), ExperienceQueue([shard], "coordinator")
@@ -299,6 +303,7 @@ async def make_oversampling_run_state(factor: float | None) -> tuple[RunState, F
     return run_state, fake_queue
 
 
+@in_virtual_time
 async def test_oversampling_undecided_group_spends_a_fraction_of_a_credit():
     run_state, fake_queue = await make_oversampling_run_state(4.0)
     assert len(fake_queue.inserted) == 24, "four for each of the six slots"
@@ -311,6 +316,7 @@ async def test_oversampling_undecided_group_spends_a_fraction_of_a_credit():
     assert len(fake_queue.inserted) == 25, "19 undecided groups are one too few"
 
 
+@in_virtual_time
 async def test_oversampling_auto_follows_the_recent_keep_rate():
     run_state, fake_queue = await make_oversampling_run_state(None)
     assert len(fake_queue.inserted) == 6, "the keep rate is not yet estimated"
@@ -319,6 +325,7 @@ async def test_oversampling_auto_follows_the_recent_keep_rate():
     assert len(fake_queue.inserted) == 6 + 15, "2.5 for each slot: an estimated keep rate of 4/10"
 
 
+@in_virtual_time
 async def test_surplus_prompts_are_readmitted_first():
     run_state, fake_queue = await make_oversampling_run_state(4.0)
     for version in (1, 2):
@@ -341,6 +348,7 @@ async def test_surplus_prompts_are_readmitted_first():
     assert [uid for uid, _ in fake_queue.inserted[32:]] == [*readmitted, "0:24:0", "0:25:0"]
 
 
+@in_virtual_time
 async def test_late_group_is_an_error_without_oversampling():
     run_state, _ = await make_oversampling_run_state(1.0)
     for version in (1, 2):
@@ -404,6 +412,7 @@ def test_repeatedly_failing_prompts_end_the_run():
         run_with_outcomes(*outcomes, should_readmit_failed=True, max_attempts=100, max_dropped=2)
 
 
+@in_virtual_time
 async def test_resumed_groups_do_not_count_as_dropped():
     shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
     run_state, queue = make_run_state(max_dropped=0), ExperienceQueue([shard], "coordinator")

@@ -23,8 +23,7 @@ from streamrl.stream.stage_worker import (
 from streamrl.telemetry.spans import SpanRecorder
 from tests.buffer.shards import STAGES, prompt, rollouts
 from tests.fake_shards import LocalShard, MemoryLog
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 UIDS = [f"0:{i}:0" for i in range(6)]
 
@@ -76,6 +75,7 @@ async def admit_uids(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
 
 
 @pytest.mark.parametrize(("slots", "batch"), [(1, 1), (3, 1), (4, 2), (9, 9)])
+@in_virtual_time
 async def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, batch: int):
     shard, sampler = make_shard(UIDS), Sampler()
     queue = await admit_uids(shard, UIDS)
@@ -88,6 +88,7 @@ async def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, 
     assert all(columns["lengths"].tolist() == [5, 5] for columns in limits.values())
 
 
+@in_virtual_time
 async def test_results_are_committed_filtered_or_failed_by_type():
     shard = make_shard(UIDS, max_attempts=1)
     sampler = Sampler(uid_1=FilteredGroup("not worth it"), uid_2=RewardError("no verdict"))
@@ -104,6 +105,7 @@ async def test_results_are_committed_filtered_or_failed_by_type():
     ]
 
 
+@in_virtual_time
 async def test_leaving_stage_commits_finished_work_and_leases_nothing():
     shard, sampler = make_shard(UIDS), Sampler(seconds=10.0)
     queue = await admit_uids(shard, UIDS)
@@ -126,6 +128,7 @@ async def test_leaving_stage_commits_finished_work_and_leases_nothing():
     ]
 
 
+@in_virtual_time
 async def test_slow_work_is_kept_by_renewals():
     shard, sampler = make_shard(UIDS, lease_s=4.0), Sampler(seconds=60.0)
     await admit_uids(shard, UIDS[:1])
@@ -139,6 +142,7 @@ async def test_slow_work_is_kept_by_renewals():
     assert figures.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
 
 
+@in_virtual_time
 async def test_lost_work_is_cancelled_and_frees_its_slot():
     shard, sampler = make_shard(UIDS), Sampler(seconds=30.0)
     queue = await admit_uids(shard, UIDS[:1])
@@ -152,6 +156,7 @@ async def test_lost_work_is_cancelled_and_frees_its_slot():
     assert sampler.finished == [UIDS[1]], "the lost group is cancelled"
 
 
+@in_virtual_time
 async def test_group_lost_and_leased_again_by_the_same_holder_is_processed():
     shard, sampler = make_shard(UIDS, max_attempts=9), Sampler(seconds=3.0)
     queue = await admit_uids(shard, UIDS[:1])
@@ -165,6 +170,7 @@ async def test_group_lost_and_leased_again_by_the_same_holder_is_processed():
     assert (await queue.read_columns(UIDS[:1], ("lengths",)))[UIDS[0]]["lengths"].tolist() == [5, 5]
 
 
+@in_virtual_time
 async def test_error_of_the_compute_function_ends_the_loop():
     class Broken(Sampler):
         async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
@@ -184,6 +190,7 @@ def experience(uid: str, token: int = 1, *, attempt: int = 1) -> Experience:
     return Experience(GroupLease(token, uid, "reward", attempt, 0.0), 0)
 
 
+@in_virtual_time
 async def test_wait_for_slots_waits_until_a_slot_is_free():
     in_flight = InFlightWork(ConcurrencyLimit(3))
     assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (3, True)
@@ -195,6 +202,7 @@ async def test_wait_for_slots_waits_until_a_slot_is_free():
     assert (await in_flight.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 3.0)
 
 
+@in_virtual_time
 async def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one():
     in_flight = InFlightWork(ConcurrencyLimit(6, slots_per_group=4))
     assert await in_flight.wait_for_slots() == 2
@@ -216,6 +224,7 @@ async def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one
     assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (2, True)
 
 
+@in_virtual_time
 async def test_task_that_ends_early_releases_all_slots_once():
     in_flight = InFlightWork(ConcurrencyLimit(4, slots_per_group=4))
 
@@ -251,6 +260,7 @@ def test_split_slots_is_proportional_to_completions(count: int, group_size: int,
         )
 
 
+@in_virtual_time
 async def test_lost_lease_cancels_only_its_own_task():
     in_flight = InFlightWork(ConcurrencyLimit(2))
     tasks = [asyncio.ensure_future(asyncio.sleep(100.0)) for _ in range(2)]

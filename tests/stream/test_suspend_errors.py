@@ -6,6 +6,7 @@ import pytest
 
 from streamrl.errors import GenerationError
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
+from tests.virtual_time import in_virtual_time
 
 
 class FailingSuspendable:
@@ -28,7 +29,7 @@ class FailingSuspendable:
 
 
 @pytest.mark.parametrize("fails", ["suspend", "resume"])
-@pytest.mark.virtual_time
+@in_virtual_time
 async def test_failed_suspend_raises_and_releases_the_pool(fails: str):
     arbiter = DeviceArbiter(timeout_s=20.0, slice_s=0.0)
     generator = SharedDeviceLease(arbiter, "generator-0", suspendable=FailingSuspendable(fails))

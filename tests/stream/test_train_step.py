@@ -21,8 +21,7 @@ from streamrl.stream.stage_worker import POLL_WAIT_S
 from streamrl.stream.train_step import ReadyRounds, add_metric_sums, replay_step
 from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 PACE = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
 
@@ -60,6 +59,7 @@ def test_step_is_checked_against_the_queue():
         assert outcome.results_by_role[POLICY].metric_sums["rollouts"] == 8
 
 
+@in_virtual_time
 async def test_steps_after_the_last_checkpoint_are_replayed_identically():
     plan = Plan(seed=5, steps=6, train_s=1.0)
     disk = Disk.empty(plan)
@@ -181,6 +181,7 @@ def test_stop_before_the_first_update_makes_none(
 
 
 @pytest.mark.parametrize("train_s", [1.0, 2.0, 3.0, 4.0])
+@in_virtual_time
 async def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: float):
     times: list[float] = []
 

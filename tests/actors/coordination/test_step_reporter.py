@@ -28,8 +28,7 @@ from streamrl.errors import DeadlineError
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
 from streamrl.stream.protocols import StepResult, TrainStepResult
 from streamrl.telemetry.spans import SpanRecorder
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 SUMS = {
@@ -100,6 +99,7 @@ class Reported:
         return reports  # type: ignore[return-value]
 
 
+@in_virtual_time
 async def test_a_span_across_a_step_boundary_counts_in_both_steps_and_is_traced_once():
     run = Reported()
     working = asyncio.create_task(run.generator.work(3.0))
@@ -115,6 +115,7 @@ async def test_a_span_across_a_step_boundary_counts_in_both_steps_and_is_traced_
     assert [(span.start_s, span.end_s) for span in second.spans] == [(0.0, 3.0)]
 
 
+@in_virtual_time
 async def test_fast_steps_share_a_drain_but_keep_separate_windows():
     run = Reported()
     await asyncio.sleep(1.0)
@@ -131,6 +132,7 @@ async def test_fast_steps_share_a_drain_but_keep_separate_windows():
     assert sum(len(report.spans) for report in reports) == 5
 
 
+@in_virtual_time
 async def test_a_replica_counts_from_joining_until_leaving():
     run, joined_worker = Reported(), Worker("generator-1")
     generators = run.roles[0]
@@ -149,6 +151,7 @@ async def test_a_replica_counts_from_joining_until_leaving():
     assert (len(joined_worker.drains), len(run.generator.drains)) == (1, 2)
 
 
+@in_virtual_time
 async def test_busy_cores_count_each_process_of_the_stages_once():
     run = Reported()
     # Both actors share a process, whose CPU time counts once.
@@ -163,6 +166,7 @@ async def test_busy_cores_count_each_process_of_the_stages_once():
     assert second["cpu/machine"] >= 0.0 and second["cpu/queue"] >= 0.0
 
 
+@in_virtual_time
 async def test_a_sample_is_reported_with_the_step_that_trained_its_group():
     run = Reported()
     run.generator.samples = [{"uid": uid} for uid in "ab"]
@@ -180,6 +184,7 @@ async def test_a_sample_is_reported_with_the_step_that_trained_its_group():
     assert reported == [["a"], ["c"], ["b"], []]
 
 
+@in_virtual_time
 async def test_a_wall_clock_set_back_gives_a_step_of_no_length():
     run = Reported()
     for version, ended_at in enumerate((9.0, 5.0, 12.0)):
@@ -188,6 +193,7 @@ async def test_a_wall_clock_set_back_gives_a_step_of_no_length():
     assert lengths == pytest.approx([9.0, 0.0, 3.0], abs=0.01)
 
 
+@in_virtual_time
 async def test_a_hung_actor_delays_a_report_only_briefly():
     run = Reported()
     await run.rank.work(1.0)
@@ -207,6 +213,7 @@ class Hung:
         raise AssertionError("the caller waited for the hung actor")
 
 
+@in_virtual_time
 async def test_a_failed_drain_ends_the_wait_for_reports():
     run = Reported()
 
@@ -219,6 +226,7 @@ async def test_a_failed_drain_ends_the_wait_for_reports():
         await run.finish()
 
 
+@in_virtual_time
 async def test_a_report_counts_as_delivered_when_the_reader_asks_for_later_ones():
     events, times = DriverEvents(), list[float]()
     clock = asyncio.get_running_loop().time
@@ -241,6 +249,7 @@ async def test_a_report_counts_as_delivered_when_the_reader_asks_for_later_ones(
     assert [*times, clock()] == [2.0, 7.0]
 
 
+@in_virtual_time
 async def test_update_metrics_are_averaged_over_the_updates_of_a_model():
     run, step = Reported(), snapshot(0, ended_at=1.0)
     results = {

@@ -137,7 +137,7 @@ def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
 ):
     config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [99.0 * MB])
-    with pytest.raises(ConfigError, match=r"/dev/shm has 1.0 MB = 100.0 MB - 99.0 MB of Ray's"):
+    with pytest.raises(ConfigError, match=r"/dev/shm has 1.0 MB = 100.0 MB free - 99.0 MB for Ray"):
         plan_transport(config, demands_of(config), token="t")
     # A store larger than /dev/shm is outside it.
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [201.0 * MB])

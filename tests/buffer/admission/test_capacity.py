@@ -23,8 +23,7 @@ from tests.buffer.shards import (
     take,
 )
 from tests.fake_shards import MemoryLog, recover
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 WHOLE_BYTES = sum(len(encode_columns(columns)) for columns in WORK.values())
 """Bytes of the columns of a finished group."""
@@ -76,6 +75,7 @@ def test_admission_inserts_as_many_as_fit():
 @pytest.mark.parametrize(
     "bounds", [ShardCapacity(2), ShardCapacity(9, max_bytes=2999, reserved_group_bytes=1000)]
 )
+@in_virtual_time
 async def test_admissions_being_journaled_occupy_capacity(bounds: ShardCapacity):
     shard = make_shard(bounds=bounds, log=MemoryLog(write_s=1.0))
     entering = [asyncio.create_task(admit(shard, uid, wait_s=5.0)) for uid in "abc"]
@@ -123,6 +123,7 @@ def test_admission_retried_after_removal_does_not_reinsert_the_group():
     on_shard(test, bounds=ShardCapacity(1))
 
 
+@in_virtual_time
 async def test_seen_uids_survive_a_shard_restart_but_not_a_new_session():
     log, removed = MemoryLog(), {}
     shard = make_shard(log=log, session="first")
@@ -149,6 +150,7 @@ def test_seen_uids_are_bounded(monkeypatch: pytest.MonkeyPatch):
     on_shard(test)
 
 
+@in_virtual_time
 async def test_cancelled_admission_releases_its_reservation():
     shard = make_shard(bounds=ShardCapacity(1), log=MemoryLog(write_s=1.0))
     dying = asyncio.create_task(admit(shard, "a", wait_s=5.0))

@@ -14,8 +14,7 @@ from streamrl.buffer.admission.staleness_credits import (
     compute_credit_limit,
 )
 from streamrl.errors import ConfigError
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 
 def make(
@@ -82,6 +81,7 @@ def test_admission_stops_at_total_groups():
     assert admission.num_credits == 4
 
 
+@in_virtual_time
 async def test_wait_for_credit_ends_with_a_published_version():
     ledger = Ledger()
     admission = make(ledger)
@@ -96,6 +96,7 @@ async def test_wait_for_credit_ends_with_a_published_version():
     assert (await waiting) == 4
 
 
+@in_virtual_time
 async def test_wait_for_credit_times_out():
     ledger = Ledger()
     admission = make(ledger)
@@ -104,6 +105,7 @@ async def test_wait_for_credit_times_out():
     assert (await admission.wait_for_credit(3.0)) == 0
 
 
+@in_virtual_time
 async def test_refunded_credit_wakes_the_admission_loop():
     ledger = Ledger()
     admission = make(ledger)

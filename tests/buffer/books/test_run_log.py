@@ -26,8 +26,7 @@ from streamrl.errors import JournalError, LedgerError
 from streamrl.messages import GroupInfo, GroupOutcome, make_uid, parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.fake_shards import MemoryLog
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 FILTERED = GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
 DROPPED = GroupOutcome("deadline", "the verifier is down")
@@ -136,6 +135,7 @@ def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]
     run_virtual(main())
 
 
+@in_virtual_time
 async def test_replayed_step_is_not_logged_again():
     log = MemoryLog()
     run_log = RunLog(Ledger(debug=True), log)
@@ -151,6 +151,7 @@ async def test_replayed_step_is_not_logged_again():
     assert resumed_log.ledger.counts.trained == 2
 
 
+@in_virtual_time
 async def test_step_is_logged_before_the_ledger_changes():
     log = MemoryLog(write_s=5.0)
     run_log = RunLog(Ledger(), log)

@@ -12,10 +12,10 @@ from streamrl.engines.generation.requests_in_flight import (
 )
 from streamrl.messages import FinishReason, Rollout
 from streamrl.simulator.replicas.virtual_loop import run_virtual
+from tests.virtual_time import in_virtual_time
 
-pytestmark = pytest.mark.virtual_time
 
-
+@in_virtual_time
 async def test_a_request_of_finished_rollouts_is_done_at_once():
     finished = Rollout.from_single_turn(
         np.array([1, 2], np.int32),
@@ -32,6 +32,7 @@ async def test_a_request_of_finished_rollouts_is_done_at_once():
     assert all(rollout is finished for rollout in request.build_rollouts())
 
 
+@in_virtual_time
 async def test_a_timeout_is_suspended_while_the_engine_is_paused():
     pause, clock = PauseState(), asyncio.get_running_loop().time
 
@@ -66,6 +67,7 @@ def test_the_engine_resumes_after_the_last_reason_is_removed():
     assert run_virtual(main()) == [False, False, True, False]
 
 
+@in_virtual_time
 async def test_a_timeout_started_while_paused_runs_in_full_after_resume():
     pause, clock = PauseState(), asyncio.get_running_loop().time
     pause.add_reason("update")
@@ -82,6 +84,7 @@ async def test_a_timeout_started_while_paused_runs_in_full_after_resume():
     assert (await task) == pytest.approx(60.0)
 
 
+@in_virtual_time
 async def test_a_finished_call_leaves_no_timeout_behind():
     pause = PauseState()
     async with pause.pausable_timeout(10.0):

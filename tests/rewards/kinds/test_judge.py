@@ -18,6 +18,7 @@ from streamrl.rewards.kinds import openai_client as endpoint_module
 from streamrl.rewards.kinds.openai_client import RateLimiter, parse_retry_after
 from streamrl.rewards.registry import build_rewards
 from tests.rewards.chat_server import MODEL, ChatServer
+from tests.virtual_time import in_virtual_time
 
 CHAT = ({"role": "user", "content": "2+3"},)
 PROMPT = Prompt("0:4:0", np.array([1], np.int32), messages=CHAT, ground_truth="5")
@@ -161,7 +162,7 @@ async def test_tokens_keep_the_rate_limit(server, started):
     )
 
 
-@pytest.mark.virtual_time
+@in_virtual_time
 async def test_the_rate_limiter_is_fifo_and_has_no_burst():
     limiter, passed = RateLimiter(60), []  # one unit a second
 
@@ -175,7 +176,7 @@ async def test_the_rate_limiter_is_fifo_and_has_no_burst():
     assert passed == [(1, 0), (8, 1), (2, 9), (1, 11), (5, 111), (1, 116)]
 
 
-@pytest.mark.virtual_time
+@in_virtual_time
 async def test_the_rate_limiter_without_a_limit_never_waits():
     limiter = RateLimiter(0)
     await asyncio.gather(*(limiter.acquire(1000) for _ in range(9)))

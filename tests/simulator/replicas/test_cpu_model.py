@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from streamrl.simulator.replicas.cpu_model import CpuModel, SerialProcess
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 
 async def run_works(cores: int, works: list[tuple[float, float]]) -> list[float]:
@@ -44,12 +43,14 @@ def test_two_processes_on_two_cores_run_at_full_speed():
     assert run_virtual(run_works(2, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
 
 
+@in_virtual_time
 async def test_crowding_slows_two_processes_on_two_cores():
     machine = CpuModel(2, crowding=0.25)
     await machine.run_work(4.0, processes=2)
     assert asyncio.get_running_loop().time() == 5.0
 
 
+@in_virtual_time
 async def test_work_of_several_processes_ends_together():
     machine = CpuModel(2)
     await machine.run_work(3.0, processes=4)
@@ -68,6 +69,7 @@ def test_total_work_is_bounded_by_the_cores(works: list[tuple[float, float]], co
     assert max(end_times) <= max(at for at, _ in works) + sum(s for _, s in works) + 1e-5
 
 
+@in_virtual_time
 async def test_a_cancelled_timer_does_not_fire():
     machine, rung = CpuModel(), list[str]()
     machine.call_at(1.0, lambda: rung.append("first")).cancel()
@@ -76,6 +78,7 @@ async def test_a_cancelled_timer_does_not_fire():
     assert rung == ["second"]
 
 
+@in_virtual_time
 async def test_a_serial_process_works_through_its_queue():
     machine, clock = CpuModel(2), asyncio.get_running_loop()
     clerk = SerialProcess(machine)

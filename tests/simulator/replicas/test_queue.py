@@ -4,15 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import pytest
-
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL, build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
 from streamrl.simulator.replicas.cpu_model import CpuModel
 from streamrl.simulator.replicas.prompts import SimulatedPrompts
 from streamrl.simulator.replicas.queue import SimulatedGroup, SimulatedQueue
-
-pytestmark = pytest.mark.virtual_time
+from tests.virtual_time import in_virtual_time
 
 FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
 
@@ -46,6 +43,7 @@ async def admit_groups(queue: SimulatedQueue, count: int) -> None:
     await queue.admit_prompts(SimulatedPrompts().draw_prompts(count), 0)
 
 
+@in_virtual_time
 async def test_waiting_replicas_share_ready_groups_in_admission_order():
     queue, replicas = make_queue(), [Replica(4), Replica(4)]
     for replica in replicas:
@@ -54,6 +52,7 @@ async def test_waiting_replicas_share_ready_groups_in_admission_order():
     assert [replica.orders for replica in replicas] == [[0, 1, 2], [3, 4]]
 
 
+@in_virtual_time
 async def test_a_request_covers_the_slots_free_at_its_time():
     queue, replicas = make_queue(), [Replica(1), Replica(1)]
     for replica in replicas:
@@ -64,6 +63,7 @@ async def test_a_request_covers_the_slots_free_at_its_time():
     assert [replica.orders for replica in replicas] == [[0, 2, 3], [1, 4]]
 
 
+@in_virtual_time
 async def test_unfinished_groups_of_a_crashed_replica_are_requeued():
     queue, first, second = make_queue(hop_s=1.0), Replica(3), Replica(3)
     queue.request_groups(GENERATE_CALL.stage, first)
@@ -75,6 +75,7 @@ async def test_unfinished_groups_of_a_crashed_replica_are_requeued():
     assert (second.orders, count) == ([0, 2], 2)
 
 
+@in_virtual_time
 async def test_a_group_reaches_the_next_stage_after_a_hop():
     queue, generator, scorer = make_queue(hop_s=0.5), Replica(2), Replica(2)
     clock = asyncio.get_running_loop()
@@ -96,6 +97,7 @@ async def test_a_group_reaches_the_next_stage_after_a_hop():
     )
 
 
+@in_virtual_time
 async def test_unstreamed_stages_get_the_groups_of_a_step_together():
     queue, generator, scorer = make_queue(streamed=False), Replica(4), Replica(9)
     queue.request_groups(GENERATE_CALL.stage, generator)
@@ -108,6 +110,7 @@ async def test_unstreamed_stages_get_the_groups_of_a_step_together():
     assert assigned == [[], [], [2, 3]]
 
 
+@in_virtual_time
 async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
     queue = SimulatedQueue(
@@ -136,6 +139,7 @@ async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
     assert scored == trained == [0, 2]
 
 
+@in_virtual_time
 async def test_bookkeeping_uses_the_shared_cores():
     machine, clock = CpuModel(1), asyncio.get_running_loop()
     queue = SimulatedQueue(FLOW, machine, hop_s=0.0, books_s=6.0, streamed=True, groups_per_step=2)
@@ -151,6 +155,7 @@ async def test_bookkeeping_uses_the_shared_cores():
     assert [*end_times, clock.time()] == [6.0, 7.0]
 
 
+@in_virtual_time
 async def test_a_trainers_lease_request_takes_a_hop():
     queue, clock = make_queue(hop_s=0.5), asyncio.get_running_loop()
     generator, scorer = Replica(1), Replica(1)

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from streamrl.simulator.replicas.virtual_loop import run_virtual
+from tests.virtual_time import in_virtual_time
 
 
 @pytest.mark.parametrize("polls", [True, False])
@@ -32,7 +33,7 @@ def test_waiting_without_timers_is_a_deadlock(polls: bool):
         run_virtual(forgotten(), polls=polls)
 
 
-@pytest.mark.virtual_time
+@in_virtual_time
 async def test_time_advances_beyond_nanosecond_precision():
     for _ in range(100):
         await asyncio.sleep(1e9 / 3)
