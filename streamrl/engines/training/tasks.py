@@ -1,5 +1,6 @@
 """Training tasks: a task loads a model and computes its loss (policy, critic, or both)."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ LossAndSums = tuple[Tensor, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class TrainingTask:
+class TrainingTask(ABC):
     """Base of the tasks: a model and its loss under the algorithm `spec`.
 
     name: policy or the critic's; the prefix of the metrics. token_columns: columns with an entry
@@ -60,12 +61,13 @@ class TrainingTask:
     options: ModelLoadOptions = field(default=DEFAULT_OPTIONS, kw_only=True)
 
     @property
-    def token_columns(self) -> tuple[str, ...]:
-        raise NotImplementedError
+    @abstractmethod
+    def token_columns(self) -> tuple[str, ...]: ...
 
-    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
-        raise NotImplementedError
+    @abstractmethod
+    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel": ...
 
+    @abstractmethod
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
     ) -> LossAndSums:
@@ -73,21 +75,20 @@ class TrainingTask:
 
         `version` is the policy version that the training step starts from.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def compute_zero_loss(self, forward: ForwardFunction, batch: TensorDict) -> Tensor:
         """Return a loss of 0 for an idle rank.
 
         Its forward and backward pass run the same collectives as those of `compute_loss`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         """Return the divisor of an update's summed loss; 0 if all its tokens are masked.
 
         `sums` are those of `compute_loss`, added over all micro-batches of the update.
         """
-        raise NotImplementedError
 
     def is_saved(self, name: str) -> bool:
         """Return whether saved models contain the parameter of that name."""

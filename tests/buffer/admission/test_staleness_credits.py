@@ -39,10 +39,7 @@ def test_depth_one_admits_two_steps():
 
 
 def test_new_version_brings_credits_for_one_step():
-    ledger = Ledger()
-    admission = make(ledger)
-    for i in range(8):
-        ledger.mark_admitted(str(i), 0)
+    ledger, admission = make_full()
     for i in range(4):
         ledger.mark_trained(str(i))
     assert admission.num_credits == 0, "training alone refunds no credits"
@@ -67,10 +64,7 @@ def test_unpublished_version_brings_no_credits():
 
 
 def test_dropped_group_refunds_its_credit():
-    ledger = Ledger()
-    admission = make(ledger)
-    for i in range(8):
-        ledger.mark_admitted(str(i), 0)
+    ledger, admission = make_full()
     ledger.mark_dropped("3", "deadline")
     assert admission.num_credits == 1
 
@@ -81,12 +75,18 @@ def test_admission_stops_at_total_groups():
     assert admission.num_credits == 4
 
 
-@in_virtual_time
-async def test_wait_for_credit_ends_with_a_published_version():
+def make_full() -> tuple[Ledger, AdmissionController]:
+    """Return an admission controller that has spent all its credits."""
     ledger = Ledger()
     admission = make(ledger)
     for i in range(8):
         ledger.mark_admitted(str(i), 0)
+    return ledger, admission
+
+
+@in_virtual_time
+async def test_wait_for_credit_ends_with_a_published_version():
+    ledger, admission = make_full()
     waiting = asyncio.create_task(admission.wait_for_credit(100.0))
     await asyncio.sleep(5.0)
     assert not waiting.done()
@@ -98,19 +98,13 @@ async def test_wait_for_credit_ends_with_a_published_version():
 
 @in_virtual_time
 async def test_wait_for_credit_times_out():
-    ledger = Ledger()
-    admission = make(ledger)
-    for i in range(8):
-        ledger.mark_admitted(str(i), 0)
+    _, admission = make_full()
     assert (await admission.wait_for_credit(3.0)) == 0
 
 
 @in_virtual_time
 async def test_refunded_credit_wakes_the_admission_loop():
-    ledger = Ledger()
-    admission = make(ledger)
-    for i in range(8):
-        ledger.mark_admitted(str(i), 0)
+    ledger, admission = make_full()
     waiting = asyncio.create_task(admission.wait_for_credit(100.0))
     await asyncio.sleep(5.0)
     ledger.mark_filtered("3")
