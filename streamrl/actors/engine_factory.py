@@ -97,7 +97,8 @@ class FollowerScorer:
 class RealEngineFactory:
     """Builds vLLM generators, transformers scorers, and DeepSpeed or torch trainers.
 
-    Each method runs in the process that hosts the engine. Subclasses must be picklable.
+    The driver sends the factory to all actors, so it must be picklable. Each method runs in the
+    process that hosts the engine. Tests pass subclasses that wrap engines.
     """
 
     async def make_generator(

@@ -84,7 +84,10 @@ def _to_plain(value: Any) -> Any:
 
 
 def _encode_extension(value: Any) -> msgspec.msgpack.Ext:
-    """Encode a value that msgpack lacks as an extension type. Raises TypeError for other values."""
+    """Encode a large integer, Decimal, date, time or non-UTF-8 text of a data row as an extension.
+
+    Raises TypeError for a value of any other type.
+    """
     for base, (code, encode) in _EXTENSION_ENCODERS.items():
         if isinstance(value, base):
             return msgspec.msgpack.Ext(code, encode(value))

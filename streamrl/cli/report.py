@@ -107,7 +107,7 @@ def _print_run_report(arguments: argparse.Namespace) -> int:
         # Raises ConfigError for a cluster that the run does not fit, before any output.
         PlannedRun.from_trace(measured, measured.config, cluster)
     if arguments.json:
-        result = advice_report.run_to_json(measured)
+        result = advice_report.report_to_json(measured)
         if arguments.what_if:
             result |= advice_report.advice_to_json(recommend_settings(measured, cluster))
         print(json.dumps(result))

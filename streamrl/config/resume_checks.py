@@ -51,7 +51,9 @@ def load_run_log(
 
 
 def redraw_prompts(prompts: PromptStream, drawn: Sequence[str], run_dir: Path) -> None:
-    """Advance the prompt stream past the prompts drawn since the checkpoint.
+    """Advance the prompt stream past the prompts drawn since the checkpoint, and check them.
+
+    `check_resume` does so with a copy of the stream before anything starts.
 
     drawn: uids of those prompts in the run log, in order. Raises JournalError if the data now
     yields different prompts.

@@ -63,7 +63,7 @@ def open_saved_dataset(path: str, split: str) -> "Dataset":
 
 @contextmanager
 def _wrap_dataset_errors(path: str) -> Iterator[None]:
-    """Convert errors of reading a saved dataset to ConfigError with the path."""
+    """Convert errors of reading a saved dataset, except OSError, to ConfigError with the path."""
     try:
         yield
     except (ConfigError, OSError):

@@ -282,10 +282,10 @@ def silence_transformers() -> Iterator[None]:
 
 @contextmanager
 def _skip_model_classes() -> Iterator[None]:
-    """Keep transformers from importing a model class along with its config class.
+    """Context in which transformers imports config classes without their model classes.
 
-    transformers imports the model class only to name it in a docstring, which costs two seconds.
-    The block makes the docstring name the config class instead.
+    transformers imports a model class only to name it in a docstring, which costs two seconds. In
+    the context the docstring names the config class instead.
     """
     # `transformers.utils.auto_docstring` as an attribute is a function; import the module by name.
     placeholders = importlib.import_module(

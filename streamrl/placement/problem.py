@@ -45,7 +45,7 @@ class PlacementProblem:
 
     @property
     def placed_stages(self) -> list[str]:
-        """Stages that need devices, in the order of the dataflow."""
+        """Stages that compute with a model and so need devices, in the order of the dataflow."""
         return [call.stage for call in self.dataflow.ordered_calls if self.find_model(call.stage)]
 
 

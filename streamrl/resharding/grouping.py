@@ -72,7 +72,11 @@ class _SplitRatio:
 
     @classmethod
     def from_sizes(cls, train: RankGrid, generate: GenerationSizes, grouping: str) -> "_SplitRatio":
-        """Return the ratios; raise ValueError if the sizes do not divide as `grouping` needs."""
+        """Return training sizes over generation sizes, for tensor ranks and stages.
+
+        Raises ValueError, which names `grouping`, if the sizes do not divide or if the numbers of
+        data replicas or ranks differ.
+        """
         validate_sizes(train, generate)
         divides = not (train.tp_size % generate.tp_size or train.pp_size % generate.pp_size)
         if not divides or train.dp_size != generate.dp_size:

@@ -137,7 +137,10 @@ def find_patterns(source: ModelLayout, target: ModelLayout) -> list[ShardPattern
 
 
 class _ShardForms:
-    """Numbers the distinct forms of shards: local shape, boxes and flat range, without the name."""
+    """Numbers shards: those that differ only in the tensor's name get the same form number.
+
+    A form is shape, box origins and flat range of a TensorShard.
+    """
 
     def __init__(self) -> None:
         self._form_ids: dict[Hashable, int] = {}
@@ -145,7 +148,10 @@ class _ShardForms:
         self._ids_by_shard: dict[int, int] = {}
 
     def list_forms(self, layout: ModelLayout, tensor: str) -> tuple[tuple[int, int], ...]:
-        """Return (rank, form number) of every rank that stores part of a tensor."""
+        """Return (rank, form number) of every rank that stores part of a tensor.
+
+        Tensors of the same shape with equal lists are split equally.
+        """
         return tuple(
             (rank, self._get_form_id(shard))
             for rank, shards in layout.shards.items()

@@ -80,7 +80,10 @@ class RewardScorer:
         self._samples: list[Mapping[str, Any]] = []
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        """Return columns `scores` and `reward/<name>`, float32 [G], or an error, per group."""
+        """Return per group `scores` and `reward/<name>`, float32 [G], a filter verdict or an error.
+
+        Groups of an evaluation are never filtered, and also get the column `answers`.
+        """
         return await asyncio.gather(*(self._score_group(experience) for experience in experiences))
 
     async def score_baseline(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:

@@ -50,7 +50,10 @@ class CrashWatch:
         self._reported_files = {file.name for file in self._list_files()}
 
     def find_new_crashes(self) -> list[CrashRecord]:
-        """Return the crashes of the run's processes since the last call."""
+        """Return the crashes that left a stack file since the last call, or since construction.
+
+        A process killed by SIGKILL leaves none.
+        """
         new_files = [file for file in self._list_files() if file.name not in self._reported_files]
         crashes = [_read_crash(file) for file in new_files if file.stat().st_size]
         self._reported_files |= {Path(crash.stacks).name for crash in crashes}

@@ -28,10 +28,10 @@ Raises WeightsError on failure; a retry may succeed.
 def is_publish_due(
     role: str, version: int, *, every: int, reference: ReferenceConfig, forced: bool
 ) -> bool:
-    """Return True if the followers of a trained role get this version.
+    """Return True if a version of a role's model is published to its followers.
 
-    They get every version that `every` divides, and any version if `forced`. An EMA reference
-    follows its own schedule.
+    A trained model is published every `every` versions, and whenever `forced`; an EMA reference
+    only by its own schedule.
     """
     if role == EMA_REFERENCE:
         return reference.is_updated_at(version)

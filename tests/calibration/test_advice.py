@@ -13,7 +13,7 @@ from streamrl.calibration.advice import (
     recommend_settings,
 )
 from streamrl.calibration.run_trace import RunTrace, load_run_trace
-from streamrl.cli.output.advice_report import describe_run, run_to_json
+from streamrl.cli.output.advice_report import describe_run, report_to_json
 from streamrl.placement.stage_timings import StageTimings, TrainTiming
 from streamrl.rewards.group_filter import FilterConfig
 from tests.calibration.runs import TRUE, play, recipe, write_run
@@ -90,7 +90,7 @@ def test_filter_cost_is_reported_with_oversampling_as_an_option(slow_run: RunTra
     assert "1 prompts are admitted per trained group, and one in 10 is kept" in advice_line
     enough = [replace(step, row={**step.row, "filter/oversample": 9.5}) for step in steps]
     assert len([n for n in describe_run(replace(run, steps=enough)) if "filter" in n]) == 1
-    assert run_to_json(run)["filter"]["share"] == 0.9
+    assert report_to_json(run)["filter"]["share"] == 0.9
     config = replace(run.config, filter=FilterConfig("equal_rewards"))
     assert {"filter.oversample": "auto"} in dict(list_alternatives(config)).values()
 

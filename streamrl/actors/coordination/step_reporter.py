@@ -138,7 +138,7 @@ class StepReporter:
         running.cancel()
 
     def _post_step(self, snapshot: StepSnapshot, spans: Sequence[Span]) -> None:
-        """Compute the metrics row of a step and post its report, with spans for the trace."""
+        """Compute the metrics row of a step and send it to the driver, with spans for the trace."""
         outcome = snapshot.outcome
         # If the wall clock is set back, the step's length is tiny instead of negative.
         end_s = max(outcome.ended_at, self._window_start + 1e-3)

@@ -379,7 +379,7 @@ def _become_worker(request: Mapping[str, Any], files: list[int]) -> NoReturn:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when process `parent` dies."""
+    """Let the kernel kill this fork server or forked Ray worker when process `parent` dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

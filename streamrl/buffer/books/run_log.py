@@ -100,7 +100,7 @@ def _decompress_step(data: bytes) -> bytes:
 
 
 def _encode_schedule(schedule: StepSchedule, group_indices: Mapping[str, int]) -> _EncodedSchedule:
-    """Encode a schedule with the indices of groups in place of their uids."""
+    """Encode a schedule for the run log; uids become indices of groups in the training step."""
     return [
         [
             [[(group_indices[uid], index) for uid, index in picks] for picks in micro_batches]

@@ -17,7 +17,7 @@ from streamrl.messages import Prompt, make_uid
 
 @dataclass(frozen=True)
 class CompletionGroup:
-    """Completions of one prompt row, with the line index of each in the completion file."""
+    """A prompt row and its completions in the JSONL file of `streamrl score`, with line indices."""
 
     prompt: Prompt
     line_indices: Sequence[int]

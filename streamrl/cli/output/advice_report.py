@@ -21,8 +21,8 @@ SUFFICIENT_OVERSAMPLING = 0.7
 """Kept groups per group that a step trains, from which oversampling suffices."""
 
 
-def run_to_json(trace: RunTrace) -> dict[str, Any]:
-    """Return a run's stage loads, filter cost and step metrics as JSON-serializable values."""
+def report_to_json(trace: RunTrace) -> dict[str, Any]:
+    """Return the JSON of `streamrl report`: stage loads, filter cost and step metrics of a run."""
     loads = measure_stage_loads(trace)
     return {
         "steps": len(trace.steps),

@@ -29,7 +29,7 @@ def format_count(number: float) -> str:
 
 
 def format_seconds(number: float) -> str:
-    """Format a number of seconds without unit: three digits, or an integer from 1000 on."""
+    """Format seconds without unit: three significant digits, or an integer from 1000 on."""
     return f"{number:.3g}" if number < 1000 else f"{number:.0f}"  # noqa: PLR2004
 
 

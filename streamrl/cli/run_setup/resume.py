@@ -6,18 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from streamrl.algorithms.adaptive_params import AdaptiveParams
+from streamrl.config.resume_overrides import check_overrides
 from streamrl.config.run_config import RunConfig, RunSettings, load_config
-from streamrl.dataflow import CRITIC, POLICY, CallKind
-from streamrl.engines.reference_config import LEGACY_REFERENCE_FILE, REFERENCE_FILE
 from streamrl.errors import ConfigError
-from streamrl.run_dir.checkpoint import Checkpoint, ResumePoint, find_resume_point, find_run_dir
+from streamrl.run_dir.checkpoint import ResumePoint, find_resume_point, find_run_dir
 from streamrl.run_dir.run_lock import InUseError, RunLock, acquire_run_lock, lock_for_reading
-
-FIXED_TRAINER_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
-"""Trainer settings that determine the parameters in a checkpoint."""
-TRAINER_LAYOUT_SETTINGS = ("backend", "world_size", "tensor_parallel", "zero_stage")
-"""Settings that must not change for checkpoints of the old per-rank format (rank_*.pt)."""
 
 
 @dataclass
@@ -147,14 +140,8 @@ def resume_run(
                 f"--resume {path} run.name={config.run.name}: no checkpoint to fork from"
             )
         resume = replace(resume, should_keep_journal=False)
-    checkpoint = resume.checkpoint
     stored = load_config(folder / "config.yaml", is_rehearsed=True)
-    _check_fixed_settings(stored, config)
-    if checkpoint is not None:
-        roles = [call.role for call in config.dataflow.select_calls(CallKind.TRAIN)]
-        _check_role_files(checkpoint, roles)
-        _check_legacy_layout(checkpoint, stored, config, roles)
-        _check_ema_reference(checkpoint, config.reference.every)
+    check_overrides(stored, config, resume.checkpoint)
     if resume.version >= config.run.steps:
         raise ConfigError(
             f"run.steps={config.run.steps}: the checkpoint is at step {resume.version};"
@@ -185,97 +172,4 @@ def _check_not_nested(config: RunConfig, folder: Path) -> None:
     if folder in target.parents or target in folder.parents:
         raise ConfigError(
             f"run.name={config.run.name}: {target} and {folder} must not contain each other"
-        )
-
-
-def _check_role_files(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
-    """Raise ConfigError if the checkpoint lacks the model or the trainer state of a role."""
-    for folder in (folder for role in roles for folder in checkpoint.get_role_dirs(role)):
-        if not folder.is_dir() or not any(folder.iterdir()):
-            place = folder.relative_to(checkpoint.path)
-            raise ConfigError(f"--resume {checkpoint.path}: {place}/ is missing or empty")
-
-
-def _check_legacy_layout(
-    checkpoint: Checkpoint, stored: RunConfig, config: RunConfig, roles: Sequence[str]
-) -> None:
-    """Raise ConfigError if the trainer layout of a role with an old per-rank checkpoint changes.
-
-    Files in the old format (rank_*.pt) load only with the backend, ranks, tensor parallelism and
-    ZeRO stage that wrote them. stored: config saved with the run. config: the same with overrides.
-    """
-    for role in roles:
-        if not list(checkpoint.get_role_dirs(role)[1].glob("rank_*.pt")):
-            continue
-        section = "trainer" if role == POLICY else f"{role}.trainer"
-        old, new = (vars(c.get_trainer_config(role)) for c in (stored, config))
-        for name in TRAINER_LAYOUT_SETTINGS:
-            if new[name] != old[name]:
-                raise ConfigError(
-                    f"{section}.{name}={new[name]}: {checkpoint.path} has an old format that only"
-                    f" loads with {old[name]}; checkpoints written from now on load with any value"
-                )
-
-
-def _check_ema_reference(checkpoint: Checkpoint, every: int) -> None:
-    """Raise ConfigError unless the resumed run has an EMA reference exactly if the checkpoint has.
-
-    every: reference.every of the resumed run; above 0 with an EMA reference.
-    """
-    state = checkpoint.get_role_dirs(POLICY)[1]
-    was_saved = any((state / name).is_file() for name in (REFERENCE_FILE, LEGACY_REFERENCE_FILE))
-    if was_saved and not every:
-        raise ConfigError(
-            f"reference.every={every}: the reference of {checkpoint.path} has moved; a resumed run"
-            " must keep it moving (reference.every above 0)"
-        )
-    if every and not was_saved:
-        raise ConfigError(
-            f"reference.every={every}: {checkpoint.path} has no moving reference; a resumed run"
-            " must keep reference.every=0"
-        )
-
-
-def _check_fixed_settings(stored: RunConfig, config: RunConfig) -> None:
-    """Raise ConfigError if an override changes a setting on which the checkpoint's state depends.
-
-    stored: config saved with the run. config: the same with overrides.
-    """
-    trained = stored.dataflow.trained_roles
-    for section, role in (("trainer", POLICY), ("critic.trainer", CRITIC)):
-        if role not in trained or role not in config.dataflow.trained_roles:
-            continue
-        old, new = (vars(c.get_trainer_config(role)) for c in (stored, config))
-        for name in FIXED_TRAINER_SETTINGS:
-            if new[name] != old[name]:
-                raise ConfigError(
-                    f"{section}.{name}={new[name]}: a resumed run must keep {old[name]}"
-                )
-    fixed = {
-        "pipeline.groups_per_step": lambda c: c.pipeline.groups_per_step,
-        "critic.shared_coef": lambda c: c.critic.shared_coef,
-        "critic.warmup_alone": lambda c: c.critic.warmup_alone,
-        "algorithm.group_size": lambda c: c.algorithm.group_size,
-        "algorithm.epochs": lambda c: c.algorithm.epochs,
-        "algorithm.mini_batches": lambda c: c.algorithm.mini_batches,
-        "queue.journal.enabled": lambda c: c.queue.journal.enabled,
-    }
-    for key, value in fixed.items():
-        if value(config) != value(stored):
-            raise ConfigError(f"{key}={value(config)}: a resumed run must keep {value(stored)}")
-    old_params, new_params = (
-        AdaptiveParams(c.algorithm.spec, c.algorithm_settings).values for c in (stored, config)
-    )
-    for name in old_params.keys() & new_params.keys():
-        if new_params[name] != old_params[name]:
-            key = f"params.{name}" if name in stored.algorithm_settings.params else name
-            raise ConfigError(
-                f"algorithm.{key}={new_params[name]}: this value adapts during training and is"
-                " restored from the checkpoint; it cannot be set on resume"
-            )
-    before, now = stored.pipeline.max_staleness, config.pipeline.max_staleness
-    if now < before:
-        raise ConfigError(
-            f"pipeline.max_staleness={now}: a resumed run has prompts in flight for {before};"
-            " the bound may only grow"
         )

@@ -402,7 +402,11 @@ def get_cache_dir() -> Path:
 
 
 def _unpack_into_cache(path: str, name: str, unpack: Callable[[str, BinaryIO], None]) -> Path:
-    """Return the path of file `name` in the cache; if missing, `unpack` writes it first."""
+    """Unpack the data file `path` into file `name` of `get_cache_dir()` unless that exists.
+
+    Returns the path of the unpacked file, which `unpack` (path, open file) writes. Raises
+    ConfigError if the cache cannot be written.
+    """
     final = get_cache_dir() / name
     if final.is_file():
         return final

@@ -103,7 +103,7 @@ def _load_legacy_state(
 
 
 def load_legacy_progress(path: Path) -> dict[str, Any]:
-    """Load a rank's file in the format of earlier versions: updates, layout and random states.
+    """Load rank_N.pt, the format before trainer.json: number of updates, layout, random states.
 
     Raises CheckpointError for any other content.
     """

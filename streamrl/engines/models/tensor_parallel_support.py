@@ -81,7 +81,8 @@ def explain_unservable_split(sizes: SplitSizes, ranks: int) -> str:
 def explain_untrainable_split(family: str, sizes: SplitSizes, ranks: int) -> str:
     """Explain why training cannot split a model over `ranks` tensor-parallel ranks; "" if it can.
 
-    `family` is the model_type, or "" for a planner that knows only sizes: every family then passes.
+    `sizes` are those that `ranks` must divide. `family` is the model_type; "" skips the check of
+    the family, for a planner that does not know it.
     """
     if family and family not in TENSOR_PARALLEL_FAMILIES:
         return f"splits models of type {', '.join(TENSOR_PARALLEL_FAMILIES)}, not {family}"

@@ -39,9 +39,10 @@ LocalPiece = tuple[str, TensorBox, Tensor]
 
 
 class PartialWeightLoader:
-    """Loads this rank's part of all parameters into its vLLM worker.
+    """Loads full tensors into one rank of a tensor-parallel vLLM model in a trainer process.
 
-    Callers hold the worker's lock during every call.
+    vLLM keeps the rank's part of each tensor. `get_storage` returns views of these parts, which
+    resharding writes in place. Callers hold the worker's lock during every call.
     """
 
     def __init__(

@@ -172,7 +172,10 @@ class DeviceMemory:
         )
 
     def _peak_items(self, device_range: DeviceRange) -> list[MemoryItem]:
-        """Return the simultaneous items at a device's memory peak, besides the resident bytes."""
+        """Return the active bytes and the KV cache at the memory peak of a device in the range.
+
+        Resident bytes are left out.
+        """
         footprints = {stage: self.footprints[stage] for stage in device_range.stages}
         worst = max(footprints, key=lambda stage: footprints[stage].memory.active_bytes)
         peak = [MemoryItem(worst, footprints[worst].memory.active_bytes)]

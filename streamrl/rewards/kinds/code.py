@@ -124,7 +124,10 @@ class CodeReward(Reward):
     async def _judge_source(
         self, source: str | PatternTimeoutError, tests: Sequence[ProgramTest]
     ) -> RewardResult:
-        """Run a program, retrying infrastructure errors, and convert its outcome to a result."""
+        """Run a program, retrying infrastructure errors, and convert its outcome to a result.
+
+        A PatternTimeoutError in place of a program scores 0 as a timeout.
+        """
         if isinstance(source, PatternTimeoutError):
             return RewardResult(0.0, RewardOutcome.TIMEOUT, detail=str(source))
         options, needs_all = self._options, self._options.score == "all"

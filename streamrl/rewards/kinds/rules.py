@@ -128,7 +128,10 @@ class SymbolicReward(WorkerReward):
         return await asyncio.gather(*(self._judge_completion(truth, text) for text in completions))
 
     async def _judge_completion(self, truth: Any, completion: str) -> RewardResult:
-        """Judge a completion in a worker; the second timeout or memory error is its outcome."""
+        """Judge a completion in a worker; judge again after an error.
+
+        The second timeout or memory error, counted together, gives score 0 with that outcome.
+        """
         num_limit_errors = 0
 
         async def judge_once() -> RewardResult:

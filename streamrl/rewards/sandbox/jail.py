@@ -51,7 +51,7 @@ class JailError(Exception):
 
 
 class JailLostError(Exception):
-    """A jail ended before its driver sent a report, without being killed by the sandbox."""
+    """A jail ended before its process 1 (driver.py) reported; the sandbox did not kill it."""
 
 
 class MemoryLimitError(Exception):

@@ -46,7 +46,7 @@ class CpuModel:
 
     @property
     def now(self) -> float:
-        """Seconds of work that a process busy since the start of the simulation has done."""
+        """Time of the work clock: seconds of work done by now by a process that was always busy."""
         return self._work_s + (self._clock.time() - self._speed_since) * self._speed
 
     def has_passed(self, when: float) -> bool:

@@ -24,10 +24,10 @@ class SimulatedWeightRegistry(WeightRegistry):
 
 
 class VersionFollower(Protocol):
-    """Protocol of a replica with a copy of a trained model."""
+    """Protocol of a simulated replica with a copy of a trained model."""
 
     async def load_version(self, version: int, pause_s: float) -> None:
-        """Load a version of the weights; the replica computes nothing for `pause_s`."""
+        """Simulate loading a version of the weights: compute nothing for `pause_s`."""
         ...
 
     def on_version_loaded(self) -> None:
