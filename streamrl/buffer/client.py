@@ -11,12 +11,17 @@ from functools import partial
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from streamrl.buffer.codec import Blob, decode_columns, encode_columns
+from streamrl.buffer.encoding.column_codec import Blob, decode_columns, encode_columns
+from streamrl.buffer.encoding.prompt_codec import decode_prompt, encode_prompt
+from streamrl.buffer.encoding.wire_types import (
+    ColumnCommit,
+    FinishedGroup,
+    LeaseGrant,
+    get_shard_index,
+)
 from streamrl.buffer.leases import LeaseRequest, OverdueLease
-from streamrl.buffer.prompt_codec import decode_prompt, encode_prompt
 from streamrl.buffer.shard import QueueShard
 from streamrl.buffer.shard_stats import ShardStats, merge_stats
-from streamrl.buffer.wire_types import ColumnCommit, FinishedGroup, LeaseGrant, get_shard_index
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
     ROLLOUT_COLUMNS,

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.buffer.codec import Blob, count_blob_bytes, join_pieces
 from streamrl.buffer.config import StageSchema
+from streamrl.buffer.encoding.column_codec import Blob, count_blob_bytes, join_pieces
 from streamrl.buffer.log.segment_file import JournalRecord, RecordPosition
 from streamrl.errors import ContractError
 from streamrl.messages import GroupInfo, GroupLease, GroupOutcome

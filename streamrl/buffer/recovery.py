@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.codec import Blob
 from streamrl.buffer.config import StageSchema
+from streamrl.buffer.encoding.column_codec import Blob
 from streamrl.buffer.group import (
     GroupState,
     RecordLocation,

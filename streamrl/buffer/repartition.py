@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from streamrl.buffer.encoding.wire_types import get_shard_index
 from streamrl.buffer.group import make_open_record, make_remove_record
 from streamrl.buffer.log.segment_file import (
     CorruptRecord,
@@ -19,7 +20,6 @@ from streamrl.buffer.log.segment_file import (
     segment_path,
 )
 from streamrl.buffer.recovery import SnapshotBase
-from streamrl.buffer.wire_types import get_shard_index
 
 _SINGLE_UID_KINDS = ("admit", "put", "back", "end")
 

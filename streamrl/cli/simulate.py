@@ -11,12 +11,11 @@ from streamrl.cli.arguments.planner_args import (
     HOUR_S,
     add_problem_arguments,
     check_simulation_time,
-    describe_problem,
     read_planner_inputs,
 )
 from streamrl.cli.arguments.run_config import read_config
 from streamrl.cli.output.output_files import check_output_dir
-from streamrl.cli.output.plan_report import simulation_to_json
+from streamrl.cli.output.plan_report import describe_problem, simulation_to_json
 from streamrl.cli.output.text_table import (
     format_count,
     format_percent,

@@ -38,7 +38,7 @@ from streamrl.telemetry.sinks import EventFields, RolloutLog
 from streamrl.telemetry.wandb_sink import preload_wandb
 
 if TYPE_CHECKING:
-    from streamrl.actors.coordinator import RunResult
+    from streamrl.actors.coordination.coordinator import RunResult
     from streamrl.actors.launch.driver import RunSession
     from streamrl.config.preflight import PreparedRun
     from streamrl.data.prompt_stream import PromptStream

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from streamrl.buffer.admission.staleness_credits import check_shard_bytes, max_group_bytes
+from streamrl.buffer.staleness_credits import check_shard_bytes, max_group_bytes
 from streamrl.config.cross_checks import count_trained_steps
 from streamrl.config.role_counts import assign_slots, count_actors, with_placement_mode
 from streamrl.config.run_config import RunConfig

@@ -11,11 +11,11 @@ from typing import Any
 
 from streamrl.buffer import Ledger, StageSchema
 from streamrl.buffer.books.run_log import RecoveredRunLog, TrainedStep, read_log, recover_run_log
+from streamrl.buffer.encoding.prompt_codec import decode_prompt
+from streamrl.buffer.encoding.wire_types import get_shard_index
 from streamrl.buffer.group import ShardState
-from streamrl.buffer.prompt_codec import decode_prompt
 from streamrl.buffer.recovery import recover_state
 from streamrl.buffer.repartition import repartition_journals
-from streamrl.buffer.wire_types import get_shard_index
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import POLICY, CallKind, Dataflow
@@ -101,8 +101,8 @@ def check_resume(
 def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
     """Raise CheckpointError if a model or trainer state in the checkpoint is lost or damaged."""
     from streamrl.engines.checkpoint.sharded_state import PROGRESS_FILE, check_saved_state
-    from streamrl.engines.checkpoint.trainer_checkpoint import load_legacy_progress
     from streamrl.engines.models.supported_models import check_weight_files
+    from streamrl.engines.training.trainer_checkpoint import load_legacy_progress
 
     check_files(checkpoint)
     for role in (call.role for call in dataflow.select_calls(CallKind.TRAIN)):

@@ -15,9 +15,9 @@ from yaml import YAMLError
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.algorithm import AlgorithmSettings
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.buffer.admission.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
-from streamrl.buffer.admission.staleness_credits import check_capacity
+from streamrl.buffer.assembly.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
 from streamrl.buffer.config import QueueConfig
+from streamrl.buffer.staleness_credits import check_capacity
 from streamrl.config.cross_checks import (
     check_algorithm,
     check_consistency,

@@ -8,7 +8,7 @@ from typing import Any
 
 import networkx as nx
 
-from streamrl.buffer.admission.staleness_credits import max_group_bytes
+from streamrl.buffer.staleness_credits import max_group_bytes
 from streamrl.config.cross_checks import find_conflict_at_any_size
 from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig

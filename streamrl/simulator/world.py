@@ -15,7 +15,7 @@ from typing import cast
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, Ledger, StepAssembler
-from streamrl.buffer.admission.oversampling import MAX_FACTOR, OversamplingController
+from streamrl.buffer.assembly.oversampling import MAX_FACTOR, OversamplingController
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind
 from streamrl.pipeline import admit_prompts, train_policy
 from streamrl.simulator.replicas.context import SimulationContext

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.ledger import LedgerCounts
-from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.buffer.shard_stats import ShardStats
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.stream.protocols import FilterTally

@@ -16,8 +16,8 @@ from streamrl.buffer import (
     ShardPlan,
     StageSchema,
 )
-from streamrl.buffer.codec import Blob, decode_columns, join_pieces
 from streamrl.buffer.durable_shard import open_shard
+from streamrl.buffer.encoding.column_codec import Blob, decode_columns, join_pieces
 from streamrl.buffer.log.journal import JournalConfig
 from streamrl.buffer.log.segment_file import delete_segments_from, list_segments, segment_path
 from streamrl.buffer.recovery import SnapshotBase

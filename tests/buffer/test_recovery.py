@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import QueueShard, ShardCapacity
-from streamrl.buffer.codec import Blob, decode_columns, join_pieces
+from streamrl.buffer.encoding.column_codec import Blob, decode_columns, join_pieces
 from streamrl.buffer.group import ShardState, StageColumns
 from streamrl.buffer.log.journal import Journal, JournalConfig, RecordLog
 from streamrl.buffer.log.segment_file import CorruptRecord, list_segments, segment_path

@@ -10,7 +10,8 @@ import pytest
 
 from streamrl.buffer import Ledger, RunLog
 from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
-from streamrl.buffer.books.run_log import TrainedGroup, TrainedStep
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
+from streamrl.buffer.books.run_log import TrainedStep
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import list_segments, segment_path
 from streamrl.cli.main import main

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamrl.actors.actor_context import MAX_LEASE_WAIT_S
-from streamrl.actors.coordination.step_reporter import RoleActors
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.config.run_config import RunConfig
 from streamrl.errors import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.math.masks import apply_mask
-from streamrl.algorithms.options import ADVANTAGE_SCALES, SINGLE_ROLLOUT_MODES
+from streamrl.algorithms.math.options import ADVANTAGE_SCALES, SINGLE_ROLLOUT_MODES
 
 
 def _result_dtype(scores: Tensor) -> torch.dtype:

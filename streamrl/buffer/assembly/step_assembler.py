@@ -4,11 +4,23 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
-from streamrl.buffer.admission.oversampling import OversamplingController
-from streamrl.buffer.books.run_log import TrainedGroup
+from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.errors import StaleGroupError
-from streamrl.messages import Experience
+from streamrl.messages import Experience, GroupInfo
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    """A group that a training step trained.
+
+    ready_version: version that was in training when the group became ready.
+    """
+
+    uid: str
+    info: GroupInfo
+    ready_version: int
 
 
 class StepAssembler:

@@ -22,7 +22,13 @@ from typing import Any, BinaryIO
 import msgspec
 import xxhash
 
-from streamrl.buffer.codec import Blob, Buffer, count_blob_bytes, join_pieces, split_pieces
+from streamrl.buffer.encoding.column_codec import (
+    Blob,
+    Buffer,
+    count_blob_bytes,
+    join_pieces,
+    split_pieces,
+)
 from streamrl.errors import JournalError
 from streamrl.files.atomic_write import open_new_file, wrap_os_errors
 from streamrl.files.bounded_read import open_regular_file, parse_json

@@ -36,7 +36,7 @@ from streamrl.data.reading.formats import (
     wrap_read_errors,
     wrap_text_errors,
 )
-from streamrl.data.saved_dataset import open_saved_dataset
+from streamrl.data.reading.saved_dataset import open_saved_dataset
 from streamrl.errors import ConfigError, DataError
 from streamrl.files.atomic_write import sync_and_rename
 from streamrl.files.bounded_read import MIB, open_regular_file, read_lines

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from streamrl.actors.coordination.evaluator import RoundRobinReplicas, RunEvaluator
-from streamrl.actors.coordination.step_reporter import RoleActors
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.config.run_config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL

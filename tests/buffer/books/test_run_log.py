@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from streamrl.buffer import Ledger, RunLog
 from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.run_log import (
-    TrainedGroup,
     TrainedStep,
     read_history,
     read_log,
     recover_run_log,
 )
-from streamrl.buffer.codec import join_pieces
+from streamrl.buffer.encoding.column_codec import join_pieces
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import JournalRecord, segment_path
 from streamrl.errors import JournalError, LedgerError

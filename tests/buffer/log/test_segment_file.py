@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer.codec import Blob, join_pieces
+from streamrl.buffer.encoding.column_codec import Blob, join_pieces
 from streamrl.buffer.log import segment_file
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import (

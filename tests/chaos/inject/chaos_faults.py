@@ -395,7 +395,7 @@ PATCHES = {
     "streamrl.buffer.shard": shard,
     "streamrl.buffer.log.journal": journal,
     "streamrl.buffer.recovery": recovery,
-    "streamrl.actors.trainer_group": trainer_group,
+    "streamrl.actors.coordination.trainer_group": trainer_group,
     "streamrl.buffer.books.run_log": books,
     "streamrl.run_dir.checkpoint": checkpoint,
     "streamrl.engines.training.trainer": model_trainer,

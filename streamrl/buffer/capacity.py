@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from streamrl.buffer.codec import Blob, count_blob_bytes
 from streamrl.buffer.config import ShardCapacity
+from streamrl.buffer.encoding.column_codec import Blob, count_blob_bytes
 from streamrl.buffer.group import GroupState, ShardState
 from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.errors import DeadlineError

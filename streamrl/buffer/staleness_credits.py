@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from streamrl.buffer.admission.oversampling import OversamplingController
+from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.books.ledger import Ledger
 from streamrl.dataflow import Dataflow
 from streamrl.errors import ConfigError

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import AdmissionController, Ledger
-from streamrl.buffer.admission.staleness_credits import (
+from streamrl.buffer.staleness_credits import (
     check_capacity,
     check_shard_bytes,
     compute_credit_limit,

@@ -21,14 +21,15 @@ from streamrl.actors.coordination.driver_events import (
     StepReport,
 )
 from streamrl.actors.coordination.evaluator import RunEvaluator
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.coordination.run_persistence import RunPersistence
-from streamrl.actors.coordination.step_reporter import RoleActors, StepReporter, StepSnapshot
+from streamrl.actors.coordination.step_reporter import StepReporter, StepSnapshot
+from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.actors.liveness import PingableActor
-from streamrl.actors.trainer_group import TrainerGroup
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
-from streamrl.buffer.admission.oversampling import OversamplingController
+from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.leases import OverdueLease
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, REWARD_CALL, CallKind
