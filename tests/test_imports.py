@@ -136,7 +136,7 @@ def test_rule_based_rewards_load_no_torch(tmp_path: Path):
         from streamrl.rewards.registry import build_rewards
         from streamrl.rewards.interface.config import SandboxConfig
         from streamrl.rewards.group_filter import FilterConfig, build_group_filter
-        from streamrl.rewards.scorer import RewardScorer
+        from streamrl.rewards.reward_scorer import RewardScorer
         rewards = build_rewards(
             [RewardConfig(kind="exact")], RewardContext(ScorerConfig(), SandboxConfig())
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from streamrl.dataflow import CallKind
 from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.costs.generate import generator_timing
+from streamrl.placement.costs.generate_timing import generator_timing
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem

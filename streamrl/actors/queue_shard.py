@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from streamrl.actors.liveness import PingableActor
-from streamrl.actors.transport.object_store import (
+from streamrl.actors.transport.blob_store import (
     has_stored_blobs,
     is_large,
     resolve_reply,

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.config_args import read_config
 from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
     read_planner_inputs,
 )
-from streamrl.cli.arguments.run_config import read_config
 from streamrl.cli.arguments.staleness_args import (
     DEFAULT_BOUNDS,
     parse_bounds,

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.completion_files import CompletionGroup, read_completion_groups
-from streamrl.cli.arguments.run_config import read_config
+from streamrl.cli.arguments.config_args import read_config
 from streamrl.cli.output.score_summary import summarize_scores
 from streamrl.config.run_config import RunConfig, build_config
 from streamrl.data.files import DataFile
@@ -28,8 +28,8 @@ from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.registry import build_rewards
+from streamrl.rewards.reward_scorer import describe_completion
 from streamrl.rewards.reward_set import COSTS, RewardSet
-from streamrl.rewards.scorer import describe_completion
 
 EXIT_FAILED = 1
 PASS, WRONG, INFRA_ERROR = (

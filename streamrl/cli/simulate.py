@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_path
+from streamrl.cli.arguments.config_args import read_config
 from streamrl.cli.arguments.planner_args import (
     HOUR_S,
     add_problem_arguments,
     check_simulation_time,
     read_planner_inputs,
 )
-from streamrl.cli.arguments.run_config import read_config
 from streamrl.cli.output.output_files import check_output_dir
 from streamrl.cli.output.plan_report import describe_problem, simulation_to_json
 from streamrl.cli.output.text_table import (

@@ -23,11 +23,11 @@ from streamrl.simulator.replicas.cpu_model import CpuModel
 from streamrl.simulator.replicas.device_leases import TRAINER_PHASE, DeviceLeases
 from streamrl.simulator.replicas.failures import FailureModel, NodeCrash, sample_failure_times
 from streamrl.simulator.replicas.generators import GeneratorPool, SimulatedGenerator
-from streamrl.simulator.replicas.prompts import CompletionLengths, SimulatedPrompts
-from streamrl.simulator.replicas.queue import SimulatedQueue
 from streamrl.simulator.replicas.recorder import ProcessRecordings
-from streamrl.simulator.replicas.run_log import SimulatedRunLog
 from streamrl.simulator.replicas.scorers import SimulatedScorer
+from streamrl.simulator.replicas.simulated_prompts import CompletionLengths, SimulatedPrompts
+from streamrl.simulator.replicas.simulated_queue import SimulatedQueue
+from streamrl.simulator.replicas.simulated_run_log import SimulatedRunLog
 from streamrl.simulator.replicas.trainers import SimulatedTrainer, publish_reference
 from streamrl.simulator.replicas.weight_followers import SimulatedWeightRegistry
 from streamrl.simulator.results import name_processes

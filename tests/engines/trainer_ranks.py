@@ -32,9 +32,9 @@ from tests.engines.tiny_qwen import publish_to_disk
 from tests.engines.trainer_layouts import CUTS, Layout
 
 if TYPE_CHECKING:
+    from streamrl.engines.training.model_trainer import ModelTrainer
     from streamrl.engines.training.pretraining import PretrainingLoss
     from streamrl.engines.training.tasks import TrainingTask
-    from streamrl.engines.training.trainer import ModelTrainer
 
 TEMPERATURE = 0.8
 # Adam turns near-zero gradients (those of key biases) into steps of this size in a direction that
@@ -118,10 +118,10 @@ class RankJob:
         task: "TrainingTask | None" = None,
         **changes: Any,
     ) -> "ModelTrainer":
-        from streamrl.engines.training.tasks import CriticTask, PolicyTask
-        from streamrl.engines.training.trainer import (
+        from streamrl.engines.training.model_trainer import (
             ModelTrainer,  # an import of seconds, which pytest's process need not pay
         )
+        from streamrl.engines.training.tasks import CriticTask, PolicyTask
 
         if layout.world_size > 1:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop()))

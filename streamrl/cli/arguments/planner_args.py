@@ -9,7 +9,7 @@ from typing import Any
 
 from streamrl.calibration.run_trace import load_run_lengths
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.arguments.run_config import add_config_arguments
+from streamrl.cli.arguments.config_args import add_config_arguments
 from streamrl.config.run_config import RunConfig
 from streamrl.config.to_planner_problem import (
     PlannerRequest,

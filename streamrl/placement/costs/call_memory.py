@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.generate import kv_token_bytes
-from streamrl.placement.costs.score import groups_in_batch
+from streamrl.placement.costs.generate_timing import kv_token_bytes
+from streamrl.placement.costs.score_timing import groups_in_batch
 from streamrl.placement.costs.traffic import SHARDS_PARAMETERS
-from streamrl.placement.costs.train import (
+from streamrl.placement.costs.train_timing import (
     SHARDS_GRADIENTS,
     SHARDS_OPTIMIZER,
     num_micro_batches,

@@ -22,12 +22,12 @@ from streamrl.placement.costs.call_memory import (
 )
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.device_memory import CallFootprint, DeviceMemory
-from streamrl.placement.costs.generate import generator_timing
+from streamrl.placement.costs.generate_timing import generator_timing
 from streamrl.placement.costs.lora_traffic import LoraTraffic
 from streamrl.placement.costs.param_shards import stage_params
-from streamrl.placement.costs.score import rule_timing, score_timing
+from streamrl.placement.costs.score_timing import rule_timing, score_timing
 from streamrl.placement.costs.traffic import TransferCost, WeightTraffic
-from streamrl.placement.costs.train import train_timing
+from streamrl.placement.costs.train_timing import train_timing
 from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import CallMemory, PlacementProblem

@@ -12,7 +12,7 @@ from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.call_memory import TrainStateBytes
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.costs.train import train_timing
+from streamrl.placement.costs.train_timing import train_timing
 from streamrl.placement.lora_params import add_lora_adapters
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES

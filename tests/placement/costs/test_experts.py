@@ -17,7 +17,7 @@ from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.collectives import build_parallel_groups
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.costs.generate import decode_step_params
+from streamrl.placement.costs.generate_timing import decode_step_params
 from streamrl.placement.costs.param_shards import max_stage_params
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape

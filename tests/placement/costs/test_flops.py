@@ -9,7 +9,7 @@ from streamrl.placement.costs.flops import (
     token_flops,
     train_passes,
 )
-from streamrl.placement.costs.generate import decode_step_params, kv_token_bytes
+from streamrl.placement.costs.generate_timing import decode_step_params, kv_token_bytes
 from streamrl.placement.costs.param_shards import max_stage_params, stage_params
 from streamrl.placement.model_shapes import MODEL_SHAPES
 

@@ -14,7 +14,7 @@ from streamrl.placement.steady_state.stragglers import (
     slowest_replica_factor,
 )
 from streamrl.placement.workload import EmpiricalLengths, LognormalLengths, Workload
-from streamrl.simulator.replicas.engine import SimulatedEngine
+from streamrl.simulator.replicas.simulated_engine import SimulatedEngine
 from tests.placement.simple_costs import sampler
 
 TIMING = sampler(0.01, rollout_s=0.001, replicas=2, max_running=8)
