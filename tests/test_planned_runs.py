@@ -196,7 +196,9 @@ def test_train_accepts_every_placement_that_a_plan_may_choose(name: str, bound: 
                 continue
             placement = choices.make_placement(assignments, bound)
             kv_cache_bytes = (
-                costs.kv_cache_bytes(placement) if has_shared_generator_devices(placement) else None
+                costs.compute_kv_cache_bytes(placement)
+                if has_shared_generator_devices(placement)
+                else None
             )
             run = apply_placement(config, placement, kv_cache_bytes=kv_cache_bytes)
             capacity = ClusterCapacity(cpus=cluster.num_devices + 8, gpus=cluster.num_devices)

@@ -129,7 +129,9 @@ def policy_loss(
     mask = batch["loss_mask"]
     current = apply_mask(logprobs, mask)
     sampling = apply_mask(batch["generator_logprobs"], mask)
-    proximal = apply_mask(_proximal_logprobs(settings, batch, current.detach(), version), mask)
+    proximal = apply_mask(
+        _compute_proximal_logprobs(settings, batch, current.detach(), version), mask
+    )
     is_decoupled = settings.correction.proximal != "generator"
     log_ratio = current - (proximal if is_decoupled else sampling)
     off_policy_log_ratio = proximal - sampling
@@ -196,7 +198,7 @@ def shared_value_loss(
     return loss, {SHARED_CRITIC_PREFIX + name: value for name, value in sums.items()}
 
 
-def _proximal_logprobs(
+def _compute_proximal_logprobs(
     settings: AlgorithmSettings, batch: Mapping[str, Tensor], current: Tensor, version: int
 ) -> Tensor:
     """Return the logprobs of the proximal policy, against which the loss clips: [B, T]."""

@@ -16,8 +16,8 @@ from streamrl.buffer.log.segment_file import (
     JournalRecord,
     SegmentWriter,
     check_first_segment,
+    get_segment_path,
     replay_segments,
-    segment_path,
 )
 from streamrl.buffer.recovery import SnapshotBase
 
@@ -39,7 +39,7 @@ def repartition_journals(
         files = []
         for target in targets:
             target.mkdir(parents=True)
-            files.append(open_files.enter_context(SegmentWriter(segment_path(target, 1))))
+            files.append(open_files.enter_context(SegmentWriter(get_segment_path(target, 1))))
         for journal, base in sources:
             check_first_segment(journal, base.first_segment)
             incarnation, is_damaged = 0, False

@@ -224,7 +224,7 @@ class QueueShard:
             if now >= deadline:
                 return []
             self._wake_events[stage].clear()
-            pause = min(deadline, self._lease_table.next_change_time(stage)) - now
+            pause = min(deadline, self._lease_table.find_next_change_time(stage)) - now
             await _wait_for_event(self._wake_events[stage], pause)
 
     async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:

@@ -43,7 +43,7 @@ BLOB_OVERHEAD_BYTES = 2048
 """Upper bound of a safetensors header per stage: names and dtypes of its columns."""
 
 
-def max_group_bytes(
+def bound_group_bytes(
     dataflow: Dataflow, components: Sequence[str], *, rollouts: int, tokens: int
 ) -> int:
     """Return the largest size of one group's columns in the queue, bytes.

@@ -297,7 +297,7 @@ def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
     """Return the run's config with the best placement, ready to start on the cluster."""
     placement, problem = report.best_point.candidate.placement, report.problem
     is_bounded = problem.cluster.is_cpu or has_shared_generator_devices(placement)
-    kv_cache_bytes = costs.kv_cache_bytes(placement) if is_bounded else None
+    kv_cache_bytes = costs.compute_kv_cache_bytes(placement) if is_bounded else None
     placed = apply_placement(report.config, placement, kv_cache_bytes=kv_cache_bytes)
     return configure_for_cluster(
         placed, problem.cluster, longest_tokens=problem.workload.max_rollout_tokens

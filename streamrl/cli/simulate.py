@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{problem.cluster}: {why}")
     steps = arguments.steps
     if steps is None:
-        lead = problem.run_options.max_steps_ahead(placement.max_staleness)
+        lead = problem.run_options.get_max_steps_ahead(placement.max_staleness)
         steps = max(DEFAULT_STEPS, choose_num_steps(problem.workload.groups_per_step, lead))
     timings = costs.predict_timings(placement)
     estimated_s = estimate_simulation_s(problem.workload, steps=steps, generator=timings.generator)
@@ -190,7 +190,7 @@ def _check_progress(
     calls = costs.problem.dataflow.select_calls(CallKind.TRAIN)
     trained = {call.stage: placement.assignments[call.stage] for call in calls}
     step_s = max(costs.call_duration_s(stage, assignment) for stage, assignment in trained.items())
-    first_s = costs.first_rollouts_s(placement.assignments[GENERATE_CALL.stage])
+    first_s = costs.estimate_first_rollouts_s(placement.assignments[GENERATE_CALL.stage])
     meshes = [assignment.mesh for assignment in trained.values()]
     try:
         failures.check_progress(meshes, first_s=first_s, step_s=step_s, steps=steps)

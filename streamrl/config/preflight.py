@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from streamrl.buffer.staleness_credits import check_shard_bytes, max_group_bytes
+from streamrl.buffer.staleness_credits import bound_group_bytes, check_shard_bytes
 from streamrl.config.cross_checks import count_trained_steps
 from streamrl.config.role_counts import assign_slots, count_actors, with_placement_mode
 from streamrl.config.run_config import RunConfig
@@ -330,7 +330,7 @@ def check_worker_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | No
 
 def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
     """Return the bytes of the largest group that the run can store in the queue."""
-    return max_group_bytes(
+    return bound_group_bytes(
         prepared.dataflow,
         prepared.component_columns,
         rollouts=config.algorithm.group_size,

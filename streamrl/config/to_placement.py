@@ -8,7 +8,7 @@ from typing import Any
 
 import networkx as nx
 
-from streamrl.buffer.staleness_credits import max_group_bytes
+from streamrl.buffer.staleness_credits import bound_group_bytes
 from streamrl.config.cross_checks import find_conflict_at_any_size
 from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig
@@ -144,7 +144,7 @@ def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens
     components = [COMPONENT_PREFIX + reward.component_name for reward in config.rewards]
     components += [COST_PREFIX + cost.component_name for cost in config.costs]
     rollouts = config.algorithm.group_size
-    group_bytes = max_group_bytes(
+    group_bytes = bound_group_bytes(
         config.dataflow, components, rollouts=rollouts, tokens=longest_tokens
     )
     step_bytes = config.pipeline.groups_per_step * group_bytes * config.queue.shards
@@ -277,8 +277,8 @@ class RunnablePlacementCosts:
             return math.inf
         return self._costs.call_duration_s(stage, assignment)
 
-    def first_rollouts_s(self, assignment: CallAssignment) -> float:
-        return self._costs.first_rollouts_s(assignment)
+    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
+        return self._costs.estimate_first_rollouts_s(assignment)
 
     def explain_infeasible(self, placement: Placement) -> str:
         return self._costs.explain_infeasible(placement) or self._find_run_problem(placement)

@@ -39,7 +39,7 @@ def render_timeline(
     ]
     start = min((interval.start_s for interval in placed_intervals), default=0.0)
     end = max((interval.end_s for interval in placed_intervals), default=1.0)
-    left = PADDING + max(_text_width(f"devices {row}") for row in rows) + PADDING
+    left = PADDING + max(_measure_text_width(f"devices {row}") for row in rows) + PADDING
     height = HEADER_HEIGHT + ROW_HEIGHT * len(rows) + FOOTER_HEIGHT
     root = _create_canvas(title, (left + CHART_WIDTH + PADDING, height))
     scale = CHART_WIDTH / max(end - start, 1e-12)
@@ -58,7 +58,7 @@ def render_timeline(
             label = f"{interval.stage}, step {interval.step + 1}"
             duration = f"{interval.start_s - start:.3g} to {interval.end_s - start:.3g} s"
             ET.SubElement(box, "title").text = f"{label}: {duration}"
-            if _text_width(interval.stage) + 6 < size[0] and size[1] > LABEL_PX:
+            if _measure_text_width(interval.stage) + 6 < size[0] and size[1] > LABEL_PX:
                 middle = place[1] + size[1] / 2 + 4
                 _add_text(root, interval.stage, (place[0] + size[0] / 2, middle), anchor="middle")
     _draw_axis(root, (left, HEADER_HEIGHT + ROW_HEIGHT * len(rows)), end - start, scale)
@@ -114,7 +114,7 @@ def round_tick(least: float) -> float:
     return next(power * times for times in (1, 2, 5, 10) if power * times >= least * (1 - 1e-9))
 
 
-def _text_width(line: str) -> float:
+def _measure_text_width(line: str) -> float:
     return len(line) * LABEL_PX * CHARACTER_EM
 
 

@@ -49,7 +49,7 @@ from streamrl.weights.versions import (
     ReaderState,
     WeightFault,
     WeightRegistry,
-    weight_metrics,
+    compute_weight_metrics,
 )
 
 REFUSALS_PER_RESEND = 2
@@ -321,7 +321,7 @@ class CoordinatorActor(PingableActor):
         evaluation = await self._evaluate_if_due()
         registries = self._run_state.publisher.registries
         sync_stats = {role: registry.drain_stats() for role, registry in registries.items()}
-        weights = weight_metrics(sync_stats.pop(POLICY), list(sync_stats.values()))
+        weights = compute_weight_metrics(sync_stats.pop(POLICY), list(sync_stats.values()))
         row = {**weights, "weights/version": admission.version}
         row |= post_skipped_rows(self._prompts, self._driver_events)
         self._step_reporter.add_step(StepSnapshot(outcome, row, evaluation))

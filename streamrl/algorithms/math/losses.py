@@ -218,14 +218,14 @@ def divergence_masked_loss(
     probabilities, "kl" the KL divergence of the binary choice "this token or another". Source: Qi
     et al. 2026 (DPPO). Raises ValueError on an unknown `kind`.
     """
-    is_trainable = _trainable_mask(
+    is_trainable = _find_trainable_mask(
         log_ratio.detach(), advantages, logprobs.detach(), kind, (low, high)
     )
     weights = probability_ratio(log_ratio).detach().clamp(max=cap)
     return torch.where(is_trainable, -weights * advantages * logprobs, 0.0)
 
 
-def _trainable_mask(
+def _find_trainable_mask(
     log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, kind: str, bounds: tuple[float, float]
 ) -> Tensor:
     """Return the tokens that `divergence_masked_loss` does not mask; `bounds` are (low, high)."""

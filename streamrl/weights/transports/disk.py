@@ -216,7 +216,7 @@ class DiskReader(TransportReader):
         return data
 
 
-def latest_version(directory: Path) -> int:
+def read_latest_version(directory: Path) -> int:
     """Return the newest complete version in a publisher's directory; -1 if there is none."""
     try:
         return int(os.readlink(directory / LATEST_LINK)[1:])

@@ -202,7 +202,7 @@ class SharedMemoryWriter(TransportWriter):
 
     def commit_version(self, manifest: WeightManifest) -> None:
         """Make the version readable; free the shared memory of versions beyond `keep_versions`."""
-        self._fallback.commit_version(_fallback_manifest(manifest))
+        self._fallback.commit_version(_make_fallback_manifest(manifest))
         self._drop_unread_segments()
         self._last_bucket_bytes = tuple(bucket.num_bytes for bucket in manifest.buckets)
         self._staging_buffer = np.empty(0, np.uint8)
@@ -331,7 +331,7 @@ class SharedMemoryReader(TransportReader):
             else None
             for handle, bucket in pairs
         ]
-        fallback = _fallback_manifest(manifest)
+        fallback = _make_fallback_manifest(manifest)
         fallback_arrays = iter(self._fallback.fetch_buckets(fallback) if fallback.buckets else ())
         if fallback.buckets:
             self.fallback_reason = (
@@ -345,7 +345,7 @@ class SharedMemoryReader(TransportReader):
         self._fallback.close()
 
 
-def _fallback_manifest(manifest: WeightManifest) -> WeightManifest:
+def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:
     """Return the manifest of those buckets that the fallback transport carries."""
     pairs = zip(manifest.buckets, manifest.handles, strict=True)
     entries = [pair for pair in pairs if not isinstance(pair[1], SegmentHandle)]

@@ -61,7 +61,7 @@ def test_scoring_weights_load_from_the_host_once_a_step():
 
 def test_offloading_frees_memory_for_the_kv_cache():
     capacities = [
-        CostModel(PROBLEM, constants).kv_capacity_bytes(make_placement())
+        CostModel(PROBLEM, constants).compute_kv_capacity_bytes(make_placement())
         for constants in (RESIDENT, OPTIMIZER_OFFLOADED, OFFLOADED)
     ]
     assert capacities[1] - capacities[0] == pytest.approx(12 * SHAPE.num_params / 8)
