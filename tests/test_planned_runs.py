@@ -161,7 +161,7 @@ def test_train_accepts_the_plan_of_each_recipe(
     before = load_config(Path(words[0]), words[1:])
     assert config.pipeline.max_staleness == before.pipeline.max_staleness
     assert all(key.split(".")[0] in vars(config) for key in report["settings"])
-    best = Placement.from_dict(report["best"]["placement"], place="best")
+    best = Placement.from_dict(report["best"]["placement"], location="best")
     models = {
         find_model_role(call) for call in config.dataflow.calls if call.stage in best.assignments
     }

@@ -64,7 +64,7 @@ def bound_group_bytes(
 
 
 def check_shard_bytes(
-    shard_bytes: int, *, group_bytes: int, groups_per_step: int, place: str
+    shard_bytes: int, *, group_bytes: int, groups_per_step: int, location: str
 ) -> None:
     """Raise ConfigError if a shard cannot hold all groups of a training step at their largest.
 
@@ -72,12 +72,12 @@ def check_shard_bytes(
     A smaller shard deadlocks: the step waits for groups that wait for capacity.
 
     group_bytes: largest size of a group.
-    place: setting and node that limit the shard, for the message.
+    location: setting and node that limit the shard, for the message.
     """
     needed = groups_per_step * group_bytes
     if shard_bytes < needed:
         raise ConfigError(
-            f"{place}: {shard_bytes / 2**20:.2f} MB for a shard, must be at least"
+            f"{location}: {shard_bytes / 2**20:.2f} MB for a shard, must be at least"
             f" {needed / 2**20:.2f} MB = pipeline.groups_per_step {groups_per_step} *"
             f" {group_bytes / 2**20:.2f} MB, the largest group"
         )

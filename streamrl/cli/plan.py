@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     # The workload is split over generators, at most one per device.
     share = split_workload(problem.workload, problem.cluster.num_devices)
     simulation_s = sum(estimate_simulation_s(share, lead=bound) for bound in bounds)
-    check_simulation_time(simulation_s, problem.workload, place="")
+    check_simulation_time(simulation_s, problem.workload, prefix="")
     costs = CostModel(problem, constants)
 
     def restrict_costs(
@@ -211,7 +211,7 @@ def _simulate_front(
         estimate_quick_run_s(costs.predict_timings(p), workload, p.max_staleness)
         for p in placements
     ]
-    check_simulation_time(sum(seconds), workload, place="")
+    check_simulation_time(sum(seconds), workload, prefix="")
     results = [(point, simulate(point.candidate)) for point in front]
     groups_left = MAX_REPLAYED_GROUPS
     for rank in range(max((len(point.runners_up) for point in front), default=0)):
@@ -305,17 +305,17 @@ def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
 
 
 def _diff_settings(
-    before: Mapping[str, Any], after: Mapping[str, Any], place: str = ""
+    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
     """Return the settings in `after` that differ from `before`, by dotted key.
 
-    place: prefix of the keys.
+    prefix: prefix of the keys.
     """
     changed: dict[str, Any] = {}
     for key, value in after.items():
         old = before.get(key)
         if isinstance(value, dict) and isinstance(old, dict):
-            changed |= _diff_settings(old, value, f"{place}{key}.")
+            changed |= _diff_settings(old, value, f"{prefix}{key}.")
         elif value != old:
-            changed[f"{place}{key}"] = value
+            changed[f"{prefix}{key}"] = value
     return changed

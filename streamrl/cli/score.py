@@ -133,7 +133,7 @@ def _load_score_config(
         raise ConfigError("score: give --reward (see `streamrl rewards`) or --config")
     # RunConfig requires these two keys; scoring reads neither.
     placeholders = OmegaConf.create({"model": {"path": "."}, "data": {"train": "."}})
-    return build_config(placeholders, changes, place="score")
+    return build_config(placeholders, changes, source="score")
 
 
 def _make_reward_entry(reward: str) -> str:

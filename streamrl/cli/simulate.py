@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         steps = max(DEFAULT_STEPS, choose_num_steps(problem.workload.groups_per_step, lead))
     timings = costs.predict_timings(placement)
     estimated_s = estimate_simulation_s(problem.workload, steps=steps, generator=timings.generator)
-    check_simulation_time(estimated_s, problem.workload, place=f"--steps {steps}, ")
+    check_simulation_time(estimated_s, problem.workload, prefix=f"--steps {steps}, ")
     if failures is not None:
         failures = _complete_failures(failures, config, problem)
         _check_progress(failures, placement, costs, steps)
@@ -133,7 +133,7 @@ def _read_placement(path: Path) -> Placement:
         content = read_small_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--placement {path}: {describe_read_error(error)}") from None
-    return Placement.from_dict(content, place=f"--placement {path}")
+    return Placement.from_dict(content, location=f"--placement {path}")
 
 
 def _choose_placement(
@@ -147,11 +147,11 @@ def _choose_placement(
     chosen: placement of the option --placement; None takes the config's placement.
     """
     placement = chosen or build_run_placement(config, problem.models)
-    place = f"placement of {arguments.config}" if chosen is None else f"{arguments.placement}"
+    location = f"placement of {arguments.config}" if chosen is None else f"{arguments.placement}"
     try:
         placement.check_valid(problem.dataflow, problem.cluster)
     except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{location}: {error}") from None
     return placement
 
 

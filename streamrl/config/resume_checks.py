@@ -74,7 +74,7 @@ def check_resume(
     from streamrl.telemetry.sink_group import check_resumable_sinks
 
     check_links(resume.run_dir)
-    place = f"--resume {resume.checkpoint.path if resume.checkpoint else resume.run_dir}"
+    location = f"--resume {resume.checkpoint.path if resume.checkpoint else resume.run_dir}"
     try:
         if resume.checkpoint is not None:
             _check_checkpoint(resume.checkpoint, config.dataflow)
@@ -90,10 +90,10 @@ def check_resume(
         ):
             is_first_start = resume.checkpoint is None and isinstance(error, JournalError)
             hint = ": the run has no checkpoint to resume from; start a run with another name"
-            raise ConfigError(f"{place}: {error}{hint if is_first_start else ''}") from None
+            raise ConfigError(f"{location}: {error}{hint if is_first_start else ''}") from None
         raise ConfigError(
             f"--resume {resume.run_dir}: {error}: a checkpoint newer than"
-            f" {resume.checkpoint.path.name} is lost; {place} resumes from that checkpoint and"
+            f" {resume.checkpoint.path.name} is lost; {location} resumes from that checkpoint and"
             " loses later steps"
         ) from None
 
@@ -107,8 +107,8 @@ def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
     check_files(checkpoint)
     for role in (call.role for call in dataflow.select_calls(CallKind.TRAIN)):
         model, state = checkpoint.get_role_dirs(role)
-        place = f"--resume {checkpoint.path}: {role}"
-        check_weight_files(str(model), place, is_served=role == POLICY)
+        location = f"--resume {checkpoint.path}: {role}"
+        check_weight_files(str(model), location, is_served=role == POLICY)
         if (state / PROGRESS_FILE).is_file():
             check_saved_state(state)
         elif ranks := sorted(state.glob("rank_*.pt")):

@@ -310,22 +310,23 @@ class RunnablePlacementCosts:
 
 def _check_supported(call: ModelCall, assignment: CallAssignment, placement: Placement) -> None:
     """Raise ConfigError if streamrl cannot run a model call on its assigned devices and grid."""
-    place, grid = f"placement.{call.stage}: {assignment}", assignment.grid
+    location, grid = f"placement.{call.stage}: {assignment}", assignment.grid
     if assignment.ep_size > 1:
-        raise ConfigError(f"{place}: {NO_EXPERT_PARALLELISM}")
+        raise ConfigError(f"{location}: {NO_EXPERT_PARALLELISM}")
     if grid.pp_size > 1:
-        raise ConfigError(f"{place}: streamrl does not support pipeline parallelism")
+        raise ConfigError(f"{location}: streamrl does not support pipeline parallelism")
     if call.kind is CallKind.SCORE and grid.tp_size > 1:
         raise ConfigError(
-            f"{place}: a scoring model must fit on one device (no tensor parallelism)"
+            f"{location}: a scoring model must fit on one device (no tensor parallelism)"
         )
     if call.stage == GREEDY_CALL.stage and placement.assignments[GENERATE_CALL.stage] != assignment:
         raise ConfigError(
-            f"{place}: must equal the generators' {placement.assignments['generate']}"
+            f"{location}: must equal the generators' {placement.assignments['generate']}"
         )
     if call.kind is CallKind.TRAIN and grid.tp_size > 1 and assignment.zero_stage in (1, 2):
         raise ConfigError(
-            f"{place}: ZeRO {assignment.zero_stage} does not support tensor parallelism; use 0 or 3"
+            f"{location}: ZeRO {assignment.zero_stage} does not support tensor parallelism;"
+            " use 0 or 3"
         )
 
 

@@ -349,15 +349,18 @@ def load_model_shape(model: str) -> ModelShape:
     return _from_huggingface(config, str(path))
 
 
-def _from_huggingface(config: Mapping[str, Any], place: str) -> ModelShape:
+def _from_huggingface(config: Mapping[str, Any], location: str) -> ModelShape:
     """Convert a Hugging Face config to a shape; of a multimodal config, only the language model.
 
-    place: path of the config, for the message of a ConfigError.
+    location: path of the config, for the message of a ConfigError.
     """
-    name, hint = Path(place).parent.name, "; a config.json with a language model's sizes would do"
+    name, hint = (
+        Path(location).parent.name,
+        "; a config.json with a language model's sizes would do",
+    )
     text, architectures = config.get("text_config"), config.get("architectures")
     if isinstance(text, Mapping):
-        config, place = {**config, **text}, f"{place}: text_config"
+        config, location = {**config, **text}, f"{location}: text_config"
     if any(isinstance(config.get(key), Mapping) for key in ("text_config", *NON_TEXT_CONFIGS)):
         name = f"{name} ({TEXT_ONLY_NOTE})"
 
@@ -369,10 +372,11 @@ def _from_huggingface(config: Mapping[str, Any], place: str) -> ModelShape:
                 return value
             if value is not None:
                 raise ConfigError(
-                    f"model {place}: {key}={value!r:.40}: must be a whole number up to {MAX_SIZE}"
+                    f"model {location}: {key}={value!r:.40}: must be a whole number"
+                    f" up to {MAX_SIZE}"
                 )
         if default is None:
-            raise ConfigError(f"model {place}: {names[0]} is missing{hint}")
+            raise ConfigError(f"model {location}: {names[0]} is missing{hint}")
         return default
 
     family = str(config.get("model_type"))

@@ -141,14 +141,14 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
     return PlannerInputs(cluster, request, constants)
 
 
-def check_simulation_time(seconds: float, workload: Workload, *, place: str) -> None:
+def check_simulation_time(seconds: float, workload: Workload, *, prefix: str) -> None:
     """Raise ConfigError if a simulation would take longer than an hour.
 
-    seconds: estimated duration. place: start of the error message, such as "--steps 50, ".
+    seconds: estimated duration. prefix: start of the error message, such as "--steps 50, ".
     """
     if seconds > HOUR_S:
         raise ConfigError(
-            f"{place}pipeline.groups_per_step={workload.groups_per_step},"
+            f"{prefix}pipeline.groups_per_step={workload.groups_per_step},"
             f" algorithm.group_size={workload.group_size}: about {seconds / HOUR_S:.3g} h to"
             " simulate; the limit is 1 h"
         )
@@ -163,7 +163,7 @@ def read_cluster(text: str) -> Cluster:
         loaded = read_small_yaml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cluster {path}: {describe_read_error(error)}") from None
-    return Cluster.from_dict(loaded, place=f"cluster {path}")
+    return Cluster.from_dict(loaded, location=f"cluster {path}")
 
 
 def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:

@@ -88,9 +88,9 @@ class TextTable:
         for row in rows:
             start, size = int(self.row_offsets[row]), int(self.row_sizes[row])
             index = row if self.row_indices is None else int(self.row_indices[row])
-            place = f"{self.path} {self.layout.unit} {index + 1}"
+            location = f"{self.path} {self.layout.unit} {index + 1}"
             raw = os.pread(file.fileno(), size, start)
-            records.append((place, index, parse_text_row(self.layout, raw, place)))
+            records.append((location, index, parse_text_row(self.layout, raw, location)))
         return records
 
     def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int32]:

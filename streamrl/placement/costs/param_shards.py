@@ -35,7 +35,7 @@ def count_stage_params(
         cut = (tensor_spec.shape, tensor_spec.split_dim, tensor_spec.components)
         if cut not in sizes:
             sizes[cut] = _find_max_rank_elements(tensor_spec, shape, tensor, expert)
-        for stage in {stage_of[place] for place in tensor_spec.pipeline_positions}:
+        for stage in {stage_of[position] for position in tensor_spec.pipeline_positions}:
             params[stage] += sizes[cut]
     return tuple(params)
 

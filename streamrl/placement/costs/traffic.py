@@ -291,7 +291,7 @@ def _merge_tensors(
     indices_by_cut: dict[Hashable, list[int]] = {}
     for index, tensor in enumerate(spec.tensors):
         at = tuple(
-            tuple(sorted({of[place] for place in tensor.pipeline_positions})) for of in stages
+            tuple(sorted({of[position] for position in tensor.pipeline_positions})) for of in stages
         )
         cut = (tensor.shape, tensor.split_dim, tensor.components, tensor.itemsize)
         indices_by_cut.setdefault((at, cut), []).append(index)

@@ -358,23 +358,23 @@ def map_segment(handle: SegmentHandle, num_bytes: int, name: str) -> Array:
 
     `name` names the model in errors. Raises WeightsError if the segment is gone or reused.
     """
-    place = f"weights of {name} version {handle.version}, bucket {handle.bucket}"
+    location = f"weights of {name} version {handle.version}, bucket {handle.bucket}"
     try:
         fd = os.open(handle.path, os.O_RDONLY)
     except OSError as error:
-        raise WeightsError(f"{place}: gone, {handle.path}: {error.strerror}") from error
+        raise WeightsError(f"{location}: gone, {handle.path}: {error.strerror}") from error
     try:
         # mmap duplicates the descriptor, which keeps the lock for the mapping's lifetime.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         mapping = mmap.mmap(fd, HEADER_BYTES + num_bytes, prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{place}: gone, {handle.path} is being overwritten") from error
+        raise WeightsError(f"{location}: gone, {handle.path} is being overwritten") from error
     finally:
         os.close(fd)
     header = _HEADER_STRUCT.unpack_from(mapping)
     if header != (handle.version, handle.bucket):
         raise WeightsError(
-            f"{place}: gone, {handle.path} holds version {header[0]}, bucket {header[1]}"
+            f"{location}: gone, {handle.path} holds version {header[0]}, bucket {header[1]}"
         )
     return np.frombuffer(mapping, np.uint8, num_bytes, HEADER_BYTES)
 

@@ -168,7 +168,7 @@ def test_expert_ranks_round_trip_through_a_file():
     entry = placement.to_dict()
     assert entry["calls"]["train"]["expert"] == 8
     assert "expert" not in entry["calls"]["generate"]
-    assert Placement.from_dict(entry, place="plan") == placement
+    assert Placement.from_dict(entry, location="plan") == placement
     assert str(placement.assignments["train"]) == "1-1-8 on 0-7 with 8 expert ranks"
 
 
