@@ -62,7 +62,7 @@ class ExhaustiveSearch:
         known: a good placement, so that more branches are pruned.
         """
         if known is not None:
-            self._best = (self._choices.estimator.step_s(known), known)
+            self._best = (self._choices.estimator.estimate_step_s(known), known)
         for ahead in self._allowed_steps_ahead:
             self._search_steps_ahead(ahead)
         return self._best[1], self._best[0]
@@ -117,7 +117,7 @@ class ExhaustiveSearch:
             for role, options in self._options.items()
         }
         self._first_rollouts_s = {
-            option: choices.estimator.costs.first_rollouts_s(option) * BOUND_SLACK
+            option: choices.estimator.costs.estimate_first_rollouts_s(option) * BOUND_SLACK
             if not ahead
             else 0.0
             for option in self._options[choices.generator_role]
@@ -207,7 +207,7 @@ class ExhaustiveSearch:
         ):
             self.num_scheduled += 1
             placement = self._choices.make_placement(roles, self._steps_ahead, streamed=streamed)
-            seconds = self._choices.estimator.step_s(placement, self._best[0])
+            seconds = self._choices.estimator.estimate_step_s(placement, self._best[0])
             if seconds < self._best[0]:
                 self._best = (seconds, placement)
 

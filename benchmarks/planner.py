@@ -228,8 +228,8 @@ def gap(asked: PlacementProblem, ahead: int, arguments: argparse.Namespace) -> d
         (True, False),
     )
     _, best_s = oracle.find_best(plan.best.placement)
-    planned_s = planner.estimator.step_s(plan.best.placement)
-    mapped_s = planner.estimator.step_s(mapped) if mapped else None
+    planned_s = planner.estimator.estimate_step_s(plan.best.placement)
+    mapped_s = planner.estimator.estimate_step_s(mapped) if mapped else None
     return row | {
         "best_s": round(best_s, 3),
         "algorithm_1_gap": round(mapped_s / best_s - 1, 4) if mapped_s else None,

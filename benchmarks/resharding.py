@@ -165,8 +165,8 @@ def even_model(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
     width = next(fits, 1) * pieces
     return ModelSpec(
         tuple(
-            TensorSpec(f"{place}.{kind}", (width, width), (place,), dim)
-            for place in range(places)
+            TensorSpec(f"{position}.{kind}", (width, width), (position,), dim)
+            for position in range(places)
             for dim, kind in enumerate(("rows", "columns"))
         ),
         places,
@@ -182,14 +182,16 @@ def transformer(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
     width, inner = heads * head, 4 * heads * head
     q, kv = FusedComponent(width, heads), FusedComponent(kv_heads * head, kv_heads)
     tensors = [TensorSpec("embed", (words, width), (0, last), 0)]
-    for place in range(1, last):
+    for position in range(1, last):
         gate_up = (FusedComponent(inner), FusedComponent(inner))
         tensors += [
-            TensorSpec(f"{place}.norm", (width,), (place,)),
-            TensorSpec(f"{place}.qkv", (q.size + 2 * kv.size, width), (place,), 0, (q, kv, kv)),
-            TensorSpec(f"{place}.o", (width, width), (place,), 1, (q,)),
-            TensorSpec(f"{place}.gate_up", (2 * inner, width), (place,), 0, gate_up),
-            TensorSpec(f"{place}.down", (width, inner), (place,), 1),
+            TensorSpec(f"{position}.norm", (width,), (position,)),
+            TensorSpec(
+                f"{position}.qkv", (q.size + 2 * kv.size, width), (position,), 0, (q, kv, kv)
+            ),
+            TensorSpec(f"{position}.o", (width, width), (position,), 1, (q,)),
+            TensorSpec(f"{position}.gate_up", (2 * inner, width), (position,), 0, gate_up),
+            TensorSpec(f"{position}.down", (width, inner), (position,), 1),
         ]
     return ModelSpec((*tensors, TensorSpec("norm", (width,), (last,))), last + 1)
 

@@ -133,7 +133,7 @@ def errors(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]
     problem, costs = case.problem, case.costs(case.problem)
     estimator = PlacementEstimator(problem, costs)
     for label, placement in planned(case, arguments):
-        step_s = estimator.step_s(placement)
+        step_s = estimator.estimate_step_s(placement)
         timings = costs.predict_timings(placement)
         played = run_quick_simulation(
             problem.dataflow,

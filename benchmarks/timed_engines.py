@@ -14,8 +14,8 @@ from streamrl.actors.engine_factory import HostedScorer, RealEngineFactory
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
-from streamrl.engines.generation.generator import GenerationEngine
-from streamrl.engines.training.trainer import ModelTrainer
+from streamrl.engines.generation.generation_engine import GenerationEngine
+from streamrl.engines.training.model_trainer import ModelTrainer
 from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.errors import ConfigError
 from streamrl.messages import (

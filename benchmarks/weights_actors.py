@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.random_model import MAX_LENGTH, make_model
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
-from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import engine
 from streamrl.engines.vllm.engine import EngineSpec

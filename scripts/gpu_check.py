@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from streamrl.algorithms import AlgorithmConfig
     from streamrl.engines.trainer_config import TrainerConfig
+    from streamrl.engines.training.model_trainer import ModelTrainer
     from streamrl.engines.training.tasks import PolicyTask
-    from streamrl.engines.training.trainer import ModelTrainer
     from streamrl.messages import Array, Columns
     from streamrl.resharding.storage import ShardStorage
 
@@ -556,7 +556,7 @@ def version_of(package: str) -> str | None:
 def import_trainer() -> Found:
     """Import the trainer and DeepSpeed; neither may need Ray or vLLM."""
     begun = time.monotonic()
-    import streamrl.engines.training.trainer
+    import streamrl.engines.training.model_trainer
     import streamrl.weights.buckets  # noqa: F401
     from streamrl.engines.training.deepspeed_backend import _import_deepspeed
 
@@ -800,7 +800,7 @@ def make_trainer(
 ) -> ModelTrainer:
     """Make a trainer of one rank."""
     from streamrl.algorithms import AlgorithmConfig
-    from streamrl.engines.training.trainer import ModelTrainer
+    from streamrl.engines.training.model_trainer import ModelTrainer
 
     task = policy_task(path, AlgorithmConfig(), groups)
     return ModelTrainer(task, config=trainer_config(layout, **changes))

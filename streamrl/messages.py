@@ -349,13 +349,13 @@ def measure_columns(columns: Columns) -> dict[str, int]:
             raise ContractError(f"column {name}: {type(column).__name__}, wanted an array")
         if column.ndim != 1:
             raise ContractError(f"column {name}: shape {list(column.shape)}, wanted one dimension")
-        if column.dtype != (wanted := _column_dtype(name)):
+        if column.dtype != (wanted := _get_column_dtype(name)):
             raise ContractError(f"column {name}: {column.dtype}, wanted {wanted}")
     return {name: column.size for name, column in columns.items()}
 
 
 @functools.cache
-def _column_dtype(name: str) -> np.dtype[Any]:
+def _get_column_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(get_column_spec(name).dtype)
 
 

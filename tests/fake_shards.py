@@ -7,10 +7,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from msgspec.structs import replace
 
 from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
-from streamrl.buffer.codec import count_blob_bytes, join_pieces
+from streamrl.buffer.encoding.column_codec import count_blob_bytes, join_pieces
+from streamrl.buffer.encoding.wire_types import ColumnCommit
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.log.segment_file import JournalRecord
-from streamrl.buffer.wire_types import ColumnCommit
 
 CALL_S = 0.001
 RETRY_S = 0.2

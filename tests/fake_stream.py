@@ -23,8 +23,8 @@ from streamrl.buffer import (
     StageSchema,
     StepAssembler,
 )
-from streamrl.buffer.admission.oversampling import MAX_FACTOR, OversamplingController
 from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
+from streamrl.buffer.assembly.oversampling import MAX_FACTOR, OversamplingController
 from streamrl.buffer.books.run_log import recover_run_log
 from streamrl.buffer.leases import OverdueLease
 from streamrl.dataflow import (

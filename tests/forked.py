@@ -26,7 +26,7 @@ IMPORTED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.mistral.modeling_mistral",
     "transformers.models.qwen2.modeling_qwen2",
-    "streamrl.engines.training.trainer",
+    "streamrl.engines.training.model_trainer",
     "deepspeed",
     "tests.engines.hybrid_ranks",
     "vllm.v1.engine.llm_engine",

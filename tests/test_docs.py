@@ -53,7 +53,7 @@ def test_examples_of_custom_rewards_build(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(entries) == 3
     for entry in entries:
         settings = OmegaConf.create("model: {path: m}\ndata: {train: d}\n" + entry)
-        config = build_config(settings, place="own_reward.md")
+        config = build_config(settings, source="own_reward.md")
         build_rewards(config.rewards, RewardContext(config.scorer))
 
 

@@ -30,7 +30,7 @@ from streamrl.weights.versions import (
     ReaderState,
     WeightFault,
     WeightRegistry,
-    weight_metrics,
+    compute_weight_metrics,
 )
 from tests.stream.test_weight_publisher import Source
 from tests.virtual_time import in_virtual_time
@@ -193,7 +193,7 @@ async def test_pull_stats_are_reported_once():
     registry.add_manifest(manifest(0, probe), publish_s=0.125)
     await served.wait_for_version(0)
     await asyncio.sleep(0.01)
-    metrics = weight_metrics(registry.drain_stats())
+    metrics = compute_weight_metrics(registry.drain_stats())
     assert metrics["weights/publish_s"] == 0.125
     assert metrics["weights/pause_s"] == 0.25
     assert metrics["weights/bytes"] == 1000
@@ -203,7 +203,7 @@ async def test_pull_stats_are_reported_once():
     assert metrics["weights/skew_max"] == 0
     await asyncio.sleep(5.0)
     following.cancel()
-    next_metrics = weight_metrics(registry.drain_stats())
+    next_metrics = compute_weight_metrics(registry.drain_stats())
     assert next_metrics["weights/bytes"] == next_metrics["weights/interrupted"] == 0
     assert math.isnan(next_metrics["weights/probe_diff"])
     assert math.isnan(next_metrics["weights/publish_s"])

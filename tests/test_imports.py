@@ -67,7 +67,7 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path):
     assert find_loaded_modules(program, "deepspeed", "torch._inductor.compile_fx") == ["deepspeed"]
 
 
-ACTORS = ("coordinator", "generator", "scorer", "queue_shard", "trainer")
+ACTORS = ("coordination.coordinator", "generator", "scorer", "queue_shard", "trainer")
 NO_TORCH = (
     # A process with an actor handle loads the actor's class.
     *(f"streamrl.actors.{name}" for name in (*ACTORS, "colocated", "engine_factory")),
@@ -108,10 +108,9 @@ def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
         import pickle
         from pathlib import Path
         import numpy as np
-        import streamrl.actors.coordinator
+        import streamrl.actors.coordination.coordinator
         from streamrl.algorithms.adaptive_params import AdaptiveParams
-        from streamrl.algorithms.math.step_metrics import step_loss_denominator, summarise_policy
-        from streamrl.algorithms.math.step_metrics import summarise_critic
+        from streamrl.algorithms.math.training_metrics import summarise_critic, summarise_policy
         from streamrl.data.prompt_stream import PromptStream
         from streamrl.config.role_counts import assign_slots
         for name in ("grpo", "safe_rlhf"):
@@ -120,7 +119,7 @@ def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
             sums = {{"num_sampled": 8.0, "score_sum": 1.0, "cost_sum": 1.0, "kl_ref_sum": 0.5}}
             dials.update_after_step(sums, num_rollouts=2)
             assert dials.values
-            step_loss_denominator(config.algorithm_settings, {{}}), summarise_policy({{}}, 0.0)
+            config.algorithm_settings.compute_loss_denominator({{}}), summarise_policy({{}}, 0.0)
             summarise_critic({{}}, "critic")
             config.dataflow, config.get_trainer_config("critic"), assign_slots(config)
     """
@@ -137,7 +136,7 @@ def test_rule_based_rewards_load_no_torch(tmp_path: Path):
         from streamrl.rewards.registry import build_rewards
         from streamrl.rewards.interface.config import SandboxConfig
         from streamrl.rewards.group_filter import FilterConfig, build_group_filter
-        from streamrl.rewards.scorer import RewardScorer
+        from streamrl.rewards.reward_scorer import RewardScorer
         rewards = build_rewards(
             [RewardConfig(kind="exact")], RewardContext(ScorerConfig(), SandboxConfig())
         )

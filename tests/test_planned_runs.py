@@ -161,7 +161,7 @@ def test_train_accepts_the_plan_of_each_recipe(
     before = load_config(Path(words[0]), words[1:])
     assert config.pipeline.max_staleness == before.pipeline.max_staleness
     assert all(key.split(".")[0] in vars(config) for key in report["settings"])
-    best = Placement.from_dict(report["best"]["placement"], place="best")
+    best = Placement.from_dict(report["best"]["placement"], location="best")
     models = {
         find_model_role(call) for call in config.dataflow.calls if call.stage in best.assignments
     }
@@ -196,7 +196,9 @@ def test_train_accepts_every_placement_that_a_plan_may_choose(name: str, bound: 
                 continue
             placement = choices.make_placement(assignments, bound)
             kv_cache_bytes = (
-                costs.kv_cache_bytes(placement) if has_shared_generator_devices(placement) else None
+                costs.compute_kv_cache_bytes(placement)
+                if has_shared_generator_devices(placement)
+                else None
             )
             run = apply_placement(config, placement, kv_cache_bytes=kv_cache_bytes)
             capacity = ClusterCapacity(cpus=cluster.num_devices + 8, gpus=cluster.num_devices)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from streamrl.dataflow import CallKind
 from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.costs.generate import generator_timing
+from streamrl.placement.costs.generate_timing import estimate_generator_timing
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
@@ -83,12 +83,12 @@ class Families:
         best = FamilyPlan(math.inf)
         for _, nodes, plans in ranked[:NUM_SCHEDULED]:
             placement = self._build_placement(nodes, plans)
-            seconds = self.estimator.step_s(placement)
+            seconds = self.estimator.estimate_step_s(placement)
             if seconds < best.step_s:
                 best = FamilyPlan(seconds, placement, nodes)
         if best.placement is None:
             return best
-        return replace(best, step_s=self.exact.step_s(best.placement))
+        return replace(best, step_s=self.exact.estimate_step_s(best.placement))
 
     def _iter_allocations(
         self, sets: Sequence[RoleSet], nodes: int
@@ -175,7 +175,7 @@ class Families:
         work = CallCost(
             shape, assignment, self.problem.workload, self.problem.cluster, self.costs.constants
         )
-        timing = generator_timing(work, self.rough.kv_capacity_bytes(placement))
+        timing = estimate_generator_timing(work, self.rough.compute_kv_capacity_bytes(placement))
         return self.generation.find_completions_s(timing, (1.0,))[-1]
 
 

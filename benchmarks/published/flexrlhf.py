@@ -170,7 +170,7 @@ def predict_samples_per_s(point: Throughput, constants: CostConstants = CONSTANT
     """Predict samples per second; 0 if it does not fit."""
     problem = build_problem(point)
     costs = GatheringCosts(problem, constants, traffic=ApproximateTraffic)
-    return problem.workload.num_rollouts / PlacementEstimator(problem, costs).step_s(
+    return problem.workload.num_rollouts / PlacementEstimator(problem, costs).estimate_step_s(
         build_placement(point)
     )
 

@@ -188,7 +188,7 @@ def build_costs(
 
 def predict_step_s(run: NemoRun, constants: CostConstants = CONSTANTS) -> float:
     problem = build_problem(run)
-    return PlacementEstimator(problem, build_costs(run, problem, constants)).step_s(
+    return PlacementEstimator(problem, build_costs(run, problem, constants)).estimate_step_s(
         build_placement(run)
     )
 

@@ -114,8 +114,8 @@ def iter_rows() -> Iterator[Row]:
             problem = build_problem(scale, length, at)
             costs = CostModel(problem, CONSTANTS)
             estimator, devices = PlacementEstimator(problem, costs), problem.cluster.num_devices
-            plain_s = estimator.step_s(build_heuristic(problem))
-            gain = plain_s / estimator.step_s(search_placement(problem, costs))
+            plain_s = estimator.estimate_step_s(build_heuristic(problem))
+            gain = plain_s / estimator.estimate_step_s(search_placement(problem, costs))
             setting = f"{scale} of {REAL_SIZES[at]}, {length} tokens, {devices} GPUs"
             # FLOP of a step by ReaL's formula, as in its printed rate.
             petaflop = slow * REAL_HEURISTIC_S[scale, length][at]

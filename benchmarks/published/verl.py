@@ -217,7 +217,7 @@ def predict_step_s(run: VerlRun, calibration: VerlCalibration = DEFAULT_CALIBRAT
     costs, placement = VerlCosts(run, problem, calibration), build_placement(run, problem)
     if run.generate and not SERIES[run.name].streamed:
         return predict_one_ahead_s(problem, costs, placement)
-    return PlacementEstimator(problem, costs).step_s(placement)
+    return PlacementEstimator(problem, costs).estimate_step_s(placement)
 
 
 def iter_rows() -> Iterator[Row]:

@@ -31,10 +31,10 @@ from streamrl.weights import WeightLoadStats
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from streamrl.engines.generation.generator import GenerationEngine
+    from streamrl.engines.generation.generation_engine import GenerationEngine
+    from streamrl.engines.training.model_trainer import ModelTrainer
     from streamrl.engines.training.pretraining import PretrainingLoss
     from streamrl.engines.training.tasks import TrainingTask
-    from streamrl.engines.training.trainer import ModelTrainer
     from streamrl.engines.vllm.engine import EngineSpec
     from streamrl.engines.vllm.follower_rank import FollowerRank
 
@@ -110,7 +110,7 @@ class RealEngineFactory:
         calls this method and the others call `make_follower_rank`.
         """
         with pause_gc():
-            from streamrl.engines.generation.generator import GenerationEngine
+            from streamrl.engines.generation.generation_engine import GenerationEngine
 
             return await GenerationEngine.start(_make_engine_spec(config, max_length, replica))
 
@@ -138,7 +138,7 @@ class RealEngineFactory:
     ) -> "ModelTrainer":
         has_pretraining = role == POLICY and bool(config.data.pretrain)
         with pause_gc():
-            from streamrl.engines.training.trainer import ModelTrainer
+            from streamrl.engines.training.model_trainer import ModelTrainer
 
             return ModelTrainer(
                 _make_task(config, max_length, role),
@@ -215,7 +215,7 @@ def _make_reward_scorer(config: RunConfig, max_length: int) -> HostedScorer:
     from streamrl.rewards.group_filter import build_group_filter
     from streamrl.rewards.interface.reward import RewardContext
     from streamrl.rewards.registry import build_rewards
-    from streamrl.rewards.scorer import RewardScorer
+    from streamrl.rewards.reward_scorer import RewardScorer
 
     rewards = build_rewards(config.rewards, RewardContext(config.scorer, config.sandbox))
     scorer = RewardScorer(
@@ -235,8 +235,8 @@ def _make_cost_scorer(config: RunConfig, max_length: int) -> HostedScorer:
     from streamrl.data.chat_template import load_tokenizer
     from streamrl.rewards.interface.reward import RewardContext
     from streamrl.rewards.registry import build_rewards
+    from streamrl.rewards.reward_scorer import score_costs
     from streamrl.rewards.reward_set import COSTS
-    from streamrl.rewards.scorer import score_costs
 
     context = RewardContext(config.scorer, config.sandbox)
     costs = build_rewards(config.costs, context, score_spec=COSTS)

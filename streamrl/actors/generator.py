@@ -15,7 +15,7 @@ from streamrl.pipeline import generate_rollouts
 from streamrl.stream.stage_worker import read_no_partials, split_slots
 
 if TYPE_CHECKING:
-    from streamrl.engines.generation.generator import GenerationEngine
+    from streamrl.engines.generation.generation_engine import GenerationEngine
     from streamrl.engines.vllm.follower_rank import FollowerRank
 
 

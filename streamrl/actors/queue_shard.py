@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from streamrl.actors.liveness import PingableActor
-from streamrl.actors.transport.object_store import (
+from streamrl.actors.transport.blob_store import (
     has_stored_blobs,
     is_large,
     resolve_reply,
@@ -29,7 +29,7 @@ from streamrl.buffer.durable_shard import (
     ShardPlan,
     open_shard,
 )
-from streamrl.buffer.wire_types import ColumnCommit
+from streamrl.buffer.encoding.wire_types import ColumnCommit
 from streamrl.errors import ActorLostError
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 

@@ -20,8 +20,8 @@ from streamrl.stream.protocols import FetchedWeights
 from streamrl.weights import WeightLoadStats, WeightManifest
 
 if TYPE_CHECKING:
-    from streamrl.engines.generation.generator import GenerationEngine
-    from streamrl.engines.training.trainer import ModelTrainer
+    from streamrl.engines.generation.generation_engine import GenerationEngine
+    from streamrl.engines.training.model_trainer import ModelTrainer
     from streamrl.engines.vllm.follower_rank import FollowerRank
     from streamrl.resharding.storage import ShardStorage
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from streamrl.config.run_config import RunConfig
-    from streamrl.engines.training.trainer import ModelTrainer
+    from streamrl.engines.training.model_trainer import ModelTrainer
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,7 @@ from streamrl.algorithms.algorithm import (
     list_required_columns,
 )
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.algorithms.math.kl import adapt_kl_coef, kl_estimate
-from streamrl.algorithms.math.step_metrics import (
-    loss_denominator,
-    step_loss_denominator,
+from streamrl.algorithms.math.training_metrics import (
     summarise_policy,
 )
 from streamrl.algorithms.table import ALGORITHMS
@@ -22,11 +19,7 @@ __all__ = [
     "AlgorithmConfig",
     "AlgorithmSettings",
     "TokenLossInput",
-    "adapt_kl_coef",
-    "kl_estimate",
     "list_derivation_columns",
     "list_required_columns",
-    "loss_denominator",
-    "step_loss_denominator",
     "summarise_policy",
 ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.errors import AlgorithmError
 from streamrl.files.python_module import format_failure
 from streamrl.messages import COLUMN_SPECS, COMPONENT_PREFIX, ROLLOUT_COLUMNS
@@ -82,6 +83,21 @@ class AlgorithmSettings:
         """True if the policy must recompute a step's logprobs before its first update."""
         from_start = self.correction.proximal == "trainer" and self.num_updates > 1
         return from_start or self.correction.second_moment_threshold is not None
+
+    def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
+        """Return the divisor of a summed loss, given the sums of all its micro-batches and ranks.
+
+        Returns 0 if no token was kept; the caller must then skip the update.
+        """
+        if not sums.get("num_kept"):
+            return 0.0
+        return compute_loss_denominator(
+            self.loss_aggregation,
+            num_tokens=sums["num_tokens"],
+            num_sequences=sums["num_rollouts"],
+            num_groups=sums["num_groups"],
+            max_length=self.max_length,
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,11 @@ from typing import Any
 from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.kl import KL_KINDS
-from streamrl.algorithms.options import ADVANTAGE_SCALES, LOSS_AGGREGATIONS, SINGLE_ROLLOUT_MODES
+from streamrl.algorithms.math.options import (
+    ADVANTAGE_SCALES,
+    LOSS_AGGREGATIONS,
+    SINGLE_ROLLOUT_MODES,
+)
 from streamrl.algorithms.table import ALGORITHMS, DEFAULT_SETTINGS
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import import_file

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from streamrl.algorithms.options import (
+from streamrl.algorithms.math.options import (
     REJECTION_KINDS,
     REJECTION_LEVELS,
     WEIGHT_LEVELS,

@@ -1,7 +1,7 @@
 """Application of an algorithm: from columns to advantages, and from a micro-batch to a summed loss.
 
-Losses are plain sums, so micro-batches and ranks can be added up. `step_loss_denominator` gives the
-single divisor at the end of the step.
+Losses are plain sums, so micro-batches and ranks can be added up.
+`AlgorithmSettings.compute_loss_denominator` gives the single divisor at the end of the step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from streamrl.algorithms.math.critic import critic_token_losses
 from streamrl.algorithms.math.kl import kl_estimate
 from streamrl.algorithms.math.losses import aggregate_loss_sum
 from streamrl.algorithms.math.masks import apply_mask, masked_row_sum
-from streamrl.algorithms.math.step_metrics import SHARED_CRITIC_PREFIX
+from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX
 from streamrl.errors import AlgorithmError
 from streamrl.messages import FinishReason
 
@@ -129,7 +129,9 @@ def policy_loss(
     mask = batch["loss_mask"]
     current = apply_mask(logprobs, mask)
     sampling = apply_mask(batch["generator_logprobs"], mask)
-    proximal = apply_mask(_proximal_logprobs(settings, batch, current.detach(), version), mask)
+    proximal = apply_mask(
+        _compute_proximal_logprobs(settings, batch, current.detach(), version), mask
+    )
     is_decoupled = settings.correction.proximal != "generator"
     log_ratio = current - (proximal if is_decoupled else sampling)
     off_policy_log_ratio = proximal - sampling
@@ -196,7 +198,7 @@ def shared_value_loss(
     return loss, {SHARED_CRITIC_PREFIX + name: value for name, value in sums.items()}
 
 
-def _proximal_logprobs(
+def _compute_proximal_logprobs(
     settings: AlgorithmSettings, batch: Mapping[str, Tensor], current: Tensor, version: int
 ) -> Tensor:
     """Return the logprobs of the proximal policy, against which the loss clips: [B, T]."""

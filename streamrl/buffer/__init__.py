@@ -1,6 +1,5 @@
 """Experience queue: shards that own groups, the client, admission control and the ledger."""
 
-from streamrl.buffer.admission.staleness_credits import AdmissionController
 from streamrl.buffer.assembly.step_assembler import StepAssembler
 from streamrl.buffer.books.ledger import Ledger
 from streamrl.buffer.books.run_log import RunLog
@@ -9,6 +8,7 @@ from streamrl.buffer.config import QueueConfig, ShardCapacity, StageSchema
 from streamrl.buffer.durable_shard import DurableShard, ShardFiles, ShardPlan
 from streamrl.buffer.shard import QueueShard
 from streamrl.buffer.shard_stats import ShardStats
+from streamrl.buffer.staleness_credits import AdmissionController
 
 __all__ = [
     "AdmissionController",

@@ -11,12 +11,17 @@ from functools import partial
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from streamrl.buffer.codec import Blob, decode_columns, encode_columns
+from streamrl.buffer.encoding.column_codec import Blob, decode_columns, encode_columns
+from streamrl.buffer.encoding.prompt_codec import decode_prompt, encode_prompt
+from streamrl.buffer.encoding.wire_types import (
+    ColumnCommit,
+    FinishedGroup,
+    LeaseGrant,
+    get_shard_index,
+)
 from streamrl.buffer.leases import LeaseRequest, OverdueLease
-from streamrl.buffer.prompt_codec import decode_prompt, encode_prompt
 from streamrl.buffer.shard import QueueShard
 from streamrl.buffer.shard_stats import ShardStats, merge_stats
-from streamrl.buffer.wire_types import ColumnCommit, FinishedGroup, LeaseGrant, get_shard_index
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
@@ -163,12 +168,12 @@ class ExperienceQueue:
             if most is not None and most < 1:
                 raise ContractError(f"stage {stage} requests {name}={most}: must be at least 1")
         pending = self._pending_grants.setdefault(stage, deque())
-        deadline = _loop_time() + wait_s
+        deadline = _read_loop_time() + wait_s
         if not await self._renew_if_due(wait_s):
             return []
         if not pending:
             request = LeaseRequest(stage, self._holder, max_groups, tuple(columns), max_tokens)
-            await self._await_grants(request, deadline - _loop_time())
+            await self._await_grants(request, deadline - _read_loop_time())
         grants: list[LeaseGrant] = []
         tokens = 0
         while pending and len(grants) < max_groups:
@@ -185,14 +190,14 @@ class ExperienceQueue:
 
     async def _renew_if_due(self, wait_s: float) -> bool:
         """Renew the active leases if that is due; return False if it takes longer than `wait_s`."""
-        if self._renewal is None and _loop_time() - self._renewed_at >= self.renew_interval_s:
+        if self._renewal is None and _read_loop_time() - self._renewed_at >= self.renew_interval_s:
             self._renewal = asyncio.ensure_future(self._renew_active())
         if self._renewal is not None:
             await asyncio.wait([self._renewal], timeout=wait_s)
             if not self._renewal.done():
                 return False
             renewal, self._renewal = self._renewal, None
-            self._lost_leases.update((_lease_key(lease), lease) for lease in renewal.result())
+            self._lost_leases.update((_get_lease_key(lease), lease) for lease in renewal.result())
         return True
 
     async def _open_grants(
@@ -250,8 +255,8 @@ class ExperienceQueue:
         # Pending grants count as active leases: renewals must include them.
         grants = await shard.call(QueueShard.lease_groups, request, wait_s=LEASE_REQUEST_WAIT_S)
         if not self._active_leases:
-            self._renewed_at = _loop_time()
-        self._active_leases.update((_lease_key(grant.lease), grant.lease) for grant in grants)
+            self._renewed_at = _read_loop_time()
+        self._active_leases.update((_get_lease_key(grant.lease), grant.lease) for grant in grants)
         return grants
 
     async def commit_columns(self, entries: Sequence[tuple[GroupLease, Columns]]) -> list[str]:
@@ -292,7 +297,7 @@ class ExperienceQueue:
         return [*lost.values(), *newly_lost]
 
     async def _renew_active(self) -> list[GroupLease]:
-        self._renewed_at = _loop_time()
+        self._renewed_at = _read_loop_time()
         lost = await self._call_owners(QueueShard.renew_leases, list(self._active_leases.values()))
         newly_lost = list(chain.from_iterable(lost))
         self._forget_leases(newly_lost)
@@ -387,12 +392,12 @@ class ExperienceQueue:
 
     def _select_active(self, grants: Iterable[LeaseGrant]) -> list[LeaseGrant]:
         """Return the grants with a lease that is still active."""
-        return [grant for grant in grants if _lease_key(grant.lease) in self._active_leases]
+        return [grant for grant in grants if _get_lease_key(grant.lease) in self._active_leases]
 
     def _forget_leases(self, leases: Iterable[GroupLease]) -> None:
         for lease in leases:
-            self._active_leases.pop(_lease_key(lease), None)
-            self._lost_leases.pop(_lease_key(lease), None)
+            self._active_leases.pop(_get_lease_key(lease), None)
+            self._lost_leases.pop(_get_lease_key(lease), None)
 
     def _forget_groups(self, uids: Sequence[str]) -> None:
         gone = set(uids)
@@ -475,9 +480,9 @@ async def _enter_batches(
     enter: inserts what fits and returns its uids. Raises DeadlineError if nothing gets in for
     `wait_s`.
     """
-    deadline = _loop_time() + wait_s
+    deadline = _read_loop_time() + wait_s
     while rows:
-        remaining_s = deadline - _loop_time()
+        remaining_s = deadline - _read_loop_time()
         columns = map(list, zip(*rows, strict=True))
         try:
             entered = set(await enter(*columns, wait_s=min(remaining_s, CAPACITY_WAIT_S)))
@@ -487,14 +492,14 @@ async def _enter_batches(
             continue
         on_entered(entered)
         rows = [row for row in rows if _get_uid(row) not in entered]
-        deadline = _loop_time() + wait_s
+        deadline = _read_loop_time() + wait_s
 
 
-def _loop_time() -> float:
+def _read_loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _lease_key(lease: GroupLease) -> tuple[str, int]:
+def _get_lease_key(lease: GroupLease) -> tuple[str, int]:
     return lease.uid, lease.token
 
 

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.codec import Blob, join_pieces
 from streamrl.buffer.config import QueueConfig, ShardCapacity, StageSchema
+from streamrl.buffer.encoding.column_codec import Blob, join_pieces
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.log.journal import Journal
 from streamrl.buffer.recovery import SnapshotBase, load_columns, recover_state, write_snapshot

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.buffer.codec import Blob, count_blob_bytes, join_pieces
 from streamrl.buffer.config import StageSchema
+from streamrl.buffer.encoding.column_codec import Blob, count_blob_bytes, join_pieces
 from streamrl.buffer.log.segment_file import JournalRecord, RecordPosition
 from streamrl.errors import ContractError
 from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
@@ -447,7 +447,7 @@ class ShardState:
             self._excuse_group(group)
             if self.should_keep_retired or group.is_on_disk:
                 self.retired_groups[group.uid] = {
-                    stage: _without_data(columns) for stage, columns in group.stage_columns.items()
+                    stage: _strip_data(columns) for stage, columns in group.stage_columns.items()
                 }
         return removed
 
@@ -468,5 +468,5 @@ class ShardState:
                 group.info = group.ready_version = None
 
 
-def _without_data(columns: StageColumns) -> StageColumns:
+def _strip_data(columns: StageColumns) -> StageColumns:
     return columns if columns.location is None else replace(columns, data=None)

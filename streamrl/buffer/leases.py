@@ -72,7 +72,9 @@ class LeaseTable:
         self._expiries: list[tuple[float, int, GroupLease]] = []
         self._compact_at = MIN_COMPACT_SIZE
         self._last_grants: dict[tuple[str, str], tuple[str, list[tuple[str, int]]]] = {}
-        recovered = [lease for stage in state.stages for _, lease in self._active_leases(stage)]
+        recovered = [
+            lease for stage in state.stages for _, lease in self._list_active_leases(stage)
+        ]
         by_request: dict[tuple[str, str, str], list[ActiveLease]] = {}
         for active in sorted(recovered, key=lambda active: active.lease.token):
             self._restore_lease(active)
@@ -146,7 +148,7 @@ class LeaseTable:
         since = self._state.clock() - self._hedge_s
         slow = [
             (active.lease.granted_at, group)
-            for group, active in self._active_leases(request.stage)
+            for group, active in self._list_active_leases(request.stage)
             if len(group.leases[request.stage]) == 1
             and active.lease.holder != request.holder
             and active.lease.granted_at <= since
@@ -185,7 +187,7 @@ class LeaseTable:
         return [
             (group, active.lease)
             for stage in self._state.stages
-            for group, active in self._active_leases(stage)
+            for group, active in self._list_active_leases(stage)
             if active.lease.holder == holder
         ]
 
@@ -196,7 +198,7 @@ class LeaseTable:
             active.lease
             for stage in self._state.stages
             if stage != self._state.last_stage
-            for _, active in self._active_leases(stage)
+            for _, active in self._list_active_leases(stage)
         )
         return [
             OverdueLease(
@@ -221,7 +223,7 @@ class LeaseTable:
             if group and active:
                 yield overdue, group, active.lease
 
-    def next_change_time(self, stage: str) -> float:
+    def find_next_change_time(self, stage: str) -> float:
         """Return the next time at which a lease expires or a group of `stage` is due for a hedge.
 
         A lease request that waits for groups must look again at that time. Infinite without such a
@@ -232,11 +234,11 @@ class LeaseTable:
             return expiry
         now = self._state.clock()
         hedges = (
-            active.lease.granted_at + self._hedge_s for _, active in self._active_leases(stage)
+            active.lease.granted_at + self._hedge_s for _, active in self._list_active_leases(stage)
         )
         return min(expiry, min((at for at in hedges if at > now), default=float("inf")))
 
-    def _active_leases(self, stage: str) -> list[tuple[GroupState, ActiveLease]]:
+    def _list_active_leases(self, stage: str) -> list[tuple[GroupState, ActiveLease]]:
         return [
             (group, active)
             for group in self._state.groups.values()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.codec import Blob
 from streamrl.buffer.config import StageSchema
+from streamrl.buffer.encoding.column_codec import Blob
 from streamrl.buffer.group import (
     GroupState,
     RecordLocation,
@@ -32,9 +32,9 @@ from streamrl.buffer.log.segment_file import (
     CorruptRecord,
     JournalRecord,
     check_first_segment,
+    get_segment_path,
     read_record,
     replay_segments,
-    segment_path,
     write_segment,
 )
 from streamrl.errors import JournalError
@@ -78,7 +78,7 @@ def recover_state(
                 try:
                     state.apply_record(record, location=RecordLocation(folder, position))
                 except (LookupError, TypeError, ValueError, AttributeError) as error:
-                    where = f"{segment_path(folder, position.segment)}, byte {position.offset}"
+                    where = f"{get_segment_path(folder, position.segment)}, byte {position.offset}"
                     raise JournalError(f"{where}: not a record of a shard: {error!r}") from error
         if folder == base.folder and not state.is_sealed and not corrupt:
             raise JournalError(f"{folder}: the snapshot is truncated: it has no final record")
@@ -126,23 +126,23 @@ def write_snapshot(
             raise JournalError(f"{record.file}, byte {record.position.offset}: {record.reason}")
     with wrap_checkpoint_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        write_segment(out / SNAPSHOT_FILE, _state_records(state))
+        write_segment(out / SNAPSHOT_FILE, _list_state_records(state))
 
 
 SNAPSHOT_FILE = "00000000.journal"
 
 
-def _state_records(state: ShardState) -> Iterator[JournalRecord]:
+def _list_state_records(state: ShardState) -> Iterator[JournalRecord]:
     """Yield the journal records that reproduce the state of a shard when applied in order."""
     yield make_open_record(state.session, state.incarnation)
     yield make_remove_record([], state.version)
     for group in sorted(state.groups.values(), key=lambda group: group.admission_order):
         yield make_admit_record(group.uid, group.prompt, group.admitted_version)
-        yield from _group_records(group)
+        yield from _list_group_records(group)
     yield make_seal_record()
 
 
-def _group_records(group: GroupState) -> Iterator[JournalRecord]:
+def _list_group_records(group: GroupState) -> Iterator[JournalRecord]:
     """Yield the journal records that reproduce a group after its admission.
 
     These are its commits, failed attempts, leases and, if it was filtered or dropped, its end.

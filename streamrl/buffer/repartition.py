@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from streamrl.buffer.encoding.wire_types import get_shard_index
 from streamrl.buffer.group import make_open_record, make_remove_record
 from streamrl.buffer.log.segment_file import (
     CorruptRecord,
     JournalRecord,
     SegmentWriter,
     check_first_segment,
+    get_segment_path,
     replay_segments,
-    segment_path,
 )
 from streamrl.buffer.recovery import SnapshotBase
-from streamrl.buffer.wire_types import get_shard_index
 
 _SINGLE_UID_KINDS = ("admit", "put", "back", "end")
 
@@ -39,7 +39,7 @@ def repartition_journals(
         files = []
         for target in targets:
             target.mkdir(parents=True)
-            files.append(open_files.enter_context(SegmentWriter(segment_path(target, 1))))
+            files.append(open_files.enter_context(SegmentWriter(get_segment_path(target, 1))))
         for journal, base in sources:
             check_first_segment(journal, base.first_segment)
             incarnation, is_damaged = 0, False

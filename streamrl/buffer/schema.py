@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from streamrl.buffer.config import StageSchema
-from streamrl.buffer.wire_types import ColumnCommit
+from streamrl.buffer.encoding.wire_types import ColumnCommit
 from streamrl.errors import ContractError
 from streamrl.messages import ColumnAxis, GroupInfo, check_column_sizes, get_column_spec
 

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 from streamrl.buffer import group as transitions
-from streamrl.buffer.admission.capacity import CapacityLimiter, PendingAdmission
-from streamrl.buffer.codec import Blob, count_blob_bytes, join_pieces
+from streamrl.buffer.capacity import CapacityLimiter, PendingAdmission
 from streamrl.buffer.config import QueueConfig, ShardCapacity
+from streamrl.buffer.encoding.column_codec import Blob, count_blob_bytes, join_pieces
+from streamrl.buffer.encoding.wire_types import ColumnBlobs, ColumnCommit, FinishedGroup, LeaseGrant
 from streamrl.buffer.group import GroupState, ReadyQueue, ShardState, StageColumns
 from streamrl.buffer.leases import LeaseRequest, LeaseTable, OverdueLease
 from streamrl.buffer.log.journal import NullRecordLog, RecordLog
@@ -25,7 +26,6 @@ from streamrl.buffer.log.segment_file import CorruptRecord, JournalRecord
 from streamrl.buffer.recovery import read_blob
 from streamrl.buffer.schema import ColumnContract
 from streamrl.buffer.shard_stats import ShardStats, ShardStatsRecorder
-from streamrl.buffer.wire_types import ColumnBlobs, ColumnCommit, FinishedGroup, LeaseGrant
 from streamrl.errors import StreamError
 from streamrl.messages import FilteredGroup, GroupInfo, GroupLease, GroupOutcome
 
@@ -224,7 +224,7 @@ class QueueShard:
             if now >= deadline:
                 return []
             self._wake_events[stage].clear()
-            pause = min(deadline, self._lease_table.next_change_time(stage)) - now
+            pause = min(deadline, self._lease_table.find_next_change_time(stage)) - now
             await _wait_for_event(self._wake_events[stage], pause)
 
     async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from streamrl.messages import Array
-from streamrl.placement.stage_timings import process_speed
+from streamrl.placement.stage_timings import compute_process_speed
 
 Interval = tuple[float, float]
 MIN_CORES_FRACTION = 0.1
@@ -26,8 +26,8 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 class WorkClock:
     """Clock of the work that a continuously busy process does.
 
-    While n processes are busy, the clock advances at `process_speed(cores, n)`; cores=0 means a
-    core per process, speed 1.
+    While n processes are busy, the clock advances at `compute_process_speed(cores, n)`; cores=0
+    means a core per process, speed 1.
 
     Example: one core, process A busy in [0, 2] and B in [1, 3]. The clock reads 0, 1, 1.5 and 2.5
     at times 0, 1, 2 and 3: alone 1 s of work per second, together half.
@@ -59,7 +59,7 @@ class WorkClock:
         available_cores = max(cores - other_cores, MIN_CORES_FRACTION * cores)
         max_busy = int(running.max(initial=0.0))
         speeds = [
-            process_speed(available_cores, busy, crowding=crowding) if cores else 1.0
+            compute_process_speed(available_cores, busy, crowding=crowding) if cores else 1.0
             for busy in range(max_busy + 1)
         ]
         speed = np.array(speeds)[running.astype(int)]

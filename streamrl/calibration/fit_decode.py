@@ -18,7 +18,7 @@ from streamrl.calibration.robust_fit import RobustFit, fit_parts
 from streamrl.calibration.run_trace import GeneratedGroup
 from streamrl.messages import Array
 from streamrl.placement.stage_timings import GeneratorTiming
-from streamrl.simulator.replicas.engine import SimulatedEngine
+from streamrl.simulator.replicas.simulated_engine import SimulatedEngine
 
 WINDOW_GROUPS = 800
 """Number of consecutive groups of a replica that are replayed together."""

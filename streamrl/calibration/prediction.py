@@ -152,7 +152,9 @@ class PlannedRun:
             return generator
         shape = self.problem.models[POLICY]
         itemsize = self.default_constants.kv_bytes
-        token_bytes = shape.kv_bytes_per_token(itemsize) / self.config.generator.tensor_parallel
+        token_bytes = (
+            shape.count_kv_bytes_per_token(itemsize) / self.config.generator.tensor_parallel
+        )
         return replace(generator, kv_tokens=(kv_cache_mb << 20) / token_bytes)
 
 

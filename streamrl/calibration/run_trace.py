@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.books.run_log import TrainedGroup, TrainedStep, read_log
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
+from streamrl.buffer.books.run_log import TrainedStep, read_log
 from streamrl.buffer.log.segment_file import list_segments
 from streamrl.calibration.lengths import GroupedLengths
 from streamrl.config.role_counts import with_placement_mode

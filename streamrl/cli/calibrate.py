@@ -11,7 +11,7 @@ from streamrl.calibration.fit_timings import FittedTimings, fit_timings
 from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
 from streamrl.calibration.run_trace import RunTrace, load_run_trace
 from streamrl.cli.arguments.arg_types import parse_path
-from streamrl.cli.arguments.run_config import add_run_cluster_argument, read_run_cluster
+from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output.advice_report import describe_excluded_steps
 from streamrl.cli.output.output_files import check_output_file, write_output_file
 

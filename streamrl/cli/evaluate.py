@@ -33,11 +33,11 @@ from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.extract import decode_completions
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
-from streamrl.rewards.scorer import hash_answers
+from streamrl.rewards.reward_scorer import hash_answers
 from streamrl.run_dir.checkpoint import find_resume_point
 
 if TYPE_CHECKING:
-    from streamrl.engines.generation.generator import GenerationEngine
+    from streamrl.engines.generation.generation_engine import GenerationEngine
 
 
 SAMPLING_OPTIONS: Mapping[str, tuple[type, str, str]] = {
@@ -223,7 +223,7 @@ async def _start_engine(
     """
     import torch
 
-    from streamrl.engines.generation.generator import GenerationEngine
+    from streamrl.engines.generation.generation_engine import GenerationEngine
     from streamrl.engines.vllm.engine import EngineSpec
 
     threads = os.cpu_count() or 1

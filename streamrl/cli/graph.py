@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from streamrl.cli.arguments.arg_types import parse_nonempty
-from streamrl.cli.arguments.run_config import add_config_arguments, read_config
+from streamrl.cli.arguments.config_args import add_config_arguments, read_config
 from streamrl.cli.output.output_files import check_output_file, write_output_file
 from streamrl.config.run_config import RunConfig
 from streamrl.drawing.dataflow_graph import DataflowGraph

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.config_args import read_config
 from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
     read_planner_inputs,
 )
-from streamrl.cli.arguments.run_config import read_config
 from streamrl.cli.arguments.staleness_args import (
     DEFAULT_BOUNDS,
     parse_bounds,
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     # The workload is split over generators, at most one per device.
     share = split_workload(problem.workload, problem.cluster.num_devices)
     simulation_s = sum(estimate_simulation_s(share, lead=bound) for bound in bounds)
-    check_simulation_time(simulation_s, problem.workload, place="")
+    check_simulation_time(simulation_s, problem.workload, prefix="")
     costs = CostModel(problem, constants)
 
     def restrict_costs(
@@ -211,7 +211,7 @@ def _simulate_front(
         estimate_quick_run_s(costs.predict_timings(p), workload, p.max_staleness)
         for p in placements
     ]
-    check_simulation_time(sum(seconds), workload, place="")
+    check_simulation_time(sum(seconds), workload, prefix="")
     results = [(point, simulate(point.candidate)) for point in front]
     groups_left = MAX_REPLAYED_GROUPS
     for rank in range(max((len(point.runners_up) for point in front), default=0)):
@@ -297,7 +297,7 @@ def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
     """Return the run's config with the best placement, ready to start on the cluster."""
     placement, problem = report.best_point.candidate.placement, report.problem
     is_bounded = problem.cluster.is_cpu or has_shared_generator_devices(placement)
-    kv_cache_bytes = costs.kv_cache_bytes(placement) if is_bounded else None
+    kv_cache_bytes = costs.compute_kv_cache_bytes(placement) if is_bounded else None
     placed = apply_placement(report.config, placement, kv_cache_bytes=kv_cache_bytes)
     return configure_for_cluster(
         placed, problem.cluster, longest_tokens=problem.workload.max_rollout_tokens
@@ -305,17 +305,17 @@ def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
 
 
 def _diff_settings(
-    before: Mapping[str, Any], after: Mapping[str, Any], place: str = ""
+    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
     """Return the settings in `after` that differ from `before`, by dotted key.
 
-    place: prefix of the keys.
+    prefix: prefix of the keys.
     """
     changed: dict[str, Any] = {}
     for key, value in after.items():
         old = before.get(key)
         if isinstance(value, dict) and isinstance(old, dict):
-            changed |= _diff_settings(old, value, f"{place}{key}.")
+            changed |= _diff_settings(old, value, f"{prefix}{key}.")
         elif value != old:
-            changed[f"{place}{key}"] = value
+            changed[f"{prefix}{key}"] = value
     return changed

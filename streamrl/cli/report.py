@@ -18,7 +18,7 @@ from streamrl.calibration.advice import recommend_settings
 from streamrl.calibration.prediction import PlannedRun
 from streamrl.calibration.run_trace import describe_missing_run, load_run_trace
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.arguments.run_config import add_run_cluster_argument, read_run_cluster
+from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output import advice_report
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.completion_files import CompletionGroup, read_completion_groups
-from streamrl.cli.arguments.run_config import read_config
+from streamrl.cli.arguments.config_args import read_config
 from streamrl.cli.output.score_summary import summarize_scores
 from streamrl.config.run_config import RunConfig, build_config
 from streamrl.data.files import DataFile
@@ -28,8 +28,8 @@ from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.registry import build_rewards
+from streamrl.rewards.reward_scorer import describe_completion
 from streamrl.rewards.reward_set import COSTS, RewardSet
-from streamrl.rewards.scorer import describe_completion
 
 EXIT_FAILED = 1
 PASS, WRONG, INFRA_ERROR = (
@@ -133,7 +133,7 @@ def _load_score_config(
         raise ConfigError("score: give --reward (see `streamrl rewards`) or --config")
     # RunConfig requires these two keys; scoring reads neither.
     placeholders = OmegaConf.create({"model": {"path": "."}, "data": {"train": "."}})
-    return build_config(placeholders, changes, place="score")
+    return build_config(placeholders, changes, source="score")
 
 
 def _make_reward_entry(reward: str) -> str:

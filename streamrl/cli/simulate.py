@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_path
+from streamrl.cli.arguments.config_args import read_config
 from streamrl.cli.arguments.planner_args import (
     HOUR_S,
     add_problem_arguments,
     check_simulation_time,
-    describe_problem,
     read_planner_inputs,
 )
-from streamrl.cli.arguments.run_config import read_config
 from streamrl.cli.output.output_files import check_output_dir
-from streamrl.cli.output.plan_report import simulation_to_json
+from streamrl.cli.output.plan_report import describe_problem, simulation_to_json
 from streamrl.cli.output.text_table import (
     format_count,
     format_percent,
@@ -92,11 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{problem.cluster}: {why}")
     steps = arguments.steps
     if steps is None:
-        lead = problem.run_options.max_steps_ahead(placement.max_staleness)
+        lead = problem.run_options.get_max_steps_ahead(placement.max_staleness)
         steps = max(DEFAULT_STEPS, choose_num_steps(problem.workload.groups_per_step, lead))
     timings = costs.predict_timings(placement)
     estimated_s = estimate_simulation_s(problem.workload, steps=steps, generator=timings.generator)
-    check_simulation_time(estimated_s, problem.workload, place=f"--steps {steps}, ")
+    check_simulation_time(estimated_s, problem.workload, prefix=f"--steps {steps}, ")
     if failures is not None:
         failures = _complete_failures(failures, config, problem)
         _check_progress(failures, placement, costs, steps)
@@ -134,7 +133,7 @@ def _read_placement(path: Path) -> Placement:
         content = read_small_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--placement {path}: {describe_read_error(error)}") from None
-    return Placement.from_dict(content, place=f"--placement {path}")
+    return Placement.from_dict(content, location=f"--placement {path}")
 
 
 def _choose_placement(
@@ -148,11 +147,11 @@ def _choose_placement(
     chosen: placement of the option --placement; None takes the config's placement.
     """
     placement = chosen or build_run_placement(config, problem.models)
-    place = f"placement of {arguments.config}" if chosen is None else f"{arguments.placement}"
+    location = f"placement of {arguments.config}" if chosen is None else f"{arguments.placement}"
     try:
         placement.check_valid(problem.dataflow, problem.cluster)
     except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{location}: {error}") from None
     return placement
 
 
@@ -191,7 +190,7 @@ def _check_progress(
     calls = costs.problem.dataflow.select_calls(CallKind.TRAIN)
     trained = {call.stage: placement.assignments[call.stage] for call in calls}
     step_s = max(costs.call_duration_s(stage, assignment) for stage, assignment in trained.items())
-    first_s = costs.first_rollouts_s(placement.assignments[GENERATE_CALL.stage])
+    first_s = costs.estimate_first_rollouts_s(placement.assignments[GENERATE_CALL.stage])
     meshes = [assignment.mesh for assignment in trained.values()]
     try:
         failures.check_progress(meshes, first_s=first_s, step_s=step_s, steps=steps)

@@ -38,7 +38,7 @@ from streamrl.telemetry.sinks import EventFields, RolloutLog
 from streamrl.telemetry.wandb_sink import preload_wandb
 
 if TYPE_CHECKING:
-    from streamrl.actors.coordinator import RunResult
+    from streamrl.actors.coordination.coordinator import RunResult
     from streamrl.actors.launch.driver import RunSession
     from streamrl.config.preflight import PreparedRun
     from streamrl.data.prompt_stream import PromptStream
@@ -130,14 +130,11 @@ def train(
         exit_stack.callback(session.close)
         try:
             sinks.log_event("machine", site.machine_facts)
-            notes = (
-                *prepared.notes,
-                describe_refusal(),
-                site.placement.note,
-                describe_shared_slots(placed_config),
+            _log_notes(
+                sinks,
+                *(*prepared.notes, describe_refusal(), site.placement.note),
+                *(describe_shared_slots(placed_config), memory.summary_line if memory else ""),
             )
-            for text in filter(None, (*notes, memory.summary_line if memory else "")):
-                sinks.log_event("note", {"text": text})
             if origin is not None and is_fork(config, origin):
                 sinks.log_event("forked", {"from": str(origin.run_dir), "step": origin.version})
 
@@ -150,14 +147,8 @@ def train(
             check_interrupted()
             finish = _forward_reports(session, sinks, log, claim)
         except StreamError as error:
-            crashes = session.crash_watch.find_new_crashes()
-            failure = _add_kept_checkpoint(_add_crashes(error, crashes), config)
-            with contextlib.suppress(DiskError):  # a full disk may have caused the failure
-                for crash in crashes:
-                    sinks.log_event("crashed", asdict(crash))
-                sinks.log_event("failed", {"error": str(failure)})
             summary |= {"written": str(config.run_dir)}
-            raise failure from error.__cause__
+            raise _log_failure(error, session, sinks, config) from error.__cause__
         except KeyboardInterrupt:
             summary |= {"outcome": "interrupted"}
             raise
@@ -201,6 +192,24 @@ def _close_sinks_at_exit(sinks: SinkGroup, summary: EventFields) -> Iterator[Non
             sinks.close(summary)
         raise
     sinks.close(summary)
+
+
+def _log_notes(sinks: SinkGroup, *notes: str) -> None:
+    for text in filter(None, notes):
+        sinks.log_event("note", {"text": text})
+
+
+def _log_failure(
+    error: StreamError, session: "RunSession", sinks: SinkGroup, config: RunConfig
+) -> StreamError:
+    """Log why a run failed; return the error with crashed processes and the kept checkpoint."""
+    crashes = session.crash_watch.find_new_crashes()
+    failure = _add_kept_checkpoint(_add_crashes(error, crashes), config)
+    with contextlib.suppress(DiskError):  # a full disk may have caused the failure
+        for crash in crashes:
+            sinks.log_event("crashed", asdict(crash))
+        sinks.log_event("failed", {"error": str(failure)})
+    return failure
 
 
 def _add_crashes(error: StreamError, crashes: Sequence["CrashRecord"]) -> StreamError:

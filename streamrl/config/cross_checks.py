@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.table import ALGORITHMS
-from streamrl.buffer.admission.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
+from streamrl.buffer.assembly.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
 from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, build_dataflow
 from streamrl.engines.trainer_config import CriticConfig
 from streamrl.errors import AlgorithmError, ConfigError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from streamrl.buffer.admission.staleness_credits import check_shard_bytes, max_group_bytes
+from streamrl.buffer.staleness_credits import bound_group_bytes, check_shard_bytes
 from streamrl.config.cross_checks import count_trained_steps
 from streamrl.config.role_counts import assign_slots, count_actors, with_placement_mode
 from streamrl.config.run_config import RunConfig
@@ -120,37 +120,15 @@ def prepare_run(config: RunConfig) -> PreparedRun:
         inspect(prompts)
     if config.data.pretrain:
         load_texts(config.data.pretrain)
-    longest = max(
-        train.max_prompt_tokens,
-        *(len(prompt.token_ids) for prompts in eval_prompts.values() for prompt in prompts),
-        0,
-    )
-    max_length = longest + max_new_tokens
+    lengths = (len(prompt.token_ids) for prompts in eval_prompts.values() for prompt in prompts)
+    max_length = max(train.max_prompt_tokens, *lengths, 0) + max_new_tokens
     _check_micro_batch(config, max_length)
-    dataflow = config.dataflow
-    for role in dataflow.trained_roles:
-        section = "trainer" if role == POLICY else "critic.trainer"
-        attention = config.get_trainer_config(role).attention
-        is_served = role == POLICY
-        key = "model.path" if is_served or not config.critic.path else "critic.path"
-        model = config.get_model_path(role)
-        check_model_support(model, attention, section=section, key=key, is_served=is_served)
-        check_lora_targets(
-            config.get_model_path(role), config.get_trainer_config(role), section=section
-        )
-        notes.append(
-            _note_frozen_experts(
-                config.get_model_path(role), config.get_trainer_config(role), section
-            )
-        )
-        _check_lr_schedule(config, role, section)
-        ranks = config.get_trainer_config(role).tensor_parallel
-        check_tensor_parallel(config.get_model_path(role), ranks, section=section)
+    notes += [_check_trained_model(config, role) for role in config.dataflow.trained_roles]
     notes.append(describe_untrained_layers(config.model.path))
     check_generator_split(config.model.path, config.generator.tensor_parallel)
     check_worker_memory(config, on_gpu=torch.cuda.is_available())
     return PreparedRun(
-        dataflow=dataflow,
+        dataflow=config.dataflow,
         prompts=PromptStream(
             train,
             seed=config.run.seed,
@@ -169,6 +147,22 @@ def prepare_run(config: RunConfig) -> PreparedRun:
             for call, reward_set in zip((REWARD_CALL, COST_CALL), (rewards, *costs), strict=False)
         },
     )
+
+
+def _check_trained_model(config: RunConfig, role: str) -> list[str]:
+    """Check that a role's model can be trained as configured; return notes on it.
+
+    Raises ConfigError.
+    """
+    is_policy = role == POLICY
+    section = "trainer" if is_policy else "critic.trainer"
+    key = "model.path" if is_policy or not config.critic.path else "critic.path"
+    path, trainer = config.get_model_path(role), config.get_trainer_config(role)
+    check_model_support(path, trainer.attention, section=section, key=key, is_served=is_policy)
+    check_lora_targets(path, trainer, section=section)
+    _check_lr_schedule(config, role, section)
+    check_tensor_parallel(path, trainer.tensor_parallel, section=section)
+    return _note_frozen_experts(path, trainer, section)
 
 
 def _check_lr_schedule(config: RunConfig, role: str, section: str) -> None:
@@ -330,7 +324,7 @@ def check_worker_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | No
 
 def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
     """Return the bytes of the largest group that the run can store in the queue."""
-    return max_group_bytes(
+    return bound_group_bytes(
         prepared.dataflow,
         prepared.component_columns,
         rollouts=config.algorithm.group_size,
@@ -352,7 +346,7 @@ def compute_shard_bytes(
         shard_bytes,
         group_bytes=compute_max_group_bytes(config, prepared),
         groups_per_step=config.pipeline.groups_per_step,
-        place=f"queue.store_share={config.queue.store_share} of an object store of"
+        location=f"queue.store_share={config.queue.store_share} of an object store of"
         f" {smallest / 2**20:.0f} MB over {per_node} of queue.shards={config.queue.shards}",
     )
     return shard_bytes

@@ -11,11 +11,11 @@ from typing import Any
 
 from streamrl.buffer import Ledger, StageSchema
 from streamrl.buffer.books.run_log import RecoveredRunLog, TrainedStep, read_log, recover_run_log
+from streamrl.buffer.encoding.prompt_codec import decode_prompt
+from streamrl.buffer.encoding.wire_types import get_shard_index
 from streamrl.buffer.group import ShardState
-from streamrl.buffer.prompt_codec import decode_prompt
 from streamrl.buffer.recovery import recover_state
 from streamrl.buffer.repartition import repartition_journals
-from streamrl.buffer.wire_types import get_shard_index
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import POLICY, CallKind, Dataflow
@@ -76,7 +76,7 @@ def check_resume(
     from streamrl.telemetry.sink_group import check_resumable_sinks
 
     check_links(resume.run_dir)
-    place = f"--resume {resume.checkpoint.path if resume.checkpoint else resume.run_dir}"
+    location = f"--resume {resume.checkpoint.path if resume.checkpoint else resume.run_dir}"
     try:
         if resume.checkpoint is not None:
             _check_checkpoint(resume.checkpoint, config.dataflow)
@@ -92,10 +92,10 @@ def check_resume(
         ):
             is_first_start = resume.checkpoint is None and isinstance(error, JournalError)
             hint = ": the run has no checkpoint to resume from; start a run with another name"
-            raise ConfigError(f"{place}: {error}{hint if is_first_start else ''}") from None
+            raise ConfigError(f"{location}: {error}{hint if is_first_start else ''}") from None
         raise ConfigError(
             f"--resume {resume.run_dir}: {error}: a checkpoint newer than"
-            f" {resume.checkpoint.path.name} is lost; {place} resumes from that checkpoint and"
+            f" {resume.checkpoint.path.name} is lost; {location} resumes from that checkpoint and"
             " loses later steps"
         ) from None
 
@@ -103,14 +103,14 @@ def check_resume(
 def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
     """Raise CheckpointError if a model or trainer state in the checkpoint is lost or damaged."""
     from streamrl.engines.checkpoint.sharded_state import PROGRESS_FILE, check_saved_state
-    from streamrl.engines.checkpoint.trainer_checkpoint import load_legacy_progress
     from streamrl.engines.models.supported_models import check_weight_files
+    from streamrl.engines.training.trainer_checkpoint import load_legacy_progress
 
     check_files(checkpoint)
     for role in (call.role for call in dataflow.select_calls(CallKind.TRAIN)):
         model, state = checkpoint.get_role_dirs(role)
-        place = f"--resume {checkpoint.path}: {role}"
-        check_weight_files(str(model), place, is_served=role == POLICY)
+        location = f"--resume {checkpoint.path}: {role}"
+        check_weight_files(str(model), location, is_served=role == POLICY)
         if (state / PROGRESS_FILE).is_file():
             check_saved_state(state)
         elif ranks := sorted(state.glob("rank_*.pt")):

@@ -33,8 +33,8 @@ def _check_role_files(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
     """Raise ConfigError if the checkpoint lacks the model or the trainer state of a role."""
     for folder in (folder for role in roles for folder in checkpoint.get_role_dirs(role)):
         if not folder.is_dir() or not any(folder.iterdir()):
-            place = folder.relative_to(checkpoint.path)
-            raise ConfigError(f"--resume {checkpoint.path}: {place}/ is missing or empty")
+            location = folder.relative_to(checkpoint.path)
+            raise ConfigError(f"--resume {checkpoint.path}: {location}/ is missing or empty")
 
 
 def _check_legacy_layout(

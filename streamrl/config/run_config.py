@@ -15,9 +15,9 @@ from yaml import YAMLError
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.algorithm import AlgorithmSettings
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.buffer.admission.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
-from streamrl.buffer.admission.staleness_credits import check_capacity
+from streamrl.buffer.assembly.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
 from streamrl.buffer.config import QueueConfig
+from streamrl.buffer.staleness_credits import check_capacity
 from streamrl.config.cross_checks import (
     check_algorithm,
     check_consistency,
@@ -242,20 +242,20 @@ def load_config(
     one-line ConfigError with key, value and rule, or with the nearest valid key.
     """
     return build_config(
-        _read_config_file(path), overrides, place=str(path), is_rehearsed=is_rehearsed
+        _read_config_file(path), overrides, source=str(path), is_rehearsed=is_rehearsed
     )
 
 
 def build_config(
-    settings: DictConfig, overrides: Sequence[str] = (), *, place: str, is_rehearsed: bool = False
+    settings: DictConfig, overrides: Sequence[str] = (), *, source: str, is_rehearsed: bool = False
 ) -> RunConfig:
     """Build a checked RunConfig from settings in YAML's structure and key=value overrides.
 
-    place: source of the settings, for errors. is_rehearsed: skip the algorithm's dry run.
+    source: source of the settings, for errors. is_rehearsed: skip the algorithm's dry run.
     """
     for override in overrides:
         _apply_override(settings, override)
-    config = parse_settings(settings, place=place)
+    config = parse_settings(settings, source=source)
     if not is_rehearsed:
         check_algorithm(config)
     _make_paths_absolute(config)
@@ -283,24 +283,24 @@ def with_settings(section: SectionT, settings: Mapping[str, Any]) -> SectionT:
     return cast(SectionT, dataclasses.replace(cast(Any, section), **values))
 
 
-def parse_settings(settings: DictConfig, *, place: str) -> RunConfig:
+def parse_settings(settings: DictConfig, *, source: str) -> RunConfig:
     """Convert settings in YAML's structure to a RunConfig; check keys, types and values.
 
-    place: source of the settings, for errors. Raises a one-line ConfigError.
+    source: source of the settings, for errors. Raises a one-line ConfigError.
     """
     raw = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), RunConfig)
     for key, value, section in _iter_settings(raw, RunConfig, ""):
-        _check_key(key, value, section, place)
+        _check_key(key, value, section, source)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), raw))
         OmegaConf.structured(config)  # merge does not validate values inside lists
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{place}: {_find_refused_key(error, raw)}: {reason}") from None
+        raise ConfigError(f"{source}: {_find_refused_key(error, raw)}: {reason}") from None
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{source}: {error}") from None
     assert isinstance(config, RunConfig)
     return config
 
@@ -322,8 +322,8 @@ def _find_refused_key(error: OmegaConfBaseException, raw: Mapping[str, Any]) -> 
         try:
             OmegaConf.merge(kind, single)
         except OmegaConfBaseException:
-            place = f"{'.'.join(path)}[{number}]"
-            return f"{place}.{key}" if key and not key.isdigit() else place
+            source = f"{'.'.join(path)}[{number}]"
+            return f"{source}.{key}" if key and not key.isdigit() else source
     return key or "config"
 
 
@@ -391,12 +391,12 @@ def _overlay_settings(
     return overlaid
 
 
-def _check_values(settings: Any, place: str) -> None:
+def _check_values(settings: Any, source: str) -> None:
     """Raise ConfigError if nested settings contain a non-finite number, or text with a zero byte.
 
-    place: key of the settings, for the error.
+    source: key of the settings, for the error.
     """
-    for key, value in _iter_leaves(settings, place):
+    for key, value in _iter_leaves(settings, source):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}={value}: must be a finite number")
         if isinstance(value, str) and "\0" in value:
@@ -408,8 +408,8 @@ def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for name, inner in value.items():
             # The options of a reward or a filter are written beside its fixed keys.
-            place = key if name == "options" else f"{key}.{name}"
-            yield from _iter_leaves(inner, place.removeprefix("."))
+            source = key if name == "options" else f"{key}.{name}"
+            yield from _iter_leaves(inner, source.removeprefix("."))
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield from _iter_leaves(inner, f"{key}[{i}]")
@@ -508,31 +508,31 @@ UNSUPPORTED_SETTINGS = dict.fromkeys(
 )
 
 
-def _check_key(key: str, value: Any, section: Any, place: str) -> None:
+def _check_key(key: str, value: Any, section: Any, source: str) -> None:
     """Raise ConfigError for an unknown or unsupported key, or a value of the wrong structure.
 
-    section: dataclass that should have the key. place: source of the setting, for the error.
+    section: dataclass that should have the key. source: source of the setting, for the error.
     """
     hints = get_type_hints(section)
     parent, _, name = key.rpartition(".")
     if section is DataConfig and name in FILE_KEYS and name not in hints:
         hint = f"set it per file, as in data.train={{path: ..., {name}: ...}}"
-        raise ConfigError(f"{place}: unknown key {key}={value!r}; {hint}")
+        raise ConfigError(f"{source}: unknown key {key}={value!r}; {hint}")
     if key in UNSUPPORTED_SETTINGS:
-        raise ConfigError(f"{place}: {key}={value!r}: {UNSUPPORTED_SETTINGS[key]}")
+        raise ConfigError(f"{source}: {key}={value!r}: {UNSUPPORTED_SETTINGS[key]}")
     if name not in hints:
         hint = _suggest_key(parent, name, hints)
-        raise ConfigError(f"{place}: unknown key {key}={value!r}; {hint}")
+        raise ConfigError(f"{source}: unknown key {key}={value!r}; {hint}")
     if is_dataclass(hints[name]) and not isinstance(value, dict):
-        raise ConfigError(f"{place}: {key}={value!r}: must be a mapping of settings")
+        raise ConfigError(f"{source}: {key}={value!r}: must be a mapping of settings")
     if get_origin(hints[name]) is list and not isinstance(value, list):
         raise ConfigError(
-            f"{place}: {key}={value!r}: must be a list, as in {format_as_list(key, value)}"
+            f"{source}: {key}={value!r}: must be a list, as in {format_as_list(key, value)}"
         )
     if isinstance(value, bool) and str in (hints[name], *get_args(hints[name])):
         words = "on, yes and true" if value else "off, no and false"
         raise ConfigError(
-            f"{place}: {key}={value}: must be text; YAML reads unquoted {words} as a boolean"
+            f"{source}: {key}={value}: must be text; YAML reads unquoted {words} as a boolean"
         )
 
 

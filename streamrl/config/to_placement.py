@@ -8,7 +8,7 @@ from typing import Any
 
 import networkx as nx
 
-from streamrl.buffer.admission.staleness_credits import max_group_bytes
+from streamrl.buffer.staleness_credits import bound_group_bytes
 from streamrl.config.cross_checks import find_conflict_at_any_size
 from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig
@@ -144,7 +144,7 @@ def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens
     components = [COMPONENT_PREFIX + reward.component_name for reward in config.rewards]
     components += [COST_PREFIX + cost.component_name for cost in config.costs]
     rollouts = config.algorithm.group_size
-    group_bytes = max_group_bytes(
+    group_bytes = bound_group_bytes(
         config.dataflow, components, rollouts=rollouts, tokens=longest_tokens
     )
     step_bytes = config.pipeline.groups_per_step * group_bytes * config.queue.shards
@@ -277,8 +277,8 @@ class RunnablePlacementCosts:
             return math.inf
         return self._costs.call_duration_s(stage, assignment)
 
-    def first_rollouts_s(self, assignment: CallAssignment) -> float:
-        return self._costs.first_rollouts_s(assignment)
+    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
+        return self._costs.estimate_first_rollouts_s(assignment)
 
     def explain_infeasible(self, placement: Placement) -> str:
         return self._costs.explain_infeasible(placement) or self._find_run_problem(placement)
@@ -310,22 +310,23 @@ class RunnablePlacementCosts:
 
 def _check_supported(call: ModelCall, assignment: CallAssignment, placement: Placement) -> None:
     """Raise ConfigError if streamrl cannot run a model call on its assigned devices and grid."""
-    place, grid = f"placement.{call.stage}: {assignment}", assignment.grid
+    location, grid = f"placement.{call.stage}: {assignment}", assignment.grid
     if assignment.ep_size > 1:
-        raise ConfigError(f"{place}: {NO_EXPERT_PARALLELISM}")
+        raise ConfigError(f"{location}: {NO_EXPERT_PARALLELISM}")
     if grid.pp_size > 1:
-        raise ConfigError(f"{place}: streamrl does not support pipeline parallelism")
+        raise ConfigError(f"{location}: streamrl does not support pipeline parallelism")
     if call.kind is CallKind.SCORE and grid.tp_size > 1:
         raise ConfigError(
-            f"{place}: a scoring model must fit on one device (no tensor parallelism)"
+            f"{location}: a scoring model must fit on one device (no tensor parallelism)"
         )
     if call.stage == GREEDY_CALL.stage and placement.assignments[GENERATE_CALL.stage] != assignment:
         raise ConfigError(
-            f"{place}: must equal the generators' {placement.assignments['generate']}"
+            f"{location}: must equal the generators' {placement.assignments['generate']}"
         )
     if call.kind is CallKind.TRAIN and grid.tp_size > 1 and assignment.zero_stage in (1, 2):
         raise ConfigError(
-            f"{place}: ZeRO {assignment.zero_stage} does not support tensor parallelism; use 0 or 3"
+            f"{location}: ZeRO {assignment.zero_stage} does not support tensor parallelism;"
+            " use 0 or 3"
         )
 
 

@@ -179,35 +179,35 @@ def _check_template_syntax(source: str, label: str) -> None:
 
 
 def _check_template_arguments(
-    place: str, arguments: Iterable[str], sources: Iterable[str], label: str
+    location: str, arguments: Iterable[str], sources: Iterable[str], label: str
 ) -> None:
     """Raise ConfigError for a reserved argument, or an argument that no template in `sources` uses.
 
-    place: where the arguments come from. label: name of the templates in errors.
+    location: where the arguments come from. label: name of the templates in errors.
     """
     for name in arguments:
         used = _list_template_variables(*sources)
         if name in RESERVED_ARGUMENTS:
-            raise ConfigError(f"{place}.{name}: reserved; set from the row itself")
+            raise ConfigError(f"{location}.{name}: reserved; set from the row itself")
         if name not in used:
             names = ", ".join(sorted(used.difference(RESERVED_ARGUMENTS)))
             rule = f"it uses {names}: name one of these, or" if names else "it uses none:"
-            raise ConfigError(f"{place}.{name}: {label} uses no such argument; {rule} remove it")
+            raise ConfigError(f"{location}.{name}: {label} uses no such argument; {rule} remove it")
 
 
 def _check_row_arguments(row: DataRow, template: ChatTemplate) -> None:
     source = template.select_source(row)
     sources = [] if source is None else [source]
-    place = f"{row.place}: chat_template_kwargs"
-    _check_template_arguments(place, row.template_arguments, sources, template.name)
+    location = f"{row.location}: chat_template_kwargs"
+    _check_template_arguments(location, row.template_arguments, sources, template.name)
     if sources:
         inherited = template.arguments.keys() - row.template_arguments
-        place = f"{row.place}: data.chat_template_kwargs"
-        _check_template_arguments(place, inherited, sources, template.name)
+        location = f"{row.location}: data.chat_template_kwargs"
+        _check_template_arguments(location, inherited, sources, template.name)
     if row.tools and "tools" not in _list_template_variables(*sources):
         raise ConfigError(
-            f"{row.place}: tools: {template.name} does not use them; remove them from the row, or"
-            " choose another template, as in data.train={path: ..., template: mine.jinja}"
+            f"{row.location}: tools: {template.name} does not use them; remove them from the row,"
+            " or choose another template, as in data.train={path: ..., template: mine.jinja}"
         )
 
 
@@ -244,7 +244,7 @@ def render_prompts(
     for row, token_ids in zip(rows, encoded, strict=True):
         if token_ids and token_ids[-1] == tokenizer.eos_token_id:
             raise ConfigError(
-                f"{row.place}: the prompt ends with {tokenizer.eos_token}, so the policy has"
+                f"{row.location}: the prompt ends with {tokenizer.eos_token}, so the policy has"
                 f" nothing to continue: {template.name} must leave the prompt open, as with"
                 " add_generation_prompt"
             )
@@ -294,7 +294,7 @@ def _check_round_trip(
         if actual.removeprefix(" ") != expected.removeprefix(" "):
             before, after = _cut_to_difference(expected, actual)
             raise ConfigError(
-                f"{row.place}: the model's tokenizer changes the text: {before!r} decodes to"
+                f"{row.location}: the model's tokenizer changes the text: {before!r} decodes to"
                 f" {after!r}. Either tokenizer.json does not match tokenizer_config.json, or the"
                 " vocabulary lacks these characters"
             )
@@ -304,9 +304,9 @@ def _cut_to_difference(expected: str, actual: str, *, width: int = 12) -> tuple[
     """Cut two texts to `width` characters on either side of their first difference."""
     pairs = zip(expected, actual, strict=False)
     shorter = min(len(expected), len(actual))
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-    start = max(0, place - width)
-    return expected[start : place + width], actual[start : place + width]
+    location = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    start = max(0, location - width)
+    return expected[start : location + width], actual[start : location + width]
 
 
 def _render_text(tokenizer: "PreTrainedTokenizerBase", row: DataRow, template: ChatTemplate) -> str:
@@ -328,7 +328,7 @@ def _render_text(tokenizer: "PreTrainedTokenizerBase", row: DataRow, template: C
     # Template expressions may raise any Python exception.
     except Exception as error:
         raise ConfigError(
-            f"{row.place}: {template.name} refuses the prompt: {_format_error(error)}"
+            f"{row.location}: {template.name} refuses the prompt: {_format_error(error)}"
         ) from error
     return str(text)
 

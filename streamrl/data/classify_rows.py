@@ -121,7 +121,7 @@ def _make_prompt(row: DataRow, token_ids: Sequence[int], first: int) -> Prompt:
         data_source=row.data_source,
         ground_truth=row.ground_truth,
         extra_info=row.extra_info,
-        row_location=row.place,
+        row_location=row.location,
         is_chat=row.is_chat,
     )
 
@@ -133,7 +133,7 @@ def _classify_prompt(
     length = len(prompt.token_ids)
     try:
         _check_token_ids(row, prompt, limits.vocab_size)
-        if not keep(prompt, row.place):
+        if not keep(prompt, row.location):
             return ClassifiedRow(RowStatus.FILTERED, row.index, length)
         if length <= limits.max_tokens:
             return ClassifiedRow(RowStatus.KEPT, row.index, length, prompt)
@@ -143,7 +143,7 @@ def _classify_prompt(
         if limits.on_long == "skip":
             return ClassifiedRow(RowStatus.TOO_LONG, row.index, length)
         raise ConfigError(
-            f"{row.place}: the prompt has {length} tokens, the limit is {limits.max_tokens} "
+            f"{row.location}: the prompt has {length} tokens, the limit is {limits.max_tokens} "
             "(data.on_long_prompt=skip or truncate accepts it)"
         )
     except ConfigError as problem:
@@ -152,11 +152,11 @@ def _classify_prompt(
 
 def _check_token_ids(row: DataRow, prompt: Prompt, vocab_size: int) -> None:
     if not prompt.token_ids.size:
-        raise ConfigError(f"{row.place}: the prompt has no tokens")
+        raise ConfigError(f"{row.location}: the prompt has no tokens")
     largest = int(prompt.token_ids.max())
     if largest >= vocab_size:
         raise ConfigError(
-            f"{row.place}: the prompt has token id {largest}, but the model's vocabulary has "
+            f"{row.location}: the prompt has token id {largest}, but the model's vocabulary has "
             f"{vocab_size} ids: tokenizer and model do not match"
         )
 
@@ -169,20 +169,20 @@ def load_prompt_filter(reference: str, *, setting: str) -> PromptFilter:
     and the user's line, if the function fails or returns anything but a bool.
     """
     if not reference:
-        return lambda prompt, place: True
+        return lambda prompt, location: True
     code = load_referenced_function(reference, setting=setting)
     code.check_not_async()
 
-    def keep(prompt: Prompt, place: str) -> bool:
+    def keep(prompt: Prompt, location: str) -> bool:
         try:
             kept = code.function(prompt)
         # SystemExit too: user code may call exit().
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{place}: filter: {code.describe_error(error)}") from error
+            raise ConfigError(f"{location}: filter: {code.describe_error(error)}") from error
         if not isinstance(kept, bool | np.bool_):
             returned = " ".join(reprlib.repr(kept).split())
             raise ConfigError(
-                f"{place}: filter: {code.name} in {code.file} returned {returned},"
+                f"{location}: filter: {code.name} in {code.file} returned {returned},"
                 " not True or False"
             )
         return bool(kept)

@@ -13,12 +13,12 @@ TEXT_COLUMN = "text"
 def load_texts(path: str) -> list[str]:
     """Load the column `text` of a data file in file order. Raises ConfigError with file and row."""
     texts = []
-    for place, _, record in read_records(path):
+    for location, _, record in read_records(path):
         if isinstance(record, ConfigError):
             raise record
         text = record.get(TEXT_COLUMN) if isinstance(record, dict) else None
         if not isinstance(text, str) or not text:
-            raise ConfigError(f"{place}: column {TEXT_COLUMN!r} must be non-empty text")
+            raise ConfigError(f"{location}: column {TEXT_COLUMN!r} must be non-empty text")
         texts.append(text)
     return texts
 

@@ -83,7 +83,9 @@ class PromptFile:
         """Turn the rows at these positions in the file into prompts; return rows with status."""
         keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
         records = self.table.read_rows(rows)
-        parsed = [parse_record(record, place, index, **keys) for place, index, record in records]
+        parsed = [
+            parse_record(record, location, index, **keys) for location, index, record in records
+        ]
         with _render_lock:
             if self._classifier is None:
                 tokenizer = self._tokenizer()

@@ -39,7 +39,7 @@ def render_timeline(
     ]
     start = min((interval.start_s for interval in placed_intervals), default=0.0)
     end = max((interval.end_s for interval in placed_intervals), default=1.0)
-    left = PADDING + max(_text_width(f"devices {row}") for row in rows) + PADDING
+    left = PADDING + max(_measure_text_width(f"devices {row}") for row in rows) + PADDING
     height = HEADER_HEIGHT + ROW_HEIGHT * len(rows) + FOOTER_HEIGHT
     root = _create_canvas(title, (left + CHART_WIDTH + PADDING, height))
     scale = CHART_WIDTH / max(end - start, 1e-12)
@@ -52,15 +52,17 @@ def render_timeline(
         ]
         for interval, (lane, lanes) in assign_lanes(row_intervals):
             size = max((interval.end_s - interval.start_s) * scale, 1.0), (ROW_HEIGHT - 4) / lanes
-            place = left + (interval.start_s - start) * scale, top + 2 + lane * size[1]
+            position = left + (interval.start_s - start) * scale, top + 2 + lane * size[1]
             fill, border = KIND_FILLS[kinds[interval.stage]], KIND_BORDERS[kinds[interval.stage]]
-            box = _add_rect(root, place, size, fill=fill, stroke=border)
+            box = _add_rect(root, position, size, fill=fill, stroke=border)
             label = f"{interval.stage}, step {interval.step + 1}"
             duration = f"{interval.start_s - start:.3g} to {interval.end_s - start:.3g} s"
             ET.SubElement(box, "title").text = f"{label}: {duration}"
-            if _text_width(interval.stage) + 6 < size[0] and size[1] > LABEL_PX:
-                middle = place[1] + size[1] / 2 + 4
-                _add_text(root, interval.stage, (place[0] + size[0] / 2, middle), anchor="middle")
+            if _measure_text_width(interval.stage) + 6 < size[0] and size[1] > LABEL_PX:
+                middle = position[1] + size[1] / 2 + 4
+                _add_text(
+                    root, interval.stage, (position[0] + size[0] / 2, middle), anchor="middle"
+                )
     _draw_axis(root, (left, HEADER_HEIGHT + ROW_HEIGHT * len(rows)), end - start, scale)
     ET.indent(root)
     return ET.tostring(root, encoding="unicode") + "\n"
@@ -98,9 +100,9 @@ def assign_lanes(
     return [(interval, (lane, len(ends))) for interval, lane in placed]
 
 
-def _draw_axis(root: ET.Element, place: Point, length_s: float, scale: float) -> None:
-    """Draw the time axis, with marks at round times, from `place` to the right."""
-    x, y = place
+def _draw_axis(root: ET.Element, position: Point, length_s: float, scale: float) -> None:
+    """Draw the time axis, with marks at round times, from `position` to the right."""
+    x, y = position
     tick = round_tick(length_s / NUM_TICKS)
     for i in range(math.floor(length_s / tick + 1e-9) + 1):
         at = x + i * tick * scale
@@ -114,7 +116,7 @@ def round_tick(least: float) -> float:
     return next(power * times for times in (1, 2, 5, 10) if power * times >= least * (1 - 1e-9))
 
 
-def _text_width(line: str) -> float:
+def _measure_text_width(line: str) -> float:
     return len(line) * LABEL_PX * CHARACTER_EM
 
 
@@ -132,21 +134,21 @@ def _create_canvas(title: str, size: Point) -> ET.Element:
 
 
 def _add_rect(
-    parent: ET.Element, place: Point, size: Point, *, fill: str, stroke: str = "none"
+    parent: ET.Element, position: Point, size: Point, *, fill: str, stroke: str = "none"
 ) -> ET.Element:
-    """Add a rectangle with rounded corners to `parent`; `place` is the upper left corner."""
+    """Add a rectangle with rounded corners to `parent`; `position` is the upper left corner."""
     rect = ET.SubElement(parent, "rect", fill=fill, stroke=stroke, rx="4")
-    (x, y), (width, height) = place, size
+    (x, y), (width, height) = position, size
     rect.attrib |= {"x": f"{x:g}", "y": f"{y:g}"}
     rect.attrib |= {"width": f"{width:g}", "height": f"{height:g}"}
     return rect
 
 
 def _add_text(
-    parent: ET.Element, text: str, place: Point, *, fill: str = INK_COLOR, anchor: str = "start"
+    parent: ET.Element, text: str, position: Point, *, fill: str = INK_COLOR, anchor: str = "start"
 ) -> ET.Element:
-    """Add a line of text to `parent`, with its baseline at `place`."""
-    element = ET.SubElement(parent, "text", x=f"{place[0]:g}", y=f"{place[1]:g}", fill=fill)
+    """Add a line of text to `parent`, with its baseline at `position`."""
+    element = ET.SubElement(parent, "text", x=f"{position[0]:g}", y=f"{position[1]:g}", fill=fill)
     element.attrib |= {"font-size": str(LABEL_PX), "text-anchor": anchor}
     element.text = text
     return element

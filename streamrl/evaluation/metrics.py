@@ -61,7 +61,7 @@ class EvaluationResult:
         """Return the metrics by name (docs/metrics.md), and per data_source or file if several."""
         row = {"eval/pass_at_1": self.pass_at_1, "eval/pass_at_k": self.pass_at_k}
         row |= {f"eval/pass_at_{k}": p for k, p in self.pass_at.items() if k < self.samples}
-        row |= self._mean_metrics("eval/")
+        row |= self._list_mean_metrics("eval/")
         intervals = {"pass_at_1": self.pass_at_1_interval, "mean_at_k": self.mean_at_k_interval}
         for name, interval in intervals.items():
             for end, value in zip(("low", "high"), interval or (), strict=False):
@@ -70,10 +70,10 @@ class EvaluationResult:
             for name, part in parts.items() if len(parts) > 1 else ():
                 prefix = f"eval/{kind}/{to_metric_segment(name)}/"
                 row |= {f"{prefix}pass_at_1": part.pass_at_1, f"{prefix}pass_at_k": part.pass_at_k}
-                row |= part._mean_metrics(prefix)
+                row |= part._list_mean_metrics(prefix)
         return row
 
-    def _mean_metrics(self, prefix: str) -> dict[str, float]:
+    def _list_mean_metrics(self, prefix: str) -> dict[str, float]:
         maj = {} if self.maj_at_k is None else {f"{prefix}maj_at_k": self.maj_at_k}
         return {f"{prefix}mean_at_k": self.mean_at_k, **maj}
 
@@ -140,11 +140,11 @@ def compute_maj_at_k(passed: Array, answers: Array) -> float:
     Completions without an answer do not vote. Tied answers count with equal weight. A prompt
     without answers fails.
     """
-    pass_rates = [_majority_pass_rate(*row) for row in zip(passed, answers, strict=True)]
+    pass_rates = [_compute_majority_pass_rate(*row) for row in zip(passed, answers, strict=True)]
     return math.fsum(pass_rates) / len(pass_rates)
 
 
-def _majority_pass_rate(passed: Array, answers: Array) -> float:
+def _compute_majority_pass_rate(passed: Array, answers: Array) -> float:
     """Return the pass rate of a prompt's most frequent answer; tied answers count equally."""
     votes = Counter(answers[answers != 0].tolist())
     most = max(votes.values(), default=0)

@@ -199,9 +199,9 @@ def read_small_yaml(path: Path) -> Any:
     try:
         for event in yaml.parse(text, Loader=StrictYamlLoader):
             if isinstance(event, yaml.AliasEvent):
-                place = _format_mark(event.start_mark)
+                location = _format_mark(event.start_mark)
                 raise ValueError(
-                    f"{place}: *{event.anchor}: aliases are not allowed; write the value out"
+                    f"{location}: *{event.anchor}: aliases are not allowed; write the value out"
                 )
         value = yaml.load(text, Loader=StrictYamlLoader)
     except yaml.constructor.ConstructorError as error:

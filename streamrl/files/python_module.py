@@ -99,40 +99,40 @@ class FileFunction:
         return f"{self.name} at {format_failure(self.file, error)}"
 
 
-def load_function(path: str, name: str, *, setting: str, said: str) -> FileFunction:
+def load_function(path: str, name: str, *, setting: str, label: str) -> FileFunction:
     """Load function `name` of a user's Python file.
 
-    setting: config key of the path. said: setting=value with which the user named the function, for
-    errors. Raises ConfigError if the file cannot be imported or has no such function.
+    setting: config key of the path. label: setting=value with which the user named the function,
+    for errors. Raises ConfigError if the file cannot be imported or has no such function.
     """
     module = import_file(path, setting=setting)
     if name not in vars(module):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError(f"{said}: not in {path}; its functions are {', '.join(names) or 'none'}")
+        raise ConfigError(f"{label}: not in {path}; its functions are {', '.join(names) or 'none'}")
     function = vars(module)[name]
     if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"{said}: in {path} it is not a function")
-    return make_file_function(str(Path(path).resolve()), name, function, said=said)
+        raise ConfigError(f"{label}: in {path} it is not a function")
+    return make_file_function(str(Path(path).resolve()), name, function, label=label)
 
 
 def load_referenced_function(reference: str, *, setting: str) -> FileFunction:
     """Load the function to which the value of a setting refers as file.py:function."""
     path, name = split_reference(reference, setting=setting)
-    return load_function(path, name, setting=setting, said=f"{setting}={reference}")
+    return load_function(path, name, setting=setting, label=f"{setting}={reference}")
 
 
 def make_file_function(
-    file: str, name: str, function: Callable[..., Any], *, said: str
+    file: str, name: str, function: Callable[..., Any], *, label: str
 ) -> FileFunction:
     """Wrap a function loaded from a user's file. Raises ConfigError if it has no signature.
 
-    said: setting=value with which the user named the function, for errors.
+    label: setting=value with which the user named the function, for errors.
     """
     try:
         parameters = inspect.signature(function).parameters
     except ValueError as error:  # some C functions have no signature
-        raise ConfigError(f"{said}: in {file}: {error}") from error
-    return FileFunction(file, name, function, parameters, said)
+        raise ConfigError(f"{label}: in {file}: {error}") from error
+    return FileFunction(file, name, function, parameters, label)
 
 
 def import_file(path: str, *, setting: str) -> ModuleType:
@@ -212,11 +212,11 @@ def format_failure(path: str, error: BaseException) -> str:
     lines = [frame.lineno for frame in frames if frame.filename == path]
     if isinstance(error, SyntaxError) and error.filename == path:
         lines.append(error.lineno)
-    place = f"{path}:{lines[-1]}" if lines else path
+    location = f"{path}:{lines[-1]}" if lines else path
     try:
         message = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 - a user's __str__ may raise anything
         message = "(its message cannot be formatted)"
     if len(message) > MAX_MESSAGE_CHARS:
         message = f"{message[:MAX_MESSAGE_CHARS]}..."
-    return f"{place}: {type(error).__name__}" + (f": {message}" if message else "")
+    return f"{location}: {type(error).__name__}" + (f": {message}" if message else "")

@@ -152,18 +152,20 @@ class Cluster:
             return cls(groups)
 
     @classmethod
-    def from_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Cluster":
+    def from_dict(cls, loose: Mapping[str, Any], *, location: str) -> "Cluster":
         """Read a cluster: {nodes: [{device: NAME, devices: N, count: N, network_gbps: X}]}.
 
         A device outside `DEVICES` is, instead of a NAME, a mapping of name, tflops, memory_gb,
-        memory_gbps, link_gbps and host_gbps; the last three in GB/s. `place` names the source in
+        memory_gbps, link_gbps and host_gbps; the last three in GB/s. `location` names the source in
         errors. Raise ConfigError for an invalid entry.
         """
         nodes = loose.get("nodes") if isinstance(loose, Mapping) else None
         if not isinstance(nodes, Sequence) or isinstance(nodes, str) or set(loose) != {"nodes"}:
-            raise ConfigError(f"{place}: must be a mapping whose only key is `nodes`, a list")
-        groups = tuple(_read_group(entry, f"{place}: nodes[{i}]") for i, entry in enumerate(nodes))
-        with _prefix_errors(place):
+            raise ConfigError(f"{location}: must be a mapping whose only key is `nodes`, a list")
+        groups = tuple(
+            _read_group(entry, f"{location}: nodes[{i}]") for i, entry in enumerate(nodes)
+        )
+        with _prefix_errors(location):
             return cls(groups)
 
     @property
@@ -236,50 +238,50 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def _prefix_errors(place: str) -> Iterator[None]:
-    """Prepend `place`, the source of the input, to a ConfigError raised in the block."""
+def _prefix_errors(location: str) -> Iterator[None]:
+    """Prepend `location`, the source of the input, to a ConfigError raised in the block."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{location}: {error}") from None
 
 
 _GROUP_PATTERN = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)Gb)?")
 
 
-def find_device(name: str, place: str) -> DeviceSpec:
+def find_device(name: str, location: str) -> DeviceSpec:
     """Return a device of `DEVICES` by name, ignoring case.
 
-    Raise ConfigError, which starts with `place` and suggests the nearest name, for an unknown
+    Raise ConfigError, which starts with `location` and suggests the nearest name, for an unknown
     device.
     """
     by_lowercase = {key.lower(): device for key, device in DEVICES.items()}
     if name.lower() in by_lowercase:
         return by_lowercase[name.lower()]
     raise ConfigError(
-        f"{place}: device {name}: not in the table; {suggest_nearest(name, DEVICES, 'device')}"
+        f"{location}: device {name}: not in the table; {suggest_nearest(name, DEVICES, 'device')}"
     )
 
 
 def _parse_group(group_text: str, text: str) -> NodeGroup:
     """Parse a node group such as 2x8xA100@200Gb; error messages quote `text`, the whole cluster."""
-    place = f"cluster {text}"
+    location = f"cluster {text}"
     match = _GROUP_PATTERN.fullmatch(group_text)
     if match is None:
         raise ConfigError(
-            f"{place}: {group_text!r:.60} is not written like 8xH100 or 16x8xA100@200Gb"
+            f"{location}: {group_text!r:.60} is not written like 8xH100 or 16x8xA100@200Gb"
         )
     nodes, devices, name, gigabits = match.groups()
-    device, count = find_device(name, place), int(devices)
+    device, count = find_device(name, location), int(devices)
     network = float(gigabits or 0)
     if gigabits:
-        _check_quantity(f"{place}: network_gbps", network)
+        _check_quantity(f"{location}: network_gbps", network)
     network *= GB / 8
     if nodes is not None or count <= device.devices_per_node:
-        with _prefix_errors(place):
+        with _prefix_errors(location):
             return NodeGroup(device, count, 1 if nodes is None else int(nodes), network)
     if count > MAX_DEVICES:
-        raise ConfigError(f"{place}: {count} devices: must be at most {MAX_DEVICES}")
+        raise ConfigError(f"{location}: {count} devices: must be at most {MAX_DEVICES}")
     if count % device.devices_per_node:
         # Suggest the fewest equal nodes below the usual size.
         nodes = next(
@@ -288,7 +290,7 @@ def _parse_group(group_text: str, text: str) -> NodeGroup:
             if count % n == 0 and count // n < device.devices_per_node
         )
         raise ConfigError(
-            f"{place}: {count} {name} do not fill nodes of {device.devices_per_node};"
+            f"{location}: {count} {name} do not fill nodes of {device.devices_per_node};"
             f" give the number of nodes,"
             f" as in {nodes}x{count // nodes}x{name}"
         )
@@ -306,10 +308,10 @@ class _DeviceEntry:
     link_gbps: float
     host_gbps: float = PCIE_4 / GB
 
-    def to_device(self, place: str) -> DeviceSpec:
+    def to_device(self, location: str) -> DeviceSpec:
         """Convert the entry to a DeviceSpec. Raise ConfigError for a value out of bounds."""
         for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"):
-            _check_quantity(f"{place}.{key}", vars(self)[key])
+            _check_quantity(f"{location}.{key}", vars(self)[key])
         return _make_device(
             self.name,
             self.tflops,
@@ -337,20 +339,20 @@ def _check_quantity(name: str, value: float) -> None:
         )
 
 
-def _read_group(entry: Any, place: str) -> NodeGroup:
-    """Read an entry of `nodes` in a cluster file. Raise ConfigError that names `place`."""
+def _read_group(entry: Any, location: str) -> NodeGroup:
+    """Read an entry of `nodes` in a cluster file. Raise ConfigError that names `location`."""
     if not isinstance(entry, Mapping) or "device" not in entry:
-        raise ConfigError(f"{place}: must be a mapping with device and devices")
+        raise ConfigError(f"{location}: must be a mapping with device and devices")
     device_entry = entry["device"]
     if isinstance(device_entry, Mapping):
-        device = read_settings(_DeviceEntry, device_entry, section=f"{place}.device").to_device(
-            f"{place}.device"
+        device = read_settings(_DeviceEntry, device_entry, section=f"{location}.device").to_device(
+            f"{location}.device"
         )
     else:
-        device = find_device(str(device_entry), f"{place}.device")
+        device = find_device(str(device_entry), f"{location}.device")
     other_keys = {key: value for key, value in entry.items() if key != "device"}
-    group = read_settings(_GroupEntry, other_keys, section=place)
+    group = read_settings(_GroupEntry, other_keys, section=location)
     if group.network_gbps:
-        _check_quantity(f"{place}.network_gbps", group.network_gbps)
-    with _prefix_errors(place):
+        _check_quantity(f"{location}.network_gbps", group.network_gbps)
+    with _prefix_errors(location):
         return NodeGroup(device, group.devices, group.count, group.network_gbps * GB / 8)

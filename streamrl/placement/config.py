@@ -81,11 +81,11 @@ class PlacementConfig:
             )
         for i, pool in enumerate(self.pools):
             for role, fraction in pool.items():
-                place = f"placement.pools[{i}].{role}={fraction:g}"
+                location = f"placement.pools[{i}].{role}={fraction:g}"
                 if role not in POOL_ROLES:
-                    raise ConfigError(f"{place}: must be one of {', '.join(POOL_ROLES)}")
+                    raise ConfigError(f"{location}: must be one of {', '.join(POOL_ROLES)}")
                 if not MIN_POOL_FRACTION <= fraction <= 1:
-                    raise ConfigError(f"{place}: must be at least 1/1024 and at most 1")
+                    raise ConfigError(f"{location}: must be at least 1/1024 and at most 1")
         roles = Counter(role for pool in self.pools for role in pool)
         if repeated := [role for role, times in roles.items() if times > 1]:
             raise ConfigError(

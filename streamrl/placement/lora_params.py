@@ -46,9 +46,11 @@ def iter_linear_layers(shape: ModelShape) -> Iterator[tuple[str, int]]:
     else:
         attention |= {"k_proj": hidden + narrow, "v_proj": hidden + narrow}
     for layer in range(shape.layers):
-        place = f"model.layers.{layer}"
-        yield from ((f"{place}.self_attn.{name}", size) for name, size in attention.items())
-        yield from ((f"{place}.mlp.{name}", size) for name, size in _iter_mlp_layers(shape, layer))
+        location = f"model.layers.{layer}"
+        yield from ((f"{location}.self_attn.{name}", size) for name, size in attention.items())
+        yield from (
+            (f"{location}.mlp.{name}", size) for name, size in _iter_mlp_layers(shape, layer)
+        )
 
 
 def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]:
@@ -61,9 +63,9 @@ def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]
         widths = {f"experts.{i}.": width for i in range(shape.experts)}
         # transformers builds the shared experts as a single MLP of their total width.
         widths |= {"shared_experts.": width * shape.shared_experts} if shape.shared_experts else {}
-    for place, wide in widths.items():
+    for location, wide in widths.items():
         for name in ("gate_proj", "up_proj", "down_proj"):
-            yield f"{place}{name}", shape.hidden + wide
+            yield f"{location}{name}", shape.hidden + wide
 
 
 def is_lora_target(name: str, target: str) -> bool:

@@ -40,10 +40,10 @@ class Mesh:
     def overlaps(self, other: "Mesh") -> bool:
         return self.first < other.first + other.size and other.first < self.first + self.size
 
-    def check_on_cluster(self, cluster: Cluster, place: str) -> None:
-        """Raise ConfigError, naming `place`, unless the cluster allows a mesh of these devices."""
+    def check_on_cluster(self, cluster: Cluster, location: str) -> None:
+        """Raise ConfigError, naming `location`, unless the cluster allows a mesh like this."""
         if self.first + self.size > cluster.num_devices:
-            raise ConfigError(f"{place}: devices {self}; the cluster has {cluster.num_devices}")
+            raise ConfigError(f"{location}: devices {self}; the cluster has {cluster.num_devices}")
         # Walk over the node groups that the mesh touches.
         at = self.first
         while at < self.first + self.size:
@@ -55,14 +55,14 @@ class Mesh:
                 fits = group.devices_per_node % self.size == 0 and offset_in_node % self.size == 0
                 if not fits:
                     raise ConfigError(
-                        f"{place}: devices {self}: a part of a node of"
+                        f"{location}: devices {self}: a part of a node of"
                         f" {group.devices_per_node} must divide the node"
                         " and start at a multiple of its own size"
                     )
                 return
             if offset_in_node or remaining < group.devices_per_node:
                 raise ConfigError(
-                    f"{place}: devices {self}: a mesh beyond one node must be whole nodes of"
+                    f"{location}: devices {self}: a mesh beyond one node must be whole nodes of"
                     f" {group.devices_per_node}"
                 )
             at += min(

@@ -109,7 +109,7 @@ class ModelShape:
         """Number of parameters of all routed experts of all layers."""
         return self.moe_layers * self.experts * self.expert_params
 
-    def _mlp_params(self, experts: int) -> int:
+    def _count_mlp_params(self, experts: int) -> int:
         """Return MLP parameters of all layers, if each layer had `experts` routed experts."""
         plain = self.layers - self.moe_layers
         width = self.dense_intermediate or self.intermediate
@@ -129,7 +129,7 @@ class ModelShape:
         norms = (2 * self.layers + 1) * self.hidden
         return (
             self.layers * self.attention_params
-            + self._mlp_params(self.experts)
+            + self._count_mlp_params(self.experts)
             + self.embedding_params
             + norms
         )
@@ -143,9 +143,13 @@ class ModelShape:
     def active_matmul_params(self) -> int:
         """Number of parameters that one token is multiplied with: active experts, no embedding."""
         head = self.hidden if self.has_scalar_head else self.vocab * self.hidden
-        return self.layers * self.attention_params + self._mlp_params(self.experts_per_token) + head
+        return (
+            self.layers * self.attention_params
+            + self._count_mlp_params(self.experts_per_token)
+            + head
+        )
 
-    def kv_bytes_per_token(self, itemsize: int = BF16_BYTES) -> int:
+    def count_kv_bytes_per_token(self, itemsize: int = BF16_BYTES) -> int:
         """Return the KV-cache bytes of one token over all layers; `itemsize` is bytes per value."""
         if self.kv_latent_width:
             return self.layers * self.kv_latent_width * itemsize
@@ -163,9 +167,9 @@ class ModelShape:
         Query, key and value are one tensor; so are gate and up, and the experts of a layer.
         """
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        tensors = [self._embedding_spec(itemsize)]
+        tensors = [self._make_embedding_spec(itemsize)]
         for layer in range(self.layers):
-            tensors += self._layer_specs(layer, wide, narrow, itemsize)
+            tensors += self._make_layer_specs(layer, wide, narrow, itemsize)
         last = self.layers + 1
         tensors.append(TensorSpec("norm", (self.hidden,), (last,), itemsize=itemsize))
         if self.has_scalar_head:
@@ -175,13 +179,15 @@ class ModelShape:
             tensors.append(TensorSpec("head", shape, (last,), 0, itemsize=itemsize))
         return ModelSpec(tuple(tensors), self.layers + 2)
 
-    def _embedding_spec(self, itemsize: int) -> TensorSpec:
+    def _make_embedding_spec(self, itemsize: int) -> TensorSpec:
         positions = (
             (0, self.layers + 1) if self.has_tied_embeddings and not self.has_scalar_head else (0,)
         )
         return TensorSpec("embedding", (self.vocab, self.hidden), positions, 0, itemsize=itemsize)
 
-    def _layer_specs(self, layer: int, wide: int, narrow: int, itemsize: int) -> list[TensorSpec]:
+    def _make_layer_specs(
+        self, layer: int, wide: int, narrow: int, itemsize: int
+    ) -> list[TensorSpec]:
         """Return the tensors of one layer.
 
         wide, narrow: output features of the query projection, and of key and value together.
@@ -222,9 +228,9 @@ class ModelShape:
         tensors.append(
             TensorSpec(f"{name}.o", (self.hidden, wide), positions, 1, itemsize=itemsize)
         )
-        return tensors + self._mlp_specs(layer, itemsize)
+        return tensors + self._make_mlp_specs(layer, itemsize)
 
-    def _mlp_specs(self, layer: int, itemsize: int) -> list[TensorSpec]:
+    def _make_mlp_specs(self, layer: int, itemsize: int) -> list[TensorSpec]:
         """Return the MLP tensors of one layer: a dense MLP, or router and experts."""
         positions, name = (layer + 1,), f"layer.{layer}"
         has_experts = bool(self.experts) and layer >= self.dense_layers
@@ -343,15 +349,18 @@ def load_model_shape(model: str) -> ModelShape:
     return _from_huggingface(config, str(path))
 
 
-def _from_huggingface(config: Mapping[str, Any], place: str) -> ModelShape:
+def _from_huggingface(config: Mapping[str, Any], location: str) -> ModelShape:
     """Convert a Hugging Face config to a shape; of a multimodal config, only the language model.
 
-    place: path of the config, for the message of a ConfigError.
+    location: path of the config, for the message of a ConfigError.
     """
-    name, hint = Path(place).parent.name, "; a config.json with a language model's sizes would do"
+    name, hint = (
+        Path(location).parent.name,
+        "; a config.json with a language model's sizes would do",
+    )
     text, architectures = config.get("text_config"), config.get("architectures")
     if isinstance(text, Mapping):
-        config, place = {**config, **text}, f"{place}: text_config"
+        config, location = {**config, **text}, f"{location}: text_config"
     if any(isinstance(config.get(key), Mapping) for key in ("text_config", *NON_TEXT_CONFIGS)):
         name = f"{name} ({TEXT_ONLY_NOTE})"
 
@@ -363,10 +372,11 @@ def _from_huggingface(config: Mapping[str, Any], place: str) -> ModelShape:
                 return value
             if value is not None:
                 raise ConfigError(
-                    f"model {place}: {key}={value!r:.40}: must be a whole number up to {MAX_SIZE}"
+                    f"model {location}: {key}={value!r:.40}: must be a whole number"
+                    f" up to {MAX_SIZE}"
                 )
         if default is None:
-            raise ConfigError(f"model {place}: {names[0]} is missing{hint}")
+            raise ConfigError(f"model {location}: {names[0]} is missing{hint}")
         return default
 
     family = str(config.get("model_type"))

@@ -48,28 +48,28 @@ class CallAssignment:
     zero_stage: int = 1
     ep_size: int = 1
 
-    def check_on_cluster(self, cluster: Cluster, place: str) -> None:
+    def check_on_cluster(self, cluster: Cluster, location: str) -> None:
         """Raise ConfigError unless the cluster has the mesh and the parallelism fits the mesh.
 
-        place: name of the call, for the message.
+        location: name of the call, for the message.
         """
-        self.mesh.check_on_cluster(cluster, place)
+        self.mesh.check_on_cluster(cluster, location)
         if self.grid.num_ranks != self.mesh.size:
             raise ConfigError(
-                f"{place}: {self.grid} is {self.grid.num_ranks} ranks; devices {self.mesh} are"
+                f"{location}: {self.grid} is {self.grid.num_ranks} ranks; devices {self.mesh} are"
                 f" {self.mesh.size}"
             )
         limit = min(MAX_TP_SIZE, self.mesh.count_devices_per_node(cluster))
         if self.grid.tp_size > limit:
             raise ConfigError(
-                f"{place}: {self.grid.tp_size} tensor-parallel ranks: at most {limit} on a node"
+                f"{location}: {self.grid.tp_size} tensor-parallel ranks: at most {limit} on a node"
             )
         if self.zero_stage not in range(4):
-            raise ConfigError(f"{place}.zero_stage={self.zero_stage}: must be from 0 to 3")
+            raise ConfigError(f"{location}.zero_stage={self.zero_stage}: must be from 0 to 3")
         limit = self.grid.tp_size * self.grid.dp_size
         if self.ep_size < 1 or limit % self.ep_size:
             raise ConfigError(
-                f"{place}.expert={self.ep_size}: must divide the {limit} ranks of a stage"
+                f"{location}.expert={self.ep_size}: must divide the {limit} ranks of a stage"
             )
 
     def __str__(self) -> str:
@@ -140,12 +140,12 @@ class Placement:
         return {"calls": calls, "max_staleness": self.max_staleness, "streamed": self.is_streamed}
 
     @classmethod
-    def from_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Placement":
-        """Invert `Placement.to_dict`. Raise ConfigError that names `place` and the wrong key."""
-        entry = read_settings(_PlacementEntry, loose, section=place)
+    def from_dict(cls, loose: Mapping[str, Any], *, location: str) -> "Placement":
+        """Invert `Placement.to_dict`. Raise ConfigError that names `location` and the wrong key."""
+        entry = read_settings(_PlacementEntry, loose, section=location)
         calls = {}
         for stage, values in entry.calls.items():
-            section = f"{place}.calls.{stage}"
+            section = f"{location}.calls.{stage}"
             calls[stage] = read_settings(_CallEntry, values, section=section).to_assignment(section)
         return cls(calls, entry.max_staleness, entry.streamed)
 
@@ -169,10 +169,10 @@ class _CallEntry:
     zero_stage: int = 1
     expert: int = 1
 
-    def to_assignment(self, place: str) -> CallAssignment:
-        """Convert the entry of a stage. Raise ConfigError, naming `place`, for an invalid grid."""
+    def to_assignment(self, location: str) -> CallAssignment:
+        """Convert the entry of a stage. Raise ConfigError with `location` for an invalid grid."""
         try:
             grid = RankGrid.from_text(self.grid, self.order)
         except ValueError as error:
-            raise ConfigError(f"{place}.grid: {error}") from None
+            raise ConfigError(f"{location}.grid: {error}") from None
         return CallAssignment(Mesh.from_text(self.devices), grid, self.zero_stage, self.expert)

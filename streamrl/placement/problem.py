@@ -129,7 +129,7 @@ class PlacementCosts(Protocol):
         """
         ...
 
-    def first_rollouts_s(self, assignment: CallAssignment) -> float:
+    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
         """Return seconds of generation until the first rollouts of a step are complete.
 
         `assignment` places the generator, which has the devices for itself. Return inf if they lack

@@ -22,7 +22,7 @@ class RunOptions:
     reference_every: int = 1
     oversample: float | None = 1.0
 
-    def max_steps_ahead(self, max_staleness: int) -> int:
+    def get_max_steps_ahead(self, max_staleness: int) -> int:
         """Return how many steps generation may run ahead of training under this staleness bound."""
         return max_staleness if self.depth is None else self.depth
 

@@ -54,7 +54,7 @@ class GeneratorTiming:
         compute = self.compute_rollout_s * running
         return max(memory, compute) + self.step_s + self.rollout_s * running
 
-    def decode_steps_s(self, running: Array, kv_tokens: Array) -> Array:
+    def estimate_decode_steps_s(self, running: Array, kv_tokens: Array) -> Array:
         """Return seconds of each of several decode steps, float64 with the shape of the arguments.
 
         running: rollouts in each decode step.
@@ -89,7 +89,7 @@ class GeneratorTiming:
             + reading
         )
 
-    def memory_bound_s(self, steps: Array, tokens: Array, kv_tokens: Array) -> Array:
+    def compute_memory_bound_s(self, steps: Array, tokens: Array, kv_tokens: Array) -> Array:
         """Return seconds of memory-bound decode steps from totals over these steps.
 
         steps: number of decode steps.
@@ -145,7 +145,7 @@ class TrainTiming:
     step_s: float = 0.0
     round_s: float = 0.0
 
-    def passes_s(self, micro_batches: float, tokens: float) -> float:
+    def compute_passes_s(self, micro_batches: float, tokens: float) -> float:
         """Return seconds of forward and backward passes, spread over all data-parallel ranks.
 
         micro_batches, tokens: totals of the step over all ranks.
@@ -167,7 +167,7 @@ class WeightsTiming:
     pause_s: float = 0.0
 
 
-def process_speed(cores: float, busy: float, *, crowding: float) -> float:
+def compute_process_speed(cores: float, busy: float, *, crowding: float) -> float:
     """Return the speed of each of `busy` processes on shared cores, relative to a process alone.
 
     cores: number of cores, divided evenly among the processes.
@@ -187,7 +187,7 @@ class StageTimings:
     cores: cores of the machine that all processes share, less the load of processes outside the
       run; 0 if processes do not slow one another down.
     bookkeeping_s: core time per group of queue and run log.
-    crowding: slowdown of a busy process by each further busy process, as in `process_speed`.
+    crowding: slowdown of a busy process by each further one, as in `compute_process_speed`.
     """
 
     generator: GeneratorTiming

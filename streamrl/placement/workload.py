@@ -46,7 +46,7 @@ MAX_SIGMA = 5
 """Largest sigma of lognormal lengths; above, nearly all lengths are one token or the limit."""
 
 
-def _longest_quantile_ranks(count: int) -> list[float]:
+def _compute_longest_quantile_ranks(count: int) -> list[float]:
     """Return quantiles, all equally likely, at which the longest of `count` samples lies.
 
     With F the distribution function, F(longest) is distributed as u ** (1 / count) for uniform u.
@@ -126,7 +126,7 @@ class LognormalLengths:
     def expected_longest(self, count: int) -> float:
         lengths = [
             self.median * math.exp(self.sigma * _STANDARD_NORMAL.inv_cdf(rank))
-            for rank in _longest_quantile_ranks(count)
+            for rank in _compute_longest_quantile_ranks(count)
         ]
         return float(np.minimum(lengths, self.limit).mean())
 
@@ -162,7 +162,7 @@ class EmpiricalLengths:
         return np.asarray(np.quantile(self.samples, parts), np.float64)
 
     def expected_longest(self, count: int) -> float:
-        at = np.multiply(_longest_quantile_ranks(count), len(self.samples)).astype(int)
+        at = np.multiply(_compute_longest_quantile_ranks(count), len(self.samples)).astype(int)
         return float(np.asarray(self.samples)[at].mean())
 
 

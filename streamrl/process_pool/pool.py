@@ -142,25 +142,25 @@ class WorkerPool:
         await self._add_worker()
         self._service_tasks.add(self._spawn_task(self._monitor_workers()))
 
-    async def call(self, request: Any, *, alone: bool = False) -> Any:
+    async def call(self, request: Any, *, exclusive: bool = False) -> Any:
         """Run a request in a worker and return the handler's result. Raises WorkerError.
 
-        alone: run on an exclusive worker, for a call that failed before. If the caller is
+        exclusive: run on an exclusive worker, for a call that failed before. If the caller is
             cancelled, the call still runs to its result or deadline and occupies its worker until
             then.
         """
         try:
-            return await self._run_call(request, alone=alone and self._has_concurrent_calls)
+            return await self._run_call(request, exclusive=exclusive and self._has_concurrent_calls)
         except _SharedWorkerExitError:
-            return await self._run_call(request, alone=True)
+            return await self._run_call(request, exclusive=True)
 
-    async def _run_call(self, request: Any, *, alone: bool) -> Any:
+    async def _run_call(self, request: Any, *, exclusive: bool) -> Any:
         """Run a request in the next free worker, to its end even if the caller is cancelled."""
-        self._num_exclusive_waiters += alone
+        self._num_exclusive_waiters += exclusive
         try:
-            worker, call_id = await self._claim_worker(alone=alone)
+            worker, call_id = await self._claim_worker(exclusive=exclusive)
         finally:
-            self._num_exclusive_waiters -= alone
+            self._num_exclusive_waiters -= exclusive
         return await asyncio.shield(
             self._spawn_task(self._await_response(worker, call_id, request))
         )
@@ -214,14 +214,14 @@ class WorkerPool:
         self._kill_worker(worker, WorkerTimeoutError("a call could not be cancelled"), "timeout")
         return False
 
-    def _find_free_workers(self, *, alone: bool) -> list[_WorkerState]:
+    def _find_free_workers(self, *, exclusive: bool) -> list[_WorkerState]:
         """Return workers that can take a call now.
 
-        alone: workers without other calls only. While such an exclusive call waits, idle workers
-            are kept for it.
+        exclusive: workers without other calls only. While such a call waits, idle workers are
+            kept for it.
         """
         free = [worker for worker in self._workers if worker.has_capacity]
-        if alone:
+        if exclusive:
             return [worker for worker in free if not worker.call_start_times]
         return [
             worker
@@ -229,10 +229,10 @@ class WorkerPool:
             if worker.call_start_times or not self._exclusive_claim_lock.locked()
         ]
 
-    async def _claim_worker(self, *, alone: bool) -> tuple[_WorkerState, int]:
+    async def _claim_worker(self, *, exclusive: bool) -> tuple[_WorkerState, int]:
         """Wait for a free worker (FIFO); return it and a call id. Raises WorkerCrashError."""
-        async with self._exclusive_claim_lock if alone else self._shared_claim_lock:
-            while not (free := self._find_free_workers(alone=alone)):
+        async with self._exclusive_claim_lock if exclusive else self._shared_claim_lock:
+            while not (free := self._find_free_workers(exclusive=exclusive)):
                 if self._is_closed:
                     raise WorkerCrashError(f"the workers of {self._name} are closed")
                 if len(self._failed_starts) >= MAX_FAILED_STARTS:
@@ -246,7 +246,7 @@ class WorkerPool:
                 min(free, key=lambda worker: len(worker.call_start_times)),
                 next(self._call_ids),
             )
-            worker.is_exclusive = alone
+            worker.is_exclusive = exclusive
             worker.call_start_times[call_id] = asyncio.get_running_loop().time()
             return worker, call_id
 

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from streamrl.errors import WeightsError
-from streamrl.resharding.buckets import (
+from streamrl.resharding.byte_report import NodeTopology
+from streamrl.resharding.layouts import ModelLayout
+from streamrl.resharding.plans import CopyPlan, GatherPlan, NamedBox, plan_copies, plan_gather
+from streamrl.resharding.storage import ShardStorage, count_memory_bytes, narrow_view
+from streamrl.resharding.transfer_rounds import (
     UNBOUNDED_BYTES,
     GatherRound,
     plan_copy_rounds,
     plan_gather_rounds,
 )
-from streamrl.resharding.byte_report import NodeTopology
-from streamrl.resharding.layouts import ModelLayout
-from streamrl.resharding.plans import CopyPlan, GatherPlan, NamedBox, plan_copies, plan_gather
-from streamrl.resharding.storage import ShardStorage, count_memory_bytes, narrow_view
 
 NO_VERSION = -1  # sent by ranks whose source storage has no version
 

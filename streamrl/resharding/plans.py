@@ -16,7 +16,7 @@ from typing import TypeVar
 from streamrl.resharding.boxes import TensorBox, count_elements, is_nested, subtract_boxes
 from streamrl.resharding.byte_report import BytesReport, NodeTopology, RankBytes, count_transfers
 from streamrl.resharding.layouts import ModelLayout
-from streamrl.resharding.patterns import BoxFragment, FragmentSet, ShardPattern, find_patterns
+from streamrl.resharding.shard_patterns import BoxFragment, FragmentSet, ShardPattern, find_patterns
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")

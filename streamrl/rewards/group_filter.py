@@ -158,8 +158,8 @@ def make_function_filter(options: FunctionFilterOptions) -> GroupFilter:
     float per rollout. rewards: a list of floats per named reward, None where that reward abstains.
     The call runs in the caller's thread without a deadline: no models, no network.
     """
-    said = f"filter.function={options.function}"
-    code = load_function(options.path, options.function, setting="filter.path", said=said)
+    label = f"filter.function={options.function}"
+    code = load_function(options.path, options.function, setting="filter.path", label=label)
     parameters = code.select_arguments(FILTER_PARAMETERS)
 
     def reject_unkept(prompt: Prompt, columns: Columns) -> str | None:

@@ -169,28 +169,28 @@ def _parse_step(path: Path) -> int:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read the checkpoint in a folder. Raises ConfigError if its state.json is not usable."""
-    place = f"--resume {folder}/state.json"
+    location = f"--resume {folder}/state.json"
     try:
         state = read_small_json(folder / "state.json", most_bytes=MAX_STATE_BYTES)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{place}: {describe_read_error(error)}") from None
+        raise ConfigError(f"{location}: {describe_read_error(error)}") from None
     if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
-        raise ConfigError(f"{place}: not a checkpoint of format {CHECKPOINT_FORMAT}")
+        raise ConfigError(f"{location}: not a checkpoint of format {CHECKPOINT_FORMAT}")
     missing = sorted(CheckpointState.__required_keys__ - state.keys())
     if missing:
-        raise ConfigError(f"{place}: missing keys: {', '.join(missing)}")
+        raise ConfigError(f"{location}: missing keys: {', '.join(missing)}")
     if problem := _find_version_problem(state["version"], folder):
-        raise ConfigError(f"{place}: version {state['version']!r}: {problem}")
+        raise ConfigError(f"{location}: version {state['version']!r}: {problem}")
     for key in ("ledger", "prompts", "dials", "cuts", "files"):
         if not isinstance(state.get(key, {}), dict):
-            raise ConfigError(f"{place}: {key}: must be a mapping")
+            raise ConfigError(f"{location}: {key}: must be a mapping")
     for key in ("cuts", "files"):
         if not all(map(_is_count, state.get(key, {}).values())):
-            raise ConfigError(f"{place}: {key}: must be whole numbers")
+            raise ConfigError(f"{location}: {key}: must be whole numbers")
     if not all(
         name == RUN_LOG_FOLDER or _SHARD_FOLDER_PATTERN.fullmatch(name) for name in state["cuts"]
     ):
-        raise ConfigError(f"{place}: cuts: keys must be shard folders and {RUN_LOG_FOLDER}")
+        raise ConfigError(f"{location}: cuts: keys must be shard folders and {RUN_LOG_FOLDER}")
     return Checkpoint(folder, cast(CheckpointState, state))
 
 

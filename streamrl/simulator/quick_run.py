@@ -55,7 +55,7 @@ def run_quick_simulation(
 
     Raises ConfigError as `run_simulation` does.
     """
-    lead = run_options.max_steps_ahead(placement.max_staleness)
+    lead = run_options.get_max_steps_ahead(placement.max_staleness)
     parts = choose_num_parts(timings, workload, lead)
     part_workload = split_workload(workload, parts)
     result = run_simulation(

@@ -38,7 +38,7 @@ def run_simulation(  # noqa: PLR0913
             "on_stale=drop: requires a streamed placement; this one trains whole steps and cannot"
             " drop stale groups"
         )
-    lead = run_options.max_steps_ahead(placement.max_staleness)
+    lead = run_options.get_max_steps_ahead(placement.max_staleness)
     if lead > MAX_STALENESS:
         raise ConfigError(f"depth={lead}: must be at most {MAX_STALENESS} steps ahead")
     if run_options.publish_every > lead + 1:

@@ -15,7 +15,7 @@ from typing import cast
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, Ledger, StepAssembler
-from streamrl.buffer.admission.oversampling import MAX_FACTOR, OversamplingController
+from streamrl.buffer.assembly.oversampling import MAX_FACTOR, OversamplingController
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind
 from streamrl.pipeline import admit_prompts, train_policy
 from streamrl.simulator.replicas.context import SimulationContext
@@ -23,11 +23,11 @@ from streamrl.simulator.replicas.cpu_model import CpuModel
 from streamrl.simulator.replicas.device_leases import TRAINER_PHASE, DeviceLeases
 from streamrl.simulator.replicas.failures import FailureModel, NodeCrash, sample_failure_times
 from streamrl.simulator.replicas.generators import GeneratorPool, SimulatedGenerator
-from streamrl.simulator.replicas.prompts import CompletionLengths, SimulatedPrompts
-from streamrl.simulator.replicas.queue import SimulatedQueue
 from streamrl.simulator.replicas.recorder import ProcessRecordings
-from streamrl.simulator.replicas.run_log import SimulatedRunLog
 from streamrl.simulator.replicas.scorers import SimulatedScorer
+from streamrl.simulator.replicas.simulated_prompts import CompletionLengths, SimulatedPrompts
+from streamrl.simulator.replicas.simulated_queue import SimulatedQueue
+from streamrl.simulator.replicas.simulated_run_log import SimulatedRunLog
 from streamrl.simulator.replicas.trainers import SimulatedTrainer, publish_reference
 from streamrl.simulator.replicas.weight_followers import SimulatedWeightRegistry
 from streamrl.simulator.results import name_processes

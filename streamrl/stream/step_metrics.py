@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.ledger import LedgerCounts
-from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.buffer.shard_stats import ShardStats
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.stream.protocols import FilterTally
@@ -69,12 +69,12 @@ def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     Metrics of models that the step did not train are NaN.
     """
     row: dict[str, float | Histogram] = {**dict.fromkeys(TRAINED_METRICS, NAN)}
-    row |= _reward_metrics(facts.metric_sums)
-    row |= _rollout_metrics(facts)
-    row |= _staleness_metrics(facts)
-    row |= _queue_metrics(facts)
-    row |= _filter_metrics(facts)
-    row |= _time_metrics(facts)
+    row |= _compute_reward_metrics(facts.metric_sums)
+    row |= _compute_rollout_metrics(facts)
+    row |= _compute_staleness_metrics(facts)
+    row |= _compute_queue_metrics(facts)
+    row |= _compute_filter_metrics(facts)
+    row |= _compute_time_metrics(facts)
     return {**row, **facts.metrics}
 
 
@@ -84,7 +84,7 @@ def average_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(row[name] for row in rows if name in row) for name in names}
 
 
-def _reward_metrics(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
+def _compute_reward_metrics(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
     count = sums["rollouts"]
     row: dict[str, float | Histogram] = {}
     for name, value in sums.items():
@@ -98,9 +98,9 @@ def _reward_metrics(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
     return row | {"reward/mean": mean, "reward/std": math.sqrt(variance)}
 
 
-def _rollout_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
+def _compute_rollout_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     sums, generate = facts.metric_sums, facts.activity["generate"]
-    busy = _mean_busy_s(generate, facts)
+    busy = _compute_mean_busy_s(generate, facts)
     sampled = sums["sampled_sum"]
     return {
         "rollout/length_mean": sampled / sums["rollouts"],
@@ -110,7 +110,7 @@ def _rollout_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     }
 
 
-def _staleness_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
+def _compute_staleness_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     """Return how many versions old the trained tokens of a step are, and where they waited."""
     tokens: Counter[int] = Counter()
     in_queue = 0
@@ -130,7 +130,7 @@ def _staleness_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     }
 
 
-def _queue_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
+def _compute_queue_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     ledger = facts.ledger_counts
     row: dict[str, float | Histogram] = {
         f"queue/depth/{stage}": depth for stage, depth in facts.queue_stats.depth.items()
@@ -147,7 +147,7 @@ def _queue_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     }
 
 
-def _filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
+def _compute_filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     """Compute the metrics of the group filter, such as the time spent on filtered groups.
 
     The time is divided in proportion to tokens, because groups are sampled concurrently and scored
@@ -158,7 +158,7 @@ def _filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     sampled = sum(info.num_loss_tokens for info in infos) + tally.num_sampled_tokens
     tokens = sum(info.num_tokens for info in infos) + tally.num_tokens
     generate_s, score_s = (
-        _mean_busy_s(facts.activity[stage], facts) if stage in facts.activity else 0.0
+        _compute_mean_busy_s(facts.activity[stage], facts) if stage in facts.activity else 0.0
         for stage in (GENERATE_CALL.stage, REWARD_CALL.stage)
     )
     return {
@@ -169,7 +169,7 @@ def _filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     }
 
 
-def _time_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
+def _compute_time_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     step_s = facts.end_s - facts.start_s
     busy = {"generate": 0.0, "score": 0.0, "train": 0.0}
     row: dict[str, float | Histogram] = {}
@@ -181,7 +181,7 @@ def _time_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
             num_processes=activity.num_processes,
         )
     for activity in _merge_by_role(facts.activity):
-        busy[activity.kind] += _mean_busy_s(activity, facts)
+        busy[activity.kind] += _compute_mean_busy_s(activity, facts)
     tokens = sum(group.info.num_tokens for group in facts.groups)
     row |= {f"time/{kind}_s": seconds for kind, seconds in busy.items()}
     return row | {
@@ -201,7 +201,7 @@ def _merge_by_role(activity: Mapping[str, StageActivity]) -> list[StageActivity]
     return list(merged.values())
 
 
-def _mean_busy_s(activity: StageActivity, facts: StepFacts) -> float:
+def _compute_mean_busy_s(activity: StageActivity, facts: StepFacts) -> float:
     """Return the busy time of a stage, mean over its processes, s."""
     busy_s = sum_busy_s(activity.spans, start=facts.start_s, end=facts.end_s)
     return busy_s / activity.max_processes

@@ -219,8 +219,8 @@ def unpack_tensors(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[st
         faults = [_find_checksum_fault(bucket, checksum) for bucket, checksum in pairs]
     for index, fault in enumerate(faults):
         if fault:
-            place = f"weights version {manifest.version}, bucket {index} of {num_buckets}"
-            raise WeightsError(f"{place}: {fault}")
+            location = f"weights version {manifest.version}, bucket {index} of {num_buckets}"
+            raise WeightsError(f"{location}: {fault}")
     return {
         slot.name: view_tensor(data, slot)
         for bucket, data in zip(manifest.buckets, arrays, strict=True)

@@ -83,11 +83,13 @@ def order_for_fusion(names: Iterable[str]) -> list[str]:
     order = list(names)
     first_index_by_parent: dict[str, int] = {}
     for index, name in enumerate(order):
-        first_index_by_parent.setdefault(_parent_name(name), index)
+        first_index_by_parent.setdefault(_get_parent_name(name), index)
     kind_rank = {"weight": 0, "bias": 1}
 
     def sort_key(name: str) -> tuple[int, int]:
-        return first_index_by_parent[_parent_name(name)], kind_rank.get(name.rpartition(".")[2], 2)
+        return first_index_by_parent[_get_parent_name(name)], kind_rank.get(
+            name.rpartition(".")[2], 2
+        )
 
     return sorted(order, key=sort_key)
 
@@ -99,11 +101,11 @@ def group_for_fusion(names: Iterable[str]) -> list[list[str]]:
     """
     groups: dict[str, list[str]] = {}
     for name in order_for_fusion(names):
-        groups.setdefault(_parent_name(name), []).append(name)
+        groups.setdefault(_get_parent_name(name), []).append(name)
     return list(groups.values())
 
 
-def _parent_name(name: str) -> str:
+def _get_parent_name(name: str) -> str:
     """Return the module that contains a parameter's layer: `attn` for `attn.q_proj.weight`."""
     return name.rpartition(".")[0].rpartition(".")[0]
 

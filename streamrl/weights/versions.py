@@ -290,7 +290,9 @@ class WeightRegistry:
         return SyncStats(pulls, publish_s, max_version_lag, self._num_faults)
 
 
-def weight_metrics(policy: SyncStats, shadows: Sequence[SyncStats] = ()) -> Mapping[str, float]:
+def compute_weight_metrics(
+    policy: SyncStats, shadows: Sequence[SyncStats] = ()
+) -> Mapping[str, float]:
     """Return the weights/* metrics of an interval, NaN for unmeasured ones.
 
     `shadows`: statistics of the other published models, critics and references. Pauses,

@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayActorError
 
 from streamrl.actors.colocated import HybridActor, HybridActorHandle
-from streamrl.actors.coordination.step_reporter import RoleActors
-from streamrl.actors.coordinator import CoordinatorActor
+from streamrl.actors.coordination.coordinator import CoordinatorActor
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.launch.actor_registry import ACTOR_CLASSES, ActorRegistry
 from streamrl.actors.launch.driver import RunSession
 from streamrl.actors.liveness import (

@@ -24,7 +24,7 @@ from streamrl.buffer import (
     ShardPlan,
     StageSchema,
 )
-from streamrl.buffer.codec import LARGE_BLOB_BYTES
+from streamrl.buffer.encoding.column_codec import LARGE_BLOB_BYTES
 from streamrl.buffer.log.segment_file import list_segments
 from streamrl.buffer.recovery import SnapshotBase, recover_state
 from streamrl.errors import ActorLostError, ContractError

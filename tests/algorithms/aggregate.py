@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.math.losses import aggregate_loss_sum
-from streamrl.algorithms.math.step_metrics import loss_denominator
+from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 
 
 def aggregate_loss(
@@ -17,7 +17,7 @@ def aggregate_loss(
     max_length: int | None = None,
     group_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return a single loss from token losses: `aggregate_loss_sum` divided by `loss_denominator`.
+    """Return a single loss: `aggregate_loss_sum` divided by `compute_loss_denominator`.
 
     `num_tokens` and `num_sequences` are of the whole update; by default, of this batch (rows
     without counted tokens are not sequences). prompt-mean needs `group_ids` [B] and whole groups in
@@ -33,7 +33,7 @@ def aggregate_loss(
         num_tokens = int(loss_mask.sum())
     if num_sequences is None:
         num_sequences = int(loss_mask.any(-1).sum())
-    divisor = loss_denominator(
+    divisor = compute_loss_denominator(
         mode,
         num_tokens=num_tokens,
         num_sequences=num_sequences,

@@ -8,10 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, step_loss_denominator, summarise_policy
+from streamrl.algorithms import (
+    ALGORITHMS,
+    AlgorithmConfig,
+    summarise_policy,
+)
 from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.algorithms.math.options import LOSS_AGGREGATIONS
 from streamrl.algorithms.objective import policy_loss
-from streamrl.algorithms.options import LOSS_AGGREGATIONS
 from streamrl.errors import AlgorithmError
 from streamrl.messages import FinishReason
 from tests.algorithms.steps import MAX_LENGTH, derive_columns, make_settings, make_step, train
@@ -70,8 +74,8 @@ def test_micro_batches_and_ranks_add_up_to_the_whole_step(config, seed, data):
     expected = {name: value.item() for name, value in full.sums.items()}
     assert sums == pytest.approx(expected, rel=1e-6, abs=1e-6)
     chosen = make_settings(config)
-    divisor = step_loss_denominator(chosen, sums)
-    assert divisor == pytest.approx(step_loss_denominator(chosen, expected))
+    divisor = chosen.compute_loss_denominator(sums)
+    assert divisor == pytest.approx(chosen.compute_loss_denominator(expected))
     assert summarise_policy(sums, divisor) == pytest.approx(
         summarise_policy(expected, divisor), abs=1e-6
     )
@@ -151,7 +155,7 @@ def test_uncounted_tokens_have_no_gradient(name):
     assert trained.gradient.abs().sum() == 0
     sums = {name: value.item() for name, value in trained.sums.items()}
     assert set(sums.values()) == {0.0}
-    assert step_loss_denominator(make_settings(config), sums) == 0
+    assert make_settings(config).compute_loss_denominator(sums) == 0
     assert summarise_policy(sums, 0.0) == {}
 
 
@@ -219,7 +223,7 @@ def test_prompt_mean_by_hand():
     loss, sums = compute_loss(config)
     assert loss == pytest.approx((-1.28 - 1 - 0.5 + 2.0) / 4)
     assert sums["num_groups"] == 1
-    assert step_loss_denominator(make_settings(config), sums) == 1
+    assert make_settings(config).compute_loss_denominator(sums) == 1
 
 
 def test_prompt_mean_counts_groups_before_rejection():
@@ -229,7 +233,7 @@ def test_prompt_mean_counts_groups_before_rejection():
     loss, sums = compute_loss(config)
     assert loss == pytest.approx((-1 + 2.0) / 4)
     assert sums["num_kept"] == 2
-    assert step_loss_denominator(make_settings(config), sums) == 1
+    assert make_settings(config).compute_loss_denominator(sums) == 1
 
 
 def test_kl_and_entropy_share_the_aggregation():
@@ -289,7 +293,7 @@ def test_count_rejected_decides_whether_rejected_tokens_count(count_rejected, di
     config = AlgorithmConfig(name="dapo", correction=CorrectionConfig(reject="k1", **bounds))
     loss, sums = compute_loss(config)
     assert loss == pytest.approx(-1 + 2.0)  # the ratios 1.5 and 0.5 are out
-    assert step_loss_denominator(make_settings(config), sums) == divisor
+    assert make_settings(config).compute_loss_denominator(sums) == divisor
     assert summarise_policy(sums, divisor)["correction/rejected_frac"] == 0.5
 
 
@@ -298,7 +302,7 @@ def test_a_fully_rejected_step_has_denominator_0():
     config = AlgorithmConfig(name="dapo", correction=correction)
     loss, sums = compute_loss(config)
     assert loss == 0
-    assert step_loss_denominator(make_settings(config), sums) == 0
+    assert make_settings(config).compute_loss_denominator(sums) == 0
     assert summarise_policy(sums, 0.0)["correction/rejected_frac"] == 1
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
-from streamrl.buffer.codec import decode_columns, encode_columns
+from streamrl.buffer.encoding.column_codec import decode_columns, encode_columns
+from streamrl.buffer.encoding.wire_types import ColumnCommit
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.leases import LeaseRequest
 from streamrl.buffer.log.journal import RecordLog
-from streamrl.buffer.wire_types import ColumnCommit
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Columns,

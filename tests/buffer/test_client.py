@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from streamrl.buffer import ExperienceQueue, QueueShard
-from streamrl.buffer.codec import LARGE_BLOB_BYTES
+from streamrl.buffer.encoding.column_codec import LARGE_BLOB_BYTES
 from streamrl.buffer.leases import OverdueLease
 from streamrl.errors import ContractError, DeadlineError
 from streamrl.messages import Columns, FilteredGroup, GroupOutcome

@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.buffer import QueueShard
-from streamrl.buffer.codec import encode_columns
+from streamrl.buffer.encoding.column_codec import encode_columns
+from streamrl.buffer.encoding.wire_types import ColumnCommit
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.log.segment_file import JournalRecord
-from streamrl.buffer.wire_types import ColumnCommit
 from streamrl.errors import ContractError, DeadlineError, JournalError
 from streamrl.messages import Columns, FilteredGroup, GroupLease, GroupOutcome, measure_columns
 from tests.buffer.shards import (

@@ -16,10 +16,10 @@ from streamrl.buffer import (
     ShardPlan,
     StageSchema,
 )
-from streamrl.buffer.codec import Blob, decode_columns, join_pieces
 from streamrl.buffer.durable_shard import open_shard
+from streamrl.buffer.encoding.column_codec import Blob, decode_columns, join_pieces
 from streamrl.buffer.log.journal import JournalConfig
-from streamrl.buffer.log.segment_file import delete_segments_from, list_segments, segment_path
+from streamrl.buffer.log.segment_file import delete_segments_from, get_segment_path, list_segments
 from streamrl.buffer.recovery import SnapshotBase
 from streamrl.errors import JournalError, StreamError
 from streamrl.run_dir.checkpoint import CheckpointState, CheckpointWriter, find_snapshot
@@ -261,7 +261,7 @@ def test_segments_are_deleted_from_the_end_so_that_a_crash_leaves_no_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for number in (3, 4, 5, 6):
-        segment_path(tmp_path, number).touch()
+        get_segment_path(tmp_path, number).touch()
     unlink = Path.unlink
 
     def dying(path: Path) -> None:
@@ -287,7 +287,7 @@ def test_damage_is_reported_and_the_shard_continues(tmp_path: Path):
         await shard.close()
 
     async def second() -> None:
-        path = segment_path(tmp_path / "journal", 1)
+        path = get_segment_path(tmp_path / "journal", 1)
         content = path.read_bytes()
         path.write_bytes(content.replace(b"generator_logprobs", b"generator_logprobz"))
         shard = open_durable(plan(tmp_path, session="resumed"))
@@ -301,7 +301,7 @@ def test_damage_is_reported_and_the_shard_continues(tmp_path: Path):
 
 def spoil(run_dir: Path, segment: int, text: bytes) -> None:
     """Damage the first record of a segment that contains this text."""
-    path = segment_path(run_dir / "journal", segment)
+    path = get_segment_path(run_dir / "journal", segment)
     content = path.read_bytes()
     assert text in content
     path.write_bytes(content.replace(text, text[:-1] + b"?", 1))

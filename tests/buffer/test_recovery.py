@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import QueueShard, ShardCapacity
-from streamrl.buffer.codec import Blob, decode_columns, join_pieces
+from streamrl.buffer.encoding.column_codec import Blob, decode_columns, join_pieces
 from streamrl.buffer.group import ShardState, StageColumns
 from streamrl.buffer.log.journal import Journal, JournalConfig, RecordLog
-from streamrl.buffer.log.segment_file import CorruptRecord, list_segments, segment_path
+from streamrl.buffer.log.segment_file import CorruptRecord, get_segment_path, list_segments
 from streamrl.buffer.recovery import (
     SnapshotBase,
     load_columns,
@@ -291,7 +291,7 @@ async def test_truncated_snapshot_raises(tmp_path: Path):
     await write_populated_journal(tmp_path)
     end = list_segments(tmp_path)[-1] + 1
     write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
-    file = segment_path(tmp_path / "out", 0)
+    file = get_segment_path(tmp_path / "out", 0)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(JournalError, match="out: the snapshot is truncated"):
         recover_state(STAGES, tmp_path, SnapshotBase(tmp_path / "out", end))
@@ -304,7 +304,7 @@ async def test_journal_without_its_first_segments_raises(tmp_path: Path):
     await log.rotate()
     await admit(shard, "b")
     await log.close()
-    segment_path(tmp_path, 1).unlink()
+    get_segment_path(tmp_path, 1).unlink()
     with pytest.raises(JournalError, match="segments 1 to 1 are missing"):
         recover_state(STAGES, tmp_path, SnapshotBase())
 
@@ -321,7 +321,7 @@ def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
         return meta["kind"] == kind and meta["uid"] == uid and facts.items() <= meta.items()
 
     (position,) = (at for at, record in intact(replay_segments(folder)) if matches(record))
-    path = segment_path(folder, position.segment)
+    path = get_segment_path(folder, position.segment)
     content = bytearray(path.read_bytes())
     content[position.offset + position.size - 1] ^= 0x01
     path.write_bytes(content)
@@ -334,7 +334,7 @@ async def test_damaged_record_is_reported_and_other_groups_recover(tmp_path: Pat
     await write_populated_journal(tmp_path)
     intact_state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     report = damage(tmp_path, "put", "scored", stage="reward")
-    assert report.file == segment_path(tmp_path, 1)
+    assert report.file == get_segment_path(tmp_path, 1)
     assert report.reason == "the record does not match its checksum"
     state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     scored = state.groups.pop("scored")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import QueueShard, ShardCapacity
-from streamrl.buffer.codec import join_pieces
+from streamrl.buffer.encoding.column_codec import join_pieces
+from streamrl.buffer.encoding.wire_types import get_shard_index
 from streamrl.buffer.group import ShardState, StageColumns, make_finish_record
 from streamrl.buffer.log.journal import Journal, JournalConfig
-from streamrl.buffer.log.segment_file import segment_path
+from streamrl.buffer.log.segment_file import get_segment_path
 from streamrl.buffer.recovery import SnapshotBase, read_blob, recover_state, write_snapshot
 from streamrl.buffer.repartition import repartition_journals
-from streamrl.buffer.wire_types import get_shard_index
 from streamrl.messages import GroupOutcome
 from tests.buffer.shards import STAGES, admit, make_shard, put, rollouts, take
 
@@ -96,7 +96,7 @@ def test_repartition_moves_every_group_to_the_shard_of_its_hash(
 
 def test_repartition_skips_damaged_records(tmp_path: Path):
     base = asyncio.run(live(tmp_path / "shard-0", tmp_path / "queue", UIDS))
-    path = segment_path(tmp_path / "shard-0", base.first_segment)
+    path = get_segment_path(tmp_path / "shard-0", base.first_segment)
     data = bytearray(path.read_bytes())
     data[80] ^= 1  # in the first record after the cut: the commit
     path.write_bytes(data)

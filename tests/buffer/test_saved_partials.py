@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from streamrl.buffer import QueueShard
-from streamrl.buffer.codec import count_blob_bytes, decode_columns, encode_columns
+from streamrl.buffer.encoding.column_codec import count_blob_bytes, decode_columns, encode_columns
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.leases import LeaseRequest
 from streamrl.errors import ContractError

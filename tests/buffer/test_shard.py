@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import DurableShard, QueueConfig, QueueShard
-from streamrl.buffer.codec import encode_columns
+from streamrl.buffer.encoding.column_codec import encode_columns
 from streamrl.buffer.leases import LeaseRequest
 from streamrl.errors import ConfigError, DeadlineError, RewardError, StreamError
 from streamrl.messages import FilteredGroup, GroupOutcome

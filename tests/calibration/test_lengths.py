@@ -4,7 +4,7 @@ import numpy as np
 
 from streamrl.calibration.lengths import GroupedLengths
 from streamrl.placement.workload import Workload
-from streamrl.simulator.replicas.prompts import CompletionLengths
+from streamrl.simulator.replicas.simulated_prompts import CompletionLengths
 
 SEEN = [("a", "generate", (3, 4)), ("b", "generate", (9, 8)), ("b", "greedy", (7,))]
 

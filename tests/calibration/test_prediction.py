@@ -85,7 +85,7 @@ def test_cores_of_other_programs_are_subtracted(tmp_path: Path):
     slower = fit_timings(
         blind, PlannedRun.from_trace(blind, blind.config).base_timings
     ).timings.train["policy"]
-    assert slower.passes_s(1, 200) > 1.1 * timings.train["policy"].passes_s(1, 200)
+    assert slower.compute_passes_s(1, 200) > 1.1 * timings.train["policy"].compute_passes_s(1, 200)
 
 
 def test_queue_cpu_time_becomes_bookkeeping(tmp_path: Path):

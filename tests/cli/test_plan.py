@@ -142,7 +142,7 @@ def test_the_plan_is_written_as_a_config_with_its_placement(
     code, out = run(capsys, "plan", *SMALL, *words)
     assert code == 0
     planned = json.loads(out)["best"]
-    placement = Placement.from_dict(planned["placement"], place="best")
+    placement = Placement.from_dict(planned["placement"], location="best")
     reloaded = build_run_placement(load_config(config), {"policy"})
     assert {s: (c.grid, c.mesh.size) for s, c in reloaded.assignments.items()} == {
         s: (c.grid, c.mesh.size) for s, c in placement.assignments.items()

@@ -10,9 +10,10 @@ import pytest
 
 from streamrl.buffer import Ledger, RunLog
 from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
-from streamrl.buffer.books.run_log import TrainedGroup, TrainedStep
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
+from streamrl.buffer.books.run_log import TrainedStep
 from streamrl.buffer.log.journal import Journal, JournalConfig
-from streamrl.buffer.log.segment_file import list_segments, segment_path
+from streamrl.buffer.log.segment_file import get_segment_path, list_segments
 from streamrl.cli.main import main
 from streamrl.messages import GroupInfo, GroupOutcome
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
@@ -108,7 +109,7 @@ def test_json_contains_the_same_ledger(report: Report, tmp_path: Path):
 def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: Path):
     write_run_log(tmp_path, four_groups)
     folder = get_journal_dir(tmp_path, RUN_LOG_FOLDER)
-    path = segment_path(folder, list_segments(folder)[-1])
+    path = get_segment_path(folder, list_segments(folder)[-1])
     content = path.read_bytes()
     path.write_bytes(content[:-3])
     code, text = report()
@@ -225,7 +226,7 @@ def test_a_directory_without_run_log_is_refused_in_one_line(report: Report, tmp_
 
 def test_a_damaged_entry_in_the_run_log_is_reported(report: Report, tmp_path: Path):
     write_run_log(tmp_path, four_groups)
-    path = segment_path(get_journal_dir(tmp_path, RUN_LOG_FOLDER), 1)
+    path = get_segment_path(get_journal_dir(tmp_path, RUN_LOG_FOLDER), 1)
     damaged = bytearray(path.read_bytes())
     damaged[40] ^= 1
     path.write_bytes(damaged)

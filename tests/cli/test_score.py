@@ -29,7 +29,7 @@ from streamrl.messages import (
 from streamrl.rewards.group_filter import accept_group
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import build_rewards
-from streamrl.rewards.scorer import RewardScorer
+from streamrl.rewards.reward_scorer import RewardScorer
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = (

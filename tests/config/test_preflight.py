@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.buffer.codec import encode_columns
+from streamrl.buffer.encoding.column_codec import encode_columns
 from streamrl.config.preflight import (
     PreparedRun,
     compute_max_group_bytes,

@@ -18,7 +18,7 @@ from streamrl.dataflow import POLICY
 from streamrl.messages import Columns, columns_to_rollouts
 
 if TYPE_CHECKING:
-    from streamrl.engines.training.trainer import ModelTrainer
+    from streamrl.engines.training.model_trainer import ModelTrainer
 
 Trained = dict[tuple[int, str, int], list[int]]
 """Tokens of a rollout, prompt included, by version, uid and index in the group."""

@@ -15,8 +15,8 @@ from streamrl.messages import Array
 from streamrl.weights import WeightManifest
 
 if TYPE_CHECKING:
-    from streamrl.engines.generation.generator import GenerationEngine
-    from streamrl.engines.training.trainer import ModelTrainer
+    from streamrl.engines.generation.generation_engine import GenerationEngine
+    from streamrl.engines.training.model_trainer import ModelTrainer
 
 DAMAGED = 2
 

@@ -43,7 +43,7 @@ def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path):
     for name in ("shard-0", "shard-1"):
         folder = get_journal_dir(old_run, name)
         numbers = segment_file.list_segments(folder)
-        paths = [segment_file.segment_path(folder, number) for number in numbers]
+        paths = [segment_file.get_segment_path(folder, number) for number in numbers]
         entries = [entry for path in paths for entry in segment_file.read_segment(path)]
         assert not any(isinstance(entry, CorruptRecord) for entry in entries)
         kinds = {entry[1].meta["kind"] for entry in entries if isinstance(entry, tuple)}

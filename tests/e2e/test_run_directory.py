@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from streamrl.buffer.books.ledger_audit import audit_run_log
 from streamrl.buffer.books.run_log import read_history
-from streamrl.buffer.log.segment_file import list_segments, segment_path
+from streamrl.buffer.log.segment_file import get_segment_path, list_segments
 from streamrl.cli.main import main
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir, list_checkpoints
 from streamrl.run_dir.run_lock import LOCK_FILE
@@ -171,7 +171,7 @@ def _truncate(path: Path) -> None:
 def _segment(run_dir: Path, after_last: int = 0) -> Path:
     """Return the path of the run log's last segment, or of one so many numbers after it."""
     folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
-    return segment_path(folder, list_segments(folder)[-1] + after_last)
+    return get_segment_path(folder, list_segments(folder)[-1] + after_last)
 
 
 def _append(path: Path, text: str) -> None:
@@ -206,7 +206,7 @@ def _hostile_prompt(run_dir: Path) -> None:
 
     folder = get_journal_dir(run_dir, "shard-0")
     record = make_admit_record("0:99:0", pickle.dumps(Hostile()), 0)
-    write_segment(segment_path(folder, list_segments(folder)[-1] + 1), [record])
+    write_segment(get_segment_path(folder, list_segments(folder)[-1] + 1), [record])
 
 
 OF_CHECKPOINT: dict[str, tuple[Callable[[Path], object], str]] = {

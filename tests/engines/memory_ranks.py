@@ -85,8 +85,8 @@ def run_rank(
 
 def measure_training(case: Case, rank: int, model_path: str) -> dict[str, float]:
     """Return the peak of some steps and the bytes freed by offloading, MB."""
+    from streamrl.engines.training.model_trainer import ModelTrainer
     from streamrl.engines.training.tasks import PolicyTask
-    from streamrl.engines.training.trainer import ModelTrainer
 
     algorithm, groups = AlgorithmConfig(), make_groups()
     settings = algorithm.to_settings(max_length=8, reward_weights={})

@@ -20,7 +20,7 @@ from transformers import (
 
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.trainer import make_backend
+from streamrl.engines.training.model_trainer import make_backend
 from streamrl.engines.training.training_backend import TrainingBackend
 from tests.engines.tiny_qwen import fill
 

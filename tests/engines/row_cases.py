@@ -22,7 +22,7 @@ from tests.engines.trainer_ranks import (
 )
 
 if TYPE_CHECKING:
-    from streamrl.engines.training.trainer import ModelTrainer
+    from streamrl.engines.training.model_trainer import ModelTrainer
 
 
 def train_row(job: RankJob, layout: Layout, name: str) -> None:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.models.forward import synchronize_device
 from streamrl.engines.vllm.engine import EngineSpec

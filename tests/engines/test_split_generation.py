@@ -12,7 +12,7 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generation.requests_in_flight import ProgressWatch
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import engine as vllm_engine

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import weight_loader
 from streamrl.engines.vllm.engine import EngineSpec
@@ -50,7 +50,7 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, 50),
 }
 QUICK = [("qwen2", True)]
-"""Untied Qwen2 is covered by `test_generator.py`. Each other family needs a vLLM process."""
+"""`test_generation_engine.py` covers untied Qwen2. Each other family needs a vLLM process."""
 GROUPS = {
     "embeddings": "embed_tokens",
     "q, k and v": r"[qkv]_proj\.weight",

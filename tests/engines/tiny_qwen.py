@@ -14,7 +14,7 @@ from streamrl.weights.buckets import publish_version
 from streamrl.weights.transports.disk import DiskWriter
 
 if TYPE_CHECKING:
-    from streamrl.engines.training.trainer import ModelTrainer
+    from streamrl.engines.training.model_trainer import ModelTrainer
 
 VOCABULARY = 64
 EOS = 2

@@ -19,7 +19,7 @@ import torch
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
-from streamrl.algorithms.math.step_metrics import loss_denominator
+from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.buffer.assembly.packing import MicroBatch, Round
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.engines.trainer_config import TrainerConfig
@@ -32,9 +32,9 @@ from tests.engines.tiny_qwen import publish_to_disk
 from tests.engines.trainer_layouts import CUTS, Layout
 
 if TYPE_CHECKING:
+    from streamrl.engines.training.model_trainer import ModelTrainer
     from streamrl.engines.training.pretraining import PretrainingLoss
     from streamrl.engines.training.tasks import TrainingTask
-    from streamrl.engines.training.trainer import ModelTrainer
 
 TEMPERATURE = 0.8
 # Adam turns near-zero gradients (those of key biases) into steps of this size in a direction that
@@ -118,10 +118,10 @@ class RankJob:
         task: "TrainingTask | None" = None,
         **changes: Any,
     ) -> "ModelTrainer":
-        from streamrl.engines.training.tasks import CriticTask, PolicyTask
-        from streamrl.engines.training.trainer import (
+        from streamrl.engines.training.model_trainer import (
             ModelTrainer,  # an import of seconds, which pytest's process need not pay
         )
+        from streamrl.engines.training.tasks import CriticTask, PolicyTask
 
         if layout.world_size > 1:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop()))
@@ -169,7 +169,7 @@ def get_micro_batch(trainer: "ModelTrainer", work: Round) -> MicroBatch:
 
 
 def compute_divisor(groups: dict[str, Columns]) -> float:
-    return loss_denominator(
+    return compute_loss_denominator(
         SETTINGS.loss_aggregation,
         num_tokens=sum(int(columns["loss_mask"].sum()) for columns in groups.values()),
         num_sequences=sum(len(columns["lengths"]) for columns in groups.values()),
@@ -281,7 +281,7 @@ class Hostile:
 
 def resume_legacy_state(job: RankJob, layout: Layout) -> None:
     """Run a step, save it in the legacy format, and run the second step from there."""
-    from streamrl.engines.checkpoint.trainer_checkpoint import describe_layout
+    from streamrl.engines.training.trainer_checkpoint import describe_layout
 
     folder = job.folder / f"old-{layout.label}-{0 if layout.world_size > 1 else job.rank}"
     folder.mkdir(exist_ok=True)
@@ -315,7 +315,7 @@ def resume_legacy_state(job: RankJob, layout: Layout) -> None:
 
 def hostile_state(job: RankJob, layout: Layout) -> None:
     """Save a DeepSpeed state whose optimizer file is a hostile pickle."""
-    from streamrl.engines.checkpoint.trainer_checkpoint import describe_layout
+    from streamrl.engines.training.trainer_checkpoint import describe_layout
 
     folder = job.folder / f"hostile-{job.rank}"
     folder.mkdir()

@@ -89,11 +89,11 @@ def test_a_required_parameter_that_is_not_offered_is_refused(tmp_path, signature
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("x = 1\ndef other(): pass", "{said}: not in {path}; its functions are other"),
-        ("", "{said}: not in {path}; its functions are none"),
-        ("f = 5", "{said}: in {path} it is not a function"),
-        ("class f: pass", "{said}: in {path} it is not a function"),
-        ("f = max", "{said}: in {path}: no signature"),
+        ("x = 1\ndef other(): pass", "{label}: not in {path}; its functions are other"),
+        ("", "{label}: not in {path}; its functions are none"),
+        ("f = 5", "{label}: in {path} it is not a function"),
+        ("class f: pass", "{label}: in {path} it is not a function"),
+        ("f = max", "{label}: in {path}: no signature"),
         ("x = 1\nimport no_such_module", "filter.path={path}:2: ModuleNotFoundError: No"),
         ("x = 1\ny = = 2", "filter.path={path}:2: SyntaxError"),
         ("raise SystemExit(1)", "filter.path={path}:1: SystemExit: 1"),
@@ -103,8 +103,8 @@ def test_a_file_without_the_function_is_refused(tmp_path, source, words):
     path = tmp_path / "mine.py"
     path.write_text(source)
     with pytest.raises(ConfigError) as caught:
-        load_function(str(path), "f", setting="filter.path", said="filter.function=f")
-    assert str(caught.value).startswith(words.format(path=path, said="filter.function=f"))
+        load_function(str(path), "f", setting="filter.path", label="filter.function=f")
+    assert str(caught.value).startswith(words.format(path=path, label="filter.function=f"))
 
 
 def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):

@@ -14,7 +14,6 @@ from verl.workers.config import ActorConfig
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
-from streamrl.algorithms.math.step_metrics import step_loss_denominator
 from streamrl.algorithms.objective import derive_group_columns, policy_loss
 from tests.parity.case import Batch, Case
 from tests.parity.verl_advantages import outcome_rewards
@@ -62,7 +61,9 @@ def step_loss(variant: str) -> Callable[[Batch], Tensor]:
         loss, sums = policy_loss(
             config.spec, settings, columns, logprobs=batch.logprobs, entropy=entropy
         )
-        return loss / step_loss_denominator(settings, {name: float(x) for name, x in sums.items()})
+        return loss / settings.compute_loss_denominator(
+            {name: float(x) for name, x in sums.items()}
+        )
 
     return ours
 

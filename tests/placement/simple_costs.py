@@ -73,9 +73,11 @@ class SimpleCosts:
         return GeneratorTiming(
             replicas=grid.dp_size,
             max_running=512,
-            kv_tokens=max(1.0, free_bytes * grid.ranks_per_replica / model.kv_bytes_per_token()),
+            kv_tokens=max(
+                1.0, free_bytes * grid.ranks_per_replica / model.count_kv_bytes_per_token()
+            ),
             weights_s=2 * params / bandwidth,
-            kv_token_s=model.kv_bytes_per_token() / bandwidth,
+            kv_token_s=model.count_kv_bytes_per_token() / bandwidth,
             compute_rollout_s=2 * params / flops,
             step_s=0.002 + 0.001 * (grid.ranks_per_replica - 1),
             rollout_s=0.00002,
@@ -153,7 +155,7 @@ class SimpleCosts:
             self._call_s[key] = self._compute_duration_s(stage, assignment)
         return self._call_s[key]
 
-    def first_rollouts_s(self, assignment: CallAssignment) -> float:
+    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
         capacity = assignment.mesh.find_slowest_device(self.problem.cluster).memory_bytes
         timing = self.generator(
             assignment, capacity - self.call_memory("generate", assignment).peak_bytes

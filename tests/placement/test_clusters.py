@@ -91,7 +91,7 @@ def test_cluster_file_may_define_devices():
     device = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
     nodes = [{"device": device, "devices": 4, "count": 3, "network_gbps": 400}]
     cluster = Cluster.from_dict(
-        {"nodes": [*nodes, {"device": "h100", "devices": 8}]}, place="c.yaml"
+        {"nodes": [*nodes, {"device": "h100", "devices": 8}]}, location="c.yaml"
     )
     assert cluster.num_devices == 20
     first = cluster.find_node_group(0)
@@ -105,7 +105,7 @@ def test_cluster_file_refuses_impossible_device_figures(key: str, value: float):
     device = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
     nodes = [{"device": device | {key: value}, "devices": 4}]
     with pytest.raises(ConfigError) as refused:
-        Cluster.from_dict({"nodes": nodes}, place="c.yaml")
+        Cluster.from_dict({"nodes": nodes}, location="c.yaml")
     assert f"c.yaml: nodes[0].device.{key}={value:g}: must be at least 0.001 and" in str(
         refused.value
     )
@@ -115,14 +115,14 @@ def test_cluster_file_refuses_impossible_device_figures(key: str, value: float):
 def test_cluster_file_refuses_impossible_network_bandwidth(value: float):
     nodes = [{"device": "H100", "devices": 4, "network_gbps": value}]
     with pytest.raises(ConfigError) as refused:
-        Cluster.from_dict({"nodes": nodes}, place="c.yaml")
+        Cluster.from_dict({"nodes": nodes}, location="c.yaml")
     assert f"c.yaml: nodes[0].network_gbps={value:g}: must be at least 0.001" in str(refused.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_cluster_file_refuses_non_finite_device_counts(value: float):
     with pytest.raises(ConfigError, match=r"c\.yaml: nodes\[0\].devices"):
-        Cluster.from_dict({"nodes": [{"device": "H100", "devices": value}]}, place="c.yaml")
+        Cluster.from_dict({"nodes": [{"device": "H100", "devices": value}]}, location="c.yaml")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_cluster_file_refuses_non_finite_device_counts(value: float):
 )
 def test_cluster_file_error_names_the_key(entries: dict, message: str):
     with pytest.raises(ConfigError) as refused:
-        Cluster.from_dict(entries, place="c.yaml")
+        Cluster.from_dict(entries, location="c.yaml")
     assert message in str(refused.value)
     assert str(refused.value).startswith("c.yaml: ")
 

@@ -126,7 +126,7 @@ def test_meshes_per_call_determine_which_calls_overlap():
 )
 def test_placement_round_trips_through_json(placement: Placement):
     payload = json.loads(json.dumps(placement.to_dict()))
-    assert Placement.from_dict(payload, place="plan.json") == placement
+    assert Placement.from_dict(payload, location="plan.json") == placement
 
 
 def make_grpo_placement(**changes: tuple[str, str]) -> Placement:
@@ -176,7 +176,7 @@ def test_tensor_parallelism_stays_within_a_node():
 )
 def test_from_dict_names_the_wrong_key(entries: dict, message: str):
     with pytest.raises(ConfigError) as refused:
-        Placement.from_dict(entries, place="plan")
+        Placement.from_dict(entries, location="plan")
     assert message in str(refused.value)
 
 

@@ -46,7 +46,7 @@ def test_parameter_counts_equal_published_ones(name: str, billions: float):
     [("llama-7b", 524_288), ("llama-13b", 819_200), ("llama-70b", 327_680), ("llama-34b", 196_608)],
 )
 def test_kv_bytes_per_token(name: str, num_bytes: int):
-    assert load_model_shape(name).kv_bytes_per_token() == num_bytes
+    assert load_model_shape(name).count_kv_bytes_per_token() == num_bytes
 
 
 def test_active_params_count_only_routed_experts():

@@ -36,10 +36,14 @@ def test_sums_over_decode_steps_equal_single_steps(
     )
     resident = tokens + running * np.arange(steps)
     step_times = [timing.decode_step_s(running, num_tokens) for num_tokens in resident.tolist()]
-    assert timing.decode_steps_s(np.full(steps, running), resident) == pytest.approx(step_times)
+    assert timing.estimate_decode_steps_s(np.full(steps, running), resident) == pytest.approx(
+        step_times
+    )
     assert timing.decode_run_s(running, tokens, steps) == pytest.approx(sum(step_times))
     read = replace(timing, compute_rollout_s=0.0)
-    memory_bound = read.memory_bound_s(np.array(steps), np.array(steps * running), resident.sum())
+    memory_bound = read.compute_memory_bound_s(
+        np.array(steps), np.array(steps * running), resident.sum()
+    )
     assert memory_bound == pytest.approx(
         sum(read.decode_step_s(running, num_tokens) for num_tokens in resident.tolist())
     )

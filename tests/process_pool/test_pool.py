@@ -255,7 +255,7 @@ async def test_only_the_faulty_call_of_a_shared_worker_fails(pool, operation, er
     # Again on an exclusive worker: no other worker exits.
     with pytest.raises(error):
         await asyncio.gather(
-            workers.call((operation, None), alone=True), workers.call(("square", 3))
+            workers.call((operation, None), exclusive=True), workers.call(("square", 3))
         )
     assert await workers.call(("square", 4)) == 16
     assert len(workers._workers) <= 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer.log.segment_file import list_segments, segment_path
+from streamrl.buffer.log.segment_file import get_segment_path, list_segments
 from streamrl.buffer.recovery import SnapshotBase
 from streamrl.dataflow import POLICY
 from streamrl.errors import ConfigError, NoSpaceError
@@ -50,7 +50,7 @@ def write(run_dir: Path, version: int, *, keep: int = 10, **cuts: int) -> Path:
 def write_segments(run_dir: Path, owner: str, *numbers: int) -> None:
     get_journal_dir(run_dir, owner).mkdir(parents=True)
     for number in numbers:
-        segment_path(get_journal_dir(run_dir, owner), number).touch()
+        get_segment_path(get_journal_dir(run_dir, owner), number).touch()
 
 
 def find_newest(run_dir: Path) -> Checkpoint:

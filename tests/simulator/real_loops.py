@@ -26,8 +26,8 @@ from streamrl.placement.placements import Placement
 from streamrl.placement.stage_timings import StageTimings, WeightsTiming
 from streamrl.placement.workload import Workload
 from streamrl.simulator.replicas.device_leases import DeviceLeases
-from streamrl.simulator.replicas.engine import SimulatedEngine
-from streamrl.simulator.replicas.prompts import CompletionLengths
+from streamrl.simulator.replicas.simulated_engine import SimulatedEngine
+from streamrl.simulator.replicas.simulated_prompts import CompletionLengths
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import FinishedCallback, SampleFunction, StageContext

@@ -19,7 +19,7 @@ from streamrl.placement.stage_timings import (
 )
 from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.simulator.replicas.failures import FailureModel
-from streamrl.simulator.replicas.prompts import CompletionLengths
+from streamrl.simulator.replicas.simulated_prompts import CompletionLengths
 from streamrl.simulator.results import SimulationResult
 from streamrl.simulator.simulation import run_simulation
 from tests.simulator.test_simulation import on

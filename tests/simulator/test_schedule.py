@@ -66,7 +66,7 @@ def errors(
                 flow, placement, timings, workload, steps=STEPS, seed=0, run_options=run_options
             )
             errors_by_placement[f"{name}, {ahead} ahead"] = (
-                estimator.step_s(placement) / played.mean_step_s - 1
+                estimator.estimate_step_s(placement) / played.mean_step_s - 1
             )
     return errors_by_placement
 

@@ -19,9 +19,9 @@ from streamrl.buffer import (
     ShardCapacity,
     StepAssembler,
 )
-from streamrl.buffer.admission.oversampling import OversamplingController
-from streamrl.buffer.admission.staleness_credits import compute_credit_limit
+from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.log.segment_file import JournalRecord
+from streamrl.buffer.staleness_credits import compute_credit_limit
 from streamrl.dataflow import POLICY
 from streamrl.errors import DropLimitError, FilterLimitError, StaleGroupError
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt

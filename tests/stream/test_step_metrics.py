@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.ledger import LedgerCounts
-from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.buffer.shard_stats import ShardStats
 from streamrl.messages import GroupInfo
 from streamrl.stream.protocols import FilterTally

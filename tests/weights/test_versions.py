@@ -17,7 +17,7 @@ from streamrl.weights.versions import (
     SyncStats,
     WeightFault,
     WeightRegistry,
-    weight_metrics,
+    compute_weight_metrics,
 )
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
@@ -111,7 +111,7 @@ def test_skew_counts_only_readers_with_a_version():
 def test_critics_count_for_bytes_but_not_for_pauses():
     policy = SyncStats([PullStats(1.0, 0.25, 100, 7, logprob_diff=0.5, copied_bytes=40)], 0.5, 1, 2)
     critic = SyncStats([PullStats(4.0, 3.0, 900, 9)], 2.0, 3, 1)
-    metrics = weight_metrics(policy, [critic, SyncStats([], math.nan, 0, 0)])
+    metrics = compute_weight_metrics(policy, [critic, SyncStats([], math.nan, 0, 0)])
     assert metrics == {
         "weights/skew_max": 3,
         "weights/publish_s": 2.0,
@@ -129,7 +129,7 @@ def test_critics_count_for_bytes_but_not_for_pauses():
 def test_copied_bytes_are_known_only_if_every_pull_reports_them():
     def reported(*copied_bytes: float) -> float:
         pulls = [PullStats(copied_bytes=num_bytes) for num_bytes in copied_bytes]
-        return weight_metrics(SyncStats(pulls, 0.5, 0, 0))["weights/copied_bytes"]
+        return compute_weight_metrics(SyncStats(pulls, 0.5, 0, 0))["weights/copied_bytes"]
 
     assert reported(0) == 0 and reported(30, 12) == 42
     assert math.isnan(reported()) and math.isnan(reported(30, math.nan))

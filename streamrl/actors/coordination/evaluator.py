@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamrl.actors.actor_context import MAX_LEASE_WAIT_S
-from streamrl.actors.coordination.step_reporter import RoleActors
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.config.run_config import RunConfig
 from streamrl.errors import (
@@ -81,7 +81,7 @@ class RunEvaluator:
         """
         deadline = None
         while True:
-            name, actor = replicas.next_replica()
+            name, actor = replicas.choose_next_replica()
             reply = getattr(actor, method).remote(*arguments)
             try:
                 return await self._await_reply(reply, f"{name}.{method}")
@@ -109,7 +109,7 @@ class RoundRobinReplicas:
         self.role = role
         self._next = 0
 
-    def next_replica(self) -> tuple[str, Any]:
+    def choose_next_replica(self) -> tuple[str, Any]:
         """Return the name and the actor of the next replica."""
         index = self._next % len(self.role.actors)
         self._next = index + 1

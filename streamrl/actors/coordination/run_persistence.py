@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.actors.queue_shard import RemoteShard
-from streamrl.actors.trainer_group import TrainerGroup
 from streamrl.actors.transport.ray_calls import gather_replies
 from streamrl.buffer import DurableShard, Ledger, RunLog
 from streamrl.buffer.log.journal import Journal, NullRecordLog

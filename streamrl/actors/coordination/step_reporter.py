@@ -9,11 +9,12 @@ from typing import Any
 
 from streamrl.actors.actor_context import ActorReport
 from streamrl.actors.coordination.driver_events import DriverEvents, StepReport
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import await_reply
-from streamrl.algorithms import step_loss_denominator, summarise_policy
-from streamrl.algorithms.math.step_metrics import SHARED_CRITIC_PREFIX, summarise_critic
+from streamrl.algorithms import summarise_policy
+from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX, summarise_critic
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, CallKind, ModelCall
+from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY
 from streamrl.errors import ActorLostError, DeadlineError
 from streamrl.rewards.metric_means import sums_to_means
 from streamrl.stream.protocols import StepResult
@@ -26,35 +27,6 @@ from streamrl.stream.step_metrics import (
 from streamrl.telemetry.cpu_usage import CoreMeter, read_machine_time, read_process_time
 from streamrl.telemetry.metric_names import validate_row
 from streamrl.telemetry.spans import Span
-
-
-@dataclass(frozen=True)
-class RoleActors:
-    """Actors of a role with their names; every actor serves all model calls in `calls`.
-
-    The lists of names and actors change as replicas join and leave.
-    """
-
-    calls: Sequence[ModelCall]
-    names: list[str]
-    actors: list[Any]
-
-    @property
-    def role(self) -> str:
-        return self.calls[0].role
-
-    @property
-    def kind(self) -> CallKind:
-        return self.calls[0].kind
-
-    def add_replica(self, name: str, actor: Any) -> None:
-        self.names.append(name)
-        self.actors.append(actor)
-
-    def remove_replica(self, name: str) -> None:
-        if name in self.names:
-            index = self.names.index(name)
-            del self.names[index], self.actors[index]
 
 
 @dataclass(frozen=True)
@@ -260,7 +232,7 @@ class StepReporter:
     def _compute_metrics(self, snapshot: StepSnapshot) -> dict[str, float]:
         results, settings = snapshot.outcome.results_by_role, self._config.algorithm_settings
         sums = results[POLICY].metric_sums
-        metrics = summarise_policy(sums, step_loss_denominator(settings, sums))
+        metrics = summarise_policy(sums, settings.compute_loss_denominator(sums))
         shared_critic_sums = {
             name.removeprefix(SHARED_CRITIC_PREFIX): value
             for name, value in sums.items()

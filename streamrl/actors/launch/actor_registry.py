@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors.actor_context import ActorContext
 from streamrl.actors.colocated import HybridActor, HybridActorHandle
-from streamrl.actors.coordination.step_reporter import RoleActors
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.generator import GeneratorActor
 from streamrl.actors.launch.fork_server import (
     BASE_LEVEL,

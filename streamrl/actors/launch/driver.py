@@ -11,8 +11,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors.actor_context import ActorContext
+from streamrl.actors.coordination.coordinator import CoordinatorActor, RunResult, RunStart
 from streamrl.actors.coordination.driver_events import DriverReport, EventReport
-from streamrl.actors.coordinator import CoordinatorActor, RunResult, RunStart
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.actor_registry import ActorRegistry
 from streamrl.actors.launch.elastic import PendingStarts, ReplicaScaler

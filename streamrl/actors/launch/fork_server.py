@@ -95,7 +95,7 @@ BASE_LEVEL = ForkLevel(
         "ray._private.workers.default_worker",
         *(
             f"streamrl.actors.{name}"
-            for name in ("coordinator", "colocated", "scorer", "queue_shard")
+            for name in ("coordination.coordinator", "colocated", "scorer", "queue_shard")
         ),
         "transformers",
         "torch",
@@ -109,7 +109,7 @@ TRAINER_LEVEL = ForkLevel(
     "trainer",
     "models",
     (
-        "streamrl.engines.training.trainer",
+        "streamrl.engines.training.model_trainer",
         "streamrl.engines.training.deepspeed_backend",
         "deepspeed",
     ),
@@ -119,7 +119,7 @@ GENERATOR_LEVEL = ForkLevel(
     "generator",
     "models",
     (
-        "streamrl.engines.generation.generator",
+        "streamrl.engines.generation.generation_engine",
         "vllm.v1.engine.llm_engine",
         "vllm.v1.worker.cpu_worker",
     ),

@@ -139,17 +139,17 @@ def translate_error(error: RayError, call_name: str) -> StreamError | ConfigErro
             return cause
         return ActorError(f"{call_name}: {type(cause).__name__}: {cause}\n{error}")
     if isinstance(error, RayActorError):
-        return ActorLostError(f"{call_name}: the actor died ({_first_line(error)})")
+        return ActorLostError(f"{call_name}: the actor died ({_get_first_line(error)})")
     if isinstance(error, ObjectLostError):
         return ActorLostError(f"{call_name}: the actor that owned it died")
     if isinstance(error, OutOfMemoryError):
         return ActorLostError(
             f"{call_name}: Ray killed the actor because its node ran out of memory"
         )
-    return ActorError(f"{call_name}: {type(error).__name__}: {_first_line(error)}")
+    return ActorError(f"{call_name}: {type(error).__name__}: {_get_first_line(error)}")
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 

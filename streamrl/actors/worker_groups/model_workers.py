@@ -23,9 +23,9 @@ from streamrl.actors.launch.fork_server import GENERATOR_LEVEL, STAGE_ENV, make_
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import make_logprob_check
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
-from streamrl.algorithms import step_loss_denominator, summarise_policy
+from streamrl.algorithms import summarise_policy
 from streamrl.algorithms.adaptive_params import AdaptiveParams
-from streamrl.algorithms.math.step_metrics import summarise_critic
+from streamrl.algorithms.math.training_metrics import summarise_critic
 from streamrl.buffer.assembly.micro_batch_schedule import StepScheduler, UpdatePlan
 from streamrl.buffer.assembly.packing import pack_rollouts
 from streamrl.config.own_loop import make_loop_config, set_world_size
@@ -245,7 +245,9 @@ class PolicyWorker(TrainedWorker):
             self._adaptive_params.update_after_step(
                 {**rollout_sums, **sums}, num_rollouts=int(rollout_sums["rollouts"])
             )
-            metrics |= summarise_policy(sums, step_loss_denominator(self._settings, sums)) | updates
+            metrics |= (
+                summarise_policy(sums, self._settings.compute_loss_denominator(sums)) | updates
+            )
         metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}
         return {**metrics, **transfer_metrics, **self._gather_memory_peaks()}
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.math.masks import apply_mask
-from streamrl.algorithms.options import ADVANTAGE_SCALES, SINGLE_ROLLOUT_MODES
+from streamrl.algorithms.math.options import ADVANTAGE_SCALES, SINGLE_ROLLOUT_MODES
 
 
-def _result_dtype(scores: Tensor) -> torch.dtype:
+def _get_result_dtype(scores: Tensor) -> torch.dtype:
     return scores.dtype if scores.is_floating_point() else torch.float32
 
 
@@ -52,7 +52,9 @@ def group_relative_advantages(
         mean = groups.group_mean(values)
         centered = torch.where(mean > 0, centered / (mean + eps), 0.0)
     single_values = values / (1 + eps) if scale == "std" else values
-    return _fill_single_rollouts(centered, single_values, groups, single).to(_result_dtype(scores))
+    return _fill_single_rollouts(centered, single_values, groups, single).to(
+        _get_result_dtype(scores)
+    )
 
 
 def leave_one_out_advantages(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -> Tensor:
@@ -65,7 +67,7 @@ def leave_one_out_advantages(scores: Tensor, group_ids: Tensor, *, single: str =
     num_others = (groups.group_sizes - 1).clamp(min=1)
     # s - mean of the others = (s - mean of all) n / (n - 1)
     advantages = groups.center_values(values) * groups.group_sizes / num_others
-    return _fill_single_rollouts(advantages, values, groups, single).to(_result_dtype(scores))
+    return _fill_single_rollouts(advantages, values, groups, single).to(_get_result_dtype(scores))
 
 
 def length_weighted_advantages(
@@ -81,7 +83,7 @@ def length_weighted_advantages(
     # Start from centered scores, so that equal scores give exactly 0.
     centered = groups.center_values(values)
     advantages = centered - groups.group_sum(weights * centered) / groups.group_sum(weights)
-    return _fill_single_rollouts(advantages, values, groups, single).to(_result_dtype(scores))
+    return _fill_single_rollouts(advantages, values, groups, single).to(_get_result_dtype(scores))
 
 
 def best_of_group_advantages(
@@ -112,7 +114,7 @@ def best_of_group_advantages(
     lead = torch.where(is_best & ~is_tied, best - second, 0.0)
     if scale == "std":
         lead = lead / (groups.group_std(groups.center_values(values), unbiased=unbiased) + eps)
-    return lead.to(_result_dtype(scores))
+    return lead.to(_get_result_dtype(scores))
 
 
 def gpg_advantages(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -> Tensor:
@@ -126,7 +128,7 @@ def gpg_advantages(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -
     factor = len(values) / (values != 0).double().sum().clamp(min=1)
     advantages = factor * groups.center_values(values)
     return _fill_single_rollouts(advantages, factor * values, groups, single).to(
-        _result_dtype(scores)
+        _get_result_dtype(scores)
     )
 
 
@@ -135,7 +137,7 @@ def greedy_baseline_advantages(scores: Tensor, baseline_scores: Tensor) -> Tenso
 
     Source: Li et al. 2024 (ReMax).
     """
-    return (scores - baseline_scores).to(_result_dtype(scores))
+    return (scores - baseline_scores).to(_get_result_dtype(scores))
 
 
 def decoupled_reward_advantages(
@@ -160,7 +162,9 @@ def decoupled_reward_advantages(
                 column[is_known], group_ids[is_known], eps=eps, unbiased=unbiased
             )
     return (
-        (total if weights is None else total * weights.double()).sum(-1).to(_result_dtype(rewards))
+        (total if weights is None else total * weights.double())
+        .sum(-1)
+        .to(_get_result_dtype(rewards))
     )
 
 
@@ -196,7 +200,7 @@ def generalized_advantages(
         )
         next_value = torch.where(is_counted, estimates[:, t], next_value)
         advantages[:, t] = apply_mask(next_advantage, is_counted)
-    dtype = _result_dtype(values)
+    dtype = _get_result_dtype(values)
     return advantages.to(dtype), (advantages + estimates).to(dtype)
 
 
@@ -213,7 +217,7 @@ def reward_to_go(token_rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> T
         is_counted = loss_mask[:, t]
         next_return = torch.where(is_counted, rewards[:, t] + gamma * next_return, next_return)
         returns[:, t] = apply_mask(next_return, is_counted)
-    return returns.to(_result_dtype(token_rewards))
+    return returns.to(_get_result_dtype(token_rewards))
 
 
 def lagrangian_advantages(
@@ -237,7 +241,7 @@ def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, unbiased: bool 
     centered = apply_mask(kept - kept.sum() / count.clamp(min=1), mask)
     degrees_of_freedom = (count - 1 if unbiased else count).clamp(min=1)
     return (centered * (centered.square().sum() / degrees_of_freedom + eps).rsqrt()).to(
-        _result_dtype(x)
+        _get_result_dtype(x)
     )
 
 

@@ -17,12 +17,16 @@ from torch import Tensor
 from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
 from streamrl.algorithms.math.losses import probability_ratio
 from streamrl.algorithms.math.masks import apply_mask, masked_row_mean, masked_row_sum
-from streamrl.algorithms.math.step_metrics import LOG_BIN_WIDTH, MIN_LOG_RATIO, NUM_BINS_PER_SIDE
-from streamrl.algorithms.options import (
+from streamrl.algorithms.math.options import (
     REJECTION_KINDS,
     REJECTION_LEVELS,
     WEIGHT_LEVELS,
     WEIGHT_MODES,
+)
+from streamrl.algorithms.math.training_metrics import (
+    LOG_BIN_WIDTH,
+    MIN_LOG_RATIO,
+    NUM_BINS_PER_SIDE,
 )
 
 

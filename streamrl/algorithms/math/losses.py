@@ -6,7 +6,7 @@ is per token, [B, T], with gradients through `log_ratio` or `logprobs`. Position
 `loss_mask` have no effect but must be finite: callers mask NaN.
 
 Aggregation has two halves. `aggregate_loss_sum` sums the contribution of a micro-batch;
-`loss_denominator` in step_metrics.py is the divisor for the sum over a whole update. So the
+`compute_loss_denominator` returns the divisor for the sum over a whole update. So the
 division of a step into micro-batches and ranks changes neither the loss nor the gradient.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
 from streamrl.algorithms.math.masks import apply_mask, masked_row_mean
-from streamrl.algorithms.options import validate_aggregation
+from streamrl.algorithms.math.options import validate_aggregation
 
 DIVERGENCE_KINDS = ("tv", "kl")
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
@@ -218,14 +218,14 @@ def divergence_masked_loss(
     probabilities, "kl" the KL divergence of the binary choice "this token or another". Source: Qi
     et al. 2026 (DPPO). Raises ValueError on an unknown `kind`.
     """
-    is_trainable = _trainable_mask(
+    is_trainable = _find_trainable_mask(
         log_ratio.detach(), advantages, logprobs.detach(), kind, (low, high)
     )
     weights = probability_ratio(log_ratio).detach().clamp(max=cap)
     return torch.where(is_trainable, -weights * advantages * logprobs, 0.0)
 
 
-def _trainable_mask(
+def _find_trainable_mask(
     log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, kind: str, bounds: tuple[float, float]
 ) -> Tensor:
     """Return the tokens that `divergence_masked_loss` does not mask; `bounds` are (low, high)."""
@@ -272,7 +272,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 def aggregate_loss_sum(
     token_loss: Tensor, loss_mask: Tensor, *, mode: str, group_tokens: Tensor | None = None
 ) -> Tensor:
-    """Return a batch's contribution to the sum that `loss_denominator` divides: scalar.
+    """Return a batch's contribution to the sum that `compute_loss_denominator` divides: scalar.
 
     `token_loss` is [B, T] or broadcastable to [B, T]. seq-mean-token-mean first divides every row
     by its number of tokens, prompt-mean by `group_tokens` [B], the number of tokens of its whole

@@ -4,11 +4,23 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
-from streamrl.buffer.admission.oversampling import OversamplingController
-from streamrl.buffer.books.run_log import TrainedGroup
+from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.errors import StaleGroupError
-from streamrl.messages import Experience
+from streamrl.messages import Experience, GroupInfo
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    """A group that a training step trained.
+
+    ready_version: version that was in training when the group became ready.
+    """
+
+    uid: str
+    info: GroupInfo
+    ready_version: int
 
 
 class StepAssembler:
@@ -102,7 +114,7 @@ class StepAssembler:
         stale = [
             experience
             for uid, experience in self._ready.items()
-            if self._min_version(experience) < oldest and uid not in exempt
+            if self._get_min_version(experience) < oldest and uid not in exempt
         ]
         self._remove_ready(stale)
         overdue = [
@@ -213,12 +225,12 @@ class StepAssembler:
         return drawn
 
     @staticmethod
-    def _min_version(experience: Experience) -> int:
+    def _get_min_version(experience: Experience) -> int:
         assert experience.info is not None, experience.uid
         return experience.info.min_version
 
     def _compute_staleness(self, experience: Experience, version: int) -> int:
-        return version - self._min_version(experience)
+        return version - self._get_min_version(experience)
 
     def _check_staleness(self, experience: Experience, version: int) -> None:
         staleness = self._compute_staleness(experience, version)

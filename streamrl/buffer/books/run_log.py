@@ -16,8 +16,9 @@ import msgspec
 
 from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
 from streamrl.buffer.assembly.packing import Round
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.ledger import Ledger
-from streamrl.buffer.codec import join_pieces
+from streamrl.buffer.encoding.column_codec import join_pieces
 from streamrl.buffer.log.journal import RecordLog
 from streamrl.buffer.log.segment_file import (
     CorruptRecord,
@@ -34,18 +35,6 @@ _EncodedStep = tuple[list[tuple[int, GroupInfo]], dict[str, tuple[int, _EncodedS
 _decode_step = msgspec.json.Decoder(_EncodedStep).decode
 MAX_STEP_BYTES = 1 << 30
 """Limit for decompressing a step (about 20 bytes per rollout), against a malicious log."""
-
-
-@dataclass(frozen=True)
-class TrainedGroup:
-    """A group that a training step trained.
-
-    ready_version: version that was in training when the group became ready.
-    """
-
-    uid: str
-    info: GroupInfo
-    ready_version: int
 
 
 @dataclass(frozen=True)

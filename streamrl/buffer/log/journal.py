@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from streamrl.buffer.codec import count_blob_bytes
+from streamrl.buffer.encoding.column_codec import count_blob_bytes
 from streamrl.buffer.log.segment_file import (
     EncodedRecord,
     JournalRecord,
@@ -25,8 +25,8 @@ from streamrl.buffer.log.segment_file import (
     encode_header,
     encode_record,
     fsync_path,
+    get_segment_path,
     list_segments,
-    segment_path,
     wrap_journal_errors,
 )
 from streamrl.errors import ConfigError, JournalError, NoSpaceError
@@ -137,7 +137,7 @@ class _JournalWriter:
         present = list_segments(folder)
         if present and self._can_sync:
             # The last writer may have died before its fsync, but replay builds on its records.
-            fsync_path(segment_path(folder, present[-1]))
+            fsync_path(get_segment_path(folder, present[-1]))
         self.segment = max([first - 1, *present])
         self._begin_segment()
 
@@ -155,7 +155,7 @@ class _JournalWriter:
         Raises JournalError; after that the writer must not be used again.
         """
         try:
-            if segment_path(self._folder, self.segment + 1).exists():
+            if get_segment_path(self._folder, self.segment + 1).exists():
                 # Fences a process that was presumed dead: its successor owns the journal now.
                 raise FileExistsError(errno.EEXIST, "another process has taken this journal over")
             if self._end_offset >= self._max_segment_bytes:
@@ -213,7 +213,7 @@ class _JournalWriter:
 
     def _begin_segment(self) -> None:
         """Create the next segment file and write to it from now on."""
-        path = segment_path(self._folder, self.segment + 1)
+        path = get_segment_path(self._folder, self.segment + 1)
         # O_EXCL fences two writers of the same folder: the later writer fails here.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -278,7 +278,7 @@ class Journal:
         with wrap_journal_errors(folder):
             self._writer = _JournalWriter(folder, config, clock, first)
             self._segment_sizes = {
-                n: segment_path(folder, n).stat().st_size for n in list_segments(folder)
+                n: get_segment_path(folder, n).stat().st_size for n in list_segments(folder)
             }
         self._thread = ThreadPoolExecutor(1, "journal")
         self._pending_appends: list[_PendingAppend] = []
@@ -326,7 +326,7 @@ class Journal:
         """
         position = (await self._submit_records([], sync=None, cut=True))[-1]
         if position.offset:
-            path = segment_path(self._folder, position.segment + 1)
+            path = get_segment_path(self._folder, position.segment + 1)
             raise NoSpaceError(f"journal {path} cannot be created: {os.strerror(errno.ENOSPC)}")
         return position.segment
 
@@ -338,7 +338,7 @@ class Journal:
         assert segment <= self.segment, (segment, self.segment)
         # Ascending, so that a crash leaves no gap.
         for number in sorted(n for n in self._segment_sizes if n < segment):
-            path = segment_path(self._folder, number)
+            path = get_segment_path(self._folder, number)
             with wrap_journal_errors(path):
                 path.unlink(missing_ok=True)
             del self._segment_sizes[number]

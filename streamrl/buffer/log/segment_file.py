@@ -22,7 +22,13 @@ from typing import Any, BinaryIO
 import msgspec
 import xxhash
 
-from streamrl.buffer.codec import Blob, Buffer, count_blob_bytes, join_pieces, split_pieces
+from streamrl.buffer.encoding.column_codec import (
+    Blob,
+    Buffer,
+    count_blob_bytes,
+    join_pieces,
+    split_pieces,
+)
 from streamrl.errors import JournalError
 from streamrl.files.atomic_write import open_new_file, wrap_os_errors
 from streamrl.files.bounded_read import open_regular_file, parse_json
@@ -102,7 +108,7 @@ def _compute_body_checksum(
     return state.digest()
 
 
-def segment_path(folder: Path, number: int) -> Path:
+def get_segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.journal"
 
 
@@ -117,7 +123,7 @@ def delete_segments_from(journal: Path, first: int) -> None:
     # Descending, so that a crash leaves no gap.
     for number in reversed(list_segments(journal)):
         if number >= first:
-            segment_path(journal, number).unlink()
+            get_segment_path(journal, number).unlink()
 
 
 def check_first_segment(folder: Path, first: int) -> None:
@@ -148,7 +154,7 @@ def replay_segments(
         if following != number + 1:
             raise JournalError(f"journal {folder}: segment {number + 1} is missing")
     for number in wanted:
-        yield from read_segment(segment_path(folder, number))
+        yield from read_segment(get_segment_path(folder, number))
 
 
 def read_segment(path: Path) -> Iterator[tuple[RecordPosition, JournalRecord] | CorruptRecord]:
@@ -178,7 +184,7 @@ def read_segment(path: Path) -> Iterator[tuple[RecordPosition, JournalRecord] | 
 
 
 def read_record(folder: Path, position: RecordPosition) -> JournalRecord:
-    path = segment_path(folder, position.segment)
+    path = get_segment_path(folder, position.segment)
     with wrap_journal_errors(path), open_regular_file(path) as file:
         _, record = _read_record_at(file, position.offset, os.fstat(file.fileno()).st_size)
     if isinstance(record, str):

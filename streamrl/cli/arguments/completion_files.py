@@ -60,7 +60,7 @@ def _make_prompts(rows: Iterator[DataRow], wanted: set[int]) -> Mapping[int, Pro
             data_source=row.data_source,
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
-            row_location=row.place,
+            row_location=row.location,
             is_chat=row.is_chat,
         )
         for row in rows

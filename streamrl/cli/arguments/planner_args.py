@@ -9,8 +9,7 @@ from typing import Any
 
 from streamrl.calibration.run_trace import load_run_lengths
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.arguments.run_config import add_config_arguments
-from streamrl.cli.output.text_table import format_inner_percent
+from streamrl.cli.arguments.config_args import add_config_arguments
 from streamrl.config.run_config import RunConfig
 from streamrl.config.to_planner_problem import (
     PlannerRequest,
@@ -142,14 +141,14 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
     return PlannerInputs(cluster, request, constants)
 
 
-def check_simulation_time(seconds: float, workload: Workload, *, place: str) -> None:
+def check_simulation_time(seconds: float, workload: Workload, *, prefix: str) -> None:
     """Raise ConfigError if a simulation would take longer than an hour.
 
-    seconds: estimated duration. place: start of the error message, such as "--steps 50, ".
+    seconds: estimated duration. prefix: start of the error message, such as "--steps 50, ".
     """
     if seconds > HOUR_S:
         raise ConfigError(
-            f"{place}pipeline.groups_per_step={workload.groups_per_step},"
+            f"{prefix}pipeline.groups_per_step={workload.groups_per_step},"
             f" algorithm.group_size={workload.group_size}: about {seconds / HOUR_S:.3g} h to"
             " simulate; the limit is 1 h"
         )
@@ -164,7 +163,7 @@ def read_cluster(text: str) -> Cluster:
         loaded = read_small_yaml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cluster {path}: {describe_read_error(error)}") from None
-    return Cluster.from_dict(loaded, place=f"cluster {path}")
+    return Cluster.from_dict(loaded, location=f"cluster {path}")
 
 
 def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
@@ -247,21 +246,3 @@ def _parse_tokens(word: Any, text: str) -> int:
     if isinstance(word, bool) or not number.is_integer() or number < 1:
         raise ConfigError(f"--lengths {text}: {word!r:.40}: must be whole tokens, at least 1")
     return int(number)
-
-
-def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
-    """Describe a planner problem in two lines: algorithm, cluster and models; work of a step."""
-    workload = problem.workload
-    models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
-    return (
-        f"{config.algorithm.name} on {problem.cluster} ({problem.cluster.num_devices}"
-        f" devices): {models}\n"
-        f"a step: {workload.groups_per_step} groups of {workload.group_size}, prompts of"
-        f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
-        f" {workload.lengths.max_tokens}), {workload.num_updates} updates"
-        + (
-            f"; {format_inner_percent(workload.filtered_fraction)} of all groups are filtered"
-            if workload.filtered_fraction
-            else ""
-        )
-    )

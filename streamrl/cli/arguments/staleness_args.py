@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from streamrl.cli.arguments.run_config import read_config
+from streamrl.cli.arguments.config_args import read_config
 from streamrl.config.run_config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.placements import MAX_STALENESS

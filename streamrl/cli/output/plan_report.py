@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from streamrl.cli.arguments.planner_args import HOUR_S, describe_problem
+from streamrl.cli.arguments.planner_args import HOUR_S
 from streamrl.cli.output.text_table import (
     format_count,
+    format_inner_percent,
     format_percent,
     format_seconds,
     format_table,
@@ -35,6 +36,24 @@ NO_FIX_TEXT = (
 
 SimulatedPoint = tuple[ParetoPoint, SimulationResult]
 """Best placement of a staleness bound, with its simulation."""
+
+
+def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
+    """Describe a planner problem in two lines: algorithm, cluster and models; work of a step."""
+    workload = problem.workload
+    models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
+    return (
+        f"{config.algorithm.name} on {problem.cluster} ({problem.cluster.num_devices}"
+        f" devices): {models}\n"
+        f"a step: {workload.groups_per_step} groups of {workload.group_size}, prompts of"
+        f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
+        f" {workload.lengths.max_tokens}), {workload.num_updates} updates"
+        + (
+            f"; {format_inner_percent(workload.filtered_fraction)} of all groups are filtered"
+            if workload.filtered_fraction
+            else ""
+        )
+    )
 
 
 @dataclass(frozen=True)

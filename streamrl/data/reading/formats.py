@@ -305,12 +305,12 @@ def wrap_text_errors(path: str) -> Iterator[None]:
         raise ConfigError(f"{path}: {format_error(error)}") from None
 
 
-def parse_text_row(layout: TextLayout, row: bytes, place: str) -> Any:
-    """Parse a row of a text file; an unreadable row becomes its ConfigError, with `place`."""
+def parse_text_row(layout: TextLayout, row: bytes, location: str) -> Any:
+    """Parse a row of a text file; an unreadable row becomes its ConfigError, with `location`."""
     try:
         return layout.parse_row(row)
     except (ValueError, csv.Error) as error:
-        return ConfigError(f"{place}: {format_error(error)}")
+        return ConfigError(f"{location}: {format_error(error)}")
 
 
 def check_no_split(path: str, split: str) -> None:
@@ -379,8 +379,8 @@ def read_parquet_batches(path: str) -> "Iterator[pa.RecordBatch]":
     except ConfigError:
         raise
     except (pa.ArrowException, ValueError, KeyError) as error:
-        place = f"after row {count}" if count else "as parquet"
-        raise ConfigError(f"{path}: cannot be read {place}: {format_error(error)}") from error
+        location = f"after row {count}" if count else "as parquet"
+        raise ConfigError(f"{path}: cannot be read {location}: {format_error(error)}") from error
 
 
 def _choose_batch_size(file: "pq.ParquetFile") -> int:

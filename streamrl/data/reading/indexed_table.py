@@ -36,7 +36,7 @@ from streamrl.data.reading.formats import (
     wrap_read_errors,
     wrap_text_errors,
 )
-from streamrl.data.saved_dataset import open_saved_dataset
+from streamrl.data.reading.saved_dataset import open_saved_dataset
 from streamrl.errors import ConfigError, DataError
 from streamrl.files.atomic_write import sync_and_rename
 from streamrl.files.bounded_read import MIB, open_regular_file, read_lines
@@ -88,9 +88,9 @@ class TextTable:
         for row in rows:
             start, size = int(self.row_offsets[row]), int(self.row_sizes[row])
             index = row if self.row_indices is None else int(self.row_indices[row])
-            place = f"{self.path} {self.layout.unit} {index + 1}"
+            location = f"{self.path} {self.layout.unit} {index + 1}"
             raw = os.pread(file.fileno(), size, start)
-            records.append((place, index, parse_text_row(self.layout, raw, place)))
+            records.append((location, index, parse_text_row(self.layout, raw, location)))
         return records
 
     def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int32]:

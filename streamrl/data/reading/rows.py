@@ -29,11 +29,11 @@ _CHAT_PATTERN = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 class DataRow:
     """Row of a data file in the schema common to all formats.
 
-    place: location for errors. index: line or record number in the file, from 0. tools: JSON
+    location: location for errors. index: line or record number in the file, from 0. tools: JSON
     schemas of functions. template_arguments: extra arguments of the chat template.
     """
 
-    place: str
+    location: str
     index: int
     messages: tuple[Mapping[str, Any], ...]
     data_source: str
@@ -60,57 +60,68 @@ def load_rows(
     Raises ConfigError with file, row and rule at the first bad row, and at once for an unreadable
     or empty file.
     """
-    for place, index, record in read_records(path, split):
-        row = parse_record(record, place, index, prompt_key=prompt_key, label_key=label_key)
+    for location, index, record in read_records(path, split):
+        row = parse_record(record, location, index, prompt_key=prompt_key, label_key=label_key)
         if isinstance(row, BadRow):
             raise row.problem
         yield row
 
 
 def parse_record(
-    record: Any, place: str, index: int, *, prompt_key: str, label_key: str
+    record: Any, location: str, index: int, *, prompt_key: str, label_key: str
 ) -> DataRow | BadRow:
     """Convert a record, or the ConfigError of an unreadable one, to a row or a bad row."""
     try:
         if isinstance(record, ConfigError):
             raise record
         check_depth(record)
-        return _parse_row(record, place, index, prompt_key=prompt_key, label_key=label_key)
+        return _parse_row(record, location, index, prompt_key=prompt_key, label_key=label_key)
     except ConfigError as error:
         return BadRow(index, error)
     except ValueError as error:
-        return BadRow(index, ConfigError(f"{place}: {error}"))
+        return BadRow(index, ConfigError(f"{location}: {error}"))
 
 
-def _parse_row(record: Any, place: str, index: int, *, prompt_key: str, label_key: str) -> DataRow:
+def _parse_row(
+    record: Any, location: str, index: int, *, prompt_key: str, label_key: str
+) -> DataRow:
     if not isinstance(record, dict):
-        raise ConfigError(f"{place}: must be a JSON object, got {_describe_type(record)}")
+        raise ConfigError(f"{location}: must be a JSON object, got {_describe_type(record)}")
     for setting, key in (("data.prompt_key", prompt_key), ("label_key", label_key)):
         if key and key not in record:
             columns = ", ".join(map(str, record)) or "none"
-            raise ConfigError(f"{place}: no column {key!r} ({setting}); the columns are: {columns}")
-    fields = _remove_nulls(_parse_json_texts(record, place, prompt_key, label_key))
+            raise ConfigError(
+                f"{location}: no column {key!r} ({setting}); the columns are: {columns}"
+            )
+    fields = _remove_nulls(_parse_json_texts(record, location, prompt_key, label_key))
     prompt = fields.pop(prompt_key, None)
-    data_source = _check_type(fields.pop("data_source", ""), str, name="data_source", place=place)
-    ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields, place)
-    extra_info = _check_type(fields.pop("extra_info", {}), dict, name="extra_info", place=place)
+    data_source = _check_type(
+        fields.pop("data_source", ""), str, name="data_source", location=location
+    )
+    ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields, location)
+    extra_info = _check_type(
+        fields.pop("extra_info", {}), dict, name="extra_info", location=location
+    )
     return DataRow(
-        place=place,
+        location=location,
         index=index,
-        messages=_normalize_messages(prompt, name=prompt_key, place=place),
+        messages=_normalize_messages(prompt, name=prompt_key, location=location),
         data_source=data_source,
         ground_truth=ground_truth,
         extra_info=fields | extra_info,
         is_chat=not isinstance(prompt, str),
-        tools=_check_tools(fields.get("tools", []), place),
+        tools=_check_tools(fields.get("tools", []), location),
         template_arguments=_check_type(
-            fields.get("chat_template_kwargs", {}), dict, name="chat_template_kwargs", place=place
+            fields.get("chat_template_kwargs", {}),
+            dict,
+            name="chat_template_kwargs",
+            location=location,
         ),
     )
 
 
 def _parse_json_texts(
-    record: Mapping[str, Any], place: str, prompt_key: str, label_key: str
+    record: Mapping[str, Any], location: str, prompt_key: str, label_key: str
 ) -> dict[str, Any]:
     """Parse the columns of a record that contain objects or chat messages as JSON text."""
     parsed = dict(record)
@@ -119,20 +130,22 @@ def _parse_json_texts(
             try:
                 parsed[name] = parse_json(text) if text.strip() else None
             except ValueError as error:
-                raise ConfigError(f"{place}: {name} is text, which must be JSON: {error}") from None
+                raise ConfigError(
+                    f"{location}: {name} is text, which must be JSON: {error}"
+                ) from None
     if isinstance(text := parsed.get(prompt_key), str):
-        parsed[prompt_key] = _parse_messages(text, prompt_key, place)
+        parsed[prompt_key] = _parse_messages(text, prompt_key, location)
     return parsed
 
 
-def _parse_messages(text: str, name: str, place: str) -> Any:
+def _parse_messages(text: str, name: str, location: str) -> Any:
     """Parse a prompt that contains chat messages as JSON text; return other text unchanged."""
     try:
         messages = parse_json(text) if text.lstrip().startswith("[") else None
     except ValueError as error:
         if _CHAT_PATTERN.match(text):
             raise ConfigError(
-                f"{place}: {name} looks like chat messages, which must be JSON: {error}"
+                f"{location}: {name} looks like chat messages, which must be JSON: {error}"
             ) from None
         return text
     is_chat = isinstance(messages, list) and any(
@@ -141,69 +154,72 @@ def _parse_messages(text: str, name: str, place: str) -> Any:
     return messages if is_chat else text
 
 
-def _check_tools(tools: Any, place: str) -> list[Mapping[str, Any]]:
+def _check_tools(tools: Any, location: str) -> list[Mapping[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(f"{place}: tools must be a list of objects, got {_describe_type(tools)}")
+        raise ConfigError(
+            f"{location}: tools must be a list of objects, got {_describe_type(tools)}"
+        )
     return tools
 
 
-def _take_ground_truth(fields: dict[str, Any], place: str) -> Any:
-    rule = _check_type(fields.pop("reward_model", {}), dict, name="reward_model", place=place)
+def _take_ground_truth(fields: dict[str, Any], location: str) -> Any:
+    rule = _check_type(fields.pop("reward_model", {}), dict, name="reward_model", location=location)
     if "ground_truth" in rule and "ground_truth" in fields:
         raise ConfigError(
-            f"{place}: ground_truth occurs at the top level and in reward_model; keep one"
+            f"{location}: ground_truth occurs at the top level and in reward_model; keep one"
         )
     return fields.pop("ground_truth", rule.get("ground_truth"))
 
 
-def _normalize_messages(prompt: Any, *, name: str, place: str) -> tuple[Mapping[str, Any], ...]:
+def _normalize_messages(prompt: Any, *, name: str, location: str) -> tuple[Mapping[str, Any], ...]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise ConfigError(
-            f"{place}: {name} must be text or a list of chat messages, got {_describe_type(prompt)}"
+            f"{location}: {name} must be text or a list of chat messages,"
+            f" got {_describe_type(prompt)}"
         )
     return tuple(
-        _normalize_message(message, where=f"message {number} of {name}", place=place)
+        _normalize_message(message, where=f"message {number} of {name}", location=location)
         for number, message in enumerate(prompt, 1)
     )
 
 
-def _normalize_message(message: Any, *, where: str, place: str) -> Mapping[str, Any]:
+def _normalize_message(message: Any, *, where: str, location: str) -> Mapping[str, Any]:
     """Check a chat message, and join its content parts into one text."""
-    _check_type(message, dict, name=where, place=place)
+    _check_type(message, dict, name=where, location=location)
     # An assistant message with tool calls may omit its content.
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list):
-        content = "".join(_get_part_text(part, where=where, place=place) for part in content)
+        content = "".join(_get_part_text(part, where=where, location=location) for part in content)
     for key, value in (("role", message.get("role")), ("content", content)):
-        text = _check_type(value, str, name=f"{key} of {where}", place=place)
+        text = _check_type(value, str, name=f"{key} of {where}", location=location)
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{place}: {key} of {where} is not valid Unicode") from error
+            raise ConfigError(f"{location}: {key} of {where} is not valid Unicode") from error
     return {**message, "content": content}
 
 
-def _get_part_text(part: Any, *, where: str, place: str) -> str:
+def _get_part_text(part: Any, *, where: str, location: str) -> str:
     """Return the text of a content part. Raises ConfigError for images and other types.
 
-    where: the message, place: the row, both for errors.
+    where: the message, location: the row, both for errors.
     """
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else _describe_type(part)
     if kind != "text" or not isinstance(part.get("text"), str):
         raise ConfigError(
-            f"{place}: content of {where} has a part of type {kind}; only text is supported"
+            f"{location}: content of {where} has a part of type {kind}; only text is supported"
         )
     return str(part["text"])
 
 
-def _check_type(value: Any, expected: type, *, name: str, place: str) -> Any:
+def _check_type(value: Any, expected: type, *, name: str, location: str) -> Any:
     if not isinstance(value, expected):
         word = "text" if expected is str else "an object"
-        raise ConfigError(f"{place}: {name} must be {word}, got {_describe_type(value)}")
+        raise ConfigError(f"{location}: {name} must be {word}, got {_describe_type(value)}")
     return value
 
 

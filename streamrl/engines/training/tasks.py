@@ -13,7 +13,6 @@ from streamrl.algorithms import (
     Algorithm,
     AlgorithmSettings,
     list_required_columns,
-    step_loss_denominator,
 )
 from streamrl.algorithms.math.critic import critic_loss
 from streamrl.algorithms.objective import policy_loss, shared_value_loss
@@ -149,7 +148,7 @@ class PolicyTask(TrainingTask):
         return 0 * self.score_batch(forward, batch).logprobs.sum()
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
-        return step_loss_denominator(self.settings, sums)
+        return self.settings.compute_loss_denominator(sums)
 
     def is_saved(self, name: str) -> bool:
         return not name.startswith(VALUE_HEAD_PREFIX)

@@ -4,7 +4,7 @@ The formulas assume even splits (arXiv:2409.19256, Table 2, extended to separate
 `WeightTraffic` computes the exact bytes of the copy plan.
 """
 
-from streamrl.placement.costs.param_shards import max_stage_params
+from streamrl.placement.costs.param_shards import find_max_stage_params
 from streamrl.placement.costs.traffic import SHARDS_PARAMETERS, TransferCost, WeightTraffic
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import ModelShape
@@ -20,10 +20,10 @@ class ApproximateTraffic(WeightTraffic):
         itemsize = self._constants.served_bytes
         grid = target.grid
         wanted_bytes = (
-            max_stage_params(shape, grid.pp_size, grid.tp_size, target.ep_size) * itemsize
+            find_max_stage_params(shape, grid.pp_size, grid.tp_size, target.ep_size) * itemsize
         )
         if source.mesh == target.mesh:
-            received, network = self._same_mesh_bytes(shape, source, target, wanted_bytes)
+            received, network = self._estimate_same_mesh_bytes(shape, source, target, wanted_bytes)
         else:
             received, network = (
                 float(wanted_bytes),
@@ -37,7 +37,7 @@ class ApproximateTraffic(WeightTraffic):
             round(received) if is_aliased else wanted_bytes,
         )
 
-    def _same_mesh_bytes(
+    def _estimate_same_mesh_bytes(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment, wanted_bytes: int
     ) -> tuple[float, float]:
         """Return received bytes of a rank and network bytes of a node, for models on a shared mesh.
@@ -48,7 +48,7 @@ class ApproximateTraffic(WeightTraffic):
         is_sharded = source.zero_stage >= SHARDS_PARAMETERS
         model_ranks = train.pp_size * max(train.tp_size, source.ep_size)
         holders = model_ranks * (train.dp_size if is_sharded else 1)
-        kept = _shared_params(shape, source, target) * self._constants.served_bytes
+        kept = _count_shared_params(shape, source, target) * self._constants.served_bytes
         kept /= max(train.pp_size, follow.pp_size) * (train.dp_size if is_sharded else 1)
         received = max(0.0, wanted_bytes - kept)
         per_node = source.mesh.count_devices_per_node(self._cluster)
@@ -85,7 +85,9 @@ class ApproximateTraffic(WeightTraffic):
         return max(link_bytes * link_s, network * network_s)
 
 
-def _shared_params(shape: ModelShape, source: CallAssignment, target: CallAssignment) -> float:
+def _count_shared_params(
+    shape: ModelShape, source: CallAssignment, target: CallAssignment
+) -> float:
     """Return the most parameters that a rank both trains and serves, before the pipeline split.
 
     With expert parallelism on one side only, ranks with whole experts and ranks with slices of all

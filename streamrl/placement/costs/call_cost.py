@@ -6,8 +6,12 @@ from functools import cached_property
 from streamrl.placement.clusters import Cluster, DeviceSpec
 from streamrl.placement.costs.collectives import ParallelGroups, build_parallel_groups
 from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.flops import achieved_fraction, routed_flops, token_flops
-from streamrl.placement.costs.param_shards import max_stage_params
+from streamrl.placement.costs.flops import (
+    compute_achieved_fraction,
+    count_token_flops,
+    routed_flops,
+)
+from streamrl.placement.costs.param_shards import find_max_stage_params
 from streamrl.placement.model_shapes import BF16_BYTES, ModelShape
 from streamrl.placement.placements import CallAssignment
 from streamrl.placement.workload import Workload
@@ -77,8 +81,8 @@ class CallCost:
         routed = routed_flops(self.shape)
         constants, shape = self.constants, self.shape
         peak_flops_per_s = self.slowest_device.flops_per_s * self.pp_size * self.tp_size
-        dense_fraction = achieved_fraction(fraction, shape.hidden / self.tp_size, constants)
-        expert_fraction = achieved_fraction(fraction, self._expert_width, constants)
+        dense_fraction = compute_achieved_fraction(fraction, shape.hidden / self.tp_size, constants)
+        expert_fraction = compute_achieved_fraction(fraction, self._expert_width, constants)
         return (flops - routed) / (peak_flops_per_s * dense_fraction) + routed / (
             peak_flops_per_s * expert_fraction
         )
@@ -92,12 +96,12 @@ class CallCost:
     @property
     def forward_token_flops(self) -> float:
         """Mean forward FLOPs per token of a rollout of mean length."""
-        return token_flops(self.shape, self.workload.rollout_tokens)
+        return count_token_flops(self.shape, self.workload.rollout_tokens)
 
     @property
     def device_params(self) -> int:
         """Parameters on the fullest device, before any ZeRO sharding."""
-        return max_stage_params(self.shape, self.pp_size, self.tp_size, self.ep_size)
+        return find_max_stage_params(self.shape, self.pp_size, self.tp_size, self.ep_size)
 
     @property
     def trained_params(self) -> float:
@@ -163,7 +167,7 @@ class CallCost:
         constants, shape = self.constants, self.shape
         if not shape.experts:
             return 0.0
-        fraction = achieved_fraction(
+        fraction = compute_achieved_fraction(
             constants.forward_flops_fraction, self._expert_width, constants
         )
         rows = shape.experts * constants.expert_rows / 2

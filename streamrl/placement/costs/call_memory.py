@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.generate import kv_token_bytes
-from streamrl.placement.costs.score import groups_in_batch
+from streamrl.placement.costs.generate_timing import count_kv_token_bytes
+from streamrl.placement.costs.score_timing import count_groups_in_batch
 from streamrl.placement.costs.traffic import SHARDS_PARAMETERS
-from streamrl.placement.costs.train import (
+from streamrl.placement.costs.train_timing import (
     SHARDS_GRADIENTS,
     SHARDS_OPTIMIZER,
-    num_micro_batches,
-    replica_tokens,
+    count_rank_micro_batches,
+    count_replica_tokens,
 )
 from streamrl.placement.problem import CallMemory
 
@@ -56,7 +56,7 @@ class TrainStateBytes:
         optimizer = self.optimizer if constants.offloads_optimizer else 0.0
         return optimizer + (self.weights if constants.offloads_weights else 0.0)
 
-    def resident_bytes(self, constants: CostConstants) -> float:
+    def compute_resident_bytes(self, constants: CostConstants) -> float:
         """Return bytes of the training state that stay on the device while the call is idle."""
         gradients = self.gradients if constants.offloads_weights else 0.0
         return self.total_bytes - gradients - self.offloaded_bytes(constants)
@@ -68,38 +68,40 @@ def train_memory(cost: CallCost, *, offload_idle: bool = False) -> CallMemory:
     offload_idle: other calls share the devices in turn, so part of the state may move to the host.
     """
     state = TrainStateBytes.from_call_cost(cost)
-    resident = state.resident_bytes(cost.constants) if offload_idle else state.total_bytes
-    active = _activation_bytes(cost) + state.total_bytes - resident
+    resident = state.compute_resident_bytes(cost.constants) if offload_idle else state.total_bytes
+    active = _compute_activation_bytes(cost) + state.total_bytes - resident
     if cost.assignment.zero_stage >= SHARDS_PARAMETERS and cost.dp_size > 1:
         layer = cost.device_params * cost.pp_size / cost.shape.layers
         active += GATHERED_LAYERS * layer * cost.constants.weight_bytes
     return CallMemory(resident, active)
 
 
-def _activation_bytes(cost: CallCost) -> float:
+def _compute_activation_bytes(cost: CallCost) -> float:
     """Return activation bytes of a training call's first pipeline stage, which holds the most.
 
     They are the activations of all micro-batches in flight, and the logits of a micro-batch.
     """
     constants, shape = cost.constants, cost.shape
-    micro_batches, tokens = num_micro_batches(cost), max_train_tokens(cost)
+    micro_batches, tokens = count_rank_micro_batches(cost), find_max_train_tokens(cost)
     layers = shape.layers / cost.pp_size * min(cost.pp_size, micro_batches)
     width = tokens * shape.hidden
     layer = width * constants.activation_bytes / cost.tp_size
     if constants.recompute:
-        return layers * width * constants.checkpoint_bytes + layer + _logit_bytes(cost, tokens)
-    return layers * layer + _logit_bytes(cost, tokens)
+        return (
+            layers * width * constants.checkpoint_bytes + layer + _compute_logit_bytes(cost, tokens)
+        )
+    return layers * layer + _compute_logit_bytes(cost, tokens)
 
 
-def max_train_tokens(cost: CallCost) -> float:
+def find_max_train_tokens(cost: CallCost) -> float:
     """Return the tokens of a replica's largest training micro-batch."""
-    tokens = replica_tokens(cost)
+    tokens = count_replica_tokens(cost)
     if cost.pp_size > 1:
-        return tokens / num_micro_batches(cost)
+        return tokens / count_rank_micro_batches(cost)
     return min(tokens, cost.workload.micro_batch_tokens)
 
 
-def _logit_bytes(cost: CallCost, tokens: float) -> float:
+def _compute_logit_bytes(cost: CallCost, tokens: float) -> float:
     """Return the bytes of the logits, or of a scalar head's values, for `tokens` tokens."""
     entries = 1 if cost.shape.has_scalar_head else cost.shape.vocab / cost.tp_size
     return tokens * entries * cost.constants.logit_bytes
@@ -107,42 +109,42 @@ def _logit_bytes(cost: CallCost, tokens: float) -> float:
 
 def score_active_bytes(cost: CallCost) -> float:
     """Return bytes to compute a scoring batch: the activations of a layer, and the logits."""
-    tokens = max_score_tokens(cost)
+    tokens = find_max_score_tokens(cost)
     layer = tokens * cost.shape.hidden * cost.constants.activation_bytes / cost.tp_size
-    return layer + _logit_bytes(cost, tokens)
+    return layer + _compute_logit_bytes(cost, tokens)
 
 
-def max_score_tokens(cost: CallCost) -> float:
+def find_max_score_tokens(cost: CallCost) -> float:
     """Return the most tokens that a scoring replica computes at once."""
     workload, constants = cost.workload, cost.constants
-    batch = groups_in_batch(workload, constants) * workload.group_size
+    batch = count_groups_in_batch(workload, constants) * workload.group_size
     return min(constants.score_tokens, batch * workload.rollout_tokens)
 
 
-def serving_weight_bytes(cost: CallCost) -> float:
+def compute_serving_weight_bytes(cost: CallCost) -> float:
     """Return weight bytes per device of a call that generates or scores."""
     return cost.device_params * cost.constants.served_bytes
 
 
-def weight_load_s(cost: CallCost) -> float:
+def estimate_weight_load_s(cost: CallCost) -> float:
     """Return seconds per step to load a scoring model's offloaded weights from the host."""
     is_offloaded = cost.constants.offloads_weights
-    return serving_weight_bytes(cost) * cost.host_byte_s if is_offloaded else 0.0
+    return compute_serving_weight_bytes(cost) * cost.host_byte_s if is_offloaded else 0.0
 
 
-def state_offload_s(cost: CallCost) -> float:
+def estimate_state_offload_s(cost: CallCost) -> float:
     """Return seconds per step to load the training state from the host and to offload it again."""
     return (
         2 * TrainStateBytes.from_call_cost(cost).offloaded_bytes(cost.constants) * cost.host_byte_s
     )
 
 
-def rollout_kv_bytes(cost: CallCost, tokens: float) -> float:
+def compute_rollout_kv_bytes(cost: CallCost, tokens: float) -> float:
     """Return KV cache bytes per device of a rollout with `tokens` tokens, in whole blocks."""
     tokens = math.ceil(tokens / KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
-    return tokens * kv_token_bytes(cost.shape, cost.tp_size, cost.pp_size, cost.constants)
+    return tokens * count_kv_token_bytes(cost.shape, cost.tp_size, cost.pp_size, cost.constants)
 
 
-def usable_bytes(memory_bytes: float, constants: CostConstants) -> float:
+def compute_usable_bytes(memory_bytes: float, constants: CostConstants) -> float:
     """Return the part of a device's memory that calls may use, without the reserve."""
     return memory_bytes * (1 - constants.memory_reserve_fraction)

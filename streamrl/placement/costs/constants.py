@@ -246,18 +246,18 @@ class CostConstants:
             raise ConfigError(f"constants {path}: {describe_read_error(error)}") from None
         if not isinstance(values, Mapping):
             raise ConfigError(f"constants {path}: must be a mapping of names to numbers")
-        return cls.from_dict(values, defaults, place=f"constants {path}")
+        return cls.from_dict(values, defaults, location=f"constants {path}")
 
     @classmethod
     def from_dict(
-        cls, loose: Mapping[str, Any], defaults: "CostConstants | None" = None, *, place: str
+        cls, loose: Mapping[str, Any], defaults: "CostConstants | None" = None, *, location: str
     ) -> "CostConstants":
         """Return constants with the values of `loose`; names that it lacks keep their `defaults`.
 
-        Raise ConfigError for an invalid value or name; the message begins with `place` and suggests
-        the nearest valid name.
+        Raise ConfigError for an invalid value or name; the message begins with `location` and
+        suggests the nearest valid name.
         """
-        return read_settings(cls, asdict(defaults or cls()) | dict(loose), section=place)
+        return read_settings(cls, asdict(defaults or cls()) | dict(loose), section=location)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -10,24 +10,24 @@ from streamrl.placement.clusters import DeviceSpec
 from streamrl.placement.costs.approximate_traffic import ApproximateTraffic
 from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.call_memory import (
-    max_score_tokens,
-    max_train_tokens,
-    rollout_kv_bytes,
+    compute_rollout_kv_bytes,
+    compute_serving_weight_bytes,
+    compute_usable_bytes,
+    estimate_state_offload_s,
+    estimate_weight_load_s,
+    find_max_score_tokens,
+    find_max_train_tokens,
     score_active_bytes,
-    serving_weight_bytes,
-    state_offload_s,
     train_memory,
-    usable_bytes,
-    weight_load_s,
 )
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.device_memory import CallFootprint, DeviceMemory
-from streamrl.placement.costs.generate import generator_timing
+from streamrl.placement.costs.generate_timing import estimate_generator_timing
 from streamrl.placement.costs.lora_traffic import LoraTraffic
-from streamrl.placement.costs.param_shards import stage_params
-from streamrl.placement.costs.score import rule_timing, score_timing
+from streamrl.placement.costs.param_shards import count_stage_params
+from streamrl.placement.costs.score_timing import estimate_rule_timing, estimate_score_timing
 from streamrl.placement.costs.traffic import TransferCost, WeightTraffic
-from streamrl.placement.costs.train import train_timing
+from streamrl.placement.costs.train_timing import estimate_train_timing
 from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import CallMemory, PlacementProblem
@@ -101,9 +101,9 @@ class CostModel:
                 )
         generate_stage = self._generate_stage
         return StageTimings(
-            generator_timing(
+            estimate_generator_timing(
                 self._call_cost(generate_stage, placement.assignments[generate_stage]),
-                self.kv_capacity_bytes(placement),
+                self.compute_kv_capacity_bytes(placement),
             ),
             score,
             train,
@@ -111,14 +111,14 @@ class CostModel:
                 stage: self._weights_timing(stage, placement.assignments[source], assignment)
                 for stage, call in self._call_by_stage.items()
                 if (assignment := placement.assignments.get(stage))
-                and (source := self._source_stage(call))
+                and (source := self._find_source_stage(call))
             },
-            hop_s=self._hop_s(),
+            hop_s=self._estimate_hop_s(),
             step_s=self.constants.between_steps_s,
         )
 
     def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
-        return self._device_memory(placement).memory_by_stage()
+        return self._build_device_memory(placement).compute_memory_by_stage()
 
     def explain_infeasible(self, placement: Placement) -> str:
         """Return why a placement is infeasible, in a line; empty if feasible.
@@ -128,7 +128,7 @@ class CostModel:
         for stage, assignment in placement.assignments.items():
             if wrong := self._find_misfit(stage, assignment):
                 return wrong
-        return self._device_memory(placement).explain_infeasible()
+        return self._build_device_memory(placement).explain_infeasible()
 
     def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
         """Return the seconds of a stage's work for a step, with no other stage on its devices.
@@ -137,17 +137,19 @@ class CostModel:
         """
         return self._call_duration(stage, assignment)
 
-    def kv_capacity_bytes(self, placement: Placement) -> float:
+    def compute_kv_capacity_bytes(self, placement: Placement) -> float:
         """Return bytes available for the KV cache on each generating device.
 
         The placement may be partial, as long as it has devices for generation.
         """
-        capacity = self._device_memory(placement).kv_capacity_bytes(self._generate_stage)
+        capacity = self._build_device_memory(placement).compute_kv_capacity_bytes(
+            self._generate_stage
+        )
         return min(capacity, self.problem.kv_cache_bytes or math.inf)
 
-    def kv_cache_bytes(self, placement: Placement) -> float:
+    def compute_kv_cache_bytes(self, placement: Placement) -> float:
         """Return the KV cache bytes per generating device that the engines can fill."""
-        return self._device_memory(placement).kv_cache_bytes(self._generate_stage)
+        return self._build_device_memory(placement).compute_kv_cache_bytes(self._generate_stage)
 
     def estimate_transfer(self, stage: str, placement: Placement) -> TransferCost | None:
         """Return the cost of moving a version to a stage.
@@ -155,11 +157,13 @@ class CostModel:
         The result is None for a stage that does not follow a trained model.
         """
         call = self._call_by_stage[stage]
-        source = self._source_stage(call)
+        source = self._find_source_stage(call)
         if not source:
             return None
         return self._estimate_transfer(
-            self._model_shape(stage), placement.assignments[source], placement.assignments[stage]
+            self._get_model_shape(stage),
+            placement.assignments[source],
+            placement.assignments[stage],
         )
 
     def _estimate_transfer(
@@ -176,7 +180,7 @@ class CostModel:
             shape, source, target
         )
 
-    def first_rollouts_s(self, assignment: CallAssignment) -> float:
+    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
         """Return seconds until generation completes the first cut (fraction) of a step's groups.
 
         Generation has the devices of `assignment` to itself. The result is inf if memory is short.
@@ -186,7 +190,7 @@ class CostModel:
         return (
             math.inf
             if free_bytes is None
-            else self._generation_s(self._generate_stage, assignment, free_bytes, cuts)
+            else self._estimate_generation_s(self._generate_stage, assignment, free_bytes, cuts)
         )
 
     def _compute_call_duration(self, stage: str, assignment: CallAssignment) -> float:
@@ -195,21 +199,21 @@ class CostModel:
             return math.inf
         call, cost = self._call_by_stage[stage], self._call_cost(stage, assignment)
         if call.kind is CallKind.GENERATE:
-            return self._generation_s(stage, assignment, free_bytes, (1.0,))
+            return self._estimate_generation_s(stage, assignment, free_bytes, (1.0,))
         if call.kind is CallKind.SCORE:
             score_timing = self._score_timing(stage, assignment)
             return score_duration_s(score_timing, cost.workload, cost.workload.group_size)
         train_timing = self._train_timing(stage, assignment)
         return train_duration(train_timing, cost.workload).total_s + train_timing.step_s
 
-    def _generation_s(
+    def _estimate_generation_s(
         self, stage: str, assignment: CallAssignment, kv_bytes: float, cuts: tuple[float, ...]
     ) -> float:
         """Return seconds until the first of `cuts` (fractions of a step's groups) is complete.
 
         kv_bytes: size of the KV cache per device.
         """
-        timing = generator_timing(self._call_cost(stage, assignment), kv_bytes)
+        timing = estimate_generator_timing(self._call_cost(stage, assignment), kv_bytes)
         return self._generation_model(stage).find_completions_s(timing, cuts)[0]
 
     def _make_generation_model(self, stage: str) -> GenerationModel:
@@ -223,19 +227,19 @@ class CostModel:
         if self._find_misfit(stage, assignment):
             return None
         footprint = self._call_footprint(stage, assignment, None, offload_idle=False)
-        free_bytes = self._min_usable_bytes(assignment) - footprint.memory.resident_bytes
+        free_bytes = self._find_min_usable_bytes(assignment) - footprint.memory.resident_bytes
         return (
             None
             if free_bytes < max(footprint.memory.active_bytes, footprint.min_kv_bytes)
             else free_bytes
         )
 
-    def _min_usable_bytes(self, assignment: CallAssignment) -> float:
+    def _find_min_usable_bytes(self, assignment: CallAssignment) -> float:
         """Return the usable bytes of the assigned device with the least memory."""
         devices: list[DeviceSpec] = [
             group.device for group in assignment.mesh.find_node_groups(self.problem.cluster)
         ]
-        return usable_bytes(min(device.memory_bytes for device in devices), self.constants)
+        return compute_usable_bytes(min(device.memory_bytes for device in devices), self.constants)
 
     def _compute_misfit(self, stage: str, assignment: CallAssignment) -> str:
         """Return why a stage cannot run on its rank grid; empty if it can.
@@ -244,7 +248,9 @@ class CostModel:
         """
         grid, workload = assignment.grid, self._call_workload(stage)
         try:
-            stage_params(self._model_shape(stage), grid.pp_size, grid.tp_size, assignment.ep_size)
+            count_stage_params(
+                self._get_model_shape(stage), grid.pp_size, grid.tp_size, assignment.ep_size
+            )
         except ValueError as error:
             return f"{stage} as {grid}: {error}"
         rollouts = workload.num_rollouts
@@ -254,7 +260,7 @@ class CostModel:
             return f"{stage} as {grid}: {grid.dp_size} replicas for {rollouts} rollouts"
         return ""
 
-    def _model_shape(self, stage: str) -> ModelShape:
+    def _get_model_shape(self, stage: str) -> ModelShape:
         shape = self._model_shapes[stage]
         assert shape is not None, f"{stage} has devices and no model"
         return shape
@@ -268,7 +274,7 @@ class CostModel:
 
     def _make_call_cost(self, stage: str, assignment: CallAssignment) -> CallCost:
         return CallCost(
-            self._model_shape(stage),
+            self._get_model_shape(stage),
             assignment,
             self._call_workload(stage),
             self.problem.cluster,
@@ -279,17 +285,17 @@ class CostModel:
         self, stage: str, assignment: CallAssignment | None, *, offload_idle: bool = False
     ) -> ScoreTiming:
         if assignment is None:
-            return rule_timing(self.constants)
+            return estimate_rule_timing(self.constants)
         cost = self._call_cost(stage, assignment)
         # A follower gets its weights from the trainer.
-        loads_weights = offload_idle and not self._source_stage(self._call_by_stage[stage])
-        return score_timing(cost, weight_load_s(cost) if loads_weights else 0.0)
+        loads_weights = offload_idle and not self._find_source_stage(self._call_by_stage[stage])
+        return estimate_score_timing(cost, estimate_weight_load_s(cost) if loads_weights else 0.0)
 
     def _compute_train_timing(
         self, stage: str, assignment: CallAssignment, *, offload_idle: bool = False
     ) -> TrainTiming:
         cost = self._call_cost(stage, assignment)
-        return train_timing(cost, state_offload_s(cost) if offload_idle else 0.0)
+        return estimate_train_timing(cost, estimate_state_offload_s(cost) if offload_idle else 0.0)
 
     def _is_offloaded_when_idle(self, stage: str, placement: Placement) -> bool:
         """Return whether a stage offloads memory while idle.
@@ -304,7 +310,7 @@ class CostModel:
             for other in placement.assignments
         )
 
-    def _source_stage(self, call: ModelCall) -> str:
+    def _find_source_stage(self, call: ModelCall) -> str:
         """Return the stage that trains the model a call follows; empty if the model is fixed."""
         return self._train_stage_by_role.get(
             POLICY if call.followed_role == EMA_REFERENCE else call.followed_role, ""
@@ -314,7 +320,7 @@ class CostModel:
         self, stage: str, source: CallAssignment, target: CallAssignment
     ) -> WeightsTiming:
         """Return the timing of a version on its way from the trainer `source` to a stage."""
-        transfer = self._estimate_transfer(self._model_shape(stage), source, target)
+        transfer = self._estimate_transfer(self._get_model_shape(stage), source, target)
         constants = self.constants
         if source.mesh.overlaps(target.mesh):
             # On shared devices the follower computes nothing during the whole transfer.
@@ -323,7 +329,7 @@ class CostModel:
         pull_s = transfer.seconds + constants.pull_s
         return WeightsTiming(constants.publish_s, pull_s, pull_s * constants.pause_fraction)
 
-    def _hop_s(self) -> float:
+    def _estimate_hop_s(self) -> float:
         """Return seconds from a stage's commit to the start of the next stage.
 
         They are a fixed latency, and the transfer of a group's columns over the network.
@@ -333,10 +339,10 @@ class CostModel:
         network = min(group.node_bytes_per_s for group in self.problem.cluster.node_groups)
         return constants.hop_s + num_bytes / (network * constants.network_fraction)
 
-    def _device_memory(self, placement: Placement) -> DeviceMemory:
+    def _build_device_memory(self, placement: Placement) -> DeviceMemory:
         footprints = {}
         for stage, assignment in placement.assignments.items():
-            source = placement.assignments.get(self._source_stage(self._call_by_stage[stage]))
+            source = placement.assignments.get(self._find_source_stage(self._call_by_stage[stage]))
             trainer = source if source and source.mesh == assignment.mesh else None
             offload_idle = self._is_offloaded_when_idle(stage, placement)
             footprints[stage] = self._call_footprint(
@@ -360,18 +366,18 @@ class CostModel:
         call, cost, shape = (
             self._call_by_stage[stage],
             self._call_cost(stage, assignment),
-            self._model_shape(stage),
+            self._get_model_shape(stage),
         )
         weights = f"{call.role} {assignment}"
         if call.kind is CallKind.TRAIN:
-            tokens = max_train_tokens(cost)
+            tokens = find_max_train_tokens(cost)
             return CallFootprint(
                 call.kind,
                 train_memory(cost, offload_idle=offload_idle),
                 f"{weights} trained",
                 tokens,
             )
-        memory = CallMemory(serving_weight_bytes(cost), 0.0)
+        memory = CallMemory(compute_serving_weight_bytes(cost), 0.0)
         if trainer is not None and self.constants.aliases_served:
             filled_bytes = float(self._estimate_transfer(shape, trainer, assignment).extra_bytes)
             is_resident = self.constants.keeps_served
@@ -380,12 +386,12 @@ class CostModel:
             if offload_idle and self.constants.offloads_weights:
                 memory = CallMemory(0.0, memory.peak_bytes)
             active = memory.active_bytes + score_active_bytes(cost)
-            tokens = max_score_tokens(cost)
+            tokens = find_max_score_tokens(cost)
             return CallFootprint(
                 call.kind, CallMemory(memory.resident_bytes, active), weights, tokens
             )
         workload, set_kv = cost.workload, self.problem.kv_cache_bytes
-        least_kv = rollout_kv_bytes(cost, workload.max_rollout_tokens)
+        least_kv = compute_rollout_kv_bytes(cost, workload.max_rollout_tokens)
         replica_rollouts = math.ceil(workload.sampled_workload.num_rollouts / cost.dp_size)
         return CallFootprint(
             call.kind,

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from streamrl.dataflow import CallKind
 from streamrl.placement.clusters import GB, Cluster, DeviceSpec
-from streamrl.placement.costs.call_memory import usable_bytes
+from streamrl.placement.costs.call_memory import compute_usable_bytes
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
@@ -79,7 +79,7 @@ class DeviceMemory:
     cluster: Cluster
     constants: CostConstants
 
-    def kv_capacity_bytes(self, stage: str) -> float:
+    def compute_kv_capacity_bytes(self, stage: str) -> float:
         """Return the bytes left for a generating stage's KV cache on its fullest device.
 
         The result is negative if memory is short.
@@ -90,7 +90,7 @@ class DeviceMemory:
             if stage in device_range.stages
         )
 
-    def kv_cache_bytes(self, stage: str) -> float:
+    def compute_kv_cache_bytes(self, stage: str) -> float:
         """Return the KV cache bytes per device that a stage's engines can fill.
 
         Besides the free memory, the number of concurrent rollouts limits them.
@@ -99,13 +99,13 @@ class DeviceMemory:
         return max(
             0.0,
             min(
-                self.kv_capacity_bytes(stage),
+                self.compute_kv_capacity_bytes(stage),
                 footprint.max_kv_bytes,
                 steps * footprint.step_kv_bytes,
             ),
         )
 
-    def memory_by_stage(self) -> dict[str, CallMemory]:
+    def compute_memory_by_stage(self) -> dict[str, CallMemory]:
         """Return, by stage, the memory of a call per device, including the used KV cache.
 
         Weights that several calls share count for the first of these calls.
@@ -116,9 +116,9 @@ class DeviceMemory:
             resident = 0.0 if footprint.weights_key in seen else footprint.memory.resident_bytes
             active = footprint.memory.active_bytes
             if footprint.kind is CallKind.GENERATE and self.constants.keeps_kv:
-                resident += self.kv_cache_bytes(stage)
+                resident += self.compute_kv_cache_bytes(stage)
             elif footprint.kind is CallKind.GENERATE:
-                active += self.kv_cache_bytes(stage)
+                active += self.compute_kv_cache_bytes(stage)
             memory[stage] = CallMemory(resident, active)
             seen.add(footprint.weights_key)
         return memory
@@ -126,7 +126,7 @@ class DeviceMemory:
     def explain_infeasible(self) -> str:
         """Return a line about the device that lacks most memory; empty if all calls fit."""
         shortages = [
-            (self._missing_bytes(device_range), device_range)
+            (self._compute_missing_bytes(device_range), device_range)
             for device_range in self._device_ranges
         ]
         if not shortages:
@@ -138,7 +138,7 @@ class DeviceMemory:
     def _device_ranges(self) -> list[DeviceRange]:
         return list(iter_device_ranges(self.placement, self.cluster))
 
-    def _resident_bytes(self, device_range: DeviceRange) -> float:
+    def _compute_resident_bytes(self, device_range: DeviceRange) -> float:
         """Return resident bytes of a device in the range; shared weights count once."""
         bytes_by_key = {
             self.footprints[s].weights_key: self.footprints[s].memory.resident_bytes
@@ -148,22 +148,22 @@ class DeviceMemory:
 
     def _free_kv_bytes(self, device_range: DeviceRange) -> float:
         """Return the bytes left for a KV cache on a device in the range."""
-        usable = usable_bytes(device_range.device.memory_bytes, self.constants)
-        active = self._active_beside_kv(device_range) + self._max_active_bytes(
+        usable = compute_usable_bytes(device_range.device.memory_bytes, self.constants)
+        active = self._compute_active_beside_kv(device_range) + self._find_max_active_bytes(
             device_range, CallKind.GENERATE
         )
-        return usable - self._resident_bytes(device_range) - active
+        return usable - self._compute_resident_bytes(device_range) - active
 
-    def _active_beside_kv(self, device_range: DeviceRange) -> float:
+    def _compute_active_beside_kv(self, device_range: DeviceRange) -> float:
         """Return the largest active bytes of a call that computes beside the KV cache."""
-        scores = self._max_active_bytes(device_range, CallKind.SCORE)
+        scores = self._find_max_active_bytes(device_range, CallKind.SCORE)
         return (
-            max(scores, self._max_active_bytes(device_range, CallKind.TRAIN))
+            max(scores, self._find_max_active_bytes(device_range, CallKind.TRAIN))
             if self.constants.keeps_kv
             else scores
         )
 
-    def _max_active_bytes(self, device_range: DeviceRange, kind: CallKind) -> float:
+    def _find_max_active_bytes(self, device_range: DeviceRange, kind: CallKind) -> float:
         """Return the largest active bytes among calls of a kind, KV cache excluded."""
         footprints = (self.footprints[stage] for stage in device_range.stages)
         return max(
@@ -171,7 +171,7 @@ class DeviceMemory:
             default=0.0,
         )
 
-    def _peak_items(self, device_range: DeviceRange) -> list[MemoryItem]:
+    def _list_peak_items(self, device_range: DeviceRange) -> list[MemoryItem]:
         """Return the active bytes and the KV cache at the memory peak of a device in the range.
 
         Resident bytes are left out.
@@ -198,14 +198,16 @@ class DeviceMemory:
             peak = max(peak, items, key=_sum_bytes)
         return peak
 
-    def _missing_bytes(self, device_range: DeviceRange) -> float:
+    def _compute_missing_bytes(self, device_range: DeviceRange) -> float:
         """Return bytes that a device in the range lacks; negative if memory is left."""
-        needed = self._resident_bytes(device_range) + _sum_bytes(self._peak_items(device_range))
-        return needed - usable_bytes(device_range.device.memory_bytes, self.constants)
+        needed = self._compute_resident_bytes(device_range) + _sum_bytes(
+            self._list_peak_items(device_range)
+        )
+        return needed - compute_usable_bytes(device_range.device.memory_bytes, self.constants)
 
     def _explain_shortage(self, device_range: DeviceRange) -> str:
-        device, missing = device_range.device, self._missing_bytes(device_range)
-        usable = usable_bytes(device.memory_bytes, self.constants)
+        device, missing = device_range.device, self._compute_missing_bytes(device_range)
+        usable = compute_usable_bytes(device.memory_bytes, self.constants)
         stages_by_key: dict[str, list[str]] = {}
         for stage in device_range.stages:
             stages_by_key.setdefault(self.footprints[stage].weights_key, []).append(stage)
@@ -214,7 +216,9 @@ class DeviceMemory:
             for stages in stages_by_key.values()
         ]
         active = [
-            self._describe_item(item) for item in self._peak_items(device_range) if item.num_bytes
+            self._describe_item(item)
+            for item in self._list_peak_items(device_range)
+            if item.num_bytes
         ]
         return (
             f"devices {device_range.mesh}: needs {_format_gb(usable + missing)} GB per"

@@ -12,7 +12,7 @@ FORWARD_BACKWARD_PASSES = 3
 """Forward and backward together cost 3 forward passes, without activation checkpointing."""
 
 
-def forward_flops(shape: ModelShape, tokens: float, squared_lengths: float) -> float:
+def count_forward_flops(shape: ModelShape, tokens: float, squared_lengths: float) -> float:
     """Return the FLOPs of a forward pass over `tokens` tokens.
 
     squared_lengths: sum of the squared lengths of the tokens' sequences, for attention. The
@@ -22,9 +22,9 @@ def forward_flops(shape: ModelShape, tokens: float, squared_lengths: float) -> f
     return 2 * shape.active_matmul_params * tokens + attention
 
 
-def token_flops(shape: ModelShape, length: float) -> float:
+def count_token_flops(shape: ModelShape, length: float) -> float:
     """Return the mean forward FLOPs per token of a sequence with `length` tokens."""
-    return forward_flops(shape, 1.0, length)
+    return count_forward_flops(shape, 1.0, length)
 
 
 def train_passes(constants: CostConstants) -> int:
@@ -37,7 +37,7 @@ def routed_flops(shape: ModelShape) -> float:
     return 2 * shape.moe_layers * shape.experts_per_token * shape.expert_params
 
 
-def achieved_fraction(fraction: float, width: float, constants: CostConstants) -> float:
+def compute_achieved_fraction(fraction: float, width: float, constants: CostConstants) -> float:
     """Return the fraction of peak FLOP/s that products with matrices of this width achieve.
 
     fraction: limit for wide matrices; at width `constants.half_width` half of it is achieved.

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from streamrl.placement.costs.approximate_traffic import ApproximateTraffic
-from streamrl.placement.costs.param_shards import max_stage_params
+from streamrl.placement.costs.param_shards import find_max_stage_params
 from streamrl.placement.costs.traffic import TransferCost
 from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.placements import CallAssignment
@@ -29,5 +29,6 @@ class LoraTraffic(ApproximateTraffic):
             transfer.seconds * trained_fraction + reading_s,
             round(transfer.received_bytes * trained_fraction),
             round(transfer.network_bytes * trained_fraction),
-            max_stage_params(full_shape, grid.pp_size, grid.tp_size, target.ep_size) * itemsize,
+            find_max_stage_params(full_shape, grid.pp_size, grid.tp_size, target.ep_size)
+            * itemsize,
         )

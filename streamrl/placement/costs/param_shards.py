@@ -12,7 +12,9 @@ def build_model_spec(shape: ModelShape, itemsize: int) -> ModelSpec:
 
 
 @cache
-def stage_params(shape: ModelShape, stages: int, tensor: int, expert: int = 1) -> tuple[int, ...]:
+def count_stage_params(
+    shape: ModelShape, stages: int, tensor: int, expert: int = 1
+) -> tuple[int, ...]:
     """Return the parameters of a tensor-parallel rank in each pipeline stage.
 
     stages, tensor, expert: number of pipeline stages, of tensor-parallel and of expert-parallel
@@ -32,32 +34,34 @@ def stage_params(shape: ModelShape, stages: int, tensor: int, expert: int = 1) -
     for tensor_spec in spec.tensors:
         cut = (tensor_spec.shape, tensor_spec.split_dim, tensor_spec.components)
         if cut not in sizes:
-            sizes[cut] = _max_rank_elements(tensor_spec, shape, tensor, expert)
-        for stage in {stage_of[place] for place in tensor_spec.pipeline_positions}:
+            sizes[cut] = _find_max_rank_elements(tensor_spec, shape, tensor, expert)
+        for stage in {stage_of[position] for position in tensor_spec.pipeline_positions}:
             params[stage] += sizes[cut]
     return tuple(params)
 
 
-def max_stage_params(shape: ModelShape, stages: int, tensor: int, expert: int = 1) -> int:
+def find_max_stage_params(shape: ModelShape, stages: int, tensor: int, expert: int = 1) -> int:
     """Return the parameters of a tensor-parallel rank in the largest pipeline stage.
 
     Raise ValueError if a dimension of the model does not divide.
     """
-    return max(stage_params(shape, stages, tensor, expert))
+    return max(count_stage_params(shape, stages, tensor, expert))
 
 
-def _max_rank_elements(spec: TensorSpec, shape: ModelShape, tensor: int, expert: int) -> int:
+def _find_max_rank_elements(spec: TensorSpec, shape: ModelShape, tensor: int, expert: int) -> int:
     """Return the elements of a tensor on the tensor- or expert-parallel rank that holds most."""
     if expert > 1 and is_expert_tensor(spec, shape):
         expert_elements = spec.numel // (shape.experts + shape.shared_experts)
         routed = expert_elements * shape.experts // expert
         if not shape.shared_experts:
             return routed
-        return routed + _max_split_elements(spec, tensor) * shape.shared_experts // spec.shape[0]
-    return _max_split_elements(spec, tensor)
+        return (
+            routed + _find_max_split_elements(spec, tensor) * shape.shared_experts // spec.shape[0]
+        )
+    return _find_max_split_elements(spec, tensor)
 
 
-def _max_split_elements(spec: TensorSpec, tensor: int) -> int:
+def _find_max_split_elements(spec: TensorSpec, tensor: int) -> int:
     """Return the elements of a tensor's largest tensor-parallel shard."""
     return max(
         sum(box.numel for box in spec.split_tensor(index, tensor)) for index in range(tensor)

@@ -14,7 +14,7 @@ from math import gcd, lcm
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.param_shards import build_model_spec, max_stage_params
+from streamrl.placement.costs.param_shards import build_model_spec, find_max_stage_params
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.placements import CallAssignment
@@ -87,7 +87,7 @@ class WeightTraffic:
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment
     ) -> TransferCost:
         """Return the cost of moving a version from trainer `source` to follower `target`."""
-        location = self._location_key(source.mesh, target.mesh)
+        location = self._make_location_key(source.mesh, target.mesh)
         is_sharded = source.zero_stage >= SHARDS_PARAMETERS
         key = (
             shape,
@@ -128,7 +128,7 @@ class WeightTraffic:
         for device, counts in report.rank_bytes.items():
             link_bytes = max(counts.received_by_link["node"], counts.sent_by_link["node"])
             longest = max(longest, link_bytes * self._link_byte_s[device])
-        for node, num_bytes in _network_bytes_by_node(report, self._nodes).items():
+        for node, num_bytes in _count_network_bytes_by_node(report, self._nodes).items():
             longest = max(longest, num_bytes * self._network_byte_s[node])
         return longest
 
@@ -137,15 +137,17 @@ class WeightTraffic:
     ) -> TransferCost:
         plan = self.plan_transfer(shape, source, target)
         report = plan.report_bytes()
-        network_bytes = _network_bytes_by_node(report, self._nodes)
+        network_bytes = _count_network_bytes_by_node(report, self._nodes)
         is_aliased = source.mesh == target.mesh and self._has_one_dtype
         itemsize = self._constants.served_bytes
-        copy_bytes = max_stage_params(shape, target.grid.pp_size, target.grid.tp_size) * itemsize
+        copy_bytes = (
+            find_max_stage_params(shape, target.grid.pp_size, target.grid.tp_size) * itemsize
+        )
         return TransferCost(
             self.report_duration_s(report),
             max(counts.received_bytes for counts in report.rank_bytes.values()),
             max(network_bytes.values(), default=0),
-            _max_extra_bytes(plan, report) if is_aliased else copy_bytes,
+            _find_max_extra_bytes(plan, report) if is_aliased else copy_bytes,
         )
 
     @property
@@ -153,7 +155,7 @@ class WeightTraffic:
         """Whether trained and served weights have as many bytes per element."""
         return self._constants.weight_bytes == self._constants.served_bytes
 
-    def _location_key(self, source: Mesh, target: Mesh) -> Hashable:
+    def _make_location_key(self, source: Mesh, target: Mesh) -> Hashable:
         """Return a key that is equal for pairs of meshes with equal transfer time."""
         kinds = (
             tuple(source.find_node_groups(self._cluster)),
@@ -289,7 +291,7 @@ def _merge_tensors(
     indices_by_cut: dict[Hashable, list[int]] = {}
     for index, tensor in enumerate(spec.tensors):
         at = tuple(
-            tuple(sorted({of[place] for place in tensor.pipeline_positions})) for of in stages
+            tuple(sorted({of[position] for position in tensor.pipeline_positions})) for of in stages
         )
         cut = (tensor.shape, tensor.split_dim, tensor.components, tensor.itemsize)
         indices_by_cut.setdefault((at, cut), []).append(index)
@@ -313,7 +315,7 @@ def _list_place_stages(num_places: int, stages: int) -> list[int]:
     return [stage for stage, count in enumerate(counts) for _ in range(count)]
 
 
-def _max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
+def _find_max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
     """Return the follower's bytes beyond the trained weights it aliases, on the fullest device."""
     source_bytes: dict[int, int] = {}
     for rank, shards in plan.source.shards.items():
@@ -325,7 +327,7 @@ def _max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
     )
 
 
-def _network_bytes_by_node(report: BytesReport, nodes: NodeTopology) -> Counter[int]:
+def _count_network_bytes_by_node(report: BytesReport, nodes: NodeTopology) -> Counter[int]:
     """Return, by node, the bytes it receives or sends over the network, whichever are more."""
     received: Counter[int] = Counter()
     sent: Counter[int] = Counter()

@@ -77,9 +77,9 @@ class AnnealingSearch:
         """Whether a descent tries every option of a role, and pairs of roles."""
         return len(self._meshes) <= SMALL_CLUSTER_MESHES
 
-    def state_step_s(self, state: SearchState, limit_s: float = math.inf) -> float:
+    def estimate_state_step_s(self, state: SearchState, limit_s: float = math.inf) -> float:
         """Return the step time of a state; inf if infeasible or certainly above `limit_s`."""
-        if self.lower_bound_s(state) >= limit_s:
+        if self.compute_lower_bound_s(state) >= limit_s:
             return math.inf
         self.num_scheduled += 1
         is_disaggregated = len({assignment.mesh for assignment in state.assignments.values()}) > 1
@@ -87,9 +87,9 @@ class AnnealingSearch:
         placement = self._choices.make_placement(
             state.assignments, state.steps_ahead, streamed=streamed
         )
-        return self._choices.estimator.step_s(placement, limit_s)
+        return self._choices.estimator.estimate_step_s(placement, limit_s)
 
-    def lower_bound_s(self, state: SearchState) -> float:
+    def compute_lower_bound_s(self, state: SearchState) -> float:
         """Return a lower bound of the step time: seconds of work of the busiest device."""
         busy_by_mesh = [
             (assignment.mesh, self._choices.compute_min_busy_s(role, assignment, state.steps_ahead))
@@ -118,7 +118,7 @@ class AnnealingSearch:
         ]
         if len(self._allowed_steps_ahead) * len(self._allowed_streaming) > 1:
             moves.append(self._change_pace)
-        current, cost = start, self.state_step_s(start)
+        current, cost = start, self.estimate_state_step_s(start)
         best, best_cost = current, cost
         for i in range(proposals):
             # Geometric cooling from the initial to the final temperature.
@@ -131,7 +131,7 @@ class AnnealingSearch:
             limit_s = (
                 cost * (1 + REJECT_TEMPERATURES * temperature) if math.isfinite(cost) else math.inf
             )
-            proposed_cost = self.state_step_s(proposed, limit_s)
+            proposed_cost = self.estimate_state_step_s(proposed, limit_s)
             if self._accept_move(cost, proposed_cost, temperature):
                 current, cost = proposed, proposed_cost
             if proposed_cost < best_cost:
@@ -160,7 +160,7 @@ class AnnealingSearch:
                 for chosen in itertools.product(*options):
                     roles = {**state.assignments, **dict(zip(group, chosen, strict=True))}
                     proposed = replace(state, assignments=roles)
-                    proposed_cost = self.state_step_s(proposed, cost)
+                    proposed_cost = self.estimate_state_step_s(proposed, cost)
                     if proposed_cost < cost:
                         state, cost = proposed, proposed_cost
             if cost == before:
@@ -201,7 +201,7 @@ class AnnealingSearch:
             )
         ]
         ranked = sorted(
-            (self.state_step_s(candidate, cost * (1 + REARRANGE_TOLERANCE)), i)
+            (self.estimate_state_step_s(candidate, cost * (1 + REARRANGE_TOLERANCE)), i)
             for i, candidate in enumerate(rearranged)
         )
         for way_cost, i in ranked[:MAX_REARRANGE_DESCENTS]:

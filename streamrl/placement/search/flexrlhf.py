@@ -122,7 +122,7 @@ def _place_disaggregated(choices: ParallelismChoices) -> RoleAssignments | None:
             )
             if assignments is None:
                 continue
-            longest = _max_busy_s(choices, assignments)
+            longest = _find_max_busy_s(choices, assignments)
             if best is None or longest < best[0]:
                 best = (longest, assignments)
     return None if best is None else best[1]
@@ -143,7 +143,7 @@ def _make_three_parts(
     )
 
 
-def _max_busy_s(choices: ParallelismChoices, roles: RoleAssignments) -> float:
+def _find_max_busy_s(choices: ParallelismChoices, roles: RoleAssignments) -> float:
     """Return the seconds of work per step of the busiest mesh."""
     busy_by_mesh: dict[Mesh, float] = {}
     for role, assignment in roles.items():

@@ -113,7 +113,7 @@ class MappingSearch:
                 break
             num_scheduled += 1
             for placement in self._iter_placements(allocation, ahead, streamed=streamed):
-                seconds = self._choices.estimator.step_s(placement, best[0])
+                seconds = self._choices.estimator.estimate_step_s(placement, best[0])
                 if seconds < best[0]:
                     best = (seconds, placement)
         return best[1], num_scheduled
@@ -169,7 +169,7 @@ class _LowerBounds:
         alone."""
         bounds = self._bounds_s.setdefault(roles, {})
         if mesh not in bounds:
-            canonical = self._choices.canonical_mesh(mesh)
+            canonical = self._choices.find_canonical_mesh(mesh)
             bounds[mesh] = sum(self._compute_role_bound(role, canonical) for role in roles)
         return bounds[mesh]
 

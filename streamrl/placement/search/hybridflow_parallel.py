@@ -91,7 +91,7 @@ class ParallelismChoices:
 
     def compute_alone_duration_s(self, role: str, assignment: CallAssignment) -> float:
         """Return seconds of a role's work per step, alone on its devices; inf if infeasible."""
-        canonical = self.canonical_mesh(assignment.mesh)
+        canonical = self.find_canonical_mesh(assignment.mesh)
         if canonical != assignment.mesh:
             assignment = replace(assignment, mesh=canonical)
         return self._find_alone_duration_s(role, assignment)
@@ -171,7 +171,7 @@ class ParallelismChoices:
         """Return whether these roles fit together, by memory and rules."""
         return not self.estimator.costs.explain_infeasible(self.make_placement(roles))
 
-    def canonical_mesh(self, mesh: Mesh) -> Mesh:
+    def find_canonical_mesh(self, mesh: Mesh) -> Mesh:
         """Return the mesh of the same size that starts at device 0, if the cluster is uniform.
 
         Both meshes are then equivalent, so results are cached for the first only.
@@ -181,7 +181,7 @@ class ParallelismChoices:
     def fit_on_mesh(self, roles: Sequence[str], mesh: Mesh) -> RoleAssignments | None:
         """Return the fastest parallelisms of roles that fit together on a mesh; None if not
         found."""
-        canonical = self.canonical_mesh(mesh)
+        canonical = self.find_canonical_mesh(mesh)
         options = self._fit_on_canonical(tuple(roles), canonical)
         if options is None or canonical == mesh:
             return options

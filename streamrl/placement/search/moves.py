@@ -28,13 +28,13 @@ def iter_rearrangements(
     names, current = list(roles), tuple(role_mesh.mesh for role_mesh in roles.values())
     candidates = _list_meshes(choices, current)
     busy_s = {
-        (role, mesh): _min_busy_s(choices, role, mesh, ahead)
+        (role, mesh): _find_min_busy_s(choices, role, mesh, ahead)
         for role in names
         for mesh in candidates
     }
     bounded = (
         (
-            _max_busy_s(
+            _find_max_busy_s(
                 meshes, [busy_s[role_mesh] for role_mesh in zip(names, meshes, strict=True)]
             ),
             meshes,
@@ -57,14 +57,14 @@ def _list_meshes(choices: ParallelismChoices, used: tuple[Mesh, ...]) -> list[Me
     return [all_devices, *by_usage[: MAX_MESHES - 1]]
 
 
-def _min_busy_s(choices: ParallelismChoices, role: str, mesh: Mesh, ahead: int) -> float:
+def _find_min_busy_s(choices: ParallelismChoices, role: str, mesh: Mesh, ahead: int) -> float:
     """Return a lower bound of the seconds of a role's work on a mesh; inf if the role does not
     fit."""
     options = choices.list_options(role, mesh)
     return choices.compute_min_busy_s(role, options[0], ahead) if options else math.inf
 
 
-def _max_busy_s(meshes: tuple[Mesh, ...], seconds: list[float]) -> float:
+def _find_max_busy_s(meshes: tuple[Mesh, ...], seconds: list[float]) -> float:
     """Return the busiest device's work, where role i works `seconds[i]` on `meshes[i]`."""
     return max(
         sum(s for mesh, s in zip(meshes, seconds, strict=True) if first in mesh.devices)

@@ -101,16 +101,16 @@ def _explain_slowness(best: PlacementCandidate, candidate: PlacementCandidate) -
     """
     winner, other = best.estimate, candidate.estimate
     extra_s = {
-        stage: stage_busy_s(other, stage) - stage_busy_s(winner, stage)
+        stage: compute_stage_busy_s(other, stage) - compute_stage_busy_s(winner, stage)
         for stage in other.idle
         if stage in winner.idle
     }
     reasons = []
     stage = max(extra_s, key=lambda stage_name: (extra_s[stage_name], stage_name), default="")
     if stage and extra_s[stage] > SIGNIFICANT_FRACTION * winner.step_s:
-        winner_s, other_s = stage_busy_s(winner, stage), stage_busy_s(other, stage)
+        winner_s, other_s = compute_stage_busy_s(winner, stage), compute_stage_busy_s(other, stage)
         reasons.append(f"{stage} is busy for {other_s:.3g} s per step, not {winner_s:.3g} s")
-    winner_s, other_s = max_shared_s(best), max_shared_s(candidate)
+    winner_s, other_s = find_max_shared_s(best), find_max_shared_s(candidate)
     if not reasons and other_s - winner_s > SIGNIFICANT_FRACTION * winner.step_s:
         reasons.append(
             f"calls that share devices take {other_s:.3g} s per step, not {winner_s:.3g} s"
@@ -127,16 +127,20 @@ def _explain_slowness(best: PlacementCandidate, candidate: PlacementCandidate) -
     return f"within {SIGNIFICANT_FRACTION:.0%} of the winner"
 
 
-def max_shared_s(candidate: PlacementCandidate) -> float:
+def find_max_shared_s(candidate: PlacementCandidate) -> float:
     """Return the largest sum, in seconds per step, over stages that share devices."""
     estimate, placement = candidate.estimate, candidate.placement
     stages = [stage for stage in placement.assignments if stage in estimate.idle]
     return max(
-        sum(stage_busy_s(estimate, other) for other in stages if placement.overlaps(stage, other))
+        sum(
+            compute_stage_busy_s(estimate, other)
+            for other in stages
+            if placement.overlaps(stage, other)
+        )
         for stage in stages
     )
 
 
-def stage_busy_s(estimate: PlacementEstimate, stage: str) -> float:
+def compute_stage_busy_s(estimate: PlacementEstimate, stage: str) -> float:
     """Return the seconds per training step in which a stage computes."""
     return (1 - estimate.idle[stage]) * estimate.step_s

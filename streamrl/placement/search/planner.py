@@ -206,10 +206,10 @@ class PlacementPlanner:
             separate, _ = self.role_mapping.find_best(bound, limit=MAX_AHEAD_ALLOCATIONS)
             starts += [self._to_state(separate)] if separate is not None else []
         for start in starts:
-            annealing.state_step_s(start)
+            annealing.estimate_state_step_s(start)
         # Start from several kinds: annealing rarely gets from kind to kind, because most placements
         # on the way are slower.
-        placements = sorted(self._list_best_of_kinds(aheads), key=self.estimator.step_s)
+        placements = sorted(self._list_best_of_kinds(aheads), key=self.estimator.estimate_step_s)
         kinds = [item for item in placements if item.is_streamed] or placements
         ranked = [self._to_state(placement) for placement in kinds[:NUM_SEARCHES]]
         searched = [annealing.run(start, proposals // NUM_SEARCHES) for start in ranked]

@@ -15,7 +15,7 @@ import numpy as np
 from streamrl.messages import Array
 from streamrl.placement.stage_timings import GeneratorTiming, ScoreTiming, TrainTiming
 from streamrl.placement.steady_state.continuous_batching import ReplicaSchedule, schedule_replica
-from streamrl.placement.steady_state.in_flight_window import mean_time_in_flight
+from streamrl.placement.steady_state.in_flight_window import compute_mean_time_in_flight
 from streamrl.placement.steady_state.micro_batch_rounds import pack_mini_batch
 from streamrl.placement.steady_state.overlapping_steps import RolloutProfile
 from streamrl.placement.steady_state.refill_chains import (
@@ -24,8 +24,8 @@ from streamrl.placement.steady_state.refill_chains import (
 )
 from streamrl.placement.steady_state.stragglers import (
     ReplicaLoads,
+    estimate_slowest_replica_factor,
     sample_loads,
-    slowest_replica_factor,
 )
 from streamrl.placement.workload import Workload
 
@@ -68,7 +68,7 @@ class GenerationModel:
         # Sampling at a random time is length-biased; rollouts are half done on average.
         self._mean_age = square / (2 * self._mean_length)
 
-    def max_replica_groups(self, replicas: int) -> int:
+    def count_max_replica_groups(self, replicas: int) -> int:
         """Return the groups per step of the replica with the most groups."""
         return -(-self.workload.groups_per_step // replicas)
 
@@ -95,13 +95,19 @@ class GenerationModel:
         if cuts == (1.0,):
             schedules = [slowest]
         sorted_ends = np.sort(
-            np.concatenate([schedule.group_ends_s(timing, link_s) for schedule in schedules])
+            np.concatenate(
+                [schedule.compute_group_ends_s(timing, link_s) for schedule in schedules]
+            )
         )
         ends_s = [float(sorted_ends[math.ceil(cut * len(sorted_ends)) - 1]) for cut in cuts]
-        ends_s[-1] = max(ends_s[-1] * self._slowest_replica_factor(timing, slowest), *ends_s)
+        ends_s[-1] = max(
+            ends_s[-1] * self._estimate_slowest_replica_factor(timing, slowest), *ends_s
+        )
         return ends_s
 
-    def _slowest_replica_factor(self, timing: GeneratorTiming, schedule: ReplicaSchedule) -> float:
+    def _estimate_slowest_replica_factor(
+        self, timing: GeneratorTiming, schedule: ReplicaSchedule
+    ) -> float:
         """Return the mean time of a step's slowest replica over the time of `schedule`.
 
         schedule: of the simulated replica that takes the longest.
@@ -116,10 +122,10 @@ class GenerationModel:
             np.dot(schedule.running_rollouts, widths),
             np.dot(schedule.resident_tokens, widths),
         )
-        rollouts = self.max_replica_groups(replicas) * self.rollouts_per_group
+        rollouts = self.count_max_replica_groups(replicas) * self.rollouts_per_group
         steps, slots = float(schedule.edges[-1]), schedule.slots
         loads = self._sample_loads(replicas)
-        return slowest_replica_factor(
+        return estimate_slowest_replica_factor(
             timing, loads, schedule_loads, steps=steps, slots=slots, rollouts=rollouts
         )
 
@@ -155,7 +161,7 @@ class GenerationModel:
             else:
                 replicas = min(timing.replicas, workload.groups_per_step)
                 longest = self._sample_loads(replicas).longest_tokens.max(axis=1)
-            self._in_flight_steps[window] = mean_time_in_flight(
+            self._in_flight_steps[window] = compute_mean_time_in_flight(
                 longest, window=window, groups=groups, filtered=replaced
             )
         return self._in_flight_steps[window]
@@ -182,7 +188,7 @@ class GenerationModel:
         bounds = undelayed_end * np.linspace(0.0, 1.0, NUM_PROFILE_SEGMENTS + 1) ** 1.5
         sorted_ends = np.sort(np.concatenate([item.group_ends for item in schedules]))
         result_ends = [float(sorted_ends[math.ceil(cut * len(sorted_ends)) - 1]) for cut in cuts]
-        end = undelayed_end * max(1.0, self._slowest_replica_factor(timing, schedule))
+        end = undelayed_end * max(1.0, self._estimate_slowest_replica_factor(timing, schedule))
         end = self._delay_in_window(timing, end, window)
         profiles = [
             np.diff(np.interp(bounds, schedule.edges, np.append(0.0, item.cumsum())))
@@ -190,7 +196,7 @@ class GenerationModel:
             for item in (
                 schedule.running_rollouts * np.diff(schedule.edges),
                 schedule.resident_tokens * np.diff(schedule.edges),
-                schedule.overhead_s(timing),
+                schedule.compute_overhead_s(timing),
             )
         ]
         running, resident, overhead_s = (item.tolist() for item in profiles)
@@ -202,7 +208,7 @@ class GenerationModel:
                 [*running, 1.0],
                 [*resident, self.workload.prompt_tokens + undelayed_end],
             )
-        rollouts = self.max_replica_groups(timing.replicas) * self.rollouts_per_group
+        rollouts = self.count_max_replica_groups(timing.replicas) * self.rollouts_per_group
         slots = self.count_slots(timing)
         if rollouts > slots:
             # While rollouts wait, as many run as the schedule shows; it includes preemptions.
@@ -217,7 +223,7 @@ class GenerationModel:
             timing, edges, running, resident, overhead_s, [*result_ends[:-1], edges[-1]], slots
         )
 
-    def saturated_step_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
+    def estimate_saturated_step_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
         """Return generation seconds per step if the rollouts of later steps fill all free slots.
 
         All slots are taken, unless the rollouts of `steps_ahead + 1` steps are fewer.
@@ -253,7 +259,7 @@ class GenerationModel:
 
         token_capacity: tokens that fit into a replica's KV cache.
         """
-        groups = self.max_replica_groups(replicas)
+        groups = self.count_max_replica_groups(replicas)
         num_replicas = min(replicas, self.workload.groups_per_step)
         count = min(num_replicas, MAX_REPLICA_SCHEDULES, max(1, -(-MIN_GROUPS // groups)))
         # Keep few rollouts, but whole groups.
@@ -298,7 +304,7 @@ class GenerationModel:
         counts = rng.permutation(
             compute_chain_length_quantiles(self.workload.filtered_fraction, chains)
         )
-        lengths = rng.permutation(self._length_quantiles(int(counts.sum())))
+        lengths = rng.permutation(self._compute_length_quantiles(int(counts.sum())))
         return self._to_chains(lengths, counts)
 
     def _make_unfiltered_chains(self, groups: int) -> RefillChains:
@@ -309,7 +315,7 @@ class GenerationModel:
         """
         num_rollouts = self.workload.groups_per_step * self.rollouts_per_group
         lengths_without_longest = np.random.default_rng(0).permutation(
-            self._length_quantiles(groups)[:-1]
+            self._compute_length_quantiles(groups)[:-1]
         )
         longest = max(
             self.workload.lengths.expected_longest(num_rollouts),
@@ -320,7 +326,7 @@ class GenerationModel:
         )
         return self._to_chains(lengths, np.ones(groups, np.int64))
 
-    def _length_quantiles(self, groups: int) -> Array:
+    def _compute_length_quantiles(self, groups: int) -> Array:
         """Return ascending completion lengths, a quantile for each rollout of `groups` groups."""
         total = groups * self.rollouts_per_group
         return self.workload.lengths.quantiles((np.arange(total) + 0.5) / total)
@@ -377,7 +383,7 @@ def train_duration(timing: TrainTiming, workload: Workload) -> TrainDuration:
     rounds, slowest = pack_mini_batch(workload, timing.dp_size)
     micro_batches, dp_size = rounds * workload.mini_batches, timing.dp_size
     tokens = slowest * workload.mini_batches
-    epoch_s = timing.passes_s(micro_batches * dp_size, tokens * dp_size)
+    epoch_s = timing.compute_passes_s(micro_batches * dp_size, tokens * dp_size)
     epoch_s += micro_batches * timing.round_s
     update_s = timing.round_s + timing.update_s
     first_s = epoch_s + (workload.mini_batches - 1) * update_s

@@ -1,7 +1,8 @@
 """Continuous batching of a replica's rollouts of a step, counted in decode steps.
 
 Every running rollout gets a token in every decode step, so lengths and capacity alone determine
-when a rollout starts and ends. `ReplicaSchedule.group_ends_s` converts decode steps to seconds.
+when a rollout starts and ends. `ReplicaSchedule.compute_group_ends_s` converts decode steps to
+seconds.
 """
 
 import heapq
@@ -46,17 +47,17 @@ class ReplicaSchedule:
     slots: float
     longest_tokens: float
 
-    def group_ends_s(self, timing: GeneratorTiming, link_s: float = 0.0) -> Array:
+    def compute_group_ends_s(self, timing: GeneratorTiming, link_s: float = 0.0) -> Array:
         """Return when each trained group is complete, s after the step starts, float64 [groups].
 
         link_s: time from the end of a filtered group to the request of its replacement.
         """
-        ends = np.interp(self.group_ends, self.edges, self._elapsed_s(timing))
+        ends = np.interp(self.group_ends, self.edges, self._compute_elapsed_s(timing))
         return np.asarray(ends + self.num_refills * (link_s + timing.begin_s))
 
-    def _elapsed_s(self, timing: GeneratorTiming) -> Array:
+    def _compute_elapsed_s(self, timing: GeneratorTiming) -> Array:
         """Return the time of each segment border, s after the step starts, float64 [m + 1]."""
-        segment_s = np.diff(self.edges) * timing.decode_steps_s(
+        segment_s = np.diff(self.edges) * timing.estimate_decode_steps_s(
             self.running_rollouts, self.resident_tokens
         )
         segment_s += self.prefill_tokens * timing.prefill_token_s
@@ -64,7 +65,7 @@ class ReplicaSchedule:
         segment_s[1:] += self.num_groups_done[:-1] * timing.group_s
         return timing.begin_s + np.concatenate(([0.0], np.cumsum(segment_s)))
 
-    def overhead_s(self, timing: GeneratorTiming) -> Array:
+    def compute_overhead_s(self, timing: GeneratorTiming) -> Array:
         """Return seconds per segment of prefill and of passing on finished groups, float64 [m]."""
         return self.prefill_tokens * timing.prefill_token_s + self.num_groups_done * timing.group_s
 

@@ -30,9 +30,9 @@ from streamrl.placement.steady_state.jobs import (
     CallGraph,
     JobGraph,
     build_busy_jobs,
+    find_max_busy_s,
     make_ahead_job,
     make_on_policy_job,
-    max_busy_s,
 )
 from streamrl.placement.steady_state.list_scheduler import ListScheduler, UnrolledSchedule
 from streamrl.placement.steady_state.utilization import SteadyState
@@ -63,7 +63,7 @@ class PlacementEstimator:
         for (calls, ahead, streamed), seconds in self._step_durations_s.items():
             yield Placement(dict(calls), ahead, streamed), seconds
 
-    def step_s(self, placement: Placement, limit_s: float = math.inf) -> float:
+    def estimate_step_s(self, placement: Placement, limit_s: float = math.inf) -> float:
         """Return the seconds of a training step with this placement; inf if infeasible.
 
         If a lower bound reaches `limit_s`, return inf without scheduling.
@@ -72,17 +72,17 @@ class PlacementEstimator:
         if key not in self._step_durations_s:
             seconds = math.inf
             if not self.costs.explain_infeasible(placement):
-                if limit_s < math.inf and self._max_busy_s(placement) >= limit_s:
+                if limit_s < math.inf and self._find_max_busy_s(placement) >= limit_s:
                     return math.inf
                 jobs, schedule = self.schedule_jobs(placement)
-                seconds = self._period_s(jobs, schedule)
+                seconds = self._compute_period_s(jobs, schedule)
             self._step_durations_s[key] = seconds
         return self._step_durations_s[key]
 
-    def _max_busy_s(self, placement: Placement) -> float:
+    def _find_max_busy_s(self, placement: Placement) -> float:
         """Return the busiest device's busy seconds per step, a lower bound of the step time."""
         jobs = self._make_job_graph(placement)
-        return max_busy_s(jobs, build_busy_jobs(jobs, self.select_generation(placement))[0])
+        return find_max_busy_s(jobs, build_busy_jobs(jobs, self.select_generation(placement))[0])
 
     def select_generation(self, placement: Placement) -> GenerationModel:
         """Return the model of generation for a placement.
@@ -100,7 +100,7 @@ class PlacementEstimator:
         if reason:
             return PlacementEstimate.make_infeasible(reason)
         jobs, schedule = self.schedule_jobs(placement)
-        step_s = self._period_s(jobs, schedule)
+        step_s = self._compute_period_s(jobs, schedule)
         generate = jobs.job_by_stage[self.call_graph.generate_call.stage]
         steady = SteadyState(
             jobs.jobs, generate, jobs.meshes, jobs.overlaps, schedule, placement.max_staleness
@@ -112,11 +112,11 @@ class PlacementEstimator:
         return PlacementEstimate(
             step_s,
             workload.num_rollouts * workload.lengths.mean / step_s,
-            steady.idle_fractions(),
-            steady.device_idle_fraction(cluster),
+            steady.compute_idle_fractions(),
+            steady.compute_device_idle_fraction(cluster),
             used_bytes,
             free_bytes,
-            steady.mean_staleness(),
+            steady.compute_mean_staleness(),
             steady.list_intervals(),
         )
 
@@ -142,10 +142,10 @@ class PlacementEstimator:
         schedule = scheduler.run(window=window, max_steps=6 * window + 5)
         if placement.max_staleness:
             # Steps without a common period get the mean period, which may be too short.
-            schedule.period_s = max(schedule.period_s, self._max_busy_s(placement))
+            schedule.period_s = max(schedule.period_s, self._find_max_busy_s(placement))
         return jobs, schedule
 
-    def _period_s(self, jobs: JobGraph, schedule: UnrolledSchedule) -> float:
+    def _compute_period_s(self, jobs: JobGraph, schedule: UnrolledSchedule) -> float:
         """Return the seconds of a training step: the period of the schedule, or more.
 
         If all processes share `timings.cores` cores, a step takes at least its core time divided by
@@ -156,7 +156,7 @@ class PlacementEstimator:
             return schedule.period_s
         workload = self.problem.workload
         generator = timings.generator
-        busy_s = generator.replicas * self._ahead_generation.saturated_step_s(
+        busy_s = generator.replicas * self._ahead_generation.estimate_saturated_step_s(
             generator, jobs.placement.max_staleness
         )
         for call in self.call_graph.calls:

@@ -24,7 +24,7 @@ WARMUP_ROUNDS = 2
 DRAW_SIZE = 4096
 
 
-def mean_time_in_flight(
+def compute_mean_time_in_flight(
     longest: Array, *, window: int, groups: int = 1, filtered: float = 0.0
 ) -> float:
     """Return the mean time that a training step is in flight, if all rollouts have slots.

@@ -161,7 +161,9 @@ class JobGraph:
             return 0.0
         judges = [call for call in self.call_graph.calls if "scores" in call.produces]
         timed_judges = [call for call in judges if call.stage in self.timings.score]
-        return 2 * self.timings.hop_s + sum(self._group_score_s(call) for call in timed_judges)
+        return 2 * self.timings.hop_s + sum(
+            self._estimate_group_score_s(call) for call in timed_judges
+        )
 
     def score_duration_s(self, call: ModelCall) -> float:
         """Return a scoring call's seconds per step, on the replica with the most groups."""
@@ -172,15 +174,15 @@ class JobGraph:
         seconds = score_duration_s(
             timing, self.workload, per_group, singly=self.has_single_group_arrivals
         )
-        return seconds * self._sampled_per_trained(call)
+        return seconds * self._compute_sampled_per_trained(call)
 
-    def _group_score_s(self, call: ModelCall) -> float:
+    def _estimate_group_score_s(self, call: ModelCall) -> float:
         """Return the seconds in which a scoring call scores a single group."""
         per_group = self.call_graph.count_rollouts(call, self.workload)
         timing, tokens = self.timings.score[call.stage], per_group * self.workload.rollout_tokens
         return timing.batch_duration_s(per_group, tokens)
 
-    def _sampled_per_trained(self, call: ModelCall) -> float:
+    def _compute_sampled_per_trained(self, call: ModelCall) -> float:
         """Return the groups that a call scores per trained group.
 
         The judge, the call that produces the scores, also scores groups that are filtered
@@ -288,7 +290,7 @@ class JobGraph:
             call.stage, self.call_graph.generate_call.stage
         ):
             return 0.0
-        group_s = self._group_score_s(call) * self._sampled_per_trained(call)
+        group_s = self._estimate_group_score_s(call) * self._compute_sampled_per_trained(call)
         groups, slice_s = self.workload.groups_per_step, self.run_options.slice_s
         bursts = sum(
             min(fraction * groups, seconds / (slice_s + group_s))
@@ -390,13 +392,13 @@ def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> tuple[list[S
     """
     stage, timing = jobs.call_graph.generate_call.stage, jobs.timings.generator
     if jobs.placement.max_staleness:
-        busy_s = generation.saturated_step_s(timing, jobs.placement.max_staleness)
+        busy_s = generation.estimate_saturated_step_s(timing, jobs.placement.max_staleness)
     else:
         (busy_s,) = generation.find_completions_s(timing, (1.0,), jobs.refill_s)
     return jobs.build_jobs(StepJob(stage, jobs.find_mesh(stage), (busy_s,))), busy_s
 
 
-def max_busy_s(
+def find_max_busy_s(
     jobs: JobGraph, jobs_of_step: Sequence[StepJob], within: Mesh | None = None
 ) -> float:
     """Return the busiest device's busy seconds per step; no step is shorter.

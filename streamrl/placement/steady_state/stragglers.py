@@ -39,7 +39,7 @@ class ReplicaLoads:
 
     def duration_s(self, timing: GeneratorTiming, steps: Array) -> Array:
         """Return the seconds of `steps` decode steps with these loads if memory-bound."""
-        return timing.memory_bound_s(steps, self.total_tokens, self.read_tokens)
+        return timing.compute_memory_bound_s(steps, self.total_tokens, self.read_tokens)
 
 
 def sample_loads(workload: Workload, per_group: int, replicas: int) -> ReplicaLoads:
@@ -74,7 +74,7 @@ def sample_loads(workload: Workload, per_group: int, replicas: int) -> ReplicaLo
     return ReplicaLoads(longest.max(axis=1), tokens.sum(axis=1), read_sums.sum(axis=1))
 
 
-def slowest_replica_factor(
+def estimate_slowest_replica_factor(
     timing: GeneratorTiming,
     loads: ReplicaLoads,
     mean_load: ReplicaLoads,

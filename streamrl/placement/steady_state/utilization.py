@@ -100,7 +100,7 @@ class SteadyState:
             at = end
         return intervals
 
-    def idle_fractions(self) -> dict[str, float]:
+    def compute_idle_fractions(self) -> dict[str, float]:
         """Return, by stage, the fraction of time in which the stage does not compute."""
         total_s = self.end_s - self.start_s
         return {
@@ -108,7 +108,7 @@ class SteadyState:
             for stage, seconds in self._busy_s.items()
         }
 
-    def device_idle_fraction(self, cluster: Cluster) -> float:
+    def compute_device_idle_fraction(self, cluster: Cluster) -> float:
         """Return the fraction of time in which a device of the cluster is idle, on average."""
         sizes = {job.stage: self.meshes[job.mesh].size if job.mesh >= 0 else 0 for job in self.jobs}
         used = sum(seconds * sizes[stage] for stage, seconds in self._busy_s.items())
@@ -123,7 +123,7 @@ class SteadyState:
             busy[interval.stage] += interval.end_s - interval.start_s
         return busy
 
-    def mean_staleness(self) -> float:
+    def compute_mean_staleness(self) -> float:
         """Return the mean staleness of trained tokens, in versions.
 
         Tokens sampled between two pulls have the older version.
@@ -141,7 +141,7 @@ class SteadyState:
                 version = -((self.max_steps_ahead - pulled) // interval) * interval
                 arrived[version] = min(at, arrived.get(version, at))
         staleness = [
-            _mean_versions_behind(
+            _compute_mean_versions_behind(
                 (self.schedule.started_s[self.generate_job, step], at),
                 step,
                 arrived,
@@ -153,7 +153,9 @@ class SteadyState:
         return sum(staleness) / len(staleness)
 
 
-def _mean_versions_behind(span: TimeSpan, step: int, arrived: dict[int, float], most: int) -> float:
+def _compute_mean_versions_behind(
+    span: TimeSpan, step: int, arrived: dict[int, float], most: int
+) -> float:
     """Return how many versions the generators' weights are behind `step`, as a mean over time.
 
     span: start and end of the averaged time, in seconds.

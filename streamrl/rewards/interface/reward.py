@@ -215,13 +215,13 @@ class WorkerReward(Reward):
         attempt = itertools.count()
         # A request that failed before runs on an exclusive worker.
         return await retry_infra_errors(
-            lambda: self._call_once(request, alone=next(attempt) > 0), self._attempts
+            lambda: self._call_once(request, exclusive=next(attempt) > 0), self._attempts
         )
 
-    async def _call_once(self, request: Any, *, alone: bool = False) -> Any:
+    async def _call_once(self, request: Any, *, exclusive: bool = False) -> Any:
         """Run a request in a worker without retries; convert failures to RewardErrors."""
         try:
-            answer = await self._pool.call(request, alone=alone)
+            answer = await self._pool.call(request, exclusive=exclusive)
         except WorkerError as failure:
             raise _REWARD_ERRORS.get(type(failure), RewardRaisedError)(str(failure)) from None
         if isinstance(answer, str):

@@ -20,7 +20,7 @@ from streamrl.rewards.interface.reward import (
 )
 from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 from streamrl.rewards.matchers.choice import LETTERS
-from streamrl.rewards.matchers.registry import MATCHERS, find_matcher
+from streamrl.rewards.matchers.matcher_table import MATCHERS, find_matcher
 
 _LIMIT_ATTEMPTS = 2
 """Timeouts or memory errors that decide a completion: a busy machine may cause the first."""

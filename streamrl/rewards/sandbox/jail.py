@@ -18,7 +18,7 @@ from typing import Any
 
 from streamrl.errors import DeadlineError
 from streamrl.process_pool.proc_stats import ProcessTable
-from streamrl.rewards.sandbox import driver
+from streamrl.rewards.sandbox import jail_driver
 from streamrl.rewards.sandbox.isolation import (
     ENVIRONMENT,
     NO_ISOLATION,
@@ -62,7 +62,7 @@ class MemoryLimitError(Exception):
 class JailReport:
     """Report of a jail's driver on a compilation or test. Untrusted.
 
-    exit_kind: EXITED or another constant of driver.py.
+    exit_kind: EXITED or another constant of jail_driver.py.
     exit_code: exit code, negative: a signal.
     seconds, cpu_s: wall time and CPU time.
     out: stdout, or a function's return value as JSON.
@@ -82,7 +82,7 @@ class JailSpec:
     """Settings shared by all jails of a sandbox.
 
     syscall_filter: seccomp filter as BPF.
-    driver_code: driver.py as marshaled code.
+    driver_code: jail_driver.py as marshaled code.
     process_table: measures the memory of jails.
     """
 
@@ -96,8 +96,8 @@ class JailSpec:
 def make_jail_spec(
     isolation: IsolationMode, limits: ProgramLimits, syscall_filter: bytes
 ) -> JailSpec:
-    """Build the settings of jails; compile driver.py, which each jail receives as code."""
-    source = Path(driver.__file__).read_text(encoding="utf-8")
+    """Build the settings of jails; compile jail_driver.py, which each jail receives as code."""
+    source = Path(jail_driver.__file__).read_text(encoding="utf-8")
     code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True, optimize=2))
     return JailSpec(
         isolation, limits, syscall_filter, code, ProcessTable(mapping_bytes=_MAPPING_BYTES)
@@ -184,7 +184,7 @@ class Jail:
         (time.monotonic) in case the driver fails to stop the program at its own deadline.
         """
         data = marshal.dumps({**message, "directory": self._folder})
-        self._writer.write(driver.LENGTH_FORMAT.pack(len(data)) + data)
+        self._writer.write(jail_driver.LENGTH_FORMAT.pack(len(data)) + data)
         reading = asyncio.create_task(self._read_report())
         pause_s = MEMORY_CHECK_INTERVAL_S
         try:
@@ -216,8 +216,8 @@ class Jail:
 
     async def _read_report(self) -> JailReport:
         try:
-            head = driver.REPORT_FORMAT.unpack(
-                await self._reader.readexactly(driver.REPORT_FORMAT.size)
+            head = jail_driver.REPORT_FORMAT.unpack(
+                await self._reader.readexactly(jail_driver.REPORT_FORMAT.size)
             )
             exit_kind, exit_code, seconds, cpu_s, out_size, err_size = head
             out = await self._reader.readexactly(out_size)

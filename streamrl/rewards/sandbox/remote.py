@@ -110,10 +110,10 @@ def _judge_reply(
     compiled, ran = reply.get("compile_result") or {}, reply.get("run_result") or {}
     seconds = float(ran.get("execution_time") or 0.0)
     if compiled and (compiled.get("status") != "Finished" or compiled.get("return_code")):
-        return ProgramTestResult(RewardOutcome.COMPILE_ERROR, seconds, _last_line(compiled))
+        return ProgramTestResult(RewardOutcome.COMPILE_ERROR, seconds, _get_last_line(compiled))
     if ran.get("status") == "TimeLimitExceeded":
         return ProgramTestResult(RewardOutcome.TIMEOUT, seconds, "ran for too long")
-    error = _last_line(ran)
+    error = _get_last_line(ran)
     if ran.get("status") != "Finished" or ran.get("return_code") != 0:
         outcome = RewardOutcome.MEMORY if "MemoryError" in error else RewardOutcome.RUNTIME_ERROR
         if error.startswith(("SyntaxError", "IndentationError")):
@@ -139,7 +139,7 @@ def _is_correct(out: str, program: SandboxProgram, test: StdinTest | CallTest) -
     return bool(mark) and any(is_same_value(expected, actual) for expected in test.accepted)
 
 
-def _last_line(result: dict[str, Any]) -> str:
+def _get_last_line(result: dict[str, Any]) -> str:
     return (str(result.get("stderr") or "").strip().splitlines() or [""])[-1]
 
 

@@ -10,7 +10,7 @@ import signal
 from typing import Any
 
 from streamrl.rewards.interface.verdict import RewardOutcome
-from streamrl.rewards.sandbox import driver
+from streamrl.rewards.sandbox import jail_driver
 from streamrl.rewards.sandbox.compare import (
     can_be_value,
     decode_output,
@@ -76,14 +76,14 @@ def judge_report(
 
 def describe_compile_failure(report: JailReport) -> str:
     """Return the compiler's error from a jail's report; empty if compiling succeeded."""
-    if report.exit_kind == driver.EXITED and report.exit_code == 0:
+    if report.exit_kind == jail_driver.EXITED and report.exit_code == 0:
         return ""
     lines = report.err.decode(errors="replace").strip().splitlines()
     errors = [line for line in lines if "error" in line]
     stopped = {
-        driver.WALL_TIMEOUT: "the compiler took too long",
-        driver.OUTPUT_LIMIT: "the compiler wrote too much",
-        driver.FILE_LIMIT: "the compiler created too many files",
+        jail_driver.WALL_TIMEOUT: "the compiler took too long",
+        jail_driver.OUTPUT_LIMIT: "the compiler wrote too much",
+        jail_driver.FILE_LIMIT: "the compiler created too many files",
     }
     return stopped.get(report.exit_kind) or [*errors, *lines, "the compiler failed"][0]
 
@@ -92,13 +92,16 @@ def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOut
     """Return outcome and detail by the exit alone; PASS for exit code 0 within all limits."""
     last_line = (report.err.decode(errors="replace").strip().splitlines() or [""])[-1]
     stopped = {
-        driver.COMPILE_FAILED: (RewardOutcome.COMPILE_ERROR, last_line),
-        driver.WALL_TIMEOUT: (RewardOutcome.TIMEOUT, f"ran for more than {limits.wall_s:g} s"),
-        driver.OUTPUT_LIMIT: (
+        jail_driver.COMPILE_FAILED: (RewardOutcome.COMPILE_ERROR, last_line),
+        jail_driver.WALL_TIMEOUT: (RewardOutcome.TIMEOUT, f"ran for more than {limits.wall_s:g} s"),
+        jail_driver.OUTPUT_LIMIT: (
             RewardOutcome.OUTPUT_LIMIT,
             f"wrote more than {limits.output_kib} KiB",
         ),
-        driver.FILE_LIMIT: (RewardOutcome.RUNTIME_ERROR, f"created more than {limits.files} files"),
+        jail_driver.FILE_LIMIT: (
+            RewardOutcome.RUNTIME_ERROR,
+            f"created more than {limits.files} files",
+        ),
     }
     if report.exit_kind in stopped:
         return stopped[report.exit_kind]

@@ -192,11 +192,11 @@ class FunctionSource:
     def _find_function(self) -> FileFunction:
         if not self.is_registered:
             label = f"rewards.function={self.name}"
-            return load_function(self.path, self.name, setting="rewards.path", said=label)
+            return load_function(self.path, self.name, setting="rewards.path", label=label)
         function = find_registered_function(self.name, self.path)
         file = self.path and str(Path(self.path).resolve())
         file = file or inspect.getsourcefile(inspect.unwrap(function)) or self.name
-        return make_file_function(file, self.name, function, said=f"rewards.kind={self.name}")
+        return make_file_function(file, self.name, function, label=f"rewards.kind={self.name}")
 
 
 def _match_style(code: FileFunction, kwargs: Mapping[str, Any]) -> SignatureStyle:

@@ -7,9 +7,9 @@ from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.placement.stage_timings import StageTimings
 from streamrl.simulator.replicas.cpu_model import CpuModel
 from streamrl.simulator.replicas.device_leases import DeviceLeases
-from streamrl.simulator.replicas.prompts import CompletionLengths
-from streamrl.simulator.replicas.queue import SimulatedQueue
 from streamrl.simulator.replicas.recorder import ProcessRecordings
+from streamrl.simulator.replicas.simulated_prompts import CompletionLengths
+from streamrl.simulator.replicas.simulated_queue import SimulatedQueue
 from streamrl.simulator.replicas.weight_followers import SimulatedWeightRegistry
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
-from streamrl.placement.stage_timings import process_speed
+from streamrl.placement.stage_timings import compute_process_speed
 
 _TIME_TOLERANCE_S, _TIME_TOLERANCE = 1e-9, 1e-15
 """Timers within this absolute (s) or relative distance of the present are due."""
@@ -27,9 +27,9 @@ class CpuTimer:
 class CpuModel:
     """Cores that all simulated processes share; with 0 cores, each process has a core of its own.
 
-    All busy processes progress at the same speed, that of `process_speed`. The model's clock,
-    `now`, counts seconds of work: it advances at this speed, and a change of the number of busy
-    processes rescales the remaining waits.
+    All busy processes progress at the same speed, that of `compute_process_speed`. The model's
+    clock, `now`, counts seconds of work: it advances at this speed, and a change of the number of
+    busy processes rescales the remaining waits.
 
     Example: with 1 core and 2 busy processes, `run_work(3)` takes 6 virtual seconds.
     """
@@ -72,7 +72,9 @@ class CpuModel:
         """Add `processes`, which may be negative, to the number of busy processes."""
         self._num_busy += processes
         cores = self._cores
-        speed = process_speed(cores, self._num_busy, crowding=self._crowding) if cores else 1.0
+        speed = (
+            compute_process_speed(cores, self._num_busy, crowding=self._crowding) if cores else 1.0
+        )
         if speed != self._speed:
             self._work_s, self._speed_since = self.now, self._clock.time()
             self._speed = speed

@@ -11,8 +11,8 @@ from streamrl.placement.stage_timings import WeightsTiming
 from streamrl.simulator.replicas.context import SimulationContext
 from streamrl.simulator.replicas.cpu_model import CpuTimer
 from streamrl.simulator.replicas.device_hold import SimulatedDeviceHold
-from streamrl.simulator.replicas.engine import RunningGroup, SimulatedEngine
-from streamrl.simulator.replicas.queue import SimulatedGroup
+from streamrl.simulator.replicas.simulated_engine import RunningGroup, SimulatedEngine
+from streamrl.simulator.replicas.simulated_queue import SimulatedGroup
 from streamrl.simulator.replicas.weight_followers import WeightPuller
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.stage_worker import split_slots

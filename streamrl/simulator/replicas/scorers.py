@@ -9,7 +9,7 @@ from streamrl.placement.stage_timings import WeightsTiming
 from streamrl.simulator.replicas.context import SimulationContext
 from streamrl.simulator.replicas.cpu_model import CpuTimer
 from streamrl.simulator.replicas.device_hold import SimulatedDeviceHold
-from streamrl.simulator.replicas.queue import SimulatedGroup
+from streamrl.simulator.replicas.simulated_queue import SimulatedGroup
 from streamrl.simulator.replicas.weight_followers import WeightPuller
 from streamrl.stream.device_lease import DedicatedDeviceLease
 
@@ -63,7 +63,7 @@ class SimulatedScorer:
         else:
             self.on_version_loaded()
 
-    def _required_version(self, version: int) -> int:
+    def _find_required_version(self, version: int) -> int:
         """Return the oldest version of the model that may score groups admitted at `version`."""
         is_ema_reference = next(iter(self._calls.values())).followed_role == EMA_REFERENCE
         return (
@@ -99,7 +99,7 @@ class SimulatedScorer:
         for batch in batches:
             if (
                 self._weight_puller is not None
-                and self._required_version(batch.newest_version)
+                and self._find_required_version(batch.newest_version)
                 > self._weight_puller.loaded_version
             ):
                 self._awaiting_version.append(batch)

@@ -8,8 +8,8 @@ from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, Update
 from streamrl.buffer.assembly.packing import Round
 from streamrl.placement.stage_timings import TrainTiming
 from streamrl.simulator.replicas.cpu_model import CpuModel
-from streamrl.simulator.replicas.prompts import CompletionLengths
 from streamrl.simulator.replicas.recorder import NO_SPAN_ARGS, ProcessRecorder, SpanArgs
+from streamrl.simulator.replicas.simulated_prompts import CompletionLengths
 from streamrl.weights import WeightManifest
 
 

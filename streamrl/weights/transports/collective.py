@@ -142,7 +142,7 @@ class CollectiveWriter(TransportWriter):
 
     def commit_version(self, manifest: WeightManifest) -> None:
         """Commit the version to the fallback transport and start its broadcast in a thread."""
-        self._fallback.commit_version(_fallback_manifest(manifest))
+        self._fallback.commit_version(_make_fallback_manifest(manifest))
         pairs = zip(self._staging_buffers, manifest.buckets, strict=False)
         buckets = [data[: bucket.num_bytes] for data, bucket in pairs]
         self.send_failure = None
@@ -174,7 +174,7 @@ class CollectiveWriter(TransportWriter):
             if absent:
                 self._absent_readers |= set(absent)
                 for name in absent:
-                    self._store.delete_key(_return_key(name))
+                    self._store.delete_key(_make_return_key(name))
                 raise WeightsError(f"timed out waiting for {', '.join(absent)}")
             deadline = SharedDeadline(self._send_timeout_s - self._timeout_s * MEMBER_WAIT_FRACTION)
             if self._group is None:
@@ -213,7 +213,7 @@ class CollectiveWriter(TransportWriter):
 
     def _has_returned(self, name: str) -> bool:
         """Return True if an absent reader has fetched a version since; clear its store key."""
-        return bool(self._store.delete_key(_return_key(name)))
+        return bool(self._store.delete_key(_make_return_key(name)))
 
 
 class CollectiveReader(TransportReader):
@@ -258,7 +258,7 @@ class CollectiveReader(TransportReader):
             self.fallback_reason = f"weights version {manifest.version} was not sent: {error}"
         self._announce_return()
         try:
-            return self._fallback.fetch_buckets(_fallback_manifest(manifest))
+            return self._fallback.fetch_buckets(_make_fallback_manifest(manifest))
         except WeightsError as error:
             cause = f" ({self.fallback_reason})" if self.fallback_reason else ""
             raise WeightsError(f"{error}{cause}") from error
@@ -284,7 +284,7 @@ class CollectiveReader(TransportReader):
         """Ask the publisher, if reachable, to include this reader in the next epoch."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.set(_return_key(self._name), "")
+                self._store.set(_make_return_key(self._name), "")
 
     def _receive_buckets(
         self,
@@ -314,12 +314,12 @@ class CollectiveReader(TransportReader):
         return arrays
 
 
-def _fallback_manifest(manifest: WeightManifest) -> WeightManifest:
+def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:
     """Return the manifest with the handles of the fallback transport."""
     return replace(manifest, handles=tuple(handle.fallback_handle for handle in manifest.handles))
 
 
-def _return_key(name: str) -> str:
+def _make_return_key(name: str) -> str:
     """Return the TCPStore key that a formerly absent reader sets to take part again."""
     return f"back/{name}"
 

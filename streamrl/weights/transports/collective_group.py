@@ -47,9 +47,12 @@ class GroupEpoch:
 
     def list_keys(self, version: int) -> list[str]:
         """Return all TCPStore keys that belong to `version`."""
-        return [self.go_ahead_key(version), *(self.ready_key(version, m) for m in self.members)]
+        return [
+            self.go_ahead_key(version),
+            *(self.make_ready_key(version, m) for m in self.members),
+        ]
 
-    def ready_key(self, version: int, member: str) -> str:
+    def make_ready_key(self, version: int, member: str) -> str:
         """Return the TCPStore key by which `member` announces that it is ready for `version`."""
         return f"{self.number}/{version}/here/{member}"
 
@@ -68,7 +71,7 @@ class SharedDeadline:
     def has_passed(self) -> bool:
         return time.monotonic() >= self._end_s
 
-    def remaining_time(self) -> timedelta:
+    def compute_remaining_time(self) -> timedelta:
         """Return the time left, at least 10 ms: torch.distributed takes zero for no timeout."""
         return timedelta(seconds=max(self._end_s - time.monotonic(), 0.01))
 
@@ -94,10 +97,12 @@ class BroadcastGroup:
         self._group: Any
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = deadline.remaining_time()
+            options._timeout = deadline.compute_remaining_time()
             self._group = dist.ProcessGroupNCCL(prefix_store, rank, size, options)
         else:
-            self._group = dist.ProcessGroupGloo(prefix_store, rank, size, deadline.remaining_time())
+            self._group = dist.ProcessGroupGloo(
+                prefix_store, rank, size, deadline.compute_remaining_time()
+            )
 
     def broadcast_tensor(self, tensor: Tensor, deadline: SharedDeadline) -> Tensor:
         """Broadcast the publisher's `tensor` to all members and return the result on the CPU.
@@ -107,8 +112,8 @@ class BroadcastGroup:
         device_tensor = tensor.to(self._device)
         options = dist.BroadcastOptions()
         options.rootRank = PUBLISHER_RANK
-        options.timeout = deadline.remaining_time()
-        self._group.broadcast([device_tensor], options).wait(deadline.remaining_time())
+        options.timeout = deadline.compute_remaining_time()
+        self._group.broadcast([device_tensor], options).wait(deadline.compute_remaining_time())
         return device_tensor.cpu()
 
     def verify_header(self, header: tuple[int, int], deadline: SharedDeadline) -> None:
@@ -134,12 +139,17 @@ def join_store(epoch: GroupEpoch, deadline: SharedDeadline) -> dist.TCPStore:
     # Probe the port first: TCPStore's client retries for long and fills stderr if nothing listens.
     try:
         socket.create_connection(
-            (epoch.host, epoch.port), deadline.remaining_time().total_seconds()
+            (epoch.host, epoch.port), deadline.compute_remaining_time().total_seconds()
         ).close()
     except OSError as error:
         raise WeightsError(f"no publisher at {epoch.host}:{epoch.port}: {error}") from error
     return dist.TCPStore(
-        epoch.host, epoch.port, None, False, deadline.remaining_time(), wait_for_workers=False
+        epoch.host,
+        epoch.port,
+        None,
+        False,
+        deadline.compute_remaining_time(),
+        wait_for_workers=False,
     )
 
 
@@ -152,7 +162,7 @@ def announce_member(
     key exists: an earlier process of the same name set it and died, and its place in the group
     cannot be taken over.
     """
-    key = epoch.ready_key(version, member)
+    key = epoch.make_ready_key(version, member)
     if store.check([key]):
         raise WeightsError(f"another process of {member} has already announced itself")
     store.set(key, json.dumps(has_group))
@@ -167,7 +177,7 @@ def gather_members(
     (`has_group`: the publisher has it). Empty if the version is sent. The decision goes to the
     TCPStore.
     """
-    keys = {member: epoch.ready_key(version, member) for member in epoch.members}
+    keys = {member: epoch.make_ready_key(version, member) for member in epoch.members}
     absent: tuple[str, ...] = ()
     if not _wait_for_keys(store, list(keys.values()), deadline):
         absent = tuple(member for member, key in keys.items() if not store.check([key]))

@@ -50,7 +50,7 @@ class _BaseBucket:
     data: Array
 
 
-def word_bytes(slots: Sequence[TensorSlot]) -> int:
+def find_word_bytes(slots: Sequence[TensorSlot]) -> int:
     """Return the bytes per word when buckets are compared: size of the shortest element, 1 to 8."""
     return min(DTYPE_BYTES[slot.dtype] for slot in slots)
 
@@ -65,7 +65,7 @@ def encode_delta(base: Array, data: Array, word: int) -> Array:
     old, new = base.view(word_dtype), data.view(word_dtype)
     changed = old != new
     bitmap = np.packbits(changed)
-    bitmap.resize(_bitmap_bytes(new.size, word))
+    bitmap.resize(_count_bitmap_bytes(new.size, word))
     return np.concatenate([bitmap, new[changed].view(np.uint8)])
 
 
@@ -77,7 +77,7 @@ def decode_delta(base: Array, delta: Array, word: int) -> Array:
     word_dtype = np.dtype(f"u{word}")
     data = base.copy()
     new = data.view(word_dtype)
-    bitmap_bytes = _bitmap_bytes(new.size, word)
+    bitmap_bytes = _count_bitmap_bytes(new.size, word)
     changed = np.unpackbits(delta[:bitmap_bytes], count=new.size).view(np.bool_)
     words = delta[bitmap_bytes:].view(word_dtype)
     if words.size != np.count_nonzero(changed):  # numpy would broadcast a single word to all
@@ -86,7 +86,7 @@ def decode_delta(base: Array, delta: Array, word: int) -> Array:
     return data
 
 
-def _bitmap_bytes(num_words: int, word: int) -> int:
+def _count_bitmap_bytes(num_words: int, word: int) -> int:
     """Return the size of a bitmap with one bit per word, padded to full words."""
     return -(-num_words // (8 * word)) * word
 
@@ -126,7 +126,7 @@ class DeltaWriter(TransportWriter):
         full_handle = self._commit_to_carrier(bucket, data)
         if base is None or base.slots != bucket.slots:
             return DeltaHandle(full_handle)
-        delta = encode_delta(base.data, data_copy, word_bytes(bucket.slots))
+        delta = encode_delta(base.data, data_copy, find_word_bytes(bucket.slots))
         if delta.nbytes >= data.nbytes:
             return DeltaHandle(full_handle)
         buffer = self._carrier.allocate_buffer(delta.nbytes)[: delta.nbytes]
@@ -197,7 +197,7 @@ class DeltaReader(TransportReader):
         """Return bucket `index` of the manifest. Raise WeightsError if the delta does not fit."""
         try:
             data = decode_delta(
-                self._last_buckets[index], delta, word_bytes(manifest.buckets[index].slots)
+                self._last_buckets[index], delta, find_word_bytes(manifest.buckets[index].slots)
             )
         except ValueError as error:
             raise WeightsError(

@@ -210,13 +210,13 @@ class DiskReader(TransportReader):
                     view_tensor(data, slot).copy_(file.get_tensor(slot.name))
                     end = slot.end
         except (OSError, SafetensorError, RuntimeError) as error:
-            place = f"weights of {self._name} version {manifest.version}, bucket {index}"
-            raise WeightsError(f"{place}: cannot be read from {path}: {error}") from error
+            location = f"weights of {self._name} version {manifest.version}, bucket {index}"
+            raise WeightsError(f"{location}: cannot be read from {path}: {error}") from error
         data.flags.writeable = False
         return data
 
 
-def latest_version(directory: Path) -> int:
+def read_latest_version(directory: Path) -> int:
     """Return the newest complete version in a publisher's directory; -1 if there is none."""
     try:
         return int(os.readlink(directory / LATEST_LINK)[1:])

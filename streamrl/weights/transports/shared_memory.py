@@ -202,7 +202,7 @@ class SharedMemoryWriter(TransportWriter):
 
     def commit_version(self, manifest: WeightManifest) -> None:
         """Make the version readable; free the shared memory of versions beyond `keep_versions`."""
-        self._fallback.commit_version(_fallback_manifest(manifest))
+        self._fallback.commit_version(_make_fallback_manifest(manifest))
         self._drop_unread_segments()
         self._last_bucket_bytes = tuple(bucket.num_bytes for bucket in manifest.buckets)
         self._staging_buffer = np.empty(0, np.uint8)
@@ -331,7 +331,7 @@ class SharedMemoryReader(TransportReader):
             else None
             for handle, bucket in pairs
         ]
-        fallback = _fallback_manifest(manifest)
+        fallback = _make_fallback_manifest(manifest)
         fallback_arrays = iter(self._fallback.fetch_buckets(fallback) if fallback.buckets else ())
         if fallback.buckets:
             self.fallback_reason = (
@@ -345,7 +345,7 @@ class SharedMemoryReader(TransportReader):
         self._fallback.close()
 
 
-def _fallback_manifest(manifest: WeightManifest) -> WeightManifest:
+def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:
     """Return the manifest of those buckets that the fallback transport carries."""
     pairs = zip(manifest.buckets, manifest.handles, strict=True)
     entries = [pair for pair in pairs if not isinstance(pair[1], SegmentHandle)]
@@ -358,23 +358,23 @@ def map_segment(handle: SegmentHandle, num_bytes: int, name: str) -> Array:
 
     `name` names the model in errors. Raises WeightsError if the segment is gone or reused.
     """
-    place = f"weights of {name} version {handle.version}, bucket {handle.bucket}"
+    location = f"weights of {name} version {handle.version}, bucket {handle.bucket}"
     try:
         fd = os.open(handle.path, os.O_RDONLY)
     except OSError as error:
-        raise WeightsError(f"{place}: gone, {handle.path}: {error.strerror}") from error
+        raise WeightsError(f"{location}: gone, {handle.path}: {error.strerror}") from error
     try:
         # mmap duplicates the descriptor, which keeps the lock for the mapping's lifetime.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         mapping = mmap.mmap(fd, HEADER_BYTES + num_bytes, prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{place}: gone, {handle.path} is being overwritten") from error
+        raise WeightsError(f"{location}: gone, {handle.path} is being overwritten") from error
     finally:
         os.close(fd)
     header = _HEADER_STRUCT.unpack_from(mapping)
     if header != (handle.version, handle.bucket):
         raise WeightsError(
-            f"{place}: gone, {handle.path} holds version {header[0]}, bucket {header[1]}"
+            f"{location}: gone, {handle.path} holds version {header[0]}, bucket {header[1]}"
         )
     return np.frombuffer(mapping, np.uint8, num_bytes, HEADER_BYTES)
 

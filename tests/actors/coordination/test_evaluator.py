@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from streamrl.actors.coordination.evaluator import RoundRobinReplicas, RunEvaluator
-from streamrl.actors.coordination.step_reporter import RoleActors
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.config.run_config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
@@ -24,12 +24,12 @@ from streamrl.stream.run_state import PipelineConfig
 def test_round_robin_follows_joining_and_leaving_replicas():
     role = RoleActors([GENERATE_CALL], ["generator-0", "generator-1"], ["a", "b"])
     replicas = RoundRobinReplicas(role)
-    assert [replicas.next_replica()[1] for _ in range(3)] == ["a", "b", "a"]
+    assert [replicas.choose_next_replica()[1] for _ in range(3)] == ["a", "b", "a"]
     role.add_replica("generator-2", "c")
-    assert [replicas.next_replica()[1] for _ in range(4)] == ["b", "c", "a", "b"]
+    assert [replicas.choose_next_replica()[1] for _ in range(4)] == ["b", "c", "a", "b"]
     role.remove_replica("generator-2")
     role.remove_replica("generator-0")
-    assert [replicas.next_replica() for _ in range(2)] == [("generator-1", "b")] * 2
+    assert [replicas.choose_next_replica() for _ in range(2)] == [("generator-1", "b")] * 2
 
 
 class Replica:

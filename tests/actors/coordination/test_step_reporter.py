@@ -11,16 +11,16 @@ import pytest
 
 from streamrl.actors.actor_context import ActorReport
 from streamrl.actors.coordination.driver_events import DriverEvents, EventReport, StepReport
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.coordination.step_reporter import (
     DRAIN_EVERY_S,
     DRAIN_TIMEOUT_S,
     MAX_PENDING_SAMPLES,
-    RoleActors,
     StepReporter,
     StepSnapshot,
 )
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.ledger import LedgerCounts
-from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.buffer.shard_stats import ShardStats
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.actors.coordination.step_reporter import RoleActors
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.launch.elastic import PendingStarts, ReplicaScaler
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow

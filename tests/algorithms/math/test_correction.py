@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.math.correction import importance_weights, interpolated_proximal
-from streamrl.algorithms.options import WEIGHT_LEVELS, WEIGHT_MODES
+from streamrl.algorithms.math.options import WEIGHT_LEVELS, WEIGHT_MODES
 from tests.algorithms import ragged
 from tests.algorithms.ragged import BATCHES
 

@@ -7,7 +7,7 @@ import torch
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.math.critic import critic_loss
-from streamrl.algorithms.math.step_metrics import summarise_critic
+from streamrl.algorithms.math.training_metrics import summarise_critic
 from streamrl.dataflow import CRITIC
 from tests.algorithms.ragged import gradient
 from tests.algorithms.steps import derive_columns, make_step

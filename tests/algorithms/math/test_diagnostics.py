@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.math.correction import divergence_sums
-from streamrl.algorithms.math.step_metrics import (
+from streamrl.algorithms.math.training_metrics import (
     MIN_LOG_RATIO,
     NUM_BINS_PER_SIDE,
     summarise_divergence,

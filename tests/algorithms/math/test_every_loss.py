@@ -15,7 +15,7 @@ from torch import Tensor
 from streamrl.algorithms.math import losses
 from streamrl.algorithms.math.kl import kl_estimate
 from streamrl.algorithms.math.masks import apply_mask
-from streamrl.algorithms.options import LOSS_AGGREGATIONS
+from streamrl.algorithms.math.options import LOSS_AGGREGATIONS
 from tests.algorithms import ragged
 from tests.algorithms.aggregate import aggregate_loss
 from tests.algorithms.ragged import BATCHES, Batch

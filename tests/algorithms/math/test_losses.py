@@ -17,8 +17,8 @@ from streamrl.algorithms.math.losses import (
     probability_ratio,
 )
 from streamrl.algorithms.math.masks import apply_mask
-from streamrl.algorithms.math.step_metrics import loss_denominator
-from streamrl.algorithms.options import LOSS_AGGREGATIONS
+from streamrl.algorithms.math.options import LOSS_AGGREGATIONS
+from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from tests.algorithms import ragged
 from tests.algorithms.aggregate import aggregate_loss
 from tests.algorithms.ragged import BATCHES
@@ -169,7 +169,7 @@ def test_prompt_mean_ignores_groups_without_tokens():
 )
 def test_loss_denominator_by_hand(mode, expected):
     counts = {"num_tokens": 12, "num_sequences": 5, "num_groups": 2, "max_length": 9}
-    assert loss_denominator(mode, **counts) == expected
+    assert compute_loss_denominator(mode, **counts) == expected
 
 
 def test_a_loss_per_row_applies_to_each_of_its_tokens():
@@ -234,7 +234,7 @@ def test_micro_batches_do_not_change_loss_or_gradient(mode, case, seed):
             losses[part, :width], mask[part, :width], mode=mode, group_tokens=group_tokens[part]
         )
     counts = {"num_tokens": sum(lengths), "num_sequences": len(lengths), "max_length": 7}
-    divisor = loss_denominator(mode, num_groups=len(set(group_ids.tolist())), **counts)
+    divisor = compute_loss_denominator(mode, num_groups=len(set(group_ids.tolist())), **counts)
     torch.testing.assert_close(parts / divisor, step_loss)
     gradients = [torch.autograd.grad(loss, losses)[0] for loss in (parts / divisor, step_loss)]
     torch.testing.assert_close(*gradients)
@@ -278,10 +278,10 @@ def test_unknown_modes_and_missing_counts_are_refused():
     with pytest.raises(ValueError, match="'mean'"):
         aggregate_loss_sum(LOSSES, MASK, mode="mean")
     with pytest.raises(ValueError, match="max_length"):
-        loss_denominator("seq-mean-token-sum-norm", num_tokens=1, num_sequences=1)
+        compute_loss_denominator("seq-mean-token-sum-norm", num_tokens=1, num_sequences=1)
     with pytest.raises(ValueError, match="'mean'"):
-        loss_denominator("mean", num_tokens=1, num_sequences=1)
+        compute_loss_denominator("mean", num_tokens=1, num_sequences=1)
     with pytest.raises(ValueError, match="number of groups"):
-        loss_denominator("prompt-mean", num_tokens=1, num_sequences=1)
+        compute_loss_denominator("prompt-mean", num_tokens=1, num_sequences=1)
     with pytest.raises(ValueError, match="needs group_tokens"):
         aggregate_loss_sum(LOSSES, MASK, mode="prompt-mean")

@@ -16,7 +16,7 @@ from streamrl.algorithms.math.correction import (
     rejection_mask,
     second_moment_limit,
 )
-from streamrl.algorithms.options import REJECTION_KINDS, REJECTION_LEVELS
+from streamrl.algorithms.math.options import REJECTION_KINDS, REJECTION_LEVELS
 from tests.algorithms import ragged
 from tests.algorithms.ragged import BATCHES, Batch
 

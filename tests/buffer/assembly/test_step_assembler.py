@@ -3,8 +3,8 @@
 import pytest
 
 from streamrl.buffer import StepAssembler
-from streamrl.buffer.admission.oversampling import OversamplingController
-from streamrl.buffer.books.run_log import TrainedGroup
+from streamrl.buffer.assembly.oversampling import OversamplingController
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience, GroupInfo, GroupLease
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from streamrl.buffer import Ledger, RunLog
 from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.run_log import (
-    TrainedGroup,
     TrainedStep,
     read_history,
     read_log,
     recover_run_log,
 )
-from streamrl.buffer.codec import join_pieces
+from streamrl.buffer.encoding.column_codec import join_pieces
 from streamrl.buffer.log.journal import Journal, JournalConfig
-from streamrl.buffer.log.segment_file import JournalRecord, segment_path
+from streamrl.buffer.log.segment_file import JournalRecord, get_segment_path
 from streamrl.errors import JournalError, LedgerError
 from streamrl.messages import GroupInfo, GroupOutcome, make_uid, parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
@@ -211,7 +211,7 @@ def test_log_is_read_from_a_cut(tmp_path: Path):
 
 def test_damaged_log_raises_with_file_and_offset(tmp_path: Path):
     asyncio.run(write_run_log(tmp_path))
-    path = segment_path(tmp_path, 2)
+    path = get_segment_path(tmp_path, 2)
     path.write_bytes(path.read_bytes().replace(b"deadline", b"reward_errer"))
     with pytest.raises(JournalError, match=r"00000002\.journal, byte \d+: the record does not"):
         list(read_log(tmp_path))

@@ -16,9 +16,9 @@ import pytest
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import (
     CorruptRecord,
+    get_segment_path,
     read_record,
     replay_segments,
-    segment_path,
     write_segment,
 )
 from streamrl.errors import ConfigError, JournalError, NoSpaceError
@@ -172,7 +172,7 @@ async def test_full_disk_fails_all_waiters_with_a_clear_message(
 ):
     journal = open_journal(tmp_path, fsync_s=fsync_s)
     await journal.append([note(0), note(1)])
-    size = segment_path(tmp_path, 1).stat().st_size
+    size = get_segment_path(tmp_path, 1).stat().st_size
     with monkeypatch.context() as patch:
         fill_disk(patch)
         calls = (journal.append([note(i)]) for i in range(2, 5))
@@ -187,7 +187,9 @@ async def test_full_disk_fails_all_waiters_with_a_clear_message(
             await call
     with pytest.raises(JournalError, match="No space left"):
         journal.append_nowait([note(9)])
-    assert segment_path(tmp_path, 1).stat().st_size == size, "truncated to the last complete record"
+    assert get_segment_path(tmp_path, 1).stat().st_size == size, (
+        "truncated to the last complete record"
+    )
     assert journal.num_bytes == size
     assert read_numbers(tmp_path) == [0, 1]
 
@@ -201,7 +203,7 @@ async def test_rotate_on_a_full_disk_can_be_retried(
     original = getattr(os, refused)
 
     def refuse(target: Any, *args: int) -> object:
-        is_new = target == segment_path(tmp_path, 2)
+        is_new = target == get_segment_path(tmp_path, 2)
         if is_new or (refused == "fsync" and os.path.samestat(os.fstat(target), tmp_path.stat())):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(target, *args)
@@ -295,7 +297,7 @@ def test_partial_write_keeps_complete_records(tmp_path: Path):
     assert errors == [f"journal {tmp_path}/{text}"] * 2
     assert int(accepted) == 14
     assert read_numbers(tmp_path) == list(range(14))
-    assert segment_path(tmp_path, 1).stat().st_size < 100_000
+    assert get_segment_path(tmp_path, 1).stat().st_size < 100_000
 
 
 ENDLESS = """

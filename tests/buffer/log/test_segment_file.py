@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer.codec import Blob, join_pieces
+from streamrl.buffer.encoding.column_codec import Blob, join_pieces
 from streamrl.buffer.log import segment_file
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import (
     CorruptRecord,
     JournalRecord,
     RecordPosition,
+    get_segment_path,
     list_segments,
     read_record,
     read_segment,
     replay_segments,
-    segment_path,
     write_segment,
 )
 from streamrl.errors import JournalError
@@ -108,7 +108,7 @@ async def test_writev_limits_and_short_writes_are_handled(
 
 async def test_replay_skips_a_last_record_truncated_at_any_byte(tmp_path: Path):
     last_position = (await write_journal(tmp_path, range(4)))[-1]
-    path = segment_path(tmp_path, 1)
+    path = get_segment_path(tmp_path, 1)
     content = path.read_bytes()
     for size in range(last_position.offset, len(content)):
         path.write_bytes(content[:size])
@@ -120,7 +120,7 @@ async def test_replay_skips_a_last_record_with_unwritten_sectors(tmp_path: Path)
     journal = open_journal(tmp_path)
     await journal.append([note(0), note(1, os.urandom(5000))])
     await journal.close()
-    path = segment_path(tmp_path, 1)
+    path = get_segment_path(tmp_path, 1)
     content = path.read_bytes()
     for size in range(512, len(content), 512):
         path.write_bytes(content[:size] + bytes(len(content) - size))
@@ -130,7 +130,7 @@ async def test_replay_skips_a_last_record_with_unwritten_sectors(tmp_path: Path)
 @pytest.mark.parametrize("num_bytes", [0, 1])
 async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, num_bytes: int):
     positions = await write_journal(tmp_path, range(2))
-    path = segment_path(tmp_path, 1)
+    path = get_segment_path(tmp_path, 1)
     content = path.read_bytes()
     start = positions[num_bytes].offset
     path.write_bytes(content[:start] + b"\x01" + os.urandom(len(content) - start - 1))
@@ -141,7 +141,7 @@ async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, num_by
 @pytest.mark.parametrize("bad", [0, 1, 2])
 async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: int):
     positions = await write_journal(tmp_path, range(4))
-    path = segment_path(tmp_path, 1)
+    path = get_segment_path(tmp_path, 1)
     content = path.read_bytes()
     for offset in range(positions[bad].offset, positions[bad].offset + positions[bad].size):
         damaged = bytearray(content)
@@ -160,7 +160,7 @@ async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: in
 
 async def test_flipped_byte_in_the_last_record_is_corrupt_and_not_torn(tmp_path: Path):
     position = (await write_journal(tmp_path, range(4)))[-1]
-    path = segment_path(tmp_path, 1)
+    path = get_segment_path(tmp_path, 1)
     content = path.read_bytes()
     for offset in range(position.offset + 32, position.offset + position.size):
         damaged = bytearray(content)
@@ -171,7 +171,7 @@ async def test_flipped_byte_in_the_last_record_is_corrupt_and_not_torn(tmp_path:
 
 async def test_consecutive_corrupt_records_are_all_reported(tmp_path: Path):
     positions = await write_journal(tmp_path, range(5))
-    path = segment_path(tmp_path, 1)
+    path = get_segment_path(tmp_path, 1)
     damaged = bytearray(path.read_bytes())
     for i in (1, 2):
         damaged[positions[i].offset + positions[i].size - 1] ^= 1
@@ -185,7 +185,7 @@ async def test_replay_finds_the_next_record_at_any_distance(
     journal = open_journal(tmp_path)
     positions = await journal.append([note(0, segment_file.MAGIC * 50), note(1)])
     await journal.close()
-    path = segment_path(tmp_path, 1)
+    path = get_segment_path(tmp_path, 1)
     damaged = bytearray(path.read_bytes())
     damaged[0] ^= 1
     path.write_bytes(damaged)
@@ -202,9 +202,9 @@ async def test_records_inside_a_payload_are_not_replayed(tmp_path: Path):
     inner = tmp_path / "inner"
     await write_journal(inner, range(3))
     journal = open_journal(tmp_path)
-    await journal.append([note(10, segment_path(inner, 1).read_bytes()), note(11)])
+    await journal.append([note(10, get_segment_path(inner, 1).read_bytes()), note(11)])
     await journal.close()
-    path = segment_path(tmp_path, 1)
+    path = get_segment_path(tmp_path, 1)
     path.write_bytes(b"?" + path.read_bytes()[1:])
     assert read_numbers(tmp_path) == [None, 11]
 
@@ -220,7 +220,7 @@ async def test_unknown_format_version_raises(tmp_path: Path, monkeypatch: pytest
 def test_reading_a_missing_record_names_file_and_offset(tmp_path: Path):
     with pytest.raises(JournalError, match=r"00000007\.journal: No such file"):
         read_record(tmp_path, RecordPosition(7, 0, 10))
-    write_segment(segment_path(tmp_path, 7), [note(0)])
+    write_segment(get_segment_path(tmp_path, 7), [note(0)])
     with pytest.raises(JournalError, match=r"00000007\.journal, byte 5000: "):
         read_record(tmp_path, RecordPosition(7, 5000, 10))
 
@@ -276,7 +276,7 @@ async def test_discard_before_removes_lower_segments_and_their_bytes(tmp_path: P
     assert journal.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
     journal.discard_before(3)
     assert list_segments(tmp_path) == [3]
-    assert journal.num_bytes == segment_path(tmp_path, 3).stat().st_size
+    assert journal.num_bytes == get_segment_path(tmp_path, 3).stat().st_size
     await journal.close()
     assert read_numbers(tmp_path) == [6]
 
@@ -308,7 +308,7 @@ async def test_replay_reads_the_requested_segments(tmp_path: Path):
 async def test_missing_segment_raises_with_its_number(tmp_path: Path):
     await write_journal(tmp_path, *(range(i, i + 1) for i in range(5)))
     for number in (2, 4):
-        segment_path(tmp_path, number).unlink()
+        get_segment_path(tmp_path, number).unlink()
     with pytest.raises(JournalError, match="segment 2 is missing"):
         read_numbers(tmp_path)
     with pytest.raises(JournalError, match="segment 4 is missing"):
@@ -318,7 +318,7 @@ async def test_missing_segment_raises_with_its_number(tmp_path: Path):
 
 async def test_successor_starts_a_new_segment_after_a_torn_end(tmp_path: Path, fsyncs: list[str]):
     await write_journal(tmp_path, range(3), fsync_s=None)
-    path = segment_path(tmp_path, 1)
+    path = get_segment_path(tmp_path, 1)
     torn = path.read_bytes()[:-1]
     path.write_bytes(torn)
     assert fsyncs == []
@@ -347,7 +347,7 @@ def test_uncreatable_folder_raises_with_its_path(tmp_path: Path):
 
 async def test_segment_format_is_readable_without_streamrl(tmp_path: Path):
     await write_journal(tmp_path, range(1))
-    content = segment_path(tmp_path, 1).read_bytes()
+    content = get_segment_path(tmp_path, 1).read_bytes()
     meta_bytes = int.from_bytes(content[8:12], "little")
     assert json.loads(content[32 : 32 + meta_bytes]) == {"kind": "note", "i": 0}
     assert content[32 + meta_bytes :] == b"payload"

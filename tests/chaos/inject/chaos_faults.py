@@ -386,19 +386,19 @@ def driver(fault, module):
 PATCHES = {
     "streamrl.telemetry.sinks": driver,
     "streamrl.buffer.client": queue_client,
-    "streamrl.actors.transport.object_store": blobs,
+    "streamrl.actors.transport.blob_store": blobs,
     "streamrl.actors.queue_shard": remote_shard,
     "streamrl.actors.replica": channel,
-    "streamrl.engines.generation.generator": generation_engine,
-    "streamrl.rewards.scorer": reward_scorer,
+    "streamrl.engines.generation.generation_engine": generation_engine,
+    "streamrl.rewards.reward_scorer": reward_scorer,
     "streamrl.buffer.durable_shard": keeper,
     "streamrl.buffer.shard": shard,
     "streamrl.buffer.log.journal": journal,
     "streamrl.buffer.recovery": recovery,
-    "streamrl.actors.trainer_group": trainer_group,
+    "streamrl.actors.coordination.trainer_group": trainer_group,
     "streamrl.buffer.books.run_log": books,
     "streamrl.run_dir.checkpoint": checkpoint,
-    "streamrl.engines.training.trainer": model_trainer,
+    "streamrl.engines.training.model_trainer": model_trainer,
 }
 
 

@@ -50,7 +50,7 @@ def test_a_saved_dataset_yields_the_rows_of_the_jsonl_file(tmp_path, expected):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "rows", num_shards=2)
     assert read_fields(tmp_path / "rows") == expected
     row = next(load_rows(str(tmp_path / "rows")))
-    assert row.place == f"{tmp_path / 'rows'} row 1"
+    assert row.location == f"{tmp_path / 'rows'} row 1"
 
 
 def test_a_reordered_dataset_keeps_its_order(tmp_path, expected):

@@ -61,7 +61,7 @@ def test_parquet_and_jsonl_yield_equal_rows(tmp_path, write_rows):
     pq.write_table(pa.Table.from_pylist(VERL_ROWS), parquet)
     from_parquet, from_jsonl = rows_of(parquet), rows_of(write_rows(*VERL_ROWS))
     for parquet_row, jsonl_row in zip(from_parquet, from_jsonl, strict=True):
-        assert {**vars(parquet_row), "place": ""} == {**vars(jsonl_row), "place": ""}
+        assert {**vars(parquet_row), "location": ""} == {**vars(jsonl_row), "location": ""}
     assert "hint" not in from_parquet[0].extra_info
     assert json.loads(json.dumps(from_parquet[1].extra_info)) == from_parquet[1].extra_info
 
@@ -119,7 +119,7 @@ def test_blank_lines_and_a_bom_are_skipped_but_counted(tmp_path):
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
     rows = rows_of(path)
     assert [row.index for row in rows] == [0, 2]
-    assert rows[1].place == f"{path} line 3"
+    assert rows[1].location == f"{path} line 3"
 
 
 def test_rows_are_read_lazily(tmp_path):
@@ -256,7 +256,11 @@ def test_csv_values_are_text_and_rows_must_match_the_header(tmp_path):
         "007",
         {},
     )
-    assert (second.place, second.index, second.extra_info) == (f"{path} row 2", 1, {"level": "1"})
+    assert (second.location, second.index, second.extra_info) == (
+        f"{path} row 2",
+        1,
+        {"level": "1"},
+    )
     path.write_text("prompt,ground_truth\na,1\nb\n")
     assert refusal(path).endswith("row 2: has 1 fields, the header has 2")
     path.write_text("prompt,prompt\na,b\n")
@@ -287,7 +291,7 @@ def test_object_columns_may_be_json_text_in_every_format(tmp_path, write_rows, n
     else:
         write_cells(path, row)
     (parsed,) = rows_of(path)
-    assert {**vars(parsed), "place": ""} == {**vars(expected), "place": ""}
+    assert {**vars(parsed), "location": ""} == {**vars(expected), "location": ""}
     assert parsed.ground_truth == "5"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle
-from streamrl.engines.checkpoint.trainer_checkpoint import load_legacy_progress
+from streamrl.engines.training.trainer_checkpoint import load_legacy_progress
 from streamrl.errors import CheckpointError
 
 

@@ -12,7 +12,7 @@ from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.call_memory import TrainStateBytes
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.costs.train import train_timing
+from streamrl.placement.costs.train_timing import estimate_train_timing
 from streamrl.placement.lora_params import add_lora_adapters
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES
@@ -124,7 +124,7 @@ def test_adapters_shrink_training_state_and_skip_products():
     full, adapted = (CallCost(item, assignment, WORK, cluster, plain) for item in (base, shape))
     fraction = shape.adapter_params / base.num_params
     # Gradient reduction and optimizer traffic cover only trained parameters.
-    timings = [train_timing(item) for item in (full, adapted)]
+    timings = [estimate_train_timing(item) for item in (full, adapted)]
     assert timings[1].update_s == pytest.approx(fraction * timings[0].update_s)
     # A token has three products per weight, two per frozen weight. Attention has no weights.
     products = full.compute_s(2 * base.active_matmul_params, plain.train_flops_fraction)
@@ -295,10 +295,12 @@ def test_kv_capacity_matches_the_timings():
     problem = make_ppo_problem("llama-7b", A100)
     costs, placement = CostModel(problem), colocate(problem, "1-8-2", "1-2-8")
     tokens = costs.predict_timings(placement).generator.kv_tokens
-    assert costs.kv_capacity_bytes(placement) == pytest.approx(tokens * 524288 / 2)
+    assert costs.compute_kv_capacity_bytes(placement) == pytest.approx(tokens * 524288 / 2)
     # Fewer calls on the same devices leave more.
     generation_only = Placement({"generate": placement.assignments["generate"]})
-    assert costs.kv_capacity_bytes(generation_only) > costs.kv_capacity_bytes(placement)
+    assert costs.compute_kv_capacity_bytes(generation_only) > costs.compute_kv_capacity_bytes(
+        placement
+    )
 
 
 def test_calls_of_one_role_share_resident_weights():

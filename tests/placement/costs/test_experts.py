@@ -17,8 +17,8 @@ from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.collectives import build_parallel_groups
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.costs.generate import decode_step_params
-from streamrl.placement.costs.param_shards import max_stage_params
+from streamrl.placement.costs.generate_timing import count_decode_step_params
+from streamrl.placement.costs.param_shards import find_max_stage_params
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.placement.placements import CallAssignment, Placement
@@ -52,16 +52,16 @@ def make_problem(shape: ModelShape = SMALL) -> PlacementProblem:
 
 def test_expert_rank_holds_its_experts_and_the_rest():
     assert SMALL.routed_params == ROUTED
-    assert max_stage_params(SMALL, 1, 1, 8) == SMALL.num_params - ROUTED + ROUTED // 8
+    assert find_max_stage_params(SMALL, 1, 1, 8) == SMALL.num_params - ROUTED + ROUTED // 8
     # Tensor-parallel ranks also split the rest, except norms and routers.
     unsplit = 9 * 64 + 4 * 64 * 16
     split_params = SMALL.num_params - ROUTED - unsplit
-    assert max_stage_params(SMALL, 1, 2, 8) == split_params // 2 + unsplit + ROUTED // 8
+    assert find_max_stage_params(SMALL, 1, 2, 8) == split_params // 2 + unsplit + ROUTED // 8
 
 
 def test_shared_expert_is_split_over_tensor_ranks():
     shared = replace(SMALL, shared_experts=1)
-    added_params = max_stage_params(shared, 1, 2, 8) - max_stage_params(SMALL, 1, 2, 8)
+    added_params = find_max_stage_params(shared, 1, 2, 8) - find_max_stage_params(SMALL, 1, 2, 8)
     assert added_params == 4 * 3 * 64 * 32 // 2
 
 
@@ -105,9 +105,9 @@ def test_whole_experts_need_no_all_reduce():
 def test_decode_step_reads_the_used_experts():
     # A rollout uses 2 of 16 experts; those of 8 replicas that share them use 1 - (14/16)^8 of them.
     dense_params = SMALL.num_params - ROUTED - 128 * 64
-    single = decode_step_params(SMALL, 1, 1, 1)
+    single = count_decode_step_params(SMALL, 1, 1, 1)
     assert single == pytest.approx(dense_params + ROUTED * 2 / 16)
-    shared = decode_step_params(SMALL, 1, 1, 1, 8)
+    shared = count_decode_step_params(SMALL, 1, 1, 1, 8)
     assert shared == pytest.approx(dense_params + ROUTED / 8 * (1 - (14 / 16) ** 8))
 
 
@@ -146,7 +146,7 @@ def test_expert_constants_do_not_affect_dense_models(name: str, host: float):
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4]))
 def test_more_expert_ranks_hold_fewer_parameters(expert: int, tensor: int):
     if expert > 1:
-        assert max_stage_params(SMALL, 1, tensor, expert) <= max_stage_params(
+        assert find_max_stage_params(SMALL, 1, tensor, expert) <= find_max_stage_params(
             SMALL, 1, tensor, max(2, expert // 2)
         )
 
@@ -156,7 +156,7 @@ def test_transfer_to_another_expert_split_by_hand():
     transfer = CostModel(make_problem()).estimate_transfer("generate", Placement(calls))
     assert transfer is not None
     # A rank serves half of the split tensors; it has an eighth of the experts, half of each of use.
-    served_params = max_stage_params(SMALL, 1, 2)
+    served_params = find_max_stage_params(SMALL, 1, 2)
     held_params = (SMALL.num_params - ROUTED) / 2 + ROUTED / 16
     assert transfer.received_bytes == pytest.approx((served_params - held_params) * 2, abs=1)
 
@@ -168,7 +168,7 @@ def test_expert_ranks_round_trip_through_a_file():
     entry = placement.to_dict()
     assert entry["calls"]["train"]["expert"] == 8
     assert "expert" not in entry["calls"]["generate"]
-    assert Placement.from_dict(entry, place="plan") == placement
+    assert Placement.from_dict(entry, location="plan") == placement
     assert str(placement.assignments["train"]) == "1-1-8 on 0-7 with 8 expert ranks"
 
 

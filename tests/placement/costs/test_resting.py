@@ -61,7 +61,7 @@ def test_scoring_weights_load_from_the_host_once_a_step():
 
 def test_offloading_frees_memory_for_the_kv_cache():
     capacities = [
-        CostModel(PROBLEM, constants).kv_capacity_bytes(make_placement())
+        CostModel(PROBLEM, constants).compute_kv_capacity_bytes(make_placement())
         for constants in (RESIDENT, OPTIMIZER_OFFLOADED, OFFLOADED)
     ]
     assert capacities[1] - capacities[0] == pytest.approx(12 * SHAPE.num_params / 8)
@@ -98,13 +98,13 @@ def test_offloading_makes_large_models_fit_in_turn():
 def test_cluster_file_sets_host_bandwidth():
     entry = {"name": "X", "tflops": 1, "memory_gb": 1, "memory_gbps": 1, "link_gbps": 1}
     node = {"device": entry, "devices": 1}
-    cluster = Cluster.from_dict({"nodes": [node]}, place="c")
+    cluster = Cluster.from_dict({"nodes": [node]}, location="c")
     assert cluster.node_groups[0].device.host_bytes_per_s == 32e9
     node["device"] = entry | {"host_gbps": 64}
     assert (
-        Cluster.from_dict({"nodes": [node]}, place="c").node_groups[0].device.host_bytes_per_s
+        Cluster.from_dict({"nodes": [node]}, location="c").node_groups[0].device.host_bytes_per_s
         == 64e9
     )
     node["device"] = entry | {"host_gbps": 0}
     with pytest.raises(ConfigError, match=r"host_gbps=0: must be at least 0\.001"):
-        Cluster.from_dict({"nodes": [node]}, place="c")
+        Cluster.from_dict({"nodes": [node]}, location="c")

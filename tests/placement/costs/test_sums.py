@@ -78,7 +78,7 @@ def test_gpu_runs_copy_served_weights_and_keep_the_kv_cache():
         model = CostModel(make_problem(), constants)
         by_constants[name] = (
             model.predict_memory(plain)["generate"],
-            model.kv_capacity_bytes(plain),
+            model.compute_kv_capacity_bytes(plain),
         )
     copy = 2 * SHAPE.num_params
     assert by_constants["run"][0].resident_bytes > by_constants["shared"][0].resident_bytes
@@ -94,12 +94,12 @@ def test_kv_cache_of_the_run_is_used_as_set():
     costs = CostModel(make_problem(kv_cache_bytes=kv_bytes), RUN)
     assert costs.explain_infeasible(make_colocated()) == ""
     assert (
-        costs.kv_capacity_bytes(make_colocated())
-        == costs.kv_cache_bytes(make_colocated())
+        costs.compute_kv_capacity_bytes(make_colocated())
+        == costs.compute_kv_cache_bytes(make_colocated())
         == kv_bytes
     )
     tokens = costs.predict_timings(make_colocated()).generator.kv_tokens
-    assert tokens == pytest.approx(kv_bytes / SHAPE.kv_bytes_per_token())
+    assert tokens == pytest.approx(kv_bytes / SHAPE.count_kv_bytes_per_token())
     too_large = CostModel(make_problem(kv_cache_bytes=70 << 30), RUN).explain_infeasible(
         make_colocated()
     )
@@ -126,6 +126,6 @@ def test_shortage_message_sums_to_the_needed_memory():
     # Training takes most; a rollout's KV cache is a fraction of a GB.
     sizes = {f"{stage} {purpose}": float(size) for stage, size, purpose in active}
     assert sizes["generate for keys and values of one rollout"] == pytest.approx(
-        1024 * MODEL_SHAPES["llama-34b"].kv_bytes_per_token() / GB, abs=0.05
+        1024 * MODEL_SHAPES["llama-34b"].count_kv_bytes_per_token() / GB, abs=0.05
     )
     assert "train for 8192 tokens" in sizes

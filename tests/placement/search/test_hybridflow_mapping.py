@@ -21,11 +21,11 @@ def test_best_mapping_is_minimal_over_all_allocations():
     assert best is not None
     allocations = list_allocations(mapping)
     seconds = [
-        options.estimator.step_s(placement)
+        options.estimator.estimate_step_s(placement)
         for allocation in allocations
         for placement in mapping._iter_placements(allocation, 0, streamed=True)
     ]
-    assert options.estimator.step_s(best) == min(seconds)
+    assert options.estimator.estimate_step_s(best) == min(seconds)
     assert 0 < num_scheduled <= len(allocations)
 
 

@@ -84,7 +84,7 @@ def test_exhaustive_pruning_keeps_the_optimum():
     best, seconds = ExhaustiveSearch(options, [0], [True]).find_best()
     assert best is not None
     step_times = [
-        options.estimator.step_s(
+        options.estimator.estimate_step_s(
             options.make_placement({"generator": g, "policy": p, "reference": r})
         )
         for g in list_all_options(options, "generator")
@@ -108,7 +108,7 @@ def test_random_placements_never_beat_the_exhaustive_search():
     num_feasible = 0
     for _ in range(800):
         roles = {role: rng.choice(role_options) for role, role_options in options.items()}
-        drawn_s = search_options.estimator.step_s(
+        drawn_s = search_options.estimator.estimate_step_s(
             search_options.make_placement(roles, streamed=rng.random() < 0.7)
         )
         assert drawn_s >= seconds

@@ -67,7 +67,7 @@ def test_decode_steps_get_faster_as_the_batch_shrinks():
     schedule = generation.find_replica_schedules(timing)[0]
     shorter, longer = sorted(schedule.group_ends)
     expected = shorter * 0.02 + (longer - shorter) * 0.01
-    assert schedule.group_ends_s(timing).max() == pytest.approx(expected)
+    assert schedule.compute_group_ends_s(timing).max() == pytest.approx(expected)
 
 
 def test_every_rollout_pays_its_prefill():
@@ -84,7 +84,9 @@ def test_passing_on_groups_delays_running_rollouts():
     (schedule,) = varied.find_replica_schedules(timing)
     ends = np.sort(schedule.group_ends)
     earlier = np.searchsorted(ends, ends)
-    assert np.sort(schedule.group_ends_s(timing)) == pytest.approx(ends * 0.01 + earlier * 0.05)
+    assert np.sort(schedule.compute_group_ends_s(timing)) == pytest.approx(
+        ends * 0.01 + earlier * 0.05
+    )
 
 
 def test_replicas_divide_whole_groups():
@@ -126,8 +128,8 @@ def test_saturated_step_takes_its_part_of_a_full_batch():
     generation = GenerationModel(Workload(16, 1, 100, FixedLength(50)))
     timing = replace(UNBOUNDED, max_running=32)
     # 16 rollouts of 50 tokens; 32 run at a time one step ahead, 16 on policy.
-    assert generation.saturated_step_s(timing, 1) == pytest.approx(16 * 50 * 0.01 / 32)
-    assert generation.saturated_step_s(timing, 0) == pytest.approx(16 * 50 * 0.01 / 16)
+    assert generation.estimate_saturated_step_s(timing, 1) == pytest.approx(16 * 50 * 0.01 / 32)
+    assert generation.estimate_saturated_step_s(timing, 0) == pytest.approx(16 * 50 * 0.01 / 16)
 
 
 @given(

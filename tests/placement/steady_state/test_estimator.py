@@ -77,7 +77,7 @@ class FixedCosts:
         seconds = {"generate": 10.0, "reference": 3.0, "value": 2.0, "train": 5.0}
         return seconds.get(stage, 3.0)
 
-    def first_rollouts_s(self, assignment: CallAssignment) -> float:
+    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
         return self.call_duration_s("generate", assignment)
 
 
@@ -315,9 +315,9 @@ def test_step_takes_at_least_the_load_of_the_busiest_devices(ahead: int, train: 
 def test_estimator_caches_step_times():
     placement = Placement(assign_meshes(generate="0-7", reference="0-7", train="0-7"))
     estimator = PlacementEstimator(make_problem(), FixedCosts())
-    assert estimator.step_s(placement) == estimator.step_s(placement)
+    assert estimator.estimate_step_s(placement) == estimator.estimate_step_s(placement)
     assert [seconds for _, seconds in estimator.iter_estimated()] == [pytest.approx(18)]
-    assert math.isinf(estimator.step_s(replace(placement, max_staleness=1), limit_s=1.0))
+    assert math.isinf(estimator.estimate_step_s(replace(placement, max_staleness=1), limit_s=1.0))
 
 
 def test_ahead_replacements_of_filtered_groups_overlap():

@@ -9,20 +9,25 @@ from hypothesis import strategies as st
 
 from streamrl.messages import Array
 from streamrl.placement.steady_state import in_flight_window
-from streamrl.placement.steady_state.in_flight_window import _draw_values, mean_time_in_flight
+from streamrl.placement.steady_state.in_flight_window import (
+    _draw_values,
+    compute_mean_time_in_flight,
+)
 
 LENGTHS = np.exp(np.random.default_rng(1).normal(6.0, 0.8, 4096))
 
 
 @given(st.integers(1, 6), st.integers(1, 40))
 def test_equal_steps_do_not_delay_each_other(window: int, groups: int):
-    time_in_flight = mean_time_in_flight(np.full(3, 7.0), window=window, groups=groups)
+    time_in_flight = compute_mean_time_in_flight(np.full(3, 7.0), window=window, groups=groups)
     assert time_in_flight == pytest.approx(7.0)
 
 
 def test_single_step_takes_its_longest_group():
     expected = np.random.default_rng(2).choice(LENGTHS, (4000, 16)).max(axis=1).mean()
-    assert mean_time_in_flight(LENGTHS, window=1, groups=16) == pytest.approx(expected, rel=0.05)
+    assert compute_mean_time_in_flight(LENGTHS, window=1, groups=16) == pytest.approx(
+        expected, rel=0.05
+    )
 
 
 def test_two_steps_in_flight_delay_each_other():
@@ -33,17 +38,20 @@ def test_two_steps_in_flight_delay_each_other():
     for duration in durations.tolist():
         ends.append(max(ends[-1], ends[-2] + duration))
     expected = 2 * ends[-1] / len(durations)
-    assert mean_time_in_flight(np.array([1.0, 9.0]), window=2) == pytest.approx(expected, rel=0.05)
+    assert compute_mean_time_in_flight(np.array([1.0, 9.0]), window=2) == pytest.approx(
+        expected, rel=0.05
+    )
 
 
 def test_time_in_flight_grows_with_filtering_and_groups():
     by_filtered = [
-        mean_time_in_flight(LENGTHS, window=2, groups=64, filtered=f)
+        compute_mean_time_in_flight(LENGTHS, window=2, groups=64, filtered=f)
         for f in (0.0, 0.2, 0.5, 0.8, 0.95)
     ]
     assert by_filtered == sorted(by_filtered)
     by_groups = [
-        mean_time_in_flight(LENGTHS, window=3, groups=n, filtered=0.5) for n in (1, 8, 64, 512)
+        compute_mean_time_in_flight(LENGTHS, window=3, groups=n, filtered=0.5)
+        for n in (1, 8, 64, 512)
     ]
     assert by_groups == sorted(by_groups)
 
@@ -60,5 +68,5 @@ def test_large_steps_are_sampled_in_part(
             yield value
 
     monkeypatch.setattr(in_flight_window, "_draw_values", count_draws)
-    assert mean_time_in_flight(LENGTHS, window=5, groups=groups, filtered=filtered) > 0
+    assert compute_mean_time_in_flight(LENGTHS, window=5, groups=groups, filtered=filtered) > 0
     assert len(drawn) < 1_000_000

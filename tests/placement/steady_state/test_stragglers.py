@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.steady_state.stragglers import (
     ReplicaLoads,
+    estimate_slowest_replica_factor,
     sample_loads,
-    slowest_replica_factor,
 )
 from streamrl.placement.workload import EmpiricalLengths, LognormalLengths, Workload
-from streamrl.simulator.replicas.engine import SimulatedEngine
+from streamrl.simulator.replicas.simulated_engine import SimulatedEngine
 from tests.placement.simple_costs import sampler
 
 TIMING = sampler(0.01, rollout_s=0.001, replicas=2, max_running=8)
@@ -26,7 +26,7 @@ def make_loads(longest: float, tokens: float) -> ReplicaLoads:
 
 def test_slowest_replica_has_more_tokens():
     # 100 decode steps of 10 ms, and 1 ms per token: 1.2 s for 200 tokens, 1.5 s for 500.
-    factor = slowest_replica_factor(
+    factor = estimate_slowest_replica_factor(
         TIMING, make_loads(100, 500), make_loads(100, 200), steps=100, slots=8, rollouts=8
     )
     assert factor == pytest.approx(1.5 / 1.2)
@@ -34,7 +34,7 @@ def test_slowest_replica_has_more_tokens():
 
 def test_waiting_rollouts_add_decode_steps():
     # 4 at a time: 400 tokens take 100 steps, and the longest 50 more; 600 take 150 and 50.
-    factor = slowest_replica_factor(
+    factor = estimate_slowest_replica_factor(
         TIMING, make_loads(100, 600), make_loads(100, 400), steps=150, slots=4, rollouts=8
     )
     assert factor == pytest.approx((200 * 0.01 + 0.6) / (150 * 0.01 + 0.4))

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from streamrl.errors import WeightsError
 from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import TORCH_DTYPES, publish_version, unpack_tensors
-from streamrl.weights.transports.disk import DiskReader, DiskWriter, latest_version, read_manifest
+from streamrl.weights.transports.disk import (
+    DiskReader,
+    DiskWriter,
+    read_latest_version,
+    read_manifest,
+)
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
@@ -55,10 +60,10 @@ def test_versions_round_trip(tmp_path: Path):
 
 
 def test_a_process_outside_the_run_follows_the_directory(tmp_path: Path):
-    assert latest_version(tmp_path) == -1
+    assert read_latest_version(tmp_path) == -1
     writer = DiskWriter(tmp_path, keep_versions=2)
     manifests = [put(writer, version) for version in range(3)]
-    assert latest_version(tmp_path) == 2
+    assert read_latest_version(tmp_path) == 2
     fetched = read_manifest(tmp_path / "latest")
     assert fetched == manifests[2]
     put(writer, 3)
@@ -116,7 +121,7 @@ def test_a_resumed_run_replaces_later_versions(tmp_path: Path):
     writer = DiskWriter(tmp_path, keep_versions=3)
     republished = publish_version([("a", torch.ones(3))], version=3, bucket_bytes=99, writer=writer)
     assert read(republished)["a"].tolist() == [1, 1, 1]
-    assert latest_version(tmp_path) == 3
+    assert read_latest_version(tmp_path) == 3
     assert not (tmp_path / "v00000004").exists()
     assert is_version(read(read_manifest(tmp_path / "v00000002")), 2)
 
@@ -229,12 +234,12 @@ def test_a_crash_at_any_file_operation_leaves_no_partial_version(tmp_path: Path,
         else:
             crashed = False
         assert published - 1 in list_complete_versions(directory)
-        latest = latest_version(directory)
+        latest = read_latest_version(directory)
         assert latest in (3, published)
         if not resumed:
             assert is_version(read(read_manifest(directory / "latest")), latest)
         put(DiskWriter(directory, keep_versions=2), published)
-        assert list_complete_versions(directory)[-1] == published == latest_version(directory)
+        assert list_complete_versions(directory)[-1] == published == read_latest_version(directory)
         assert not [path for path in directory.iterdir() if path.name.startswith(".")]
         if not crashed:
             break

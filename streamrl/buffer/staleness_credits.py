@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from streamrl.buffer.admission.oversampling import OversamplingController
+from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.books.ledger import Ledger
 from streamrl.dataflow import Dataflow
 from streamrl.errors import ConfigError
@@ -43,7 +43,7 @@ BLOB_OVERHEAD_BYTES = 2048
 """Upper bound of a safetensors header per stage: names and dtypes of its columns."""
 
 
-def max_group_bytes(
+def bound_group_bytes(
     dataflow: Dataflow, components: Sequence[str], *, rollouts: int, tokens: int
 ) -> int:
     """Return the largest size of one group's columns in the queue, bytes.
@@ -64,7 +64,7 @@ def max_group_bytes(
 
 
 def check_shard_bytes(
-    shard_bytes: int, *, group_bytes: int, groups_per_step: int, place: str
+    shard_bytes: int, *, group_bytes: int, groups_per_step: int, location: str
 ) -> None:
     """Raise ConfigError if a shard cannot hold all groups of a training step at their largest.
 
@@ -72,12 +72,12 @@ def check_shard_bytes(
     A smaller shard deadlocks: the step waits for groups that wait for capacity.
 
     group_bytes: largest size of a group.
-    place: setting and node that limit the shard, for the message.
+    location: setting and node that limit the shard, for the message.
     """
     needed = groups_per_step * group_bytes
     if shard_bytes < needed:
         raise ConfigError(
-            f"{place}: {shard_bytes / 2**20:.2f} MB for a shard, must be at least"
+            f"{location}: {shard_bytes / 2**20:.2f} MB for a shard, must be at least"
             f" {needed / 2**20:.2f} MB = pipeline.groups_per_step {groups_per_step} *"
             f" {group_bytes / 2**20:.2f} MB, the largest group"
         )

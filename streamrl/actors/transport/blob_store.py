@@ -9,7 +9,7 @@ import ray
 from msgspec.structs import replace
 
 from streamrl.actors.transport.ray_calls import fetch_objects
-from streamrl.buffer.codec import (
+from streamrl.buffer.encoding.column_codec import (
     LARGE_BLOB_BYTES,
     Blob,
     count_blob_bytes,
@@ -18,7 +18,7 @@ from streamrl.buffer.codec import (
     split_pieces,
     to_message,
 )
-from streamrl.buffer.wire_types import ColumnBlobs, LeaseGrant
+from streamrl.buffer.encoding.wire_types import ColumnBlobs, LeaseGrant
 
 INLINE_BYTES = LARGE_BLOB_BYTES
 """Largest blob that a shard stores itself and sends inside messages. Ray inlines objects up to the

@@ -83,6 +83,6 @@ def _read_dataset_file(file: Path, kind: Any) -> Any:
 def _resolve_sibling(file: Path, name: str) -> Path:
     """Return the path of a file that a metadata file names; ValueError outside its folder."""
     if name in ("", "..") or Path(name).name != name:
-        place = f"{file.parent.name}/{file.name}"
-        raise ValueError(f"{place}: {name!r:.80} must be a file in the same folder")
+        location = f"{file.parent.name}/{file.name}"
+        raise ValueError(f"{location}: {name!r:.80} must be a file in the same folder")
     return file.with_name(name)

@@ -8,19 +8,19 @@ from streamrl.placement.stage_timings import ScoreTiming
 from streamrl.placement.workload import Workload
 
 
-def groups_in_batch(workload: Workload, constants: CostConstants) -> int:
+def count_groups_in_batch(workload: Workload, constants: CostConstants) -> int:
     """Return the groups per scoring batch: as many as `score_tokens` tokens hold, at least 1."""
     tokens = workload.group_size * workload.rollout_tokens
     return max(1, min(workload.groups_per_step, int(constants.score_tokens / tokens)))
 
 
-def score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming:
+def estimate_score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming:
     """Return the timing of a scoring replica.
 
     loading_s: time to load offloaded weights, once a step; the step's batches share this time.
     """
     constants, workload = cost.constants, cost.workload
-    batch = groups_in_batch(workload, constants)
+    batch = count_groups_in_batch(workload, constants)
     batches = max(1, math.ceil(workload.groups_per_step / batch / cost.dp_size))
     # A group of more than `score_tokens` tokens is computed in several micro-batches.
     tokens = batch * workload.group_size * workload.rollout_tokens
@@ -48,7 +48,7 @@ def score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming:
     )
 
 
-def rule_timing(constants: CostConstants) -> ScoreTiming:
+def estimate_rule_timing(constants: CostConstants) -> ScoreTiming:
     """Return the timing of a rule-based reward, which has neither model nor devices."""
     return ScoreTiming(
         1, batch=1, batch_s=constants.rule_group_s, rollout_s=constants.rule_rollout_s, token_s=0.0

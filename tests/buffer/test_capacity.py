@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import QueueShard, ShardCapacity, group
-from streamrl.buffer.codec import encode_columns
+from streamrl.buffer.encoding.column_codec import encode_columns
 from streamrl.errors import ConfigError, DeadlineError
 from streamrl.messages import GroupLease
 from tests.buffer.shards import (

@@ -11,33 +11,33 @@ SHARDS_OPTIMIZER, SHARDS_GRADIENTS = 1, 2
 """ZeRO stages that shard optimizer state and gradients over replicas."""
 
 
-def replica_tokens(cost: CallCost) -> float:
+def count_replica_tokens(cost: CallCost) -> float:
     """Return the tokens that a data-parallel replica trains between two updates."""
     return cost.workload.num_tokens / cost.workload.mini_batches / cost.dp_size
 
 
-def min_micro_batches(cost: CallCost) -> int:
+def count_min_micro_batches(cost: CallCost) -> int:
     """Return the fewest micro-batches that hold a replica's tokens between two updates."""
-    return max(1, math.ceil(replica_tokens(cost) / cost.workload.micro_batch_tokens))
+    return max(1, math.ceil(count_replica_tokens(cost) / cost.workload.micro_batch_tokens))
 
 
-def num_micro_batches(cost: CallCost) -> int:
+def count_rank_micro_batches(cost: CallCost) -> int:
     """Return the micro-batches of a data-parallel replica between two updates.
 
     A pipeline has more than the fewest possible, because they shorten its bubbles.
     """
     rollouts = cost.workload.num_rollouts / cost.workload.mini_batches / cost.dp_size
-    return cost.count_micro_batches(min_micro_batches(cost), rollouts)
+    return cost.count_micro_batches(count_min_micro_batches(cost), rollouts)
 
 
-def train_timing(cost: CallCost, moving_s: float = 0.0) -> TrainTiming:
+def estimate_train_timing(cost: CallCost, moving_s: float = 0.0) -> TrainTiming:
     """Return the timing of a training call on all its replicas.
 
     moving_s: time per step to load the training state from the host and to offload it again.
     """
     constants = cost.constants
     passes = train_passes(constants)
-    micro_batches = num_micro_batches(cost)
+    micro_batches = count_rank_micro_batches(cost)
     bubble = cost.compute_bubble_factor(micro_batches)
     # The backward pass has as many all-reduces as the forward pass, and again as many if it repeats
     # the forward pass.
@@ -54,7 +54,7 @@ def train_timing(cost: CallCost, moving_s: float = 0.0) -> TrainTiming:
         dp_size=cost.dp_size,
         # Callers multiply by the fewest micro-batches.
         micro_batch_s=(constants.micro_batch_s + bubble * begin_s + _compute_exposed_zero_s(cost))
-        * (micro_batches / min_micro_batches(cost)),
+        * (micro_batches / count_min_micro_batches(cost)),
         token_s=token_s * bubble,
         update_s=constants.update_s + _compute_reduce_s(cost) + _compute_optimizer_s(cost),
         step_s=constants.train_step_s + moving_s,

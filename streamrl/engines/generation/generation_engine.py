@@ -217,7 +217,7 @@ class GenerationEngine:
         if sequences:
             settings = sampling or SamplingSettings(config.temperature)
             await self._run_request(
-                SamplingRequest(self._next_request_id(), sequences, settings), request
+                SamplingRequest(self._make_request_id(), sequences, settings), request
             )
         return request.build_rollouts()
 
@@ -264,7 +264,7 @@ class GenerationEngine:
             if not requests:
                 return logprobs
             request = SamplingRequest(
-                self._next_request_id(), requests, SamplingSettings(0.0), should_score_prompt=True
+                self._make_request_id(), requests, SamplingSettings(0.0), should_score_prompt=True
             )
             results = RequestInFlight(
                 [make_empty_rollout(sequence) for sequence in sequences],
@@ -435,7 +435,7 @@ class GenerationEngine:
         self._thread.fail_pending(reason)
         return GenerationError(reason)
 
-    def _next_request_id(self) -> int:
+    def _make_request_id(self) -> int:
         self._last_request_id += 1
         return self._last_request_id
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from streamrl.buffer.codec import (
+from streamrl.buffer.encoding.column_codec import (
     LARGE_BLOB_BYTES,
     count_blob_bytes,
     decode_columns,

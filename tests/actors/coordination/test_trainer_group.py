@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.actors.coordination.step_reporter import RoleActors
-from streamrl.actors.trainer_group import TrainerGroup
+from streamrl.actors.coordination.role_actors import RoleActors
+from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.dataflow import build_dataflow
 from streamrl.engines.trainer_config import TrainerConfig

@@ -28,7 +28,6 @@ from streamrl.distributed.process_group import (
     set_collective_timeout,
     translate_collective_errors,
 )
-from streamrl.engines.checkpoint.trainer_checkpoint import load_trainer, save_trainer
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.forward import (
     compute_token_logprobs,
@@ -46,6 +45,7 @@ from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.step_plan import StepPlan
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask
 from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.training.trainer_checkpoint import load_trainer, save_trainer
 from streamrl.engines.training.training_backend import TrainingBackend
 from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.errors import DeadlineError, StreamError, WeightsError

@@ -2,13 +2,15 @@
 
 from streamrl.placement.costs.call_cost import EXPERT_ALL_TO_ALLS, CallCost
 from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.flops import token_flops
-from streamrl.placement.costs.param_shards import stage_params
+from streamrl.placement.costs.flops import count_token_flops
+from streamrl.placement.costs.param_shards import count_stage_params
 from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.stage_timings import GeneratorTiming
 
 
-def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: CostConstants) -> float:
+def count_kv_token_bytes(
+    shape: ModelShape, tensor: int, stages: int, constants: CostConstants
+) -> float:
     """Return bytes per device of a token's keys and values.
 
     tensor, stages: number of tensor-parallel ranks and of pipeline stages.
@@ -16,10 +18,10 @@ def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: CostC
     heads. Every rank holds the whole MLA latent.
     """
     split = 1 if shape.kv_latent_width else min(tensor, shape.kv_heads)
-    return shape.kv_bytes_per_token(constants.kv_bytes) / split / stages
+    return shape.count_kv_bytes_per_token(constants.kv_bytes) / split / stages
 
 
-def decode_step_params(
+def count_decode_step_params(
     shape: ModelShape, tensor: int, stages: int, running: float, expert: int = 1
 ) -> float:
     """Return the parameters that a device reads in a decode step of `running` rollouts.
@@ -29,7 +31,7 @@ def decode_step_params(
     A device reads only those experts that some token needs, assuming uniform random routing. With
     expert parallelism the tokens of all replicas of the expert group count.
     """
-    params: float = sum(stage_params(shape, stages, tensor, expert)) / stages
+    params: float = sum(count_stage_params(shape, stages, tensor, expert)) / stages
     if not shape.has_scalar_head and not shape.has_tied_embeddings:
         # A decode step reads only a few rows of the embedding.
         params -= shape.vocab * shape.hidden / tensor / stages
@@ -44,7 +46,7 @@ def decode_step_params(
     return params - shape.routed_params * unused_fraction / split / stages
 
 
-def running_rollouts(cost: CallCost, kv_tokens: float) -> float:
+def estimate_running_rollouts(cost: CallCost, kv_tokens: float) -> float:
     """Return how many rollouts a generator replica runs at a time.
 
     The rollouts per replica, `max_running` and the tokens that fit into the KV cache are limits.
@@ -56,7 +58,7 @@ def running_rollouts(cost: CallCost, kv_tokens: float) -> float:
     return max(1.0, min(replica_rollouts, cost.constants.max_running, slots))
 
 
-def generator_timing(cost: CallCost, kv_room_bytes: float) -> GeneratorTiming:
+def estimate_generator_timing(cost: CallCost, kv_room_bytes: float) -> GeneratorTiming:
     """Return the timing of a generator replica with `kv_room_bytes` of KV cache on each device.
 
     With p pipeline stages the rollouts form p batches that follow each other through the stages.
@@ -64,11 +66,13 @@ def generator_timing(cost: CallCost, kv_room_bytes: float) -> GeneratorTiming:
     read once per batch, and the time per rollout is spread over the stages.
     """
     shape, constants, stages = cost.shape, cost.constants, cost.pp_size
-    kv_bytes = kv_token_bytes(shape, cost.tp_size, stages, constants)
+    kv_bytes = count_kv_token_bytes(shape, cost.tp_size, stages, constants)
     kv_tokens = max(0.0, kv_room_bytes) / kv_bytes
-    running = running_rollouts(cost, kv_tokens)
+    running = estimate_running_rollouts(cost, kv_tokens)
     bytes_per_s = cost.memory_bytes_per_s * constants.decode_memory_fraction
-    params_read = decode_step_params(shape, cost.tp_size, stages, running / stages, cost.ep_size)
+    params_read = count_decode_step_params(
+        shape, cost.tp_size, stages, running / stages, cost.ep_size
+    )
     weights = params_read * constants.served_bytes
     communication_s = (
         cost.all_reduces_per_layer * stages * cost.all_reduce_latency_s
@@ -91,15 +95,15 @@ def generator_timing(cost: CallCost, kv_room_bytes: float) -> GeneratorTiming:
         + cost.all_reduces_per_layer * cost.all_reduce_token_s
         + cost.expert_token_s
         + cost.send_token_s,
-        prefill_token_s=_prefill_token_s(cost),
+        prefill_token_s=_estimate_prefill_token_s(cost),
         begin_s=constants.begin_s,
         group_s=constants.decode_group_s,
     )
 
 
-def _prefill_token_s(cost: CallCost) -> float:
+def _estimate_prefill_token_s(cost: CallCost) -> float:
     """Return prefill seconds per prompt token; pipeline stages run one after the other."""
-    flops = token_flops(cost.shape, cost.workload.prompt_tokens)
+    flops = count_token_flops(cost.shape, cost.workload.prompt_tokens)
     compute = cost.compute_s(flops, cost.constants.forward_flops_fraction)
     return (
         compute

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from streamrl.buffer import ShardStats
 from streamrl.buffer.client import LEASE_REQUEST_WAIT_S
+from streamrl.buffer.encoding.wire_types import FinishedGroup
 from streamrl.buffer.shard_stats import DepthMeter
-from streamrl.buffer.wire_types import FinishedGroup
 from streamrl.dataflow import FILTER_COLUMN, CallKind, Dataflow
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
 from streamrl.simulator.replicas.cpu_model import CpuModel, SerialProcess

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from streamrl import messages
-from streamrl.buffer.prompt_codec import decode_prompt, encode_prompt
+from streamrl.buffer.encoding.prompt_codec import decode_prompt, encode_prompt
 from streamrl.errors import JournalError
 from streamrl.messages import Prompt
 

@@ -12,8 +12,8 @@ from streamrl.rewards.combine import RewardComponent
 from streamrl.rewards.group_filter import accept_group
 from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.kinds.patterns import RegexOptions, build_regex_reward
+from streamrl.rewards.reward_scorer import RewardScorer, score_costs
 from streamrl.rewards.reward_set import COSTS, RewardSet
-from streamrl.rewards.scorer import RewardScorer, score_costs
 
 
 class Letters:

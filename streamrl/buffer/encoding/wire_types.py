@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.buffer.codec import Blob, from_message, to_message
+from streamrl.buffer.encoding.column_codec import Blob, from_message, to_message
 from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 
 

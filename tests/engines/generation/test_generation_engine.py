@@ -9,7 +9,7 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
-from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU, GeneratorConfig, SamplingSettings
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import FinishReason, Rollout

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL, build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
 from streamrl.simulator.replicas.cpu_model import CpuModel
-from streamrl.simulator.replicas.prompts import SimulatedPrompts
-from streamrl.simulator.replicas.queue import SimulatedGroup, SimulatedQueue
+from streamrl.simulator.replicas.simulated_prompts import SimulatedPrompts
+from streamrl.simulator.replicas.simulated_queue import SimulatedGroup, SimulatedQueue
 from tests.virtual_time import in_virtual_time
 
 FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))

@@ -7,9 +7,8 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from streamrl.algorithms.algorithm import AlgorithmSettings
 from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
-from streamrl.algorithms.options import validate_aggregation
+from streamrl.algorithms.math.options import validate_aggregation
 
 NUM_BINS_PER_SIDE = 40
 MIN_LOG_RATIO = 1e-3
@@ -21,23 +20,7 @@ SHARED_CRITIC_PREFIX = "critic_"
 CRITIC_LOSS_METRICS = {"critic": "loss/value", "cost_critic": "loss/cost_value"}
 
 
-def step_loss_denominator(settings: AlgorithmSettings, sums: Mapping[str, float]) -> float:
-    """Return the divisor of a summed loss, given the sums of all its micro-batches and ranks.
-
-    Returns 0 if no token was kept; the caller must then skip the update.
-    """
-    if not sums.get("num_kept"):
-        return 0.0
-    return loss_denominator(
-        settings.loss_aggregation,
-        num_tokens=sums["num_tokens"],
-        num_sequences=sums["num_rollouts"],
-        num_groups=sums["num_groups"],
-        max_length=settings.max_length,
-    )
-
-
-def loss_denominator(
+def compute_loss_denominator(
     mode: str,
     *,
     num_tokens: float,

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from streamrl.buffer.codec import Blob, count_blob_bytes
 from streamrl.buffer.config import ShardCapacity
+from streamrl.buffer.encoding.column_codec import Blob, count_blob_bytes
 from streamrl.buffer.group import GroupState, ShardState
 from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.errors import DeadlineError
@@ -88,11 +88,13 @@ class CapacityLimiter:
     def update_reservation(self, group: GroupState) -> None:
         """Adjust the bytes reserved for a group after its columns changed or it was removed."""
         self._reserved_bytes -= group.reserved_bytes
-        group.reserved_bytes = self._required_bytes(group) if group.uid in self._state.groups else 0
+        group.reserved_bytes = (
+            self._compute_required_bytes(group) if group.uid in self._state.groups else 0
+        )
         self._reserved_bytes += group.reserved_bytes
         self._capacity_freed.set()
 
-    def _required_bytes(self, group: GroupState) -> int:
+    def _compute_required_bytes(self, group: GroupState) -> int:
         """Return the bytes to reserve for a group: its size, at least a minimum until complete."""
         if self._state.is_complete(group):
             return group.num_bytes

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import AdmissionController, Ledger
-from streamrl.buffer.admission.staleness_credits import (
+from streamrl.buffer.staleness_credits import (
     check_capacity,
     check_shard_bytes,
     compute_credit_limit,
@@ -149,7 +149,7 @@ def test_shard_too_small_for_a_step_raises_with_the_calculation():
     facts: dict[str, Any] = {
         "group_bytes": 5 << 19,
         "groups_per_step": 4,
-        "place": "queue.store_share=0.5",
+        "location": "queue.store_share=0.5",
     }
     with pytest.raises(ConfigError, match=message):
         check_shard_bytes(8 << 20, **facts)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from streamrl.placement.stage_timings import GeneratorTiming
 from streamrl.placement.steady_state.call_durations import CAPACITY_TOLERANCE, GenerationModel
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.simulator.replicas.engine import RunningGroup, SimulatedEngine
+from streamrl.simulator.replicas.simulated_engine import RunningGroup, SimulatedEngine
 from streamrl.stream.stage_worker import ConcurrencyLimit
 from tests.placement.simple_costs import sampler
 

@@ -21,14 +21,15 @@ from streamrl.actors.coordination.driver_events import (
     StepReport,
 )
 from streamrl.actors.coordination.evaluator import RunEvaluator
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.coordination.run_persistence import RunPersistence
-from streamrl.actors.coordination.step_reporter import RoleActors, StepReporter, StepSnapshot
+from streamrl.actors.coordination.step_reporter import StepReporter, StepSnapshot
+from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.actors.liveness import PingableActor
-from streamrl.actors.trainer_group import TrainerGroup
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
-from streamrl.buffer.admission.oversampling import OversamplingController
+from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.leases import OverdueLease
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, REWARD_CALL, CallKind
@@ -48,7 +49,7 @@ from streamrl.weights.versions import (
     ReaderState,
     WeightFault,
     WeightRegistry,
-    weight_metrics,
+    compute_weight_metrics,
 )
 
 REFUSALS_PER_RESEND = 2
@@ -320,7 +321,7 @@ class CoordinatorActor(PingableActor):
         evaluation = await self._evaluate_if_due()
         registries = self._run_state.publisher.registries
         sync_stats = {role: registry.drain_stats() for role, registry in registries.items()}
-        weights = weight_metrics(sync_stats.pop(POLICY), list(sync_stats.values()))
+        weights = compute_weight_metrics(sync_stats.pop(POLICY), list(sync_stats.values()))
         row = {**weights, "weights/version": admission.version}
         row |= post_skipped_rows(self._prompts, self._driver_events)
         self._step_reporter.add_step(StepSnapshot(outcome, row, evaluation))

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streamrl.actors.coordination.step_reporter import RoleActors
+from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply, gather_replies
 from streamrl.algorithms import AlgorithmSettings
 from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, UpdatePlan

@@ -1,1 +1,0 @@
-"""Decide how many prompts enter: staleness credits, shard capacity, oversampling."""

@@ -1,0 +1,1 @@
+"""Bytes of columns, prompts and messages between a shard and its clients."""
