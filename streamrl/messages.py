@@ -423,6 +423,14 @@ class Experience(msgspec.Struct, frozen=True, eq=False):
     outcome: GroupOutcome | None = None
     partial_rollouts: Columns | None = None
 
+    @classmethod
+    def make_unqueued(
+        cls, columns: Columns, prompt: Prompt | None = None, version: int = 0
+    ) -> "Experience":
+        """Wrap a group that is not in the queue, for a scorer; its lease never expires."""
+        uid = prompt.uid if prompt else ""
+        return cls(GroupLease(0, uid, "", 0, float("inf")), version, prompt, columns)
+
     @property
     def uid(self) -> str:
         return self.lease.uid

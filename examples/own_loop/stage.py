@@ -11,7 +11,8 @@ from pathlib import Path
 
 from streamrl.actors.launch.fork_server import start_fork_server
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
-from streamrl.actors.worker_groups.model_workers import TrainedWorker, make_engine_env
+from streamrl.actors.launch.worker_env import make_hybrid_env
+from streamrl.actors.worker_groups.model_workers import TrainedWorker
 from streamrl.actors.worker_groups.worker_group import (
     ResourcePool,
     WorkerGroup,
@@ -58,7 +59,7 @@ class Stage:
         """
         ranks = ranks or self.pool.slots
         tp_size = tensor_parallel(self.config, ranks) if issubclass(worker, TrainedWorker) else 1
-        env = make_engine_env(self.config, on_gpu=self.on_gpu)
+        env = make_hybrid_env(self.config, on_gpu=self.on_gpu)
         mesh = WorkerMesh(
             RankGrid(1, tp_size, ranks // tp_size).assign_ranks(),
             RankGrid(1, 1, ranks).assign_ranks(),

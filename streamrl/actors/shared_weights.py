@@ -9,13 +9,14 @@ paused from the first change until it activates the new version.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from streamrl.engines.memory.peak_memory import PeakMemoryTracker
+from streamrl.engines.memory.peak_memory import PeakMemoryTracker, release_freed_memory
 from streamrl.errors import DeadlineError, VersionSupersededError
 from streamrl.messages import Array
+from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.stream.protocols import FetchedWeights
 from streamrl.weights import WeightLoadStats, WeightManifest
 
@@ -29,6 +30,12 @@ PAUSE_FOR_UPDATE = "update"
 """Pause reason while the trainer changes the weights."""
 PAUSE_FOR_SAVE = "save"
 """Pause reason while the whole training state is in device memory for a checkpoint."""
+RunFunction = Callable[..., Awaitable[Any]]
+"""Runs a function with arguments, in a thread for example, and returns its result."""
+
+
+async def run_directly(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 class SharedWeights:
@@ -37,8 +44,12 @@ class SharedWeights:
     The trainer publishes them; `follow_weights` loads them as those of any follower.
     """
 
+    _trainer: "ModelTrainer"
+    _run_in_thread: RunFunction
+
     def __init__(self) -> None:
         self._trainer_ready = asyncio.Event()
+        self._should_sleep_generator = self._should_offload_optimizer = False
         self._generator: GenerationEngine | None = None
         self._follower_rank: FollowerRank | None = None
         self._should_fill_storage = False
@@ -48,11 +59,26 @@ class SharedWeights:
         self._moved_bytes = self._copied_bytes = 0
         self.peak_memory = PeakMemoryTracker()
 
-    def mark_trainer_ready(self) -> None:
-        """Record that the trainer has started, so that the generator of this process may start.
+    async def attach_trainer(
+        self,
+        trainer: "ModelTrainer",
+        memory: WorkerMemory | None,
+        *,
+        run_in_thread: RunFunction = run_directly,
+    ) -> None:
+        """Set the trainer that changes the weights; the generator of this process may start then.
 
         The engine joins the trainer's process group, which must exist first.
+
+        memory: what to offload because memory is short; None for nothing.
+        run_in_thread: runs a function in the trainer's thread; by default functions run directly.
         """
+        self._trainer, self._run_in_thread = trainer, run_in_thread
+        if memory is not None:
+            self._should_sleep_generator = memory.releases_kv
+            self._should_offload_optimizer = memory.offloads_optimizer
+        if self._should_offload_optimizer:
+            await self._run_in_thread(trainer.offload_optimizer)
         self._trainer_ready.set()
 
     async def wait_for_trainer(self, timeout_s: float) -> None:
@@ -89,35 +115,51 @@ class SharedWeights:
         self._generator_storage = await follower_rank.get_storage()
 
     @asynccontextmanager
-    async def run_training_phase(self, *, releases_kv: bool) -> AsyncIterator[None]:
-        """Context in which the trainer computes.
+    async def run_training_phase(
+        self, *, is_piece: bool = False, may_release_kv: bool = True
+    ) -> AsyncIterator[None]:
+        """Context in which the trainer computes in the memory that the generator gives up.
 
-        releases_kv: free the KV cache of the generator first. Memory peaks before the context count
-        as "generate", those inside as "train".
+        If memory is short, frees the KV cache of the generator first and offloads the optimizer at
+        the end. may_release_kv: the generator is idle, so its KV cache may be freed. is_piece: the
+        context computes only a micro-batch of several, so freed memory stays cached for the next,
+        unless memory is short.
+
+        Memory peaks before the context count as "generate", those inside as "train".
         """
         generator = self._generator or self._follower_rank
-        if releases_kv and generator is not None:
+        if self._should_sleep_generator and may_release_kv and generator is not None:
             await generator.sleep()
         self.peak_memory.record_phase("generate")
         try:
             yield
+            if self._should_offload_optimizer:
+                await self._run_in_thread(self._trainer.offload_optimizer)
+            if self._should_sleep_generator or not is_piece:
+                await self._run_in_thread(release_freed_memory)
         finally:
             self.peak_memory.record_phase("train")
 
     @asynccontextmanager
-    async def pause_generator(self) -> AsyncIterator[bool]:
-        """Context in which the generator of this process is paused; yields False if it cannot be.
+    async def hold_whole_state(self) -> AsyncIterator[None]:
+        """Context in which the optimizer state is on the device too, for saving a checkpoint.
 
-        A follower rank cannot be paused here: only its leader, in another process, can do so.
+        If the optimizer is offloaded because memory is short, pauses the generator of this process
+        and frees its KV cache. A follower rank cannot be paused here: only its leader, in another
+        process, can do so. The caller needs no device lease.
         """
-        if self._generator is None:
-            yield False
+        if not self._should_offload_optimizer:
+            yield
             return
-        await self._generator.pause(PAUSE_FOR_SAVE)
+        generator = self._generator
+        if generator is not None:
+            await generator.pause(PAUSE_FOR_SAVE)
         try:
-            yield True
+            async with self.run_training_phase(may_release_kv=generator is not None):
+                yield
         finally:
-            await self._generator.resume(PAUSE_FOR_SAVE)
+            if generator is not None:
+                await generator.resume(PAUSE_FOR_SAVE)
 
     async def invalidate_weights(self) -> None:
         """Mark the weights as changing: pause the generator until `load_weights`.
@@ -134,12 +176,13 @@ class SharedWeights:
         """Return whether the weights are between two versions, so that sampling must wait."""
         return self._version < 0
 
-    def publish_version(self, trainer: "ModelTrainer", version: int) -> WeightManifest:
+    def publish_version(self, version: int) -> WeightManifest:
         """Declare the trainer's current weights to be `version`; return a manifest without buckets.
 
         Where trainer and generator have different layouts, reshards the weights into the
         generator's storage: a collective over all ranks.
         """
+        trainer = self._trainer
         self._tensors = {}  # frees the previous full set before the next is gathered
         self._copied_bytes = 0
         resharding = (

@@ -4,10 +4,10 @@ Imports of torch happen inside functions: a process that only holds a handle loa
 """
 
 import asyncio
-import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from streamrl.actors.transport.rendezvous import find_rendezvous
 from streamrl.algorithms import list_derivation_columns
 from streamrl.buffer.assembly.packing import MicroBatch, RolloutIndex
 from streamrl.dataflow import EMA_REFERENCE, POLICY, ModelCall
-from streamrl.engines.memory.peak_memory import release_freed_memory, release_large_blocks_eagerly
+from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.errors import CheckpointError
 from streamrl.messages import Columns
@@ -107,9 +107,6 @@ class TrainerActor(PingableActor):
         self._model_thread = ThreadPoolExecutor(1, "trainer")
         self._publish_thread = ThreadPoolExecutor(1, "publisher")
         self._role = rendezvous.call.role
-        memory = context.memory
-        self._should_sleep_generator = memory is not None and memory.releases_kv
-        self._should_offload_optimizer = memory is not None and memory.offloads_optimizer
         if self._shared_weights is not None and self._config.placement.memory_mb is not None:
             release_large_blocks_eagerly()
         self._max_length = context.max_length
@@ -132,10 +129,10 @@ class TrainerActor(PingableActor):
             await self._run_in_thread(self._trainer.load_training_state, resume_dir)
             if self._has_reference:
                 await self._run_in_thread(self._ema_reference.load, resume_dir)
-        if self._should_offload_optimizer:
-            await self._run_in_thread(self._trainer.offload_optimizer)
         if self._shared_weights is not None:
-            self._shared_weights.mark_trainer_ready()
+            await self._shared_weights.attach_trainer(
+                self._trainer, context.memory, run_in_thread=self._run_in_thread
+            )
 
     @property
     def _has_reference(self) -> bool:
@@ -268,7 +265,7 @@ class TrainerActor(PingableActor):
 
     def _send_model(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
         if self._shared_weights is not None:
-            return self._shared_weights.publish_version(self._trainer, version)
+            return self._shared_weights.publish_version(version)
         # Other programs load a policy from disk and do not know adapters: write merged weights.
         is_whole = self._role == POLICY and self._config.weights.transport == DISK
         tensors = self._trainer.merged_state() if is_whole else self._trainer.full_state()
@@ -282,7 +279,8 @@ class TrainerActor(PingableActor):
             moves = self._reference_version >= 0
             self._ema_reference.update_from_policy(model, moves=moves)
             self._reference_version = version
-        self._finish_gather(model)
+        for _ in model if self._trainer.has_sharded_params else ():
+            pass  # every rank takes part in each collective that gathers a tensor
         reference = self._ema_reference.named_tensors()
         return self._send_tensors(EMA_REFERENCE, reference, version, readers)
 
@@ -294,24 +292,16 @@ class TrainerActor(PingableActor):
         readers: Sequence[str],
     ) -> WeightManifest | None:
         """Send tensors by the role's writer; a rank without a writer only takes part in gathers."""
-        from streamrl.weights.buckets import publish_version
+        from streamrl.weights.buckets import publish_gathered
 
-        writer, bucket_bytes = self._writers.get(role), self._config.weights.bucket_bytes
-        try:
-            if writer is None:
-                return None
-            writer.set_readers(readers)
-            return publish_version(
-                tensors, version=version, bucket_bytes=bucket_bytes, writer=writer
-            )
-        finally:
-            # After a failed send the other ranks still gather the remaining tensors.
-            self._finish_gather(tensors)
-
-    def _finish_gather(self, tensors: "Iterator[tuple[str, Tensor]]") -> None:
-        """Exhaust `tensors`: every rank must take part in each collective that gathers a tensor."""
-        for _ in tensors if self._trainer.has_sharded_params else ():
-            pass
+        return publish_gathered(
+            tensors,
+            version=version,
+            bucket_bytes=self._config.weights.bucket_bytes,
+            writer=self._writers.get(role),
+            readers=readers,
+            is_collective=self._trainer.has_sharded_params,
+        )
 
     async def save_checkpoint(self, model_dir: Path, trainer_dir: Path) -> None:
         """Write this rank's files of a checkpoint. All ranks must call.
@@ -329,7 +319,8 @@ class TrainerActor(PingableActor):
         if self._has_reference:
             saves.append(partial(self._ema_reference.save, trainer_dir))
         disk_errors = []
-        async with self._hold_whole_state():
+        shared_weights = self._shared_weights
+        async with shared_weights.hold_whole_state() if shared_weights else nullcontext():
             with self._stage.spans.record_span("save"):
                 for save in saves:
                     try:
@@ -348,44 +339,18 @@ class TrainerActor(PingableActor):
         spans = self._stage.spans
         return ActorReport(spans.process, spans.drain_spans(), peaks_mb=peaks_mb)
 
-    @contextlib.asynccontextmanager
-    async def _hold_whole_state(self) -> AsyncIterator[None]:
-        """Context in which the optimizer state is on the device too, for saving a checkpoint.
-
-        If the optimizer is offloaded because memory is short, pauses the generator of this process
-        and frees its KV cache. The caller needs no device lease.
-        """
-        if self._shared_weights is None or not self._should_offload_optimizer:
-            yield
-            return
-        async with (
-            self._shared_weights.pause_generator() as is_paused,
-            self._run_compute_phase(may_release_kv=is_paused),
-        ):
-            yield
-
-    @contextlib.asynccontextmanager
-    async def _run_compute_phase(
+    def _run_compute_phase(
         self, *, is_piece: bool = False, may_release_kv: bool = True
-    ) -> AsyncIterator[None]:
-        """Context in which the trainer computes in the memory that the generator gives up.
+    ) -> AbstractAsyncContextManager[None]:
+        """Context in which the trainer computes (`SharedWeights.run_training_phase`).
 
-        Does nothing without a generator in this process. If memory is short, offloads the optimizer
-        at the end. may_release_kv: the generator is idle, so
-        its KV cache may be freed. is_piece: the context computes only a micro-batch of several, so
-        freed memory stays cached for the next, unless memory is short.
+        Does nothing without a generator in this process.
         """
         if self._shared_weights is None:
-            yield
-            return
-        async with self._shared_weights.run_training_phase(
-            releases_kv=self._should_sleep_generator and may_release_kv
-        ):
-            yield
-            if self._should_offload_optimizer:
-                await self._run_in_thread(self._trainer.offload_optimizer)
-            if self._should_sleep_generator or not is_piece:
-                await self._run_in_thread(release_freed_memory)
+            return nullcontext()
+        return self._shared_weights.run_training_phase(
+            is_piece=is_piece, may_release_kv=may_release_kv
+        )
 
     async def _run_in_thread(
         self, function: Any, *arguments: Any, thread: ThreadPoolExecutor | None = None

@@ -47,11 +47,10 @@ def compute_concatenated(batch: Batch, compute: Callable[[Columns], Array]) -> l
     compute: receives the sequences of all groups together, and returns their column. Returns the
     column of each group.
     """
-    groups = get_group_columns(batch)
-    if not groups:
-        return []
     concatenated = {
-        name: np.concatenate([columns[name] for columns in groups]) for name in SEQUENCE_COLUMNS
+        name: np.concatenate([np.zeros(0, COLUMN_SPECS[name].dtype), *batch[name]])
+        for name in SEQUENCE_COLUMNS
     }
-    ends = np.cumsum([len(columns["token_ids"]) for columns in groups])
-    return np.split(compute(concatenated), ends[:-1])
+    ends = np.cumsum([len(token_ids) for token_ids in batch["token_ids"]])
+    # The piece after the last group is empty.
+    return np.split(compute(concatenated), ends)[:-1]

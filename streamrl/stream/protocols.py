@@ -89,6 +89,21 @@ class TrainerProtocol(Protocol):
         ...
 
 
+class StepControl(Protocol):
+    """Decides before each round and each update whether a training step goes on."""
+
+    def should_abandon_step(self, *, needs_s: float = 0.0) -> bool:
+        """Return True if the step must be abandoned. needs_s: estimated time to finish it, s."""
+        ...
+
+    async def begin_update(self, role: str, *, finishes_step: bool) -> bool:
+        """Wait until the model of a role may change; return False if the step is abandoned.
+
+        finishes_step: the update is the last of the step.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class FetchedWeights:
     """Weights of one version as a follower has fetched them.

@@ -148,6 +148,22 @@ class RunState:
         )
         return self.is_step_abandoned
 
+    async def begin_update(self, role: str, *, finishes_step: bool) -> bool:
+        """Wait until the model of a role may change, and record that it does.
+
+        Returns False if the step is abandoned. finishes_step: the update is the last of the step.
+        """
+        # Parameters must not change during publishing; an EMA reference reads the policy's
+        # parameters, too.
+        await self.publisher.wait_until_published()
+        # The last update finishes the step. Every earlier update obliges the run to finish the
+        # step, so check before updating.
+        if self.is_step_abandoned or (not finishes_step and self.should_abandon_step()):
+            return False
+        self.publisher.mark_changed(role)
+        self.has_partial_update = True
+        return True
+
     @property
     def oversampling(self) -> OversamplingController:
         return self.admission.oversampling

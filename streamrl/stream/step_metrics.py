@@ -68,8 +68,8 @@ def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
 
     Metrics of models that the step did not train are NaN.
     """
-    row: dict[str, float | Histogram] = {**dict.fromkeys(TRAINED_METRICS, NAN)}
-    row |= _compute_reward_metrics(facts.metric_sums)
+    row: dict[str, float | Histogram] = {**dict.fromkeys(TRAINED_METRICS, NAN), "cost/mean": NAN}
+    row |= summarise_scores(facts.metric_sums)
     row |= _compute_rollout_metrics(facts)
     row |= _compute_staleness_metrics(facts)
     row |= _compute_queue_metrics(facts)
@@ -84,15 +84,17 @@ def average_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(row[name] for row in rows if name in row) for name in names}
 
 
-def _compute_reward_metrics(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
+def summarise_scores(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of rewards and costs of a step from the sums over its rollouts."""
     count = sums["rollouts"]
-    row: dict[str, float | Histogram] = {}
+    row: dict[str, float] = {}
     for name, value in sums.items():
         if name.startswith(("reward/", "cost/")) and name.endswith("_sum"):
             component = name.removesuffix("_sum")
             num_scored = count - sums.get(f"{component}_absent", 0.0)
             row[component] = value / num_scored if num_scored else NAN
-    row["cost/mean"] = sums["cost_sum"] / count if "cost_sum" in sums else NAN
+    if "cost_sum" in sums:
+        row["cost/mean"] = sums["cost_sum"] / count
     mean = sums["score_sum"] / count
     variance = max(sums["score_squared_sum"] / count - mean**2, 0.0)
     return row | {"reward/mean": mean, "reward/std": math.sqrt(variance)}

@@ -13,6 +13,7 @@ from streamrl.stream.group_collector import GroupCollector
 from streamrl.stream.protocols import (
     DeviceLease,
     StageContext,
+    StepControl,
     StepResult,
     TrainerProtocol,
     TrainStepResult,
@@ -54,7 +55,7 @@ async def train_step(
     active = {
         role: runner for role, runner in runners.items() if not trainers[role].is_frozen(version)
     }
-    schedulers = {role: _make_scheduler(trainers[role], config) for role in active}
+    schedulers = {role: make_scheduler(trainers[role], config) for role in active}
     collector = GroupCollector(stage, run_state, config)
     dp_sizes = {role: trainer.dp_size for role, trainer in trainers.items()}
     ready_rounds = (
@@ -108,12 +109,15 @@ async def train_step(
 
 
 class RoundRunner:
-    """Trains the rounds of one model in a training step, and adds up its metrics."""
+    """Trains the rounds of one model in a training step, and adds up its metrics.
 
-    def __init__(self, trainer: TrainerProtocol, run_state: RunState, lease: DeviceLease) -> None:
+    control: may abandon the step before a round or an update.
+    """
+
+    def __init__(self, trainer: TrainerProtocol, control: StepControl, lease: DeviceLease) -> None:
         self._trainer = trainer
+        self._control = control
         self._lease = lease
-        self._run_state = run_state
         self._metric_sums: dict[str, float] = {}
         self._since_update: dict[str, float] = {}
         self._update_metrics: list[Mapping[str, float]] = []
@@ -126,7 +130,7 @@ class RoundRunner:
     async def run_rounds(self, role: str, ready: ReadyRounds) -> None:
         """Have the trainer train the ready rounds in order, with the updates between them.
 
-        Returns early if a stopping run abandons the step (`RunState.should_abandon_step`).
+        Returns early if the step is abandoned.
         """
         rounds = ready.rounds_by_role[role]
         if ready.uids:
@@ -136,34 +140,22 @@ class RoundRunner:
         for i, scheduled in enumerate(rounds):
             # Extrapolated from the rounds so far.
             needs_s = (clock() - started) / max(i, 1) * (len(rounds) - i)
-            if self._run_state.should_abandon_step(needs_s=needs_s):
+            if self._control.should_abandon_step(needs_s=needs_s):
                 return
             sums = await self._trainer.train_round(scheduled.micro_batches, epoch=scheduled.epoch)
             self._lease.report_progress()
             add_metric_sums(self._metric_sums, sums)
             add_metric_sums(self._since_update, sums)
             if scheduled.is_last_of_update:
-                # Parameters must not change during publishing; an EMA reference reads the
-                # policy's parameters, too.
-                await self._run_state.publisher.wait_until_published()
-            # The last update finishes the step. Every earlier update obliges the run to finish the
-            # step, so check before updating.
-            if self._run_state.is_step_abandoned or (
-                not scheduled.is_last_of_step and self._run_state.should_abandon_step()
-            ):
-                return
-            if scheduled.is_last_of_update:
-                self._run_state.publisher.mark_changed(role)
-                await self._apply_update()
-                self.is_done = scheduled.is_last_of_step
-
-    async def _apply_update(self) -> None:
-        sums, self._since_update = self._since_update, {}
-        self._run_state.has_partial_update = True
-        self._update_metrics.append(await self._trainer.apply_update(sums))
+                finishes_step = scheduled.is_last_of_step
+                if not await self._control.begin_update(role, finishes_step=finishes_step):
+                    return
+                sums, self._since_update = self._since_update, {}
+                self._update_metrics.append(await self._trainer.apply_update(sums))
+                self.is_done = finishes_step
 
 
-def _make_scheduler(trainer: TrainerProtocol, config: PipelineConfig) -> StepScheduler:
+def make_scheduler(trainer: TrainerProtocol, config: PipelineConfig) -> StepScheduler:
     return StepScheduler(
         trainer.update_plan,
         world_size=trainer.dp_size,

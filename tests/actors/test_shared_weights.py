@@ -10,9 +10,12 @@ from torch import Tensor
 
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.errors import VersionSupersededError
+from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.resharding.executors import ReshardingStats
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
+
+TIGHT_MEMORY = WorkerMemory(1, 1, 1, 1, 1, 1, 1, releases_kv=True)
 
 
 class Rank:
@@ -73,9 +76,10 @@ class Generator:
 async def update_weights(rank: Rank, generator: Generator) -> tuple[int, float]:
     """Publish and activate version 3; return the received and the copied bytes."""
     shared_weights = SharedWeights()
+    await shared_weights.attach_trainer(rank, None)  # type: ignore[arg-type]
     await shared_weights.attach_generator(generator, should_fill_storage=rank.has_sharded_params)  # type: ignore[arg-type]
     await shared_weights.invalidate_weights()
-    shared_weights.publish_version(rank, 3)  # type: ignore[arg-type]
+    shared_weights.publish_version(3)
     fetched = shared_weights.fetch_version(3)
     await shared_weights.load_weights(fetched.tensors, 3)
     return fetched.num_bytes, fetched.copied_bytes
@@ -105,8 +109,9 @@ def test_weights_are_gathered_if_the_storage_cannot_be_filled():
 def test_a_superseded_version_is_not_activated():
     async def late() -> None:
         shared_weights, generator = SharedWeights(), Generator()
+        await shared_weights.attach_trainer(Rank(gathers=True), None)  # type: ignore[arg-type]
         await shared_weights.attach_generator(generator, should_fill_storage=True)  # type: ignore[arg-type]
-        shared_weights.publish_version(Rank(gathers=True), 3)  # type: ignore[arg-type]
+        shared_weights.publish_version(3)
         await shared_weights.invalidate_weights()
         with pytest.raises(VersionSupersededError, match="version 3 is gone"):
             shared_weights.fetch_version(3)
@@ -138,9 +143,10 @@ class FollowerRank:
 def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool):
     async def recorded() -> list[Any]:
         shared_weights, follower_rank = SharedWeights(), FollowerRank()
+        await shared_weights.attach_trainer(Rank(gathers=True, fills=fills), TIGHT_MEMORY)  # type: ignore[arg-type]
         await shared_weights.attach_follower_rank(follower_rank)  # type: ignore[arg-type]
         await shared_weights.invalidate_weights()
-        shared_weights.publish_version(Rank(gathers=True, fills=fills), 3)  # type: ignore[arg-type]
+        shared_weights.publish_version(3)
         fetched = shared_weights.fetch_version(3)
         assert (dict(fetched.tensors), fetched.num_bytes) == ({}, 12 if fills else 8)
         assert fetched.copied_bytes == (4 if fills else 6)
@@ -148,7 +154,7 @@ def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool):
         await shared_weights.invalidate_weights()
         with pytest.raises(VersionSupersededError, match="version 3 is gone"):
             await shared_weights.load_weights({}, 3)
-        async with shared_weights.run_training_phase(releases_kv=True):
+        async with shared_weights.run_training_phase():
             pass
         return follower_rank.calls
 
@@ -158,19 +164,21 @@ def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool):
 def test_whole_weights_can_be_filled_into_a_sharded_generator():
     async def filled() -> list[int]:
         shared_weights, rank = SharedWeights(), Rank(gathers=False)
+        await shared_weights.attach_trainer(rank, None)  # type: ignore[arg-type]
         await shared_weights.attach_generator(Generator(), should_fill_storage=True)  # type: ignore[arg-type]
-        shared_weights.publish_version(rank, 3)  # type: ignore[arg-type]
+        shared_weights.publish_version(3)
         return rank.filled
 
     assert asyncio.run(filled()) == [3]
 
 
 @pytest.mark.parametrize("releases", [True, False])
-def test_the_kv_cache_is_freed_for_training_only_if_requested(releases: bool):
+def test_the_kv_cache_is_freed_for_training_only_if_the_generator_is_idle(releases: bool):
     async def trained() -> tuple[list[Any], dict[str, float]]:
         shared_weights, generator = SharedWeights(), Generator()
+        await shared_weights.attach_trainer(Rank(gathers=False), TIGHT_MEMORY)  # type: ignore[arg-type]
         await shared_weights.attach_generator(generator, should_fill_storage=False)  # type: ignore[arg-type]
-        async with shared_weights.run_training_phase(releases_kv=releases):
+        async with shared_weights.run_training_phase(may_release_kv=releases):
             tensor = torch.ones(100 << 18)
         del tensor
         return generator.calls, shared_weights.peak_memory.drain_peaks()

@@ -79,7 +79,7 @@ class Watched(PolicyWorker):
     @transfers("TO_ALL_FROM_FIRST")
     def update_policy(self, batch: Batch) -> dict[str, float]:
         figures = super().update_policy(batch)
-        backend = self._trainer._backend
+        backend = self._trainer.model._backend
         state = [
             tensor.untyped_storage() for tensor in backend.iter_optimizer_state() if tensor.dim()
         ]
@@ -94,9 +94,9 @@ class Failing(PolicyWorker):
 
     @transfers("TO_ALL_FROM_FIRST")
     def fail(self, batch: Batch) -> None:
-        self._loop.run(self._train_next_version(batch))
+        self._loop.run(self._train_next_version(batch, {}))
 
-    def _train_step(self, batch: Batch) -> Any:
+    async def _train_batch(self, batch: Batch, adaptive_params: Mapping[str, float]) -> Any:
         raise StreamError("no gradient")
 
 

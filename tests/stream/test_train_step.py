@@ -16,11 +16,18 @@ from streamrl.dataflow import POLICY
 from streamrl.errors import DeadlineError
 from streamrl.messages import parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.stream.stage_worker import POLL_WAIT_S
-from streamrl.stream.train_step import ReadyRounds, add_metric_sums, replay_step
+from streamrl.stream.train_step import (
+    ReadyRounds,
+    RoundRunner,
+    add_metric_sums,
+    make_scheduler,
+    replay_step,
+)
 from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
-from tests.fakes import Plan
+from tests.fakes import FakeTrainer, Plan
 from tests.virtual_time import in_virtual_time
 
 PACE = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
@@ -198,6 +205,39 @@ async def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: flo
     assert stream.control.has_partial_update and not stream.outcomes
     # Work in progress: a round and an update of the slower trainer.
     assert times[1] - times[0] < 4 * train_s + POLL_WAIT_S + 0.1
+
+
+class StopAtUpdate:
+    """Control that abandons a step at its `last` update."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.updates = last, list[tuple[str, bool]]()
+
+    def should_abandon_step(self, *, needs_s: float = 0.0) -> bool:
+        return False
+
+    async def begin_update(self, role: str, *, finishes_step: bool) -> bool:
+        self.updates.append((role, finishes_step))
+        return len(self.updates) < self.last
+
+
+@pytest.mark.parametrize("last", [3, 9])
+@in_virtual_time
+async def test_rounds_are_trained_without_a_run_until_the_control_abandons_the_step(last: int):
+    trainer, control = FakeTrainer(update_plan=PACE), StopAtUpdate(last)
+    scheduler = make_scheduler(trainer, PipelineConfig(micro_batch_tokens=11))
+    for uid in "abcd":
+        scheduler.add_group(uid, [5, 5, 5])
+    runner = RoundRunner(trainer, control, DedicatedDeviceLease())
+    rounds = scheduler.take_rounds(complete=True)
+    await runner.run_rounds(POLICY, ReadyRounds({POLICY: rounds}, list("abcd")))
+    num_updates = min(last - 1, 4)
+    assert len(runner.result.update_metrics) == num_updates
+    assert runner.is_done is (num_updates == 4)
+    finishes = [False, False, False, True]
+    assert control.updates == [(POLICY, end) for end in finishes[: min(last, 4)]]
+    # Two epochs of twelve rollouts; a rollout is counted in each round that trains it.
+    assert runner.result.metric_sums["rollouts"] == (24 if runner.is_done else 18)
 
 
 def test_stop_before_an_update_leaves_no_partial_update():

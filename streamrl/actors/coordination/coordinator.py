@@ -116,10 +116,8 @@ class CoordinatorActor(PingableActor):
         self._lease = make_lease(config, self._arbiter, TRAINER_PHASE, TRAINER_PHASE)
         self._publisher_node = start.publisher_node
         self._driver_events.post_report(EventReport("note", {"text": context.transport.reason}))
-        trained = [role for role in roles if role.kind is CallKind.TRAIN]
         self._trainers = {
-            role.role: self._make_trainer_group(role, has_critic=len(trained) > 1)
-            for role in trained
+            role.role: TrainerGroup(role, config) for role in roles if role.kind is CallKind.TRAIN
         }
         self._run_state = self._make_run_state(run_log, version)
         self._queue = ExperienceQueue(context.shards, "coordinator")
@@ -140,18 +138,6 @@ class CoordinatorActor(PingableActor):
         await self._run_state.reconcile_queue(self._queue)
         await self._run_state.publisher.begin_publish(version, first=True)
         await self._run_state.publisher.wait_until_published()
-
-    def _make_trainer_group(self, role: RoleActors, *, has_critic: bool) -> TrainerGroup:
-        config = self._config
-        waits_for_critic = has_critic and role.role == POLICY
-        return TrainerGroup(
-            role,
-            settings=config.algorithm_settings,
-            config=config.get_trainer_config(role.role),
-            publishes_together=role.role == POLICY and config.needs_resharding,
-            frozen_until=config.critic.warmup_alone if waits_for_critic else 0,
-            probe_every=config.weights.probe_every if role.role == POLICY else 0,
-        )
 
     def _make_run_state(self, run_log: RunLog, version: int) -> RunState:
         config, pipeline = self._config, self._config.pipeline

@@ -17,7 +17,7 @@ from streamrl.errors import (
 )
 from streamrl.evaluation.metrics import EvaluationResult
 from streamrl.evaluation.sample_and_score import evaluate_policy
-from streamrl.messages import Columns, Experience, GroupLease, Prompt, Rollout, rollouts_to_columns
+from streamrl.messages import Columns, Experience, Prompt, Rollout, rollouts_to_columns
 from streamrl.stream.device_lease import ProgressClock
 
 RETRY_INTERVAL_S = 0.5
@@ -56,11 +56,12 @@ class RunEvaluator:
             return list(await self._call_replica(self._generators, "sample", *arguments))
 
         async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
-            group = _make_unqueued_group(prompt, rollouts, version)
-            (columns,) = await self._call_replica(self._scorers, "score", [group])
-            if isinstance(columns, StreamError):
-                raise columns
-            return dict(columns)
+            columns = rollouts_to_columns(rollouts)
+            group = Experience.make_unqueued(columns, prompt, version)
+            (scored,) = await self._call_replica(self._scorers, "score", [group])
+            if isinstance(scored, StreamError):
+                raise scored
+            return dict(scored)
 
         return await evaluate_policy(
             prompts,
@@ -114,14 +115,3 @@ class RoundRobinReplicas:
         index = self._next % len(self.role.actors)
         self._next = index + 1
         return self.role.names[index], self.role.actors[index]
-
-
-def _make_unqueued_group(prompt: Prompt, rollouts: Sequence[Rollout], version: int) -> Experience:
-    """Wrap rollouts of an evaluation as a leased group, as scorers expect.
-
-    The group is not in the queue, and its lease never expires.
-    """
-    lease = GroupLease(
-        token=0, uid=prompt.uid, stage="evaluate", attempt=0, expires_at=float("inf")
-    )
-    return Experience(lease, version, prompt=prompt, columns=rollouts_to_columns(rollouts))

@@ -7,58 +7,32 @@ from typing import Any
 
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply, gather_replies
-from streamrl.algorithms import AlgorithmSettings
 from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, UpdatePlan
 from streamrl.buffer.assembly.packing import Round
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import POLICY
-from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.run_dir.checkpoint import CheckpointWriter
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightManifest
 from streamrl.weights.logprob_check import is_logprob_check_due
 
 
-class TrainerGroup:
-    """All ranks of a trained model; each method calls every rank."""
+class ParallelTrainer:
+    """Base of trained models whose data- and tensor-parallel ranks share every round."""
 
-    def __init__(
-        self,
-        ranks: RoleActors,
-        *,
-        settings: AlgorithmSettings,
-        config: TrainerConfig,
-        publishes_together: bool = False,
-        frozen_until: int = 0,
-        probe_every: int = 0,
-    ) -> None:
-        """Wrap the actors of the ranks.
-
-        publishes_together: publishing is a collective even with unsharded parameters.
-        frozen_until: first version that trains this model (critic warm-up).
-        probe_every: publishes between two logprob checks; 0 for none. The first publishes are
-        always checked.
-        """
-        self.role = ranks.role
-        self._probe_every = probe_every
-        self._num_published = 0
-        self._published_version = -1
-        self._has_logprob_check = False
-        self._frozen_until = frozen_until
-        self._version = 0
-        self._adaptive_params: Mapping[str, float] = {}
-        self._name = ranks.names[0].rpartition("-")[0]
-        self._ranks = ranks.actors
-        self._timeout_s = config.collective_timeout_s + CALL_TIMEOUT_S
-        self._is_publish_collective = config.has_sharded_params or publishes_together
-        self._publish_lock = asyncio.Lock()
-        self._should_precompute_logprobs = (
-            settings.should_recompute_logprobs and self.role == POLICY
-        )
-        self._tensor_parallel = config.tensor_parallel
-        self.dp_size = config.dp_size
+    def __init__(self, role: str, config: RunConfig) -> None:
+        settings, trainer_config = config.algorithm_settings, config.get_trainer_config(role)
+        self.role = role
+        self.dp_size = trainer_config.dp_size
         self.update_plan = UpdatePlan(
             settings.scope == "step", settings.epochs, settings.mini_batches
         )
+        self._tensor_parallel = trainer_config.tensor_parallel
+        self._recomputes_logprobs = settings.should_recompute_logprobs and role == POLICY
+        has_critic = len(config.dataflow.trained_roles) > 1
+        self._frozen_until = config.critic.warmup_alone if role == POLICY and has_critic else 0
+        self._version = 0
+        self._adaptive_params: Mapping[str, float] = {}
 
     def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
         """Set the version and the adaptive parameters with which the next rounds train."""
@@ -68,6 +42,46 @@ class TrainerGroup:
         """Return whether the training step at `version` skips this model (critic warm-up)."""
         return version < self._frozen_until
 
+    def select_precomputed(self, rounds: Sequence[ScheduledRound]) -> list[Round]:
+        """Return the rounds whose log-probabilities are computed before the step's first update.
+
+        Later epochs repeat the rollouts of the first.
+        """
+        if not self._recomputes_logprobs:
+            return []
+        return [round_.micro_batches for round_ in rounds if round_.epoch == 0]
+
+    def sum_over_ranks(self, rank_sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Add up the metric sums of all ranks.
+
+        Tensor-parallel ranks train the same micro-batch, so only the first of each counts.
+        """
+        total: dict[str, float] = {}
+        for sums in rank_sums[:: self._tensor_parallel]:
+            add_metric_sums(total, sums)
+        return total
+
+
+class TrainerGroup(ParallelTrainer):
+    """All ranks of a trained model; each method calls every rank."""
+
+    def __init__(self, ranks: RoleActors, config: RunConfig) -> None:
+        super().__init__(ranks.role, config)
+        is_policy = self.role == POLICY
+        # The first versions are always checked.
+        self._probe_every = config.weights.probe_every if is_policy else 0
+        self._num_published = 0
+        self._published_version = -1
+        self._has_logprob_check = False
+        self._name = ranks.names[0].rpartition("-")[0]
+        self._ranks = ranks.actors
+        trainer_config = config.get_trainer_config(self.role)
+        self._timeout_s = trainer_config.collective_timeout_s + CALL_TIMEOUT_S
+        self._is_publish_collective = trainer_config.has_sharded_params or (
+            is_policy and config.needs_resharding
+        )
+        self._publish_lock = asyncio.Lock()
+
     async def plan_step(self, uids: Sequence[str], rounds: Sequence[ScheduledRound]) -> None:
         """Let every rank prepare the training step, if the algorithm needs all groups at once.
 
@@ -75,8 +89,7 @@ class TrainerGroup:
         """
         if not self.update_plan.requires_full_step:
             return
-        first_epoch = [round_.micro_batches for round_ in rounds if round_.epoch == 0]
-        to_precompute = first_epoch if self._should_precompute_logprobs else []
+        to_precompute = self.select_precomputed(rounds)
         async with self._exclude_publish():
             plans = [
                 rank.plan_step.remote(
@@ -97,10 +110,7 @@ class TrainerGroup:
                 for rank, dp_rank in self._pair_dp_ranks()
             ]
             rank_sums = await self._gather_replies("train_micro_batch", calls)
-        sums: dict[str, float] = {}
-        for sums_of_rank in rank_sums[:: self._tensor_parallel]:
-            add_metric_sums(sums, sums_of_rank)
-        return sums
+        return self.sum_over_ranks(rank_sums)
 
     def _pair_dp_ranks(self) -> list[tuple[Any, int]]:
         """Return every rank's actor with its dp_rank; tensor-parallel ranks share a dp_rank."""

@@ -16,20 +16,13 @@ from streamrl.actors.actor_context import ActorContext
 from streamrl.actors.colocated import HybridActor, HybridActorHandle
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.generator import GeneratorActor
-from streamrl.actors.launch.fork_server import (
-    BASE_LEVEL,
-    GENERATOR_LEVEL,
-    MODELS_LEVEL,
-    STAGE_ENV,
-    TRAINER_LEVEL,
-    make_level_env,
-)
 from streamrl.actors.launch.placement_groups import (
     DedicatedSlots,
     SharedSlots,
     reserve_large_bundles,
 )
 from streamrl.actors.launch.ray_cluster import GIB
+from streamrl.actors.launch.worker_env import make_hybrid_env, make_worker_env
 from streamrl.actors.queue_shard import MAX_SHARD_RESTARTS, RemoteShard
 from streamrl.actors.scorer import ScorerActor
 from streamrl.actors.trainer import RendezvousInfo, TrainerActor
@@ -37,11 +30,9 @@ from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.config.preflight import PreparedRun, list_resource_demands
 from streamrl.config.role_counts import assign_slots
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import GENERATE_CALL, POLICY, REFERENCE_CALL, CallKind, ModelCall
-from streamrl.engines.vllm.environment import make_vllm_env
+from streamrl.dataflow import GENERATE_CALL, POLICY, CallKind
 from streamrl.engines.vllm.rank_groups import assign_rank_groups
 from streamrl.errors import ActorLostError
-from streamrl.files.hf_config import make_trusted_env
 from streamrl.placement.resource_demand import ClusterCapacity, ResourceDemand, check_fits
 from streamrl.run_dir.checkpoint import Checkpoint
 
@@ -148,7 +139,7 @@ class ActorRegistry:
         # Before any actor: individually placed actors could fragment the room of a model's ranks.
         self._placement_slots = self._reserve_slots(waiting)
         hybrid_roles = (GENERATE_CALL.role, POLICY) if is_hybrid else ()
-        hosts = self._create_hybrid_actors(hybrid_roles)
+        hosts = self._create_hybrid_actors() if is_hybrid else []
         for role, demand in self._demands.items():
             names = [f"{demand.role}-{i}" for i in range(demand.count)]
             if role in hybrid_roles:
@@ -175,17 +166,10 @@ class ActorRegistry:
             waiting=waiting,
         )
 
-    def _create_hybrid_actors(self, roles: Sequence[str]) -> list[Any]:
-        """Create a HybridActor per policy rank, which hosts the two `roles`; [] without roles."""
-        if not roles:
-            return []
+    def _create_hybrid_actors(self) -> list[Any]:
+        """Create a HybridActor per policy rank, which hosts trainer and generator."""
         demand = self._demands[POLICY]
-        env: dict[str, str] = {}
-        for role in roles:
-            call = self._demands[role].calls[0]
-            env |= _make_worker_env(self._config, call, on_gpu=self._on_gpu)
-        env |= make_level_env(GENERATOR_LEVEL)
-        runtime_env = {"env_vars": env}
+        runtime_env = {"env_vars": make_hybrid_env(self._config, on_gpu=self._on_gpu)}
         leaders = self._leader_ranks
         return [
             ray.remote(HybridActor)
@@ -421,7 +405,7 @@ class ActorRegistry:
         self, name: str, demand: ResourceDemand, placement_options: Mapping[str, Any]
     ) -> Any:
         call = demand.calls[0]
-        env = {"env_vars": _make_worker_env(self._config, call, on_gpu=self._on_gpu)}
+        env = {"env_vars": make_worker_env(self._config, call, on_gpu=self._on_gpu)}
         options = {**placement_options, "runtime_env": env}
         if call.kind in RESTARTABLE_KINDS:
             options["max_restarts"] = self._config.run.max_restarts
@@ -442,20 +426,6 @@ class ActorRegistry:
         self.restarts.register_actor(
             name, partial(restart.remote, self._context, index, role.calls)
         )
-
-
-def _make_worker_env(config: RunConfig, call: ModelCall, *, on_gpu: bool) -> dict[str, str]:
-    """Return the environment variables that an actor needs before it imports its engine."""
-    shared_env = {**STAGE_ENV, **make_trusted_env(*config.trusted_models)}
-    if call.kind is CallKind.GENERATE:
-        env = make_vllm_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
-        return {**shared_env, **env, **make_level_env(GENERATOR_LEVEL)}
-    if call.kind is CallKind.TRAIN:
-        env = {"OMP_NUM_THREADS": str(config.get_trainer_config(call.role).threads)}
-        env |= {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
-        return {**shared_env, **env, **make_level_env(TRAINER_LEVEL)}
-    has_model = bool(call.followed_role) or call.role == REFERENCE_CALL.role
-    return {**shared_env, **make_level_env(MODELS_LEVEL if has_model else BASE_LEVEL)}
 
 
 def _unwrap_handle(actor: Any) -> Any:

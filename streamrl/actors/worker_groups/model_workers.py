@@ -10,24 +10,21 @@ result does not depend on the number of ranks.
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from streamrl.actors.engine_factory import RealEngineFactory
-from streamrl.actors.launch.fork_server import GENERATOR_LEVEL, STAGE_ENV, make_level_env
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import make_logprob_check
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
+from streamrl.actors.worker_groups.rank_trainer import RankTrainer
 from streamrl.algorithms import summarise_policy
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.algorithms.math.training_metrics import summarise_critic
-from streamrl.buffer.assembly.micro_batch_schedule import StepScheduler, UpdatePlan
-from streamrl.buffer.assembly.packing import pack_rollouts
 from streamrl.config.own_loop import make_loop_config, set_world_size
 from streamrl.config.preflight import check_worker_memory
 from streamrl.config.run_config import RunConfig
@@ -50,37 +47,21 @@ from streamrl.dataflow import (
     CallKind,
     ModelCall,
 )
-from streamrl.distributed.process_group import translate_collective_errors
-from streamrl.engines.generation.requests_in_flight import do_nothing
-from streamrl.engines.memory.peak_memory import release_freed_memory, release_large_blocks_eagerly
-from streamrl.engines.models.forward import compute_token_values, get_local_device
+from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
 from streamrl.engines.training.collate import derive_columns
-from streamrl.engines.training.forward_scorers import compute_token_column
 from streamrl.engines.training.rollout_sums import sum_rollouts
-from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import ConfigError, StreamError
-from streamrl.files.hf_config import make_trusted_env
-from streamrl.messages import Array, Columns, Experience, GroupLease, Prompt
+from streamrl.messages import Array, Columns, Experience, Prompt
 from streamrl.pipeline import verify_weights
-from streamrl.stream.protocols import FetchedWeights
-from streamrl.stream.step_metrics import average_metrics
-from streamrl.stream.train_step import add_metric_sums
-from streamrl.weights import WeightLoadStats, WeightManifest
-from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.placement.colocated_memory import WorkerMemory
+from streamrl.stream.protocols import TrainStepResult
+from streamrl.stream.step_metrics import average_metrics, summarise_scores
+from streamrl.weights import WeightManifest
+from streamrl.weights.buckets import publish_gathered, unpack_tensors
 from streamrl.weights.logprob_check import is_logprob_check_due
 from streamrl.weights.transports.object_store import ObjectStoreReader, ObjectStoreWriter
 
 Metrics = dict[str, float]
-TrainResult = tuple[dict[str, float], Metrics]
-"""Result of a step: sums over all ranks, and the mean metrics of its updates."""
-
-
-def make_engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
-    """Return the environment variables that a worker's process needs before it imports engines."""
-    vllm_env = make_vllm_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
-    accelerator = {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
-    trusted = make_trusted_env(*config.trusted_models)
-    return {**STAGE_ENV, **vllm_env, **accelerator, **trusted, **make_level_env(GENERATOR_LEVEL)}
 
 
 class TrainedWorker:
@@ -91,9 +72,8 @@ class TrainedWorker:
     ) -> None:
         self._max_length = max_length
         self._config = config = set_world_size(config, context.size)
-        self._context, self._role = context, role
-        self._trainer_config = trainer_config = config.get_trainer_config(role)
-        self._timeout_s = trainer_config.collective_timeout_s
+        self._context = context
+        trainer_config = config.get_trainer_config(role)
         dp_ranks = [trainer_config.get_dp_rank(rank) for rank in range(context.size)]
         mesh_ranks = [(at.dp_rank, at.pp_rank) for at in context.mesh.train.coordinates]
         if mesh_ranks != [(dp_rank, 0) for dp_rank in dp_ranks]:
@@ -103,84 +83,28 @@ class TrainedWorker:
                 f" RankGrid(1, {tensor_parallel}, {trainer_config.dp_size})"
             )
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = context.address, str(context.port)
-        self._trainer = RealEngineFactory().make_trainer(config, max_length, context.rank, role)
+        self._trainer = RankTrainer(role, config, max_length, context.rank)
         self._version = 0
 
     @transfers("TO_ALL_FROM_FIRST")
     def publish_weights(self) -> WeightManifest | None:
         """Store the current weights in Ray's object store, for `load_weights` of a ScorerWorker."""
-        tensors, manifest = iter(self._trainer.full_state()), None
-        if self._context.rank == 0:
-            bucket_bytes = self._config.weights.bucket_bytes
-            manifest = publish_version(
-                tensors,
-                version=self._version,
-                bucket_bytes=bucket_bytes,
-                writer=ObjectStoreWriter(RAY_ACCESS.put_object),
-            )
-        for _ in tensors:  # gathering a sharded parameter is a collective
-            pass
-        return manifest
-
-    def _train_step(self, batch: Batch) -> TrainResult:
-        """Run a training step on this rank's share of a batch, with all its updates.
-
-        Returns the sums over all ranks, and the mean metrics of the updates.
-        """
-        groups, settings = map_groups_by_uid(batch), self._config.algorithm_settings
-        self._trainer.plan_step(groups, dict(zip(groups, batch[DERIVED_COLUMN], strict=True)))
-        scheduler = StepScheduler(
-            UpdatePlan(settings.scope == "step", settings.epochs, settings.mini_batches),
-            world_size=self._trainer_config.dp_size,
-            micro_batch_tokens=self._config.pipeline.micro_batch_tokens,
+        model, is_first = self._trainer.model, self._context.rank == 0
+        return publish_gathered(
+            model.full_state(),
+            version=self._version,
+            bucket_bytes=self._config.weights.bucket_bytes,
+            writer=ObjectStoreWriter(RAY_ACCESS.put_object) if is_first else None,
+            is_collective=model.has_sharded_params,
         )
-        for uid, columns in groups.items():
-            scheduler.add_group(uid, columns["lengths"].tolist())
-        dp_rank = self._trainer_config.get_dp_rank(self._context.rank)
-        rounds = [
-            (scheduled, picks, {uid: groups[uid] for uid, _ in picks})
-            for scheduled in scheduler.take_rounds(complete=True)
-            for picks in [scheduled.micro_batches[dp_rank]]
-        ]
-        if self._role == POLICY and settings.should_recompute_logprobs:
-            for scheduled, picks, own_groups in rounds:
-                if scheduled.epoch == 0:
-                    self._trainer.precompute_logprobs(own_groups, picks)
-            self._trainer.sync_plan()
-        step_sums, update_sums, updates = dict[str, float](), dict[str, float](), []
-        for scheduled, picks, own_groups in rounds:
-            add_metric_sums(
-                update_sums, self._trainer.train_micro_batch(own_groups, picks, self._version)
-            )
-            if scheduled.is_last_of_update:
-                update_sums = self._sum_over_ranks(update_sums)
-                updates.append(
-                    self._trainer.step(self._trainer.compute_loss_denominator(update_sums))
-                )
-                add_metric_sums(step_sums, update_sums)
-                update_sums = {}
-        return step_sums, average_metrics(updates)
 
-    def _sum_over_ranks(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums over all data-parallel ranks; a collective.
-
-        Tensor-parallel ranks have equal sums, so only the first of each counts.
-        """
-        total, tp_size = dict[str, float](), self._trainer_config.tensor_parallel
-        for rank_sums in self._all_gather(dict(sums), "sums")[::tp_size]:
-            add_metric_sums(total, rank_sums)
-        return total
-
-    def _all_gather(self, value: Any, label: str) -> list[Any]:
-        values: list[Any] = [None] * self._context.size
-        with self._limit_wait(label):
-            dist.all_gather_object(values, value)
-        return values
-
-    def _limit_wait(self, label: str) -> AbstractContextManager[None]:
-        """Context that names this rank and `label` in the error of a collective that times out."""
-        waited = f"rank {self._context.rank} waited {self._timeout_s:g} s"
-        return translate_collective_errors(f"{waited} for the others' {label}")
+    async def _train_batch(
+        self, batch: Batch, adaptive_params: Mapping[str, float]
+    ) -> TrainStepResult:
+        """Run a training step on this rank's share of a batch."""
+        groups = map_groups_by_uid(batch)
+        derived = dict(zip(groups, batch[DERIVED_COLUMN], strict=True))
+        return await self._trainer.train_step(groups, derived, self._version, adaptive_params)
 
 
 class PolicyWorker(TrainedWorker):
@@ -198,7 +122,6 @@ class PolicyWorker(TrainedWorker):
             )
         memory = check_worker_memory(config, on_gpu=on_gpu)
         assert memory is not None  # a loop's config is colocated
-        self._worker_memory = memory
         if config.placement.memory_mb is not None:
             release_large_blocks_eagerly()
         self._shared_weights = SharedWeights()
@@ -206,7 +129,7 @@ class PolicyWorker(TrainedWorker):
         self._settings = self._config.algorithm_settings
         self._adaptive_params = AdaptiveParams(config.algorithm.spec, self._settings)
         self._loop = asyncio.Runner()
-        self._loop.run(self._start_generator())
+        self._loop.run(self._start_generator(memory))
 
     @transfers("P3D_ALL_MICRO_DP")
     def generate_sequences(self, batch: Batch) -> dict[str, list[Array]]:
@@ -233,20 +156,14 @@ class PolicyWorker(TrainedWorker):
         """
         groups, adaptive_params = map_groups_by_uid(batch), dict(self._adaptive_params.values)
         rollouts = [(uid, i) for uid, group in groups.items() for i in range(len(group["lengths"]))]
-        rollout_sums = sum_rollouts(groups, rollouts)
-        metrics = _average_scores(rollout_sums)
-        self._trainer.set_adaptive_params(adaptive_params)
-        trains = self._version >= self._config.critic.warmup_alone
-        train_result, transfer_metrics = self._loop.run(
-            self._train_next_version(batch if trains else None)
-        )
-        if train_result:
-            sums, updates = train_result
-            self._adaptive_params.update_after_step(
-                {**rollout_sums, **sums}, num_rollouts=int(rollout_sums["rollouts"])
-            )
-            metrics |= (
-                summarise_policy(sums, self._settings.compute_loss_denominator(sums)) | updates
+        sums = sum_rollouts(groups, rollouts)
+        metrics = summarise_scores(sums)
+        result, transfer_metrics = self._loop.run(self._train_next_version(batch, adaptive_params))
+        if result:
+            sums |= result.metric_sums
+            self._adaptive_params.update_after_step(sums, num_rollouts=len(rollouts))
+            metrics |= ( summarise_policy(sums,self._settings.compute_loss_denominator( sums))
+            metrics |= average_metrics(result.update_metrics)
             )
         metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}
         return {**metrics, **transfer_metrics, **self._gather_memory_peaks()}
@@ -254,64 +171,62 @@ class PolicyWorker(TrainedWorker):
     @transfers("TO_ALL_FROM_FIRST")
     def save_model(self, folder: Path) -> None:
         """Write the policy as a Hugging Face directory, on the node of rank 0."""
-        self._trainer.save_model(folder)
+        self._trainer.model.save_model(folder)
 
-    async def _start_generator(self) -> None:
-        if self._worker_memory.offloads_optimizer:
-            self._trainer.offload_optimizer()
+    async def _start_generator(self, memory: WorkerMemory) -> None:
+        await self._shared_weights.attach_trainer(self._trainer.model, memory)
         self._generator = await RealEngineFactory().make_generator(
             self._config, self._max_length, self._context.rank
         )
         await self._shared_weights.attach_generator(
             self._generator, should_fill_storage=self._config.needs_resharding
         )
-        self._shared_weights.publish_version(self._trainer, self._version)
-        await self._load_version()
+        await self._load_version(self._publish_version())
 
-    async def _train_next_version(self, batch: Batch | None) -> tuple[TrainResult | None, Metrics]:
+    async def _train_next_version(
+        self, batch: Batch, adaptive_params: Mapping[str, float]
+    ) -> tuple[TrainStepResult | None, Metrics]:
         """Train on the batch, and switch the generator to the resulting version.
 
-        Without a batch the weights stay the same. Returns the result of the training step, None
-        without a batch, and the bytes moved and copied for the weights as metrics.
+        During critic warm-up the weights stay the same and the result is None. Also returns the
+        bytes moved and copied for the weights as metrics.
         """
         result = None
         await self._shared_weights.invalidate_weights()
-        releases_kv = self._worker_memory.releases_kv and batch is not None
-        async with self._shared_weights.run_training_phase(releases_kv=releases_kv):
-            if batch is not None:
-                result = self._train_step(batch)
+        trains = not self._trainer.is_frozen(self._version)
+        async with self._shared_weights.run_training_phase(may_release_kv=trains):
+            if trains:
+                result = await self._train_batch(batch, adaptive_params)
             self._version += 1
-            self._shared_weights.publish_version(self._trainer, self._version)
-            if self._worker_memory.offloads_optimizer:
-                self._trainer.offload_optimizer()
-            release_freed_memory()
-        fetched, load_stats = await self._load_version()
-        return result, {
-            "weights/bytes": float(fetched.num_bytes),
-            "weights/copied_bytes": float(fetched.copied_bytes + load_stats.copied_bytes),
-        }
+            manifest = self._publish_version()
+        return result, await self._load_version(manifest)
 
-    async def _load_version(self) -> tuple[FetchedWeights, WeightLoadStats]:
-        """Switch the generator to the trainer's current weights.
-
-        Runs the logprob check if due (weights.probe_every).
-        """
-        manifest = WeightManifest(self._version, (), ())
+    def _publish_version(self) -> WeightManifest:
+        """Declare the current weights a version; add a logprob check to the manifest if due."""
+        logprob_check = None
         if is_logprob_check_due(self._version, every=self._config.weights.probe_every):
             logprob_check = make_logprob_check(
-                self._trainer, self._config, max_length=self._max_length
+                self._trainer.model, self._config, max_length=self._max_length
             )
-            manifest = replace(manifest, logprob_check=logprob_check)
-        fetched = self._shared_weights.fetch_version(self._version)
-        load_stats = await self._shared_weights.load_weights(fetched.tensors, self._version)
+        manifest = self._shared_weights.publish_version(self._version)
+        return replace(manifest, logprob_check=logprob_check)
+
+    async def _load_version(self, manifest: WeightManifest) -> Metrics:
+        """Switch the generator to a published version and check it; return the bytes as metrics."""
+        version, weights = manifest.version, self._shared_weights
+        fetched = weights.fetch_version(version)
+        loaded = await weights.load_weights(fetched.tensors, version)
         name = f"generator-{self._context.rank}"
-        await verify_weights(self._generator, name, manifest, load_stats.verification)
-        return fetched, load_stats
+        await verify_weights(weights, name, manifest, loaded.verification)
+        return {
+            "weights/bytes": float(fetched.num_bytes),
+            "weights/copied_bytes": float(fetched.copied_bytes + loaded.copied_bytes),
+        }
 
     def _gather_memory_peaks(self) -> Metrics:
         """Return the memory peak of each phase over all ranks, MiB; a collective."""
         peaks: Metrics = {}
-        for rank_peaks in self._all_gather(
+        for rank_peaks in self._trainer.gather_from_ranks(
             self._shared_weights.peak_memory.drain_peaks(), "peaks of memory"
         ):
             for phase, peak_mb in rank_peaks.items():
@@ -329,7 +244,7 @@ class PolicyWorker(TrainedWorker):
         sample = self._generator.stages[stage]
 
         async def sample_all() -> list[Columns]:
-            return await asyncio.gather(*(sample(prompt, None, do_nothing) for prompt in prompts))
+            return await asyncio.gather(*(sample(prompt) for prompt in prompts))
 
         return to_batch(self._loop.run(sample_all()))
 
@@ -346,45 +261,19 @@ class CriticWorker(TrainedWorker):
     @transfers("P3D")
     def compute_values(self, batch: Batch) -> dict[str, list[Array]]:
         """Compute the value of each token; return the column values, or cost_values for costs."""
-        budget = self._config.pipeline.micro_batch_tokens
-        num_missing = self._count_missing_rounds(batch)
-        values = compute_concatenated(
-            batch, lambda columns: compute_token_column(columns, self._compute_token_values, budget)
+        compute = partial(
+            self._trainer.model.compute_values,
+            micro_batch_tokens=self._config.pipeline.micro_batch_tokens,
         )
-        # Sharded parameters are gathered in every forward pass, so all ranks must run equally many.
-        for _ in range(num_missing):
-            token = torch.zeros(1, 1, dtype=torch.long, device=get_local_device())
-            self._compute_token_values({"token_ids": token, "attention_mask": token == 0})
-        return {self._column: values}
-
-    def _count_missing_rounds(self, batch: Batch) -> int:
-        """Return how many more micro-batches the busiest rank has than this one.
-
-        0 with unsharded parameters, where ranks need not run equally many.
-        """
-        if not self._trainer.has_sharded_params:
-            return 0
-        lengths = [length for column in batch["lengths"] for length in column.tolist()]
-        sized = [("", i, length) for i, length in enumerate(lengths)]
-        budget = self._config.pipeline.micro_batch_tokens
-        num_rounds = len(pack_rollouts(sized, world_size=1, micro_batch_tokens=budget))
-        return max(self._all_gather(num_rounds, "number of micro-batches")) - num_rounds
-
-    def _compute_token_values(self, rows: Mapping[str, Any]) -> torch.Tensor:
-        """Compute the token values of a padded batch; a collective with sharded parameters."""
-        # Gathered parameters stay cached and training reuses them, so they must not be inference
-        # tensors.
-        with self._limit_wait("values"), torch.inference_mode(False), torch.no_grad():
-            return compute_token_values(
-                self._trainer.forward, rows["token_ids"], rows["attention_mask"]
-            )
+        return {self._column: compute_concatenated(batch, compute)}
 
     @transfers("TO_ALL_FROM_FIRST")
     def update_critic(self, batch: Batch) -> Metrics:
         """Train the critic on a batch; return metrics."""
-        sums, updates = self._train_step(batch)
+        result = asyncio.run(self._train_batch(batch, {}))
         self._version += 1
-        return summarise_critic(sums, self._role) | updates
+        metrics = summarise_critic(result.metric_sums, self._trainer.role)
+        return metrics | average_metrics(result.update_metrics)
 
 
 class ScorerWorker:
@@ -445,15 +334,7 @@ class ScorerWorker:
     def _score_groups(
         self, stage: str, groups: Sequence[tuple[Prompt | None, Columns]]
     ) -> list[Columns]:
-        experiences = [
-            Experience(
-                GroupLease(0, prompt.uid if prompt else "", stage, 0, float("inf")),
-                0,
-                prompt=prompt,
-                columns=columns,
-            )
-            for prompt, columns in groups
-        ]
+        experiences = [Experience.make_unqueued(columns, prompt) for prompt, columns in groups]
         results = self._loop.run(_await_result(self._scorer.stages[stage](experiences)))
         for result in results:
             if isinstance(result, StreamError):
@@ -463,8 +344,3 @@ class ScorerWorker:
 
 async def _await_result(results: Any) -> Any:
     return await results
-
-
-def _average_scores(sums: Mapping[str, float]) -> Metrics:
-    names = {"score_sum": "reward/mean", "cost_sum": "cost/mean"}
-    return {mean: sums[name] / sums["rollouts"] for name, mean in names.items() if name in sums}

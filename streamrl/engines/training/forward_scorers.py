@@ -139,12 +139,18 @@ def copy_parameters(
 
 
 def compute_token_column(
-    columns: Columns, compute: Callable[[TensorDict], Tensor], micro_batch_tokens: int
+    columns: Columns,
+    compute: Callable[[TensorDict], Tensor],
+    micro_batch_tokens: int,
+    *,
+    agree_on_rounds: Callable[[int], int] = lambda num_rounds: num_rounds,
 ) -> Array:
     """Compute a float32 column with an entry per token of a group, in micro-batches.
 
     `compute` maps a micro-batch to its entries [B, T]. Entries are 0 where loss_mask is false.
-    Raises ValueError if a rollout exceeds `micro_batch_tokens`.
+    `agree_on_rounds` maps the number of micro-batches to that of the rank with the most: where
+    `compute` is a collective, this rank then computes dummy micro-batches as well. Raises
+    ValueError if a rollout exceeds `micro_batch_tokens`.
     """
     lengths = columns["lengths"]
     result = np.zeros(len(columns["token_ids"]), np.float32)
@@ -153,10 +159,12 @@ def compute_token_column(
         world_size=1,
         micro_batch_tokens=micro_batch_tokens,
     )
-    for (picks,) in rounds:
+    num_missing = agree_on_rounds(len(rounds)) - len(rounds)
+    for (picks,) in [*rounds, *[((),)] * num_missing]:
         batch = build_batch({"": columns}, picks, derived={"": {}}, token_columns=("token_ids",))
         with torch.inference_mode():
             values = compute(batch.to(get_local_device())).cpu().numpy()
-        for (_, index), row in zip(picks, values, strict=True):
+        # A dummy micro-batch has a row but no pick.
+        for (_, index), row in zip(picks, values, strict=bool(picks)):
             result[find_token_slice(lengths, index)] = row[: lengths[index]]
     return np.where(columns["loss_mask"], result, np.float32(0))

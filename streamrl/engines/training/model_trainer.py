@@ -12,14 +12,15 @@ split into micro-batches and of the number of ranks.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 
 from streamrl.buffer.assembly.packing import RolloutIndex
@@ -31,6 +32,7 @@ from streamrl.distributed.process_group import (
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.forward import (
     compute_token_logprobs,
+    compute_token_values,
     get_local_device,
     synchronize_device,
 )
@@ -39,6 +41,7 @@ from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.collate import build_batch, derive_columns
 from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
+from streamrl.engines.training.forward_scorers import compute_token_column
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
 from streamrl.engines.training.optimizer_offload import OptimizerOffload
 from streamrl.engines.training.pretraining import PretrainingLoss
@@ -279,10 +282,6 @@ class ModelTrainer:
         return self._backend.has_sharded_params
 
     @property
-    def forward(self) -> Callable[..., Any]:
-        return self._backend.forward
-
-    @property
     def vocab_size(self) -> int:
         size: int = self._backend.module.config.get_text_config().vocab_size
         return size
@@ -299,6 +298,33 @@ class ModelTrainer:
             )
         logprobs: Array = scores.logprobs[0].cpu().numpy()
         return logprobs
+
+    def compute_values(self, columns: Columns, *, micro_batch_tokens: int) -> Array:
+        """Compute a critic's value of each token, as `ValueScorer.compute_values` does.
+
+        Ranks may have different rollouts, or none. A collective if the parameters are sharded.
+        """
+
+        def compute(batch: TensorDict) -> Tensor:
+            # Gathered parameters stay cached and training reuses them, so they must not be
+            # inference tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                return compute_token_values(
+                    self._backend.forward, batch["token_ids"], batch["attention_mask"]
+                )
+
+        with self._limit_wait("values"):
+            return compute_token_column(
+                columns, compute, micro_batch_tokens, agree_on_rounds=self._find_most_rounds
+            )
+
+    def _find_most_rounds(self, num_rounds: int) -> int:
+        """Return the most forward passes of any rank if they are collectives, else this rank's."""
+        if not self.has_sharded_params:
+            return num_rounds
+        most = torch.tensor(num_rounds, device=get_local_device())
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
 
     def offload_optimizer(self) -> None:
         """Free the memory of the optimizer's state until the next update or checkpoint.

@@ -8,12 +8,16 @@ import pytest
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.dataflow import build_dataflow
+from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound
+from streamrl.config.run_config import ModelConfig, RunConfig
+from streamrl.data.config import DataConfig
+from streamrl.dataflow import POLICY
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
-from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.rewards.interface.config import RewardConfig
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.weights import WeightManifest
+from streamrl.weights import WeightManifest, WeightsConfig
 
 
 class Method:
@@ -41,17 +45,28 @@ class Rank:
         manifest = WeightManifest(1, (), ())
         self.publish_weights = Method("publish", self.log, manifest)
         self.publish_reference = Method("publish_reference", self.log, manifest)
+        self.plan_step = Method("plan", self.log, None)
         self.train_micro_batch = Method("train", self.log, {})
 
 
-def group(ranks: list[Rank], *, zero_stage: int = 1, **trainer: Any) -> TrainerGroup:
-    settings = AlgorithmConfig().to_settings(max_length=8, reward_weights={})
-    config = TrainerConfig(zero_stage=zero_stage, world_size=len(ranks), **trainer)
-    names = [f"trainer-{i}" for i in range(len(ranks))]
-    actors = RoleActors(
-        build_dataflow((*ROLLOUT_COLUMNS, "scores")).calls_by_role["policy"], names, ranks
+def group(
+    ranks: list[Rank],
+    *,
+    zero_stage: int = 1,
+    algorithm: AlgorithmConfig | None = None,
+    **trainer: Any,
+) -> TrainerGroup:
+    config = RunConfig(
+        model=ModelConfig(path="model"),
+        data=DataConfig(train="rows.jsonl"),
+        rewards=[RewardConfig("exact")],
+        trainer=TrainerConfig(zero_stage=zero_stage, world_size=len(ranks), **trainer),
+        weights=WeightsConfig(probe_every=4),
+        algorithm=algorithm or AlgorithmConfig(),
     )
-    return TrainerGroup(actors, settings=settings, config=config, probe_every=4)
+    names = [f"trainer-{i}" for i in range(len(ranks))]
+    actors = RoleActors(config.dataflow.calls_by_role[POLICY], names, ranks)
+    return TrainerGroup(actors, config)
 
 
 PUBLISHES = ["publish begins", "publish ends"]
@@ -137,5 +152,21 @@ def test_tensor_parallel_ranks_train_the_same_micro_batch_and_count_once():
             micro_batches[1],
         ]
         assert sums == {"num_tokens": 11.0}
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("epochs", "recomputes"), [(1, False), (2, True)])
+def test_logprobs_are_precomputed_in_the_first_of_several_epochs(epochs: int, recomputes: bool):
+    async def scenario() -> None:
+        ranks = [Rank(), Rank()]
+        algorithm = AlgorithmConfig(epochs=epochs, correction=CorrectionConfig(proximal="trainer"))
+        trainer = group(ranks, algorithm=algorithm)
+        micro_batches = ((("a", 0),), (("b", 0),))
+        rounds = [ScheduledRound(micro_batches, epoch) for epoch in range(epochs)]
+        assert len(trainer.select_precomputed(rounds)) == recomputes
+        await trainer.plan_step(["a", "b"], rounds)
+        planned = [call[1] for rank in ranks for call in rank.plan_step.calls]
+        assert planned == ([[picks] for picks in micro_batches] if recomputes else [])
 
     run_virtual(scenario())

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from tensordict import TensorDict
+from torch import Tensor
 
-from streamrl.engines.training.forward_scorers import LogprobScorer
+from streamrl.engines.training.forward_scorers import LogprobScorer, compute_token_column
 from streamrl.messages import GroupInfo, check_column_sizes, columns_to_rollouts, measure_columns
 from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
@@ -49,3 +51,15 @@ def test_the_micro_batch_size_does_not_change_the_scores(model_path):
 def test_a_rollout_longer_than_a_micro_batch_is_rejected(model_path):
     with pytest.raises(ValueError, match="a micro-batch holds 5"):
         column(model_path, micro_batch_tokens=5)
+
+
+def test_a_rank_with_fewer_micro_batches_computes_dummies_that_change_nothing():
+    shapes = list[tuple[int, ...]]()
+
+    def compute(batch: TensorDict) -> Tensor:
+        shapes.append(tuple(batch["token_ids"].shape))
+        return batch["token_ids"].float()
+
+    found = compute_token_column(COLUMNS, compute, 1000, agree_on_rounds=lambda rounds: rounds + 2)
+    assert shapes == [(6, COLUMNS["lengths"].max()), (1, 2), (1, 2)]
+    np.testing.assert_array_equal(found, COLUMNS["token_ids"] * COLUMNS["loss_mask"])
