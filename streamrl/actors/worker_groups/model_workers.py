@@ -162,9 +162,8 @@ class PolicyWorker(TrainedWorker):
         if result:
             sums |= result.metric_sums
             self._adaptive_params.update_after_step(sums, num_rollouts=len(rollouts))
-            metrics |= ( summarise_policy(sums,self._settings.compute_loss_denominator( sums))
+            metrics |= summarise_policy(sums, self._settings.compute_loss_denominator(sums))
             metrics |= average_metrics(result.update_metrics)
-            )
         metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}
         return {**metrics, **transfer_metrics, **self._gather_memory_peaks()}
 
