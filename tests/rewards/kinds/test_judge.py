@@ -11,8 +11,7 @@ from aiohttp import web
 
 from streamrl.errors import ConfigError, RewardError, RewardInfraError, RewardTimeoutError
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
-from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.kinds import openai_client as endpoint_module
 from streamrl.rewards.kinds.openai_client import RateLimiter, parse_retry_after
@@ -54,22 +53,16 @@ def short_waits(monkeypatch):
 
 
 @pytest.fixture
-async def started():
-    """Start rewards with a single judge; close them at the end."""
-    reward_sets = []
+def started(start_rewards):
+    """Start rewards with a single judge."""
 
     async def start(url, *, replicas=1, timeout_s=5.0, **options):
         config = RewardConfig("judge", options={"url": url, **OPTIONS, **options})
-        scorer = ScorerConfig(replicas=replicas, timeout_s=timeout_s)
-        rewards = build_rewards([config], RewardContext(scorer))
-        reward_sets.append(rewards)
+        rewards = await start_rewards(config, replicas=replicas, timeout_s=timeout_s)
         await rewards.run_preflight()
-        await rewards.start()
         return rewards
 
-    yield start
-    for rewards in reward_sets:
-        await rewards.close()
+    return start
 
 
 async def judged(rewards, *texts, prompt=PROMPT):
