@@ -16,9 +16,8 @@ from tests.toy import write_model
 def test_adapters_add_two_matrices_per_layer():
     llama = MODEL_SHAPES["llama-7b"]
     # Query and value projections of 32 layers, 4096 features in and out.
-    assert add_lora_adapters(llama, 8, ["q_proj", "v_proj"]).adapter_params == 8 * 32 * 2 * (
-        4096 + 4096
-    )
+    expected = 8 * 32 * 2 * (4096 + 4096)
+    assert add_lora_adapters(llama, 8, ["q_proj", "v_proj"]).adapter_params == expected
     attention, mlp = 4 * (4096 + 4096), 3 * (4096 + 11008)
     assert add_lora_adapters(llama, 16).adapter_params == 16 * 32 * (attention + mlp)
     assert add_lora_adapters(llama, 16, ["layers.0.mlp.up_proj"]).adapter_params == 16 * (
