@@ -30,6 +30,7 @@ from streamrl.config.preflight import PreparedRun
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL
 from streamrl.errors import DeadlineError, FilterLimitError
+from tests.virtual_time import Clock
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -119,16 +120,6 @@ def test_processes_lists_each_process_once_without_unplaced_replicas():
         "coordinator": "c",
         "shard-0": "s",
     }
-
-
-class Clock:
-    """Clock that advances by assignment."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def watch_actors(

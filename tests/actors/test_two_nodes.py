@@ -225,9 +225,8 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
         bound = {name for name in registry.actors if not name.startswith("reward")}
         trained = {"trainer-0", "trainer-1", "critic-0", "critic-1"}
         assert bound == {"generator-0", "generator-1", "value-0", *trained}
-        assert {name: node_of(registry.actors[name]) for name in bound} == dict.fromkeys(
-            bound, second_node
-        )
+        expected = dict.fromkeys(bound, second_node)
+        assert {name: node_of(registry.actors[name]) for name in bound} == expected
 
         condition = "on the node whose memory weights travel through"
         assert registry.describe_demand("generator").startswith(

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from streamrl.buffer import QueueShard
@@ -10,19 +9,14 @@ from streamrl.buffer.codec import count_blob_bytes, decode_columns, encode_colum
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.leases import LeaseRequest
 from streamrl.errors import ContractError
-from streamrl.messages import Columns, FinishReason, GroupLease, Rollout, rollouts_to_columns
+from streamrl.messages import Columns, FinishReason, GroupLease, rollouts_to_columns
 from tests.buffer.shards import WITH_A_GREEDY_ONE, admit, commit, on_shard, rollouts, take
+from tests.rollouts import make_rollout
 
 
 def make_partials(tokens: int) -> Columns:
     """Return two rollouts with a two-token prompt and `tokens` sampled tokens each."""
-    rollout = Rollout.from_single_turn(
-        np.array([1, 2], np.int32),
-        [5] * tokens,
-        logprobs=[-1.0] * tokens,
-        versions=[0] * tokens,
-        finish_reason=FinishReason.ABORT,
-    )
+    rollout = make_rollout([1, 2], [5] * tokens, finish_reason=FinishReason.ABORT)
     return rollouts_to_columns([rollout, rollout])
 
 

@@ -98,10 +98,8 @@ async def test_waiting_requests_share_ready_groups(shard: QueueShard):
     await admit(shard, *"abcdefg")
     batches = await asyncio.gather(*waiting)
     assert [len(groups) for groups in batches] == [3, 2, 2]
-    assert [g.lease.holder for groups in batches for g in groups][2:4] == [
-        "generator-0",
-        "generator-1",
-    ]
+    expected = ["generator-0", "generator-1"]
+    assert [g.lease.holder for groups in batches for g in groups][2:4] == expected
 
 
 @on_shard()

@@ -125,9 +125,8 @@ def test_a_mean_that_float32_would_round_onto_the_bound_is_inside():
 @pytest.mark.parametrize(("scores", "kept"), [([1, 0], True), ([0, 0], False)])
 def test_a_user_function_decides_which_groups_are_accepted(filter_from, scores, kept):
     config = filter_from("def keep(scores): return max(scores) > 0")
-    assert reason(config, scores) == (
-        None if kept else f"keep in {config.options['path']} returned False"
-    )
+    expected = None if kept else f"keep in {config.options['path']} returned False"
+    assert reason(config, scores) == expected
 
 
 def test_a_function_receives_the_prompt_and_lists_of_floats(filter_from):

@@ -76,11 +76,8 @@ async def scores(rewards, *texts, prompt=PROMPT):
 async def test_the_last_number_the_judge_gives_is_the_score(server, started):
     results = await judged(await started(server.url), "7.5", "10", "0")
     assert [result.score for result in results] == [7.5, 10.0, 0.0]
-    assert [result.outcome for result in results] == [
-        RewardOutcome.WRONG,
-        RewardOutcome.PASS,
-        RewardOutcome.WRONG,
-    ]
+    expected = [RewardOutcome.WRONG, RewardOutcome.PASS, RewardOutcome.WRONG]
+    assert [result.outcome for result in results] == expected
     assert results[0].detail == "Score: 1\nno, Score: 7.5"
     lenient = await judged(await started(server.url, pass_score=7), "7.5", "6")
     assert [result.outcome for result in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
