@@ -171,11 +171,9 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     prepared = PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ())
     session = RunSession(config, prepared, on_gpu=False, shard_bytes=0, engines=nothing)
     calls = {call.role: call for call in config.dataflow.calls}
-    registry, stopped, waiting = (
-        session._registry,
-        processes["generator-1"],
-        processes["generator-0"],
-    )
+    registry = session._registry
+    stopped = processes["generator-1"]
+    waiting = processes["generator-0"]
     # The trainer rank is stopped; the generator and the coordinator answer.
     registry.actors = {"coordinator": waiting, "trainer-0": stopped, "generator-0": waiting}
     for role, name in ((POLICY, "trainer-0"), (GENERATE_CALL.role, "generator-0")):

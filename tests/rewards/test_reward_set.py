@@ -219,18 +219,16 @@ async def test_a_wrong_number_of_scores_is_an_error(values):
 
 def test_check_prompts_names_the_first_row_that_a_reward_cannot_score():
     rewards = reward_set(fine=(1.0, FakeReward()), odd=(1.0, FakeReward(prompt_error="no truth")))
-    with pytest.raises(
-        ConfigError, match=r"^sums.jsonl line 12 \(uid 2:11:0\): reward odd: no truth$"
-    ):
+    message = r"^sums.jsonl line 12 \(uid 2:11:0\): reward odd: no truth$"
+    with pytest.raises(ConfigError, match=message):
         rewards.check_prompts([PLACED])
     reward_set(fine=(1.0, FakeReward())).check_prompts([PLACED])
 
 
 async def test_an_error_during_the_run_names_the_row():
     rewards = reward_set(odd=(1.0, FakeReward(error=RewardError("no number"))))
-    with pytest.raises(
-        RewardError, match=r"^reward odd, sums.jsonl line 12 \(uid 2:11:0\): no number$"
-    ):
+    message = r"^reward odd, sums.jsonl line 12 \(uid 2:11:0\): no number$"
+    with pytest.raises(RewardError, match=message):
         await rewards.score(PLACED, ["a"])
 
 

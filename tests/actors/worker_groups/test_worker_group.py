@@ -241,9 +241,8 @@ def test_an_unknown_protocol_is_refused():
 
 
 def test_invalid_arguments_of_a_call_are_refused(group: WorkerGroup):
-    with pytest.raises(
-        ValueError, match=r"Doubler\.double: more passed by name; arguments must be"
-    ):
+    message = r"Doubler\.double: more passed by name; arguments must be"
+    with pytest.raises(ValueError, match=message):
         group.double(put({"x": np.arange(4.0)}), more=3)
     figures = group.first()
     for use in (figures.load, (figures | put({"x": [1]})).get, (put({"x": [1]}) | figures).get):
@@ -363,9 +362,8 @@ def test_several_groups_share_a_pool_until_it_is_full(pool: ResourcePool, group:
 def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup):
     with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
         group.fail(put({"x": np.arange(4.0)})).get()
-    with pytest.raises(
-        AttributeError, match="doubel is not a method of the group; its methods: die, double, "
-    ):
+    message = "doubel is not a method of the group; its methods: die, double, "
+    with pytest.raises(AttributeError, match=message):
         group.doubel  # noqa: B018
     with pytest.raises(ValueError, match=r"batches of different lengths in a call: \[2, 3\] rows"):
         group.double(put({"x": np.arange(2.0)}), put({"x": np.arange(3.0)}))

@@ -100,7 +100,6 @@ def test_streamed_packing_waits_for_a_full_micro_batch_per_rank():
 
 
 def test_rollout_over_the_token_budget_raises():
-    with pytest.raises(
-        ValueError, match="rollout 1 of 3:7:0 has 21 tokens; a micro-batch holds 20"
-    ):
+    message = "rollout 1 of 3:7:0 has 21 tokens; a micro-batch holds 20"
+    with pytest.raises(ValueError, match=message):
         MicroBatchPacker(world_size=1, micro_batch_tokens=20).add_group("3:7:0", [20, 21])

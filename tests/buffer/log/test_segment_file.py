@@ -152,9 +152,8 @@ async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: in
         assert (corrupt.position, corrupt.file) == (positions[bad], path)
         assert "checksum" in corrupt.reason
         assert read_numbers(tmp_path) == [None if i == bad else i for i in range(4)]
-        with pytest.raises(
-            JournalError, match=rf"{path}, byte {positions[bad].offset}: .*checksum"
-        ):
+        message = rf"{path}, byte {positions[bad].offset}: .*checksum"
+        with pytest.raises(JournalError, match=message):
             read_record(tmp_path, positions[bad])
 
 

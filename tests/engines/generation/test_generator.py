@@ -255,9 +255,8 @@ async def test_a_weight_load_invalidates_the_prefix_cache(flight: Flight):
 @pytest.mark.parametrize("step", [0, -1])
 async def test_a_version_that_is_not_newer_is_rejected(flight: Flight, step: int):
     current = flight.engine.version
-    with pytest.raises(
-        WeightsError, match=f"version {current + step} came after version {current}"
-    ):
+    message = f"version {current + step} came after version {current}"
+    with pytest.raises(WeightsError, match=message):
         await flight.engine.load_weights(weights_of(tiny_model(tied=False, seed=2)), current + step)
     assert flight.engine.version == current
     assert worst_error(await flight.engine.generate(SHORT, seeds=[1]), flight.models) < 1e-4

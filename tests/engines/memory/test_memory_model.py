@@ -141,10 +141,8 @@ def test_unsplit_models_of_any_family_are_estimated(tmp_path_factory: pytest.Tem
 
 
 def test_lora_adapters_are_added_and_have_the_only_moments(path: str):
-    full, memory = (
-        estimate_memory(path, TrainerConfig()),
-        estimate_memory(path, TrainerConfig(lora_rank=2)),
-    )
+    full = estimate_memory(path, TrainerConfig())
+    memory = estimate_memory(path, TrainerConfig(lora_rank=2))
     adapters = memory.weights - full.weights
     assert 0 < adapters < full.weights
     assert (memory.optimizer, memory.gradients) == (3 * adapters, adapters)

@@ -124,9 +124,8 @@ async def test_a_failing_sandbox_is_retried_and_never_scored_as_wrong(monkeypatc
     if failures < 2:
         assert await judged(truth, "", attempts=2) == [(1.0, "pass")]
     else:
-        with pytest.raises(
-            RewardInfraError, match=r"reward code, uid 0:0:0: no jail, tried 2 times"
-        ):
+        message = r"reward code, uid 0:0:0: no jail, tried 2 times"
+        with pytest.raises(RewardInfraError, match=message):
             await judged(truth, "", attempts=2)
 
 

@@ -227,9 +227,8 @@ async def test_a_file_registers_kinds(tmp_path):
     )
     async with started_rewards(RewardConfig("brevity", options={"path": str(path)})) as rewards:
         assert (await rewards.score(prompt(), ["abc"]))["reward/brevity"].tolist() == [-3.0]
-    with pytest.raises(
-        ConfigError, match=r"rewards\[0\].kind=short: not registered in .*, which registers: b"
-    ):
+    message = r"rewards\[0\].kind=short: not registered in .*, which registers: b"
+    with pytest.raises(ConfigError, match=message):
         await build_rewards([RewardConfig("short", options={"path": str(path)})]).run_preflight()
 
 
@@ -264,9 +263,8 @@ async def test_invalid_results_are_errors_with_function_file_and_completion(rewa
         def f(prompt, completion):
             return 1.0 if completion == "5" else {body}
     """)
-    with pytest.raises(
-        RewardError, match=r"f in .*reward.py returned .* for completion 1, not a finite number"
-    ):
+    message = r"f in .*reward.py returned .* for completion 1, not a finite number"
+    with pytest.raises(RewardError, match=message):
         await scores(reward)
 
 

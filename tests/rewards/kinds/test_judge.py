@@ -341,9 +341,8 @@ def test_an_invalid_option_is_refused_before_the_run(options, message):
 def test_a_row_without_the_ground_truth_of_the_template_is_named():
     rewards = build_rewards([RewardConfig("judge", options={"url": "http://h/v1", **OPTIONS})])
     rewards.check_prompts([PROMPT])
-    with pytest.raises(
-        ConfigError, match=r"uid 0:7:0: .*template has \{ground_truth\}, the row has no"
-    ):
+    message = r"uid 0:7:0: .*template has \{ground_truth\}, the row has no"
+    with pytest.raises(ConfigError, match=message):
         rewards.check_prompts([Prompt("0:7:0", PROMPT.token_ids, CHAT)])
 
 

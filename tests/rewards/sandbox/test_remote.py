@@ -116,9 +116,8 @@ async def test_a_failing_server_is_retried_and_never_scored_as_wrong(url):
     Server.failures = [(504, {}), (200, {"status": "SandboxError", "message": "no disk"})]
     assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
     Server.failures = [(503, {})] * 2
-    with pytest.raises(
-        RewardInfraError, match=r"reward code, uid 0:0:0: .*503 Service Unavailable"
-    ):
+    message = r"reward code, uid 0:0:0: .*503 Service Unavailable"
+    with pytest.raises(RewardInfraError, match=message):
         await judged(url, ADD, "def add(a, b): return a + b", attempts=2)
 
 
