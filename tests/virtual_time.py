@@ -1,4 +1,4 @@
-"""Tests in virtual time: timers fire in order and without waiting."""
+"""Tests in virtual time: timers fire in order and without waiting; a clock set by hand."""
 
 import functools
 from collections.abc import Callable, Coroutine
@@ -17,3 +17,13 @@ def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P,
         run_virtual(test(*args, **kwargs))
 
     return run
+
+
+class Clock:
+    """Clock that advances by assignment."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now

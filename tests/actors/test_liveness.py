@@ -30,6 +30,7 @@ from streamrl.config.preflight import PreparedRun
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL
 from streamrl.errors import DeadlineError, FilterLimitError
+from tests.virtual_time import Clock
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -121,16 +122,6 @@ def test_processes_lists_each_process_once_without_unplaced_replicas():
     }
 
 
-class Clock:
-    """Clock that advances by assignment."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def watch_actors(
     monitor: LivenessMonitor,
     clock: Clock,
@@ -180,11 +171,9 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     prepared = PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ())
     session = RunSession(config, prepared, on_gpu=False, shard_bytes=0, engines=nothing)
     calls = {call.role: call for call in config.dataflow.calls}
-    registry, stopped, waiting = (
-        session._registry,
-        processes["generator-1"],
-        processes["generator-0"],
-    )
+    registry = session._registry
+    stopped = processes["generator-1"]
+    waiting = processes["generator-0"]
     # The trainer rank is stopped; the generator and the coordinator answer.
     registry.actors = {"coordinator": waiting, "trainer-0": stopped, "generator-0": waiting}
     for role, name in ((POLICY, "trainer-0"), (GENERATE_CALL.role, "generator-0")):

@@ -1,6 +1,5 @@
 """Weights shared in place: activation by the generator, and when it may sample."""
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,11 +29,8 @@ class Rank:
         yield "weight", torch.zeros(4)
 
     def count_received_bytes(self, gathered: Mapping[str, Tensor]) -> int:
-        return (
-            sum(tensor.nbytes for tensor in gathered.values()) // 2
-            if self.has_sharded_params
-            else 0
-        )
+        num_bytes = sum(tensor.nbytes for tensor in gathered.values())
+        return num_bytes // 2 if self.has_sharded_params else 0
 
     def reshard_to_generator(
         self, storage: ShardStorage | None, version: int
@@ -85,41 +81,38 @@ async def update_weights(rank: Rank, generator: Generator) -> tuple[int, float]:
     return fetched.num_bytes, fetched.copied_bytes
 
 
-def test_whole_weights_are_loaded_in_place_without_moving_bytes():
-    generator = Generator()
-    assert asyncio.run(update_weights(rank := Rank(gathers=False), generator)) == (0, 0)
+async def test_whole_weights_are_loaded_in_place_without_moving_bytes():
+    rank, generator = Rank(gathers=False), Generator()
+    assert await update_weights(rank, generator) == (0, 0)
     assert generator.calls == ["pause", (["weight"], 3), "resume"]
     assert not rank.filled
 
 
-def test_sharded_weights_are_resharded_into_the_generators_storage():
-    generator = Generator()
-    assert asyncio.run(update_weights(rank := Rank(gathers=True), generator)) == (12, 4)
+async def test_sharded_weights_are_resharded_into_the_generators_storage():
+    rank, generator = Rank(gathers=True), Generator()
+    assert await update_weights(rank, generator) == (12, 4)
     assert generator.calls == ["storage", "pause", 3, "resume"]
     assert rank.filled == [3]
 
 
-def test_weights_are_gathered_if_the_storage_cannot_be_filled():
+async def test_weights_are_gathered_if_the_storage_cannot_be_filled():
     generator = Generator()
     # The generator itself reports bytes that it copies during load_weights.
-    assert asyncio.run(update_weights(Rank(gathers=True, fills=False), generator)) == (8, 0)
+    assert await update_weights(Rank(gathers=True, fills=False), generator) == (8, 0)
     assert generator.calls == ["storage", "pause", (["weight"], 3), "resume"]
 
 
-def test_a_superseded_version_is_not_activated():
-    async def late() -> None:
-        shared_weights, generator = SharedWeights(), Generator()
-        await shared_weights.attach_trainer(Rank(gathers=True), None)  # type: ignore[arg-type]
-        await shared_weights.attach_generator(generator, should_fill_storage=True)  # type: ignore[arg-type]
-        shared_weights.publish_version(3)
-        await shared_weights.invalidate_weights()
-        with pytest.raises(VersionSupersededError, match="version 3 is gone"):
-            shared_weights.fetch_version(3)
-        with pytest.raises(VersionSupersededError, match="version 3 is gone"):
-            await shared_weights.load_weights({}, 3)
-        assert generator.calls == ["storage", "pause"]
-
-    asyncio.run(late())
+async def test_a_superseded_version_is_not_activated():
+    shared_weights, generator = SharedWeights(), Generator()
+    await shared_weights.attach_trainer(Rank(gathers=True), None)  # type: ignore[arg-type]
+    await shared_weights.attach_generator(generator, should_fill_storage=True)  # type: ignore[arg-type]
+    shared_weights.publish_version(3)
+    await shared_weights.invalidate_weights()
+    with pytest.raises(VersionSupersededError, match="version 3 is gone"):
+        shared_weights.fetch_version(3)
+    with pytest.raises(VersionSupersededError, match="version 3 is gone"):
+        await shared_weights.load_weights({}, 3)
+    assert generator.calls == ["storage", "pause"]
 
 
 class FollowerRank:
@@ -140,49 +133,40 @@ class FollowerRank:
 
 
 @pytest.mark.parametrize("fills", [True, False])
-def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool):
-    async def recorded() -> list[Any]:
-        shared_weights, follower_rank = SharedWeights(), FollowerRank()
-        await shared_weights.attach_trainer(Rank(gathers=True, fills=fills), TIGHT_MEMORY)  # type: ignore[arg-type]
-        await shared_weights.attach_follower_rank(follower_rank)  # type: ignore[arg-type]
-        await shared_weights.invalidate_weights()
-        shared_weights.publish_version(3)
-        fetched = shared_weights.fetch_version(3)
-        assert (dict(fetched.tensors), fetched.num_bytes) == ({}, 12 if fills else 8)
-        assert fetched.copied_bytes == (4 if fills else 6)
-        await shared_weights.load_weights(fetched.tensors, 3)
-        await shared_weights.invalidate_weights()
-        with pytest.raises(VersionSupersededError, match="version 3 is gone"):
-            await shared_weights.load_weights({}, 3)
-        async with shared_weights.run_training_phase():
-            pass
-        return follower_rank.calls
-
-    assert asyncio.run(recorded()) == ([] if fills else [["weight"]]) + ["sleep"]
+async def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool):
+    shared_weights, follower_rank = SharedWeights(), FollowerRank()
+    await shared_weights.attach_trainer(Rank(gathers=True, fills=fills), TIGHT_MEMORY)  # type: ignore[arg-type]
+    await shared_weights.attach_follower_rank(follower_rank)  # type: ignore[arg-type]
+    await shared_weights.invalidate_weights()
+    shared_weights.publish_version(3)
+    fetched = shared_weights.fetch_version(3)
+    assert (dict(fetched.tensors), fetched.num_bytes) == ({}, 12 if fills else 8)
+    assert fetched.copied_bytes == (4 if fills else 6)
+    await shared_weights.load_weights(fetched.tensors, 3)
+    await shared_weights.invalidate_weights()
+    with pytest.raises(VersionSupersededError, match="version 3 is gone"):
+        await shared_weights.load_weights({}, 3)
+    async with shared_weights.run_training_phase():
+        pass
+    assert follower_rank.calls == ([] if fills else [["weight"]]) + ["sleep"]
 
 
-def test_whole_weights_can_be_filled_into_a_sharded_generator():
-    async def filled() -> list[int]:
-        shared_weights, rank = SharedWeights(), Rank(gathers=False)
-        await shared_weights.attach_trainer(rank, None)  # type: ignore[arg-type]
-        await shared_weights.attach_generator(Generator(), should_fill_storage=True)  # type: ignore[arg-type]
-        shared_weights.publish_version(3)
-        return rank.filled
-
-    assert asyncio.run(filled()) == [3]
+async def test_whole_weights_can_be_filled_into_a_sharded_generator():
+    shared_weights, rank = SharedWeights(), Rank(gathers=False)
+    await shared_weights.attach_trainer(rank, None)  # type: ignore[arg-type]
+    await shared_weights.attach_generator(Generator(), should_fill_storage=True)  # type: ignore[arg-type]
+    shared_weights.publish_version(3)
+    assert rank.filled == [3]
 
 
 @pytest.mark.parametrize("releases", [True, False])
-def test_the_kv_cache_is_freed_for_training_only_if_the_generator_is_idle(releases: bool):
-    async def trained() -> tuple[list[Any], dict[str, float]]:
-        shared_weights, generator = SharedWeights(), Generator()
-        await shared_weights.attach_trainer(Rank(gathers=False), TIGHT_MEMORY)  # type: ignore[arg-type]
-        await shared_weights.attach_generator(generator, should_fill_storage=False)  # type: ignore[arg-type]
-        async with shared_weights.run_training_phase(may_release_kv=releases):
-            tensor = torch.ones(100 << 18)
-        del tensor
-        return generator.calls, shared_weights.peak_memory.drain_peaks()
-
-    calls, peaks = asyncio.run(trained())
-    assert calls == (["sleep"] if releases else [])
+async def test_the_kv_cache_is_freed_for_training_only_if_the_generator_is_idle(releases: bool):
+    shared_weights, generator = SharedWeights(), Generator()
+    await shared_weights.attach_trainer(Rank(gathers=False), TIGHT_MEMORY)  # type: ignore[arg-type]
+    await shared_weights.attach_generator(generator, should_fill_storage=False)  # type: ignore[arg-type]
+    async with shared_weights.run_training_phase(may_release_kv=releases):
+        tensor = torch.ones(100 << 18)
+    del tensor
+    assert generator.calls == (["sleep"] if releases else [])
+    peaks = shared_weights.peak_memory.drain_peaks()
     assert peaks["train"] >= peaks["generate"] + 90

@@ -225,9 +225,8 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
         bound = {name for name in registry.actors if not name.startswith("reward")}
         trained = {"trainer-0", "trainer-1", "critic-0", "critic-1"}
         assert bound == {"generator-0", "generator-1", "value-0", *trained}
-        assert {name: node_of(registry.actors[name]) for name in bound} == dict.fromkeys(
-            bound, second_node
-        )
+        expected = dict.fromkeys(bound, second_node)
+        assert {name: node_of(registry.actors[name]) for name in bound} == expected
 
         condition = "on the node whose memory weights travel through"
         assert registry.describe_demand("generator").startswith(
@@ -307,10 +306,8 @@ def test_placement_is_all_or_nothing_if_a_model_has_no_room_on_the_node(
     monkeypatch.setattr(placement_groups, "CAPACITY_WAIT_S", 2.0)
     wait_until_free()
     # Three slots are free; the policy's ranks take two.
-    reserved, registry = (
-        reserve_bundles([{"CPU": 5.0}], node=second_node, timeout_s=60.0),
-        make_registry(ranks=2),
-    )
+    reserved = reserve_bundles([{"CPU": 5.0}], node=second_node, timeout_s=60.0)
+    registry = make_registry(ranks=2)
     lacking = f"no room for 2 slots of 1 CPU each on the node {second_node} in 2 s"
     words = f"^critic.trainer.world_size=2: {lacking}"
     with pytest.raises(ConfigError, match=words + r"; free in all: \S+ of 16 CPU$"):
@@ -410,10 +407,8 @@ def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path
     assert len(placed) == 4, "each shard has small groups and large ones"
 
     head_node, second_node = nodes.ids
-    producer, consumer = (
-        nodes.member(shards, "producer", second_node),
-        nodes.member(shards, "eve", head_node),
-    )
+    producer = nodes.member(shards, "producer", second_node)
+    consumer = nodes.member(shards, "eve", head_node)
     assert ray.get([producer.node.remote(), consumer.node.remote()]) == [second_node, head_node]
     prompts = [Prompt(uid, np.array([1], np.int32)) for uid in SIZES]
     asyncio.run(queue.admit_prompts(prompts, 0))

@@ -21,13 +21,24 @@ def queue_of(count: int) -> ExperienceQueue:
     return ExperienceQueue(local_shards(count), "me")
 
 
+async def lease(
+    queue: ExperienceQueue,
+    stage: str,
+    max_groups: int = 1,
+    columns: tuple[str, ...] = (),
+    wait_s: float = 1.0,
+    **bounds: int,
+) -> list[Experience]:
+    return await queue.lease_groups(
+        stage, max_groups=max_groups, columns=columns, wait_s=wait_s, **bounds
+    )
+
+
 async def take_all(
     queue: ExperienceQueue, stage: str, columns: tuple[str, ...] = (), *, max_groups: int = 3
 ) -> list[Experience]:
     groups: list[Experience] = []
-    while batch := await queue.lease_groups(
-        stage, max_groups=max_groups, columns=columns, wait_s=1.0
-    ):
+    while batch := await lease(queue, stage, max_groups, columns):
         assert len(batch) <= max_groups
         groups += batch
     return groups

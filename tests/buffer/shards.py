@@ -1,7 +1,9 @@
 """Shards under test: stages, their columns, and calls as the queue client makes them."""
 
+import functools
+import inspect
 import pickle
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from streamrl.messages import (
     measure_columns,
     rollouts_to_columns,
 )
-from streamrl.simulator.replicas.virtual_loop import run_virtual
+from tests.virtual_time import in_virtual_time
 
 STAGES = {
     "generate": StageSchema((), ROLLOUT_COLUMNS),
@@ -78,13 +80,23 @@ def make_shard(
     return QueueShard(book, config, capacity=bounds, session=session, log=log)
 
 
-def on_shard(test: Callable[[QueueShard], Awaitable[None]], **facts: Any) -> None:
-    """Run a test of one shard on a virtual clock."""
+def on_shard(
+    **settings: Any,
+) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
+    """Run an async test on a virtual clock, with a new shard as its first argument."""
 
-    async def main() -> None:
-        await test(make_shard(**facts))
+    def decorate(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        async def run_on_shard(*args: Any, **kwargs: Any) -> None:
+            await test(make_shard(**settings), *args, **kwargs)
 
-    run_virtual(main())
+        run = functools.wraps(test)(in_virtual_time(run_on_shard))
+        signature = inspect.signature(test)
+        # pytest takes parameters for fixtures.
+        _, *fixtures = signature.parameters.values()
+        run.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def entry(uid: str, version: int = 0) -> tuple[str, bytes, int]:

@@ -8,6 +8,7 @@ import pytest
 
 from streamrl.buffer import QueueShard, ShardCapacity, group
 from streamrl.buffer.encoding.column_codec import encode_columns
+from streamrl.buffer.wire_types import ColumnCommit
 from streamrl.errors import ConfigError, DeadlineError
 from streamrl.messages import GroupLease
 from tests.buffer.shards import (
@@ -25,51 +26,46 @@ from tests.buffer.shards import (
 from tests.fake_shards import MemoryLog, recover
 from tests.virtual_time import in_virtual_time
 
+GENERATED_BYTES = len(encode_columns(WORK["generate"]))
 WHOLE_BYTES = sum(len(encode_columns(columns)) for columns in WORK.values())
 """Bytes of the columns of a finished group."""
 
 
-def test_full_shard_blocks_admission_until_a_removal():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
-        await asyncio.sleep(5.0)
-        await finish(shard)
-        assert len(await take(shard, "train")) == 1
-        assert not blocked.done()
-        await shard.remove_groups(["a"], 1)
-        await blocked
-        assert (await shard.get_stats()).uids == ("b",)
-
-    on_shard(test, bounds=ShardCapacity(1))
+@on_shard(bounds=ShardCapacity(1))
+async def test_full_shard_blocks_admission_until_a_removal(shard: QueueShard):
+    await admit(shard, "a")
+    blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
+    await asyncio.sleep(5.0)
+    await finish(shard)
+    assert len(await take(shard, "train")) == 1
+    assert not blocked.done()
+    await shard.remove_groups(["a"], 1)
+    await blocked
+    assert (await shard.get_stats()).uids == ("b",)
 
 
-def test_ended_group_occupies_capacity_until_removal():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        (experience,) = await take(shard, "generate")
-        await shard.fail_groups([(experience.lease, DeadlineError("no"))])
-        blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
-        await asyncio.sleep(5.0)
-        assert not blocked.done()
-        await shard.remove_groups(["a"], 1)
-        await blocked
-
-    on_shard(test, bounds=ShardCapacity(1), max_attempts=1)
+@on_shard(bounds=ShardCapacity(1), max_attempts=1)
+async def test_ended_group_occupies_capacity_until_removal(shard: QueueShard):
+    await admit(shard, "a")
+    (experience,) = await take(shard, "generate")
+    await shard.fail_groups([(experience.lease, DeadlineError("no"))])
+    blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
+    await asyncio.sleep(5.0)
+    assert not blocked.done()
+    await shard.remove_groups(["a"], 1)
+    await blocked
 
 
-def test_admission_inserts_as_many_as_fit():
-    async def test(shard: QueueShard) -> None:
-        entries = [entry(uid) for uid in "abc"]
-        assert await shard.admit_prompts(entries, wait_s=60.0) == ["a", "b"]
-        retry = asyncio.create_task(shard.admit_prompts(entries[2:], wait_s=60.0))
-        await asyncio.sleep(1.0)
-        assert not retry.done()
-        await shard.remove_groups(["a"], 1)
-        assert await retry == ["c"]
-        assert (await shard.get_stats()).uids == ("b", "c")
-
-    on_shard(test, bounds=ShardCapacity(2))
+@on_shard(bounds=ShardCapacity(2))
+async def test_admission_inserts_as_many_as_fit(shard: QueueShard):
+    entries = [entry(uid) for uid in "abc"]
+    assert await shard.admit_prompts(entries, wait_s=60.0) == ["a", "b"]
+    retry = asyncio.create_task(shard.admit_prompts(entries[2:], wait_s=60.0))
+    await asyncio.sleep(1.0)
+    assert not retry.done()
+    await shard.remove_groups(["a"], 1)
+    assert await retry == ["c"]
+    assert (await shard.get_stats()).uids == ("b", "c")
 
 
 @pytest.mark.parametrize(
@@ -84,43 +80,37 @@ async def test_admissions_being_journaled_occupy_capacity(bounds: ShardCapacity)
     assert (await shard.get_stats()).uids == ("a", "b")
 
 
-def test_repeated_admission_is_ignored():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a", version=3)
-        (experience,) = await take(shard, "generate")
-        await admit(shard, "a", version=3)
-        assert not await take(shard, "generate"), "the admitted group keeps its lease"
-        assert await shard.renew_leases([experience.lease]) == []
-
-    on_shard(test, bounds=ShardCapacity(1))
+@on_shard(bounds=ShardCapacity(1))
+async def test_repeated_admission_is_ignored(shard: QueueShard):
+    await admit(shard, "a", version=3)
+    (experience,) = await take(shard, "generate")
+    await admit(shard, "a", version=3)
+    assert not await take(shard, "generate"), "the admitted group keeps its lease"
+    assert await shard.renew_leases([experience.lease]) == []
 
 
-def test_admission_retried_while_waiting_is_inserted_once():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "x")
-        admissions = [asyncio.create_task(admit(shard, "a", wait_s=60.0)) for _ in range(2)]
-        await asyncio.sleep(1.0)
-        await shard.remove_groups(["x"], 0)
-        await asyncio.gather(*admissions)
-        assert (await shard.get_stats()).uids == ("a",)
-        assert len(await take(shard, "generate")) == 1
-
-    on_shard(test, bounds=ShardCapacity(1))
+@on_shard(bounds=ShardCapacity(1))
+async def test_admission_retried_while_waiting_is_inserted_once(shard: QueueShard):
+    await admit(shard, "x")
+    admissions = [asyncio.create_task(admit(shard, "a", wait_s=60.0)) for _ in range(2)]
+    await asyncio.sleep(1.0)
+    await shard.remove_groups(["x"], 0)
+    await asyncio.gather(*admissions)
+    assert (await shard.get_stats()).uids == ("a",)
+    assert len(await take(shard, "generate")) == 1
 
 
-def test_admission_retried_after_removal_does_not_reinsert_the_group():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        waiting = asyncio.create_task(shard.admit_prompts([entry("b")], wait_s=60.0))
-        await asyncio.sleep(1.0)
-        await shard.remove_groups(["a"], 1)
-        assert await shard.admit_prompts([entry("b")], wait_s=1.0) == ["b"]
-        await shard.remove_groups(["b"], 1)
-        assert await shard.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
-        assert await waiting == ["b"]
-        assert (await shard.get_stats()).uids == ()
-
-    on_shard(test, bounds=ShardCapacity(1))
+@on_shard(bounds=ShardCapacity(1))
+async def test_admission_retried_after_removal_does_not_reinsert_the_group(shard: QueueShard):
+    await admit(shard, "a")
+    waiting = asyncio.create_task(shard.admit_prompts([entry("b")], wait_s=60.0))
+    await asyncio.sleep(1.0)
+    await shard.remove_groups(["a"], 1)
+    assert await shard.admit_prompts([entry("b")], wait_s=1.0) == ["b"]
+    await shard.remove_groups(["b"], 1)
+    assert await shard.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
+    assert await waiting == ["b"]
+    assert (await shard.get_stats()).uids == ()
 
 
 @in_virtual_time
@@ -137,17 +127,14 @@ async def test_seen_uids_survive_a_shard_restart_but_not_a_new_session():
     assert removed == {"first": (), "second": ("a",)}
 
 
-def test_seen_uids_are_bounded(monkeypatch: pytest.MonkeyPatch):
+@on_shard()
+async def test_seen_uids_are_bounded(shard: QueueShard, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(group, "MAX_SEEN_UIDS", 2)
-
-    async def test(shard: QueueShard) -> None:
-        for uid in "abc":
-            await admit(shard, uid)
-            await shard.remove_groups([uid], 1)
-        await admit(shard, "a", "b", "c")
-        assert (await shard.get_stats()).uids == ("a",)
-
-    on_shard(test)
+    for uid in "abc":
+        await admit(shard, uid)
+        await shard.remove_groups([uid], 1)
+    await admit(shard, "a", "b", "c")
+    assert (await shard.get_stats()).uids == ("a",)
 
 
 @in_virtual_time
@@ -161,112 +148,89 @@ async def test_cancelled_admission_releases_its_reservation():
     assert len(await take(shard, "generate")) == 1
 
 
-def test_capacity_deadline_names_the_groups_in_the_shard():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        message = r"prompt b waited .* full shard: it holds 1 of 1 groups .*; the first are \['a'\]"
-        with pytest.raises(DeadlineError, match=message):
-            await admit(shard, "b", wait_s=5.0)
-        assert asyncio.get_running_loop().time() == pytest.approx(5.0)
-
-    on_shard(test, bounds=ShardCapacity(1))
+@on_shard(bounds=ShardCapacity(1))
+async def test_capacity_deadline_names_the_groups_in_the_shard(shard: QueueShard):
+    await admit(shard, "a")
+    message = r"prompt b waited .* full shard: it holds 1 of 1 groups .*; the first are \['a'\]"
+    with pytest.raises(DeadlineError, match=message):
+        await admit(shard, "b", wait_s=5.0)
+    assert asyncio.get_running_loop().time() == pytest.approx(5.0)
 
 
-def test_admission_reserves_bytes_per_group():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"ab")
-        message = r"it holds 2 of 10 groups and 2000 of 2999 bytes; the first are \['a', 'b'\]"
-        with pytest.raises(DeadlineError, match=message):
-            await admit(shard, "c", wait_s=5.0)
-
-    on_shard(test, bounds=ShardCapacity(10, max_bytes=2999, reserved_group_bytes=1000))
+@on_shard(bounds=ShardCapacity(10, max_bytes=2999, reserved_group_bytes=1000))
+async def test_admission_reserves_bytes_per_group(shard: QueueShard):
+    await admit(shard, *"ab")
+    message = r"it holds 2 of 10 groups and 2000 of 2999 bytes; the first are \['a', 'b'\]"
+    with pytest.raises(DeadlineError, match=message):
+        await admit(shard, "c", wait_s=5.0)
 
 
-def test_complete_group_releases_unused_reservation():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"ab")
-        blocked = asyncio.create_task(admit(shard, "c", wait_s=60.0))
-        await do(shard, "generate", "reward", max_groups=1)
-        await asyncio.sleep(1.0)
-        assert not blocked.done(), "the reference may still need its reservation"
-        await do(shard, "reference", max_groups=1)
-        await blocked
-
-    bounds = ShardCapacity(10, max_bytes=2 * 2000 + WHOLE_BYTES, reserved_group_bytes=2000)
+@on_shard(bounds=ShardCapacity(10, 2 * 2000 + WHOLE_BYTES, reserved_group_bytes=2000))
+async def test_complete_group_releases_unused_reservation(shard: QueueShard):
     assert WHOLE_BYTES < 2000
-    on_shard(test, bounds=bounds)
+    await admit(shard, *"ab")
+    blocked = asyncio.create_task(admit(shard, "c", wait_s=60.0))
+    await do(shard, "generate", "reward", max_groups=1)
+    await asyncio.sleep(1.0)
+    assert not blocked.done(), "the reference may still need its reservation"
+    await do(shard, "reference", max_groups=1)
+    await blocked
 
 
-def test_ended_group_releases_its_bytes():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await do(shard, "generate")
-        (experience,) = await take(shard, "reward")
-        blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
-        await asyncio.sleep(1.0)
-        assert not blocked.done()
-        await shard.fail_groups([(experience.lease, DeadlineError("no"))])
-        await blocked
-
-    on_shard(
-        test, bounds=ShardCapacity(10, max_bytes=1000, reserved_group_bytes=1000), max_attempts=1
-    )
+@on_shard(bounds=ShardCapacity(10, max_bytes=1000, reserved_group_bytes=1000), max_attempts=1)
+async def test_ended_group_releases_its_bytes(shard: QueueShard):
+    await admit(shard, "a")
+    await do(shard, "generate")
+    (experience,) = await take(shard, "reward")
+    blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
+    await asyncio.sleep(1.0)
+    assert not blocked.done()
+    await shard.fail_groups([(experience.lease, DeadlineError("no"))])
+    await blocked
 
 
-def test_commit_never_waits_and_stays_within_reservations():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"abc")
-        await finish(shard)
-        assert asyncio.get_running_loop().time() == 0.0
-        assert (await shard.get_stats()).num_bytes == 3 * WHOLE_BYTES
-
-    on_shard(
-        test, bounds=ShardCapacity(3, max_bytes=3 * WHOLE_BYTES, reserved_group_bytes=WHOLE_BYTES)
-    )
+@on_shard(bounds=ShardCapacity(3, max_bytes=3 * WHOLE_BYTES, reserved_group_bytes=WHOLE_BYTES))
+async def test_commit_never_waits_and_stays_within_reservations(shard: QueueShard):
+    await admit(shard, *"abc")
+    await finish(shard)
+    assert asyncio.get_running_loop().time() == 0.0
+    assert (await shard.get_stats()).num_bytes == 3 * WHOLE_BYTES
 
 
-def test_without_reservation_actual_bytes_count():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"ab")
-        await finish(shard)
-        with pytest.raises(DeadlineError, match=f"{2 * WHOLE_BYTES} of {2 * WHOLE_BYTES} bytes"):
-            await admit(shard, "c", wait_s=5.0)
-        await shard.remove_groups(["a"], 1)
-        await admit(shard, "c")
-
-    on_shard(test, bounds=ShardCapacity(10, max_bytes=2 * WHOLE_BYTES))
+@on_shard(bounds=ShardCapacity(10, max_bytes=2 * WHOLE_BYTES))
+async def test_without_reservation_actual_bytes_count(shard: QueueShard):
+    await admit(shard, *"ab")
+    await finish(shard)
+    with pytest.raises(DeadlineError, match=f"{2 * WHOLE_BYTES} of {2 * WHOLE_BYTES} bytes"):
+        await admit(shard, "c", wait_s=5.0)
+    await shard.remove_groups(["a"], 1)
+    await admit(shard, "c")
 
 
-def test_add_groups_reserves_its_column_bytes_before_insertion():
-    async def test(shard: QueueShard) -> None:
-        size = len(encode_columns(WORK["generate"]))
-        entries = [entry(uid) for uid in "abcde"]
-        commits = [
-            commit(GroupLease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "abcde"
-        ]
-        first = asyncio.create_task(shard.add_groups(entries[:2], commits[:2], wait_s=1.0))
-        await asyncio.sleep(0)  # the first call is being written
-        assert await shard.add_groups(entries[2:], commits[2:], wait_s=1.0) == ["c"]
-        assert await first == ["a", "b"]
-        assert (await shard.get_stats()).num_bytes == 3 * size
-        with pytest.raises(DeadlineError, match="full shard"):
-            await shard.add_groups(entries[3:], commits[3:], wait_s=1.0)
-        await shard.remove_groups(["a", "b"], 1)
-        assert await shard.add_groups(entries[3:], commits[3:], wait_s=1.0) == ["d", "e"]
-
-    size = len(encode_columns(WORK["generate"]))
-    on_shard(test, bounds=ShardCapacity(100, 3 * size + 1), log=MemoryLog())
+def generated(uids: str) -> tuple[list[tuple[str, bytes, int]], list[ColumnCommit]]:
+    """Return prompts and rollouts of groups to add."""
+    leases = [GroupLease(0, uid, "generate", 0, 0.0) for uid in uids]
+    return [entry(uid) for uid in uids], [commit(lease, WORK["generate"]) for lease in leases]
 
 
-def test_group_larger_than_the_shard_enters_an_empty_shard():
-    async def test(shard: QueueShard) -> None:
-        entries = [entry(uid) for uid in "ab"]
-        commits = [commit(GroupLease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "ab"]
-        assert await shard.add_groups(entries, commits, wait_s=1.0) == ["a"]
-        with pytest.raises(DeadlineError, match="full shard"):
-            await shard.add_groups(entries[1:], commits[1:], wait_s=1.0)
+@on_shard(bounds=ShardCapacity(100, 3 * GENERATED_BYTES + 1), log=MemoryLog())
+async def test_add_groups_reserves_its_column_bytes_before_insertion(shard: QueueShard):
+    first = asyncio.create_task(shard.add_groups(*generated("ab"), wait_s=1.0))
+    await asyncio.sleep(0)  # the first call is being written
+    assert await shard.add_groups(*generated("cde"), wait_s=1.0) == ["c"]
+    assert await first == ["a", "b"]
+    assert (await shard.get_stats()).num_bytes == 3 * GENERATED_BYTES
+    with pytest.raises(DeadlineError, match="full shard"):
+        await shard.add_groups(*generated("de"), wait_s=1.0)
+    await shard.remove_groups(["a", "b"], 1)
+    assert await shard.add_groups(*generated("de"), wait_s=1.0) == ["d", "e"]
 
-    on_shard(test, bounds=ShardCapacity(100, 10), log=MemoryLog())
+
+@on_shard(bounds=ShardCapacity(100, 10), log=MemoryLog())
+async def test_group_larger_than_the_shard_enters_an_empty_shard(shard: QueueShard):
+    assert await shard.add_groups(*generated("ab"), wait_s=1.0) == ["a"]
+    with pytest.raises(DeadlineError, match="full shard"):
+        await shard.add_groups(*generated("b"), wait_s=1.0)
 
 
 @pytest.mark.parametrize(

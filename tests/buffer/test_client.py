@@ -105,14 +105,6 @@ async def test_every_group_is_leased_once_from_any_shard(shards: int):
 
 
 @in_virtual_time
-async def test_full_shard_blocks_admission_until_its_deadline():
-    queue = ExperienceQueue(local_shards(2, capacity=1), "me")
-    with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
-        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-    assert len((await queue.get_stats()).uids) == 2
-
-
-@in_virtual_time
 async def test_read_columns_by_uid():
     queue, uids = queue_of(2), UIDS[:6]
     await queue.admit_prompts([prompt(uid) for uid in uids], 0)

@@ -9,7 +9,7 @@ import pytest
 from streamrl.buffer import ExperienceQueue
 from streamrl.errors import DeadlineError, StreamError
 from streamrl.messages import FilteredGroup
-from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
+from tests.buffer.clients import UIDS, do, finish, lease, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
 from tests.fake_shards import CALL_S
 from tests.virtual_time import in_virtual_time
@@ -20,9 +20,7 @@ from tests.virtual_time import in_virtual_time
 @in_virtual_time
 async def test_waiting_lease_call_returns_when_any_shard_gets_a_prompt():
     queue = queue_of(3)
-    waiting = asyncio.create_task(
-        queue.lease_groups("generate", max_groups=4, columns=(), wait_s=60.0)
-    )
+    waiting = asyncio.create_task(lease(queue, "generate", 4, wait_s=60.0))
     await asyncio.sleep(5.0)
     await queue.admit_prompts([prompt("0:7:0")], 0)
     (group,) = await waiting
@@ -36,17 +34,15 @@ async def test_request_outlives_the_call():
     shards = local_shards(1)
     queue = ExperienceQueue(shards, "me")
     for _ in range(5):
-        assert not await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
-    cancelled = asyncio.create_task(
-        queue.lease_groups("generate", max_groups=2, columns=(), wait_s=9)
-    )
+        assert not await lease(queue, "generate", 2)
+    cancelled = asyncio.create_task(lease(queue, "generate", 2, wait_s=9))
     await asyncio.sleep(1.0)
     cancelled.cancel()
     await queue.admit_prompts([prompt("0:0:0")], 0)
     await asyncio.sleep(1.0)
     # The shard answered the first call's request while no call was waiting.
     started = asyncio.get_running_loop().time()
-    (group,) = await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
+    (group,) = await lease(queue, "generate", 2)
     assert asyncio.get_running_loop().time() == started
     assert group.uid == "0:0:0"
 
@@ -55,12 +51,7 @@ async def test_request_outlives_the_call():
 async def test_surplus_grants_are_kept_for_the_next_call():
     queue = queue_of(3)
     await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-    counts = []
-    for _ in range(6):
-        counts.append(
-            len(await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0))
-        )
-    assert counts == [1] * 6
+    assert [len(await lease(queue, "generate")) for _ in range(6)] == [1] * 6
     assert await queue.renew_leases() == []
 
 
@@ -70,9 +61,7 @@ async def test_max_tokens_bounds_a_call_except_a_single_group():
     await queue.admit_prompts([prompt(uid) for uid in UIDS[:7]], 0)
     await do(queue, "generate", rollouts())
     counts = []
-    while groups := await queue.lease_groups(
-        "reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=20
-    ):
+    while groups := await lease(queue, "reward", 9, max_tokens=20):
         counts.append(len(groups))
     assert max(counts) <= 2 and sum(counts) == 7, "10 tokens each"
 
@@ -82,15 +71,7 @@ async def test_group_larger_than_max_tokens_is_leased_alone():
     queue = queue_of(2)
     await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
     await do(queue, "generate", rollouts())
-    for _ in range(3):
-        assert (
-            len(
-                await queue.lease_groups(
-                    "reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=1
-                )
-            )
-            == 1
-        )
+    assert [len(await lease(queue, "reward", 9, max_tokens=1)) for _ in range(3)] == [1] * 3
 
 
 @in_virtual_time
@@ -98,9 +79,7 @@ async def test_request_is_divided_among_the_shards():
     shards = local_shards(2)
     my_queue, your_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
     await my_queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-    assert (
-        0 < len(await my_queue.lease_groups("generate", max_groups=4, columns=(), wait_s=1.0)) <= 4
-    )
+    assert 0 < len(await lease(my_queue, "generate", 4)) <= 4
     await asyncio.sleep(1.0)
     assert len(await take_all(your_queue, "generate")) == len(UIDS) - 4
 
@@ -122,9 +101,7 @@ async def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases
     shards = local_shards(1)
     queue = ExperienceQueue(shards, "me")
     await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-    leasing = asyncio.create_task(
-        queue.lease_groups("generate", max_groups=3, columns=(), wait_s=60.0)
-    )
+    leasing = asyncio.create_task(lease(queue, "generate", 3, wait_s=60.0))
     # The grant is in the log, but the reply is still in flight.
     await asyncio.sleep(1.5 * CALL_S + 0.002)
     await shards[0].log.append([])
@@ -132,7 +109,7 @@ async def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases
     shards[0].revive()
     first = await leasing
     assert len(first) == 3
-    second = await queue.lease_groups("generate", max_groups=20, columns=(), wait_s=1.0)
+    second = await lease(queue, "generate", 20)
     assert len(second) == 17
     assert await queue.commit_columns([(group.lease, rollouts()) for group in first]) == []
 
@@ -146,7 +123,7 @@ async def test_pending_grants_are_renewed():
     queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
     await queue.admit_prompts([prompt(uid) for uid in UIDS[:4]], 0)
     assert queue.renew_interval_s == float("inf"), "no leases are held"
-    (first,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (first,) = await lease(queue, "generate")
     assert queue.renew_interval_s == pytest.approx(10.0 / 3)
     taken_uids = {group.uid for group in await take_all(other_queue, "generate")}
     for _ in range(5):
@@ -161,9 +138,7 @@ async def test_pending_grants_are_renewed():
 async def test_lost_leases_are_reported_once_and_not_returned():
     shards = local_shards(2)
     queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-    leasing = asyncio.create_task(
-        queue.lease_groups("generate", max_groups=2, columns=(), wait_s=5.0)
-    )
+    leasing = asyncio.create_task(lease(queue, "generate", 2, wait_s=5.0))
     await asyncio.sleep(1.0)
     # One group in each shard: the second reply arrives after the call has returned.
     await queue.admit_prompts([prompt("0:0:0")], 0)
@@ -175,7 +150,7 @@ async def test_lost_leases_are_reported_once_and_not_returned():
     lost = {lease.uid for lease in await queue.renew_leases()}
     assert pending.uid in lost and lost <= set(taken_uids) and len(lost) > 1
     assert await queue.renew_leases() == []
-    assert not await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
+    assert not await lease(queue, "generate", 2)
 
 
 @in_virtual_time
@@ -185,12 +160,12 @@ async def test_lost_pending_grants_are_not_returned():
     await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
     assert {queue.get_shard_index(uid) for uid in UIDS[:2]} == {0, 1}
     # Both shards reply at once, and one group is enough.
-    (pending,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (pending,) = await lease(queue, "generate")
     await asyncio.sleep(11.0)
     taken_uids = {group.uid for group in await take_all(other_queue, "generate")}
     assert taken_uids == {lease.uid for lease in await queue.renew_leases()} == set(UIDS[:2])
     assert pending.uid in taken_uids
-    assert not await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    assert not await lease(queue, "generate")
 
 
 @in_virtual_time
@@ -227,12 +202,12 @@ async def test_coordinator_does_not_renew_and_forgets_removed_groups():
 @in_virtual_time
 async def test_grant_for_other_columns_is_not_lost():
     queue = queue_of(1)
-    assert not await queue.lease_groups("train", max_groups=1, columns=("scores",), wait_s=0.05)
+    assert not await lease(queue, "train", columns=("scores",), wait_s=0.05)
     await queue.admit_prompts([prompt("0:0:0")], 0)
     await finish(queue)
     await asyncio.sleep(1.0)  # the first request is answered while no call waits
     columns = ("scores", "token_ids")
-    (group,) = await queue.lease_groups("train", max_groups=1, columns=columns, wait_s=1.0)
+    (group,) = await lease(queue, "train", columns=columns)
     assert group.columns.keys() == set(columns)
     assert group.columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
 
@@ -243,11 +218,11 @@ async def test_grants_that_fail_to_decode_stay_for_the_next_call():
     await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
     await do(queue, "generate", rollouts())
     columns = ("token_ids",)
-    (first,) = await queue.lease_groups("reward", max_groups=1, columns=columns, wait_s=1.0)
+    (first,) = await lease(queue, "reward", columns=columns)
     await asyncio.sleep(1.0)  # the other shard has granted a group as well
     with pytest.raises(StreamError, match=r"no \['nope'\] are in the queue"):
-        await queue.lease_groups("reward", max_groups=1, columns=("nope",), wait_s=1.0)
-    (second,) = await queue.lease_groups("reward", max_groups=1, columns=columns, wait_s=1.0)
+        await lease(queue, "reward", columns=("nope",))
+    (second,) = await lease(queue, "reward", columns=columns)
     holders = await queue.locate_groups([first.uid, second.uid])
     assert all(phrase.startswith("held by me") for phrase in holders.values())
     unleased_uids = set(UIDS) - {first.uid, second.uid}
@@ -262,7 +237,7 @@ async def test_pending_grants_do_not_expire_during_other_work():
     await queue.admit_prompts([prompt(uid) for uid in uids], 0)
     done = []
     for _ in range(12):
-        (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        (group,) = await lease(queue, "generate")
         await asyncio.sleep(6.0)  # each within its lease
         assert await queue.commit_columns([(group.lease, rollouts())]) == []
         done.append((group.uid, group.lease.attempt))
@@ -273,9 +248,9 @@ async def test_pending_grants_do_not_expire_during_other_work():
 async def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal():
     queue = queue_of(1)
     await queue.admit_prompts([prompt("0:0:0")], 0)
-    (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (group,) = await lease(queue, "generate")
     await asyncio.sleep(30.0)
-    (redelivered,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (redelivered,) = await lease(queue, "generate")
     assert await queue.renew_leases() == [group.lease]
     assert await queue.renew_leases() == []
     assert await queue.commit_columns([(redelivered.lease, rollouts())]) == []
@@ -285,9 +260,9 @@ async def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal():
 async def test_lost_lease_with_a_refused_commit_is_not_reported_again():
     queue = queue_of(1)
     await queue.admit_prompts([prompt("0:0:0")], 0)
-    (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (group,) = await lease(queue, "generate")
     await asyncio.sleep(30.0)
-    (redelivered,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (redelivered,) = await lease(queue, "generate")
     assert await queue.commit_columns([(group.lease, rollouts())]) == ["0:0:0"]
     assert await queue.renew_leases() == []
     assert await queue.commit_columns([(redelivered.lease, rollouts())]) == []
@@ -299,15 +274,15 @@ async def test_grants_are_returned_only_after_a_due_renewal():
     queue = ExperienceQueue(shards, "me")
     uids = [next(uid for uid in UIDS if queue.get_shard_index(uid) == i) for i in range(2)]
     await queue.admit_prompts([prompt(uid) for uid in uids], 0)
-    (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (group,) = await lease(queue, "generate")
     await asyncio.sleep(6.0)  # the other shard has answered as well, and a renewal is due
     await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)  # makes the leases durable
     for shard in shards:
         shard.kill()
-    assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0) == []
+    assert await lease(queue, "generate") == []
     for shard in shards:
         shard.revive()
-    (second,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=10.0)
+    (second,) = await lease(queue, "generate", wait_s=10.0)
     assert {group.uid, second.uid} == set(uids)
 
 
@@ -316,15 +291,15 @@ async def test_lease_call_ends_in_time_if_a_renewal_hangs():
     shards = local_shards(1)
     queue, clock = ExperienceQueue(shards, "me"), asyncio.get_running_loop().time
     await queue.admit_prompts([prompt("0:0:0")], 0)
-    (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (group,) = await lease(queue, "generate")
     await queue.admit_prompts([prompt("0:1:0")], 0)  # makes the lease durable
     await asyncio.sleep(6.0)
     shards[0].kill()
     before = clock()
-    assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0) == []
+    assert await lease(queue, "generate") == []
     assert clock() == before + 1.0
     shards[0].revive()
-    (second,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (second,) = await lease(queue, "generate")
     assert await queue.commit_columns([(group.lease, rollouts()), (second.lease, rollouts())]) == []
 
 
@@ -332,7 +307,7 @@ async def test_lease_call_ends_in_time_if_a_renewal_hangs():
 async def test_lease_that_expired_during_a_pause_is_not_returned():
     queue = queue_of(2)
     await queue.admit_prompts([prompt(f"0:{i}:0") for i in range(8)], 0)
-    assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    assert await lease(queue, "generate")
     await asyncio.sleep(30.0)
-    (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+    (group,) = await lease(queue, "generate")
     assert await queue.commit_columns([(group.lease, rollouts())]) == []

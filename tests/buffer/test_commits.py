@@ -35,99 +35,85 @@ from tests.virtual_time import in_virtual_time
 # Commits
 
 
-def test_late_and_duplicate_commits_are_refused():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        (slow,) = await take(shard, "generate")
-        await asyncio.sleep(11.0)
-        (redelivered,) = await take(shard, "generate")
-        assert redelivered.lease.attempt == 2
-        assert await put(shard, (slow.lease, rollouts())) == ["a"]
-        assert await put(shard, (redelivered.lease, rollouts())) == []
-        assert await put(shard, (redelivered.lease, rollouts())) == ["a"], (
-            "a duplicate commit is refused"
-        )
-        assert (await shard.get_stats()).counts == {"redelivered": 1, "hedged": 0, "refused": 2}
-
-    on_shard(test)
+@on_shard()
+async def test_late_and_duplicate_commits_are_refused(shard: QueueShard):
+    await admit(shard, "a")
+    (slow,) = await take(shard, "generate")
+    await asyncio.sleep(11.0)
+    (redelivered,) = await take(shard, "generate")
+    assert redelivered.lease.attempt == 2
+    assert await put(shard, (slow.lease, rollouts())) == ["a"]
+    assert await put(shard, (redelivered.lease, rollouts())) == []
+    assert await put(shard, (redelivered.lease, rollouts())) == ["a"], "a duplicate"
+    assert (await shard.get_stats()).counts == {"redelivered": 1, "hedged": 0, "refused": 2}
 
 
-def test_commit_for_an_ended_group_is_refused_but_not_counted():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        (group,) = await take(shard, "generate")
-        await put(shard, (group.lease, rollouts()))
-        (reward,), (reference,) = await take(shard, "reward"), await take(shard, "reference")
-        await shard.filter_groups([(reward.lease, FilteredGroup("not worth it"))])
-        assert await put(shard, (reference.lease, REFERENCE)) == ["a"]
-        assert (await shard.get_stats()).counts["refused"] == 0
-        assert await put(shard, (reference.lease, REFERENCE)) == ["a"], "the holder already knows"
-        assert (await shard.get_stats()).counts["refused"] == 1
-
-    on_shard(test)
+@on_shard()
+async def test_commit_for_an_ended_group_is_refused_but_not_counted(shard: QueueShard):
+    await admit(shard, "a")
+    (group,) = await take(shard, "generate")
+    await put(shard, (group.lease, rollouts()))
+    (reward,), (reference,) = await take(shard, "reward"), await take(shard, "reference")
+    await shard.filter_groups([(reward.lease, FilteredGroup("not worth it"))])
+    assert await put(shard, (reference.lease, REFERENCE)) == ["a"]
+    assert (await shard.get_stats()).counts["refused"] == 0
+    assert await put(shard, (reference.lease, REFERENCE)) == ["a"], "the holder already knows"
+    assert (await shard.get_stats()).counts["refused"] == 1
 
 
-def test_commit_for_a_removed_group_is_refused_but_not_counted():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a", "b")
-        first, second = await take(shard, "generate")
-        await shard.remove_groups(["a"], 1)
-        assert await shard.renew_leases([first.lease, second.lease]) == [first.lease]
-        assert await put(shard, (first.lease, rollouts()), (second.lease, rollouts())) == ["a"]
-        assert (await shard.get_stats()).counts["refused"] == 0
-
-    on_shard(test)
+@on_shard()
+async def test_commit_for_a_removed_group_is_refused_but_not_counted(shard: QueueShard):
+    await admit(shard, "a", "b")
+    first, second = await take(shard, "generate")
+    await shard.remove_groups(["a"], 1)
+    assert await shard.renew_leases([first.lease, second.lease]) == [first.lease]
+    assert await put(shard, (first.lease, rollouts()), (second.lease, rollouts())) == ["a"]
+    assert (await shard.get_stats()).counts["refused"] == 0
 
 
-def test_wait_for_finished_reports_groups_until_removal():
-    async def test(shard: QueueShard) -> None:
-        clock = asyncio.get_running_loop().time
-        await admit(shard, "a", "b")
-        assert await shard.wait_for_finished(wait_s=2.0) == []
-        assert clock() == pytest.approx(2.0, abs=0.1)
-        generated = [(group.lease, rollouts()) for group in await take(shard, "generate")]
-        await put(shard, *generated)
-        first, _ = await take(shard, "reward")
-        waiting = asyncio.create_task(shard.wait_for_finished(wait_s=60.0))
-        await asyncio.sleep(1.0)
-        await shard.filter_groups([(first.lease, FilteredGroup("not worth it"))])
-        began = clock()
-        for finished in (await waiting, await shard.wait_for_finished(wait_s=60.0)):
-            (finished_group,) = finished
-            assert (finished_group.uid, finished_group.outcome.reason) == ("a", "not worth it")
-            assert finished_group.info is not None and finished_group.info.num_loss_tokens > 0
-        assert clock() == pytest.approx(began, abs=0.1)
-        await shard.remove_groups(["a"], 0)
-        assert await shard.wait_for_finished(wait_s=1.0) == []
-
-    on_shard(test)
+@on_shard()
+async def test_wait_for_finished_reports_groups_until_removal(shard: QueueShard):
+    clock = asyncio.get_running_loop().time
+    await admit(shard, "a", "b")
+    assert await shard.wait_for_finished(wait_s=2.0) == []
+    assert clock() == pytest.approx(2.0, abs=0.1)
+    generated = [(group.lease, rollouts()) for group in await take(shard, "generate")]
+    await put(shard, *generated)
+    first, _ = await take(shard, "reward")
+    waiting = asyncio.create_task(shard.wait_for_finished(wait_s=60.0))
+    await asyncio.sleep(1.0)
+    await shard.filter_groups([(first.lease, FilteredGroup("not worth it"))])
+    began = clock()
+    for finished in (await waiting, await shard.wait_for_finished(wait_s=60.0)):
+        (finished_group,) = finished
+        assert (finished_group.uid, finished_group.outcome.reason) == ("a", "not worth it")
+        assert finished_group.info is not None and finished_group.info.num_loss_tokens > 0
+    assert clock() == pytest.approx(began, abs=0.1)
+    await shard.remove_groups(["a"], 0)
+    assert await shard.wait_for_finished(wait_s=1.0) == []
 
 
-def test_find_uids_with_returns_groups_that_have_the_column():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a", "b", "c")
-        await put(shard, *((group.lease, rollouts()) for group in await take(shard, "generate")))
-        first, second, _ = await take(shard, "reward")
-        assert await shard.find_uids_with("scores") == []
-        await put(shard, (first.lease, SCORES))
-        await shard.filter_groups([(second.lease, FilteredGroup("not worth it"))])
-        assert await shard.find_uids_with("scores") == ["a"]
-
-    on_shard(test)
+@on_shard()
+async def test_find_uids_with_returns_groups_that_have_the_column(shard: QueueShard):
+    await admit(shard, "a", "b", "c")
+    await put(shard, *((group.lease, rollouts()) for group in await take(shard, "generate")))
+    first, second, _ = await take(shard, "reward")
+    assert await shard.find_uids_with("scores") == []
+    await put(shard, (first.lease, SCORES))
+    await shard.filter_groups([(second.lease, FilteredGroup("not worth it"))])
+    assert await shard.find_uids_with("scores") == ["a"]
 
 
-def test_concurrent_duplicate_commits_are_accepted_once():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        (group,) = await take(shard, "generate")
-        generated = (group.lease, rollouts())
-        assert await put(shard, generated, generated) == ["a"]
-        (scoring,) = await take(shard, "reward")
-        scored = (scoring.lease, SCORES)
-        refused = await asyncio.gather(*(put(shard, scored) for _ in range(3)))
-        assert refused == [[], ["a"], ["a"]]
-
-    on_shard(test)
+@on_shard()
+async def test_concurrent_duplicate_commits_are_accepted_once(shard: QueueShard):
+    await admit(shard, "a")
+    (group,) = await take(shard, "generate")
+    generated = (group.lease, rollouts())
+    assert await put(shard, generated, generated) == ["a"]
+    (scoring,) = await take(shard, "reward")
+    scored = (scoring.lease, SCORES)
+    refused = await asyncio.gather(*(put(shard, scored) for _ in range(3)))
+    assert refused == [[], ["a"], ["a"]]
 
 
 @in_virtual_time
@@ -176,40 +162,36 @@ async def test_commit_is_void_if_its_group_ends_while_it_is_written():
         ({"scores": np.ones(2, np.int64)}, "scores: int64, wanted float32"),
     ],
 )
-def test_commit_with_undeclared_columns_raises(columns: Mapping[str, Any], message: str):
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await do(shard, "generate")
-        (scoring,) = await take(shard, "reward")
-        with pytest.raises(ValueError, match=message):
-            await put(shard, (scoring.lease, columns))
-
-    on_shard(test)
-
-
-def test_invalid_commit_leaves_valid_commits_of_the_call_retryable():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"ab")
-        await do(shard, "generate")
-        good, bad = await take(shard, "reward")
-        with pytest.raises(ValueError, match="committed b without"):
-            await put(shard, (good.lease, SCORES), (bad.lease, {}))
-        assert await put(shard, (good.lease, SCORES), (bad.lease, SCORES)) == []
-
-    on_shard(test)
+@on_shard()
+async def test_commit_with_undeclared_columns_raises(
+    shard: QueueShard, columns: Mapping[str, Any], message: str
+):
+    await admit(shard, "a")
+    await do(shard, "generate")
+    (scoring,) = await take(shard, "reward")
+    with pytest.raises(ValueError, match=message):
+        await put(shard, (scoring.lease, columns))
 
 
-def test_extra_columns_are_kept():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await do(shard, "generate")
-        (scoring,) = await take(shard, "reward")
-        extra_columns = {**SCORES, "reward/exact": np.zeros(2, np.float32)}
-        await put(shard, (scoring.lease, extra_columns))
-        (blobs,) = await shard.read_columns(["a"], ["reward/exact"])
-        assert len(blobs) == 1
+@on_shard()
+async def test_invalid_commit_leaves_valid_commits_of_the_call_retryable(shard: QueueShard):
+    await admit(shard, *"ab")
+    await do(shard, "generate")
+    good, bad = await take(shard, "reward")
+    with pytest.raises(ValueError, match="committed b without"):
+        await put(shard, (good.lease, SCORES), (bad.lease, {}))
+    assert await put(shard, (good.lease, SCORES), (bad.lease, SCORES)) == []
 
-    on_shard(test)
+
+@on_shard()
+async def test_extra_columns_are_kept(shard: QueueShard):
+    await admit(shard, "a")
+    await do(shard, "generate")
+    (scoring,) = await take(shard, "reward")
+    extra_columns = {**SCORES, "reward/exact": np.zeros(2, np.float32)}
+    await put(shard, (scoring.lease, extra_columns))
+    (blobs,) = await shard.read_columns(["a"], ["reward/exact"])
+    assert len(blobs) == 1
 
 
 @in_virtual_time
@@ -235,156 +217,131 @@ def make_commit(uid: str, columns: Columns) -> ColumnCommit:
     return commit(GroupLease(0, uid, "generate", 0, 0.0), columns)
 
 
-def test_add_groups_makes_columns_available():
-    async def test(shard: QueueShard) -> None:
-        for _ in range(2):
-            await shard.add_groups(
-                [entry("a", 2)], [make_commit("a", rollouts(version=2))], wait_s=1.0
-            )
-        assert not await take(shard, "generate")
-        (scoring,) = await take(shard, "reward", ("policy_version",))
-        assert scoring.columns["policy_version"].max() == 2
-        await put(shard, (scoring.lease, SCORES))
-        await do(shard, "reference")
-        (training,) = await take(shard, "train")
-        assert (training.admitted_version, training.ready_version) == (2, 2)
-
-    on_shard(test)
+@on_shard()
+async def test_add_groups_makes_columns_available(shard: QueueShard):
+    for _ in range(2):
+        await shard.add_groups([entry("a", 2)], [make_commit("a", rollouts(version=2))], wait_s=1.0)
+    assert not await take(shard, "generate")
+    (scoring,) = await take(shard, "reward", ("policy_version",))
+    assert scoring.columns["policy_version"].max() == 2
+    await put(shard, (scoring.lease, SCORES))
+    await do(shard, "reference")
+    (training,) = await take(shard, "train")
+    assert (training.admitted_version, training.ready_version) == (2, 2)
 
 
-def test_add_groups_completes_a_group_with_only_its_prompt_journaled():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await shard.add_groups([entry("a")], [make_commit("a", rollouts())], wait_s=1.0)
-        assert not await take(shard, "generate")
-        assert [group.uid for group in await take(shard, "reward")] == ["a"]
-
-    on_shard(test)
+@on_shard()
+async def test_add_groups_completes_a_group_with_only_its_prompt_journaled(shard: QueueShard):
+    await admit(shard, "a")
+    await shard.add_groups([entry("a")], [make_commit("a", rollouts())], wait_s=1.0)
+    assert not await take(shard, "generate")
+    assert [group.uid for group in await take(shard, "reward")] == ["a"]
 
 
-def test_half_inserted_group_is_completed_once():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a", "b")
-        await asyncio.gather(
-            *(
-                shard.add_groups([entry("a")], [make_commit("a", rollouts())], wait_s=1.0)
-                for _ in range(2)
-            )
-        )
-        assert (await shard.get_stats()).num_bytes == len(encode_columns(rollouts()))
-        (lease,) = (group.lease for group in await take(shard, "generate"))
-        late = shard.add_groups([entry("b")], [make_commit("b", rollouts(version=9))], wait_s=1.0)
-        refused, _ = await asyncio.gather(put(shard, (lease, rollouts(version=1))), late)
-        assert refused == []
-        scoring = await take(shard, "reward", ("policy_version",))
-        assert [group.columns["policy_version"].max() for group in scoring] == [0, 1]
-
-    on_shard(test, log=MemoryLog())
-
-
-def test_retried_add_groups_returns_after_the_first_write_is_durable():
-    log = MemoryLog(write_s=0.1)
-
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        first = asyncio.create_task(
+@on_shard(log=MemoryLog())
+async def test_half_inserted_group_is_completed_once(shard: QueueShard):
+    await admit(shard, "a", "b")
+    await asyncio.gather(
+        *(
             shard.add_groups([entry("a")], [make_commit("a", rollouts())], wait_s=1.0)
+            for _ in range(2)
         )
-        await asyncio.sleep(0.01)  # the shard is writing, and the caller has lost the connection
-        assert await shard.add_groups([entry("a")], [make_commit("a", rollouts())], wait_s=1.0) == [
-            "a"
-        ]
-        assert "put" in [record.meta["kind"] for record in log.records]
-        await first
+    )
+    assert (await shard.get_stats()).num_bytes == len(encode_columns(rollouts()))
+    (lease,) = (group.lease for group in await take(shard, "generate"))
+    late = shard.add_groups([entry("b")], [make_commit("b", rollouts(version=9))], wait_s=1.0)
+    refused, _ = await asyncio.gather(put(shard, (lease, rollouts(version=1))), late)
+    assert refused == []
+    scoring = await take(shard, "reward", ("policy_version",))
+    assert [group.columns["policy_version"].max() for group in scoring] == [0, 1]
 
-    on_shard(test, log=log)
+
+@in_virtual_time
+async def test_retried_add_groups_returns_after_the_first_write_is_durable():
+    log = MemoryLog(write_s=0.1)
+    shard = make_shard(log=log)
+    await admit(shard, "a")
+    inserting = [entry("a")], [make_commit("a", rollouts())]
+    first = asyncio.create_task(shard.add_groups(*inserting, wait_s=1.0))
+    await asyncio.sleep(0.01)  # the shard is writing, and the caller has lost the connection
+    assert await shard.add_groups(*inserting, wait_s=1.0) == ["a"]
+    assert "put" in [record.meta["kind"] for record in log.records]
+    await first
 
 
-def test_invalid_columns_for_a_half_inserted_group_are_not_written():
+@in_virtual_time
+async def test_invalid_columns_for_a_half_inserted_group_are_not_written():
     log = MemoryLog()
-
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
-        bad = replace(make_commit("a", rollouts()), column_sizes=measure_columns(columns))
-        with pytest.raises(ContractError, match="loss_mask"):
-            await shard.add_groups([entry("a")], [bad], wait_s=1.0)
-        assert all(record.meta["kind"] != "put" for record in log.records)
-
-    on_shard(test, log=log)
+    shard = make_shard(log=log)
+    await admit(shard, "a")
+    columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
+    bad = replace(make_commit("a", rollouts()), column_sizes=measure_columns(columns))
+    with pytest.raises(ContractError, match="loss_mask"):
+        await shard.add_groups([entry("a")], [bad], wait_s=1.0)
+    assert all(record.meta["kind"] != "put" for record in log.records)
 
 
-def test_contract_violations_raise_with_stage_and_columns():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        with pytest.raises(
-            ContractError, match="unknown stage nope: this queue has generate, reward"
-        ):
-            await take(shard, "nope")
-        with pytest.raises(ContractError, match=r"stage generate requests \['scores'\]: not among"):
-            await take(shard, "generate", ("scores",))
-        with pytest.raises(ContractError, match="before its rollouts"):
-            await shard.add_groups(
-                [entry("b")], [commit(GroupLease(0, "b", "reward", 0, 0), SCORES)], wait_s=1
-            )
-        (group,) = await take(shard, "generate")
-        with pytest.raises(ContractError, match=r"generate committed \['scores'\] for a: another"):
-            await put(shard, (group.lease, {**rollouts(), **SCORES}))
-        unsampled = {**rollouts(), "loss_mask": np.zeros(10, np.bool_)}
-        with pytest.raises(ContractError, match="group a: no token of it was sampled"):
-            await put(shard, (group.lease, unsampled))
-        unversioned = {**rollouts(), "policy_version": np.full(10, -1, np.int32)}
-        with pytest.raises(ContractError, match="group a: a sampled token has no policy_version"):
-            await put(shard, (group.lease, unversioned))
-        negative = {**rollouts(), "lengths": np.array([12, -2], np.int32)}
-        with pytest.raises(ContractError, match="group a: a rollout of -2 tokens"):
-            await put(shard, (group.lease, negative))
-        none = {**rollouts(), "lengths": np.zeros(0, np.int32)}
-        with pytest.raises(ContractError, match="group a: a rollout of 0 tokens"):
-            await put(shard, (group.lease, none))
-        uneven = {**rollouts(), "loss_mask": np.ones(9, np.bool_)}
-        with pytest.raises(ContractError, match=r"policy_version\[10\], loss_mask\[9\]"):
-            await put(shard, (group.lease, uneven))
-        for name in ("foo", 7):
-            with pytest.raises(ContractError, match=f"column {name}: there is no such column"):
-                extra_columns: dict[Any, Any] = {name: np.zeros(2, np.float32)}
-                await put(shard, (group.lease, {**rollouts(), **extra_columns}))
-        assert await put(shard, (group.lease, rollouts())) == []
-
-    on_shard(test)
+@on_shard()
+async def test_unknown_stages_and_columns_of_a_request_are_refused(shard: QueueShard):
+    with pytest.raises(ContractError, match="unknown stage nope: this queue has generate, reward"):
+        await take(shard, "nope")
+    with pytest.raises(ContractError, match=r"stage generate requests \['scores'\]: not among"):
+        await take(shard, "generate", ("scores",))
+    early = commit(GroupLease(0, "b", "reward", 0, 0), SCORES)
+    with pytest.raises(ContractError, match="before its rollouts"):
+        await shard.add_groups([entry("b")], [early], wait_s=1)
 
 
-def test_add_groups_with_invalid_columns_inserts_nothing():
-    async def test(shard: QueueShard) -> None:
-        columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
-        bad = replace(make_commit("b", rollouts()), column_sizes=measure_columns(columns))
-        with pytest.raises(ValueError, match=r"loss_mask: bool\[3\], wanted bool\[10\]"):
-            await shard.add_groups(
-                [entry("a"), entry("b")], [make_commit("a", rollouts()), bad], wait_s=1.0
-            )
-        assert (await shard.get_stats()).uids == ()
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (SCORES, r"generate committed \['scores'\] for a: another"),
+        ({"loss_mask": np.zeros(10, np.bool_)}, "group a: no token of it was sampled"),
+        ({"policy_version": np.full(10, -1, np.int32)}, "a: a sampled token has no policy_version"),
+        ({"lengths": np.array([12, -2], np.int32)}, "group a: a rollout of -2 tokens"),
+        ({"lengths": np.zeros(0, np.int32)}, "group a: a rollout of 0 tokens"),
+        ({"loss_mask": np.ones(9, np.bool_)}, r"policy_version\[10\], loss_mask\[9\]"),
+        ({"foo": np.zeros(2, np.float32)}, "column foo: there is no such column"),
+        ({7: np.zeros(2, np.float32)}, "column 7: there is no such column"),
+    ],
+)
+@on_shard()
+async def test_rollouts_that_violate_the_contract_are_refused(
+    shard: QueueShard, columns: Mapping[str, Any], message: str
+):
+    await admit(shard, "a")
+    (group,) = await take(shard, "generate")
+    with pytest.raises(ContractError, match=message):
+        await put(shard, (group.lease, {**rollouts(), **columns}))
+    assert await put(shard, (group.lease, rollouts())) == []
 
-    on_shard(test)
+
+@on_shard()
+async def test_add_groups_with_invalid_columns_inserts_nothing(shard: QueueShard):
+    columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
+    bad = replace(make_commit("b", rollouts()), column_sizes=measure_columns(columns))
+    with pytest.raises(ValueError, match=r"loss_mask: bool\[3\], wanted bool\[10\]"):
+        await shard.add_groups(
+            [entry("a"), entry("b")], [make_commit("a", rollouts()), bad], wait_s=1.0
+        )
+    assert (await shard.get_stats()).uids == ()
 
 
-def test_group_columns_may_be_committed_before_rollouts():
+@on_shard(book=ShardState(WITH_A_GREEDY_ONE))
+async def test_group_columns_may_be_committed_before_rollouts(shard: QueueShard):
     greedy: Columns = {"greedy_ids": np.array([7, 8], np.int32)}
     baseline: Columns = {"baseline_scores": np.ones(2, np.float32)}
-
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        (greedy_group,) = await take(shard, "greedy")
-        assert await put(shard, (greedy_group.lease, greedy)) == []
-        assert await take(shard, "baseline", wait_s=0.0) == []
-        (sampled,) = await take(shard, "generate")
-        with pytest.raises(ContractError, match="stage baseline"):
-            await take(shard, "baseline", ("scores",))
-        assert await put(shard, (sampled.lease, rollouts())) == []
-        (baseline_group,) = await take(shard, "baseline", ("greedy_ids", "lengths"))
-        assert baseline_group.columns["greedy_ids"].tolist() == [7, 8]
-        assert baseline_group.info is not None
-        with pytest.raises(ContractError, match=r"baseline_scores: float32\[3\]"):
-            await put(shard, (baseline_group.lease, {"baseline_scores": np.ones(3, np.float32)}))
-        assert await put(shard, (baseline_group.lease, baseline)) == []
-
-    on_shard(test, book=ShardState(WITH_A_GREEDY_ONE))
+    await admit(shard, "a")
+    (greedy_group,) = await take(shard, "greedy")
+    assert await put(shard, (greedy_group.lease, greedy)) == []
+    assert await take(shard, "baseline", wait_s=0.0) == []
+    (sampled,) = await take(shard, "generate")
+    with pytest.raises(ContractError, match="stage baseline"):
+        await take(shard, "baseline", ("scores",))
+    assert await put(shard, (sampled.lease, rollouts())) == []
+    (baseline_group,) = await take(shard, "baseline", ("greedy_ids", "lengths"))
+    assert baseline_group.columns["greedy_ids"].tolist() == [7, 8]
+    assert baseline_group.info is not None
+    with pytest.raises(ContractError, match=r"baseline_scores: float32\[3\]"):
+        await put(shard, (baseline_group.lease, {"baseline_scores": np.ones(3, np.float32)}))
+    assert await put(shard, (baseline_group.lease, baseline)) == []

@@ -1,7 +1,7 @@
 """Durable shard: kills, restarts, snapshots, rewinds, damage."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,11 @@ def open_durable(plan: ShardPlan, store: Callable[[Blob], Any] = join_pieces) ->
     return shard
 
 
-def run_lives(*process_lives: Callable[[], Awaitable[None]]) -> None:
-    """Run each coroutine in its own event loop, like a process: only the disk persists.
-
-    Shards stay open at the end of a life, as after a kill.
-    """
-    for process_run in process_lives:
-        asyncio.run(process_run())  # type: ignore[arg-type]
+def restart(plan: ShardPlan, store: Callable[[Blob], Any] = join_pieces) -> DurableShard:
+    """Open the shard as a new process; the one before is killed: only the disk persists."""
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    return open_durable(plan, store)
 
 
 async def columns(shard: DurableShard, uid: str, *names: str) -> dict[str, Any]:
@@ -69,192 +67,153 @@ async def checkpoint(shard: DurableShard, run_dir: Path, version: int) -> None:
     await shard.discard_before(cut)
 
 
-def test_accepted_columns_survive_a_kill(tmp_path: Path):
-    async def first() -> None:
-        shard = open_durable(plan(tmp_path))
-        await admit(shard, "a", "b", version=3)
-        (group,) = await take(shard, "generate", max_groups=1)
-        assert await put(shard, (group.lease, rollouts(version=3))) == []
+async def test_accepted_columns_survive_a_kill(tmp_path: Path):
+    shard = restart(plan(tmp_path))
+    await admit(shard, "a", "b", version=3)
+    (group,) = await take(shard, "generate", max_groups=1)
+    assert await put(shard, (group.lease, rollouts(version=3))) == []
 
-    async def second() -> None:
-        shard = open_durable(plan(tmp_path, session="resumed"))
-        assert not shard.corrupt_records
-        assert (await shard.get_stats()).uids == ("a", "b")
-        (sampling,) = await take(shard, "generate")
-        assert (sampling.uid, sampling.admitted_version) == ("b", 3)
-        assert sampling.prompt is not None and sampling.prompt.token_ids.tolist() == [1, 2]
-        (scoring,) = await take(shard, "reward", ("policy_version",))
-        assert (
-            scoring.columns["policy_version"].tolist()
-            == rollouts(version=3)["policy_version"].tolist()
-        )
-        await finish(shard)
-        await shard.close()
-
-    run_lives(first, second)
+    shard = restart(plan(tmp_path, session="resumed"))
+    assert not shard.corrupt_records
+    assert (await shard.get_stats()).uids == ("a", "b")
+    (sampling,) = await take(shard, "generate")
+    assert (sampling.uid, sampling.admitted_version) == ("b", 3)
+    assert sampling.prompt is not None and sampling.prompt.token_ids.tolist() == [1, 2]
+    (scoring,) = await take(shard, "reward", ("policy_version",))
+    expected = rollouts(version=3)["policy_version"].tolist()
+    assert scoring.columns["policy_version"].tolist() == expected
+    await finish(shard)
+    await shard.close()
 
 
-def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path):
+async def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path):
     greedy = {"greedy_ids": np.array([7, 8], np.int32)}
+    shard = restart(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+    await admit(shard, "a")
+    (group,) = await take(shard, "greedy")
+    assert await put(shard, (group.lease, greedy)) == []
 
-    async def first() -> None:
-        shard = open_durable(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
-        await admit(shard, "a")
-        (group,) = await take(shard, "greedy")
-        assert await put(shard, (group.lease, greedy)) == []
+    shard = restart(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+    assert not shard.corrupt_records
+    assert await take(shard, "greedy") == []
+    (sampling,) = await take(shard, "generate")
+    assert await put(shard, (sampling.lease, rollouts())) == []
 
-    async def second() -> None:
-        shard = open_durable(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
-        assert not shard.corrupt_records
-        assert await take(shard, "greedy") == []
-        (sampling,) = await take(shard, "generate")
-        assert await put(shard, (sampling.lease, rollouts())) == []
-
-    async def third() -> None:
-        shard = open_durable(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
-        (judging,) = await take(shard, "baseline", ("greedy_ids", "lengths"))
-        assert judging.columns["greedy_ids"].tolist() == [7, 8]
-        assert judging.info is not None
-        await shard.close()
-
-    run_lives(first, second, third)
+    shard = restart(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+    (judging,) = await take(shard, "baseline", ("greedy_ids", "lengths"))
+    assert judging.columns["greedy_ids"].tolist() == [7, 8]
+    assert judging.info is not None
+    await shard.close()
 
 
-def test_shard_recovers_from_repeated_deaths(tmp_path: Path):
-    async def life() -> None:
-        shard = open_durable(plan(tmp_path))
-        num_groups = len((await shard.get_stats()).uids)
-        await admit(shard, f"0:{num_groups}:0")
+async def test_shard_recovers_from_repeated_deaths(tmp_path: Path):
+    for life in range(5):
+        shard = restart(plan(tmp_path))
+        assert len((await shard.get_stats()).uids) == life
+        await admit(shard, f"0:{life}:0")
         await do(shard, "generate")
 
-    async def last() -> None:
-        shard = open_durable(plan(tmp_path))
-        assert len(await take(shard, "reward")) == 5
-        assert (await shard.get_stats()).journal_bytes > 0
-        await shard.close()
-
-    run_lives(*[life] * 5, last)
+    shard = restart(plan(tmp_path))
+    assert len(await take(shard, "reward")) == 5
+    assert (await shard.get_stats()).journal_bytes > 0
+    await shard.close()
 
 
-def test_store_is_used_before_and_after_a_restart(tmp_path: Path):
+async def test_store_is_used_before_and_after_a_restart(tmp_path: Path):
     store: dict[int, bytes] = {}
 
     def keep(blob: Any) -> int:
         store[len(store)] = bytes(blob)
         return len(store) - 1
 
-    async def first() -> None:
-        shard = open_durable(plan(tmp_path), keep)
-        await admit(shard, "a")
-        (group,) = await take(shard, "generate")
-        await put(shard, (group.lease, rollouts()))
-        assert await shard.read_columns(["a"], ["lengths"]) == [(0,)]
+    shard = restart(plan(tmp_path), keep)
+    await admit(shard, "a")
+    (group,) = await take(shard, "generate")
+    await put(shard, (group.lease, rollouts()))
+    assert await shard.read_columns(["a"], ["lengths"]) == [(0,)]
 
-    async def second() -> None:
-        shard = open_durable(plan(tmp_path), keep)
-        assert await shard.read_columns(["a"], ["lengths"]) == [(1,)]
-        assert store[1] == store[0]
-        await shard.close()
-
-    run_lives(first, second)
+    shard = restart(plan(tmp_path), keep)
+    assert await shard.read_columns(["a"], ["lengths"]) == [(1,)]
+    assert store[1] == store[0]
+    await shard.close()
 
 
-def test_checkpoint_replaces_the_journal_before_its_cut(tmp_path: Path):
-    async def first() -> None:
-        shard = open_durable(plan(tmp_path))
-        await admit(shard, "trained", "ready", "fresh")
-        await finish(shard, max_groups=1)
-        await shard.remove_groups(["trained"], 1)
-        await finish(shard, max_groups=1)
-        await checkpoint(shard, tmp_path, 1)
-        assert list_segments(tmp_path / "journal") == [2]
-        await admit(shard, "later", version=1)
+async def test_checkpoint_replaces_the_journal_before_its_cut(tmp_path: Path):
+    shard = restart(plan(tmp_path))
+    await admit(shard, "trained", "ready", "fresh")
+    await finish(shard, max_groups=1)
+    await shard.remove_groups(["trained"], 1)
+    await finish(shard, max_groups=1)
+    await checkpoint(shard, tmp_path, 1)
+    assert list_segments(tmp_path / "journal") == [2]
+    await admit(shard, "later", version=1)
 
-    async def second() -> None:
-        shard = open_durable(plan(tmp_path))
-        assert (await shard.get_stats()).uids == ("ready", "fresh", "later")
-        assert (await columns(shard, "ready", "scores"))["scores"].tolist() == [1.0, 1.0]
-        with pytest.raises(StreamError, match="neither in the queue nor in its journal"):
-            await shard.read_columns(["trained"], ["scores"])
-        await shard.remove_groups(["ready"], 2)
-        assert (await columns(shard, "ready", "scores"))["scores"].tolist() == [1.0, 1.0]
-        await checkpoint(shard, tmp_path, 2)
-        with pytest.raises(StreamError, match="neither in the queue nor in its journal"):
-            await shard.read_columns(["ready"], ["scores"])
-        await shard.close()
+    shard = restart(plan(tmp_path))
+    assert (await shard.get_stats()).uids == ("ready", "fresh", "later")
+    assert (await columns(shard, "ready", "scores"))["scores"].tolist() == [1.0, 1.0]
+    with pytest.raises(StreamError, match="neither in the queue nor in its journal"):
+        await shard.read_columns(["trained"], ["scores"])
+    await shard.remove_groups(["ready"], 2)
+    assert (await columns(shard, "ready", "scores"))["scores"].tolist() == [1.0, 1.0]
+    await checkpoint(shard, tmp_path, 2)
+    with pytest.raises(StreamError, match="neither in the queue nor in its journal"):
+        await shard.read_columns(["ready"], ["scores"])
+    await shard.close()
 
-    async def third() -> None:
-        shard = open_durable(plan(tmp_path))
-        assert (await shard.get_stats()).uids == ("fresh", "later")
-        await shard.close()
-
-    run_lives(first, second, third)
+    shard = restart(plan(tmp_path))
+    assert (await shard.get_stats()).uids == ("fresh", "later")
+    await shard.close()
 
 
-def test_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path):
-    async def first() -> None:
-        shard = open_durable(plan(tmp_path))
-        await admit(shard, "a")
-        cut = await shard.rotate_journal()
-        await admit(shard, "b")
-        await shard.write_snapshot(
-            cut, tmp_path / "checkpoints" / ".step_000001.partial" / "shard-0"
-        )
+async def test_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path):
+    shard = restart(plan(tmp_path))
+    await admit(shard, "a")
+    cut = await shard.rotate_journal()
+    await admit(shard, "b")
+    await shard.write_snapshot(cut, tmp_path / "checkpoints" / ".step_000001.partial" / "shard-0")
 
-    async def second() -> None:
-        shard = open_durable(plan(tmp_path))
-        assert (await shard.get_stats()).uids == ("a", "b")
-        await shard.close()
-
-    run_lives(first, second)
+    shard = restart(plan(tmp_path))
+    assert (await shard.get_stats()).uids == ("a", "b")
+    await shard.close()
 
 
-def test_records_during_a_snapshot_lie_after_its_cut(tmp_path: Path):
-    async def main() -> None:
-        shard = open_durable(plan(tmp_path))
-        await admit(shard, "a")
-        await do(shard, "generate")
-        cut = await shard.rotate_journal()
-        making = asyncio.create_task(shard.write_snapshot(cut, tmp_path / "out"))
-        await admit(shard, "b")
-        await do(shard, "reward", "reference")
-        await shard.remove_groups(["a"], 1)
-        await making
-        await shard.close()
+async def test_records_during_a_snapshot_lie_after_its_cut(tmp_path: Path):
+    shard = restart(plan(tmp_path))
+    await admit(shard, "a")
+    await do(shard, "generate")
+    cut = await shard.rotate_journal()
+    making = asyncio.create_task(shard.write_snapshot(cut, tmp_path / "out"))
+    await admit(shard, "b")
+    await do(shard, "reward", "reference")
+    await shard.remove_groups(["a"], 1)
+    await making
+    await shard.close()
 
-    async def later() -> None:
-        files = ShardFiles(tmp_path / "nothing", lambda: SnapshotBase(tmp_path / "out", 99))
-        shard = open_durable(ShardPlan(STAGES, QueueConfig(), ShardCapacity(100), "run", files))
-        assert (await shard.get_stats()).uids == ("a",)
-        assert len(await take(shard, "reward")) == 1
-        await shard.close()
-
-    run_lives(main, later)
+    files = ShardFiles(tmp_path / "nothing", lambda: SnapshotBase(tmp_path / "out", 99))
+    shard = open_durable(ShardPlan(STAGES, QueueConfig(), ShardCapacity(100), "run", files))
+    assert (await shard.get_stats()).uids == ("a",)
+    assert len(await take(shard, "reward")) == 1
+    await shard.close()
 
 
-def test_rewound_run_keeps_its_new_records(tmp_path: Path):
-    async def first() -> None:
-        shard = open_durable(plan(tmp_path))
-        await admit(shard, "a")
-        await checkpoint(shard, tmp_path, 1)
-        await admit(shard, "abandoned")
-        await checkpoint(shard, tmp_path, 2)
+async def test_rewound_run_keeps_its_new_records(tmp_path: Path):
+    shard = restart(plan(tmp_path))
+    await admit(shard, "a")
+    await checkpoint(shard, tmp_path, 1)
+    await admit(shard, "abandoned")
+    await checkpoint(shard, tmp_path, 2)
 
-    async def rewound() -> None:
-        newest = tmp_path / "checkpoints" / "step_000002"
-        newest.rename(tmp_path / "removed")
-        delete_segments_from(tmp_path / "journal", find_snapshot(tmp_path, "shard-0").first_segment)
-        assert list_segments(tmp_path / "journal") == []
-        shard = open_durable(plan(tmp_path))
-        assert (await shard.get_stats()).uids == ("a",)
-        await admit(shard, "another")
+    newest = tmp_path / "checkpoints" / "step_000002"
+    newest.rename(tmp_path / "removed")
+    delete_segments_from(tmp_path / "journal", find_snapshot(tmp_path, "shard-0").first_segment)
+    assert list_segments(tmp_path / "journal") == []
+    shard = restart(plan(tmp_path))
+    assert (await shard.get_stats()).uids == ("a",)
+    await admit(shard, "another")
 
-    async def resumed() -> None:
-        shard = open_durable(plan(tmp_path))
-        assert (await shard.get_stats()).uids == ("a", "another")
-        await shard.close()
-
-    run_lives(first, rewound, resumed)
+    shard = restart(plan(tmp_path))
+    assert (await shard.get_stats()).uids == ("a", "another")
+    await shard.close()
 
 
 def test_segments_are_deleted_from_the_end_so_that_a_crash_leaves_no_gap(
@@ -278,25 +237,21 @@ def test_segments_are_deleted_from_the_end_so_that_a_crash_leaves_no_gap(
     assert list_segments(tmp_path) == [3]
 
 
-def test_damage_is_reported_and_the_shard_continues(tmp_path: Path):
-    async def first() -> None:
-        shard = open_durable(plan(tmp_path))
-        await admit(shard, "a")
-        await do(shard, "generate")
-        await admit(shard, "b")
-        await shard.close()
+async def test_damage_is_reported_and_the_shard_continues(tmp_path: Path):
+    shard = restart(plan(tmp_path))
+    await admit(shard, "a")
+    await do(shard, "generate")
+    await admit(shard, "b")
+    await shard.close()
 
-    async def second() -> None:
-        path = get_segment_path(tmp_path / "journal", 1)
-        content = path.read_bytes()
-        path.write_bytes(content.replace(b"generator_logprobs", b"generator_logprobz"))
-        shard = open_durable(plan(tmp_path, session="resumed"))
-        (bad,) = shard.corrupt_records
-        assert (bad.file, bad.reason) == (path, "the record does not match its checksum")
-        assert {group.uid for group in await take(shard, "generate")} == {"a", "b"}
-        await shard.close()
-
-    run_lives(first, second)
+    path = get_segment_path(tmp_path / "journal", 1)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"generator_logprobs", b"generator_logprobz"))
+    shard = restart(plan(tmp_path, session="resumed"))
+    (bad,) = shard.corrupt_records
+    assert (bad.file, bad.reason) == (path, "the record does not match its checksum")
+    assert {group.uid for group in await take(shard, "generate")} == {"a", "b"}
+    await shard.close()
 
 
 def spoil(run_dir: Path, segment: int, text: bytes) -> None:
@@ -307,91 +262,71 @@ def spoil(run_dir: Path, segment: int, text: bytes) -> None:
     path.write_bytes(content.replace(text, text[:-1] + b"?", 1))
 
 
-def test_next_checkpoint_discards_damaged_records(tmp_path: Path):
-    async def first() -> None:
-        shard = open_durable(plan(tmp_path))
-        await admit(shard, "a", "b")
-        await do(shard, "generate", max_groups=1)
-        await admit(shard, "c")
+async def test_next_checkpoint_discards_damaged_records(tmp_path: Path):
+    shard = restart(plan(tmp_path))
+    await admit(shard, "a", "b")
+    await do(shard, "generate", max_groups=1)
+    await admit(shard, "c")
 
-    async def second() -> None:
-        spoil(tmp_path, 1, b"generator_logprobs")
-        shard = open_durable(plan(tmp_path, session="resumed"))
-        assert len(shard.corrupt_records) == 1
-        await do(shard, "generate", max_groups=1)
-        await checkpoint(shard, tmp_path, 1)
+    spoil(tmp_path, 1, b"generator_logprobs")
+    shard = restart(plan(tmp_path, session="resumed"))
+    assert len(shard.corrupt_records) == 1
+    await do(shard, "generate", max_groups=1)
+    await checkpoint(shard, tmp_path, 1)
 
-    async def third() -> None:
-        shard = open_durable(plan(tmp_path, session="resumed again"))
-        assert not shard.corrupt_records
-        assert [group.uid for group in await take(shard, "reward")] == ["a"]
-        assert [group.uid for group in await take(shard, "generate")] == ["b", "c"]
-        await shard.close()
-
-    run_lives(first, second, third)
+    shard = restart(plan(tmp_path, session="resumed again"))
+    assert not shard.corrupt_records
+    assert [group.uid for group in await take(shard, "reward")] == ["a"]
+    assert [group.uid for group in await take(shard, "generate")] == ["b", "c"]
+    await shard.close()
 
 
-def test_damage_detected_by_a_snapshot_raises(tmp_path: Path):
-    async def main() -> None:
-        shard = open_durable(plan(tmp_path))
-        await admit(shard, "a")
-        await do(shard, "generate")
-        await admit(shard, "b")
-        cut = await shard.rotate_journal()
-        spoil(tmp_path, 1, b"generator_logprobs")
-        with pytest.raises(JournalError, match="does not match its checksum"):
-            await shard.write_snapshot(cut, tmp_path / "out")
-
-    run_lives(main)
+async def test_damage_detected_by_a_snapshot_raises(tmp_path: Path):
+    shard = restart(plan(tmp_path))
+    await admit(shard, "a")
+    await do(shard, "generate")
+    await admit(shard, "b")
+    cut = await shard.rotate_journal()
+    spoil(tmp_path, 1, b"generator_logprobs")
+    with pytest.raises(JournalError, match="does not match its checksum"):
+        await shard.write_snapshot(cut, tmp_path / "out")
 
 
-def test_scores_of_lost_rollouts_are_not_attached_to_new_rollouts(tmp_path: Path):
-    async def first() -> None:
-        shard = open_durable(plan(tmp_path))
-        await admit(shard, "a")
-        await finish(shard)
+async def test_scores_of_lost_rollouts_are_not_attached_to_new_rollouts(tmp_path: Path):
+    shard = restart(plan(tmp_path))
+    await admit(shard, "a")
+    await finish(shard)
 
-    async def second() -> None:
-        spoil(tmp_path, 1, b"generator_logprobs")
-        shard = open_durable(plan(tmp_path))
-        await do(shard, "generate")
-        # The shard dies before the new rollouts are scored; the journal has the old scores.
+    spoil(tmp_path, 1, b"generator_logprobs")
+    shard = restart(plan(tmp_path))
+    await do(shard, "generate")
+    # The shard dies before the new rollouts are scored; the journal has the old scores.
 
-    async def third() -> None:
-        shard = open_durable(plan(tmp_path))
-        assert not await take(shard, "train")
-        await finish(shard)
-        await checkpoint(shard, tmp_path, 1)
+    shard = restart(plan(tmp_path))
+    assert not await take(shard, "train")
+    await finish(shard)
+    await checkpoint(shard, tmp_path, 1)
 
-    async def fourth() -> None:
-        shard = open_durable(plan(tmp_path, session="resumed"))
-        assert not shard.corrupt_records
-        assert [group.uid for group in await take(shard, "train")] == ["a"]
-        await shard.close()
-
-    run_lives(first, second, third, fourth)
+    shard = restart(plan(tmp_path, session="resumed"))
+    assert not shard.corrupt_records
+    assert [group.uid for group in await take(shard, "train")] == ["a"]
+    await shard.close()
 
 
-def test_fenced_process_cannot_write(tmp_path: Path):
-    async def main() -> None:
-        first, second = open_durable(plan(tmp_path)), open_durable(plan(tmp_path))
-        await admit(second, "a")
-        with pytest.raises(JournalError, match="another process has taken this journal over"):
-            await admit(first, "b")
-        await second.close()
-        reopened = open_durable(plan(tmp_path))
-        assert (await reopened.get_stats()).uids == ("a",)
-        await reopened.close()
-
-    run_lives(main)
+async def test_fenced_process_cannot_write(tmp_path: Path):
+    first, second = open_durable(plan(tmp_path)), open_durable(plan(tmp_path))
+    await admit(second, "a")
+    with pytest.raises(JournalError, match="another process has taken this journal over"):
+        await admit(first, "b")
+    await second.close()
+    reopened = restart(plan(tmp_path))
+    assert (await reopened.get_stats()).uids == ("a",)
+    await reopened.close()
 
 
-def test_shard_without_journal_works_and_writes_no_file(tmp_path: Path):
-    async def main() -> None:
-        shard = open_shard(plan(tmp_path, enabled=False))
-        await admit(shard, "a")
-        await finish(shard)
-        assert (await shard.get_stats()).journal_bytes == 0 and not shard.corrupt_records
-        assert list(tmp_path.iterdir()) == []
-
-    run_lives(main)
+async def test_shard_without_journal_works_and_writes_no_file(tmp_path: Path):
+    shard = open_shard(plan(tmp_path, enabled=False))
+    await admit(shard, "a")
+    await finish(shard)
+    assert (await shard.get_stats()).journal_bytes == 0 and not shard.corrupt_records
+    assert list(tmp_path.iterdir()) == []

@@ -22,83 +22,62 @@ def now() -> float:
 # Expiry and renewal; lease_s is 10, max_attempts 2
 
 
-def test_expired_lease_wakes_waiting_requests():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await take(shard, "generate")
-        (redelivered,) = await take(shard, "generate", wait_s=60.0)
-        assert now() == pytest.approx(10.0, abs=0.1)
-        assert redelivered.lease.attempt == 2
-
-    on_shard(test)
-
-
-def test_renewed_lease_is_kept_and_expired_lease_is_lost():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"ab")
-        renewed, expired = (
-            group.lease for group in await take(shard, "generate", holder="generator-0")
-        )
-        for _ in range(5):
-            await asyncio.sleep(6.0)
-            await shard.renew_leases([renewed])
-        assert [g.uid for g in await take(shard, "generate", holder="generator-1")] == ["b"]
-        assert await shard.renew_leases([renewed, expired]) == [expired]
-        assert await put(shard, (renewed, rollouts()), (expired, rollouts())) == ["b"]
-
-    on_shard(test)
+@on_shard()
+async def test_renewed_lease_is_kept_and_expired_lease_is_lost(shard: QueueShard):
+    await admit(shard, *"ab")
+    renewed, expired = (
+        group.lease for group in await take(shard, "generate", holder="generator-0")
+    )
+    for _ in range(5):
+        await asyncio.sleep(6.0)
+        await shard.renew_leases([renewed])
+    assert [g.uid for g in await take(shard, "generate", holder="generator-1")] == ["b"]
+    assert await shard.renew_leases([renewed, expired]) == [expired]
+    assert await put(shard, (renewed, rollouts()), (expired, rollouts())) == ["b"]
 
 
-def test_renewal_restarts_the_full_term():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        (group,) = await take(shard, "generate")
-        await asyncio.sleep(7.0)
-        await shard.renew_leases([group.lease])
-        await take(shard, "generate", wait_s=60.0)
-        assert now() == pytest.approx(17.0, abs=0.1)
-
-    on_shard(test)
+@on_shard()
+async def test_renewal_restarts_the_full_term(shard: QueueShard):
+    await admit(shard, "a")
+    (group,) = await take(shard, "generate")
+    await asyncio.sleep(7.0)
+    await shard.renew_leases([group.lease])
+    await take(shard, "generate", wait_s=60.0)
+    assert now() == pytest.approx(17.0, abs=0.1)
 
 
-def test_renewal_reports_ended_and_removed_groups_as_lost():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"abc")
-        leases = [group.lease for group in await take(shard, "generate")]
-        await put(shard, (leases[0], rollouts()))
-        await shard.remove_groups(["b"], 0)
-        await shard.fail_groups([(leases[2], DeadlineError("no"))])
-        assert await shard.renew_leases(leases) == leases
-
-    on_shard(test)
+@on_shard()
+async def test_renewal_reports_ended_and_removed_groups_as_lost(shard: QueueShard):
+    await admit(shard, *"abc")
+    leases = [group.lease for group in await take(shard, "generate")]
+    await put(shard, (leases[0], rollouts()))
+    await shard.remove_groups(["b"], 0)
+    await shard.fail_groups([(leases[2], DeadlineError("no"))])
+    assert await shard.renew_leases(leases) == leases
 
 
-def test_group_is_dropped_after_too_many_expired_leases():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        for attempt in (1, 2):
-            (group,) = await take(shard, "generate", wait_s=60.0, holder="generator-0")
-            assert group.lease.attempt == attempt
-        (ended,) = await take(shard, "train", wait_s=60.0)
-        assert now() == pytest.approx(20.0, abs=0.1)
-        assert ended.outcome == GroupOutcome(
-            "generate_lease_expired", "generator-0 was silent for 10 s (queue.lease_s)"
-        )
-
-    on_shard(test)
+@on_shard()
+async def test_group_is_dropped_after_too_many_expired_leases(shard: QueueShard):
+    await admit(shard, "a")
+    for attempt in (1, 2):
+        (group,) = await take(shard, "generate", wait_s=60.0, holder="generator-0")
+        assert group.lease.attempt == attempt
+    (ended,) = await take(shard, "train", wait_s=60.0)
+    assert now() == pytest.approx(20.0, abs=0.1)
+    assert ended.outcome == GroupOutcome(
+        "generate_lease_expired", "generator-0 was silent for 10 s (queue.lease_s)"
+    )
 
 
-def test_failures_and_expired_leases_count_as_attempts():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await do(shard, "generate")
-        await take(shard, "reward")
-        (redelivered,) = await take(shard, "reward", wait_s=60.0)
-        await shard.fail_groups([(redelivered.lease, DeadlineError("no verdict"))])
-        (ended,) = await take(shard, "train")
-        assert ended.outcome == GroupOutcome("deadline", "no verdict")
-
-    on_shard(test)
+@on_shard()
+async def test_failures_and_expired_leases_count_as_attempts(shard: QueueShard):
+    await admit(shard, "a")
+    await do(shard, "generate")
+    await take(shard, "reward")
+    (redelivered,) = await take(shard, "reward", wait_s=60.0)
+    await shard.fail_groups([(redelivered.lease, DeadlineError("no verdict"))])
+    (ended,) = await take(shard, "train")
+    assert ended.outcome == GroupOutcome("deadline", "no verdict")
 
 
 @in_virtual_time
@@ -114,227 +93,197 @@ async def test_commit_before_expiry_is_accepted():
     assert (await shard.get_stats()).counts["redelivered"] == 0
 
 
-def test_commit_after_expiry_is_refused_even_without_another_holder():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        (group,) = await take(shard, "generate")
-        await asyncio.sleep(10.0)
-        assert await put(shard, (group.lease, rollouts())) == ["a"]
-        assert len(await take(shard, "generate")) == 1
-
-    on_shard(test)
+@on_shard()
+async def test_commit_after_expiry_is_refused_even_without_another_holder(shard: QueueShard):
+    await admit(shard, "a")
+    (group,) = await take(shard, "generate")
+    await asyncio.sleep(10.0)
+    assert await put(shard, (group.lease, rollouts())) == ["a"]
+    assert len(await take(shard, "generate")) == 1
 
 
-def test_settled_leases_are_compacted_before_expiry():
-    async def test(shard: QueueShard) -> None:
-        uids = [f"0:{i}:0" for i in range(MIN_COMPACT_SIZE + 1)]
-        await admit(shard, *uids)
-        settled = weakref.ref((await take(shard, "generate", max_groups=1))[0].lease)
-        await shard.remove_groups(uids[:1], 0)
-        await take(shard, "generate", max_groups=len(uids))
-        gc.collect()
-        assert settled() is None
-
-    on_shard(test, bounds=ShardCapacity(2 * MIN_COMPACT_SIZE), lease_s=1e6)
+@on_shard(bounds=ShardCapacity(2 * MIN_COMPACT_SIZE), lease_s=1e6)
+async def test_settled_leases_are_compacted_before_expiry(shard: QueueShard):
+    uids = [f"0:{i}:0" for i in range(MIN_COMPACT_SIZE + 1)]
+    await admit(shard, *uids)
+    settled = weakref.ref((await take(shard, "generate", max_groups=1))[0].lease)
+    await shard.remove_groups(uids[:1], 0)
+    await take(shard, "generate", max_groups=len(uids))
+    gc.collect()
+    assert settled() is None
 
 
-def test_coordinator_leases_last_until_removal():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await do(shard, "generate", "reward", "reference")
-        (ready,) = await take(shard, "train", holder="coordinator")
-        await asyncio.sleep(1000.0)
-        assert not await take(shard, "train", holder="coordinator")
-        assert await shard.renew_leases([ready.lease]) == []
-        assert await shard.find_overdue(1.0) == []
-        await shard.remove_groups(["a"], 1)
-        assert await shard.renew_leases([ready.lease]) == [ready.lease]
-
-    on_shard(test)
+@on_shard()
+async def test_coordinator_leases_last_until_removal(shard: QueueShard):
+    await admit(shard, "a")
+    await do(shard, "generate", "reward", "reference")
+    (ready,) = await take(shard, "train", holder="coordinator")
+    await asyncio.sleep(1000.0)
+    assert not await take(shard, "train", holder="coordinator")
+    assert await shard.renew_leases([ready.lease]) == []
+    assert await shard.find_overdue(1.0) == []
+    await shard.remove_groups(["a"], 1)
+    assert await shard.renew_leases([ready.lease]) == [ready.lease]
 
 
 # Hedging: a second holder for slow work
 
 
-def test_hedge_gives_slow_work_to_a_second_holder_and_first_commit_wins():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        (slow,) = await take(shard, "generate", holder="generator-0")
-        (quick,) = await take(shard, "generate", holder="generator-1", wait_s=60.0)
-        assert now() == pytest.approx(4.0, abs=0.01), "hedged after hedge_s"
-        assert quick.lease.attempt == 1, "a hedge is no new attempt"
-        assert await shard.renew_leases([slow.lease, quick.lease]) == []
-        assert await put(shard, (quick.lease, rollouts())) == []
-        assert await shard.renew_leases([slow.lease, quick.lease]) == [slow.lease, quick.lease]
-        assert await put(shard, (slow.lease, rollouts())) == ["a"]
-        assert (await shard.get_stats()).counts == {"redelivered": 0, "hedged": 1, "refused": 0}
-
-    on_shard(test, hedge_s=4.0)
+@on_shard(hedge_s=4.0)
+async def test_hedge_gives_slow_work_to_a_second_holder_and_first_commit_wins(shard: QueueShard):
+    await admit(shard, "a")
+    (slow,) = await take(shard, "generate", holder="generator-0")
+    (quick,) = await take(shard, "generate", holder="generator-1", wait_s=60.0)
+    assert now() == pytest.approx(4.0, abs=0.01), "hedged after hedge_s"
+    assert quick.lease.attempt == 1, "a hedge is no new attempt"
+    assert await shard.renew_leases([slow.lease, quick.lease]) == []
+    assert await put(shard, (quick.lease, rollouts())) == []
+    assert await shard.renew_leases([slow.lease, quick.lease]) == [slow.lease, quick.lease]
+    assert await put(shard, (slow.lease, rollouts())) == ["a"]
+    assert (await shard.get_stats()).counts == {"redelivered": 0, "hedged": 1, "refused": 0}
 
 
-def test_hedge_never_adds_a_third_or_the_same_holder():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await take(shard, "generate", holder="generator-0")
-        await asyncio.sleep(5.0)
-        assert not await take(shard, "generate", holder="generator-0", wait_s=1.0)
-        assert len(await take(shard, "generate", holder="generator-1")) == 1
-        assert not await take(shard, "generate", holder="generator-2", wait_s=1.0)
-
-    on_shard(test, hedge_s=4.0)
+@on_shard(hedge_s=4.0)
+async def test_hedge_never_adds_a_third_or_the_same_holder(shard: QueueShard):
+    await admit(shard, "a")
+    await take(shard, "generate", holder="generator-0")
+    await asyncio.sleep(5.0)
+    assert not await take(shard, "generate", holder="generator-0", wait_s=1.0)
+    assert len(await take(shard, "generate", holder="generator-1")) == 1
+    assert not await take(shard, "generate", holder="generator-2", wait_s=1.0)
 
 
-def test_no_hedge_without_hedge_s():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await take(shard, "generate", holder="generator-0")
-        assert not await take(shard, "generate", holder="generator-1", wait_s=9.0)
-
-    on_shard(test)
+@on_shard()
+async def test_no_hedge_without_hedge_s(shard: QueueShard):
+    await admit(shard, "a")
+    await take(shard, "generate", holder="generator-0")
+    assert not await take(shard, "generate", holder="generator-1", wait_s=9.0)
 
 
-def test_unleased_work_goes_before_hedges():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await take(shard, "generate", holder="generator-0")
-        await asyncio.sleep(5.0)
-        await admit(shard, "b")
-        granted = [await take(shard, "generate", holder="generator-1") for _ in range(2)]
-        assert [group.uid for (group,) in granted] == ["b", "a"]
-
-    on_shard(test, hedge_s=4.0)
+@on_shard(hedge_s=4.0)
+async def test_unleased_work_goes_before_hedges(shard: QueueShard):
+    await admit(shard, "a")
+    await take(shard, "generate", holder="generator-0")
+    await asyncio.sleep(5.0)
+    await admit(shard, "b")
+    granted = [await take(shard, "generate", holder="generator-1") for _ in range(2)]
+    assert [group.uid for (group,) in granted] == ["b", "a"]
 
 
-def test_slowest_work_is_hedged_first_and_only_granted_hedges_count():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"ab")
-        await do(shard, "generate")
-        await take(shard, "reward", holder="reward-0", max_groups=1)
-        await asyncio.sleep(1.0)
-        await take(shard, "reward", holder="reward-0")
-        await asyncio.sleep(5.0)
-        # Each group has 10 tokens.
-        (group,) = await take(shard, "reward", holder="reward-1", max_tokens=10)
-        assert group.uid == "a"
-        assert (await shard.get_stats()).counts["hedged"] == 1
-
-    on_shard(test, hedge_s=4.0)
+@on_shard(hedge_s=4.0)
+async def test_slowest_work_is_hedged_first_and_only_granted_hedges_count(shard: QueueShard):
+    await admit(shard, *"ab")
+    await do(shard, "generate")
+    await take(shard, "reward", holder="reward-0", max_groups=1)
+    await asyncio.sleep(1.0)
+    await take(shard, "reward", holder="reward-0")
+    await asyncio.sleep(5.0)
+    # Each group has 10 tokens.
+    (group,) = await take(shard, "reward", holder="reward-1", max_tokens=10)
+    assert group.uid == "a"
+    assert (await shard.get_stats()).counts["hedged"] == 1
 
 
-def test_hedged_group_is_requeued_after_both_holders_failed():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        (slow,) = await take(shard, "generate", holder="generator-0")
-        await asyncio.sleep(5.0)
-        (quick,) = await take(shard, "generate", holder="generator-1")
-        await shard.fail_groups([(slow.lease, DeadlineError("first"))])
-        assert not await take(shard, "train"), "the hedge may still commit"
-        assert await put(shard, (quick.lease, rollouts())) == []
-
-    on_shard(test, hedge_s=4.0, max_attempts=1)
+@on_shard(hedge_s=4.0, max_attempts=1)
+async def test_hedged_group_is_requeued_after_both_holders_failed(shard: QueueShard):
+    await admit(shard, "a")
+    (slow,) = await take(shard, "generate", holder="generator-0")
+    await asyncio.sleep(5.0)
+    (quick,) = await take(shard, "generate", holder="generator-1")
+    await shard.fail_groups([(slow.lease, DeadlineError("first"))])
+    assert not await take(shard, "train"), "the hedge may still commit"
+    assert await put(shard, (quick.lease, rollouts())) == []
 
 
-def test_hedged_group_is_dropped_with_the_last_cause():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        (slow,) = await take(shard, "generate", holder="generator-0")
-        await asyncio.sleep(5.0)
-        (quick,) = await take(shard, "generate", holder="generator-1")
-        for group, text in ((quick, "second"), (slow, "first")):
-            await shard.fail_groups([(group.lease, DeadlineError(text))])
-        (ended,) = await take(shard, "train")
-        assert ended.outcome == GroupOutcome("deadline", "first")
-
-    on_shard(test, hedge_s=4.0, max_attempts=2)
+@on_shard(hedge_s=4.0, max_attempts=2)
+async def test_hedged_group_is_dropped_with_the_last_cause(shard: QueueShard):
+    await admit(shard, "a")
+    (slow,) = await take(shard, "generate", holder="generator-0")
+    await asyncio.sleep(5.0)
+    (quick,) = await take(shard, "generate", holder="generator-1")
+    for group, text in ((quick, "second"), (slow, "first")):
+        await shard.fail_groups([(group.lease, DeadlineError(text))])
+    (ended,) = await take(shard, "train")
+    assert ended.outcome == GroupOutcome("deadline", "first")
 
 
 # Dead holders and stalls
 
 
-def test_release_requeues_work_of_a_dead_holder_in_every_stage():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"abc")
-        await do(shard, "generate", max_groups=1)
-        (scoring,) = await take(shard, "reward", holder="worker-0")
-        (sampling,) = await take(shard, "generate", holder="worker-0", max_groups=1)
-        (live,) = await take(shard, "generate", holder="worker-1")
-        assert await shard.release_holder("worker-0") == 2
-        assert await shard.release_holder("worker-0") == 0
-        assert [g.uid for g in await take(shard, "reward", holder="worker-2")] == [scoring.uid]
-        (redelivered,) = await take(shard, "generate", holder="worker-2")
-        assert (redelivered.uid, redelivered.lease.attempt) == (sampling.uid, 2)
-        assert await shard.renew_leases([live.lease]) == []
-        assert await put(shard, (scoring.lease, SCORES)) == ["a"]
-
-    on_shard(test)
+@on_shard()
+async def test_release_requeues_work_of_a_dead_holder_in_every_stage(shard: QueueShard):
+    await admit(shard, *"abc")
+    await do(shard, "generate", max_groups=1)
+    (scoring,) = await take(shard, "reward", holder="worker-0")
+    (sampling,) = await take(shard, "generate", holder="worker-0", max_groups=1)
+    (live,) = await take(shard, "generate", holder="worker-1")
+    assert await shard.release_holder("worker-0") == 2
+    assert await shard.release_holder("worker-0") == 0
+    assert [g.uid for g in await take(shard, "reward", holder="worker-2")] == [scoring.uid]
+    (redelivered,) = await take(shard, "generate", holder="worker-2")
+    assert (redelivered.uid, redelivered.lease.attempt) == (sampling.uid, 2)
+    assert await shard.renew_leases([live.lease]) == []
+    assert await put(shard, (scoring.lease, SCORES)) == ["a"]
 
 
-def test_pending_request_of_a_dead_holder_gets_nothing():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await take(shard, "generate", holder="worker-0")
-        waiting = asyncio.create_task(take(shard, "generate", holder="worker-0", wait_s=20.0))
-        next_request = asyncio.create_task(take(shard, "generate", holder="worker-1", wait_s=20.0))
-        await asyncio.sleep(1.0)
-        assert await shard.release_holder("worker-0") == 1
-        assert [g.uid for g in await next_request] == ["a"]
-        assert await waiting == []
-        assert now() == pytest.approx(1.0, abs=0.1), "the pending request ends at once"
-        await admit(shard, "b")
-        assert len(await take(shard, "generate", holder="worker-0")) == 1, (
-            "the restarted holder leases again"
-        )
-
-    on_shard(test)
+@on_shard()
+async def test_pending_request_of_a_dead_holder_gets_nothing(shard: QueueShard):
+    await admit(shard, "a")
+    await take(shard, "generate", holder="worker-0")
+    waiting = asyncio.create_task(take(shard, "generate", holder="worker-0", wait_s=20.0))
+    next_request = asyncio.create_task(take(shard, "generate", holder="worker-1", wait_s=20.0))
+    await asyncio.sleep(1.0)
+    assert await shard.release_holder("worker-0") == 1
+    assert [g.uid for g in await next_request] == ["a"]
+    assert await waiting == []
+    assert now() == pytest.approx(1.0, abs=0.1), "the pending request ends at once"
+    await admit(shard, "b")
+    assert len(await take(shard, "generate", holder="worker-0")) == 1, (
+        "the restarted holder leases again"
+    )
 
 
-def test_group_is_dropped_after_its_holders_died_too_often():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        for i in range(2):
-            await take(shard, "generate", holder=f"generator-{i}")
-            await shard.release_holder(f"generator-{i}")
-        (ended,) = await take(shard, "train")
-        assert ended.outcome == GroupOutcome(
-            "generate_died", "generator-1 died while holding the lease"
-        )
-
-    on_shard(test)
+@on_shard()
+async def test_group_is_dropped_after_its_holders_died_too_often(shard: QueueShard):
+    await admit(shard, "a")
+    for i in range(2):
+        await take(shard, "generate", holder=f"generator-{i}")
+        await shard.release_holder(f"generator-{i}")
+    (ended,) = await take(shard, "train")
+    assert ended.outcome == GroupOutcome(
+        "generate_died", "generator-1 died while holding the lease"
+    )
 
 
-def test_overdue_work_is_reported_even_if_renewed():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"ab")
-        (slow,) = await take(shard, "generate", holder="generator-0", max_groups=1)
-        for _ in range(4):
-            await asyncio.sleep(6.0)
-            await shard.renew_leases([slow.lease])
-        await take(shard, "generate", holder="generator-1")
-        overdue = await shard.find_overdue(20.0)
-        assert overdue == [OverdueLease("a", "generate", "generator-0", 1, 24.0)]
-        assert overdue[0].stall_key == ("a", "generate", 1)
-        assert await shard.renew_leases([slow.lease]) == [], "finding overdue work keeps its lease"
-
-    on_shard(test)
+@on_shard()
+async def test_overdue_work_is_reported_even_if_renewed(shard: QueueShard):
+    await admit(shard, *"ab")
+    (slow,) = await take(shard, "generate", holder="generator-0", max_groups=1)
+    for _ in range(4):
+        await asyncio.sleep(6.0)
+        await shard.renew_leases([slow.lease])
+    await take(shard, "generate", holder="generator-1")
+    overdue = await shard.find_overdue(20.0)
+    assert overdue == [OverdueLease("a", "generate", "generator-0", 1, 24.0)]
+    assert overdue[0].stall_key == ("a", "generate", 1)
+    assert await shard.renew_leases([slow.lease]) == [], "finding overdue work keeps its lease"
 
 
-def test_overdue_work_can_be_requeued():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        for attempt in (1, 2):
-            (slow,) = await take(shard, "generate", holder="generator-0")
-            await asyncio.sleep(9.0)
-            (overdue,) = await shard.find_overdue(8.0)
-            assert overdue.attempt == attempt
-            for _ in range(2):
-                await shard.requeue_overdue([overdue])
-            assert await shard.renew_leases([slow.lease]) == [slow.lease]
-        (ended,) = await take(shard, "train")
-        assert ended.outcome == GroupOutcome(
-            "generate_stalled", "generator-0 held the lease for 9 s (pipeline.stall_s)"
-        )
-
-    on_shard(test)
+@on_shard()
+async def test_overdue_work_can_be_requeued(shard: QueueShard):
+    await admit(shard, "a")
+    for attempt in (1, 2):
+        (slow,) = await take(shard, "generate", holder="generator-0")
+        await asyncio.sleep(9.0)
+        (overdue,) = await shard.find_overdue(8.0)
+        assert overdue.attempt == attempt
+        for _ in range(2):
+            await shard.requeue_overdue([overdue])
+        assert await shard.renew_leases([slow.lease]) == [slow.lease]
+    (ended,) = await take(shard, "train")
+    assert ended.outcome == GroupOutcome(
+        "generate_stalled", "generator-0 held the lease for 9 s (pipeline.stall_s)"
+    )
 
 
 # Restarted shards

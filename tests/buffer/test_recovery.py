@@ -13,7 +13,12 @@ from streamrl.buffer import QueueShard, ShardCapacity
 from streamrl.buffer.encoding.column_codec import Blob, decode_columns, join_pieces
 from streamrl.buffer.group import ShardState, StageColumns
 from streamrl.buffer.log.journal import Journal, JournalConfig, RecordLog
-from streamrl.buffer.log.segment_file import CorruptRecord, get_segment_path, list_segments
+from streamrl.buffer.log.segment_file import (
+    CorruptRecord,
+    get_segment_path,
+    list_segments,
+    replay_segments,
+)
 from streamrl.buffer.recovery import (
     SnapshotBase,
     load_columns,
@@ -23,7 +28,6 @@ from streamrl.buffer.recovery import (
 )
 from streamrl.errors import JournalError
 from streamrl.messages import GroupOutcome
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests import fake_shards
 from tests.buffer.journals import intact
 from tests.buffer.schedules import Life, facts, moves
@@ -39,6 +43,7 @@ from tests.buffer.shards import (
     take,
 )
 from tests.fake_shards import MemoryLog
+from tests.virtual_time import in_virtual_time
 
 TIGHT: dict[str, Any] = {"hedge_s": 5.0, "bounds": ShardCapacity(1000)}
 
@@ -55,45 +60,41 @@ def on_disk(stage_columns: StageColumns) -> bytes:
 
 
 @given(moves)
-def test_recovery_restores_the_shard_state(schedule: list[tuple[str, int]]):
-    async def main() -> None:
-        log, state = MemoryLog(), ShardState(STAGES)
-        shard = make_shard(book=state, log=log, session="run", **TIGHT)
-        life = Life(shard)
-        await life.live(schedule)
-        await life.settle()
-        await log.append([])
-        recovered = fake_shards.recover(STAGES, log)
-        assert facts(recovered, in_memory) == facts(state, in_memory)
-        # Leases survive a restart within a session, not a new session.
-        make_shard(book=recovered, session="run", **TIGHT)
-        assert facts(recovered, in_memory) == facts(state, in_memory)
-        make_shard(book=recovered, session="other", **TIGHT)
-        assert not any(group.leases for group in recovered.groups.values())
-        assert facts(recovered, in_memory, leases=False) == facts(state, in_memory, leases=False)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_recovery_restores_the_shard_state(schedule: list[tuple[str, int]]):
+    log, state = MemoryLog(), ShardState(STAGES)
+    shard = make_shard(book=state, log=log, session="run", **TIGHT)
+    life = Life(shard)
+    await life.live(schedule)
+    await life.settle()
+    await log.append([])
+    recovered = fake_shards.recover(STAGES, log)
+    assert facts(recovered, in_memory) == facts(state, in_memory)
+    # Leases survive a restart within a session, not a new session.
+    make_shard(book=recovered, session="run", **TIGHT)
+    assert facts(recovered, in_memory) == facts(state, in_memory)
+    make_shard(book=recovered, session="other", **TIGHT)
+    assert not any(group.leases for group in recovered.groups.values())
+    assert facts(recovered, in_memory, leases=False) == facts(state, in_memory, leases=False)
 
 
 @given(st.lists(moves, min_size=1, max_size=3))
-def test_kill_at_any_time_loses_nothing_accepted_and_tokens_stay_unique(
+@in_virtual_time
+async def test_kill_at_any_time_loses_nothing_accepted_and_tokens_stay_unique(
     lives: list[list[tuple[str, int]]],
 ):
-    async def main() -> None:
-        log, uids, removed = MemoryLog(), list[str](), set[str]()
-        tokens: dict[int, tuple[str, str, str]] = {}
-        for schedule in lives:
-            state = fake_shards.recover(STAGES, log)
-            life = Life(make_shard(book=state, log=log, session="run", **TIGHT))
-            life.uids, life.tokens, life.removed = uids, tokens, removed
-            await life.live(schedule)
-            # Kill: calls in flight end, and records of append_nowait may be lost.
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
-            log = log.crash()
-            check_accepted_columns(life, fake_shards.recover(STAGES, log))
-
-    run_virtual(main())
+    log, uids, removed = MemoryLog(), list[str](), set[str]()
+    tokens: dict[int, tuple[str, str, str]] = {}
+    for schedule in lives:
+        state = fake_shards.recover(STAGES, log)
+        life = Life(make_shard(book=state, log=log, session="run", **TIGHT))
+        life.uids, life.tokens, life.removed = uids, tokens, removed
+        await life.live(schedule)
+        # Kill: calls in flight end, and records of append_nowait may be lost.
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        log = log.crash()
+        check_accepted_columns(life, fake_shards.recover(STAGES, log))
 
 
 def check_accepted_columns(life: Life, recovered: ShardState) -> None:
@@ -199,10 +200,15 @@ async def populate_shard(journal: RecordLog) -> QueueShard:
     return shard
 
 
-async def write_populated_journal(folder: Path, **config: Any) -> None:
-    journal = journal_of(folder, **config)
+async def write_populated_journal(folder: Path) -> None:
+    journal = journal_of(folder)
     await populate_shard(journal)
     await journal.close()
+
+
+def recover(folder: Path) -> ShardState:
+    """Recover from a journal without snapshot; damage is reported by `damage`."""
+    return recover_state(STAGES, folder, SnapshotBase())[0]
 
 
 async def test_recovery_restores_every_group_state(tmp_path: Path):
@@ -219,17 +225,14 @@ async def test_recovery_restores_every_group_state(tmp_path: Path):
     assert [stage for stage in STAGES if state.groups["whole"].leases.get(stage)] == ["train"]
     assert state.groups["scored"].stage_columns.keys() == {"generate", "reward"}
     (active,) = state.groups["leased"].leases["generate"]
-    assert (active.lease.holder, active.lease.attempt, active.request_id) == (
-        "generator-0",
-        1,
-        "generator-0/7",
-    )
+    held = (active.lease.holder, active.lease.attempt, active.request_id)
+    assert held == ("generator-0", 1, "generator-0/7")
     assert not state.groups["fresh"].leases
 
 
 async def test_recovery_loads_columns_only_on_request(tmp_path: Path):
     await write_populated_journal(tmp_path)
-    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    state = recover(tmp_path)
     assert all(
         p.data is None for group in state.groups.values() for p in group.stage_columns.values()
     )
@@ -246,7 +249,7 @@ async def test_recovery_loads_columns_only_on_request(tmp_path: Path):
 
 async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path):
     await write_populated_journal(tmp_path)
-    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    state = recover(tmp_path)
     load_columns(state, join_pieces)
     shard = make_shard(book=state, session="next")
     for uid in ("trained", "whole"):
@@ -258,7 +261,7 @@ async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path):
 
 async def test_trained_group_is_readable_if_removed_after_the_restart(tmp_path: Path):
     await write_populated_journal(tmp_path)
-    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    state = recover(tmp_path)
     load_columns(state, join_pieces)
     shard = make_shard(book=state, session="next")
     # The coordinator died after it logged the step, before it removed the group.
@@ -278,7 +281,7 @@ async def test_snapshot_has_only_groups_in_flight(tmp_path: Path):
     await write_populated_journal(tmp_path)
     end = list_segments(tmp_path)[-1] + 1
     write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
-    intact_state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    intact_state = recover(tmp_path)
     snapshot_state, corrupt = recover_state(
         STAGES, tmp_path / "none", SnapshotBase(tmp_path / "out", end)
     )
@@ -314,7 +317,6 @@ async def test_journal_without_its_first_segments_raises(tmp_path: Path):
 
 def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
     """Flip a byte in the only record of a kind and uid; return the report of recovery."""
-    from streamrl.buffer.log.segment_file import replay_segments
 
     def matches(record: Any) -> bool:
         meta = record.meta
@@ -332,11 +334,11 @@ def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
 
 async def test_damaged_record_is_reported_and_other_groups_recover(tmp_path: Path):
     await write_populated_journal(tmp_path)
-    intact_state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    intact_state = recover(tmp_path)
     report = damage(tmp_path, "put", "scored", stage="reward")
     assert report.file == get_segment_path(tmp_path, 1)
     assert report.reason == "the record does not match its checksum"
-    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    state = recover(tmp_path)
     scored = state.groups.pop("scored")
     assert scored.stage_columns.keys() == {"generate"}, "the group is scored again"
     del intact_state.groups["scored"]
@@ -346,7 +348,7 @@ async def test_damaged_record_is_reported_and_other_groups_recover(tmp_path: Pat
 async def test_results_computed_from_lost_columns_are_discarded(tmp_path: Path):
     await write_populated_journal(tmp_path)
     damage(tmp_path, "put", "scored", stage="generate")
-    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    state = recover(tmp_path)
     scored = state.groups["scored"]
     assert not scored.stage_columns and scored.info is None, "scores of lost rollouts are discarded"
     load_columns(state, join_pieces)
@@ -364,7 +366,7 @@ async def test_lease_on_lost_columns_is_void(tmp_path: Path):
     (active,) = await take(shard, "reference")
     await journal.close()
     damage(tmp_path, "put", active.uid, stage="generate")
-    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    state = recover(tmp_path)
     assert not state.groups[active.uid].leases
     shard = make_shard(book=state, session="run")
     assert await shard.renew_leases([active.lease]) == [active.lease]
@@ -373,5 +375,5 @@ async def test_lease_on_lost_columns_is_void(tmp_path: Path):
 async def test_group_with_a_lost_admission_is_absent(tmp_path: Path):
     await write_populated_journal(tmp_path)
     damage(tmp_path, "admit", "whole")
-    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    state = recover(tmp_path)
     assert list(state.groups) == ["ended", "scored", "leased", "fresh"]

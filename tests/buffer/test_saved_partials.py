@@ -2,7 +2,6 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from streamrl.buffer import QueueShard
@@ -10,19 +9,14 @@ from streamrl.buffer.encoding.column_codec import count_blob_bytes, decode_colum
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.leases import LeaseRequest
 from streamrl.errors import ContractError
-from streamrl.messages import Columns, FinishReason, GroupLease, Rollout, rollouts_to_columns
+from streamrl.messages import Columns, FinishReason, GroupLease, rollouts_to_columns
 from tests.buffer.shards import WITH_A_GREEDY_ONE, admit, commit, on_shard, rollouts, take
+from tests.rollouts import make_rollout
 
 
 def make_partials(tokens: int) -> Columns:
     """Return two rollouts with a two-token prompt and `tokens` sampled tokens each."""
-    rollout = Rollout.from_single_turn(
-        np.array([1, 2], np.int32),
-        [5] * tokens,
-        logprobs=[-1.0] * tokens,
-        versions=[0] * tokens,
-        finish_reason=FinishReason.ABORT,
-    )
+    rollout = make_rollout([1, 2], [5] * tokens, finish_reason=FinishReason.ABORT)
     return rollouts_to_columns([rollout, rollout])
 
 
@@ -41,76 +35,66 @@ async def lease_with_partials(
 
 
 @pytest.mark.parametrize("died", [True, False])
-def test_next_holder_gets_the_last_partial_rollouts(died: bool):
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "0:0:0")
-        lease = await lease_group(shard)
-        for tokens in (1, 3):
-            await shard.save_partials([commit(lease, make_partials(tokens))])
-        assert await shard.release_holder("a", died=died) == 1
-        lease, tokens = await lease_with_partials(shard, "b")
-        assert (lease.attempt, tokens) == (1 + died, 3)
-
-    on_shard(test)
+@on_shard()
+async def test_next_holder_gets_the_last_partial_rollouts(shard: QueueShard, died: bool):
+    await admit(shard, "0:0:0")
+    lease = await lease_group(shard)
+    for tokens in (1, 3):
+        await shard.save_partials([commit(lease, make_partials(tokens))])
+    assert await shard.release_holder("a", died=died) == 1
+    lease, tokens = await lease_with_partials(shard, "b")
+    assert (lease.attempt, tokens) == (1 + died, 3)
 
 
-def test_partial_rollouts_count_as_bytes_until_the_commit():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "0:0:0")
-        lease = await lease_group(shard)
-        assert (await shard.get_stats()).num_bytes == 0
-        for tokens in (1, 2):
-            await shard.save_partials([commit(lease, make_partials(tokens))])
-            assert (await shard.get_stats()).num_bytes == count_blob_bytes(
-                encode_columns(make_partials(tokens))
-            )
-        assert await shard.commit_columns([commit(lease, rollouts())]) == []
-        assert (await shard.get_stats()).num_bytes == count_blob_bytes(encode_columns(rollouts()))
-        await shard.save_partials([commit(lease, make_partials(2))])
-        assert (await shard.get_stats()).num_bytes == count_blob_bytes(encode_columns(rollouts()))
-
-    on_shard(test)
+@on_shard()
+async def test_partial_rollouts_count_as_bytes_until_the_commit(shard: QueueShard):
+    await admit(shard, "0:0:0")
+    lease = await lease_group(shard)
+    assert (await shard.get_stats()).num_bytes == 0
+    for tokens in (1, 2):
+        await shard.save_partials([commit(lease, make_partials(tokens))])
+        assert (await shard.get_stats()).num_bytes == count_blob_bytes(
+            encode_columns(make_partials(tokens))
+        )
+    assert await shard.commit_columns([commit(lease, rollouts())]) == []
+    assert (await shard.get_stats()).num_bytes == count_blob_bytes(encode_columns(rollouts()))
+    await shard.save_partials([commit(lease, make_partials(2))])
+    assert (await shard.get_stats()).num_bytes == count_blob_bytes(encode_columns(rollouts()))
 
 
-def test_partial_rollouts_without_an_active_lease_are_ignored():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "0:0:0")
-        late = await lease_group(shard)
-        await shard.release_holder("a")
-        await shard.save_partials([commit(late, make_partials(3))])
-        lease, tokens = await lease_with_partials(shard, "b")
-        assert tokens == 0
-        await shard.save_partials([commit(lease, make_partials(2)), commit(late, make_partials(3))])
-        await shard.release_holder("b", died=False)
-        assert (await lease_with_partials(shard, "a"))[1] == 2
-
-    on_shard(test)
+@on_shard()
+async def test_partial_rollouts_without_an_active_lease_are_ignored(shard: QueueShard):
+    await admit(shard, "0:0:0")
+    late = await lease_group(shard)
+    await shard.release_holder("a")
+    await shard.save_partials([commit(late, make_partials(3))])
+    lease, tokens = await lease_with_partials(shard, "b")
+    assert tokens == 0
+    await shard.save_partials([commit(lease, make_partials(2)), commit(late, make_partials(3))])
+    await shard.release_holder("b", died=False)
+    assert (await lease_with_partials(shard, "a"))[1] == 2
 
 
-def test_longer_partial_rollouts_of_a_hedge_are_kept():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "0:0:0")
-        lease = await lease_group(shard)
-        await asyncio.sleep(2.0)
-        hedge = (await lease_with_partials(shard, "b"))[0]
-        await shard.save_partials([commit(lease, make_partials(3))])
-        await shard.save_partials([commit(hedge, make_partials(1))])
-        await shard.release_holder("a")
-        await shard.release_holder("b")
-        assert (await lease_with_partials(shard, "c"))[1] == 3
-
-    on_shard(test, hedge_s=1.0, max_attempts=9)
+@on_shard(hedge_s=1.0, max_attempts=9)
+async def test_longer_partial_rollouts_of_a_hedge_are_kept(shard: QueueShard):
+    await admit(shard, "0:0:0")
+    lease = await lease_group(shard)
+    await asyncio.sleep(2.0)
+    hedge = (await lease_with_partials(shard, "b"))[0]
+    await shard.save_partials([commit(lease, make_partials(3))])
+    await shard.save_partials([commit(hedge, make_partials(1))])
+    await shard.release_holder("a")
+    await shard.release_holder("b")
+    assert (await lease_with_partials(shard, "c"))[1] == 3
 
 
-def test_partial_rollouts_are_kept_per_stage():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "0:0:0")
-        lease, greedy_lease = await lease_group(shard), await lease_group(shard, stage="greedy")
-        await shard.save_partials([commit(lease, make_partials(3))])
-        with pytest.raises(ContractError, match=r"stage greedy committed .* without"):
-            await shard.save_partials([commit(greedy_lease, make_partials(3))])
-        await shard.release_holder("a")
-        assert (await lease_with_partials(shard, "b", "greedy"))[1] == 0
-        assert (await lease_with_partials(shard, "b"))[1] == 3
-
-    on_shard(test, book=ShardState(WITH_A_GREEDY_ONE))
+@on_shard(book=ShardState(WITH_A_GREEDY_ONE))
+async def test_partial_rollouts_are_kept_per_stage(shard: QueueShard):
+    await admit(shard, "0:0:0")
+    lease, greedy_lease = await lease_group(shard), await lease_group(shard, stage="greedy")
+    await shard.save_partials([commit(lease, make_partials(3))])
+    with pytest.raises(ContractError, match=r"stage greedy committed .* without"):
+        await shard.save_partials([commit(greedy_lease, make_partials(3))])
+    await shard.release_holder("a")
+    assert (await lease_with_partials(shard, "b", "greedy"))[1] == 0
+    assert (await lease_with_partials(shard, "b"))[1] == 3

@@ -30,349 +30,294 @@ from tests.fake_shards import MemoryLog
 # Readiness
 
 
-def test_group_is_ready_once_required_columns_exist():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a", version=3)
-        assert not await take(shard, "reward")
-        (generating,) = await take(shard, "generate")
-        assert generating.prompt is not None and generating.admitted_version == 3
-        assert generating.prompt.uid == "a"
-        assert await put(shard, (generating.lease, rollouts())) == []
-        (scoring,) = await take(shard, "reward", ("token_ids",))
-        assert scoring.columns["token_ids"].tolist() == [1, 2, 5, 6, 7] * 2
-        assert not await take(shard, "train")
-
-    on_shard(test)
+@on_shard()
+async def test_group_is_ready_once_required_columns_exist(shard: QueueShard):
+    await admit(shard, "a", version=3)
+    assert not await take(shard, "reward")
+    (generating,) = await take(shard, "generate")
+    assert generating.prompt is not None and generating.admitted_version == 3
+    assert generating.prompt.uid == "a"
+    assert await put(shard, (generating.lease, rollouts())) == []
+    (scoring,) = await take(shard, "reward", ("token_ids",))
+    assert scoring.columns["token_ids"].tolist() == [1, 2, 5, 6, 7] * 2
+    assert not await take(shard, "train")
 
 
-def test_scorers_lease_the_same_group_in_parallel():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await do(shard, "generate")
-        (reward,) = await take(shard, "reward")
-        (reference,) = await take(shard, "reference")
-        await put(shard, (reference.lease, REFERENCE))
-        assert not await take(shard, "train")
-        await put(shard, (reward.lease, SCORES))
-        (training,) = await take(shard, "train")
-        assert training.prompt is None, "the train stage gets no prompts"
-        assert training.info is not None
-        assert training.info.lengths == (5, 5)
-        assert training.info.num_loss_tokens == 6
-        await shard.remove_groups(["a"], 1)
-        assert (await shard.get_stats()).uids == ()
-
-    on_shard(test)
+@on_shard()
+async def test_scorers_lease_the_same_group_in_parallel(shard: QueueShard):
+    await admit(shard, "a")
+    await do(shard, "generate")
+    (reward,) = await take(shard, "reward")
+    (reference,) = await take(shard, "reference")
+    await put(shard, (reference.lease, REFERENCE))
+    assert not await take(shard, "train")
+    await put(shard, (reward.lease, SCORES))
+    (training,) = await take(shard, "train")
+    assert training.prompt is None, "the train stage gets no prompts"
+    assert training.info is not None
+    assert training.info.lengths == (5, 5)
+    assert training.info.num_loss_tokens == 6
+    await shard.remove_groups(["a"], 1)
+    assert (await shard.get_stats()).uids == ()
 
 
-def test_grant_has_only_the_blobs_of_requested_columns():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await finish(shard)
-        (training,) = await take(shard, "train", ("scores", "ref_logprobs"))
-        assert training.columns.keys() == {"scores", "ref_logprobs"}
-
-    on_shard(test)
+@on_shard()
+async def test_grant_has_only_the_blobs_of_requested_columns(shard: QueueShard):
+    await admit(shard, "a")
+    await finish(shard)
+    (training,) = await take(shard, "train", ("scores", "ref_logprobs"))
+    assert training.columns.keys() == {"scores", "ref_logprobs"}
 
 
-def test_leased_group_is_not_granted_again():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        assert len(await take(shard, "generate")) == 1
-        assert not await take(shard, "generate")
-
-    on_shard(test)
+@on_shard()
+async def test_earliest_admission_is_granted_first(shard: QueueShard):
+    await admit(shard, "c", "a", "b")
+    assert [g.uid for g in await take(shard, "generate", max_groups=2)] == ["c", "a"]
 
 
-def test_earliest_admission_is_granted_first():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "c", "a", "b")
-        assert [g.uid for g in await take(shard, "generate", max_groups=2)] == ["c", "a"]
-
-    on_shard(test)
-
-
-def test_ready_version_is_the_version_in_training():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a", "b", version=4)
-        await finish(shard, max_groups=1)
-        await shard.remove_groups([], 5)
-        await finish(shard, max_groups=1)
-        await shard.remove_groups([], 6)
-        assert [g.ready_version for g in await take(shard, "train")] == [4, 5]
-
-    on_shard(test)
+@on_shard()
+async def test_ready_version_is_the_version_in_training(shard: QueueShard):
+    await admit(shard, "a", "b", version=4)
+    await finish(shard, max_groups=1)
+    await shard.remove_groups([], 5)
+    await finish(shard, max_groups=1)
+    await shard.remove_groups([], 6)
+    assert [g.ready_version for g in await take(shard, "train")] == [4, 5]
 
 
 # Grants
 
 
-def test_waiting_requests_share_ready_groups():
-    async def test(shard: QueueShard) -> None:
-        waiting = [
-            asyncio.create_task(take(shard, "generate", wait_s=60.0, holder=f"generator-{i}"))
-            for i in range(3)
-        ]
-        await asyncio.sleep(1.0)
-        await admit(shard, *"abcdefg")
-        batches = await asyncio.gather(*waiting)
-        assert [len(groups) for groups in batches] == [3, 2, 2]
-        assert [g.lease.holder for groups in batches for g in groups][2:4] == [
-            "generator-0",
-            "generator-1",
-        ]
-
-    on_shard(test)
+@on_shard()
+async def test_waiting_requests_share_ready_groups(shard: QueueShard):
+    waiting = [
+        asyncio.create_task(take(shard, "generate", wait_s=60.0, holder=f"generator-{i}"))
+        for i in range(3)
+    ]
+    await asyncio.sleep(1.0)
+    await admit(shard, *"abcdefg")
+    batches = await asyncio.gather(*waiting)
+    assert [len(groups) for groups in batches] == [3, 2, 2]
+    expected = ["generator-0", "generator-1"]
+    assert [g.lease.holder for groups in batches for g in groups][2:4] == expected
 
 
-def test_cancelled_requests_get_no_groups():
-    async def test(shard: QueueShard) -> None:
-        cancelled = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-0"))
-        waiting = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-1"))
-        await asyncio.sleep(1.0)
-        cancelled.cancel()
-        await asyncio.sleep(1.0)
-        await admit(shard, *"abcd")
-        assert len(await waiting) == 4
-
-    on_shard(test)
+@on_shard()
+async def test_cancelled_requests_get_no_groups(shard: QueueShard):
+    cancelled = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-0"))
+    waiting = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-1"))
+    await asyncio.sleep(1.0)
+    cancelled.cancel()
+    await asyncio.sleep(1.0)
+    await admit(shard, *"abcd")
+    assert len(await waiting) == 4
 
 
 @pytest.mark.parametrize(
     ("max_tokens", "num_groups"), [(None, 4), (40, 4), (39, 3), (20, 2), (19, 1), (1, 1)]
 )
-def test_max_tokens_bounds_a_grant_except_a_single_group(max_tokens: int | None, num_groups: int):
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"abcd")
-        await do(shard, "generate")
-        # Each group has 10 tokens.
-        assert len(await take(shard, "reward", max_tokens=max_tokens)) == num_groups
-
-    on_shard(test)
-
-
-def test_lease_request_ends_at_its_deadline():
-    async def test(shard: QueueShard) -> None:
-        assert await take(shard, "train", wait_s=7.0) == []
-        assert asyncio.get_running_loop().time() == pytest.approx(7.0, abs=0.1)
-
-    on_shard(test)
+@on_shard()
+async def test_max_tokens_bounds_a_grant_except_a_single_group(
+    shard: QueueShard, max_tokens: int | None, num_groups: int
+):
+    await admit(shard, *"abcd")
+    await do(shard, "generate")
+    # Each group has 10 tokens.
+    assert len(await take(shard, "reward", max_tokens=max_tokens)) == num_groups
 
 
-def test_retried_request_gets_the_same_leases():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"abc")
-        first = await take(shard, "generate", max_groups=2, request="me/0")
-        retried = await take(shard, "generate", max_groups=2, request="me/0")
-        assert [g.lease for g in retried] == [g.lease for g in first]
-        assert retried[0].prompt is not None and retried[0].prompt.uid == "a"
-        (next_group,) = await take(shard, "generate", holder="you", request="me/0")
-        assert next_group.uid == "c"
-        await put(shard, (first[0].lease, rollouts()))
-        remaining = await take(shard, "generate", max_groups=2, request="me/0")
-        assert [g.lease for g in remaining] == [first[1].lease]
-        assert not await take(shard, "generate", max_groups=2, request="me/1")
-
-    on_shard(test)
+@on_shard()
+async def test_lease_request_ends_at_its_deadline(shard: QueueShard):
+    assert await take(shard, "train", wait_s=7.0) == []
+    assert asyncio.get_running_loop().time() == pytest.approx(7.0, abs=0.1)
 
 
-def test_request_retried_while_waiting_is_granted_once():
-    async def test(shard: QueueShard) -> None:
-        lost = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
-        await asyncio.sleep(1.0)
-        retry = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
-        await asyncio.sleep(1.0)
-        await admit(shard, "a", "b")
-        assert await lost == []
-        assert [group.uid for group in await retry] == ["a", "b"]
+@on_shard()
+async def test_retried_request_gets_the_same_leases(shard: QueueShard):
+    await admit(shard, *"abc")
+    first = await take(shard, "generate", max_groups=2, request="me/0")
+    retried = await take(shard, "generate", max_groups=2, request="me/0")
+    assert [g.lease for g in retried] == [g.lease for g in first]
+    assert retried[0].prompt is not None and retried[0].prompt.uid == "a"
+    (next_group,) = await take(shard, "generate", holder="you", request="me/0")
+    assert next_group.uid == "c"
+    await put(shard, (first[0].lease, rollouts()))
+    remaining = await take(shard, "generate", max_groups=2, request="me/0")
+    assert [g.lease for g in remaining] == [first[1].lease]
+    assert not await take(shard, "generate", max_groups=2, request="me/1")
 
-    on_shard(test)
+
+@on_shard()
+async def test_request_retried_while_waiting_is_granted_once(shard: QueueShard):
+    lost = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
+    await asyncio.sleep(1.0)
+    retry = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
+    await asyncio.sleep(1.0)
+    await admit(shard, "a", "b")
+    assert await lost == []
+    assert [group.uid for group in await retry] == ["a", "b"]
 
 
-def test_request_retried_while_the_shard_opens_gets_the_same_leases():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        requests = (take(shard, "generate", wait_s=5.0, request="me/0") for _ in range(2))
-        first, retried = await asyncio.gather(*requests)
-        assert [group.lease for group in first] == [group.lease for group in retried] != []
-
-    on_shard(test, log=MemoryLog())
+@on_shard(log=MemoryLog())
+async def test_request_retried_while_the_shard_opens_gets_the_same_leases(shard: QueueShard):
+    await admit(shard, "a")
+    requests = (take(shard, "generate", wait_s=5.0, request="me/0") for _ in range(2))
+    first, retried = await asyncio.gather(*requests)
+    assert [group.lease for group in first] == [group.lease for group in retried] != []
 
 
 # Finished groups
 
 
-def test_group_is_dropped_after_max_attempts():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await do(shard, "generate")
-        for _ in range(2):
-            assert not await take(shard, "train")
-            (scoring,) = await take(shard, "reward")
-            await shard.fail_groups([(scoring.lease, DeadlineError("no verdict"))])
-        (dropped,) = await take(shard, "train", ("scores",))
-        assert dropped.outcome == GroupOutcome("deadline", "no verdict")
-        assert not await take(shard, "reference"), "a dropped group is not granted"
-        assert (await shard.get_stats()).num_bytes == 0
-        await shard.remove_groups(["a"], 0)
-        assert (await shard.get_stats()).uids == ()
-
-    on_shard(test)
-
-
-def test_final_failure_drops_the_group_at_once():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await do(shard, "generate")
-        (scoring,) = await take(shard, "reward")
-        await shard.fail_groups([(scoring.lease, RewardError("f returned None"))])
-        (dropped,) = await take(shard, "train", ("scores",))
-        assert dropped.outcome == GroupOutcome("reward_error", "f returned None")
-
-    on_shard(test)
-
-
-def test_attempts_count_per_stage():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await do(shard, "generate")
-        for stage in ("reward", "reference"):
-            (group,) = await take(shard, stage)
-            await shard.fail_groups([(group.lease, DeadlineError("no verdict"))])
-        await do(shard, "reward", "reference")
-        (training,) = await take(shard, "train")
-        assert training.outcome is None
-
-    on_shard(test)
-
-
-def test_filtered_group_reaches_the_coordinator_with_its_reason():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await do(shard, "generate")
-        (reference,) = await take(shard, "reference")
-        (scoring,) = await take(shard, "reward")
-        await shard.filter_groups([(scoring.lease, FilteredGroup("all 2 rewards are 1"))])
-        await shard.filter_groups([(scoring.lease, FilteredGroup("again"))])
-        (filtered,) = await take(shard, "train")
-        assert filtered.outcome == GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
-        assert await put(shard, (reference.lease, REFERENCE)) == ["a"], (
-            "a commit for a filtered group is refused"
-        )
-
-    on_shard(test)
-
-
-def test_inactive_lease_can_neither_fail_nor_filter_a_group():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        (slow,) = await take(shard, "generate")
-        await asyncio.sleep(11.0)
-        (redelivered,) = await take(shard, "generate")
-        await shard.fail_groups([(slow.lease, DeadlineError("late"))])
-        await shard.filter_groups([(slow.lease, FilteredGroup("late"))])
-        assert await shard.renew_leases([redelivered.lease]) == []
+@on_shard()
+async def test_group_is_dropped_after_max_attempts(shard: QueueShard):
+    await admit(shard, "a")
+    await do(shard, "generate")
+    for _ in range(2):
         assert not await take(shard, "train")
+        (scoring,) = await take(shard, "reward")
+        await shard.fail_groups([(scoring.lease, DeadlineError("no verdict"))])
+    (dropped,) = await take(shard, "train", ("scores",))
+    assert dropped.outcome == GroupOutcome("deadline", "no verdict")
+    assert not await take(shard, "reference"), "a dropped group is not granted"
+    assert (await shard.get_stats()).num_bytes == 0
+    await shard.remove_groups(["a"], 0)
+    assert (await shard.get_stats()).uids == ()
 
-    on_shard(test)
+
+@on_shard()
+async def test_final_failure_drops_the_group_at_once(shard: QueueShard):
+    await admit(shard, "a")
+    await do(shard, "generate")
+    (scoring,) = await take(shard, "reward")
+    await shard.fail_groups([(scoring.lease, RewardError("f returned None"))])
+    (dropped,) = await take(shard, "train", ("scores",))
+    assert dropped.outcome == GroupOutcome("reward_error", "f returned None")
+
+
+@on_shard()
+async def test_attempts_count_per_stage(shard: QueueShard):
+    await admit(shard, "a")
+    await do(shard, "generate")
+    for stage in ("reward", "reference"):
+        (group,) = await take(shard, stage)
+        await shard.fail_groups([(group.lease, DeadlineError("no verdict"))])
+    await do(shard, "reward", "reference")
+    (training,) = await take(shard, "train")
+    assert training.outcome is None
+
+
+@on_shard()
+async def test_filtered_group_reaches_the_coordinator_with_its_reason(shard: QueueShard):
+    await admit(shard, "a")
+    await do(shard, "generate")
+    (reference,) = await take(shard, "reference")
+    (scoring,) = await take(shard, "reward")
+    await shard.filter_groups([(scoring.lease, FilteredGroup("all 2 rewards are 1"))])
+    await shard.filter_groups([(scoring.lease, FilteredGroup("again"))])
+    (filtered,) = await take(shard, "train")
+    assert filtered.outcome == GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
+    assert await put(shard, (reference.lease, REFERENCE)) == ["a"], (
+        "a commit for a filtered group is refused"
+    )
+
+
+@on_shard()
+async def test_inactive_lease_can_neither_fail_nor_filter_a_group(shard: QueueShard):
+    await admit(shard, "a")
+    (slow,) = await take(shard, "generate")
+    await asyncio.sleep(11.0)
+    (redelivered,) = await take(shard, "generate")
+    await shard.fail_groups([(slow.lease, DeadlineError("late"))])
+    await shard.filter_groups([(slow.lease, FilteredGroup("late"))])
+    assert await shard.renew_leases([redelivered.lease]) == []
+    assert not await take(shard, "train")
 
 
 # Statistics and reads
 
 
-def test_depth_is_a_time_weighted_mean():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"ab")
-        await asyncio.sleep(3.0)
-        await take(shard, "generate")
-        await asyncio.sleep(1.0)
-        figures = await shard.end_step([], 1)
-        assert figures.depth["generate"] == pytest.approx(1.5)
-        await asyncio.sleep(1.0)
-        assert (await shard.end_step([], 2)).depth["generate"] == 0.0
-
-    on_shard(test)
+@on_shard()
+async def test_depth_is_a_time_weighted_mean(shard: QueueShard):
+    await admit(shard, *"ab")
+    await asyncio.sleep(3.0)
+    await take(shard, "generate")
+    await asyncio.sleep(1.0)
+    figures = await shard.end_step([], 1)
+    assert figures.depth["generate"] == pytest.approx(1.5)
+    await asyncio.sleep(1.0)
+    assert (await shard.end_step([], 2)).depth["generate"] == 0.0
 
 
-def test_stats_cover_the_time_since_the_last_step():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"ab")
-        (late, _) = await take(shard, "generate")
-        await asyncio.sleep(11.0)
-        await put(shard, (late.lease, rollouts()))
-        await take(shard, "generate")
-        for _ in range(2):
-            # An ended group is removed in the middle of the step.
-            await shard.remove_groups(["b"], 0)
-            figures = await shard.get_stats()
-            assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
-        figures = await shard.end_step([], 1)
+@on_shard()
+async def test_stats_cover_the_time_since_the_last_step(shard: QueueShard):
+    await admit(shard, *"ab")
+    (late, _) = await take(shard, "generate")
+    await asyncio.sleep(11.0)
+    await put(shard, (late.lease, rollouts()))
+    await take(shard, "generate")
+    for _ in range(2):
+        # An ended group is removed in the middle of the step.
+        await shard.remove_groups(["b"], 0)
+        figures = await shard.get_stats()
         assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
-        assert (await shard.get_stats()).counts == dict.fromkeys(figures.counts, 0)
-        await admit(shard, "c")
-        repeated = await shard.end_step([], 1)
-        assert (repeated.counts, repeated.depth) == (figures.counts, figures.depth)
-        assert repeated.uids == ("a", "c")
-        assert (await shard.end_step([], 2)).counts == dict.fromkeys(figures.counts, 0)
-
-    on_shard(test)
-
-
-def test_stats_have_column_bytes_and_oldest_age():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a")
-        await asyncio.sleep(2.0)
-        await admit(shard, "b")
-        await do(shard, "generate", "reward", max_groups=1)
-        stats = await shard.get_stats()
-        assert stats.num_bytes == sum(len(encode_columns(WORK[s])) for s in ("generate", "reward"))
-        assert stats.oldest_age_s == pytest.approx(2.0)
-        assert stats.uids == ("a", "b")
-
-    on_shard(test)
+    figures = await shard.end_step([], 1)
+    assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
+    assert (await shard.get_stats()).counts == dict.fromkeys(figures.counts, 0)
+    await admit(shard, "c")
+    repeated = await shard.end_step([], 1)
+    assert (repeated.counts, repeated.depth) == (figures.counts, figures.depth)
+    assert repeated.uids == ("a", "c")
+    assert (await shard.end_step([], 2)).counts == dict.fromkeys(figures.counts, 0)
 
 
-def test_locate_groups_describes_holders_and_waiting_stages():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"ab")
-        await take(shard, "generate", max_groups=1, holder="generator-0")
-        await asyncio.sleep(2.0)
-        assert await shard.locate_groups(["a", "b", "c"]) == {
-            "a": "held by generator-0 for 2.0 s (generate, attempt 1), admitted 2.0 s ago",
-            "b": "ready for generate, admitted 2.0 s ago",
-        }
-
-    on_shard(test)
-
-
-def test_columns_can_be_read_without_a_lease():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, *"ab")
-        await finish(shard)
-        blobs_by_group = await shard.read_columns(["b", "a"], ["scores", "ref_logprobs"])
-        assert [len(blobs) for blobs in blobs_by_group] == [2, 2]
-        with pytest.raises(StreamError, match=r"group b: no \['loss', 'mask'\] are in the queue"):
-            await shard.read_columns(["b"], ["mask", "scores", "loss"])
-        await shard.remove_groups(["a"], 1)
-        with pytest.raises(StreamError, match="group a is neither in the queue nor in its journal"):
-            await shard.read_columns(["a"], ["scores"])
-
-    on_shard(test)
+@on_shard()
+async def test_stats_have_column_bytes_and_oldest_age(shard: QueueShard):
+    await admit(shard, "a")
+    await asyncio.sleep(2.0)
+    await admit(shard, "b")
+    await do(shard, "generate", "reward", max_groups=1)
+    stats = await shard.get_stats()
+    assert stats.num_bytes == sum(len(encode_columns(WORK[s])) for s in ("generate", "reward"))
+    assert stats.oldest_age_s == pytest.approx(2.0)
+    assert stats.uids == ("a", "b")
 
 
-def test_remove_groups_is_idempotent_and_versions_only_grow():
-    async def test(shard: QueueShard) -> None:
-        await admit(shard, "a", version=3)
-        await finish(shard)
-        for version in (5, 4):
-            await shard.remove_groups(["a", "unknown"], version)
-        assert (await shard.get_stats()).uids == ()
-        await admit(shard, "b", version=4)
-        await finish(shard)
-        (ready,) = await take(shard, "train")
-        assert ready.ready_version == 5
+@on_shard()
+async def test_locate_groups_describes_holders_and_waiting_stages(shard: QueueShard):
+    await admit(shard, *"ab")
+    await take(shard, "generate", max_groups=1, holder="generator-0")
+    await asyncio.sleep(2.0)
+    assert await shard.locate_groups(["a", "b", "c"]) == {
+        "a": "held by generator-0 for 2.0 s (generate, attempt 1), admitted 2.0 s ago",
+        "b": "ready for generate, admitted 2.0 s ago",
+    }
 
-    on_shard(test)
+
+@on_shard()
+async def test_columns_can_be_read_without_a_lease(shard: QueueShard):
+    await admit(shard, *"ab")
+    await finish(shard)
+    blobs_by_group = await shard.read_columns(["b", "a"], ["scores", "ref_logprobs"])
+    assert [len(blobs) for blobs in blobs_by_group] == [2, 2]
+    with pytest.raises(StreamError, match=r"group b: no \['loss', 'mask'\] are in the queue"):
+        await shard.read_columns(["b"], ["mask", "scores", "loss"])
+    await shard.remove_groups(["a"], 1)
+    with pytest.raises(StreamError, match="group a is neither in the queue nor in its journal"):
+        await shard.read_columns(["a"], ["scores"])
+
+
+@on_shard()
+async def test_remove_groups_is_idempotent_and_versions_only_grow(shard: QueueShard):
+    await admit(shard, "a", version=3)
+    await finish(shard)
+    for version in (5, 4):
+        await shard.remove_groups(["a", "unknown"], version)
+    assert (await shard.get_stats()).uids == ()
+    await admit(shard, "b", version=4)
+    await finish(shard)
+    (ready,) = await take(shard, "train")
+    assert ready.ready_version == 5
 
 
 @pytest.mark.parametrize(
@@ -393,31 +338,27 @@ def test_invalid_queue_settings_raise(key: str, value: Any):
         QueueConfig(**{key: value})
 
 
-def test_shard_forgets_removed_groups():
-    async def test(shard: QueueShard) -> None:
-        remaining = []
-        for uid in ("a", "b", "c"):
-            await admit(shard, uid)
-            await finish(shard)
-            (group,) = await take(shard, "train")
-            remaining.append(weakref.ref(group.lease))
-            await shard.remove_groups([uid], 1)
-            del group
-        await asyncio.sleep(11.0)
-        assert not await take(shard, "train")
-        gc.collect()
-        assert [lease() for lease in remaining] == [None] * 3
-
-    on_shard(test)
+@on_shard()
+async def test_shard_forgets_removed_groups(shard: QueueShard):
+    remaining = []
+    for uid in ("a", "b", "c"):
+        await admit(shard, uid)
+        await finish(shard)
+        (group,) = await take(shard, "train")
+        remaining.append(weakref.ref(group.lease))
+        await shard.remove_groups([uid], 1)
+        del group
+    await asyncio.sleep(11.0)
+    assert not await take(shard, "train")
+    gc.collect()
+    assert [lease() for lease in remaining] == [None] * 3
 
 
-def test_shard_does_not_decode_prompts():
-    async def test(shard: QueueShard) -> None:
-        await shard.admit_prompts([("a", b"not a pickle", 0)], wait_s=1.0)
-        (grant,) = await shard.lease_groups(LeaseRequest("generate", "me", 1), wait_s=0.0)
-        assert grant.prompt == b"not a pickle"
-
-    on_shard(test)
+@on_shard()
+async def test_shard_does_not_decode_prompts(shard: QueueShard):
+    await shard.admit_prompts([("a", b"not a pickle", 0)], wait_s=1.0)
+    (grant,) = await shard.lease_groups(LeaseRequest("generate", "me", 1), wait_s=0.0)
+    assert grant.prompt == b"not a pickle"
 
 
 def test_every_wait_of_a_shard_method_is_passed_by_name():

@@ -25,12 +25,21 @@ def make(
     )
 
 
+def admit(ledger: Ledger, *groups: int, version: int = 0) -> None:
+    for group in groups:
+        ledger.mark_admitted(str(group), version)
+
+
+def train(ledger: Ledger, *groups: int) -> None:
+    for group in groups:
+        ledger.mark_trained(str(group))
+
+
 def test_depth_zero_admits_exactly_one_step():
     ledger = Ledger()
     admission = make(ledger, depth=0, capacity=4)
     assert admission.num_credits == 4
-    for i in range(4):
-        ledger.mark_admitted(str(i), 0)
+    admit(ledger, *range(4))
     assert admission.num_credits == 0
 
 
@@ -40,8 +49,7 @@ def test_depth_one_admits_two_steps():
 
 def test_new_version_brings_credits_for_one_step():
     ledger, admission = make_full()
-    for i in range(4):
-        ledger.mark_trained(str(i))
+    train(ledger, *range(4))
     assert admission.num_credits == 0, "training alone refunds no credits"
     admission.advance_version(1)
     assert admission.num_credits == 4
@@ -49,16 +57,11 @@ def test_new_version_brings_credits_for_one_step():
 
 def test_unpublished_version_brings_no_credits():
     """Credits of unpublished versions would let version 0 sample for step 2, beyond the bound."""
-    ledger = Ledger()
-    admission = make(ledger, depth=1)
-    for i in range(8):
-        ledger.mark_admitted(str(i), 0)
-    for i in range(4):
-        ledger.mark_trained(str(i))
+    ledger, admission = make_full()
+    train(ledger, *range(4))
     admission.advance_version(1, published=False)
     assert admission.num_credits == 0
-    for i in range(4, 8):
-        ledger.mark_trained(str(i))
+    train(ledger, *range(4, 8))
     admission.advance_version(2)
     assert admission.num_credits == 8, "version 2 brings the credits of two steps"
 
@@ -70,17 +73,14 @@ def test_dropped_group_refunds_its_credit():
 
 
 def test_admission_stops_at_total_groups():
-    ledger = Ledger()
-    admission = make(ledger, steps=1)
-    assert admission.num_credits == 4
+    assert make(Ledger(), steps=1).num_credits == 4
 
 
 def make_full() -> tuple[Ledger, AdmissionController]:
     """Return an admission controller that has spent all its credits."""
     ledger = Ledger()
     admission = make(ledger)
-    for i in range(8):
-        ledger.mark_admitted(str(i), 0)
+    admit(ledger, *range(8))
     return ledger, admission
 
 
@@ -90,8 +90,7 @@ async def test_wait_for_credit_ends_with_a_published_version():
     waiting = asyncio.create_task(admission.wait_for_credit(100.0))
     await asyncio.sleep(5.0)
     assert not waiting.done()
-    for i in range(4):
-        ledger.mark_trained(str(i))
+    train(ledger, *range(4))
     admission.advance_version(1)
     assert (await waiting) == 4
 
@@ -116,8 +115,7 @@ async def test_refunded_credit_wakes_the_admission_loop():
 def test_groups_in_flight_never_exceed_capacity():
     ledger = Ledger()
     admission = make(ledger, depth=0, capacity=5)
-    for i in range(4):
-        ledger.mark_admitted(str(i), 0)
+    admit(ledger, *range(4))
     admission.advance_version(1)
     assert admission.num_credits == 1, "the step's groups are not yet logged as trained"
 
@@ -126,8 +124,7 @@ def test_resumed_run_continues_at_its_version():
     ledger = Ledger()
     for i in range(12):
         ledger.mark_admitted(str(i), i // 4)
-    for i in range(8):
-        ledger.mark_trained(str(i))
+    train(ledger, *range(8))
     admission = AdmissionController(
         ledger, depth=1, groups_per_step=4, capacity_groups=8, total_groups=16, version=2
     )

@@ -61,6 +61,20 @@ class Launched:
             self.end()
             raise AssertionError(f"did not end in {timeout_s:g} s:\n{self.output}") from None
 
+    def finish(self, timeout_s: float = 600.0) -> None:
+        """Wait for the end; assert that it succeeded and left no process."""
+        assert self.wait(timeout_s) == 0, self.output
+        assert self.orphans() == []
+
+    def fail(self, timeout_s: float = 240.0) -> str:
+        """Wait for the end; assert that it failed in one line and left no process; return it."""
+        assert self.wait(timeout_s) == 1, self.output
+        line = self.output.strip().splitlines()[-1]
+        assert line.startswith("streamrl: "), self.output
+        assert "Traceback" not in self.output
+        assert self.orphans() == []
+        return line
+
     def until(self, condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
         """Wait for a condition to become true while the command runs."""
         deadline = time.monotonic() + timeout_s

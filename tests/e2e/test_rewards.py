@@ -56,8 +56,7 @@ def test_a_run_uses_a_users_judge_function_filter_template_and_combine(tmp_path:
     with serving(lambda content: "It is fair, mark: 7 of 10") as server:
         (toy / "own.yaml").write_text(RECIPE.format(toy=toy, url=server.url, model=MODEL))
         run = Launched(["train", str(toy / "own.yaml"), f"run.dir={toy}/runs"], toy)
-        assert run.wait() == 0, run.output
-    assert run.orphans() == []
+        run.finish()
     run_dir = toy / "runs" / "own"
     notes = " ".join(event["text"] for event in events(run_dir, "note"))
     assert f"50 prompts filtered by {toy}/own.py:even" in notes

@@ -8,7 +8,6 @@ from streamrl.engines.models.forward import load_skeleton
 from streamrl.telemetry.chrome_trace import read_spans
 from tests.e2e.launched import events
 from tests.e2e.shared_runs import Ended, RunsInTurn
-from tests.toy import write_toy
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +36,6 @@ SETTINGS = {
         *("generator.kv_cache_mb=256", "placement.memory_mb=257"),
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")

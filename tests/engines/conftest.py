@@ -1,7 +1,7 @@
 """Fixtures shared by engine tests: trainer processes, the process's engine, models."""
 
 import threading
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,24 +30,28 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def param_of_ranks(
+    *values: Any, cases: Iterable[Any], is_quick: bool, label: str | None = None
+) -> Any:
+    """Return a parameter whose test needs these cases; it is slow unless `is_quick`."""
+    slow = [] if is_quick else [pytest.mark.slow]
+    return pytest.param(*values, id=label, marks=[pytest.mark.ranks(*cases), *slow])
+
+
 def parametrize_layouts(
     *names: str, on: Sequence[Layout], quick: Collection[Layout] = ()
 ) -> pytest.MarkDecorator:
     """Parametrize a test by layouts of these cases; cases that are not `quick` are slow."""
-    return pytest.mark.parametrize(
-        "layout",
-        [
-            pytest.param(
-                layout,
-                id=layout.label,
-                marks=[
-                    pytest.mark.ranks(*(Case(name, layout) for name in names)),
-                    *([] if layout in quick else [pytest.mark.slow]),
-                ],
-            )
-            for layout in on
-        ],
-    )
+    params = [
+        param_of_ranks(
+            layout,
+            cases=[Case(name, layout) for name in names],
+            is_quick=layout in quick,
+            label=layout.label,
+        )
+        for layout in on
+    ]
+    return pytest.mark.parametrize("layout", params)
 
 
 def list_cases(request: pytest.FixtureRequest, kind: type[AnyCase]) -> list[AnyCase]:

@@ -18,7 +18,7 @@ from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
 from streamrl.weights import WeightLoadStats, logprob_check
-from tests.engines.tiny_qwen import MAX_LENGTH, weights_of
+from tests.engines.tiny_qwen import MAX_LENGTH, prompt, weights_of
 
 
 class StepLog:
@@ -95,6 +95,23 @@ def sampled_versions(rollouts: Sequence[Rollout]) -> list[list[int]]:
     return [rollout.policy_version[rollout.loss_mask].tolist() for rollout in rollouts]
 
 
+@asynccontextmanager
+async def start_engine(
+    folder: str, config: GeneratorConfig, *, seed: int = 0, device: str = "cpu"
+) -> AsyncIterator[GenerationEngine]:
+    """Start an engine of a model directory in vLLM's environment; close it at the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in make_vllm_env(device).items():
+            patch.setenv(name, value)
+        engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH, seed))
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+SHORT = prompt(5, 14, 6, 18)
+LONG = prompt(*(4 + i * i % 57 for i in range(300)))
 CONCURRENT = 64
 # The engine adds slots for a logprob check.
 WIDE = GeneratorConfig(

@@ -6,7 +6,6 @@ Processes report memory relative to that before the model exists.
 import gc
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.engines.memory.peak_memory import (
@@ -15,8 +14,8 @@ from streamrl.engines.memory.peak_memory import (
     release_freed_memory,
     release_large_blocks_eagerly,
 )
-from streamrl.engines.trainer_config import TrainerConfig
 from tests.engines.tiny_groups import make_groups
+from tests.engines.trainer_layouts import Layout
 
 MB = 1 << 20
 WORLD = 2
@@ -26,38 +25,13 @@ MICRO_BATCHES = 2
 TOKENS = 64
 
 
-@dataclass(frozen=True)
-class Case:
-    """A trainer by backend, ZeRO stage and number of ranks."""
-
-    backend: str
-    zero_stage: int
-    world_size: int = 1
-    tensor_parallel: int = 1
-
-    @property
-    def label(self) -> str:
-        split = f"-tensor-{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
-        return f"{self.backend}-{self.zero_stage}-{self.world_size}{split}"
-
-    @property
-    def config(self) -> TrainerConfig:
-        return TrainerConfig(
-            backend=self.backend,
-            zero_stage=self.zero_stage,
-            world_size=self.world_size,
-            tensor_parallel=self.tensor_parallel,
-            dtype="float32",
-        )
-
-
-SINGLE_RANK_CASES = (Case("torch", 1), Case("deepspeed", 1))
+SINGLE_RANK_CASES = (Layout("torch", 1, 1), Layout("deepspeed", 1, 1))
 # DeepSpeed comes last: it leaves patched functions behind that do not support FSDP.
 TWO_RANK_CASES = (
-    Case("torch", 1, WORLD, tensor_parallel=WORLD),
-    Case("torch", 3, WORLD),
-    Case("deepspeed", 2, WORLD),
-    Case("deepspeed", 3, WORLD),
+    Layout("torch", 1, WORLD, tensor_parallel=WORLD),
+    Layout("torch", 3, WORLD),
+    Layout("deepspeed", 2, WORLD),
+    Layout("deepspeed", 3, WORLD),
 )
 CASES = (*SINGLE_RANK_CASES, *TWO_RANK_CASES)
 
@@ -83,7 +57,7 @@ def run_rank(
     return results
 
 
-def measure_training(case: Case, rank: int, model_path: str) -> dict[str, float]:
+def measure_training(case: Layout, rank: int, model_path: str) -> dict[str, float]:
     """Return the peak of some steps and the bytes freed by offloading, MB."""
     from streamrl.engines.training.model_trainer import ModelTrainer
     from streamrl.engines.training.tasks import PolicyTask
@@ -95,7 +69,7 @@ def measure_training(case: Case, rank: int, model_path: str) -> dict[str, float]
     gc.collect()
     release_freed_memory()
     before = measure_resident_mb()
-    trainer = ModelTrainer(task, config=case.config, rank=rank if case.world_size > 1 else 0)
+    trainer = ModelTrainer(task, config=case.make_config(), rank=rank if case.world_size > 1 else 0)
     memory = PeakMemoryTracker()
     for _ in range(UPDATES):
         for _ in range(MICRO_BATCHES):

@@ -46,10 +46,8 @@ def run_rank(rank: int, folder: Path, port: int) -> dict[str, Any]:
     results = {}
     for case, (model, settings, parts) in CASES.items():
         config = TrainerConfig(backend="torch", world_size=WORLD, **settings)
-        parameters, shard_index = (
-            ParameterSet.from_module(make_model(model)),
-            rank if parts > 1 else 0,
-        )
+        parameters = ParameterSet.from_module(make_model(model))
+        shard_index = rank if parts > 1 else 0
         served = allocate_generator(parameters, parts, shard_index)
         files = folder / case
         files.mkdir(exist_ok=True)

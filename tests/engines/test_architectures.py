@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.engines.generation.generation_engine import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.models.forward import (
     ModelLoadOptions,
     compute_token_logprobs,
@@ -27,7 +28,7 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.files.hf_config import read_stored_shapes
 from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
-from tests.engines.test_weight_updates import start_engine
+from tests.engines.flight import start_engine
 from tests.engines.tiny_qwen import MAX_LENGTH, save, weights_of
 
 pytestmark = [pytest.mark.xdist_group("engines"), pytest.mark.usefixtures("no_engine")]
@@ -49,7 +50,7 @@ COMMON = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-DEEPSEEK = {
+ROUTED_EXPERTS = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
@@ -57,6 +58,9 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
+}
+DEEPSEEK = {
+    **ROUTED_EXPERTS,
     "num_key_value_heads": 4,
     # vLLM's kernels support heads of this size only.
     "kv_lora_rank": 512,
@@ -64,6 +68,13 @@ DEEPSEEK = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+
+
+def scaling(kind: str, factor: float) -> dict[str, Any]:
+    """Return the rope scaling of a model that was trained with positions up to 128."""
+    return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 128}
+
+
 MIXED = ["sliding_attention", "full_attention"]
 SHORT = MAX_LENGTH // 4
 QUICK: dict[str, dict[str, Any]] = {
@@ -82,20 +93,12 @@ QUICK: dict[str, dict[str, Any]] = {
 SLOW: dict[str, dict[str, Any]] = {
     "llama": {
         "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
+            **scaling("llama3", 8.0),
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 128,
         }
     },
-    "qwen2": {
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-        }
-    },
+    "qwen2": {"rope_scaling": scaling("yarn", 4.0)},
     "qwen3": {"head_dim": 32},
     "mistral": {"sliding_window": 16},
     "gemma": {"head_dim": 32},
@@ -124,16 +127,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 64},
     # The router of this family has biases, which are buffers.
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 96,
-        "head_dim": 32,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    "glm4_moe": {**ROUTED_EXPERTS, "head_dim": 32},
 }
 
 
@@ -210,10 +204,10 @@ ARCHITECTURES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name i
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_generator_equals_the_trainers_model_initially_and_after_updates(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, tmp_path: Path
 ):
     base, other_path = make_model(architecture, tmp_path, seed=1), tmp_path / "other"
-    async with start_engine(str(tmp_path), monkeypatch) as engine:
+    async with start_engine(str(tmp_path), GeneratorConfig(max_new_tokens=12)) as engine:
         # Build the trainer's model beside the engine, as in a colocated process.
         for version, model in enumerate((base, make_model(architecture, other_path, seed=2), base)):
             # Buffers keep the values of the directory.

@@ -3,8 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,10 @@ from streamrl.engines.vllm import engine as vllm_engine
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
+from tests.engines.flight import SHORT, start_engine
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
     endless_model,
-    prompt,
     save,
     tiny_model,
     weights_of,
@@ -26,8 +25,6 @@ from tests.engines.tiny_qwen import (
 )
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
-
-SHORT = prompt(5, 14, 6, 18)
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +36,6 @@ def environment(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     for thread in threading.enumerate():
         if thread.name == "vllm-engine":
             thread.join(timeout=60)
-
-
-@asynccontextmanager
-async def start_engine(
-    folder: str, config: GeneratorConfig, *, seed: int = 0
-) -> AsyncIterator[GenerationEngine]:
-    engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH, seed))
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 async def test_a_tied_model_needs_each_parameter_once(tmp_path: Path):
@@ -112,30 +98,22 @@ async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(t
 
 
 @pytest.mark.slow
-async def test_a_weight_load_past_its_deadline_ends_the_engine(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("work", "failure"),
+    [("weights", "version 1 was not loaded"), ("logprobs", "a logprob check was not answered")],
+)
+async def test_work_past_its_deadline_ends_the_engine(tmp_path: Path, work: str, failure: str):
     model = endless_model(seed=1)
     config = GeneratorConfig()
     async with start_engine(save(model, tmp_path), config) as engine:
         await engine.load_weights(weights_of(model), 0)
         config.request_timeout_s = 1e-6
-        with pytest.raises(GenerationError, match="version 1 was not loaded within 1e-06 s"):
-            await engine.load_weights(weights_of(model), 1)
-        with pytest.raises(GenerationError, match="version 1 was not loaded"):
-            await engine.generate(SHORT, seeds=[1])
-
-
-@pytest.mark.slow
-async def test_a_logprob_check_past_its_deadline_ends_the_engine(tmp_path: Path):
-    model = endless_model(seed=1)
-    config = GeneratorConfig()
-    async with start_engine(save(model, tmp_path), config) as engine:
-        await engine.load_weights(weights_of(model), 0)
-        config.request_timeout_s = 1e-6
-        with pytest.raises(
-            GenerationError, match=r"a logprob check was not answered: .* within 1e-06 s"
-        ):
-            await engine.compute_logprobs([SHORT])
-        with pytest.raises(GenerationError, match="a logprob check was not answered"):
+        with pytest.raises(GenerationError, match=f"{failure}.* within 1e-06 s"):
+            if work == "weights":
+                await engine.load_weights(weights_of(model), 1)
+            else:
+                await engine.compute_logprobs([SHORT])
+        with pytest.raises(GenerationError, match=failure):
             await engine.generate(SHORT, seeds=[1])
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.engines.conftest import list_cases
+from tests.engines.conftest import list_cases, param_of_ranks
 from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD, Case, run_rank, write_model
 from tests.engines.trainer_ranks import find_free_ports
 
@@ -13,10 +13,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 SPLIT, RESHARDED = "torch, split", "deepspeed 3"
 QUICK = ("torch", RESHARDED, SPLIT)
 BACKEND_PARAMS = {
-    name: pytest.param(
-        name, marks=[pytest.mark.ranks(Case(name)), *([] if name in QUICK else [pytest.mark.slow])]
-    )
-    for name in BACKENDS
+    name: param_of_ranks(name, cases=[Case(name)], is_quick=name in QUICK) for name in BACKENDS
 }
 ALIASING = [param for name, param in BACKEND_PARAMS.items() if name not in (RESHARDED, SPLIT)]
 

@@ -9,13 +9,19 @@ import torch
 from transformers import PreTrainedModel
 
 from streamrl.messages import Rollout
-from tests.engines.flight import CONCURRENT, POLICIES, WIDE, Engines, Flight, sampled_versions
-from tests.engines.tiny_qwen import endless_model, prompt, worst_error
+from tests.engines.flight import (
+    CONCURRENT,
+    LONG,
+    POLICIES,
+    SHORT,
+    WIDE,
+    Engines,
+    Flight,
+    sampled_versions,
+)
+from tests.engines.tiny_qwen import endless_model, worst_error
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
-
-SHORT = prompt(5, 14, 6, 18)
-LONG = prompt(*(4 + i * i % 57 for i in range(300)))
 
 
 # Session scope, so that tests with the same policy run one after another.

@@ -16,7 +16,7 @@ from streamrl.messages import FinishReason, Prompt, Rollout, columns_to_rollouts
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.logprob_check import NUM_SEQUENCES
 from streamrl.weights.parameters import order_for_fusion
-from tests.engines.flight import Engines, Flight, sampled_versions
+from tests.engines.flight import LONG, SHORT, Engines, Flight, sampled_versions
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
     endless_model,
@@ -29,8 +29,6 @@ from tests.weights.local_transport import LocalWriter
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
 
-SHORT = prompt(5, 14, 6, 18)
-LONG = prompt(*(4 + i * i % 57 for i in range(300)))
 LIMIT = 100
 CONCURRENT = 16
 

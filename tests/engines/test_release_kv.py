@@ -8,14 +8,11 @@ import psutil
 import pytest
 import torch
 
-from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.models.forward import synchronize_device
-from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
-from tests.engines.flight import Engines, Flight
-from tests.engines.tiny_qwen import MAX_LENGTH, endless_model, prompt, save, weights_of, worst_error
+from tests.engines.flight import SHORT, Engines, Flight, start_engine
+from tests.engines.tiny_qwen import endless_model, save, weights_of, worst_error
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
 
@@ -30,7 +27,7 @@ def measure_resident_mb() -> float:
 
 
 async def sample(flight: Flight) -> list[Rollout]:
-    return await flight.engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS)
+    return await flight.engine.generate(SHORT, seeds=SEEDS)
 
 
 async def test_rollouts_continue_with_the_same_tokens_after_sleep(engines: Engines):
@@ -58,14 +55,10 @@ async def test_rollouts_continue_with_the_same_tokens_after_sleep(engines: Engin
 
 @pytest.mark.gpu
 async def test_sleep_frees_gpu_memory(tmp_path: Path):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in make_vllm_env("cuda").items():
-            patch.setenv(name, value)
-        model = endless_model(seed=3)
-        path = save(model, tmp_path)
-        engine = await GenerationEngine.start(EngineSpec(path, CONFIG, MAX_LENGTH))
+    model = endless_model(seed=3)
+    async with start_engine(save(model, tmp_path), CONFIG, device="cuda") as engine:
         await engine.load_weights(weights_of(model), 0)
-        running = asyncio.create_task(engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS))
+        running = asyncio.create_task(engine.generate(SHORT, seeds=SEEDS))
         await asyncio.sleep(0.2)
         await engine.pause("lease")
         before, _ = torch.cuda.mem_get_info()
@@ -74,16 +67,12 @@ async def test_sleep_frees_gpu_memory(tmp_path: Path):
         assert after - before > 0.9 * KV_MB * MB
         await engine.resume("lease")
         assert worst_error(await running, {0: model}) < 1e-2
-        await engine.close()
 
 
 @pytest.mark.gpu
 async def test_weights_are_written_in_place_on_a_gpu(tmp_path: Path):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in make_vllm_env("cuda").items():
-            patch.setenv(name, value)
-        path = save(endless_model(seed=3), tmp_path)
-        engine = await GenerationEngine.start(EngineSpec(path, CONFIG, MAX_LENGTH))
+    folder = save(endless_model(seed=3), tmp_path)
+    async with start_engine(folder, CONFIG, device="cuda") as engine:
         served = await engine.get_storage()
         assert served is not None and served.device.type == "cuda"
         model = endless_model(seed=4)
@@ -92,9 +81,8 @@ async def test_weights_are_written_in_place_on_a_gpu(tmp_path: Path):
             view.copy_(torch.as_tensor(trained[name])[box.slices])
         synchronize_device()
         assert not (await engine.activate_version(1)).copied_bytes
-        rollouts = await engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS)
+        rollouts = await engine.generate(SHORT, seeds=SEEDS)
         assert worst_error(rollouts, {1: model}) < 1e-2
-        await engine.close()
 
 
 async def test_weights_can_be_loaded_while_asleep(engines: Engines):

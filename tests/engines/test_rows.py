@@ -6,7 +6,7 @@ import torch
 from streamrl.algorithms import ALGORITHMS
 from streamrl.engines.training.forward_scorers import LogprobScorer
 from streamrl.messages import split_token_column
-from tests.engines.conftest import ONE, TWO
+from tests.engines.conftest import ONE, TWO, param_of_ranks
 from tests.engines.tiny_qwen import save, tiny_model
 from tests.engines.trainer_ranks import GROUPS, SEVERAL_LR, TEMPERATURE, Case
 
@@ -22,12 +22,10 @@ QUICK = {
 }
 """Algorithms that take different paths through a trainer, and the difference."""
 ROWS = [
-    pytest.param(
+    param_of_ranks(
         name,
-        marks=[
-            pytest.mark.ranks(*(Case("row", layout, (name,)) for layout in (ONE, TWO))),
-            *([] if name in QUICK else [pytest.mark.slow]),
-        ],
+        cases=[Case("row", layout, (name,)) for layout in (ONE, TWO)],
+        is_quick=name in QUICK,
     )
     for name in ALGORITHMS
 ]

@@ -2,33 +2,28 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import psutil
 import pytest
-from transformers import PreTrainedModel
 
-from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generation.requests_in_flight import ProgressWatch
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import engine as vllm_engine
-from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import StreamError
 from tests import forked
-from tests.engines.tiny_qwen import MAX_LENGTH, prompt, save, tiny_model, weights_of, worst_error
+from tests.engines.flight import SHORT, start_engine
+from tests.engines.tiny_qwen import save, tiny_model, weights_of, worst_error
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.xdist_group("engines"),
     pytest.mark.slow,
 ]
-
-SHORT = prompt(5, 14, 6, 18)
 
 
 class Forks:
@@ -53,23 +48,13 @@ def in_environment(environment: dict[str, str], target: Any, kwargs: dict[str, A
 
 @pytest.fixture(autouse=True)
 def forks(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in make_vllm_env("cpu").items():
-        monkeypatch.setenv(name, value)
     from vllm.v1.executor import multiproc_executor
 
     Forks.started.clear()
     monkeypatch.setattr(multiproc_executor, "get_mp_context", Forks)
 
 
-@asynccontextmanager
-async def start_engine(model: PreTrainedModel, folder: Path) -> AsyncIterator[GenerationEngine]:
-    config = GeneratorConfig(max_new_tokens=32, tensor_parallel=2)
-    path = save(model, folder, ends=False)
-    engine = await GenerationEngine.start(EngineSpec(path, config, MAX_LENGTH))
-    try:
-        yield engine
-    finally:
-        await engine.close()
+CONFIG = GeneratorConfig(max_new_tokens=32, tensor_parallel=2)
 
 
 def list_ranks() -> list[psutil.Process]:
@@ -91,7 +76,7 @@ def list_shared_files() -> set[Path]:
 
 async def test_every_version_reaches_every_rank(tmp_path: Path):
     models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
-    async with start_engine(models[0], tmp_path) as engine:
+    async with start_engine(save(models[0], tmp_path, ends=False), CONFIG) as engine:
         assert len(list_ranks()) == 2
         shared = list_shared_files()
         assert shared
@@ -132,7 +117,7 @@ async def test_a_dead_rank_is_reported_and_ends_the_other_ranks(
         lambda dead_engine: shut_down.append(shut_down_engine(dead_engine)),
     )
     model = tiny_model(tied=True, seed=1)
-    async with start_engine(model, tmp_path) as engine:
+    async with start_engine(save(model, tmp_path, ends=False), CONFIG) as engine:
         await engine.load_weights(weights_of(model), 0)
         work: Coroutine[Any, Any, object]
         if activity == "rollouts":

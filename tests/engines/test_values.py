@@ -68,9 +68,8 @@ def test_a_critic_directory_that_lacks_parameters_is_rejected(model_path, tmp_pa
     state = model.state_dict()
     del state["model.layers.0.mlp.up_proj.weight"]
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(
-        ConfigError, match=r"lacks 1 parameters, such as model.layers.0.mlp.up_proj"
-    ):
+    message = r"lacks 1 parameters, such as model.layers.0.mlp.up_proj"
+    with pytest.raises(ConfigError, match=message):
         load_value_model(str(tmp_path), dtype=torch.float32)
 
 
@@ -117,10 +116,8 @@ def test_a_value_scorer_merges_adapters_and_loads_the_head(model_path):
 
 
 def test_a_value_scorer_of_a_shared_model_loads_its_part_of_the_policy(model_path):
-    model, critic = (
-        load_two_headed_model(model_path, dtype=torch.float32).eval(),
-        make_critic_with_head(model_path),
-    )
+    model = load_two_headed_model(model_path, dtype=torch.float32).eval()
+    critic = make_critic_with_head(model_path)
     model.score.load_state_dict(critic.score.state_dict())
     shared = scorer_of(model_path, shares_policy=True)
     shared.load_weights(dict(model.named_parameters(remove_duplicate=False)))
@@ -134,10 +131,8 @@ def test_a_value_scorer_of_a_shared_model_loads_its_part_of_the_policy(model_pat
 
 
 def test_two_heads_of_a_forward_pass_equal_two_models(model_path):
-    model, critic = (
-        load_two_headed_model(model_path, dtype=torch.float32).eval(),
-        make_critic_with_head(model_path),
-    )
+    model = load_two_headed_model(model_path, dtype=torch.float32).eval()
+    critic = make_critic_with_head(model_path)
     model.score.load_state_dict(critic.score.state_dict())
     ids = torch.tensor([[5, 6, 7, 8], [9, 4, 0, 0]])
     attention = torch.tensor([[True] * 4, [True, True, False, False]])

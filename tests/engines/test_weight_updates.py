@@ -3,8 +3,8 @@
 import asyncio
 import copy
 import re
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,8 @@ from transformers import (
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import weight_loader
-from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
+from tests.engines.flight import start_engine
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
     fill,
@@ -111,16 +110,7 @@ def measure_logprob_difference(
     )
 
 
-@asynccontextmanager
-async def start_engine(folder: str, patch: pytest.MonkeyPatch) -> AsyncIterator[GenerationEngine]:
-    for name, value in make_vllm_env("cpu").items():
-        patch.setenv(name, value)
-    config = GeneratorConfig(max_new_tokens=12)
-    engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH))
-    try:
-        yield engine
-    finally:
-        await engine.close()
+CONFIG = GeneratorConfig(max_new_tokens=12)
 
 
 async def check_each_group(engine: GenerationEngine, base: PreTrainedModel) -> None:
@@ -161,11 +151,9 @@ async def check_each_group(engine: GenerationEngine, base: PreTrainedModel) -> N
         for tied in (True, False)
     ],
 )
-async def test_each_group_of_parameters_is_loaded(
-    family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_each_group_of_parameters_is_loaded(family: str, tied: bool, tmp_path: Path):
     base = family_model(family, tied=tied)
-    async with start_engine(save(base, tmp_path, ends=False), monkeypatch) as engine:
+    async with start_engine(save(base, tmp_path, ends=False), CONFIG) as engine:
         await check_each_group(engine, base)
 
 
@@ -175,7 +163,7 @@ async def test_each_group_of_parameters_is_loaded_through_reload_weights(
 ):
     monkeypatch.setattr(weight_loader, "bind_parameters", lambda *args: [])
     base = family_model("qwen2", tied=True)
-    async with start_engine(save(base, tmp_path, ends=False), monkeypatch) as engine:
+    async with start_engine(save(base, tmp_path, ends=False), CONFIG) as engine:
         await check_each_group(engine, base)
         loaded = await engine.load_weights(weights_of(base), 100)
         assert loaded.copied_bytes >= num_bytes(weights_of(base))
@@ -192,21 +180,15 @@ async def test_large_layers_use_onednn_and_bfloat16_is_served(
     monkeypatch.setattr(weight_loader, "MIN_ONEDNN_ELEMENTS", 1)
     base = family_model("qwen2", tied=True)
     folder = save(base, tmp_path, ends=False)
-    async with start_engine(folder, monkeypatch) as engine:
+    async with start_engine(folder, CONFIG) as engine:
         await engine.load_weights(weights_of(base), 0)
         assert worst_error(await engine.generate(PROMPT, seeds=range(4)), {0: base}) < 1e-4
-    for name, value in make_vllm_env("cpu").items():
-        monkeypatch.setenv(name, value)
-    config = GeneratorConfig(max_new_tokens=12, dtype="bfloat16")
-    engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH))
-    try:
+    async with start_engine(folder, replace(CONFIG, dtype="bfloat16")) as engine:
         # Float32 tensors cannot be aliased: they are copied and rounded.
         loaded = await engine.load_weights(weights_of(base), 0)
         assert loaded.copied_bytes == num_bytes(weights_of(base)) // 2
         rollouts = await engine.generate(PROMPT, seeds=range(4))
         assert worst_error(rollouts, {0: base}) < 0.3
-    finally:
-        await engine.close()
     from vllm import _custom_ops
 
     assert _custom_ops._supports_onednn, "vLLM's own setting is restored"

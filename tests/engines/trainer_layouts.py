@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from streamrl.engines.trainer_config import TrainerConfig
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -24,6 +26,16 @@ class Layout:
     @property
     def num_shares(self) -> int:
         return self.world_size // self.tensor_parallel
+
+    def make_config(self, **settings: Any) -> TrainerConfig:
+        """Make the configuration of a trainer in float32."""
+        return TrainerConfig(
+            backend=self.backend,
+            zero_stage=self.zero_stage,
+            world_size=self.world_size,
+            tensor_parallel=self.tensor_parallel,
+            **{"dtype": "float32", **settings},
+        )
 
     def select_shares(self, cases: Sequence[Any]) -> Sequence[Any]:
         """Return the results of a single rank of each data-parallel share."""

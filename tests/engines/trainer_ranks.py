@@ -22,7 +22,6 @@ from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.buffer.assembly.packing import MicroBatch, Round
 from streamrl.data.pretrain_texts import TextStream
-from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.optimizer_offload import DiskOffload
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
 from streamrl.messages import Columns
@@ -30,6 +29,7 @@ from tests import forked
 from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import publish_to_disk
 from tests.engines.trainer_layouts import CUTS, Layout
+from tests.hostile_pickle import Hostile
 
 if TYPE_CHECKING:
     from streamrl.engines.training.model_trainer import ModelTrainer
@@ -58,7 +58,7 @@ SEVERAL = AlgorithmConfig(
 PPO = AlgorithmConfig(name="ppo", whiten_advantages=False)
 VALUE_CLIP = 0.05
 SEVERAL_SETTINGS = SEVERAL.to_settings(max_length=8, reward_weights={})
-VALUED = {
+VALUED: dict[str, Columns] = {
     uid: {**columns, "values": np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)}
     for uid, columns in GROUPS.items()
 }
@@ -67,7 +67,7 @@ NARROW = "narrow"
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 3.0}
 SEQUENCE = np.array([1, 5, 9, 33, 60, 7, 7, 21], np.int32)
 LATE_S = 10.0
-EQUAL_SCORES = {
+EQUAL_SCORES: dict[str, Columns] = {
     uid: {**columns, "scores": np.ones_like(columns["scores"])} for uid, columns in GROUPS.items()
 }
 """GROUPS with equal scores, whose gradient is 0."""
@@ -125,20 +125,12 @@ class RankJob:
 
         if layout.world_size > 1:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop()))
-        config = TrainerConfig(
-            backend=layout.backend,
-            zero_stage=layout.zero_stage,
-            world_size=layout.world_size,
-            tensor_parallel=layout.tensor_parallel,
-            lr=LR,
-            dtype="float32",
-        )
         settings = algorithm.to_settings(max_length=8, reward_weights={})
         policy = PolicyTask(self.model_path, algorithm.spec, settings, TEMPERATURE)
         critic = CriticTask(self.model_path, algorithm.spec, settings, VALUE_CLIP)
         return ModelTrainer(
             task or (critic if algorithm is PPO else policy),
-            config=replace(config, **changes),
+            config=layout.make_config(**{"lr": LR, **changes}),
             rank=self.rank if layout.world_size > 1 else 0,
             pretraining=pretraining,
         )
@@ -176,15 +168,37 @@ def compute_divisor(groups: dict[str, Columns]) -> float:
     )
 
 
+def train_rounds(
+    trainer: "ModelTrainer",
+    groups: dict[str, Columns],
+    num_shares: int,
+    *,
+    num_micro_batches: int = 2,
+    part: Sequence[str] | None = None,
+) -> dict[str, float]:
+    """Train all groups, or a part of them; return this rank's metric sums."""
+    trained = groups if part is None else {uid: groups[uid] for uid in part}
+    rounds = split_rounds(trained, num_micro_batches=num_micro_batches, num_shares=num_shares)
+    return sum_metrics(
+        trainer.train_micro_batch(groups, get_micro_batch(trainer, work)) for work in rounds
+    )
+
+
 def train_step(
     trainer: "ModelTrainer", num_micro_batches: int, num_shares: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Run a step over all groups; return this rank's metric sums and the update's metrics."""
-    rounds = split_rounds(GROUPS, num_micro_batches=num_micro_batches, num_shares=num_shares)
-    sums = sum_metrics(
-        trainer.train_micro_batch(GROUPS, get_micro_batch(trainer, work)) for work in rounds
-    )
+    sums = train_rounds(trainer, GROUPS, num_shares, num_micro_batches=num_micro_batches)
     return sums, trainer.step(compute_divisor(GROUPS))
+
+
+def close_after_saving(trainer: "ModelTrainer", folder: Path) -> dict[str, torch.Tensor]:
+    """Save state and model; return the parameters."""
+    trainer.save_training_state(folder / "state")
+    trainer.save_model(folder / "model")
+    parameters = parameters_of(trainer)
+    trainer.close()
+    return parameters
 
 
 def parameters_of(trainer: "ModelTrainer") -> dict[str, torch.Tensor]:
@@ -269,20 +283,19 @@ def master_weights(job: RankJob, layout: Layout) -> None:
         job.results[f"bf16_state/{stage}"] = (first, runs)
 
 
-class Hostile:
-    """Touches a file when it is unpickled."""
+def save_legacy_progress(
+    trainer: "ModelTrainer", folder: Path, *, num_updates: int
+) -> dict[str, Any]:
+    from streamrl.engines.checkpoint.trainer_checkpoint import describe_layout
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._path}",)
+    progress = {"layout": describe_layout(trainer._config), "num_updates": num_updates}
+    progress |= {"rng": torch.get_rng_state(), "cuda_rng": None}
+    torch.save(progress, folder / f"rank_{trainer.rank}.pt")
+    return progress
 
 
 def resume_legacy_state(job: RankJob, layout: Layout) -> None:
     """Run a step, save it in the legacy format, and run the second step from there."""
-    from streamrl.engines.training.trainer_checkpoint import describe_layout
-
     folder = job.folder / f"old-{layout.label}-{0 if layout.world_size > 1 else job.rank}"
     folder.mkdir(exist_ok=True)
     trainer = job.trainer(layout)
@@ -293,9 +306,7 @@ def resume_legacy_state(job: RankJob, layout: Layout) -> None:
     elif trainer.rank == 0:
         model, optimizer = dict(backend.full_state()), backend.optimizer.state_dict()
         torch.save({"model": model, "optimizer": optimizer}, folder / "torch_state.pt")
-    progress = {"layout": describe_layout(trainer._config), "num_updates": 1}
-    progress |= {"rng": torch.get_rng_state(), "cuda_rng": None}
-    torch.save(progress, folder / f"rank_{trainer.rank}.pt")
+    progress = save_legacy_progress(trainer, folder, num_updates=1)
     first = second_step(trainer, layout)
     trainer.close()
     trainer = job.trainer(layout)
@@ -315,16 +326,12 @@ def resume_legacy_state(job: RankJob, layout: Layout) -> None:
 
 def hostile_state(job: RankJob, layout: Layout) -> None:
     """Save a DeepSpeed state whose optimizer file is a hostile pickle."""
-    from streamrl.engines.training.trainer_checkpoint import describe_layout
-
     folder = job.folder / f"hostile-{job.rank}"
     folder.mkdir()
     trainer = job.trainer(layout)
     backend: Any = trainer._backend
     backend._engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)
-    progress = {"layout": describe_layout(trainer._config), "num_updates": 0}
-    progress |= {"rng": torch.get_rng_state(), "cuda_rng": None}
-    torch.save(progress, folder / "rank_0.pt")
+    save_legacy_progress(trainer, folder, num_updates=0)
     refusals = []
     for path in sorted((folder / "zero").glob("*.pt")):
         original = path.read_bytes()
@@ -365,35 +372,19 @@ def critic_updates(job: RankJob, layout: Layout) -> None:
     trainer = job.trainer(layout, PPO, lr=SEVERAL_LR)
     sums = []
     for _ in range(2):
-        rounds = split_rounds(VALUED, num_micro_batches=2, num_shares=layout.num_shares)
-        sums.append(
-            sum_metrics(
-                trainer.train_micro_batch(VALUED, get_micro_batch(trainer, w)) for w in rounds
-            )
-        )
+        sums.append(train_rounds(trainer, VALUED, layout.num_shares))
         report = trainer.step(SEVERAL_DIVISOR)
-    folder = job.folder / f"critic-{layout.label}"
-    trainer.save_training_state(folder / "state")
-    trainer.save_model(folder / "model")
-    parameters = parameters_of(trainer)
-    trainer.close()
-    job.results[f"critic/{layout.label}"] = {
-        "sums": sums,
-        "parameters": parameters,
-        "report": report,
-    }
+    parameters = close_after_saving(trainer, job.folder / f"critic-{layout.label}")
+    results = {"sums": sums, "parameters": parameters, "report": report}
+    job.results[f"critic/{layout.label}"] = results
 
 
 def two_headed_updates(job: RankJob, layout: Layout) -> None:
     """Run two steps of a shared policy and critic, and of the policy alone."""
     from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
 
-    task_args = (
-        job.model_path,
-        PPO.spec,
-        PPO.to_settings(max_length=8, reward_weights={}),
-        TEMPERATURE,
-    )
+    settings = PPO.to_settings(max_length=8, reward_weights={})
+    task_args = (job.model_path, PPO.spec, settings, TEMPERATURE)
     tasks: dict[float | None, TrainingTask] = {None: PolicyTask(*task_args)}
     for weight in SHARED_COEFS:
         tasks[weight] = TwoHeadedTask(*task_args, value_clip=VALUE_CLIP, value_coef=weight)
@@ -401,18 +392,10 @@ def two_headed_updates(job: RankJob, layout: Layout) -> None:
         trainer = job.trainer(layout, PPO, task=task, lr=SEVERAL_LR)
         sums = []
         for _ in range(2):
-            rounds = split_rounds(VALUED, num_micro_batches=2, num_shares=layout.num_shares)
-            sums.append(
-                sum_metrics(
-                    trainer.train_micro_batch(VALUED, get_micro_batch(trainer, w)) for w in rounds
-                )
-            )
+            sums.append(train_rounds(trainer, VALUED, layout.num_shares))
             trainer.step(SEVERAL_DIVISOR)
         folder = job.folder / f"two-headed-{layout.label}-{coef}"
-        trainer.save_training_state(folder / "state")
-        trainer.save_model(folder / "model")
-        parameters = parameters_of(trainer)
-        trainer.close()
+        parameters = close_after_saving(trainer, folder)
         job.results[f"two_headed/{layout.label}/{coef}"] = {"sums": sums, "parameters": parameters}
 
 
@@ -433,8 +416,7 @@ def pretraining_updates(job: RankJob, layout: Layout) -> None:
     trainer = job.trainer(layout, AlgorithmConfig(), pretraining=texts, lr=SEVERAL_LR)
     reports = []
     for divisor in PTX_DIVISORS:
-        for work in split_rounds(EQUAL_SCORES, num_micro_batches=2, num_shares=layout.num_shares):
-            trainer.train_micro_batch(EQUAL_SCORES, get_micro_batch(trainer, work))
+        train_rounds(trainer, EQUAL_SCORES, layout.num_shares)
         reports.append(trainer.step(divisor))
     parameters = parameters_of(trainer)
     trainer.close()
@@ -480,14 +462,11 @@ def lora_critic(job: RankJob, layout: Layout) -> None:
     job = use_narrow_model(job)
     trainer = job.trainer(layout, PPO, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
-    for work in split_rounds(VALUED, num_micro_batches=2, num_shares=layout.num_shares):
-        trainer.train_micro_batch(VALUED, get_micro_batch(trainer, work))
+    train_rounds(trainer, VALUED, layout.num_shares)
     trainer.step(SEVERAL_DIVISOR)
     trainer.save_model(job.folder / f"lora-critic-{layout.label}")
-    job.results[f"lora_critic/{layout.label}"] = {
-        "start": start,
-        "published": parameters_of(trainer),
-    }
+    published = parameters_of(trainer)
+    job.results[f"lora_critic/{layout.label}"] = {"start": start, "published": published}
     trainer.close()
 
 
@@ -509,26 +488,14 @@ def several_updates(job: RankJob, layout: Layout) -> None:
     """Run a step of two epochs of two updates; groups are dealt to the updates in turn."""
     trainer = job.trainer(layout, SEVERAL, lr=SEVERAL_LR)
     uids = list(GROUPS)
-    updates = [
-        split_rounds(
-            {uid: GROUPS[uid] for uid in part}, num_micro_batches=2, num_shares=layout.num_shares
-        )
-        for part in (uids[::2], uids[1::2])
-    ]
     trainer.plan_step(GROUPS)
-    for rounds in updates:
-        for work in rounds:
-            trainer.precompute_logprobs(GROUPS, get_micro_batch(trainer, work))
+    for work in split_rounds(GROUPS, num_micro_batches=2, num_shares=layout.num_shares):
+        trainer.precompute_logprobs(GROUPS, get_micro_batch(trainer, work))
     trainer.sync_plan()
     sums = []
-    for _ in range(SEVERAL.epochs):
-        for rounds in updates:
-            sums.append(
-                sum_metrics(
-                    trainer.train_micro_batch(GROUPS, get_micro_batch(trainer, w)) for w in rounds
-                )
-            )
-            trainer.step(SEVERAL_DIVISOR)
+    for part in (uids[::2], uids[1::2]) * SEVERAL.epochs:
+        sums.append(train_rounds(trainer, GROUPS, layout.num_shares, part=part))
+        trainer.step(SEVERAL_DIVISOR)
     parameters = parameters_of(trainer)
     trainer.close()
     job.results[f"several/{layout.label}"] = {"sums": sums, "parameters": parameters}

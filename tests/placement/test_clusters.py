@@ -18,9 +18,8 @@ def test_cluster_fills_nodes_of_the_usual_size():
 def test_cluster_numbers_devices_in_order_of_node_groups():
     cluster = Cluster.from_text("2x8xA100@200Gb,8xV100")
     assert cluster.num_devices == 24
-    assert [cluster.find_node_group(device).device.name for device in (0, 15, 16)] == [
-        *("A100", "A100", "V100")
-    ]
+    expected = ["A100", "A100", "V100"]
+    assert [cluster.find_node_group(device).device.name for device in (0, 15, 16)] == expected
     assert cluster.find_node_group(0).node_bytes_per_s == 25e9
     assert cluster.find_node_group(16).node_bytes_per_s == DEVICES["V100"].network_bytes_per_s
     assert [cluster.find_node(device) for device in (8, 15, 16, 23)] == [1, 1, 2, 2]
@@ -106,9 +105,8 @@ def test_cluster_file_refuses_impossible_device_figures(key: str, value: float):
     nodes = [{"device": device | {key: value}, "devices": 4}]
     with pytest.raises(ConfigError) as refused:
         Cluster.from_dict({"nodes": nodes}, location="c.yaml")
-    assert f"c.yaml: nodes[0].device.{key}={value:g}: must be at least 0.001 and" in str(
-        refused.value
-    )
+    message = f"c.yaml: nodes[0].device.{key}={value:g}: must be at least 0.001 and"
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300, 2e6, 1e-6])

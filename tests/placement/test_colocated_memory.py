@@ -76,9 +76,8 @@ def test_train_bytes_peak_in_the_larger_of_update_and_micro_batch():
     memory = make_memory(update_buffers=40)
     assert memory.train_bytes == (4 + 8 + 4 + 40 + 64) * MB
     assert memory.generate_bytes == make_memory().generate_bytes
-    assert memory.format_sum("train") == (
-        "4 weights + 8 optimizer + 4 gradients + 40 for the update + 64 KV cache"
-    )
+    expected = "4 weights + 8 optimizer + 4 gradients + 40 for the update + 64 KV cache"
+    assert memory.format_sum("train") == expected
     assert (make_memory().fit_budget(110).releases_kv, memory.fit_budget(110).releases_kv) == (
         False,
         True,

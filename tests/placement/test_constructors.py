@@ -13,7 +13,6 @@ from streamrl.placement.constructors import (
     placement_from_ratios,
     placement_from_sets,
 )
-from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement, PlacementMode
 from streamrl.placement.pools import POOL_STRATEGIES
 from streamrl.resharding.grids import RankGrid
@@ -71,27 +70,17 @@ def test_interleaving_places_reference_and_reward_on_halves():
 def test_ratios_place_actor_and_critic_on_halves():
     half = dict.fromkeys(("policy", "generator", "critic", "value", "reference", "reward"), 0.5)
     placement = placement_from_ratios(PPO, [half], [16])
-    assert (
-        placement.assignments["train"].mesh == placement.assignments["generate"].mesh == Mesh(0, 8)
-    )
-    assert (
-        placement.assignments["train_critic"].mesh
-        == placement.assignments["value"].mesh
-        == Mesh(8, 8)
-    )
+    meshes = format_meshes(placement)
+    assert meshes["train"] == meshes["generate"] == "0-7"
+    assert meshes["train_critic"] == meshes["value"] == "8-15"
     assert not placement.overlaps("reference", "reward")
 
 
 def test_shadow_separates_forward_only_from_trained_roles():
     placement = placement_from_ratios(PPO, POOL_STRATEGIES["shadow"], [8, 8])
-    assert (
-        placement.assignments["generate"].mesh == placement.assignments["value"].mesh == Mesh(0, 8)
-    )
-    assert (
-        placement.assignments["train"].mesh
-        == placement.assignments["train_critic"].mesh
-        == Mesh(8, 8)
-    )
+    meshes = format_meshes(placement)
+    assert meshes["generate"] == meshes["value"] == "0-7"
+    assert meshes["train"] == meshes["train_critic"] == "8-15"
     assert placement.classify_mode(PPO) is PlacementMode.DISAGGREGATED
     assert replace(placement, max_staleness=2).classify_mode(PPO) is PlacementMode.ASYNCHRONOUS
 

@@ -16,9 +16,8 @@ from tests.toy import write_model
 def test_adapters_add_two_matrices_per_layer():
     llama = MODEL_SHAPES["llama-7b"]
     # Query and value projections of 32 layers, 4096 features in and out.
-    assert add_lora_adapters(llama, 8, ["q_proj", "v_proj"]).adapter_params == 8 * 32 * 2 * (
-        4096 + 4096
-    )
+    expected = 8 * 32 * 2 * (4096 + 4096)
+    assert add_lora_adapters(llama, 8, ["q_proj", "v_proj"]).adapter_params == expected
     attention, mlp = 4 * (4096 + 4096), 3 * (4096 + 11008)
     assert add_lora_adapters(llama, 16).adapter_params == 16 * 32 * (attention + mlp)
     assert add_lora_adapters(llama, 16, ["layers.0.mlp.up_proj"]).adapter_params == 16 * (
@@ -41,19 +40,16 @@ def test_adapters_add_two_matrices_per_expert():
 
 
 def test_target_that_matches_no_layer_is_refused():
-    with pytest.raises(
-        ConfigError, match="lora_targets: lm_head: matches no linear layer of llama-7b"
-    ):
+    message = "lora_targets: lm_head: matches no linear layer of llama-7b"
+    with pytest.raises(ConfigError, match=message):
         add_lora_adapters(MODEL_SHAPES["llama-7b"], 8, ["q_proj", "lm_head"])
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"], ["layers.1.self_attn.k_proj"]])
 def test_adapter_params_equal_those_of_the_engine(targets: list[str], tmp_path: Path):
     write_model(tmp_path)
-    config, shape = (
-        TrainerConfig(lora_rank=4, lora_targets=targets),
-        load_model_shape(str(tmp_path)),
-    )
+    config = TrainerConfig(lora_rank=4, lora_targets=targets)
+    shape = load_model_shape(str(tmp_path))
     policy = count_trained_params(load_skeleton(str(tmp_path)), config)
     assert add_lora_adapters(shape, 4, targets).adapter_params == policy
     critic = count_trained_params(load_value_skeleton(str(tmp_path)), config)

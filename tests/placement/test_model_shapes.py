@@ -41,14 +41,6 @@ def test_parameter_counts_equal_published_ones(name: str, billions: float):
     assert load_model_shape(name).num_params / 1e9 == pytest.approx(billions, abs=0.0006)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_bytes"),
-    [("llama-7b", 524_288), ("llama-13b", 819_200), ("llama-70b", 327_680), ("llama-34b", 196_608)],
-)
-def test_kv_bytes_per_token(name: str, num_bytes: int):
-    assert load_model_shape(name).count_kv_bytes_per_token() == num_bytes
-
-
 def test_active_params_count_only_routed_experts():
     shape = load_model_shape("qwen3-30b-a3b")
     assert shape.active_matmul_params / 1e9 == pytest.approx(3.0, abs=0.1)
@@ -71,26 +63,17 @@ def test_critic_has_a_scalar_head(name: str):
     assert critic.num_params == shape.num_params - head + shape.hidden
 
 
+def make_sizes(hidden: int, intermediate: int, layers: int, kv_heads: int) -> dict[str, int]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": 100}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    return {**sizes, **heads, "num_hidden_layers": layers}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        LlamaConfig(
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=100,
-        ),
-        Qwen2Config(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            vocab_size=64,
-            tie_word_embeddings=True,
-        ),
+        LlamaConfig(**make_sizes(64, 96, 3, 2)),
+        Qwen2Config(**make_sizes(32, 48, 2, 1), tie_word_embeddings=True),
     ],
 )
 def test_shape_of_a_directory_equals_the_model_of_transformers(

@@ -50,13 +50,18 @@ def test_transition_moves_the_bytes_of_table_2(point: Transition):
         assert planned == pytest.approx(formula, rel=0.1)
 
 
+def predict_throughput(model: str, gpus: int) -> dict[str, float]:
+    """Return FlexRLHF's samples per second by strategy."""
+    return {
+        point.strategy: flexrlhf.predict_samples_per_s(point)
+        for point in FLEX
+        if (point.model, point.gpus) == (model, gpus)
+    }
+
+
 def test_interleaving_with_larger_batches_pays_at_7b():
     for gpus in (8, 16, 32):
-        throughput = {
-            point.strategy: flexrlhf.predict_samples_per_s(point)
-            for point in FLEX
-            if (point.model, point.gpus) == ("llama-7b", gpus)
-        }
+        throughput = predict_throughput("llama-7b", gpus)
         assert throughput["interleaved-1"] > 1.05 * throughput["colocated"]
 
 
@@ -68,20 +73,12 @@ def test_flexrlhf_points_fit_as_printed():
 
 @pytest.mark.parametrize("model", ["llama-33b", "llama-65b"])
 def test_interleaving_actor_and_critic_pays_for_gathered_models(model: str):
-    throughput = {
-        point.strategy: flexrlhf.predict_samples_per_s(point)
-        for point in FLEX
-        if (point.model, point.gpus) == (model, 16)
-    }
+    throughput = predict_throughput(model, 16)
     assert throughput["interleaved-2"] > throughput["colocated"]
 
 
 def test_shadows_multiply_the_throughput():
-    throughput = {
-        point.strategy: flexrlhf.predict_samples_per_s(point)
-        for point in FLEX
-        if (point.model, point.gpus) == ("llama-33b", 32)
-    }
+    throughput = predict_throughput("llama-33b", 32)
     assert throughput["disaggregated"] > 4 * throughput["colocated"]
 
 

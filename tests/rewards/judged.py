@@ -1,11 +1,37 @@
-"""Helpers of reward function tests: a row, and its results and scores."""
+"""Helpers of reward tests: a row, its results and scores, and rewards that are started."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 
 from streamrl.errors import RewardError
 from streamrl.messages import Prompt
+from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
+from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.registry import build_rewards
+from streamrl.rewards.reward_set import RewardSet
 
 CHAT = ({"role": "user", "content": "2+3="},)
+
+
+@asynccontextmanager
+async def started_rewards(*configs: RewardConfig, **scorer: Any) -> AsyncIterator[RewardSet]:
+    """Build and start rewards; close them at the end."""
+    rewards = build_rewards(configs, RewardContext(ScorerConfig(**scorer)))
+    await rewards.start()
+    try:
+        yield rewards
+    finally:
+        await rewards.close()
+
+
+async def judge(config: RewardConfig, row: Prompt, *completions: str) -> list[tuple[float, str]]:
+    """Return score and outcome of each completion by a reward alone."""
+    async with started_rewards(config) as rewards:
+        results = (await rewards.judge_group(row, completions)).components[config.component_name]
+    return [(result.score, result.outcome.value) for result in results]
 
 
 def prompt(**extra_info):

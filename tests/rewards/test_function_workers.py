@@ -1,6 +1,7 @@
 """Reward functions in worker processes: hangs, crashes and memory limits."""
 
 import asyncio
+import itertools
 import textwrap
 
 import psutil
@@ -13,31 +14,23 @@ from streamrl.errors import (
     RewardRaisedError,
     RewardTimeoutError,
 )
-from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
-from streamrl.rewards.interface.reward import RewardContext
-from streamrl.rewards.registry import build_rewards
-from streamrl.rewards.reward_set import RewardSet
+from streamrl.rewards.interface.config import RewardConfig
 from tests.descendants import descendants
 from tests.rewards.judged import prompt
 
 
 @pytest.fixture
-async def running(tmp_path):
-    """Start rewards of a file; close them at the end."""
-    reward_sets: list[RewardSet] = []
+def running(start_rewards, tmp_path):
+    """Start rewards of a file."""
+    numbers = itertools.count()
 
     async def start(source, name="f", **options):
-        path = tmp_path / f"reward{len(reward_sets)}.py"
+        path = tmp_path / f"reward{next(numbers)}.py"
         path.write_text(textwrap.dedent(source))
         config = RewardConfig("function", name, options={"path": str(path), **options})
-        rewards = build_rewards([config], RewardContext(ScorerConfig(timeout_s=3.0)))
-        reward_sets.append(rewards)
-        await rewards.start()
-        return rewards
+        return await start_rewards(config, timeout_s=3.0)
 
-    yield start
-    for rewards in reward_sets:
-        await rewards.close()
+    return start
 
 
 async def test_a_sync_function_runs_in_the_main_thread_and_may_use_signals(running):

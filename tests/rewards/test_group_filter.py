@@ -125,9 +125,8 @@ def test_a_mean_that_float32_would_round_onto_the_bound_is_inside():
 @pytest.mark.parametrize(("scores", "kept"), [([1, 0], True), ([0, 0], False)])
 def test_a_user_function_decides_which_groups_are_accepted(filter_from, scores, kept):
     config = filter_from("def keep(scores): return max(scores) > 0")
-    assert reason(config, scores) == (
-        None if kept else f"keep in {config.options['path']} returned False"
-    )
+    expected = None if kept else f"keep in {config.options['path']} returned False"
+    assert reason(config, scores) == expected
 
 
 def test_a_function_receives_the_prompt_and_lists_of_floats(filter_from):
@@ -193,9 +192,8 @@ def test_a_return_value_that_is_not_a_bool_is_an_error_with_function_file_and_ui
 
 def test_an_exception_is_reported_with_line_and_uid(filter_from):
     config = filter_from("def keep(rewards):\n    return rewards['x']")
-    with pytest.raises(
-        RewardError, match=r"^filter, uid 3:7:0: keep at /.*filter\.py:2: KeyError: 'x'$"
-    ):
+    message = r"^filter, uid 3:7:0: keep at /.*filter\.py:2: KeyError: 'x'$"
+    with pytest.raises(RewardError, match=message):
         reason(config, [1, 0])
     with pytest.raises(RewardError, match=r"SystemExit: 3$"):
         reason(filter_from("def keep(): raise SystemExit(3)"), [1, 0])

@@ -1,12 +1,11 @@
 """Workers of the reward and cost stages."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from streamrl.errors import RewardError
-from streamrl.messages import Experience, FilteredGroup, FinishReason, GroupLease, Prompt, Rollout
+from streamrl.messages import Experience, FilteredGroup, GroupLease, Prompt
 from streamrl.messages import rollouts_to_columns as columns_of
 from streamrl.rewards.combine import RewardComponent
 from streamrl.rewards.group_filter import accept_group
@@ -14,6 +13,7 @@ from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.kinds.patterns import RegexOptions, build_regex_reward
 from streamrl.rewards.reward_scorer import RewardScorer, score_costs
 from streamrl.rewards.reward_set import COSTS, RewardSet
+from tests.rollouts import make_rollout
 
 
 class Letters:
@@ -33,19 +33,12 @@ class FailingReward(Reward):
 PROMPT = Prompt("0:1:0", np.array([0], np.int32))
 
 
-def rollout(*tokens):
-    settings: dict[str, Any] = {"logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
-    return Rollout.from_single_turn(
-        np.array([0], np.int32), list(tokens), finish_reason=FinishReason.STOP, **settings
-    )
-
-
 def experience(columns, *, token=1):
     lease = GroupLease(token=token, uid=PROMPT.uid, stage="any", attempt=1, expires_at=9.0)
     return Experience(lease, 0, prompt=PROMPT, columns=columns)
 
 
-GROUP = experience(columns_of([rollout(1, 2), rollout(3), rollout(1)]))
+GROUP = experience(columns_of([make_rollout([0], tokens) for tokens in ([1, 2], [3], [1])]))
 GREEDY = experience({"greedy_ids": np.array([3, 1], np.int32), "lengths": np.array([3, 2, 2])})
 
 
@@ -61,9 +54,8 @@ async def test_the_greedy_completion_is_the_baseline_of_every_rollout():
     scorer = RewardScorer(one_reward(contains("b")), Letters(), lambda prompt, columns: "all out")
     (columns,) = await scorer.score_baseline([GREEDY])
     assert isinstance(columns, Mapping)
-    assert {name: column.tolist() for name, column in columns.items()} == {
-        "baseline_scores": [2.0, 2.0, 2.0]
-    }
+    expected = {"baseline_scores": [2.0, 2.0, 2.0]}
+    assert {name: column.tolist() for name, column in columns.items()} == expected
     assert columns["baseline_scores"].dtype == np.float32
     assert scorer.drain_samples() == []
     (filtered,) = await scorer.score([GROUP])
@@ -80,10 +72,8 @@ async def test_a_failed_baseline_is_an_error_not_a_zero():
 async def test_costs_have_separate_columns():
     (columns,) = await score_costs(one_reward(contains("b"), score_spec=COSTS), Letters(), [GROUP])
     assert isinstance(columns, Mapping)
-    assert {name: column.tolist() for name, column in columns.items()} == {
-        "cost/has": [1.0, 0.0, 1.0],
-        "costs": [2.0, 0.0, 2.0],
-    }
+    expected = {"cost/has": [1.0, 0.0, 1.0], "costs": [2.0, 0.0, 2.0]}
+    assert {name: column.tolist() for name, column in columns.items()} == expected
 
 
 async def test_a_failed_cost_is_named():

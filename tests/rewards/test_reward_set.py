@@ -2,7 +2,6 @@ import asyncio
 import pickle
 import time
 from collections import Counter
-from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from streamrl.rewards.metric_means import sums_to_means
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_set import COSTS, RewardSet
 from streamrl.telemetry.metric_names import find_metric
+from tests.rewards.judged import started_rewards
 
 PROMPT = Prompt("2:11:0", np.array([1], np.int32), ground_truth="5")
 PLACED = replace(PROMPT, row_location="sums.jsonl line 12")
@@ -28,12 +28,8 @@ class FakeReward(Reward):
 
     def __init__(self, values=(), *, wait_s=0.0, error=None, prompt_error=None):
         super().__init__()
-        self.values, self.wait_s, self.error, self.prompt_error = (
-            values,
-            wait_s,
-            error,
-            prompt_error,
-        )
+        self.values, self.wait_s = values, wait_s
+        self.error, self.prompt_error = error, prompt_error
         self.cancelled = False
 
     def validate_prompt(self, prompt):
@@ -223,35 +219,23 @@ async def test_a_wrong_number_of_scores_is_an_error(values):
 
 def test_check_prompts_names_the_first_row_that_a_reward_cannot_score():
     rewards = reward_set(fine=(1.0, FakeReward()), odd=(1.0, FakeReward(prompt_error="no truth")))
-    with pytest.raises(
-        ConfigError, match=r"^sums.jsonl line 12 \(uid 2:11:0\): reward odd: no truth$"
-    ):
+    message = r"^sums.jsonl line 12 \(uid 2:11:0\): reward odd: no truth$"
+    with pytest.raises(ConfigError, match=message):
         rewards.check_prompts([PLACED])
     reward_set(fine=(1.0, FakeReward())).check_prompts([PLACED])
 
 
 async def test_an_error_during_the_run_names_the_row():
     rewards = reward_set(odd=(1.0, FakeReward(error=RewardError("no number"))))
-    with pytest.raises(
-        RewardError, match=r"^reward odd, sums.jsonl line 12 \(uid 2:11:0\): no number$"
-    ):
+    message = r"^reward odd, sums.jsonl line 12 \(uid 2:11:0\): no number$"
+    with pytest.raises(RewardError, match=message):
         await rewards.score(PLACED, ["a"])
-
-
-@asynccontextmanager
-async def started(*configs, **scorer):
-    rewards = build_rewards(configs, RewardContext(ScorerConfig(**scorer)))
-    await rewards.start()
-    try:
-        yield rewards
-    finally:
-        await rewards.close()
 
 
 async def test_rewards_are_built_from_their_config(tmp_path):
     (tmp_path / "short.py").write_text("def f(prompt, completion): return -len(completion)")
     short = {"path": str(tmp_path / "short.py"), "function": "f"}
-    async with started(
+    async with started_rewards(
         RewardConfig("exact"),
         RewardConfig("numeric", name="value", weight=2.0),
         RewardConfig("regex", weight=0.5, options={"pattern": r"\A\d+\Z"}),
@@ -269,7 +253,7 @@ async def test_rewards_are_built_from_their_config(tmp_path):
 
 def combining(tmp_path, body, signature="rewards, completion"):
     (tmp_path / "mix.py").write_text(f"def mix({signature}):\n    {body}\n")
-    return started(
+    return started_rewards(
         RewardConfig("exact"), RewardConfig("numeric"), combine=f"{tmp_path / 'mix.py'}:mix"
     )
 
@@ -319,24 +303,17 @@ def test_a_combine_function_excludes_weights_and_unknown_parameters(tmp_path):
         "async def late(rewards): return 1\n"
     )
     path = str(tmp_path / "mix.py")
-    for combine, config, words in (
-        (
-            f"{path}:mix",
-            RewardConfig("exact"),
-            "scorer.combine=.*:mix: in .* requires model; available",
-        ),
-        (
-            f"{path}:late",
-            RewardConfig("exact"),
-            "scorer.combine=.*:late: in .*mix.py must not be async",
-        ),
-        (f"{path}:no", RewardConfig("exact"), "scorer.combine=.*:no: not in .*mix.py"),
-        (path, RewardConfig("exact"), "scorer.combine=.*: write it as file.py:function"),
-        (f"{path}:fine", RewardConfig("exact", weight=2.0), "weight and gate of reward exact have"),
-        (f"{path}:fine", RewardConfig("exact", gate=True), "weight and gate of reward exact have"),
+    for combine, settings, words in (
+        (f"{path}:mix", {}, "scorer.combine=.*:mix: in .* requires model; available"),
+        (f"{path}:late", {}, "scorer.combine=.*:late: in .*mix.py must not be async"),
+        (f"{path}:no", {}, "scorer.combine=.*:no: not in .*mix.py"),
+        (path, {}, "scorer.combine=.*: write it as file.py:function"),
+        (f"{path}:fine", {"weight": 2.0}, "weight and gate of reward exact have"),
+        (f"{path}:fine", {"gate": True}, "weight and gate of reward exact have"),
     ):
         with pytest.raises(ConfigError, match=words):
-            build_rewards([config], RewardContext(ScorerConfig(combine=combine)))
+            context = RewardContext(ScorerConfig(combine=combine))
+            build_rewards([RewardConfig("exact", **settings)], context)
 
 
 @pytest.mark.parametrize(

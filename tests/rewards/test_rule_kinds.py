@@ -5,24 +5,11 @@ from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import build_rewards
+from tests.rewards.judged import judge
 
 
 def prompt(truth, source=""):
     return Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth, data_source=source)
-
-
-async def judged(config, row, *completions):
-    rewards = build_rewards([config])
-    rewards.check_prompts([row])
-    await rewards.start()
-    try:
-        group_result = await rewards.judge_group(row, completions)
-    finally:
-        await rewards.close()
-    return [
-        (result.score, result.outcome.value)
-        for result in group_result.components[config.component_name]
-    ]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +26,7 @@ async def judged(config, row, *completions):
 )
 async def test_rules_are_kinds_with_their_options(kind, options, truth, right, wrong, low):
     config = RewardConfig(kind, options=options)
-    results = await judged(config, prompt(truth), right, wrong)
+    results = await judge(config, prompt(truth), right, wrong)
     assert results == [(1.0, "pass"), (low, "wrong")]
 
 
@@ -60,19 +47,19 @@ def test_invalid_rule_options_are_named(kind, options, words):
 @pytest.mark.slow
 async def test_symbolic_compares_mathematics_and_endless_parsing_is_a_timeout():
     config = RewardConfig("symbolic", options={"timeout_s": 60.0, "memory_gib": 0.5})
-    results = await judged(config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}")
+    results = await judge(config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}")
     assert results == [(1.0, "pass"), (0.0, "wrong")]
     config = RewardConfig("symbolic", options={"timeout_s": 3.0, "memory_gib": 0.5})
-    (results,) = await judged(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
-    assert results in [(0.0, "memory"), (0.0, "timeout")]
+    (endless,) = await judge(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
+    assert endless in [(0.0, "memory"), (0.0, "timeout")]
 
 
 async def test_auto_selects_the_rule_by_data_source():
     auto = RewardConfig("auto")
-    assert await judged(auto, prompt("7", "openai/gsm8k"), "#### 7") == [(1.0, "pass")]
-    assert await judged(auto, prompt("7", "aime2024"), "Answer: 8") == [(-1.0, "wrong")]
+    assert await judge(auto, prompt("7", "openai/gsm8k"), "#### 7") == [(1.0, "pass")]
+    assert await judge(auto, prompt("7", "aime2024"), "Answer: 8") == [(-1.0, "wrong")]
     row = prompt("x+1", "numina_olympiads")
-    assert await judged(auto, row, "\\boxed{1+x}") == [(1.0, "pass")]
+    assert await judge(auto, row, "\\boxed{1+x}") == [(1.0, "pass")]
     with pytest.raises(ConfigError, match=r"reward auto: data_source 'mine' has no default rule"):
         build_rewards([auto]).check_prompts([prompt("7", "mine")])
 

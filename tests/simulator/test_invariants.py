@@ -95,9 +95,7 @@ weights = st.builds(WeightsTiming, seconds, st.just(0.5), st.sampled_from([0.0, 
 timings = st.builds(
     StageTimings,
     generator=generators,
-    score=st.fixed_dictionaries(
-        dict.fromkeys(("reward", "reference", "value", "baseline"), scores)
-    ),
+    score=st.fixed_dictionaries(dict.fromkeys(SCORED, scores)),
     train=st.fixed_dictionaries({"policy": trains, "critic": trains}),
     weights=st.fixed_dictionaries({"generate": weights, "value": weights}),
     hop_s=st.sampled_from([0.0, 0.01]),

@@ -111,10 +111,8 @@ def test_runs_far_ahead_are_simulated_for_whole_cycles(seed: int):
     replicas = replace(TIMINGS.generator, replicas=64)
     # Training is nearly free: the longest rollout determines the step time.
     fast_training = {"policy": TrainTiming(8, micro_batch_s=0.0, token_s=1e-6, update_s=0.01)}
-    timings, ahead = (
-        replace(TIMINGS, generator=replicas, train=fast_training),
-        replace(PLACEMENT, max_staleness=16),
-    )
+    timings = replace(TIMINGS, generator=replicas, train=fast_training)
+    ahead = replace(PLACEMENT, max_staleness=16)
     full = run_simulation(GRPO, ahead, timings, step_workload, steps=200, seed=9)
     quick = run_quick_simulation(
         GRPO, ahead, timings, step_workload, seed=seed, run_options=RunOptions()

@@ -68,11 +68,8 @@ def test_one_step_ahead_samples_while_it_trains():
     # groups of the third step are sampled, until 34.5.
     result = run(placement=replace(APART, max_staleness=1))
     assert result.step_ends == [17.5, 21.5, 38.0]
-    assert [o.groups[0].info.version_tokens for o in result.outcomes] == [
-        ((0, 10),),
-        ((0, 10),),
-        ((1, 4), (2, 6)),
-    ]
+    expected = [((0, 10),), ((0, 10),), ((1, 4), (2, 6))]
+    assert [o.groups[0].info.version_tokens for o in result.outcomes] == expected
     assert result.tokens_by_staleness == {0: 20 + 12, 1: 20 + 8}
 
 

@@ -14,11 +14,12 @@ from streamrl.data.config import DataConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import DeadlineError, GenerationError
-from streamrl.messages import Array, Experience, FinishReason, Prompt, Rollout
+from streamrl.messages import Array, Experience, Prompt, Rollout
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.run_state import PipelineConfig
+from tests.rollouts import make_rollout
 
 
 def test_round_robin_follows_joining_and_leaving_replicas():
@@ -44,12 +45,7 @@ class Replica:
         if self._dies:
             self._dies = False
             raise GenerationError("the replica is about to be restarted")
-        facts: dict[str, Any] = {"logprobs": [0.0], "versions": [0]}
-        reason = FinishReason.STOP
-        return [
-            Rollout.from_single_turn(prompt.token_ids, [1], finish_reason=reason, **facts)
-            for _ in seeds
-        ]
+        return [make_rollout(prompt.token_ids, [1]) for _ in seeds]
 
     async def _score(self, groups: Sequence[Experience]) -> list[dict[str, Array]]:
         return [{"scores": np.ones(4, np.float32)} for _ in groups]

@@ -16,8 +16,8 @@ from streamrl.dataflow import POLICY
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.weights import WeightManifest, WeightsConfig
+from tests.virtual_time import in_virtual_time
 
 
 class Method:
@@ -74,99 +74,85 @@ PUBLISHES_REFERENCE = ["publish_reference begins", "publish_reference ends"]
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_a_model_and_its_ema_reference_are_published_one_after_the_other(zero_stage: int):
-    async def scenario() -> None:
-        ranks = [Rank(), Rank()]
-        trainer = group(ranks, zero_stage=zero_stage)
-        await asyncio.gather(trainer.publish_weights(1, []), trainer.publish_reference(1, []))
-        assert [rank.log for rank in ranks] == [[*PUBLISHES, *PUBLISHES_REFERENCE]] * 2
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_model_and_its_ema_reference_are_published_one_after_the_other(zero_stage: int):
+    ranks = [Rank(), Rank()]
+    trainer = group(ranks, zero_stage=zero_stage)
+    await asyncio.gather(trainer.publish_weights(1, []), trainer.publish_reference(1, []))
+    assert [rank.log for rank in ranks] == [[*PUBLISHES, *PUBLISHES_REFERENCE]] * 2
 
 
 @pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
-def test_a_round_waits_for_a_publish_that_gathers_parameters(zero_stage: int, waits: bool):
-    async def scenario() -> None:
-        ranks = [Rank(), Rank()]
-        trainer = group(ranks, zero_stage=zero_stage)
-        publishing = asyncio.create_task(trainer.publish_weights(1, []))
-        await asyncio.sleep(0.5)
-        await trainer.train_round(((), ()), epoch=0)
-        await publishing
-        for rank in ranks:
-            assert (rank.log.index("train begins") > rank.log.index("publish ends")) is waits
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_round_waits_for_a_publish_that_gathers_parameters(zero_stage: int, waits: bool):
+    ranks = [Rank(), Rank()]
+    trainer = group(ranks, zero_stage=zero_stage)
+    publishing = asyncio.create_task(trainer.publish_weights(1, []))
+    await asyncio.sleep(0.5)
+    await trainer.train_round(((), ()), epoch=0)
+    await publishing
+    for rank in ranks:
+        assert (rank.log.index("train begins") > rank.log.index("publish ends")) is waits
 
 
-def test_all_ranks_agree_which_versions_get_a_logprob_check_also_on_retries():
-    async def scenario() -> None:
-        ranks = [Rank(), Rank()]
-        trainer = group(ranks, zero_stage=3)
-        manifest, broken = ranks[0].publish_weights.reply, WeightsError("the disk is full")
-        retries = [(8, broken), (8, manifest), (8, manifest), (9, manifest), (9, manifest)]
-        for version, reply in [(0, manifest), (4, manifest), *retries, (10, manifest)]:
-            ranks[0].publish_weights.reply = reply
-            try:
-                await trainer.publish_weights(version, [])
-            except WeightsError:
-                assert reply is broken
-        for rank in ranks:
-            checked = [
-                (version, should_check) for version, _, should_check in rank.publish_weights.calls
-            ]
-            retried = [(8, True), (8, True), (8, True), (9, False), (9, False)]
-            assert checked == [(0, True), (4, True), *retried, (10, True)]
-
-    run_virtual(scenario())
-
-
-@pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
-def test_a_publish_that_gathers_waits_for_the_current_round(zero_stage: int, waits: bool):
-    async def scenario() -> None:
-        ranks = [Rank(), Rank()]
-        trainer = group(ranks, zero_stage=zero_stage)
-        training = asyncio.create_task(trainer.train_round(((), ()), epoch=0))
-        await asyncio.sleep(0.5)
-        await trainer.publish_weights(1, [])
-        await training
-        for rank in ranks:
-            assert (rank.log.index("publish begins") > rank.log.index("train ends")) is waits
-
-    run_virtual(scenario())
-
-
-def test_tensor_parallel_ranks_train_the_same_micro_batch_and_count_once():
-    async def scenario() -> None:
-        ranks = [Rank() for _ in range(4)]
-        for i, rank in enumerate(ranks):
-            rank.train_micro_batch.reply = {"num_tokens": 10.0 ** (i // 2)}
-        trainer = group(ranks, backend="torch", tensor_parallel=2)
-        assert trainer.dp_size == 2
-        micro_batches = ((("a", 0), ("a", 1)), (("b", 0),))
-        sums = await trainer.train_round(micro_batches, epoch=0)
-        assert [rank.train_micro_batch.calls[0][0] for rank in ranks] == [
-            micro_batches[0],
-            micro_batches[0],
-            micro_batches[1],
-            micro_batches[1],
+@in_virtual_time
+async def test_all_ranks_agree_which_versions_get_a_logprob_check_also_on_retries():
+    ranks = [Rank(), Rank()]
+    trainer = group(ranks, zero_stage=3)
+    manifest, broken = ranks[0].publish_weights.reply, WeightsError("the disk is full")
+    retries = [(8, broken), (8, manifest), (8, manifest), (9, manifest), (9, manifest)]
+    for version, reply in [(0, manifest), (4, manifest), *retries, (10, manifest)]:
+        ranks[0].publish_weights.reply = reply
+        try:
+            await trainer.publish_weights(version, [])
+        except WeightsError:
+            assert reply is broken
+    for rank in ranks:
+        checked = [
+            (version, should_check) for version, _, should_check in rank.publish_weights.calls
         ]
-        assert sums == {"num_tokens": 11.0}
+        retried = [(8, True), (8, True), (8, True), (9, False), (9, False)]
+        assert checked == [(0, True), (4, True), *retried, (10, True)]
 
-    run_virtual(scenario())
+
+@pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
+@in_virtual_time
+async def test_a_publish_that_gathers_waits_for_the_current_round(zero_stage: int, waits: bool):
+    ranks = [Rank(), Rank()]
+    trainer = group(ranks, zero_stage=zero_stage)
+    training = asyncio.create_task(trainer.train_round(((), ()), epoch=0))
+    await asyncio.sleep(0.5)
+    await trainer.publish_weights(1, [])
+    await training
+    for rank in ranks:
+        assert (rank.log.index("publish begins") > rank.log.index("train ends")) is waits
+
+
+@in_virtual_time
+async def test_tensor_parallel_ranks_train_the_same_micro_batch_and_count_once():
+    ranks = [Rank() for _ in range(4)]
+    for i, rank in enumerate(ranks):
+        rank.train_micro_batch.reply = {"num_tokens": 10.0 ** (i // 2)}
+    trainer = group(ranks, backend="torch", tensor_parallel=2)
+    assert trainer.dp_size == 2
+    micro_batches = ((("a", 0), ("a", 1)), (("b", 0),))
+    sums = await trainer.train_round(micro_batches, epoch=0)
+    expected = [micro_batches[0], micro_batches[0], micro_batches[1], micro_batches[1]]
+    assert [rank.train_micro_batch.calls[0][0] for rank in ranks] == expected
+    assert sums == {"num_tokens": 11.0}
 
 
 @pytest.mark.parametrize(("epochs", "recomputes"), [(1, False), (2, True)])
-def test_logprobs_are_precomputed_in_the_first_of_several_epochs(epochs: int, recomputes: bool):
-    async def scenario() -> None:
-        ranks = [Rank(), Rank()]
-        algorithm = AlgorithmConfig(epochs=epochs, correction=CorrectionConfig(proximal="trainer"))
-        trainer = group(ranks, algorithm=algorithm)
-        micro_batches = ((("a", 0),), (("b", 0),))
-        rounds = [ScheduledRound(micro_batches, epoch) for epoch in range(epochs)]
-        assert len(trainer.select_precomputed(rounds)) == recomputes
-        await trainer.plan_step(["a", "b"], rounds)
-        planned = [call[1] for rank in ranks for call in rank.plan_step.calls]
-        assert planned == ([[picks] for picks in micro_batches] if recomputes else [])
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_logprobs_are_precomputed_in_the_first_of_several_epochs(
+    epochs: int, recomputes: bool
+):
+    ranks = [Rank(), Rank()]
+    algorithm = AlgorithmConfig(epochs=epochs, correction=CorrectionConfig(proximal="trainer"))
+    trainer = group(ranks, algorithm=algorithm)
+    micro_batches = ((("a", 0),), (("b", 0),))
+    rounds = [ScheduledRound(micro_batches, epoch) for epoch in range(epochs)]
+    assert len(trainer.select_precomputed(rounds)) == recomputes
+    await trainer.plan_step(["a", "b"], rounds)
+    planned = [call[1] for rank in ranks for call in rank.plan_step.calls]
+    assert planned == ([[picks] for picks in micro_batches] if recomputes else [])

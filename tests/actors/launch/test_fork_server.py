@@ -152,29 +152,19 @@ def test_a_worker_is_forked_from_its_level_with_its_own_random_state(
     assert len(set(draws)) == 3
 
 
-@pytest.mark.parametrize(
-    ("env", "context"),
-    [
-        ({LEVEL_VARIABLE: "second", "X": "2"}, {}),
-        ({LEVEL_VARIABLE: "second"}, {}),
-        ({LEVEL_VARIABLE: "broken"}, {}),
-        ({LEVEL_VARIABLE: "none"}, {}),
-        ({LEVEL_VARIABLE: "draws"}, {}),
-        ({LEVEL_VARIABLE: "threads"}, {}),
-        ({}, {"py_executable": "python-of-a-container"}),
-        ({}, {"command_prefix": ["nsys"]}),
-    ],
-    ids=[
-        "other environment",
-        "no environment",
-        "cannot import",
-        "no level",
-        "draws ids",
-        "has a thread",
-        "python",
-        "prefix",
-    ],
-)
+LEFT_TO_RAY: dict[str, tuple[dict[str, str], dict]] = {
+    "other environment": ({LEVEL_VARIABLE: "second", "X": "2"}, {}),
+    "no environment": ({LEVEL_VARIABLE: "second"}, {}),
+    "cannot import": ({LEVEL_VARIABLE: "broken"}, {}),
+    "no level": ({LEVEL_VARIABLE: "none"}, {}),
+    "draws ids": ({LEVEL_VARIABLE: "draws"}, {}),
+    "has a thread": ({LEVEL_VARIABLE: "threads"}, {}),
+    "python": ({}, {"py_executable": "python-of-a-container"}),
+    "prefix": ({}, {"command_prefix": ["nsys"]}),
+}
+
+
+@pytest.mark.parametrize(("env", "context"), LEFT_TO_RAY.values(), ids=LEFT_TO_RAY)
 def test_a_worker_with_other_requirements_is_left_to_ray(
     command, worker: str, tmp_path: Path, env: dict[str, str], context: dict
 ):

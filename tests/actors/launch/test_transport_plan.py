@@ -104,9 +104,8 @@ def test_published_models_are_counted_with_their_followers(
 
 
 def test_an_untied_embedding_counts_twice(untied_path: str, tmp_path: Path):
-    assert count_published(config_of(untied_path, tmp_path)) == {
-        "policy": (4 * (WHOLE + EMBEDDING), 1)
-    }
+    expected = {"policy": (4 * (WHOLE + EMBEDDING), 1)}
+    assert count_published(config_of(untied_path, tmp_path)) == expected
 
 
 def test_shared_memory_binds_all_actors_to_a_node_and_divides_its_memory(

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,10 @@ class Doubler:
         os._exit(3)
 
 
+def make_mesh(grid: str) -> WorkerMesh:
+    return WorkerMesh(RankGrid.from_text(grid).assign_ranks())
+
+
 @pytest.fixture(scope="module")
 def pool(local_ray: None) -> Iterator[ResourcePool]:
     pool = ResourcePool(4, groups=3)
@@ -88,9 +93,7 @@ def pool(local_ray: None) -> Iterator[ResourcePool]:
 
 @pytest.fixture(scope="module")
 def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
-    group = WorkerGroup(
-        pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("2-1-2").assign_ranks()), timeout_s=60.0
-    )
+    group = WorkerGroup(pool, Doubler, mesh=make_mesh("2-1-2"), timeout_s=60.0)
     yield group
     group.close()
 
@@ -137,10 +140,8 @@ def test_columns_of_a_reply_are_replaced_dropped_selected_and_renamed(group: Wor
     prompts = put({"x": np.arange(4.0), "y": np.arange(4.0)})
     doubled = group.double(prompts)
     found = prompts.replace(doubled.drop("rank")).load()
-    assert {name: column.tolist() for name, column in found.items()} == {
-        "x": [0, 2, 4, 6],
-        "y": [0, 1, 2, 3],
-    }
+    expected = {"x": [0, 2, 4, 6], "y": [0, 1, 2, 3]}
+    assert {name: column.tolist() for name, column in found.items()} == expected
     replaced = doubled.replace(prompts.select("x")).rename({"x": "first"}).select("first")
     assert {name: column.tolist() for name, column in replaced.load().items()} == {
         "first": [0, 1, 2, 3]
@@ -161,10 +162,8 @@ def test_replacing_columns_of_a_stored_batch_does_not_wait_for_the_reply():
     unknown = stored.replace(WorkerGroupReply(lambda: collect("z")))
     assert not waited
     columns = replaced.get().columns
-    assert {name: rows.reference for name, (rows,) in columns.items()} == {
-        "x": "reply",
-        "y": "prompts",
-    }
+    expected = {"x": "reply", "y": "prompts"}
+    assert {name: rows.reference for name, (rows,) in columns.items()} == expected
     with pytest.raises(ValueError, match="replace: the batch has no column z; its columns: x, y"):
         unknown.get()
     with pytest.raises(ValueError, match="expected a batch, got int"):
@@ -181,12 +180,8 @@ def test_ranks_know_their_context_and_rendezvous(group: WorkerGroup):
 
 def test_metrics_come_from_every_rank(group: WorkerGroup):
     metrics = group.mean(put({"x": np.arange(6.0)})).get()
-    assert [(rank_metrics["mean"], rank_metrics["rows"]) for rank_metrics in metrics] == [
-        (0.5, 2),
-        (2.5, 2),
-        (4, 1),
-        (5, 1),
-    ]
+    expected = [(0.5, 2), (2.5, 2), (4, 1), (5, 1)]
+    assert [(rank_metrics["mean"], rank_metrics["rows"]) for rank_metrics in metrics] == expected
 
 
 def test_a_rank_must_return_as_many_rows_as_it_receives(group: WorkerGroup):
@@ -237,7 +232,7 @@ class Overridden(Doubler):
 )
 def test_invalid_transfer_methods_are_refused(pool: ResourcePool, worker: type, message: str):
     with pytest.raises(ConfigError, match=message):
-        WorkerGroup(pool, worker, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()))
+        WorkerGroup(pool, worker, mesh=make_mesh("1-1-1"))
 
 
 def test_an_unknown_protocol_is_refused():
@@ -246,9 +241,8 @@ def test_an_unknown_protocol_is_refused():
 
 
 def test_invalid_arguments_of_a_call_are_refused(group: WorkerGroup):
-    with pytest.raises(
-        ValueError, match=r"Doubler\.double: more passed by name; arguments must be"
-    ):
+    message = r"Doubler\.double: more passed by name; arguments must be"
+    with pytest.raises(ValueError, match=message):
         group.double(put({"x": np.arange(4.0)}), more=3)
     figures = group.first()
     for use in (figures.load, (figures | put({"x": [1]})).get, (put({"x": [1]}) | figures).get):
@@ -259,10 +253,10 @@ def test_invalid_arguments_of_a_call_are_refused(group: WorkerGroup):
 @pytest.mark.slow
 def test_a_group_that_meets_a_full_slot_releases_its_other_slots(pool: ResourcePool):
     pool = ResourcePool(2, cpus=0.5, groups=1)
-    mesh = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
+    mesh = make_mesh("1-1-1")
     second = WorkerGroup(pool, Doubler, mesh=mesh, first_slot=1)
     with pytest.raises(ConfigError, match="slot 1 of the pool is full: groups=1 share"):
-        WorkerGroup(pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()))
+        WorkerGroup(pool, Doubler, mesh=make_mesh("1-1-2"))
     first = WorkerGroup(pool, Doubler, mesh=mesh)
     assert first.first().get() == 0
     first.close()
@@ -276,7 +270,7 @@ def test_a_group_that_meets_a_full_slot_releases_its_other_slots(pool: ResourceP
 
 
 def test_invalid_slots_are_refused(pool: ResourcePool):
-    mesh = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
+    mesh = make_mesh("1-1-1")
     with pytest.raises(ConfigError, match="1 ranks from slot -1 on; the pool has 4 slots"):
         WorkerGroup(pool, Doubler, mesh=mesh, first_slot=-1)
     with pytest.raises(ConfigError, match="Doubler: timeout_s=0: must be more than 0"):
@@ -349,7 +343,7 @@ def test_several_groups_share_a_pool_until_it_is_full(pool: ResourcePool, group:
             pool,
             Doubler,
             factor,
-            mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()),
+            mesh=make_mesh("1-1-2"),
             first_slot=2,
         )
         for factor in (3.0, 5.0)
@@ -358,13 +352,9 @@ def test_several_groups_share_a_pool_until_it_is_full(pool: ResourcePool, group:
     results = [worker_group.double(batch).load()["x"].tolist() for worker_group in groups]
     assert results == [[0, 3, 6, 9], [0, 5, 10, 15]]
     with pytest.raises(ConfigError, match="slot 2 of the pool is full: groups=3 share"):
-        WorkerGroup(
-            pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()), first_slot=2
-        )
+        WorkerGroup(pool, Doubler, mesh=make_mesh("1-1-1"), first_slot=2)
     with pytest.raises(ConfigError, match="2 ranks from slot 3 on; the pool has 4 slots"):
-        WorkerGroup(
-            pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()), first_slot=3
-        )
+        WorkerGroup(pool, Doubler, mesh=make_mesh("1-1-2"), first_slot=3)
     for worker_group in groups:
         worker_group.close()
 
@@ -372,9 +362,8 @@ def test_several_groups_share_a_pool_until_it_is_full(pool: ResourcePool, group:
 def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup):
     with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
         group.fail(put({"x": np.arange(4.0)})).get()
-    with pytest.raises(
-        AttributeError, match="doubel is not a method of the group; its methods: die, double, "
-    ):
+    message = "doubel is not a method of the group; its methods: die, double, "
+    with pytest.raises(AttributeError, match=message):
         group.doubel  # noqa: B018
     with pytest.raises(ValueError, match=r"batches of different lengths in a call: \[2, 3\] rows"):
         group.double(put({"x": np.arange(2.0)}), put({"x": np.arange(3.0)}))
@@ -385,7 +374,7 @@ def test_a_hung_or_dead_worker_is_reported(pool: ResourcePool):
     group = WorkerGroup(
         pool,
         Doubler,
-        mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()),
+        mesh=make_mesh("1-1-1"),
         first_slot=1,
         timeout_s=2.0,
     )
@@ -393,9 +382,7 @@ def test_a_hung_or_dead_worker_is_reported(pool: ResourcePool):
     with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 2 s from rank 0"):
         pending.get()
     group.close()
-    dying_group = WorkerGroup(
-        pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()), timeout_s=60.0
-    )
+    dying_group = WorkerGroup(pool, Doubler, mesh=make_mesh("1-1-1"), timeout_s=60.0)
     with pytest.raises(ActorLostError, match=r"Doubler-0\.die: the actor died"):
         dying_group.die().get()
 
@@ -437,10 +424,8 @@ class Served(Doubler):
 
 
 def test_serving_layout_and_custom_protocol_differ_from_training(pool: ResourcePool):
-    mesh = WorkerMesh(
-        RankGrid.from_text("1-2-1").assign_ranks(),
-        serving=RankGrid.from_text("1-1-2").assign_ranks(),
-    )
+    serving = RankGrid.from_text("1-1-2").assign_ranks()
+    mesh = replace(make_mesh("1-2-1"), serving=serving)
     group = WorkerGroup(pool, Served, mesh=mesh, first_slot=2, env={"SPECIAL": "yes"})
     batch = put({"x": np.arange(3.0)})
     # Training shards the model over both ranks; serving has a whole model on each rank.
@@ -467,13 +452,9 @@ class FailingToStart(Doubler):
 @pytest.mark.slow
 def test_a_worker_that_fails_to_start_is_reported_and_frees_its_slot(pool: ResourcePool):
     for _ in range(4):
-        group = WorkerGroup(
-            pool, FailingToStart, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-        )
+        group = WorkerGroup(pool, FailingToStart, mesh=make_mesh("1-1-2"))
         group.close()
-    group = WorkerGroup(
-        pool, FailingToStart, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    )
+    group = WorkerGroup(pool, FailingToStart, mesh=make_mesh("1-1-2"))
     with pytest.raises(ConfigError, match="rank=1: must be another"):
         group.first()
     group.close()

@@ -43,12 +43,8 @@ def test_full_step_plan_waits_for_all_groups():
     schedule.add_group("a", GROUPS["a"])
     assert schedule.take_rounds(complete=False) == []
     schedule.add_group("b", GROUPS["b"])
-    assert sorted(list_picks(schedule.take_rounds(complete=True))) == [
-        ("a", 0),
-        ("a", 1),
-        ("b", 0),
-        ("b", 1),
-    ]
+    expected = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert sorted(list_picks(schedule.take_rounds(complete=True))) == expected
 
 
 @given(

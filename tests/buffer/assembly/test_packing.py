@@ -70,21 +70,24 @@ def test_streamed_packing_is_complete_and_early_rounds_are_well_filled(groups, w
     assert packer.take_rounds(final=True) == []
 
 
-def test_packing_worked_example():
-    rollouts = [("a", 0, 10), ("a", 1, 6), ("b", 0, 10), ("b", 1, 5), ("b", 2, 5)]
-    plan = pack_rollouts(rollouts, world_size=2, micro_batch_tokens=20)
-    # 10 + 10, then 6 padded with 5 + 5: 20 against 18.
-    assert plan == [((("a", 0), ("b", 0)), (("a", 1), ("b", 1), ("b", 2)))]
-
-
-def test_single_micro_batch_is_split_between_two_ranks():
-    plan = pack_rollouts([("a", 0, 4), ("a", 1, 3)], world_size=2, micro_batch_tokens=20)
-    assert plan == [((("a", 0),), (("a", 1),))]
-
-
-def test_single_rollout_gives_other_ranks_an_empty_micro_batch():
-    plan = pack_rollouts([("a", 0, 4)], world_size=3, micro_batch_tokens=20)
-    assert plan == [((("a", 0),), (), ())]
+@pytest.mark.parametrize(
+    ("rollouts", "world_size", "rounds"),
+    [
+        # 10 + 10, then 6 padded with 5 + 5: 20 against 18.
+        (
+            [("a", 0, 10), ("a", 1, 6), ("b", 0, 10), ("b", 1, 5), ("b", 2, 5)],
+            2,
+            [((("a", 0), ("b", 0)), (("a", 1), ("b", 1), ("b", 2)))],
+        ),
+        ([("a", 0, 4), ("a", 1, 3)], 2, [((("a", 0),), (("a", 1),))]),
+        ([("a", 0, 4)], 3, [((("a", 0),), (), ())]),
+    ],
+    ids=["balanced", "a single micro-batch is split", "a single rollout leaves ranks idle"],
+)
+def test_packing_worked_examples(
+    rollouts: list[tuple[str, int, int]], world_size: int, rounds: list[Round]
+):
+    assert pack_rollouts(rollouts, world_size=world_size, micro_batch_tokens=20) == rounds
 
 
 def test_streamed_packing_waits_for_a_full_micro_batch_per_rank():
@@ -97,7 +100,6 @@ def test_streamed_packing_waits_for_a_full_micro_batch_per_rank():
 
 
 def test_rollout_over_the_token_budget_raises():
-    with pytest.raises(
-        ValueError, match="rollout 1 of 3:7:0 has 21 tokens; a micro-batch holds 20"
-    ):
+    message = "rollout 1 of 3:7:0 has 21 tokens; a micro-batch holds 20"
+    with pytest.raises(ValueError, match=message):
         MicroBatchPacker(world_size=1, micro_batch_tokens=20).add_group("3:7:0", [20, 21])

@@ -24,7 +24,6 @@ from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import JournalRecord, get_segment_path
 from streamrl.errors import JournalError, LedgerError
 from streamrl.messages import GroupInfo, GroupOutcome, make_uid, parse_uid
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.fake_shards import MemoryLog
 from tests.virtual_time import in_virtual_time
 
@@ -89,50 +88,46 @@ MOVES = ["admit", "admit", "admit", "step", "filter", "drop", "again", "checkpoi
 
 
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 99)), max_size=40))
-def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]):
-    async def main() -> None:
-        log = MemoryLog()
-        run_log = RunLog(Ledger(debug=True), log)
-        trained_steps: dict[int, TrainedStep] = {}
-        drawn: list[str] = []
-        state, cut, serial = None, 0, 0
-        for move, seed in schedule:
-            rng, in_flight = random.Random(seed), sorted(run_log.ledger.in_flight)
-            if move == "admit":
-                uids = [f"0:{serial + i}:0" for i in range(rng.randint(1, 4))]
-                serial += len(uids)
-                drawn += uids
-                await run_log.record_admissions(uids, seed)
-            elif move == "checkpoint":
-                state, cut = json.loads(json.dumps(run_log.ledger.state_dict())), len(log.records)
-                trained_steps, drawn = {}, []
-            elif not in_flight:
-                continue
-            elif move == "step":
-                uids = rng.sample(in_flight, min(2, len(in_flight)))
-                version = max(trained_steps, default=seed) + 1
-                trained_steps[version] = make_step(version, *uids)
-                await run_log.record_step(trained_steps[version])
-            elif move == "again":
-                uid = rng.choice(in_flight)
-                epoch, index, attempt = parse_uid(uid)
-                retry_uid = make_uid(epoch, index, attempt + 1)
-                await run_log.record_finished({uid: DROPPED}, readmitted=[retry_uid], version=seed)
-            else:
-                uids = rng.sample(in_flight, min(rng.randint(1, 2), len(in_flight)))
-                await run_log.record_finished(
-                    dict.fromkeys(uids, FILTERED if move == "filter" else DROPPED)
-                )
-        recovered = recover_run_log(
-            [round_trip_record(r) for r in log.records[cut:]], state, debug=True
-        )
-        assert recovered.ledger.state_dict() == run_log.ledger.state_dict()
-        assert recovered.steps_to_replay == trained_steps
-        assert recovered.drawn_uids == tuple(drawn), (
-            "readmitted prompts are not drawn from the data"
-        )
-
-    run_virtual(main())
+@in_virtual_time
+async def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]):
+    log = MemoryLog()
+    run_log = RunLog(Ledger(debug=True), log)
+    trained_steps: dict[int, TrainedStep] = {}
+    drawn: list[str] = []
+    state, cut, serial = None, 0, 0
+    for move, seed in schedule:
+        rng, in_flight = random.Random(seed), sorted(run_log.ledger.in_flight)
+        if move == "admit":
+            uids = [f"0:{serial + i}:0" for i in range(rng.randint(1, 4))]
+            serial += len(uids)
+            drawn += uids
+            await run_log.record_admissions(uids, seed)
+        elif move == "checkpoint":
+            state, cut = json.loads(json.dumps(run_log.ledger.state_dict())), len(log.records)
+            trained_steps, drawn = {}, []
+        elif not in_flight:
+            continue
+        elif move == "step":
+            uids = rng.sample(in_flight, min(2, len(in_flight)))
+            version = max(trained_steps, default=seed) + 1
+            trained_steps[version] = make_step(version, *uids)
+            await run_log.record_step(trained_steps[version])
+        elif move == "again":
+            uid = rng.choice(in_flight)
+            epoch, index, attempt = parse_uid(uid)
+            retry_uid = make_uid(epoch, index, attempt + 1)
+            await run_log.record_finished({uid: DROPPED}, readmitted=[retry_uid], version=seed)
+        else:
+            uids = rng.sample(in_flight, min(rng.randint(1, 2), len(in_flight)))
+            await run_log.record_finished(
+                dict.fromkeys(uids, FILTERED if move == "filter" else DROPPED)
+            )
+    recovered = recover_run_log(
+        [round_trip_record(r) for r in log.records[cut:]], state, debug=True
+    )
+    assert recovered.ledger.state_dict() == run_log.ledger.state_dict()
+    assert recovered.steps_to_replay == trained_steps
+    assert recovered.drawn_uids == tuple(drawn), "readmitted prompts are not drawn from the data"
 
 
 @in_virtual_time

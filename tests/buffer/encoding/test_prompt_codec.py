@@ -1,7 +1,6 @@
 """Prompt codec: row values round-trip, and decoding executes no code."""
 
 import datetime
-import os
 import pickle
 from decimal import Decimal
 from pathlib import Path
@@ -14,6 +13,7 @@ from streamrl import messages
 from streamrl.buffer.encoding.prompt_codec import decode_prompt, encode_prompt
 from streamrl.errors import JournalError
 from streamrl.messages import Prompt
+from tests.hostile_pickle import Hostile
 
 ZONE = datetime.timezone(datetime.timedelta(hours=2))
 VALUES = [
@@ -53,14 +53,6 @@ def test_numpy_numbers_and_tuples_become_plain_values():
 def test_unsupported_value_raises_with_its_type():
     with pytest.raises(TypeError, match=r"builtins\.object"):
         encode_prompt(prompt(object()))
-
-
-class Hostile:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._path}",)
 
 
 def test_hostile_pickle_executes_nothing(tmp_path: Path):

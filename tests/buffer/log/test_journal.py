@@ -30,6 +30,7 @@ from tests.buffer.journals import (
     read_numbers,
     write_journal,
 )
+from tests.virtual_time import Clock
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,9 +42,8 @@ async def test_group_commit_shares_fsyncs(tmp_path: Path, fsyncs: list[str]):
     journal = open_journal(tmp_path)
     positions = await asyncio.gather(*(journal.append([note(i)]) for i in range(200)))
     assert fsyncs.count("00000001.journal") <= 3
-    assert [read_record(tmp_path, position).meta["i"] for [position] in positions] == list(
-        range(200)
-    )
+    expected = list(range(200))
+    assert [read_record(tmp_path, position).meta["i"] for [position] in positions] == expected
     assert journal.drain_fsync_s() > 0
     assert journal.drain_fsync_s() == 0
     await journal.close()
@@ -128,9 +128,8 @@ async def test_appends_and_waiters_keep_their_order(tmp_path: Path):
     numbers_read = [record.meta["i"] for _, record in intact(replay_segments(tmp_path))]
     assert sorted(numbers_read) == list(range(400))
     for start in range(0, 400, 40):
-        assert [i for i in numbers_read if start <= i < start + 40] == list(
-            range(start, start + 40)
-        )
+        expected = list(range(start, start + 40))
+        assert [i for i in numbers_read if start <= i < start + 40] == expected
     assert woken == [i for i in numbers_read if i % 4 == 2]
 
 
@@ -352,16 +351,6 @@ def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync_s: str):
 # Time of the fsyncs
 
 
-class Clock:
-    """Clock that advances by assignment."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 async def test_fsync_s_null_never_fsyncs(tmp_path: Path, fsyncs: list[str]):
     await write_journal(tmp_path / "new", range(3), range(3, 6), fsync_s=None)
     await write_journal(tmp_path / "new", range(6, 9), fsync_s=None)
@@ -370,7 +359,7 @@ async def test_fsync_s_null_never_fsyncs(tmp_path: Path, fsyncs: list[str]):
 
 
 async def test_fsync_s_bounds_the_time_between_fsyncs(tmp_path: Path, fsyncs: list[str]):
-    clock = Clock()
+    clock = Clock(100.0)
     journal = Journal(tmp_path, JournalConfig(fsync_s=5.0), clock=clock)
     at = []
     for _ in range(100):

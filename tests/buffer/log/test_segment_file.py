@@ -47,12 +47,7 @@ from tests.buffer.journals import intact, note, open_journal, read_numbers, writ
 )
 async def test_record_round_trips(tmp_path: Path, payload: Blob):
     journal = open_journal(tmp_path)
-    meta = {
-        "kind": "put",
-        "uid": "0:1:0",
-        "text": "h\u00e9 \ud800",
-        "x": [1, 2.5, None, {"y": True}],
-    }
+    meta = {"kind": "put", "text": "h\u00e9 \ud800", "x": [1, 2.5, None, {"y": True}]}
     positions = await journal.append([note(0), JournalRecord(meta, payload), note(2)])
     await journal.close()
     items = intact(replay_segments(tmp_path))
@@ -106,6 +101,13 @@ async def test_writev_limits_and_short_writes_are_handled(
 # Damage
 
 
+def flip(content: bytes, *offsets: int) -> bytes:
+    damaged = bytearray(content)
+    for offset in offsets:
+        damaged[offset] ^= 0x41
+    return bytes(damaged)
+
+
 async def test_replay_skips_a_last_record_truncated_at_any_byte(tmp_path: Path):
     last_position = (await write_journal(tmp_path, range(4)))[-1]
     path = get_segment_path(tmp_path, 1)
@@ -144,17 +146,14 @@ async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: in
     path = get_segment_path(tmp_path, 1)
     content = path.read_bytes()
     for offset in range(positions[bad].offset, positions[bad].offset + positions[bad].size):
-        damaged = bytearray(content)
-        damaged[offset] ^= 0x41
-        path.write_bytes(damaged)
+        path.write_bytes(flip(content, offset))
         items = list(replay_segments(tmp_path))
         [corrupt] = [item for item in items if isinstance(item, CorruptRecord)]
         assert (corrupt.position, corrupt.file) == (positions[bad], path)
         assert "checksum" in corrupt.reason
         assert read_numbers(tmp_path) == [None if i == bad else i for i in range(4)]
-        with pytest.raises(
-            JournalError, match=rf"{path}, byte {positions[bad].offset}: .*checksum"
-        ):
+        message = rf"{path}, byte {positions[bad].offset}: .*checksum"
+        with pytest.raises(JournalError, match=message):
             read_record(tmp_path, positions[bad])
 
 
@@ -163,19 +162,15 @@ async def test_flipped_byte_in_the_last_record_is_corrupt_and_not_torn(tmp_path:
     path = get_segment_path(tmp_path, 1)
     content = path.read_bytes()
     for offset in range(position.offset + 32, position.offset + position.size):
-        damaged = bytearray(content)
-        damaged[offset] ^= 0x41
-        path.write_bytes(damaged)
+        path.write_bytes(flip(content, offset))
         assert read_numbers(tmp_path) == [0, 1, 2, None]
 
 
 async def test_consecutive_corrupt_records_are_all_reported(tmp_path: Path):
     positions = await write_journal(tmp_path, range(5))
     path = get_segment_path(tmp_path, 1)
-    damaged = bytearray(path.read_bytes())
-    for i in (1, 2):
-        damaged[positions[i].offset + positions[i].size - 1] ^= 1
-    path.write_bytes(damaged)
+    last_bytes = [positions[i].offset + positions[i].size - 1 for i in (1, 2)]
+    path.write_bytes(flip(path.read_bytes(), *last_bytes))
     assert read_numbers(tmp_path) == [0, None, None, 3, 4]
 
 
@@ -186,9 +181,7 @@ async def test_replay_finds_the_next_record_at_any_distance(
     positions = await journal.append([note(0, segment_file.MAGIC * 50), note(1)])
     await journal.close()
     path = get_segment_path(tmp_path, 1)
-    damaged = bytearray(path.read_bytes())
-    damaged[0] ^= 1
-    path.write_bytes(damaged)
+    path.write_bytes(flip(path.read_bytes(), 0))
     for chunk in range(len(segment_file.MAGIC), 40):
         monkeypatch.setattr(segment_file, "_SEARCH_BYTES", chunk)
         bad, *later = replay_segments(tmp_path)

@@ -10,28 +10,21 @@ import torch
 from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle
 from streamrl.engines.training.trainer_checkpoint import load_legacy_progress
 from streamrl.errors import CheckpointError
-
-
-class Hostile:
-    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
-        return os.system, ("touch harmed",)
+from tests.hostile_pickle import Hostile
 
 
 @pytest.mark.parametrize("kind", ["zip", "pickle", "empty", "noise"])
-def test_a_hostile_pickle_is_neither_loaded_nor_recommended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "rank_0.pt"
+def test_a_hostile_pickle_is_neither_loaded_nor_recommended(tmp_path: Path, kind: str):
+    path, hostile = tmp_path / "rank_0.pt", Hostile(tmp_path / "harmed")
     if kind == "zip":
-        torch.save(Hostile(), path)
+        torch.save(hostile, path)
     else:
-        content = {"pickle": pickle.dumps(Hostile()), "empty": b"", "noise": b"PK\x03\x04noise"}
+        content = {"pickle": pickle.dumps(hostile), "empty": b"", "noise": b"PK\x03\x04noise"}
         path.write_bytes(content[kind])
     with pytest.raises(CheckpointError, match="neither loaded nor executed") as refused:
         load_plain_pickle(path)
     assert "weights_only" not in str(refused.value) and "\n" not in str(refused.value)
-    assert str(path) in str(refused.value) and not Path("harmed").exists()
+    assert str(path) in str(refused.value) and not (tmp_path / "harmed").exists()
 
 
 def test_a_pipe_in_place_of_a_file_is_rejected(tmp_path: Path):

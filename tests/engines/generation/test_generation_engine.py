@@ -1,20 +1,18 @@
 """A real vLLM engine with a tiny random model, through several versions."""
 
 import asyncio
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import PreTrainedModel, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
-from streamrl.engines.generation.generation_engine import GenerationEngine
-from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU, GeneratorConfig, SamplingSettings
+from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU, SamplingSettings
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import FinishReason, Rollout
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
-from tests.engines.flight import WIDE, Engines, Flight
+from tests.engines.flight import LONG, SHORT, WIDE, Engines, Flight
 from tests.engines.tiny_qwen import (
     EOS,
     MAX_LENGTH,
@@ -28,49 +26,23 @@ from tests.engines.tiny_qwen import (
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
 
-SHORT = prompt(5, 14, 6, 18)
-LONG = prompt(*(4 + i * i % 57 for i in range(300)))
-
-
-@dataclass
-class Bench:
-    """The engine, its settings and the model of every loaded version."""
-
-    flight: Flight
-
-    @property
-    def engine(self) -> GenerationEngine:
-        return self.flight.engine
-
-    @property
-    def config(self) -> GeneratorConfig:
-        return self.flight.config
-
-    @property
-    def models(self) -> dict[int, PreTrainedModel]:
-        return self.flight.models
-
-    async def load(self, model: PreTrainedModel) -> int:
-        """Load the model as the next version."""
-        await self.flight.load(model)
-        return self.engine.version
-
-    async def sample(self, num: int, *, max_new_tokens: int) -> list[Rollout]:
-        """Sample a rollout of each of `num` different prompts concurrently."""
-        calls = [
-            self.engine.generate(prompt(5 + i % 50, 7, 9), seeds=[i], max_new_tokens=max_new_tokens)
-            for i in range(num)
-        ]
-        return [rollout for group in await asyncio.gather(*calls) for rollout in group]
-
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def bench(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Bench:
+async def flight(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Flight:
     """Return the shared engine, serving the model of seed 1."""
-    fresh_bench = Bench(await engines.get(WIDE))
-    monkeypatch.setattr(fresh_bench.config, "max_new_tokens", 32)
-    await fresh_bench.load(tiny_model(tied=False, seed=1))
-    return fresh_bench
+    flight = await engines.get(WIDE)
+    monkeypatch.setattr(flight.config, "max_new_tokens", 32)
+    await flight.load(tiny_model(tied=False, seed=1))
+    return flight
+
+
+async def sample(flight: Flight, num: int, *, max_new_tokens: int) -> list[Rollout]:
+    """Sample a rollout of each of `num` different prompts concurrently."""
+    calls = [
+        flight.engine.generate(prompt(5 + i % 50, 7, 9), seeds=[i], max_new_tokens=max_new_tokens)
+        for i in range(num)
+    ]
+    return [rollout for group in await asyncio.gather(*calls) for rollout in group]
 
 
 def list_token_ids(rollouts: list[Rollout]) -> list[list[int]]:
@@ -78,42 +50,42 @@ def list_token_ids(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_logprobs_equal_the_sampling_distribution(bench: Bench, temperature: float):
-    rollouts = await bench.engine.generate(
+async def test_logprobs_equal_the_sampling_distribution(flight: Flight, temperature: float):
+    rollouts = await flight.engine.generate(
         SHORT, seeds=range(16), sampling=SamplingSettings(temperature)
     )
-    assert worst_error(rollouts, bench.models, temperature=temperature) < 1e-4
+    assert worst_error(rollouts, flight.models, temperature=temperature) < 1e-4
 
 
-async def test_temperature_0_decodes_greedily(bench: Bench):
-    model = bench.models[bench.engine.version]
-    (rollout,) = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
+async def test_temperature_0_decodes_greedily(flight: Flight):
+    model = flight.models[flight.engine.version]
+    (rollout,) = await flight.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
     with torch.no_grad():
         best = model(torch.from_numpy(rollout.token_ids).long()[None]).logits[0].argmax(-1)
     first = len(SHORT)
     assert rollout.token_ids[first:].tolist() == best[first - 1 : -1].tolist()
-    assert worst_error([rollout], bench.models) < 1e-4
+    assert worst_error([rollout], flight.models) < 1e-4
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}])
 async def test_top_k_and_top_p_sample_among_the_likeliest_tokens(
-    bench: Bench, settings: dict[str, float]
+    flight: Flight, settings: dict[str, float]
 ):
-    greedy = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
+    greedy = await flight.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
     sampling = SamplingSettings(1.0, **settings)  # type: ignore[arg-type]
-    rollouts = await bench.engine.generate(SHORT, seeds=[7], sampling=sampling)
+    rollouts = await flight.engine.generate(SHORT, seeds=[7], sampling=sampling)
     assert list_token_ids(rollouts) == list_token_ids(greedy)
 
 
-async def test_a_rollout_is_the_prompt_and_the_sampled_tokens(bench: Bench):
-    (rollout,) = await bench.engine.generate(SHORT, seeds=[3])
+async def test_a_rollout_is_the_prompt_and_the_sampled_tokens(flight: Flight):
+    (rollout,) = await flight.engine.generate(SHORT, seeds=[3])
     assert rollout.token_ids[: len(SHORT)].tolist() == SHORT.tolist()
     assert rollout.loss_mask.tolist() == [False] * 4 + [True] * (len(rollout.token_ids) - 4)
-    assert set(rollout.policy_version[4:].tolist()) == {bench.engine.version}
+    assert set(rollout.policy_version[4:].tolist()) == {flight.engine.version}
 
 
-async def test_the_eos_token_ends_a_rollout_and_is_included(bench: Bench):
-    rollouts = await bench.engine.generate(SHORT, seeds=range(64), max_new_tokens=40)
+async def test_the_eos_token_ends_a_rollout_and_is_included(flight: Flight):
+    rollouts = await flight.engine.generate(SHORT, seeds=range(64), max_new_tokens=40)
     stopped = [r for r in rollouts if r.finish_reason is FinishReason.STOP]
     cut = [r for r in rollouts if r.finish_reason is FinishReason.LENGTH]
     assert stopped and cut and len(stopped) + len(cut) == 64
@@ -125,19 +97,19 @@ async def test_the_eos_token_ends_a_rollout_and_is_included(bench: Bench):
         assert EOS not in rollout.completion_ids[:-1]
 
 
-async def test_a_rollout_that_fills_the_context_finishes_by_length(bench: Bench):
-    await bench.load(endless_model(seed=1))
+async def test_a_rollout_that_fills_the_context_finishes_by_length(flight: Flight):
+    await flight.load(endless_model(seed=1))
     full = prompt(*(4 + i % 50 for i in range(MAX_LENGTH - 10)))
-    (rollout,) = await bench.engine.generate(full, seeds=[0], max_new_tokens=400)
+    (rollout,) = await flight.engine.generate(full, seeds=[0], max_new_tokens=400)
     assert len(rollout.token_ids) == MAX_LENGTH
     assert rollout.finish_reason is FinishReason.LENGTH
 
 
-async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench):
-    expected = await bench.engine.generate(SHORT, seeds=[11, 12])
-    other_requests = asyncio.create_task(bench.sample(60, max_new_tokens=50))
+async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(flight: Flight):
+    expected = await flight.engine.generate(SHORT, seeds=[11, 12])
+    other_requests = asyncio.create_task(sample(flight, 60, max_new_tokens=50))
     await asyncio.sleep(0.02)
-    batched = await bench.engine.generate(SHORT, seeds=[12, 13, 11])
+    batched = await flight.engine.generate(SHORT, seeds=[12, 13, 11])
     await other_requests
     assert list_token_ids([batched[2], batched[0]]) == list_token_ids(expected)
     np.testing.assert_allclose(
@@ -145,56 +117,56 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench):
     )
 
 
-async def test_a_seed_may_be_any_integer_type(bench: Bench):
-    plain = await bench.engine.generate(SHORT, seeds=[2**63 - 1, 5])
-    numpy = await bench.engine.generate(SHORT, seeds=list(np.array([2**63 - 1, 5], np.uint64)))
+async def test_a_seed_may_be_any_integer_type(flight: Flight):
+    plain = await flight.engine.generate(SHORT, seeds=[2**63 - 1, 5])
+    numpy = await flight.engine.generate(SHORT, seeds=list(np.array([2**63 - 1, 5], np.uint64)))
     assert list_token_ids(plain) == list_token_ids(numpy)
 
 
-async def test_different_seeds_differ(bench: Bench):
-    rollouts = await bench.engine.generate(SHORT, seeds=range(32))
+async def test_different_seeds_differ(flight: Flight):
+    rollouts = await flight.engine.generate(SHORT, seeds=range(32))
     assert len({tuple(row) for row in list_token_ids(rollouts)}) == 32
 
 
-async def test_more_rollouts_than_slots_all_finish(bench: Bench):
-    calls = asyncio.gather(*(bench.engine.generate(SHORT, seeds=[i, i + 100]) for i in range(100)))
+async def test_more_rollouts_than_slots_all_finish(flight: Flight):
+    calls = asyncio.gather(*(flight.engine.generate(SHORT, seeds=[i, i + 100]) for i in range(100)))
     await asyncio.sleep(0)
-    assert bench.engine.num_running == 200
+    assert flight.engine.num_running == 200
     assert [len(group) for group in await calls] == [2] * 100
-    assert bench.engine.num_running == 0
+    assert flight.engine.num_running == 0
 
 
-async def test_prompts_beyond_the_token_budget_of_a_step_all_finish(bench: Bench):
+async def test_prompts_beyond_the_token_budget_of_a_step_all_finish(flight: Flight):
     prompts = [prompt(*np.roll(LONG, i).tolist()) for i in range(20)]
     assert sum(map(len, prompts)) > STEP_TOKENS_ON_CPU
-    groups = await asyncio.gather(*(bench.engine.generate(p, seeds=[1, 2]) for p in prompts))
-    assert worst_error([rollout for group in groups for rollout in group], bench.models) < 1e-4
+    groups = await asyncio.gather(*(flight.engine.generate(p, seeds=[1, 2]) for p in prompts))
+    assert worst_error([rollout for group in groups for rollout in group], flight.models) < 1e-4
 
 
-async def test_every_parameter_of_a_new_version_is_loaded(bench: Bench):
+async def test_every_parameter_of_a_new_version_is_loaded(flight: Flight):
     model = tiny_model(tied=False, seed=1)
-    before = await bench.engine.generate(SHORT, seeds=range(4))
+    before = await flight.engine.generate(SHORT, seeds=range(4))
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             parameter += 0.2 * torch.randn(parameter.shape, generator=torch.manual_seed(7))
-        await bench.load(model)
-        rollouts = await bench.engine.generate(SHORT, seeds=range(4))
-        assert worst_error(rollouts, bench.models) < 1e-4, name
+        await flight.load(model)
+        rollouts = await flight.engine.generate(SHORT, seeds=range(4))
+        assert worst_error(rollouts, flight.models) < 1e-4, name
         changed = [r.generator_logprobs.tolist() for r in rollouts]
         if not name.endswith("k_proj.bias"):  # adds the same to all scores of a query
             assert changed != [r.generator_logprobs.tolist() for r in before], name
         before = rollouts
 
 
-async def test_weights_may_be_read_only_arrays(bench: Bench):
+async def test_weights_may_be_read_only_arrays(flight: Flight):
     model = tiny_model(tied=False, seed=6)
     arrays = {name: tensor.numpy().copy() for name, tensor in weights_of(model).items()}
     for array in arrays.values():
         array.flags.writeable = False
-    version = bench.engine.version + 1
-    await bench.engine.load_weights(arrays, version)
-    bench.models[version] = model
-    assert worst_error(await bench.engine.generate(SHORT, seeds=range(8)), bench.models) < 1e-4
+    version = flight.engine.version + 1
+    await flight.engine.load_weights(arrays, version)
+    flight.models[version] = model
+    assert worst_error(await flight.engine.generate(SHORT, seeds=range(8)), flight.models) < 1e-4
 
 
 def make_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict[str, torch.Tensor]:
@@ -209,7 +181,7 @@ def make_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict[st
     return published
 
 
-async def test_each_version_merges_adapters_into_the_weights_of_the_directory(bench: Bench):
+async def test_each_version_merges_adapters_into_the_weights_of_the_directory(flight: Flight):
     for seed, size in ((1, 0.1), (2, 0.0), (3, 0.1)):
         model = tiny_model(tied=False, seed=1)
         published = make_adapters(model, size=size, seed=seed)
@@ -218,74 +190,76 @@ async def test_each_version_merges_adapters_into_the_weights_of_the_directory(be
                 layer = name.removesuffix(LORA_A_SUFFIX)
                 product = published[layer + LORA_B_SUFFIX] @ published[name]
                 model.get_submodule(layer).weight += 1.5 * product
-        await bench.load(tiny_model(tied=False, seed=8))
-        version = bench.engine.version + 1
-        loaded = await bench.engine.load_weights(published, version)
+        await flight.load(tiny_model(tied=False, seed=8))
+        version = flight.engine.version + 1
+        loaded = await flight.engine.load_weights(published, version)
         layers = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
         merged = sum(layer.weight.nbytes for layer in layers)
         assert merged <= loaded.copied_bytes <= sum(p.nbytes for p in model.parameters())
-        bench.models[version] = model
-        rollouts = await bench.engine.generate(SHORT, seeds=range(16))
-        assert worst_error(rollouts, bench.models) < 1e-4
+        flight.models[version] = model
+        rollouts = await flight.engine.generate(SHORT, seeds=range(16))
+        assert worst_error(rollouts, flight.models) < 1e-4
         if size == 0.0:
-            await bench.load(model)
-            again = await bench.engine.generate(SHORT, seeds=range(16))
+            await flight.load(model)
+            again = await flight.engine.generate(SHORT, seeds=range(16))
             for before, after in zip(rollouts, again, strict=True):
                 assert np.array_equal(before.generator_logprobs, after.generator_logprobs)
 
 
-async def test_adapters_of_another_model_are_rejected_without_harm(bench: Bench):
+async def test_adapters_of_another_model_are_rejected_without_harm(flight: Flight):
     published = make_adapters(tiny_model(tied=False, seed=1), size=0.1, seed=1)
     published["model.layers.0.mlp.up_proj" + LORA_A_SUFFIX] = torch.ones(2, 63)
     with pytest.raises(WeightsError, match=r"adapter of .*up_proj.* fit no weight of the model"):
-        await bench.engine.load_weights(published, bench.engine.version + 1)
-    assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
+        await flight.engine.load_weights(published, flight.engine.version + 1)
+    assert worst_error(await flight.engine.generate(SHORT, seeds=[1]), flight.models) < 1e-4
 
 
-async def test_rollouts_survive_weight_loads_and_tokens_record_their_version(bench: Bench):
-    first = await bench.load(endless_model(seed=1))
-    running = asyncio.create_task(bench.sample(32, max_new_tokens=200))
+async def test_rollouts_survive_weight_loads_and_tokens_record_their_version(flight: Flight):
+    await flight.load(endless_model(seed=1))
+    first = flight.engine.version
+    running = asyncio.create_task(sample(flight, 32, max_new_tokens=200))
     for seed in (2, 3):
         await asyncio.sleep(0.1)
-        assert bench.engine.num_running == 32
-        last = await bench.load(endless_model(seed=seed))
+        assert flight.engine.num_running == 32
+        await flight.load(endless_model(seed=seed))
+    last = flight.engine.version
     rollouts = await running
     versions = [rollout.policy_version[rollout.loss_mask] for rollout in rollouts]
     assert [len(v) for v in versions] == [200] * 32
     assert all((np.diff(v) >= 0).all() for v in versions), "versions only rise"
     assert {int(v) for v in np.concatenate(versions)} == set(range(first, last + 1))
-    assert worst_error(rollouts, bench.models) < 1e-4
+    assert worst_error(rollouts, flight.models) < 1e-4
 
 
-async def test_loading_the_same_weights_changes_no_token(bench: Bench):
-    await bench.load(endless_model(seed=1))
-    expected = await bench.sample(32, max_new_tokens=100)
-    running = asyncio.create_task(bench.sample(32, max_new_tokens=100))
+async def test_loading_the_same_weights_changes_no_token(flight: Flight):
+    await flight.load(endless_model(seed=1))
+    expected = await sample(flight, 32, max_new_tokens=100)
+    running = asyncio.create_task(sample(flight, 32, max_new_tokens=100))
     await asyncio.sleep(0.1)
-    last = await bench.load(endless_model(seed=1))
+    await flight.load(endless_model(seed=1))
+    last = flight.engine.version
     rollouts = await running
     assert any((r.policy_version == last).any() for r in rollouts)
     assert list_token_ids(rollouts) == list_token_ids(expected)
 
 
-async def test_a_weight_load_invalidates_the_prefix_cache(bench: Bench):
-    await bench.engine.generate(LONG, seeds=range(4))
-    running = asyncio.create_task(bench.engine.generate(LONG, seeds=range(4), max_new_tokens=99))
+async def test_a_weight_load_invalidates_the_prefix_cache(flight: Flight):
+    await flight.engine.generate(LONG, seeds=range(4))
+    running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4), max_new_tokens=99))
     await asyncio.sleep(0.02)
-    await bench.load(tiny_model(tied=False, seed=8))
-    rollouts = await bench.engine.generate(LONG, seeds=range(4))
-    assert worst_error([*rollouts, *await running], bench.models) < 1e-4
+    await flight.load(tiny_model(tied=False, seed=8))
+    rollouts = await flight.engine.generate(LONG, seeds=range(4))
+    assert worst_error([*rollouts, *await running], flight.models) < 1e-4
 
 
 @pytest.mark.parametrize("step", [0, -1])
-async def test_a_version_that_is_not_newer_is_rejected(bench: Bench, step: int):
-    current = bench.engine.version
-    with pytest.raises(
-        WeightsError, match=f"version {current + step} came after version {current}"
-    ):
-        await bench.engine.load_weights(weights_of(tiny_model(tied=False, seed=2)), current + step)
-    assert bench.engine.version == current
-    assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
+async def test_a_version_that_is_not_newer_is_rejected(flight: Flight, step: int):
+    current = flight.engine.version
+    message = f"version {current + step} came after version {current}"
+    with pytest.raises(WeightsError, match=message):
+        await flight.engine.load_weights(weights_of(tiny_model(tied=False, seed=2)), current + step)
+    assert flight.engine.version == current
+    assert worst_error(await flight.engine.generate(SHORT, seeds=[1]), flight.models) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -300,15 +274,15 @@ async def test_a_version_that_is_not_newer_is_rejected(bench: Bench, step: int):
     ],
 )
 async def test_wrong_parameters_are_rejected_without_harm(
-    bench: Bench, change: dict[str, torch.Tensor | None], fault: str
+    flight: Flight, change: dict[str, torch.Tensor | None], fault: str
 ):
     weights = {**weights_of(tiny_model(tied=False, seed=2)), **change}
     with pytest.raises(WeightsError, match=fault):
-        await bench.engine.load_weights(
+        await flight.engine.load_weights(
             {name: tensor for name, tensor in weights.items() if tensor is not None},
-            bench.engine.version + 1,
+            flight.engine.version + 1,
         )
-    assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
+    assert worst_error(await flight.engine.generate(SHORT, seeds=[1]), flight.models) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -320,47 +294,47 @@ async def test_wrong_parameters_are_rejected_without_harm(
         (prompt(-1, 5), "token ids -1 to 5"),
     ],
 )
-async def test_an_invalid_prompt_fails_alone(bench: Bench, prompt_ids: np.ndarray, fault: str):
-    running = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(8)))
+async def test_an_invalid_prompt_fails_alone(flight: Flight, prompt_ids: np.ndarray, fault: str):
+    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
     with pytest.raises(ConfigError, match=fault):
-        await bench.engine.generate(prompt_ids, seeds=range(8))
+        await flight.engine.generate(prompt_ids, seeds=range(8))
     assert len(await running) == 8
-    assert bench.engine.num_running == 0
+    assert flight.engine.num_running == 0
 
 
-async def test_a_request_that_vllm_rejects_fails_alone(bench: Bench):
-    running = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(8)))
+async def test_a_request_that_vllm_rejects_fails_alone(flight: Flight):
+    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
     with pytest.raises(ConfigError, match=r"vLLM rejected the request: .*temperature"):
-        await bench.engine.generate(SHORT, seeds=range(8), sampling=SamplingSettings(-1.0))
+        await flight.engine.generate(SHORT, seeds=range(8), sampling=SamplingSettings(-1.0))
     assert len(await running) == 8
-    assert bench.engine.num_running == 0
+    assert flight.engine.num_running == 0
 
 
 @pytest.mark.parametrize("seeds", [[], [3, -1], [2**63]])
-async def test_seeds_must_be_given_and_fit_int64(bench: Bench, seeds: list[int]):
+async def test_seeds_must_be_given_and_fit_int64(flight: Flight, seeds: list[int]):
     with pytest.raises(ValueError, match="seeds"):
-        await bench.engine.generate(SHORT, seeds=seeds)
+        await flight.engine.generate(SHORT, seeds=seeds)
 
 
 async def test_a_prompt_past_its_deadline_is_reported_and_aborted(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    flight: Flight, monkeypatch: pytest.MonkeyPatch
 ):
-    await bench.load(endless_model(seed=1))
+    await flight.load(endless_model(seed=1))
     with monkeypatch.context() as patch:
-        patch.setattr(bench.config, "request_timeout_s", 0.05)
+        patch.setattr(flight.config, "request_timeout_s", 0.05)
         with pytest.raises(DeadlineError, match=r"8 of 8 rollouts .* 4 tokens .* within 0.05 s"):
-            await bench.engine.generate(SHORT, seeds=range(8), max_new_tokens=500)
-    assert bench.engine.num_running == 0
-    assert len(await bench.engine.generate(SHORT, seeds=[1])) == 1
+            await flight.engine.generate(SHORT, seeds=range(8), max_new_tokens=500)
+    assert flight.engine.num_running == 0
+    assert len(await flight.engine.generate(SHORT, seeds=[1])) == 1
 
 
-async def test_a_cancelled_call_frees_its_slots(bench: Bench):
-    await bench.load(endless_model(seed=1))
-    call = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(64), max_new_tokens=500))
+async def test_a_cancelled_call_frees_its_slots(flight: Flight):
+    await flight.load(endless_model(seed=1))
+    call = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(64), max_new_tokens=500))
     await asyncio.sleep(0.05)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert bench.engine.num_running == 0
+    assert flight.engine.num_running == 0
     async with asyncio.timeout(5):
-        await bench.engine.generate(SHORT, seeds=range(64), max_new_tokens=4)
+        await flight.engine.generate(SHORT, seeds=range(64), max_new_tokens=4)

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from streamrl.engines.generation.requests_in_flight import (
@@ -10,20 +9,13 @@ from streamrl.engines.generation.requests_in_flight import (
     ProgressWatch,
     RequestInFlight,
 )
-from streamrl.messages import FinishReason, Rollout
-from streamrl.simulator.replicas.virtual_loop import run_virtual
+from tests.rollouts import make_rollout
 from tests.virtual_time import in_virtual_time
 
 
 @in_virtual_time
 async def test_a_request_of_finished_rollouts_is_done_at_once():
-    finished = Rollout.from_single_turn(
-        np.array([1, 2], np.int32),
-        [3],
-        logprobs=[-1.0],
-        versions=[0],
-        finish_reason=FinishReason.STOP,
-    )
+    finished = make_rollout([1, 2], [3])
     calls: list[None] = []
     done = asyncio.get_running_loop().create_future()
     watch = ProgressWatch("uid", lambda: calls.append(None))
@@ -52,19 +44,13 @@ async def test_a_timeout_is_suspended_while_the_engine_is_paused():
     assert (await task) == pytest.approx(4.0 + 100.0 + 6.0)
 
 
-def test_the_engine_resumes_after_the_last_reason_is_removed():
-    async def main() -> list[bool]:
-        pause = PauseState()
-        pause.add_reason("update")
-        pause.add_reason("lease")
-        return [
-            pause.remove_reason("update"),
-            pause.remove_reason("update"),
-            pause.remove_reason("lease"),
-            pause.remove_reason("lease"),
-        ]
-
-    assert run_virtual(main()) == [False, False, True, False]
+@in_virtual_time
+async def test_the_engine_resumes_after_the_last_reason_is_removed():
+    pause = PauseState()
+    pause.add_reason("update")
+    pause.add_reason("lease")
+    reasons = ("update", "update", "lease", "lease")
+    assert [pause.remove_reason(reason) for reason in reasons] == [False, False, True, False]
 
 
 @in_virtual_time

@@ -13,8 +13,9 @@ from streamrl.engines.memory.memory_model import estimate_worker_memory
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.colocated_memory import WorkerMemory
 from tests import forked
-from tests.engines.memory_ranks import CASES, TOKENS, Case, run_rank
+from tests.engines.memory_ranks import CASES, TOKENS, run_rank
 from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model
+from tests.engines.trainer_layouts import Layout
 from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -25,6 +26,16 @@ MB = 1 << 20
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("policy"))
+
+
+def count_bytes(*parts: str) -> int:
+    """Return the bytes of the model's parameters whose names have one of these parts."""
+    named = tiny_model(tied=True, seed=0).named_parameters()
+    return sum(p.nbytes for name, p in named if any(part in name for part in parts))
+
+
+FULL, CUT, COLUMNS = count_bytes(""), count_bytes("_proj"), count_bytes("o_proj", "down_proj")
+"""Bytes of the model, of its layers' matrices, and of those that ranks split by columns."""
 
 
 def estimate_memory(
@@ -51,31 +62,26 @@ def test_torch_backend_holds_weights_gradients_and_two_moments(path: str):
 
 
 @pytest.mark.parametrize(
-    ("stage", "weights", "served", "optimizer", "gradients", "activations", "update"),
+    ("stage", "sizes"),
     [
-        (0, 4, 0, 8, 4, 0, 4),
-        (1, 4, 0, 6, 4, 0, 4),
+        # Weights, those of the generator, optimizer, gradients, activations, update.
+        (0, (4, 0, 8, 4, 0, 4)),
+        (1, (4, 0, 6, 4, 0, 4)),
         # A bucket as large as the model, and its copy.
-        (2, 4, 0, 6, 2, 8, 4),
+        (2, (4, 0, 6, 2, 8, 4)),
         # The bucket persists; full parameters are gathered for a forward pass.
-        (3, 2, 4, 6, 6, 8, 6),
+        (3, (2, 4, 6, 6, 8, 6)),
     ],
 )
 def test_bytes_per_element_on_two_ranks_of_each_zero_stage(
-    path: str,
-    stage: int,
-    weights: int,
-    served: int,
-    optimizer: int,
-    gradients: int,
-    activations: int,
-    update: int,
+    path: str, stage: int, sizes: tuple[int, ...]
 ):
     num = sum(p.numel() for p in tiny_model(tied=True, seed=0).parameters())
     memory = estimate_memory(path, TrainerConfig(world_size=2, zero_stage=stage))
-    assert (memory.weights, memory.serving_weights) == (weights * num, served * num)
-    assert (memory.optimizer, memory.gradients) == (optimizer * num, gradients * num)
-    assert (memory.activations, memory.update_buffers) == (activations * num, update * num)
+    assert (
+        *(memory.weights, memory.serving_weights, memory.optimizer),
+        *(memory.gradients, memory.activations, memory.update_buffers),
+    ) == tuple(size * num for size in sizes)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +90,7 @@ def test_bytes_per_element_on_two_ranks_of_each_zero_stage(
 def test_bytes_per_element_on_a_rank_of_a_mesh(
     path: str, sharded: bool, world_size: int, tensor_parallel: int
 ):
-    sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
-    cut = sum(size for name, size in sizes.items() if "_proj" in name)
-    local = sum(sizes.values()) - cut + cut // tensor_parallel
+    local = FULL - CUT + CUT // tensor_parallel
     local //= world_size // tensor_parallel if sharded else 1
     trainer = TrainerConfig(
         backend="torch",
@@ -97,25 +101,20 @@ def test_bytes_per_element_on_a_rank_of_a_mesh(
     memory = estimate_memory(path, trainer)
     assert (memory.weights, memory.optimizer, memory.gradients) == (local, 2 * local, local)
     assert bool(memory.activations) is sharded
-    columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
     # FSDP2's shards are not aliased; of the rest, all but columns are.
-    aliased = 0 if sharded else local - columns // tensor_parallel
-    assert memory.serving_weights == sum(sizes.values()) - aliased
+    aliased = 0 if sharded else local - COLUMNS // tensor_parallel
+    assert memory.serving_weights == FULL - aliased
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_aliased_weights_count_once(path: str, tp_size: int):
-    sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
-    full = sum(sizes.values())
-    cut = sum(size for name, size in sizes.items() if "_proj" in name)
-    columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
     trained = {
         # A quarter of every layer except columns, and everything outside of layers.
-        1: (cut - columns) // 4 + full - cut,
+        1: (CUT - COLUMNS) // 4 + FULL - CUT,
         # Embeddings are split in the generator, so not aliased.
-        2: (cut - columns) // 4,
+        2: (CUT - COLUMNS) // 4,
         # All served elements of a layer.
-        4: cut // 4,
+        4: CUT // 4,
     }[tp_size]
     trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
 
@@ -125,10 +124,10 @@ def test_aliased_weights_count_once(path: str, tp_size: int):
             path, trainer, generator, micro_batch_tokens=0, on_gpu=on_gpu
         ).serving_weights
 
-    assert served("auto") == full // tp_size - trained
+    assert served("auto") == FULL // tp_size - trained
     # Another dtype, or an unknown layout: nothing is aliased.
-    assert served("bfloat16") == full // tp_size // 2
-    assert served("float32", on_gpu=True) == full // tp_size
+    assert served("bfloat16") == FULL // tp_size // 2
+    assert served("float32", on_gpu=True) == FULL // tp_size
 
 
 def test_unsplit_models_of_any_family_are_estimated(tmp_path_factory: pytest.TempPathFactory):
@@ -142,10 +141,8 @@ def test_unsplit_models_of_any_family_are_estimated(tmp_path_factory: pytest.Tem
 
 
 def test_lora_adapters_are_added_and_have_the_only_moments(path: str):
-    full, memory = (
-        estimate_memory(path, TrainerConfig()),
-        estimate_memory(path, TrainerConfig(lora_rank=2)),
-    )
+    full = estimate_memory(path, TrainerConfig())
+    memory = estimate_memory(path, TrainerConfig(lora_rank=2))
     adapters = memory.weights - full.weights
     assert 0 < adapters < full.weights
     assert (memory.optimizer, memory.gradients) == (3 * adapters, adapters)
@@ -199,11 +196,11 @@ def grown(path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Map
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_measured_trainer_memory_matches_the_model(
-    grown: tuple[str, Mapping[str, Any]], case: Case
+    grown: tuple[str, Mapping[str, Any]], case: Layout
 ):
     path, results = grown
     estimated = replace(
-        estimate_memory(path, case.config, tokens=TOKENS), kv_cache=0, serving_weights=0
+        estimate_memory(path, case.make_config(), tokens=TOKENS), kv_cache=0, serving_weights=0
     )
     measured = results[case.label]
     assert (

@@ -42,20 +42,21 @@ def write(folder: Path, model: dict[str, Any]) -> str:
     return str(folder)
 
 
+def count(
+    path: str, config: TrainerConfig, *, has_output: bool = True, has_value: bool = False
+) -> int | None:
+    return count_trained_params_from_config(
+        path, config, has_output=has_output, has_value=has_value
+    )
+
+
 def test_trained_elements_of_a_small_model_by_hand(tmp_path: Path):
     path = write(tmp_path, MODELS["llama"])
     # Query and output 24 x 24, key and value 24 x 12, three matrices 24 x 40, two norms of 24.
     layer = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40 + 2 * 24
-    count = count_trained_params_from_config(
-        path, TrainerConfig(), has_output=True, has_value=False
-    )
-    assert count == 2 * 50 * 24 + 3 * layer + 24
+    assert count(path, TrainerConfig()) == 2 * 50 * 24 + 3 * layer + 24
     pairs = 2 * (24 + 24) + 2 * (24 + 12) + 3 * (24 + 40)
-    lora = TrainerConfig(lora_rank=4)
-    assert (
-        count_trained_params_from_config(path, lora, has_output=True, has_value=False)
-        == 4 * 3 * pairs
-    )
+    assert count(path, TrainerConfig(lora_rank=4)) == 4 * 3 * pairs
 
 
 @pytest.mark.parametrize(("model", "tied"), product(MODELS, (False, True)))
@@ -69,10 +70,8 @@ def test_the_count_from_config_equals_the_built_models(tmp_path: Path, model: st
             (two_headed, True, True),
             (critic, False, True),
         ):
-            count = count_trained_params_from_config(
-                path, config, has_output=has_output, has_value=has_value
-            )
-            assert count == count_trained_params(module, config)
+            counted = count(path, config, has_output=has_output, has_value=has_value)
+            assert counted == count_trained_params(module, config)
 
 
 def test_the_count_of_the_examples_model(tmp_path: Path):
@@ -82,13 +81,9 @@ def test_the_count_of_the_examples_model(tmp_path: Path):
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         in_file = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     path = str(tmp_path)
-    assert (
-        count_trained_params_from_config(path, TrainerConfig(), has_output=True, has_value=False)
-        == in_file
-    )
+    assert count(path, TrainerConfig()) == in_file
     for config in TRAINERS:
-        count = count_trained_params_from_config(path, config, has_output=True, has_value=False)
-        assert count == count_trained_params(model, config)
+        assert count(path, config) == count_trained_params(model, config)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +95,4 @@ def test_the_count_of_the_examples_model(tmp_path: Path):
     ],
 )
 def test_unsupported_families_have_no_count(tmp_path: Path, model: dict[str, Any]):
-    path = write(tmp_path, model)
-    assert (
-        count_trained_params_from_config(path, TrainerConfig(), has_output=True, has_value=False)
-        is None
-    )
+    assert count(write(tmp_path, model), TrainerConfig()) is None

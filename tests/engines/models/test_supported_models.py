@@ -319,9 +319,8 @@ def test_a_file_listed_in_the_index_must_exist(tmp_path: Path):
     path = write(tmp_path, "qwen2")
     index = {"weight_map": {"a": FILE, "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        ConfigError, match=r"names model-00002-of-00002\.safetensors, which is missing"
-    ):
+    message = r"names model-00002-of-00002\.safetensors, which is missing"
+    with pytest.raises(ConfigError, match=message):
         check_model_support(path, "auto")
 
 

@@ -6,8 +6,9 @@ import torch
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.engines.training.collate import build_batch, derive_columns
-from streamrl.messages import FinishReason, Rollout, rollouts_to_columns
+from streamrl.messages import rollouts_to_columns
 from tests.engines.tiny_groups import make_groups
+from tests.rollouts import make_rollout
 
 GRPO = AlgorithmConfig()
 
@@ -18,18 +19,7 @@ def derived_from(groups, config=GRPO):
 
 
 def group_of(*rollouts, scores):
-    columns = rollouts_to_columns(
-        [
-            Rollout.from_single_turn(
-                np.array(prompt, np.int32),
-                completion,
-                logprobs=[-0.5] * len(completion),
-                versions=[0] * len(completion),
-                finish_reason=FinishReason.STOP,
-            )
-            for prompt, completion in rollouts
-        ]
-    )
+    columns = rollouts_to_columns([make_rollout(*tokens, logprob=-0.5) for tokens in rollouts])
     return columns | {"scores": np.array(scores, np.float32)}
 
 

@@ -9,7 +9,7 @@ import torch
 from streamrl.engines.models.tensor_parallel_support import check_tensor_parallel
 from streamrl.errors import ConfigError
 from tests import forked
-from tests.engines.conftest import list_cases
+from tests.engines.conftest import list_cases, param_of_ranks
 from tests.engines.mesh_ranks import (
     CASES,
     LR,
@@ -26,12 +26,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 QUICK = [Case("qwen2 tied", "data 2, tensor 2"), Case("llama", WIDE)]
 CASE_PARAMS = [
-    pytest.param(
-        case,
-        id=case.label,
-        marks=[pytest.mark.ranks(case), *([] if case in QUICK else [pytest.mark.slow])],
-    )
-    for case in CASES
+    param_of_ranks(case, cases=[case], is_quick=case in QUICK, label=case.label) for case in CASES
 ]
 
 
@@ -40,15 +35,10 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return each rank's results, by case."""
     cases = list_cases(request, Case)
     ports = find_free_ports(len(cases))
-    all_results = forked.run(
-        run_rank, [(rank, ports, cases) for rank in range(WORLD)], timeout_s=400
-    )
-    single_rank = {
-        name: result
-        for results in all_results
-        for name, result in results.items()
-        if "alone" in name
-    }
+    arguments = [(rank, ports, cases) for rank in range(WORLD)]
+    all_results = forked.run(run_rank, arguments, timeout_s=400)
+    every = ((name, result) for results in all_results for name, result in results.items())
+    single_rank = {name: result for name, result in every if "alone" in name}
     return [results | single_rank for results in all_results]
 
 

@@ -11,14 +11,12 @@ from transformers.trainer_utils import SchedulerType
 
 from streamrl.algorithms import summarise_policy
 from streamrl.algorithms.math.advantages import group_relative_advantages
-from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.algorithms.objective import policy_loss
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.engines.models.forward import load_value_model
 from streamrl.engines.trainer_config import DECAY_SCHEDULES, LR_SCHEDULES, TrainerConfig
 from streamrl.engines.training.collate import derive_columns
 from streamrl.errors import ConfigError
-from streamrl.messages import split_token_column
 from tests.engines.conftest import (
     GATHERED,
     ONE,
@@ -30,7 +28,14 @@ from tests.engines.conftest import (
     TWO,
     parametrize_layouts,
 )
-from tests.engines.plain_step import plain_loss
+from tests.engines.plain_step import (
+    PlainOptimizer,
+    clipped_value_loss,
+    iter_rows,
+    logprobs_of,
+    parameters_by_name,
+    plain_loss,
+)
 from tests.engines.tiny_qwen import EOS, tiny_model
 from tests.engines.trainer_layouts import CUTS, LAYOUTS, Layout
 from tests.engines.trainer_ranks import (
@@ -47,9 +52,7 @@ from tests.engines.trainer_ranks import (
     SEVERAL_LR,
     SEVERAL_SETTINGS,
     SHARED_COEFS,
-    TEMPERATURE,
     TEXTS,
-    VALUE_CLIP,
     VALUED,
     Case,
     compute_divisor,
@@ -67,47 +70,26 @@ OTHER_SETTINGS = Case("other_settings", Layout("deepspeed", 1, 1))
 def plain_steps(num_steps: int):
     """Compute the same steps by hand."""
     model = tiny_model(tied=True, seed=0, kv_heads=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    norms = []
+    optimizer = PlainOptimizer(model.parameters(), LR)
     for _ in range(num_steps):
-        optimizer.zero_grad()
         (plain_loss(lambda ids: model(ids).logits) / compute_divisor(GROUPS)).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
-    names = dict(model.named_parameters(remove_duplicate=False))
-    return norms, {name: parameter.detach() for name, parameter in names.items()}
-
-
-def logprobs_of(model, ids):
-    """Return logprobs and entropies of every token but the first, [1, T - 1]."""
-    logits = model(ids[None]).logits[:, :-1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(-1, ids[None, 1:, None])[..., 0], entropy_from_logits(
-        logits
-    )
+    return optimizer.norms, parameters_by_name(model)
 
 
 def several_plain_updates():
     """Compute `several_updates` by hand: a single process, rollout by rollout."""
     model = tiny_model(tied=True, seed=0, kv_heads=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
-    rows = []
+    optimizer = PlainOptimizer(model.parameters(), SEVERAL_LR)
+    rows: list[dict[str, Any]] = []
     for uid, columns in GROUPS.items():
-        cut = {
-            name: split_token_column(columns[name], columns["lengths"])
-            for name in ("token_ids", "loss_mask", "generator_logprobs")
-        }
         scores = torch.from_numpy(columns["scores"])
         advantages = group_relative_advantages(scores, torch.zeros(len(scores), dtype=torch.long))
-        for i, advantage in enumerate(advantages):
-            row: dict[str, Any] = {
-                name: torch.from_numpy(parts[i])[None, 1:] for name, parts in cut.items()
-            }
-            row["uid"], row["ids"] = uid, torch.from_numpy(cut["token_ids"][i]).long()
-            row["advantages"] = advantage.expand(1, row["loss_mask"].shape[1])
-            row["group_tokens"] = torch.tensor([int(columns["loss_mask"].sum())])
+        for advantage, (ids, row) in zip(advantages, iter_rows(columns), strict=True):
             with torch.no_grad():
-                row["proximal_logprobs"] = logprobs_of(model, row["ids"])[0]
-            rows.append(row)
+                proximal = logprobs_of(model(ids).logits, ids)["logprobs"]
+            row["advantages"] = advantage.expand(1, row["loss_mask"].shape[1])
+            rows.append({**row, "uid": uid, "ids": ids, "proximal_logprobs": proximal})
     mask = torch.cat([row["loss_mask"][0] for row in rows])
     flat = torch.cat([row["advantages"][0] for row in rows])[mask]
     log_ratios = [row["proximal_logprobs"] - row["generator_logprobs"] for row in rows]
@@ -120,20 +102,15 @@ def several_plain_updates():
         row["advantages"] = (row["advantages"] - flat.mean()) / (flat.var() + 1e-8).sqrt()
     uids = list(GROUPS)
     for part in (uids[::2], uids[1::2]) * SEVERAL.epochs:
-        optimizer.zero_grad()
         total = []
         for row in (row for row in rows if row["uid"] in part):
-            logprobs, entropies = logprobs_of(model, row["ids"])
-            loss, results = policy_loss(
-                SEVERAL.spec, SEVERAL_SETTINGS, row, logprobs=logprobs, entropy=entropies
-            )
+            outputs = logprobs_of(model(row["ids"]).logits, row["ids"])
+            loss, results = policy_loss(SEVERAL.spec, SEVERAL_SETTINGS, row, **outputs)
             (loss / SEVERAL_DIVISOR).backward()
             total.append({name: value.item() for name, value in results.items()})
         sums.append(sum_metrics(total))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    names = dict(model.named_parameters(remove_duplicate=False))
-    return sums, {name: parameter.detach() for name, parameter in names.items()}
+    return sums, parameters_by_name(model)
 
 
 @parametrize_layouts("several_updates", on=SEVERAL_ON, quick=[ONE, GATHERED])
@@ -154,40 +131,29 @@ def test_several_updates_of_a_step_equal_a_plain_process(results, layout):
 def plain_critic(model_path):
     """Compute `critic_updates` by hand: a single process, rollout by rollout."""
     model = load_value_model(model_path, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
+    optimizer = PlainOptimizer(model.parameters(), SEVERAL_LR)
     losses = []
     for _ in range(2):
-        optimizer.zero_grad()
         total = torch.zeros(())
         for columns in VALUED.values():
-            parts = {
-                name: split_token_column(columns[name], columns["lengths"])
-                for name in ("token_ids", "loss_mask", "values")
-            }
-            for i, score in enumerate(columns["scores"].tolist()):
-                ids, mask, old = (torch.from_numpy(parts[name][i]) for name in parts)
-                hidden = model(input_ids=ids[None].long()).logits[0, :-1, 0]
-                sampled = mask[1:].nonzero()[:, 0]
+            rows = zip(columns["scores"].tolist(), iter_rows(columns, "values"), strict=True)
+            for score, (ids, row) in rows:
+                values = model(input_ids=ids).logits[0, :-1, 0]
+                sampled = row["loss_mask"][0].nonzero()[:, 0]
+                old = row["values"][0, sampled]
                 # With gamma 1 the return by hand: backwards, A = delta + 0.95 A_next.
                 returns: list[float] = []
                 advantage, value_after, reward = 0.0, 0.0, score
-                for t in reversed(sampled.tolist()):
-                    value = old[t + 1].item()
+                for value in reversed(old.tolist()):
                     advantage = reward + value_after - value + 0.95 * advantage
                     returns.insert(0, advantage + value)
                     value_after, reward = value, 0.0
-                target, before = torch.tensor(returns), old[1:][sampled]
-                clipped = before + (hidden[sampled] - before).clamp(-VALUE_CLIP, VALUE_CLIP)
-                squared_error = torch.maximum(
-                    (hidden[sampled] - target) ** 2, (clipped - target) ** 2
-                )
-                loss = squared_error.sum() / 2
+                loss = clipped_value_loss(values[sampled], old, torch.tensor(returns))
                 (loss / SEVERAL_DIVISOR).backward()
                 total += loss.item()
         losses.append(total)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return losses, parameters_by_name(model)
 
 
 @parametrize_layouts("critic_updates", on=SEVERAL_ON, quick=[ONE, TWO])
@@ -212,46 +178,27 @@ def plain_two_headed(coef):
     head = torch.nn.Linear(body.config.hidden_size, 1)
     for parameter in head.parameters():
         torch.nn.init.zeros_(parameter)
-    trained = [*body.parameters(), *head.parameters()]
-    optimizer = torch.optim.AdamW(trained, lr=SEVERAL_LR, weight_decay=0.0)
+    optimizer = PlainOptimizer([*body.parameters(), *head.parameters()], SEVERAL_LR)
     settings = PPO.to_settings(max_length=8, reward_weights={})
     for _ in range(2):
         total = torch.zeros(())
         for columns in VALUED.values():
             derived = derive_columns(PPO.spec, settings, {"": columns})[""]
             group = {**columns, **derived}
-            names = ("token_ids", "loss_mask", "generator_logprobs", "values", "returns")
-            cut = {
-                name: split_token_column(group[name], columns["lengths"])
-                for name in (*names, "advantages")
-            }
-            for i in range(len(columns["lengths"])):
-                row = {name: torch.from_numpy(parts[i])[None, 1:] for name, parts in cut.items()}
-                ids = torch.from_numpy(cut["token_ids"][i])[None].long()
+            for ids, row in iter_rows(group, "values", "returns", "advantages"):
                 output = body(ids, output_hidden_states=True)
-                logits = output.logits[:, :-1] / TEMPERATURE
-                row["group_tokens"] = torch.tensor([int(columns["loss_mask"].sum())])
-                loss, _ = policy_loss(
-                    PPO.spec,
-                    settings,
-                    row,
-                    logprobs=logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0],
-                    entropy=entropy_from_logits(logits),
-                )
-                values = head(output.hidden_states[-1])[:, :-1, 0]
-                clipped = row["values"] + (values - row["values"]).clamp(-VALUE_CLIP, VALUE_CLIP)
-                squared_error = torch.maximum(
-                    (values - row["returns"]) ** 2, (clipped - row["returns"]) ** 2
-                )
+                outputs = logprobs_of(output.logits, ids)
+                values, mask = head(output.hidden_states[-1])[:, :-1, 0], row["loss_mask"]
+                loss = policy_loss(PPO.spec, settings, row, **outputs)[0]
                 # PPO averages over tokens, as the value loss does.
-                total = total + loss + coef * squared_error[row["loss_mask"]].sum() / 2
-        optimizer.zero_grad()
+                value_loss = clipped_value_loss(
+                    values[mask], row["values"][mask], row["returns"][mask]
+                )
+                total = total + loss + coef * value_loss
         (total / SEVERAL_DIVISOR).backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-    named = dict(body.named_parameters(remove_duplicate=False))
-    named |= {f"score.{name}": parameter for name, parameter in head.named_parameters()}
-    return {name: parameter.detach() for name, parameter in named.items()}
+    scores = {f"score.{name}": tensor for name, tensor in parameters_by_name(head).items()}
+    return parameters_by_name(body) | scores
 
 
 @parametrize_layouts("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
@@ -287,8 +234,8 @@ def test_a_value_loss_of_weight_0_does_not_change_the_policy(results, layout):
 def plain_pretraining(model_path):
     """Compute `pretraining_updates` by hand: norms, losses and parameters."""
     model = tiny_model(tied=True, seed=0, kv_heads=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
-    norms, losses = [], []
+    optimizer = PlainOptimizer(model.parameters(), SEVERAL_LR)
+    losses = []
     for update in range(len(PTX_DIVISORS)):
         rows = [text.split() for text in TextStream(TEXTS, seed=0).get_batch(update, PTX_ROWS)]
         tokens = [([int(word[1:]) for word in row] + [EOS])[:5] for row in rows]
@@ -297,13 +244,10 @@ def plain_pretraining(model_path):
             logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
             loss = loss - logprobs.gather(-1, ids[1:, None]).sum()
         loss = PTX_COEF * loss / sum(len(ids) - 1 for ids in tokens)
-        optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
-    names = dict(model.named_parameters(remove_duplicate=False))
-    return norms, losses, {name: parameter.detach() for name, parameter in names.items()}
+    return optimizer.norms, losses, parameters_by_name(model)
 
 
 @parametrize_layouts("pretraining_updates", on=SEVERAL_ON, quick=[ONE, TWO])
@@ -342,8 +286,8 @@ def test_the_update_equals_a_plain_step_for_any_split_into_micro_batches(
 def test_the_gradient_is_clipped_and_the_parameters_move(expected):
     norms, parameters = expected
     assert min(norms) > 1
-    start = dict(tiny_model(tied=True, seed=0, kv_heads=2).named_parameters(remove_duplicate=False))
-    assert measure_max_difference({name: p.detach() for name, p in start.items()}, parameters) > LR
+    start = parameters_by_name(tiny_model(tied=True, seed=0, kv_heads=2))
+    assert measure_max_difference(start, parameters) > LR
 
 
 @pytest.mark.ranks(Case("same_update", GATHERED))
@@ -546,10 +490,8 @@ def test_a_decaying_schedule_ends_at_lr_min(name):
 
 
 def test_all_lr_schedules_of_transformers_that_need_no_loss_are_supported():
-    assert {*LR_SCHEDULES} == {schedule.value for schedule in SchedulerType} - {
-        "reduce_lr_on_plateau",
-        "greedy",
-    }
+    expected = {schedule.value for schedule in SchedulerType} - {"reduce_lr_on_plateau", "greedy"}
+    assert {*LR_SCHEDULES} == expected
 
 
 @pytest.mark.parametrize(
@@ -597,6 +539,12 @@ def test_a_schedule_without_a_required_option_is_rejected_before_the_first_step(
             "trainer.tensor_parallel=2: does not support LoRA; trainer.lora_rank must be 0",
         ),
         ({"betas": [0.9]}, "trainer.betas=[0.9]: must be two numbers from 0 to below 1"),
+        ({"lora_rank": -1}, "trainer.lora_rank=-1: must not be negative"),
+        ({"lora_alpha": 0.0}, "trainer.lora_alpha=0.0: must be above 0"),
+        (
+            {"lora_targets": ["q_proj"]},
+            "trainer.lora_targets=['q_proj']: needs trainer.lora_rank above 0",
+        ),
         (
             {"dtype": "bfloat16", "zero_stage": 0},
             "trainer.dtype=bfloat16: needs master weights, which backend deepspeed keeps from"

@@ -4,18 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generation.partial_rollouts import make_empty_rollout
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.vllm.stop_conditions import StopConditions
 from streamrl.messages import FinishReason, Rollout
-from tests.engines.tiny_qwen import MAX_LENGTH, endless_model, prompt, save, weights_of, worst_error
+from tests.engines.flight import SHORT, start_engine
+from tests.engines.tiny_qwen import endless_model, prompt, save, weights_of, worst_error
 
 pytestmark = [pytest.mark.xdist_group("engines"), pytest.mark.usefixtures("no_engine")]
 
-PROMPT = prompt(5, 14, 6, 18)
 #: The end of a token, a space, and the start of the next; and a token.
 TEXT, TOKEN_ID = "1 t3", 44
 
@@ -31,18 +28,12 @@ def is_stopped(token_ids: list[int]) -> bool:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_rollout_ends_with_the_token_that_completes_a_stop_string(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_rollout_ends_with_the_token_that_completes_a_stop_string(tmp_path: Path):
     model = endless_model(seed=1)
-    folder = save(model, tmp_path)
-    for name, value in make_vllm_env("cpu").items():
-        monkeypatch.setenv(name, value)
     config = GeneratorConfig(max_new_tokens=100, stop=[TEXT], stop_token_ids=[TOKEN_ID])
-    engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH))
-    try:
+    async with start_engine(save(model, tmp_path), config) as engine:
         await engine.load_weights(weights_of(model), 0)
-        rollouts = await engine.generate(PROMPT, seeds=range(32))
+        rollouts = await engine.generate(SHORT, seeds=range(32))
         stopped = [r for r in rollouts if r.finish_reason is FinishReason.STOP]
         by_text = [r for r in stopped if list_completion_ids(r)[-1] != TOKEN_ID]
         assert len(by_text) > 3 and len(stopped) - len(by_text) > 3
@@ -52,15 +43,13 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_string(
             )
         for rollout in rollouts:
             assert rollout in stopped or not is_stopped(list_completion_ids(rollout))
-            assert rollout.loss_mask[len(PROMPT) :].all()
+            assert rollout.loss_mask[len(SHORT) :].all()
         assert worst_error(rollouts, {0: model}) < 1e-4
         # A rollout that was interrupted within the stop string ends all the same.
-        cut = make_empty_rollout(prompt(*PROMPT, 21))
-        (rollout,) = await engine.generate(PROMPT, seeds=[3], partial_rollouts=[cut])
-        assert rollout.token_ids[len(PROMPT)] == 21
+        cut = make_empty_rollout(prompt(*SHORT, 21))
+        (rollout,) = await engine.generate(SHORT, seeds=[3], partial_rollouts=[cut])
+        assert rollout.token_ids[len(SHORT)] == 21
         assert not is_stopped(list_completion_ids(rollout)[:-1])
-    finally:
-        await engine.close()
 
 
 def test_a_stop_string_is_found_across_a_resume_and_between_bytes(tmp_path: Path):

@@ -14,22 +14,16 @@ from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.costs.train_timing import estimate_train_timing
 from streamrl.placement.lora_params import add_lora_adapters
-from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES
-from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.resharding.grids import RankGrid
+from tests.placement.assignments import make_assignment
 
 PPO = build_dataflow(("scores", "ref_logprobs", "values", "generator_logprobs"))
 GRPO = build_dataflow(("scores", "generator_logprobs"))
 WORK = Workload(256, 1, 1024, FixedLength(1024), mini_batches=8)
-
-
-def make_assignment(text: str, first: int = 0, *, zero_stage: int = 1) -> CallAssignment:
-    grid = RankGrid.from_text(text)
-    return CallAssignment(Mesh(first, grid.num_ranks), grid, zero_stage)
 
 
 def make_ppo_problem(model: str, cluster: Cluster, workload: Workload = WORK) -> PlacementProblem:
@@ -46,6 +40,12 @@ def make_grpo_problem(model: str, cluster: Cluster, workload: Workload = WORK) -
 def colocate(problem: PlacementProblem, train: str, generate: str) -> Placement:
     calls = {stage: make_assignment(train) for stage in problem.placed_stages}
     return Placement({**calls, "generate": make_assignment(generate)})
+
+
+def place(train: str, generate: str, first: int) -> Placement:
+    """Train from device 0 on, and generate from `first` on."""
+    calls = {"train": make_assignment(train), "generate": make_assignment(generate, first)}
+    return Placement(calls)
 
 
 A100 = Cluster.from_text("2x8xA100@200Gb")
@@ -80,9 +80,7 @@ def test_decode_step_by_hand():
     )
     device = replace(DEVICES["A100"], memory_bytes_per_s=1e12, link_bytes_per_s=1e11)
     problem = make_grpo_problem("llama-7b", Cluster((NodeGroup(device, 4),)))
-    timing = CostModel(problem, plain).predict_timings(
-        Placement({"train": make_assignment("1-2-1"), "generate": make_assignment("1-2-1", 2)})
-    )
+    timing = CostModel(problem, plain).predict_timings(place("1-2-1", "1-2-1", 2))
     norms = 65 * 4096 * 2
     weight_bytes = (MODEL_SHAPES["llama-7b"].num_params - 32000 * 4096) * 2
     generator = timing.generator
@@ -97,9 +95,7 @@ def test_pipelined_sampling_reads_the_weights_once_per_batch():
     problem = make_grpo_problem("llama-7b", A100)
     model = CostModel(problem)
     by_grid = {
-        text: model.predict_timings(
-            Placement({"train": make_assignment("1-8-1"), "generate": make_assignment(text, 8)})
-        ).generator
+        text: model.predict_timings(place("1-8-1", text, 8)).generator
         for text in ("1-4-2", "2-4-1")
     }
     assert by_grid["2-4-1"].weights_s == pytest.approx(by_grid["1-4-2"].weights_s, rel=0.01)
@@ -140,9 +136,7 @@ def test_adapters_shrink_training_state_and_skip_products():
 
 def test_adapters_travel_alone_and_merge_into_host_weights():
     shape, base = add_lora_adapters(MODEL_SHAPES["llama-7b"], 16), MODEL_SHAPES["llama-7b"]
-    placement = Placement(
-        {"train": make_assignment("1-1-8"), "generate": make_assignment("1-1-8", 8)}
-    )
+    placement = place("1-1-8", "1-1-8", 8)
     sent = CostModel(make_lora_problem(A100)).estimate_transfer("generate", placement)
     full = CostModel(make_grpo_problem("llama-7b", A100)).approximate_costs.estimate_transfer(
         "generate", placement
@@ -162,9 +156,7 @@ def test_adapters_travel_alone_and_merge_into_host_weights():
 
 def test_adapters_fit_where_full_training_does_not():
     # 13.5 GB of weights and 16 more bytes per trained parameter, on 80 GB.
-    placement = Placement(
-        {"train": make_assignment("1-1-1"), "generate": make_assignment("1-1-1", 1)}
-    )
+    placement = place("1-1-1", "1-1-1", 1)
     assert CostModel(make_grpo_problem("llama-7b", A100)).explain_infeasible(placement)
     assert not CostModel(make_lora_problem(A100)).explain_infeasible(placement)
 
@@ -188,9 +180,7 @@ def test_pipeline_has_two_micro_batches_per_stage():
     )
 
     def token_s(text: str) -> float:
-        placement = Placement(
-            {"train": make_assignment(text), "generate": make_assignment("1-4-2", 8)}
-        )
+        placement = place(text, "1-4-2", 8)
         return model.predict_timings(placement).train["policy"].token_s
 
     assert token_s("4-2-1") / token_s("1-8-1") == pytest.approx(11 / 8)
@@ -198,12 +188,9 @@ def test_pipeline_has_two_micro_batches_per_stage():
     few = CostModel(
         replace(model.problem, workload=replace(large, groups_per_step=32)), model.constants
     )
-    placement = Placement(
-        {"train": make_assignment("4-2-1"), "generate": make_assignment("1-4-2", 8)}
-    )
-    assert few.predict_timings(placement).train["policy"].token_s / token_s(
-        "1-8-1"
-    ) == pytest.approx(7 / 4)
+    placement = place("4-2-1", "1-4-2", 8)
+    expected = pytest.approx(7 / 4)
+    assert few.predict_timings(placement).train["policy"].token_s / token_s("1-8-1") == expected
 
 
 def test_epochs_repeat_passes_and_updates_by_count():
@@ -212,9 +199,8 @@ def test_epochs_repeat_passes_and_updates_by_count():
     )
     two_epochs = CostModel(make_grpo_problem("llama-7b", A100, replace(WORK, epochs=2)))
     step_s = two_epochs.constants.train_step_s
-    assert two_epochs.call_duration_s("train", make_assignment("1-8-2")) - step_s == pytest.approx(
-        2 * (one_epoch_s - step_s)
-    )
+    expected = pytest.approx(2 * (one_epoch_s - step_s))
+    assert two_epochs.call_duration_s("train", make_assignment("1-8-2")) - step_s == expected
 
 
 def test_memory_shortage_is_explained_in_one_line():
@@ -230,9 +216,7 @@ def test_memory_shortage_is_explained_in_one_line():
 def test_shortage_for_one_rollout_is_explained():
     long = replace(WORK, lengths=FixedLength(200_000), groups_per_step=16)
     problem = make_grpo_problem("llama-7b", A100, long)
-    reason = CostModel(problem).explain_infeasible(
-        Placement({"train": make_assignment("1-8-1"), "generate": make_assignment("1-1-8", 8)})
-    )
+    reason = CostModel(problem).explain_infeasible(place("1-8-1", "1-1-8", 8))
     assert reason.startswith("devices 8-15: ")
     assert "keys and values" in reason
 
@@ -337,14 +321,11 @@ def test_faster_networks_and_smaller_workloads_are_never_slower(factor: float, g
     larger = replace(WORK, groups_per_step=WORK.groups_per_step * groups)
     placement = colocate(make_ppo_problem("llama-7b", slow), "2-8-1", "1-8-2")
     for stage, assignment in placement.assignments.items():
-        base = CostModel(make_ppo_problem("llama-7b", slow)).call_duration_s(stage, assignment)
-        assert (
-            CostModel(make_ppo_problem("llama-7b", fast)).call_duration_s(stage, assignment) <= base
+        base, on_fast, of_larger = (
+            CostModel(make_ppo_problem("llama-7b", *case)).call_duration_s(stage, assignment)
+            for case in ((slow,), (fast,), (slow, larger))
         )
-        assert (
-            CostModel(make_ppo_problem("llama-7b", slow, larger)).call_duration_s(stage, assignment)
-            >= base * 0.99
-        )
+        assert on_fast <= base <= of_larger / 0.99
     pulls = [
         CostModel(make_ppo_problem("llama-7b", cluster))
         .predict_timings(placement)
@@ -358,9 +339,7 @@ def test_faster_networks_and_smaller_workloads_are_never_slower(factor: float, g
 def test_follower_on_another_node_pulls_over_the_network():
     problem = make_grpo_problem("llama-7b", A100)
     model = CostModel(problem)
-    timings = model.predict_timings(
-        Placement({"train": make_assignment("1-8-1"), "generate": make_assignment("1-8-1", 8)})
-    )
+    timings = model.predict_timings(place("1-8-1", "1-8-1", 8))
     constants = model.constants
     network = 25e9 * constants.network_fraction
     pull_s = constants.pull_s + 13.48e9 / network

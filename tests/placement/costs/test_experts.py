@@ -21,11 +21,12 @@ from streamrl.placement.costs.generate_timing import count_decode_step_params
 from streamrl.placement.costs.param_shards import find_max_stage_params
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape
-from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.search.hybridflow_parallel import list_ep_sizes
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding.grids import RankGrid
+from tests.placement.assignments import make_assignment
 
 CONFIG = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 GRPO = build_dataflow(("scores", "generator_logprobs"))
@@ -37,17 +38,18 @@ PLAIN = CostConstants(link_fraction=1.0, network_fraction=1.0)
 WORKLOAD = Workload(64, 1, 64, FixedLength(64))
 
 
-def make_assignment(text: str, expert: int, first: int = 0, order: str = "hf") -> CallAssignment:
-    grid = RankGrid.from_text(text, order)
-    return CallAssignment(Mesh(first, grid.num_ranks), grid, ep_size=expert)
-
-
 def make_call_cost(text: str, expert: int, constants: CostConstants = PLAIN) -> CallCost:
-    return CallCost(SMALL, make_assignment(text, expert), WORKLOAD, CLUSTER, constants)
+    return CallCost(SMALL, make_assignment(text, experts=expert), WORKLOAD, CLUSTER, constants)
 
 
 def make_problem(shape: ModelShape = SMALL) -> PlacementProblem:
     return PlacementProblem(GRPO, {"policy": shape}, WORKLOAD, CLUSTER)
+
+
+def place_experts(expert: int) -> Placement:
+    """Train with expert ranks on devices 0 to 7; generate without on 8 to 15."""
+    train = make_assignment("1-1-8", experts=expert)
+    return Placement({"train": train, "generate": make_assignment("1-1-8", 8)})
 
 
 def test_expert_rank_holds_its_experts_and_the_rest():
@@ -67,13 +69,12 @@ def test_shared_expert_is_split_over_tensor_ranks():
 
 def test_indivisible_experts_are_infeasible():
     costs = CostModel(make_problem())
-    calls = {"train": make_assignment("1-1-12", 12), "generate": make_assignment("1-1-1", 1, 12)}
-    assert costs.explain_infeasible(Placement(calls)) == (
-        "train as 1-1-12: 16 experts over 12 expert ranks"
-    )
+    train = make_assignment("1-1-12", experts=12)
+    calls = {"train": train, "generate": make_assignment("1-1-1", 12)}
+    expected = "train as 1-1-12: 16 experts over 12 expert ranks"
+    assert costs.explain_infeasible(Placement(calls)) == expected
     dense = CostModel(make_problem(MODEL_SHAPES["llama-7b"]))
-    calls = {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
-    assert "0 experts over 8 expert ranks" in dense.explain_infeasible(Placement(calls))
+    assert "0 experts over 8 expert ranks" in dense.explain_infeasible(place_experts(8))
 
 
 def test_all_to_all_by_hand():
@@ -121,10 +122,9 @@ def test_optimizer_is_sharded_over_holders_of_equal_parameters():
 
 def test_expert_layer_host_time_counts_per_pass():
     slow = replace(PLAIN, expert_layer_s=0.01, recompute=False)
-    calls = {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
     times = [
         CostModel(make_problem(), constants)
-        .predict_timings(Placement(calls))
+        .predict_timings(place_experts(8))
         .train["policy"]
         .micro_batch_s
         for constants in (slow, replace(slow, expert_layer_s=0.0))
@@ -135,9 +135,8 @@ def test_expert_layer_host_time_counts_per_pass():
 
 @given(st.sampled_from(["llama-7b", "qwen2.5-0.5b"]), st.floats(0, 1))
 def test_expert_constants_do_not_affect_dense_models(name: str, host: float):
-    calls = {"train": make_assignment("1-1-8", 1), "generate": make_assignment("1-1-8", 1, 8)}
     costs = [
-        CostModel(make_problem(MODEL_SHAPES[name]), constants).predict_timings(Placement(calls))
+        CostModel(make_problem(MODEL_SHAPES[name]), constants).predict_timings(place_experts(1))
         for constants in (PLAIN, replace(PLAIN, expert_layer_s=host, expert_rows=512))
     ]
     assert costs[0] == costs[1]
@@ -152,7 +151,7 @@ def test_more_expert_ranks_hold_fewer_parameters(expert: int, tensor: int):
 
 
 def test_transfer_to_another_expert_split_by_hand():
-    calls = {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-2-4", 1)}
+    calls = {"train": make_assignment("1-1-8", experts=8), "generate": make_assignment("1-2-4")}
     transfer = CostModel(make_problem()).estimate_transfer("generate", Placement(calls))
     assert transfer is not None
     # A rank serves half of the split tensors; it has an eighth of the experts, half of each of use.
@@ -162,9 +161,7 @@ def test_transfer_to_another_expert_split_by_hand():
 
 
 def test_expert_ranks_round_trip_through_a_file():
-    placement = Placement(
-        {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
-    )
+    placement = place_experts(8)
     entry = placement.to_dict()
     assert entry["calls"]["train"]["expert"] == 8
     assert "expert" not in entry["calls"]["generate"]
@@ -173,17 +170,13 @@ def test_expert_ranks_round_trip_through_a_file():
 
 
 def test_expert_ranks_must_divide_the_ranks_of_a_stage():
-    placement = Placement(
-        {"train": make_assignment("1-1-8", 3), "generate": make_assignment("1-1-8", 1, 8)}
-    )
+    placement = place_experts(3)
     with pytest.raises(ConfigError, match=r"train\.expert=3: must divide the 8 ranks"):
         placement.check_valid(GRPO, CLUSTER)
 
 
 def test_a_run_has_no_expert_parallelism():
-    placement = Placement(
-        {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
-    )
+    placement = place_experts(8)
     with pytest.raises(
         ConfigError, match="streamrl does not support expert parallelism"
     ) as refused:

@@ -76,10 +76,8 @@ def test_call_with_its_own_devices_is_not_offloaded():
     separate = make_placement(8)
     resident, offloaded = (CostModel(PROBLEM, constants) for constants in (RESIDENT, OFFLOADED))
     assert resident.predict_timings(separate).score == offloaded.predict_timings(separate).score
-    assert (
-        resident.predict_memory(separate)["reference"]
-        == offloaded.predict_memory(separate)["reference"]
-    )
+    memory = [model.predict_memory(separate)["reference"] for model in (resident, offloaded)]
+    assert memory[0] == memory[1]
 
 
 def test_offloading_makes_large_models_fit_in_turn():
@@ -98,13 +96,10 @@ def test_offloading_makes_large_models_fit_in_turn():
 def test_cluster_file_sets_host_bandwidth():
     entry = {"name": "X", "tflops": 1, "memory_gb": 1, "memory_gbps": 1, "link_gbps": 1}
     node = {"device": entry, "devices": 1}
-    cluster = Cluster.from_dict({"nodes": [node]}, location="c")
-    assert cluster.node_groups[0].device.host_bytes_per_s == 32e9
-    node["device"] = entry | {"host_gbps": 64}
-    assert (
-        Cluster.from_dict({"nodes": [node]}, location="c").node_groups[0].device.host_bytes_per_s
-        == 64e9
-    )
+    for host, expected in (({}, 32e9), ({"host_gbps": 64}, 64e9)):
+        node["device"] = entry | host
+        cluster = Cluster.from_dict({"nodes": [node]}, location="c")
+        assert cluster.node_groups[0].device.host_bytes_per_s == expected
     node["device"] = entry | {"host_gbps": 0}
     with pytest.raises(ConfigError, match=r"host_gbps=0: must be at least 0\.001"):
         Cluster.from_dict({"nodes": [node]}, location="c")

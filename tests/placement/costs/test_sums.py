@@ -41,16 +41,12 @@ def score_bytes(tokens: int) -> float:
 
 
 def test_scoring_memory_follows_its_batch_size():
-    for tokens in (8192, 16384):
-        costs = CostModel(make_problem(score_tokens={"reference": tokens}), RUN)
-        assert costs.predict_memory(make_colocated())["reference"].active_bytes == pytest.approx(
-            score_bytes(tokens)
-        )
     # Without a setting of the run, the constants decide.
-    costs = CostModel(make_problem(), RUN)
-    assert costs.predict_memory(make_colocated())["reference"].active_bytes == pytest.approx(
-        score_bytes(32768)
-    )
+    for limit, tokens in ((8192, 8192), (16384, 16384), (None, 32768)):
+        settings = {} if limit is None else {"reference": limit}
+        costs = CostModel(make_problem(score_tokens=settings), RUN)
+        memory = costs.predict_memory(make_colocated())["reference"]
+        assert memory.active_bytes == pytest.approx(score_bytes(tokens))
 
 
 def test_training_memory_follows_the_micro_batch_limit():
@@ -69,22 +65,13 @@ def test_training_memory_follows_the_micro_batch_limit():
 def test_gpu_runs_copy_served_weights_and_keep_the_kv_cache():
     by_constants = {}
     for name, constants in (("run", RUN), ("shared", CostConstants(keeps_served=True))):
-        plain = Placement(
-            {
-                **make_colocated().assignments,
-                "train": replace(make_colocated().assignments["train"]),
-            }
-        )
-        model = CostModel(make_problem(), constants)
-        by_constants[name] = (
-            model.predict_memory(plain)["generate"],
-            model.compute_kv_capacity_bytes(plain),
-        )
+        model, placement = CostModel(make_problem(), constants), make_colocated()
+        memory = model.predict_memory(placement)["generate"]
+        by_constants[name] = (memory, model.compute_kv_capacity_bytes(placement))
     copy = 2 * SHAPE.num_params
     assert by_constants["run"][0].resident_bytes > by_constants["shared"][0].resident_bytes
-    assert by_constants["run"][0].resident_bytes == pytest.approx(
-        copy + by_constants["run"][1], rel=0.01
-    )
+    expected = pytest.approx(copy + by_constants["run"][1], rel=0.01)
+    assert by_constants["run"][0].resident_bytes == expected
     # Training takes more than scoring, so less is left for the KV cache.
     assert by_constants["run"][1] < by_constants["shared"][1]
 
@@ -93,11 +80,8 @@ def test_kv_cache_of_the_run_is_used_as_set():
     kv_bytes = 4 << 30
     costs = CostModel(make_problem(kv_cache_bytes=kv_bytes), RUN)
     assert costs.explain_infeasible(make_colocated()) == ""
-    assert (
-        costs.compute_kv_capacity_bytes(make_colocated())
-        == costs.compute_kv_cache_bytes(make_colocated())
-        == kv_bytes
-    )
+    assert costs.compute_kv_capacity_bytes(make_colocated()) == kv_bytes
+    assert costs.compute_kv_cache_bytes(make_colocated()) == kv_bytes
     tokens = costs.predict_timings(make_colocated()).generator.kv_tokens
     assert tokens == pytest.approx(kv_bytes / SHAPE.count_kv_bytes_per_token())
     too_large = CostModel(make_problem(kv_cache_bytes=70 << 30), RUN).explain_infeasible(
@@ -120,9 +104,8 @@ def test_shortage_message_sums_to_the_needed_memory():
     assert needed - usable == pytest.approx(short, abs=0.11)
     numbers = [float(number) for number in re.findall(r" (\d+(?:\.\d+)?)(?= |,|$)", f"{match[4]}")]
     active = re.findall(r"(\w+) (\S+) (for keys and values of one rollout|for \d+ tokens)", reason)
-    assert sum(numbers) + sum(float(size) for _, size, _ in active) == pytest.approx(
-        needed, abs=0.4
-    )
+    expected = pytest.approx(needed, abs=0.4)
+    assert sum(numbers) + sum(float(size) for _, size, _ in active) == expected
     # Training takes most; a rollout's KV cache is a fraction of a GB.
     sizes = {f"{stage} {purpose}": float(size) for stage, size, purpose in active}
     assert sizes["generate for keys and values of one rollout"] == pytest.approx(

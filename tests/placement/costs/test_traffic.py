@@ -9,23 +9,34 @@ from hypothesis import strategies as st
 from benchmarks.table_2 import compute_table_2
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.traffic import WeightTraffic
+from streamrl.placement.costs.traffic import TransferCost, WeightTraffic
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.placement.placements import CallAssignment
 from streamrl.resharding.grids import RankGrid
+from tests.placement.assignments import make_assignment
 
 SMALL = ModelShape("small", 6, 64, 128, 8, 8, 256, 8)
 FULL_SPEED = CostConstants(link_fraction=1.0, network_fraction=1.0)
 
 
-def make_assignment(text: str, first: int = 0, *, zero_stage: int = 1) -> CallAssignment:
-    grid = RankGrid.from_text(text)
-    return CallAssignment(Mesh(first, grid.num_ranks), grid, zero_stage)
-
-
 def make_traffic(cluster: str = "16x8xA100@200Gb") -> WeightTraffic:
     return WeightTraffic(Cluster.from_text(cluster), FULL_SPEED)
+
+
+def transfer(
+    model: ModelShape | str,
+    train: str,
+    follow: str,
+    first: int = 0,
+    *,
+    cluster: str = "16x8xA100@200Gb",
+    zero_stage: int = 1,
+) -> TransferCost:
+    """Return the transfer from devices 0 on to a follower's."""
+    shape = MODEL_SHAPES[model] if isinstance(model, str) else model
+    source = make_assignment(train, zero_stage=zero_stage)
+    return make_traffic(cluster).estimate_transfer(shape, source, make_assignment(follow, first))
 
 
 @pytest.mark.parametrize(
@@ -60,31 +71,24 @@ def test_uneven_stages_receive_only_missing_shards(train: str, follow: str):
 
 
 def test_equal_layouts_transfer_nothing():
-    transfer = make_traffic().estimate_transfer(
-        MODEL_SHAPES["llama-7b"], make_assignment("1-8-2"), make_assignment("1-8-2")
-    )
-    assert (transfer.seconds, transfer.received_bytes, transfer.extra_bytes) == (0.0, 0, 0)
+    nothing = transfer("llama-7b", "1-8-2", "1-8-2")
+    assert (nothing.seconds, nothing.received_bytes, nothing.extra_bytes) == (0.0, 0, 0)
 
 
 def test_transfer_within_a_node_is_bound_by_links():
     # 13B, 1-8-2 to 1-4-4: each rank gets another eighth from its neighbor, at 300 GB/s.
-    transfer = make_traffic("2x8xA100@200Gb").estimate_transfer(
-        MODEL_SHAPES["llama-13b"], make_assignment("1-8-2"), make_assignment("1-4-4")
-    )
-    assert transfer.network_bytes == 0
-    assert transfer.seconds == pytest.approx(transfer.received_bytes / 300e9)
-    assert transfer.received_bytes == pytest.approx(26.03e9 / 8, rel=0.01)
-    assert transfer.extra_bytes == transfer.received_bytes
+    within = transfer("llama-13b", "1-8-2", "1-4-4", cluster="2x8xA100@200Gb")
+    assert within.network_bytes == 0
+    assert within.seconds == pytest.approx(within.received_bytes / 300e9)
+    assert within.received_bytes == pytest.approx(26.03e9 / 8, rel=0.01)
+    assert within.extra_bytes == within.received_bytes
 
 
 def test_devices_of_a_node_share_its_network():
     # A node receives one copy of 7B at 25 GB/s, whichever of its devices want it.
-    shape = MODEL_SHAPES["llama-7b"]
     for grid, copies in (("1-8-1", 1), ("1-2-4", 4)):
-        transfer = make_traffic().estimate_transfer(
-            shape, make_assignment("1-8-1"), make_assignment(grid, 8)
-        )
-        assert transfer.seconds == pytest.approx(copies * 13.48e9 / 25e9, rel=0.01)
+        seconds = transfer("llama-7b", "1-8-1", grid, 8).seconds
+        assert seconds == pytest.approx(copies * 13.48e9 / 25e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +104,7 @@ def test_published_transitions_take_their_lower_bound(
     model: str, train: str, follow: str, floor_s: float
 ):
     # Figure 14 of arXiv:2409.19256; uneven stages take up to a tenth more.
-    transfer = make_traffic().estimate_transfer(
-        MODEL_SHAPES[model], make_assignment(train), make_assignment(follow)
-    )
-    assert transfer.seconds == pytest.approx(floor_s, rel=0.1)
+    assert transfer(model, train, follow).seconds == pytest.approx(floor_s, rel=0.1)
 
 
 def check_equal_transfers(
@@ -163,20 +164,13 @@ def test_merged_plan_of_large_replicas_receives_the_same_bytes(train: str, follo
 
 def test_overlap_assignment_keeps_shards_in_place():
     # From 2 to 4 tensor ranks each device already holds all it serves.
-    transfer = make_traffic().estimate_transfer(
-        SMALL, make_assignment("1-2-4"), make_assignment("1-4-2")
-    )
-    assert transfer.received_bytes == 0
+    assert transfer(SMALL, "1-2-4", "1-4-2").received_bytes == 0
 
 
 def test_zero_3_shards_are_gathered():
     # ZeRO stage 3 over two replicas: half of every shard comes from the other replica.
-    node_traffic = make_traffic("1x8xA100")
-    unsharded = node_traffic.estimate_transfer(
-        SMALL, make_assignment("1-4-2"), make_assignment("1-4-2")
-    )
-    sharded = node_traffic.estimate_transfer(
-        SMALL, make_assignment("1-4-2", zero_stage=3), make_assignment("1-4-2")
+    unsharded, sharded = (
+        transfer(SMALL, "1-4-2", "1-4-2", cluster="1x8xA100", zero_stage=stage) for stage in (1, 3)
     )
     model_bytes = SMALL.to_model_spec().num_bytes
     assert unsharded.received_bytes == 0
@@ -184,9 +178,6 @@ def test_zero_3_shards_are_gathered():
 
 
 def test_mixed_nodes_use_their_own_bandwidth():
-    mixed_traffic = make_traffic("8xA100@200Gb,1x4xGB200")
-    transfer = mixed_traffic.estimate_transfer(
-        MODEL_SHAPES["llama-7b"], make_assignment("1-8-1"), make_assignment("1-4-1", 8)
-    )
+    mixed = transfer("llama-7b", "1-8-1", "1-4-1", 8, cluster="8xA100@200Gb,1x4xGB200")
     # 13.48 GB leave through the A100 node's 25 GB/s.
-    assert transfer.seconds == pytest.approx(13.48e9 / 25e9, rel=0.01)
+    assert mixed.seconds == pytest.approx(13.48e9 / 25e9, rel=0.01)

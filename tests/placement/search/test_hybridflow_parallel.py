@@ -17,10 +17,8 @@ LLAMA = load_model_shape("llama-7b")
 
 def test_grids_divide_devices_with_at_most_one_stage_per_node():
     grids = list_grids(Mesh(0, 16), Cluster.from_text("2x8xA100"), LLAMA)
-    assert {str(grid) for grid in grids} == {
-        *("1-1-16", "1-2-8", "1-4-4", "1-8-2"),
-        *("2-1-8", "2-2-4", "2-4-2", "2-8-1"),
-    }
+    expected = {*("1-1-16", "1-2-8", "1-4-4", "1-8-2"), *("2-1-8", "2-2-4", "2-4-2", "2-8-1")}
+    assert {str(grid) for grid in grids} == expected
 
 
 def test_part_of_a_node_has_one_stage_only():

@@ -101,10 +101,8 @@ def test_random_placements_never_beat_the_exhaustive_search():
     _, seconds = ExhaustiveSearch(search_options, [0], [True, False]).find_best(
         planned.best.placement
     )
-    rng, options = (
-        random.Random(1),
-        {role: list_all_options(search_options, role) for role in search_options.roles},
-    )
+    rng = random.Random(1)
+    options = {role: list_all_options(search_options, role) for role in search_options.roles}
     num_feasible = 0
     for _ in range(800):
         roles = {role: rng.choice(role_options) for role, role_options in options.items()}

@@ -31,9 +31,8 @@ def test_rollouts_of_equal_length_take_one_decode_step_per_token():
 
 def test_rollouts_beyond_the_slots_run_in_waves():
     generation = GenerationModel(Workload(10, 1, 100, FixedLength(50)))
-    assert generation.find_completions_s(replace(UNBOUNDED, max_running=4), ALL) == pytest.approx(
-        [1.5]
-    )
+    expected = pytest.approx([1.5])
+    assert generation.find_completions_s(replace(UNBOUNDED, max_running=4), ALL) == expected
 
 
 def test_full_kv_cache_preempts_the_last_rollout():
@@ -93,9 +92,8 @@ def test_replicas_divide_whole_groups():
     generation = GenerationModel(Workload(5, 8, 100, FixedLength(50)))
     timing = replace(UNBOUNDED, weights_s=0.0, rollout_s=1e-3)
     # Two replicas: the busier one has 3 groups of 8.
-    assert generation.find_completions_s(replace(timing, replicas=2), ALL) == pytest.approx(
-        [50 * 0.024]
-    )
+    expected = pytest.approx([50 * 0.024])
+    assert generation.find_completions_s(replace(timing, replicas=2), ALL) == expected
     assert generation.find_completions_s(replace(timing, replicas=9), ALL) == pytest.approx(
         [50 * 0.008]
     )

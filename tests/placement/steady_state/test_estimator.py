@@ -82,12 +82,20 @@ class FixedCosts:
 
 
 def assign_meshes(**meshes: str) -> dict[str, CallAssignment]:
-
     assignments = {}
     for stage, text in meshes.items():
         mesh = Mesh.from_text(text)
         assignments[stage] = CallAssignment(mesh, RankGrid(1, 1, mesh.size))
     return assignments
+
+
+def separate(ahead: int = 0, *, streamed: bool = False) -> Placement:
+    """Generate on devices 0 to 3; score and train on 4 to 7."""
+    calls = assign_meshes(generate="0-3", reference="4-7", train="4-7")
+    return Placement(calls, ahead, is_streamed=streamed)
+
+
+COLOCATED = Placement(assign_meshes(generate="0-7", reference="0-7", train="0-7"))
 
 
 def estimate_placement(
@@ -103,14 +111,11 @@ def estimate_step_s(
 
 
 def test_colocated_calls_run_in_turn():
-    placement = Placement(assign_meshes(generate="0-7", reference="0-7", train="0-7"))
-    assert estimate_step_s(placement) == pytest.approx(10 + 3 + 5)
+    assert estimate_step_s(COLOCATED) == pytest.approx(10 + 3 + 5)
 
 
 def test_steps_between_two_published_versions_wait_for_the_same_version():
-    placement = Placement(
-        assign_meshes(generate="0-3", reference="4-7", train="4-7"), 1, is_streamed=False
-    )
+    placement = separate(1)
     costs = FixedCosts(replace(TIMINGS, score={}))
     # Two steps of 10 s overlap; each starts when the step before the other is trained.
     single = estimate_placement(make_problem(), placement, costs)
@@ -121,9 +126,8 @@ def test_steps_between_two_published_versions_wait_for_the_same_version():
     assert (paired.step_s, paired.staleness_mean) == pytest.approx((10.0, 0.5))
     # A pull that pauses generation for 2 s happens once in two steps, and takes 4 s to arrive.
     slow = replace(costs.timings, weights={"generate": WeightsTiming(1.0, 5.0, 2.0)})
-    assert estimate_placement(alternate, placement, FixedCosts(slow)).step_s == pytest.approx(
-        (20.0 + 4 + 2) / 2
-    )
+    expected = pytest.approx((20.0 + 4 + 2) / 2)
+    assert estimate_placement(alternate, placement, FixedCosts(slow)).step_s == expected
 
 
 @pytest.mark.parametrize(("lag", "interval"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
@@ -136,16 +140,11 @@ def test_dependency_finds_the_first_published_version_within_the_bound(lag: int,
 
 
 def test_whole_steps_on_policy_run_in_turn():
-    placement = Placement(
-        assign_meshes(generate="0-3", reference="4-7", train="4-7"), is_streamed=False
-    )
-    assert estimate_step_s(placement) == pytest.approx(10 + 3 + 5)
+    assert estimate_step_s(separate()) == pytest.approx(10 + 3 + 5)
 
 
 def test_one_step_ahead_takes_the_slower_part():
-    placement = Placement(
-        assign_meshes(generate="0-3", reference="4-7", train="4-7"), 1, is_streamed=False
-    )
+    placement = separate(1)
     fast = replace(TIMINGS, generator=replace(GENERATOR, max_running=8))
     assert estimate_step_s(placement, fast) == pytest.approx(10)
     slow = replace(TIMINGS, train={"policy": TrainTiming(1, 12.0, 0.0, 1.0)})
@@ -157,22 +156,18 @@ def test_calls_on_separate_devices_overlap():
         generate="0-7", reference="0-3", value="4-7", train="0-3", train_critic="4-7"
     )
     # Critic and reference score; the critic's devices are free first, and wait for the reference.
-    assert estimate_step_s(Placement(calls, is_streamed=False), dataflow=PPO) == pytest.approx(
-        10 + 3 + 5
-    )
+    expected = pytest.approx(10 + 3 + 5)
+    assert estimate_step_s(Placement(calls, is_streamed=False), dataflow=PPO) == expected
 
 
 @pytest.mark.parametrize("ahead", range(5))
 def test_whole_steps_ahead_match_the_closed_form(ahead: int):
     weights = {"generate": WeightsTiming(0.0, 2.0, 0.0)}
     timings = replace(TIMINGS, weights=weights)
-    placement = Placement(
-        assign_meshes(generate="0-3", reference="4-7", train="4-7"), ahead, is_streamed=False
-    )
     train_s, latency_s, sync_s = 3 + 5, 10.0, 2.0
     throughput_s = 10.0 / (ahead + 1)
     expected = max(train_s, throughput_s, (latency_s + train_s + sync_s) / (ahead + 1))
-    assert estimate_step_s(placement, timings) == pytest.approx(expected)
+    assert estimate_step_s(separate(ahead), timings) == pytest.approx(expected)
 
 
 def test_streamed_calls_process_groups_as_they_arrive():
@@ -194,24 +189,17 @@ def test_streamed_calls_process_groups_as_they_arrive():
 
 def test_version_pauses_its_follower_and_waits_for_publication():
     timings = replace(TIMINGS, weights={"generate": WeightsTiming(1.0, 2.0, 0.5)})
-    placement = Placement(
-        assign_meshes(generate="0-3", reference="4-7", train="4-7"), is_streamed=False
-    )
-    assert estimate_step_s(placement, timings) == pytest.approx(10 + 3 + 5 + 1 + 2)
+    assert estimate_step_s(separate(), timings) == pytest.approx(10 + 3 + 5 + 1 + 2)
 
 
 def test_hops_add_to_the_step():
-    placement = Placement(assign_meshes(generate="0-7", reference="0-7", train="0-7"))
     timings = replace(TIMINGS, hop_s=0.1)
-    assert estimate_step_s(placement, timings) == pytest.approx(18.2)
+    assert estimate_step_s(COLOCATED, timings) == pytest.approx(18.2)
 
 
 def test_shared_cores_bound_a_step():
-    placement = Placement(
-        assign_meshes(generate="0-3", reference="4-7", train="4-7"), 4, is_streamed=False
-    )
     # 2 + 3 + 5 seconds of work, on one core.
-    assert estimate_step_s(placement, replace(TIMINGS, cores=1)) == pytest.approx(10)
+    assert estimate_step_s(separate(4), replace(TIMINGS, cores=1)) == pytest.approx(10)
 
 
 def test_infeasible_placement_has_a_reason():
@@ -223,10 +211,7 @@ def test_infeasible_placement_has_a_reason():
 
 
 def test_estimate_reports_idle_time_memory_and_throughput():
-    placement = Placement(
-        assign_meshes(generate="0-3", reference="4-7", train="4-7"), is_streamed=False
-    )
-    estimate = estimate_placement(make_problem(), placement, FixedCosts())
+    estimate = estimate_placement(make_problem(), separate(), FixedCosts())
     assert estimate.idle["generate"] == pytest.approx(8 / 18)
     assert estimate.idle["reference"] == pytest.approx(15 / 18)
     assert estimate.device_idle == pytest.approx(1 - (4 * 10 + 4 * 8) / (8 * 18))
@@ -237,9 +222,7 @@ def test_estimate_reports_idle_time_memory_and_throughput():
 
 
 def test_staleness_of_tokens_ahead():
-    placement = Placement(
-        assign_meshes(generate="0-3", reference="4-7", train="4-7"), 1, is_streamed=False
-    )
+    placement = separate(1)
     slow = replace(TIMINGS, train={"policy": TrainTiming(1, 16.0, 0.0, 1.0)})
     # 20 s of scoring and training: the next step's rollouts are all sampled in the first 10 s.
     assert estimate_placement(
@@ -308,16 +291,14 @@ def test_devices_are_exclusive_and_staleness_is_within_the_bound(
 @given(ahead=st.integers(0, 4), train=st.floats(0.5, 30.0))
 def test_step_takes_at_least_the_load_of_the_busiest_devices(ahead: int, train: float):
     timings = replace(TIMINGS, train={"policy": TrainTiming(1, train, 0.0, 1.0)})
-    placement = Placement(assign_meshes(generate="0-3", reference="4-7", train="4-7"), ahead)
-    assert estimate_step_s(placement, timings) >= (3 + train + 1) * (1 - 1e-6)
+    assert estimate_step_s(separate(ahead, streamed=True), timings) >= (3 + train + 1) * (1 - 1e-6)
 
 
 def test_estimator_caches_step_times():
-    placement = Placement(assign_meshes(generate="0-7", reference="0-7", train="0-7"))
     estimator = PlacementEstimator(make_problem(), FixedCosts())
-    assert estimator.estimate_step_s(placement) == estimator.estimate_step_s(placement)
+    assert estimator.estimate_step_s(COLOCATED) == estimator.estimate_step_s(COLOCATED)
     assert [seconds for _, seconds in estimator.iter_estimated()] == [pytest.approx(18)]
-    assert math.isinf(estimator.estimate_step_s(replace(placement, max_staleness=1), limit_s=1.0))
+    assert math.isinf(estimator.estimate_step_s(replace(COLOCATED, max_staleness=1), limit_s=1.0))
 
 
 def test_ahead_replacements_of_filtered_groups_overlap():
@@ -350,6 +331,5 @@ def test_on_policy_replacements_follow_filtered_groups():
     half, last = generation.find_completions_s(unlimited, (0.5, 1.0))
     assert half == pytest.approx(first, rel=0.05)
     assert last == pytest.approx(7.3 * first, rel=0.1)
-    assert generation.find_completions_s(unlimited, (0.5, 1.0), link_s=0.5)[-1] == pytest.approx(
-        last + 6.3 * 0.5, rel=0.1
-    )
+    expected = pytest.approx(last + 6.3 * 0.5, rel=0.1)
+    assert generation.find_completions_s(unlimited, (0.5, 1.0), link_s=0.5)[-1] == expected

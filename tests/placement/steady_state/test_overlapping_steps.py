@@ -79,9 +79,8 @@ def test_results_are_ordered_and_never_earlier_than_alone(
         generation.admit_step(step)
     while (result := generation.advance(math.inf)) is not None:
         results.append(result)
-    assert sorted((event.step, event.result_index) for event in results) == [
-        (step, number) for step in range(len(gaps)) for number in (0, 1)
-    ]
+    expected = [(step, number) for step in range(len(gaps)) for number in (0, 1)]
+    assert sorted((event.step, event.result_index) for event in results) == expected
     assert [event.at_s for event in results] == sorted(event.at_s for event in results)
     for event in results:
         single_step_s = 2.6 if event.result_index == 0 else 4.0

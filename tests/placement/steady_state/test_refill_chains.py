@@ -40,10 +40,8 @@ def test_split_chains_covers_all_groups_evenly(counts: list[int], parts: int):
     assert np.sort(np.concatenate([chains.lengths for chains in split]), axis=0).tolist() == (
         lengths.tolist()
     )
-    assert (
-        np.concatenate([chains.num_refills for chains in split]).tolist()
-        == (all_counts - 1).tolist()
-    )
+    expected = (all_counts - 1).tolist()
+    assert np.concatenate([chains.num_refills for chains in split]).tolist() == expected
 
 
 @given(st.floats(0.01, 0.99), st.integers(1, 500))

@@ -3,6 +3,7 @@ import pytest
 
 from streamrl.messages import FinishReason, Rollout, columns_to_rollouts, rollouts_to_columns
 from streamrl.rewards.interface.extract import decode_completions
+from tests.rollouts import make_rollout
 
 WORDS = ["<eos>", "<pad>", "hello", "world", "tool", "says", "."]
 
@@ -21,27 +22,17 @@ def decode(tokenizer, rollouts):
     return decode_completions(tokenizer, [rollout.completion_ids for rollout in rollouts])
 
 
-def rollout(prompt_ids, completion_ids):
-    return Rollout.from_single_turn(
-        np.array(prompt_ids, np.int32),
-        completion_ids,
-        logprobs=[-1.0] * len(completion_ids),
-        versions=[0] * len(completion_ids),
-        finish_reason=FinishReason.STOP,
-    )
-
-
 def test_decoding_drops_prompt_and_special_tokens(tokenizer):
-    rollouts = [rollout([2], [3, 2, 0]), rollout([2, 2, 2], [4, 0, 5])]
+    rollouts = [make_rollout([2], [3, 2, 0]), make_rollout([2, 2, 2], [4, 0, 5])]
     assert decode(tokenizer, rollouts) == ["world hello", "tool says"]
 
 
 def test_spaces_are_kept_as_sampled(tokenizer):
-    assert decode(tokenizer, [rollout([2], [3, 6])]) == ["world ."]
+    assert decode(tokenizer, [make_rollout([2], [3, 6])]) == ["world ."]
 
 
 def test_a_completion_of_special_tokens_only_is_empty_text(tokenizer):
-    assert decode(tokenizer, [rollout([2], [0])]) == [""]
+    assert decode(tokenizer, [make_rollout([2], [0])]) == [""]
 
 
 def test_tool_tokens_between_turns_belong_to_the_completion(tokenizer):
@@ -57,10 +48,10 @@ def test_tool_tokens_between_turns_belong_to_the_completion(tokenizer):
 
 
 def test_rollouts_from_the_queue_decode_equally(tokenizer):
-    rollouts = [rollout([2], [3, 2, 0]), rollout([2], [4])]
+    rollouts = [make_rollout([2], [3, 2, 0]), make_rollout([2], [4])]
     queued = columns_to_rollouts(rollouts_to_columns(rollouts))
     assert decode(tokenizer, queued) == decode(tokenizer, rollouts)
 
 
 def test_a_token_id_beyond_the_vocabulary_has_no_text(tokenizer):
-    assert decode(tokenizer, [rollout([2], [3, 5000])]) == ["world"]
+    assert decode(tokenizer, [make_rollout([2], [3, 5000])]) == ["world"]

@@ -13,6 +13,7 @@ from streamrl.rewards.kinds.code_tests import read_tests
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.sandbox.program import CallTest, ProgramResult, ProgramTestResult, StdinTest
 from streamrl.rewards.sandbox.sandbox import Sandbox
+from tests.rewards.judged import judge
 
 ADD = {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"}
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -24,13 +25,8 @@ def prompt(truth):
 
 async def judged(truth, *completions, **options):
     limits = {"wall_s": 2, "memory_mib": 256}
-    rewards = build_rewards([RewardConfig("code", options={"limits": limits, **options})])
-    await rewards.start()
-    try:
-        group_result = await rewards.judge_group(prompt(truth), completions)
-    finally:
-        await rewards.close()
-    return [(result.score, result.outcome.value) for result in group_result.components["code"]]
+    config = RewardConfig("code", options={"limits": limits, **options})
+    return await judge(config, prompt(truth), *completions)
 
 
 async def test_each_completion_gets_the_outcome_of_its_program():
@@ -45,16 +41,9 @@ async def test_each_completion_gets_the_outcome_of_its_program():
         "def add(a, b): print('x' * 10**8); return a + b",
         "import os; os._exit(0)",
     )
-    assert results == [
-        (1.0, "pass"),
-        (0.0, "wrong"),
-        (0.0, "compile_error"),
-        (0.0, "runtime_error"),
-        (0.0, "timeout"),
-        (0.0, "memory"),
-        (0.0, "output_limit"),
-        (0.0, "runtime_error"),
-    ]
+    assert [score for score, _ in results] == [1] + [0] * 7
+    outcomes = "pass wrong compile_error runtime_error timeout memory output_limit runtime_error"
+    assert " ".join(outcome for _, outcome in results) == outcomes
 
 
 @pytest.mark.parametrize(
@@ -135,9 +124,8 @@ async def test_a_failing_sandbox_is_retried_and_never_scored_as_wrong(monkeypatc
     if failures < 2:
         assert await judged(truth, "", attempts=2) == [(1.0, "pass")]
     else:
-        with pytest.raises(
-            RewardInfraError, match=r"reward code, uid 0:0:0: no jail, tried 2 times"
-        ):
+        message = r"reward code, uid 0:0:0: no jail, tried 2 times"
+        with pytest.raises(RewardInfraError, match=message):
             await judged(truth, "", attempts=2)
 
 

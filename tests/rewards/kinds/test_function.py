@@ -13,7 +13,7 @@ from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.user_code.user_function import FunctionSource
 from streamrl.rewards.user_code.worker_entry import make_reward_handler
-from tests.rewards.judged import judgements, prompt, scores
+from tests.rewards.judged import judgements, prompt, scores, started_rewards
 
 
 def text_prompt(**extra_info):
@@ -66,9 +66,7 @@ async def test_the_verl_signature_receives_the_row(reward_from):
 async def test_a_verl_function_may_take_fewer_parameters_or_kwargs(reward_from):
     few = reward_from("def f(solution_str, ground_truth): return solution_str == ground_truth")
     assert await scores(few) == [1.0, 0.0]
-    more = reward_from("""
-        def f(solution_str, ground_truth, **kwargs): return len(kwargs)
-    """)
+    more = reward_from("def f(solution_str, ground_truth, **kwargs): return len(kwargs)")
     assert await scores(more) == [2.0, 2.0]
 
 
@@ -227,15 +225,10 @@ async def test_a_file_registers_kinds(tmp_path):
         "@reward('brevity')\n"
         "def judge(prompt, completion): return -len(completion)\n"
     )
-    rewards = build_rewards([RewardConfig("brevity", options={"path": str(path)})])
-    await rewards.start()
-    try:
+    async with started_rewards(RewardConfig("brevity", options={"path": str(path)})) as rewards:
         assert (await rewards.score(prompt(), ["abc"]))["reward/brevity"].tolist() == [-3.0]
-    finally:
-        await rewards.close()
-    with pytest.raises(
-        ConfigError, match=r"rewards\[0\].kind=short: not registered in .*, which registers: b"
-    ):
+    message = r"rewards\[0\].kind=short: not registered in .*, which registers: b"
+    with pytest.raises(ConfigError, match=message):
         await build_rewards([RewardConfig("short", options={"path": str(path)})]).run_preflight()
 
 
@@ -270,9 +263,8 @@ async def test_invalid_results_are_errors_with_function_file_and_completion(rewa
         def f(prompt, completion):
             return 1.0 if completion == "5" else {body}
     """)
-    with pytest.raises(
-        RewardError, match=r"f in .*reward.py returned .* for completion 1, not a finite number"
-    ):
+    message = r"f in .*reward.py returned .* for completion 1, not a finite number"
+    with pytest.raises(RewardError, match=message):
         await scores(reward)
 
 
@@ -357,10 +349,8 @@ async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_
     ],
 )
 def test_an_unknown_signature_is_refused_listing_the_supported_signatures(reward_from, signature):
-    with pytest.raises(
-        ConfigError,
-        match=r"rewards.function=f: its parameters in .* match none of .*score\(prompt,",
-    ):
+    listed = r"rewards.function=f: its parameters in .* match none of .*score\(prompt,"
+    with pytest.raises(ConfigError, match=listed):
         reward_from(f"def f{signature}: return 1.0")
 
 

@@ -11,8 +11,7 @@ from aiohttp import web
 
 from streamrl.errors import ConfigError, RewardError, RewardInfraError, RewardTimeoutError
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
-from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.kinds import openai_client as endpoint_module
 from streamrl.rewards.kinds.openai_client import RateLimiter, parse_retry_after
@@ -54,22 +53,16 @@ def short_waits(monkeypatch):
 
 
 @pytest.fixture
-async def started():
-    """Start rewards with a single judge; close them at the end."""
-    reward_sets = []
+def started(start_rewards):
+    """Start rewards with a single judge."""
 
     async def start(url, *, replicas=1, timeout_s=5.0, **options):
         config = RewardConfig("judge", options={"url": url, **OPTIONS, **options})
-        scorer = ScorerConfig(replicas=replicas, timeout_s=timeout_s)
-        rewards = build_rewards([config], RewardContext(scorer))
-        reward_sets.append(rewards)
+        rewards = await start_rewards(config, replicas=replicas, timeout_s=timeout_s)
         await rewards.run_preflight()
-        await rewards.start()
         return rewards
 
-    yield start
-    for rewards in reward_sets:
-        await rewards.close()
+    return start
 
 
 async def judged(rewards, *texts, prompt=PROMPT):
@@ -83,11 +76,8 @@ async def scores(rewards, *texts, prompt=PROMPT):
 async def test_the_last_number_the_judge_gives_is_the_score(server, started):
     results = await judged(await started(server.url), "7.5", "10", "0")
     assert [result.score for result in results] == [7.5, 10.0, 0.0]
-    assert [result.outcome for result in results] == [
-        RewardOutcome.WRONG,
-        RewardOutcome.PASS,
-        RewardOutcome.WRONG,
-    ]
+    expected = [RewardOutcome.WRONG, RewardOutcome.PASS, RewardOutcome.WRONG]
+    assert [result.outcome for result in results] == expected
     assert results[0].detail == "Score: 1\nno, Score: 7.5"
     lenient = await judged(await started(server.url, pass_score=7), "7.5", "6")
     assert [result.outcome for result in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
@@ -351,9 +341,8 @@ def test_an_invalid_option_is_refused_before_the_run(options, message):
 def test_a_row_without_the_ground_truth_of_the_template_is_named():
     rewards = build_rewards([RewardConfig("judge", options={"url": "http://h/v1", **OPTIONS})])
     rewards.check_prompts([PROMPT])
-    with pytest.raises(
-        ConfigError, match=r"uid 0:7:0: .*template has \{ground_truth\}, the row has no"
-    ):
+    message = r"uid 0:7:0: .*template has \{ground_truth\}, the row has no"
+    with pytest.raises(ConfigError, match=message):
         rewards.check_prompts([Prompt("0:7:0", PROMPT.token_ids, CHAT)])
 
 

@@ -13,8 +13,7 @@ from streamrl.config.preflight import PROCESS_GIB, list_resource_demands, prepar
 from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
-from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.kinds.classifier import SequenceClassifier, read_classifier
 from streamrl.rewards.kinds.model import ModelReward, logits_to_score
@@ -32,20 +31,14 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture
-async def started():
-    """Start rewards with a single model; close them at the end."""
-    reward_sets = []
+def started(start_rewards):
+    """Start rewards with a single model."""
 
     async def start(path, *, timeout_s=30.0, **options):
         config = RewardConfig("model", options={"path": str(path), **options})
-        rewards = build_rewards([config], RewardContext(ScorerConfig(timeout_s=timeout_s)))
-        reward_sets.append(rewards)
-        await rewards.start()
-        return rewards
+        return await start_rewards(config, timeout_s=timeout_s)
 
-    yield start
-    for rewards in reward_sets:
-        await rewards.close()
+    return start
 
 
 async def judged(rewards, texts=TEXTS, prompt=PROMPT):

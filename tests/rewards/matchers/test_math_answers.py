@@ -48,10 +48,8 @@ def test_the_detail_of_a_missing_answer_names_the_missing_marker():
     judgement = gsm8k.judge_completion("9", "9")
     assert judgement.answer is None
     assert judgement.detail == "no #### and a number in the last 300 characters"
-    assert (
-        gsm8k.judge_completion("", "9", method="flexible").detail
-        == "no number in the last 300 characters"
-    )
+    expected = "no number in the last 300 characters"
+    assert gsm8k.judge_completion("", "9", method="flexible").detail == expected
     assert boxed.judge_completion(r"\boxed{9", "9").detail == r"no \boxed{} that is closed"
     assert dapo_math.judge_completion("9", "9").detail == r"no Answer: and no \boxed{} at the end"
 

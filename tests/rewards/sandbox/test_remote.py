@@ -15,6 +15,7 @@ from streamrl.errors import RewardInfraError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import build_rewards
+from tests.rewards.judged import judge
 
 ADD = {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}
 
@@ -51,7 +52,6 @@ def run_program(body):
             capture_output=True,
             text=True,
             timeout=body["run_timeout"],
-            check=False,
         )
     except subprocess.TimeoutExpired:
         return {"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}}
@@ -71,16 +71,10 @@ def url():
 
 async def judged(url, truth, *completions, **options):
     limits = {"wall_s": 5, "memory_mib": 256}
-    options = {"url": url, "limits": limits, **options}
-    rewards = build_rewards([RewardConfig("code", options=options)])
-    assert await rewards.run_preflight() == []
-    await rewards.start()
-    try:
-        row = Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
-        group_result = await rewards.judge_group(row, completions)
-    finally:
-        await rewards.close()
-    return [result.outcome.value for result in group_result.components["code"]]
+    config = RewardConfig("code", options={"url": url, "limits": limits, **options})
+    assert await build_rewards([config]).run_preflight() == []
+    row = Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
+    return [outcome for _, outcome in await judge(config, row, *completions)]
 
 
 async def test_remote_output_is_judged_locally(url):
@@ -122,9 +116,8 @@ async def test_a_failing_server_is_retried_and_never_scored_as_wrong(url):
     Server.failures = [(504, {}), (200, {"status": "SandboxError", "message": "no disk"})]
     assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
     Server.failures = [(503, {})] * 2
-    with pytest.raises(
-        RewardInfraError, match=r"reward code, uid 0:0:0: .*503 Service Unavailable"
-    ):
+    message = r"reward code, uid 0:0:0: .*503 Service Unavailable"
+    with pytest.raises(RewardInfraError, match=message):
         await judged(url, ADD, "def add(a, b): return a + b", attempts=2)
 
 

@@ -131,10 +131,8 @@ async def test_a_failure_is_described_in_one_line(sandbox: Sandbox):
 async def test_tests_stop_at_the_first_failure_if_stop_early(sandbox: Sandbox):
     tests = [StdinTest("1 2", "3"), StdinTest("x", "0"), StdinTest("2 2", "4"), StdinTest("", "")]
     early = await sandbox.run(SandboxProgram("python", ADD, tests))
-    assert [r.outcome for r in early.test_results] == [
-        RewardOutcome.PASS,
-        RewardOutcome.RUNTIME_ERROR,
-    ]
+    expected = [RewardOutcome.PASS, RewardOutcome.RUNTIME_ERROR]
+    assert [r.outcome for r in early.test_results] == expected
     full = await sandbox.run(SandboxProgram("python", ADD, tests, stop_early=False))
     assert [r.outcome.value for r in full.test_results] == [
         "pass",

@@ -25,22 +25,19 @@ async def run_works(cores: int, works: list[tuple[float, float]]) -> list[float]
     return [round(end, 6) for end in end_times]
 
 
-def test_work_takes_its_duration_with_a_core_per_process():
-    assert run_virtual(run_works(0, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
-
-
-def test_two_processes_on_one_core_take_twice_as_long():
-    # Both run at half speed until 2; then the longer work runs at full speed for its last 2 s.
-    assert run_virtual(run_works(1, [(0, 1), (0, 3)])) == [2, 4]
-
-
-def test_a_later_process_slows_down_running_ones():
-    # The first runs alone until 1 and both until 3, when the second ends; the first has 1 s left.
-    assert run_virtual(run_works(1, [(0, 3), (1, 1)])) == [4, 3]
-
-
-def test_two_processes_on_two_cores_run_at_full_speed():
-    assert run_virtual(run_works(2, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
+@pytest.mark.parametrize(
+    ("cores", "works", "ends"),
+    [
+        pytest.param(0, [(0, 1), (0, 3), (2, 2)], [1, 3, 4], id="a core per process"),
+        pytest.param(2, [(0, 1), (0, 3), (2, 2)], [1, 3, 4], id="two at a time on two cores"),
+        # Both run at half speed until 2; then the longer work runs at full speed for its last 2 s.
+        pytest.param(1, [(0, 1), (0, 3)], [2, 4], id="two on one core"),
+        # The first is alone until 1; both run until 3, when the second ends; 1 s is left.
+        pytest.param(1, [(0, 3), (1, 1)], [4, 3], id="a later one"),
+    ],
+)
+def test_processes_share_the_cores(cores: int, works: list[tuple[float, float]], ends: list[float]):
+    assert run_virtual(run_works(cores, works)) == ends
 
 
 @in_virtual_time

@@ -85,9 +85,8 @@ def test_more_than_five_expected_failures_without_a_checkpoint_are_an_error():
     failures, trained = FailureModel(30.0, 1.0, 10, node_devices=4), [Mesh(0, 4), Mesh(6, 4)]
     failures.check_progress(trained, first_s=50.0, step_s=5.0, steps=100)
     failures.check_progress(trained, first_s=50.0, step_s=50.0, steps=1)
-    with pytest.raises(
-        ConfigError, match="one of 3 training nodes fails every 10 s: the first rollouts take 51 s"
-    ):
+    message = "one of 3 training nodes fails every 10 s: the first rollouts take 51 s"
+    with pytest.raises(ConfigError, match=message):
         failures.check_progress(trained, first_s=51.0, step_s=5.0, steps=100)
     with pytest.raises(ConfigError, match="10 steps without a checkpoint take 51 s"):
         failures.check_progress(trained, first_s=50.0, step_s=5.1, steps=100)

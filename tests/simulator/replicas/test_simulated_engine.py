@@ -19,6 +19,16 @@ PLAIN = sampler(1.0, max_running=8, kv_tokens=1000)
 """A step takes a second, whoever is in it."""
 
 
+def make_engine(
+    timing: GeneratorTiming = PLAIN, **groups: tuple[int, list[int]]
+) -> SimulatedEngine[str]:
+    """Make an engine with groups, each with its prompt tokens and the lengths of its rollouts."""
+    engine: SimulatedEngine[str] = SimulatedEngine(timing)
+    for key, (prompt_tokens, lengths) in groups.items():
+        engine.add_group(key, prompt_tokens, lengths, 0.0)
+    return engine
+
+
 def run(engine: SimulatedEngine[str]) -> dict[str, float]:
     """Advance to the end of all groups; return their end times."""
     end_times: dict[str, float] = {}
@@ -29,7 +39,7 @@ def run(engine: SimulatedEngine[str]) -> dict[str, float]:
 
 
 def test_a_group_finishes_with_its_longest_rollout():
-    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
+    engine = make_engine()
     engine.add_group("a", 2, [3, 5], 10.0)
     assert run(engine) == {"a": 15.0}
     assert (engine.is_empty, engine.resident_tokens, engine.decode_steps) == (True, 0, 5)
@@ -37,52 +47,40 @@ def test_a_group_finishes_with_its_longest_rollout():
 
 def test_step_time_grows_with_kv_cache_tokens():
     # Two rollouts with 2 prompt tokens: 4, 6 and 8 tokens in the KV cache before the three steps.
-    engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, kv_token_s=0.5))
-    engine.add_group("a", 2, [3, 3], 0.0)
+    engine = make_engine(replace(PLAIN, kv_token_s=0.5), a=(2, [3, 3]))
     assert run(engine) == {"a": (1 + 2) + (1 + 3) + (1 + 4)}
 
 
 def test_a_step_is_compute_bound_until_it_is_memory_bound():
     # One rollout: memory time 1.5, 2, 2.5 s; compute time 2.2 s.
-    engine: SimulatedEngine[str] = SimulatedEngine(
-        replace(PLAIN, kv_token_s=0.5, compute_rollout_s=2.2)
-    )
-    engine.add_group("a", 1, [3], 0.0)
+    engine = make_engine(replace(PLAIN, kv_token_s=0.5, compute_rollout_s=2.2), a=(1, [3]))
     assert run(engine) == {"a": pytest.approx(2.2 + 2.2 + 2.5)}
 
 
 def test_a_group_added_during_a_step_starts_with_the_next():
-    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
-    engine.add_group("a", 1, [4], 0.0)
+    engine = make_engine(a=(1, [4]))
     engine.add_group("b", 1, [2], 1.5)
     assert run(engine) == {"a": 4.0, "b": 4.0}
 
 
 def test_prefill_precedes_the_next_step():
-    engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, prefill_token_s=0.1))
-    engine.add_group("a", 10, [1, 1], 0.0)
+    engine = make_engine(replace(PLAIN, prefill_token_s=0.1), a=(10, [1, 1]))
     assert run(engine) == {"a": 2 + 1.0}
 
 
 def test_delivering_a_group_delays_the_next_step():
-    engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, group_s=0.25))
-    engine.add_group("a", 1, [2], 0.0)
-    engine.add_group("b", 1, [2], 0.0)
-    engine.add_group("c", 1, [3, 1], 0.0)
+    engine = make_engine(replace(PLAIN, group_s=0.25), a=(1, [2]), b=(1, [2]), c=(1, [3, 1]))
     assert run(engine) == {"a": 2.0, "b": 2.0, "c": 3 + 2 * 0.25}
 
 
 def test_rollouts_beyond_max_running_wait_for_a_slot():
-    engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, max_running=2))
-    engine.add_group("a", 1, [2, 3, 2], 0.0)
+    engine = make_engine(replace(PLAIN, max_running=2), a=(1, [2, 3, 2]))
     assert run(engine) == {"a": 4.0}
 
 
 def test_rollouts_beyond_the_kv_cache_wait():
     # KV cache of 20 tokens: 3 * 4 + 3 fit when the third rollout starts, but not 18 at the end.
-    engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, kv_tokens=9))
-    engine.add_group("a", 3, [3], 0.0)
-    engine.add_group("b", 3, [3], 0.0)
+    engine = make_engine(replace(PLAIN, kv_tokens=9), a=(3, [3]), b=(3, [3]))
     assert engine.num_running == 2
     engine.add_group("c", 3, [3], 0.0)
     assert engine.num_running == 2
@@ -92,16 +90,14 @@ def test_a_full_kv_cache_preempts_the_newest_rollout():
     # Both rollouts have 4 tokens after a step and 5 after two. The KV cache holds 10, so that the
     # second is preempted, and prefilled again when the first finishes.
     timing = replace(PLAIN, kv_tokens=10, prefill_token_s=0.01)
-    engine: SimulatedEngine[str] = SimulatedEngine(timing)
-    engine.add_group("a", 3, [4], 0.0)
-    engine.add_group("b", 3, [4], 0.0)
+    engine = make_engine(timing, a=(3, [4]), b=(3, [4]))
     end_times = run(engine)
     assert engine.num_preempted == 1
     assert end_times == {"a": pytest.approx(4.06), "b": pytest.approx(4.06 + 0.05 + 2)}
 
 
 def test_every_token_keeps_the_version_that_sampled_it():
-    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
+    engine = make_engine()
     engine.load_version(3, 0.0, 0.0)
     engine.add_group("a", 1, [5, 2], 0.0)
     assert engine.load_version(4, 0.5, 2.5) == 3.5
@@ -111,8 +107,7 @@ def test_every_token_keeps_the_version_that_sampled_it():
 
 
 def test_resume_continues_after_a_pause():
-    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
-    engine.add_group("a", 1, [3], 0.0)
+    engine = make_engine(a=(1, [3]))
     assert engine.pause(0.2) == 1.0
     assert engine.next_event_s == math.inf
     engine.resume(7.0)
@@ -120,9 +115,7 @@ def test_resume_continues_after_a_pause():
 
 
 def test_count_sampled_tokens_covers_unfinished_groups():
-    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
-    engine.add_group("a", 1, [1, 1], 0.0)
-    engine.add_group("b", 1, [2, 9], 0.0)
+    engine = make_engine(a=(1, [1, 1]), b=(1, [2, 9]))
     engine.advance_to(1.0)
     engine.pause(3.0)
     assert engine.count_sampled_tokens() == 2 + 3

@@ -89,12 +89,8 @@ async def test_a_group_reaches_the_next_stage_after_a_hop():
     queue.commit_groups(REWARD_CALL.stage, scorer.groups)
     queue.version = 2
     (experience,) = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-    assert (clock.time(), scored, experience.uid, experience.ready_version) == (
-        1.25,
-        [0],
-        "0:0:0",
-        2,
-    )
+    expected = (1.25, [0], "0:0:0", 2)
+    assert (clock.time(), scored, experience.uid, experience.ready_version) == expected
 
 
 @in_virtual_time
