@@ -46,8 +46,8 @@ def sum_weighted(
 ) -> Array:
     """Return the sum of weight * score of each of G = `size` completions; 0 if a gate fails.
 
-    A component that abstains from a completion (returns None) is left out of its sum, as in TRL.
-    Raises RewardError if every component with a weight or gate abstains from a completion.
+    A component that abstains is left out of the sum, as in TRL. Raises RewardError if every
+    component with a weight or gate abstains from a completion.
     """
     total = np.zeros(size)
     passes_gates, is_judged = np.ones(size, np.bool_), np.zeros(size, np.bool_)
@@ -73,9 +73,7 @@ class FunctionCombiner(WorkerReward):
     """Combines component scores with a user's function `combine(rewards, prompt, completion)`.
 
     The function runs in a worker process and declares any subset of these parameters. rewards: the
-    completion's scores by component name, None for a component that abstains. Raises ConfigError if
-    the function cannot be used, or if a component sets a weight or a gate, which the function would
-    ignore.
+    completion's scores by component name, None for a component that abstains.
     """
 
     def __init__(self, components: Sequence[RewardComponent], scorer: ScorerConfig) -> None:
@@ -92,10 +90,7 @@ class FunctionCombiner(WorkerReward):
     async def combine_scores(
         self, prompt: Prompt, completions: Sequence[str], results: ResultsByComponent
     ) -> Array:
-        """Call the user's function for each completion; return its numbers, float64 [G].
-
-        Raises RewardError if a result is not a number.
-        """
+        """Call the user's function for each completion; return its numbers, float64 [G]."""
         scores = [
             {
                 name: None if group[i].is_not_judged else group[i].score
@@ -108,10 +103,7 @@ class FunctionCombiner(WorkerReward):
 
 
 def load_combine_function(reference: str) -> tuple[FileFunction, Sequence[str]]:
-    """Load the user's function named by `scorer.combine`; return the function and its parameters.
-
-    Raises ConfigError if the file or the function cannot be used.
-    """
+    """Load the function named by `scorer.combine`; return it and its parameters."""
     code = load_referenced_function(reference, setting="scorer.combine")
     return code, code.select_arguments(COMBINE_PARAMETERS)
 
@@ -119,8 +111,7 @@ def load_combine_function(reference: str) -> tuple[FileFunction, Sequence[str]]:
 def make_combine_handler(reference: str) -> Callable[[Any], list[float] | str]:
     """Return the handler that the worker process of a FunctionCombiner runs.
 
-    The handler maps (prompt, completions, component scores of each completion) to a combined score
-    per completion, or to an error message.
+    It maps (prompt, completions, component scores of each) to a score each, or an error message.
     """
     code, parameters = load_combine_function(reference)
 

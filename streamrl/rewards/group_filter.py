@@ -129,7 +129,6 @@ def accept_group(prompt: Prompt, columns: Columns) -> str | None:
 
 
 def reject_equal_rewards(prompt: Prompt, columns: Columns) -> str | None:
-    """Reject a group of two or more rollouts with equal scores."""
     scores = columns["scores"]
     if len(scores) == 1 or (scores != scores[0]).any():
         return None
@@ -154,9 +153,9 @@ def make_mean_filter(options: MeanOutsideOptions) -> GroupFilter:
 def make_function_filter(options: FunctionFilterOptions) -> GroupFilter:
     """Return the filter that rejects groups for which the user's function returns False.
 
-    The function is `keep(prompt, scores, rewards)` with any subset of these parameters. scores: a
-    float per rollout. rewards: a list of floats per named reward, None where that reward abstains.
-    The call runs in the caller's thread without a deadline: no models, no network.
+    The function is `keep(prompt, scores, rewards)` with any subset of these parameters. rewards: a
+    list of floats per named reward, None where that reward abstains. The call runs in the caller's
+    thread without a deadline: no models, no network.
     """
     said = f"filter.function={options.function}"
     code = load_function(options.path, options.function, setting="filter.path", said=said)
@@ -187,8 +186,6 @@ def make_function_filter(options: FunctionFilterOptions) -> GroupFilter:
 
 @dataclass(frozen=True)
 class FilterKind:
-    """A filter kind: function that builds the filter from its options, and type of the options."""
-
     create_filter: Callable[[Any], GroupFilter]
     options_type: type
 
@@ -202,6 +199,5 @@ FILTER_KINDS: Mapping[str, FilterKind] = {
 
 
 def build_group_filter(config: FilterConfig) -> GroupFilter:
-    """Build the filter of a run. Raises ConfigError for an unusable file or function."""
     kind = FILTER_KINDS[config.kind]
     return kind.create_filter(read_settings(kind.options_type, config.options, section="filter"))

@@ -12,10 +12,7 @@ _SUM_SUFFIX, _COUNT_SUFFIX = ":sum", ":count"
 
 
 class ExtraMetricSums:
-    """Sums and counts of the extra metrics that rewards return, by metric name.
-
-    Unlike means, sums can be added across scorers.
-    """
+    """Sums and counts of extra metrics by name, which add up across scorers, unlike means."""
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()

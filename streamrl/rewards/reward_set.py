@@ -98,7 +98,6 @@ class RewardSet:
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of model weights that the rewards load into this process."""
         return sum(component.reward.model_bytes for component in self._components)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
@@ -141,7 +140,6 @@ class RewardSet:
 
     @asynccontextmanager
     async def _start_deadline(self, name: str) -> AsyncIterator[None]:
-        """Raise RewardError if the body takes more than START_TIMEOUT_S; name: the reward."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 yield
@@ -156,11 +154,7 @@ class RewardSet:
             await self._combiner.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Array]:
-        """Score a group; return columns, float32 [G]: one per component, and `scores` or `costs`
-        combined.
-
-        Raises RewardError naming the reward and the uid.
-        """
+        """Score a group; return the columns of `to_columns`."""
         return self.to_columns(await self.judge_group(prompt, completions))
 
     def to_columns(self, group_result: GroupRewardResult) -> dict[str, Array]:
@@ -243,8 +237,7 @@ class RewardSet:
     def drain_counts(self) -> dict[str, float]:
         """Return the counts since the last call by metric name, and reset them.
 
-        Counts completions by outcome and killed processes by cause, and includes the sum and the
-        count of every extra metric (see metric_means.py).
+        Counts are completions by outcome, killed processes by cause, and sums of extra metrics.
         """
         outcomes, self._outcome_counts = self._outcome_counts, Counter()
         total_kills: Counter[str] = Counter()
@@ -262,7 +255,6 @@ def _validate_size(results: Sequence[RewardResult] | Array, size: int, where: st
 
 
 def _validate_finite(numbers: Array, where: str) -> Array:
-    """Return the numbers. Raises RewardError for NaN, infinity and values beyond float32."""
     bad = ~(np.abs(numbers) <= np.finfo(np.float32).max)
     if bad.any():
         i = int(np.argmax(bad))

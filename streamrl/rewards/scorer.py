@@ -52,10 +52,7 @@ def _hash_answer(answer: str) -> int:
 
 
 def describe_completion(group_result: GroupRewardResult, index: int) -> dict[str, Any]:
-    """Return scores and outcomes of the completion at `index` by component, as JSON types.
-
-    The score is None where the component abstains. `numbers` holds the extra metrics.
-    """
+    """Return scores (None: abstains), outcomes and extra metrics by component, as JSON types."""
     results = {name: group[index] for name, group in group_result.components.items()}
     numbers = {name: dict(r.extra_metrics) for name, r in results.items() if r.extra_metrics}
     return {

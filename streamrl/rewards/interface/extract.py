@@ -29,17 +29,13 @@ def decode_completions(
 
 
 class PatternTimeoutError(RewardError):
-    """Searching a completion with a regular expression took more than SEARCH_TIMEOUT_S.
-
-    The completion's outcome is then TIMEOUT.
-    """
+    """A search took more than SEARCH_TIMEOUT_S; the outcome of the completion is TIMEOUT."""
 
 
 class AnswerPattern:
     """Regular expression that locates an answer in a completion, with a deadline per search.
 
-    Uses the `regex` package because `re` has no timeout. option: reward option that holds the
-    pattern, named in error messages. Raises ConfigError for an invalid pattern.
+    Uses the `regex` package because `re` has no timeout. option: named in error messages.
     """
 
     def __init__(self, pattern: str, *, option: str = "pattern") -> None:

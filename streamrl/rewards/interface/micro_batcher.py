@@ -10,9 +10,8 @@ RowLogits = Sequence[float]
 def plan_batches(lengths: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
     """Sort rows by length, longest first, and cut them into batches; return row indices per batch.
 
-    A batch padded to its longest row has at most `max_tokens` tokens, and at most `max_rows` rows.
-    Every length must be at most `max_tokens`. Example: lengths [2, 5, 4], max_tokens 10 gives [[1,
-    2], [0]].
+    A batch padded to its longest row has at most `max_tokens` tokens, as has every row. Example:
+    lengths [2, 5, 4], max_tokens 10 gives [[1, 2], [0]].
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batches = []

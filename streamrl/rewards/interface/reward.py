@@ -105,11 +105,9 @@ class RuleReward(Reward):
         self._validate_truth(prompt.ground_truth)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        return await asyncio.to_thread(self._judge_completions, prompt.ground_truth, completions)
-
-    def _judge_completions(self, truth: Any, completions: Sequence[str]) -> list[RewardResult]:
-        self._validate_truth(truth)
-        return [self._judge_with_timeout(text, truth) for text in completions]
+        self._validate_truth(prompt.ground_truth)
+        judge = partial(self._judge_with_timeout, truth=prompt.ground_truth)
+        return await asyncio.to_thread(lambda: [*map(judge, completions)])
 
     def _judge_with_timeout(self, completion: str, truth: Any) -> RewardResult:
         try:
@@ -203,10 +201,6 @@ class WorkerReward(Reward):
             await pool.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """Score a group in a worker, with retries.
-
-        Raises the error of the last attempt; raises RewardError for an invalid result at once.
-        """
         results: list[RewardResult] = await self.call_worker((prompt, list(completions)))
         return results
 
@@ -219,7 +213,7 @@ class WorkerReward(Reward):
         )
 
     async def _call_once(self, request: Any, *, alone: bool = False) -> Any:
-        """Run a request in a worker without retries; convert failures to RewardErrors."""
+        """Run a request without retries; convert failures to RewardErrors."""
         try:
             answer = await self._pool.call(request, alone=alone)
         except WorkerError as failure:

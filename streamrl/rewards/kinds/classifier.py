@@ -40,8 +40,7 @@ class ClassifierFiles:
 def read_classifier(path: str) -> ClassifierFiles:
     """Read the metadata of the model in directory `path` without loading weights.
 
-    Raises ConfigError unless the directory holds a complete model with classification head and
-    tokenizer. A language model is refused: transformers would initialize its head randomly.
+    A language model is refused: transformers would initialize its classification head randomly.
     """
     try:
         tokenizer = load_tokenizer(path)
@@ -110,11 +109,7 @@ def _check_head(path: str, config: Any) -> None:
 
 
 class SequenceClassifier:
-    """A loaded sequence-classification model, on the GPU if this process has one.
-
-    Use only from the thread that creates the object. Raises ConfigError if loading fails or
-    parameters are missing.
-    """
+    """Sequence-classification model on the GPU, if any; for the thread that creates it only."""
 
     def __init__(self, files: ClassifierFiles, *, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)

@@ -68,9 +68,7 @@ class CodeOptions(RetryOptions):
 class CodeReward(Reward):
     """Extracts the program of each completion and runs the tests of the ground truth.
 
-    Expected outputs never enter the sandbox. A completion on which option `extract` exceeds its
-    deadline has outcome TIMEOUT. code_tests.py defines the format of the ground truth.
-    Raises ConfigError for invalid limits or languages.
+    Expected outputs never enter the sandbox. code_tests.py defines the format of the ground truth.
     """
 
     def __init__(self, spec: RewardSpec[CodeOptions]) -> None:
@@ -87,7 +85,6 @@ class CodeReward(Reward):
         read_tests(prompt.ground_truth, most=self._options.most_tests)
 
     async def run_preflight(self) -> str:
-        """Raise ConfigError if this machine cannot isolate programs or lacks the language."""
         if self._options.url:
             return ""
         sandbox = await self._start_sandbox(jails=1)
@@ -114,7 +111,6 @@ class CodeReward(Reward):
         return await asyncio.gather(*(self._judge_source(source, tests) for source in sources))
 
     def _extract_source(self, completion: str) -> str | PatternTimeoutError:
-        """Return the program in a completion, or the error of a search past its deadline."""
         try:
             source = self._program_pattern.find_last(completion)
         except PatternTimeoutError as error:
@@ -124,7 +120,6 @@ class CodeReward(Reward):
     async def _judge_source(
         self, source: str | PatternTimeoutError, tests: Sequence[ProgramTest]
     ) -> RewardResult:
-        """Run a program, retrying infrastructure errors, and convert its outcome to a result."""
         if isinstance(source, PatternTimeoutError):
             return RewardResult(0.0, RewardOutcome.TIMEOUT, detail=str(source))
         options, needs_all = self._options, self._options.score == "all"
@@ -154,7 +149,7 @@ class CodeReward(Reward):
 
 
 def _select_language(options: CodeOptions) -> dict[str, LanguageSpec]:
-    """Return the configured language, own ones first, as {name: spec}. Raises ConfigError."""
+    """Return {name: spec} of the configured language; own ones come before built-in ones."""
     specs = dict(LANGUAGES)
     for name, settings in options.languages.items():
         specs[name] = read_settings(LanguageSpec, settings, section=f"rewards.languages.{name}")

@@ -24,10 +24,10 @@ class FunctionOptions(WorkerOptions):
 
 
 class FunctionReward(WorkerReward):
-    """Calls the user's function once per completion, or once per group, depending on its signature.
+    """Calls the user's function once per completion, or once per group, by its signature.
 
-    A sync function runs in the main thread of a worker, a group at a time. Calls of an async
-    function run concurrently, within a group and across groups. Only workers import the file.
+    A sync function runs in the main thread of a worker, a group at a time; calls of an async
+    function run concurrently. Only workers import the file.
 
     registered_as: kind under which the file `path` or an installed package registers the function.
     """

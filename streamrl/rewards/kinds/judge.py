@@ -84,10 +84,7 @@ class JudgeOptions(RetryOptions):
 
 
 class JudgeReward(Reward):
-    """Sends a request to the judge per completion; requests of a group run concurrently.
-
-    Raises ConfigError for an unusable template, pattern or API key.
-    """
+    """Sends a request to the judge per completion; requests of a group run concurrently."""
 
     def __init__(self, spec: RewardSpec[JudgeOptions]) -> None:
         super().__init__()
@@ -109,7 +106,6 @@ class JudgeReward(Reward):
             raise RewardError("the template has {ground_truth}, the row has none")
 
     async def run_preflight(self) -> str:
-        """Wait for the server. Raises ConfigError if the server stays down or lacks the model."""
         client = self._make_client()
         try:
             return await client.wait_until_ready()
@@ -175,7 +171,6 @@ class JudgeReward(Reward):
         return RewardResult.from_correctness(passes, score=number, detail=detail)
 
     def _parse_score(self, response: str) -> float | None:
-        """Return the number in a judge's response; None unless within [least, most]."""
         try:
             number = float(self._pattern.find_last(response) or "")
         except ValueError:
@@ -201,7 +196,6 @@ def _load_template(options: JudgeOptions) -> str:
 
 
 def _load_api_key(name: str) -> str:
-    """Return the API key in environment variable `name`; "" without a name."""
     key = os.environ.get(name, "") if name else ""
     if name and not key:
         raise ConfigError(

@@ -71,9 +71,6 @@ class ModelReward(Reward):
 
     Input text: prompt and completion (as the assistant's turn) in the model's chat template. For a
     model without a template: the prompt's contents joined by newlines, then the completion.
-
-    Raises ConfigError unless option `path` is the directory of a complete classification model, and
-    for a label or max_length that the model does not have.
     """
 
     def __init__(self, spec: RewardSpec[ModelOptions]) -> None:
@@ -122,7 +119,6 @@ class ModelReward(Reward):
         self._model = await loop.run_in_executor(self._model_thread, load)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """Score each completion. Raises RewardError for a text too long or a logit not finite."""
         texts = [self._render_text(prompt, completion) for completion in completions]
         return await retry_infra_errors(lambda: self._score_texts(texts), self._options.attempts)
 
@@ -134,7 +130,6 @@ class ModelReward(Reward):
         return [self._to_result(row, i) for i, row in enumerate(logits)]
 
     def _render_text(self, prompt: Prompt, completion: str) -> str:
-        """Return the model's input text for a prompt and a completion. Raises RewardError."""
         from jinja2 import TemplateError
 
         messages = [dict(message) for message in prompt.messages]
@@ -149,7 +144,6 @@ class ModelReward(Reward):
             raise RewardError(f"the reward model's chat template failed: {reason}") from error
 
     def _tokenize_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize each text. Raises RewardError if a text is empty or too long."""
         rows: list[list[int]] = self._tokenizer(
             list(texts),
             # A chat template already contains the special tokens.
@@ -167,7 +161,6 @@ class ModelReward(Reward):
         return rows
 
     async def _compute_logits(self, rows: Sequence[TokenRow]) -> Sequence[RowLogits]:
-        """Return the logits of each row, computed in `_model_thread`. Raises RewardTimeoutError."""
         model = self._model
         assert model is not None
         return await self._run_with_timeout(self._model_thread, lambda: model.compute_logits(rows))
@@ -193,11 +186,9 @@ class ModelReward(Reward):
 
 
 def logits_to_score(logits: RowLogits, label: int, *, sigmoid: bool) -> float:
-    """Convert the logits of a text to its score.
+    """Return the only logit, or the softmax probability of `label`, an index.
 
-    The score is the logit of a model with a single label, else the softmax probability of `label`,
-    an index. sigmoid: return the logistic function of the label's logit instead (multi-label
-    models).
+    sigmoid: return the logistic function of the label's logit instead (multi-label models).
     """
     if sigmoid:
         # tanh form: exp(-logit) would overflow for very negative logits.
@@ -224,7 +215,6 @@ def _find_label_index(options: ModelOptions, labels: Sequence[str]) -> int:
 
 
 def _resolve_max_length(options: ModelOptions, files: "ClassifierFiles") -> int:
-    """Return the longest prompt and completion together, tokens. Raises ConfigError."""
     limit = files.max_tokens or options.batch_tokens
     if options.max_length is None:
         return int(min(limit, files.tokenizer.model_max_length, options.batch_tokens))

@@ -94,7 +94,7 @@ class _ModelList(msgspec.Struct):
 class ChatClient:
     """Client of the OpenAI-compatible server at `url`, such as https://host/v1.
 
-    key: API key, sent to this server only and redacted from error messages; may be empty.
+    key: API key, redacted from error messages; may be empty.
     """
 
     def __init__(self, url: str, model: str, key: str, limits: RequestLimits) -> None:
@@ -113,8 +113,8 @@ class ChatClient:
     async def wait_until_ready(self) -> str:
         """Wait until the server responds; return a note for the user, empty if there was no wait.
 
-        Warns when waiting starts. Raises ConfigError if the server does not respond within
-        STARTUP_TIMEOUT_S, rejects the request, or does not serve the model.
+        Raises ConfigError if the server does not respond within STARTUP_TIMEOUT_S, rejects the
+        request, or does not serve the model.
         """
         clock = asyncio.get_running_loop().time
         started, note = clock(), ""
@@ -150,11 +150,10 @@ class ChatClient:
     async def request_completion(
         self, text: str, *, tokens: int, request: Mapping[str, Any]
     ) -> ChatResponse:
-        """Request a chat completion for `text`.
+        """Request a chat completion for `text`, with further fields `request`.
 
-        tokens: tokens of text and response, counted against the rate limit. request: further fields
-        of the request. Raises RewardInfraError for transient errors such as a busy server,
-        RewardTimeoutError at the deadline, and RewardError for permanent errors such as a bad key.
+        tokens: tokens of text and response, counted against the rate limit. Raises RewardInfraError
+        for transient errors, RewardTimeoutError at the deadline, else RewardError.
         """
         # A lone surrogate cannot be encoded as UTF-8.
         content = text.encode("utf-8", "replace").decode("utf-8")
@@ -187,7 +186,6 @@ class ChatClient:
 
     @staticmethod
     async def _wait_to_retry(busy: _RetryAfterError, deadline: asyncio.Timeout) -> None:
-        """Wait as long as the server demands. Raises RewardInfraError if past the deadline."""
         end = deadline.when()
         if end is not None and asyncio.get_running_loop().time() + busy.retry_after_s >= end:
             raise RewardInfraError(f"{busy} (retry after {busy.retry_after_s:g} s)") from None
@@ -202,11 +200,7 @@ class ChatClient:
             raise RewardTimeoutError(f"{self._url}: no answer in {self._timeout_s:g} s") from None
 
     async def _send_request(self, send: Callable[[], Awaitable[Any]], kind: type[T]) -> T:
-        """Send a request and decode the JSON response to type `kind`.
-
-        Raises RewardInfraError for a transient error (_RetryAfterError if the server names a wait),
-        and RewardError for a permanent error.
-        """
+        """Send a request and decode the JSON response to type `kind`."""
         try:
             raw = await send()
         except openai.APIStatusError as error:
@@ -245,7 +239,7 @@ class ChatClient:
 
 
 def parse_retry_after(header: str) -> float | None:
-    """Parse a retry-after header, seconds or HTTP date, to seconds; None if absent or invalid."""
+    """Parse a retry-after header (seconds or HTTP date) to seconds; None if invalid."""
     try:
         return max(0.0, float(header))
     except ValueError:

@@ -41,11 +41,8 @@ class RegexOptions:
 
 
 def build_exact_reward(options: PatternOptions) -> RuleReward:
-    """Build a reward that compares answer and ground truth as stripped texts.
-
-    A completion without a match is wrong. The ground truth is nonempty text or an int.
-    """
-    pattern = _compile_pattern(options)
+    """Build a reward that compares answer and ground truth as stripped texts."""
+    pattern = AnswerPattern(options.pattern) if options.pattern else None
 
     def judge(completion: str, truth: Any) -> RewardResult:
         answer = _extract_answer(completion, pattern)
@@ -57,11 +54,10 @@ def build_exact_reward(options: PatternOptions) -> RuleReward:
 def build_numeric_reward(options: PatternOptions) -> RuleReward:
     """Build a reward that compares answer and ground truth as exact numbers.
 
-    0.5, .50, 1/2 and 5e-1 are equal, as are 1,000 and 1000. The whole completion, or the whole
-    match of `pattern`, must be a number; a number inside prose is wrong. The ground truth is such a
-    text, an int or a float. The float 0.1 means the decimal 0.1, not its binary value.
+    0.5, .50, 1/2 and 5e-1 are equal, as are 1,000 and 1000. A number inside prose is wrong. A truth
+    that is the float 0.1 means the decimal 0.1, not its binary value.
     """
-    pattern = _compile_pattern(options)
+    pattern = AnswerPattern(options.pattern) if options.pattern else None
 
     def judge(completion: str, truth: Any) -> RewardResult:
         answer = _extract_answer(completion, pattern)
@@ -73,20 +69,11 @@ def build_numeric_reward(options: PatternOptions) -> RuleReward:
 
 
 def build_regex_reward(options: RegexOptions) -> RuleReward:
-    r"""Build a reward that scores 1 if `pattern` matches anywhere in the completion.
-
-    \A and \Z in the pattern anchor it at both ends.
-    """
     pattern = AnswerPattern(options.pattern)
     return RuleReward(lambda text, truth: RewardResult.from_correctness(pattern.has_match(text)))
 
 
-def _compile_pattern(options: PatternOptions) -> AnswerPattern | None:
-    return AnswerPattern(options.pattern) if options.pattern else None
-
-
 def _extract_answer(completion: str, pattern: AnswerPattern | None) -> str | None:
-    """Return the last match of `pattern`, or the whole completion without a pattern, stripped."""
     answer = completion if pattern is None else pattern.find_last(completion)
     return None if answer is None else answer.strip()
 

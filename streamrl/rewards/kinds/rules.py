@@ -101,7 +101,6 @@ class SymbolicOptions(WorkerOptions):
 
 
 def build_rule_reward(name: str, spec: RewardSpec[Any]) -> RuleReward:
-    """Build the reward of the matcher called `name`. Raises ConfigError for a wrong option."""
     rule, options = MATCHERS[name], dataclasses.asdict(spec.options)
     # A trial call raises ConfigError for wrong options. Every matcher accepts this truth.
     rule.judge_completion("", "A" if name == "choice" else "0", **options)
@@ -112,9 +111,8 @@ def build_rule_reward(name: str, spec: RewardSpec[Any]) -> RuleReward:
 class SymbolicReward(WorkerReward):
     """Scores completions with math-verify in worker processes, a call per completion.
 
-    Parsing a completion may take forever or all memory. A completion that exceeds the deadline or
-    the memory limit twice has outcome TIMEOUT or MEMORY and score 0; this is no infrastructure
-    error.
+    Parsing may take forever or all memory. A completion that exceeds the deadline or the memory
+    limit twice has outcome TIMEOUT or MEMORY and score 0; this is no infrastructure error.
     """
 
     def __init__(self, spec: RewardSpec[SymbolicOptions]) -> None:
@@ -150,7 +148,6 @@ class SymbolicReward(WorkerReward):
 
 
 def make_symbolic_handler(_: None) -> Callable[[Any], RewardResult]:
-    """Return the handler of a worker of SymbolicReward: (truth, completion) to RewardResult."""
     # Imported here so that the slow import does not count towards the first call's deadline.
     import math_verify  # noqa: F401
 

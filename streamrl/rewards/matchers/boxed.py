@@ -36,10 +36,7 @@ _BRACE = re.compile(r"[{}]")
 
 
 def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
-    r"""Score 1 if the last \boxed{} and the truth have the same normal form, else 0.
-
-    Raises RewardError for an unusable truth.
-    """
+    """Score 1 if the last \boxed{} and the truth have the same normal form, else 0."""
     expected = validate_truth(truth)
     box = find_last_box(completion)
     if box is None:
@@ -57,10 +54,9 @@ def validate_truth(truth: GroundTruth) -> str:
 
 
 def find_last_box(text: str) -> str | None:
-    r"""Return the content of the last box; None without a box or with an unclosed last box.
+    """Return the content of the last box; None without a box or with an unclosed last box.
 
-    If a text has boxes in several notations, the first of these counts: \boxed without braces, up
-    to the next $; \boxed{}; \fbox{}.
+    Precedence of notations: \boxed without braces, up to the next $; \boxed{}; \fbox{}.
     """
     _, separator, rest = text.rpartition("\\boxed ")
     if separator:
@@ -84,10 +80,7 @@ def extract_braced(text: str) -> str | None:
 
 
 def normalize_latex(text: str) -> str:
-    """Return the normal form of LaTeX, in which equivalent notations are equal text.
-
-    docs/rewards_reference.md lists the steps.
-    """
+    """Return the normal form of LaTeX, by the steps in docs/rewards_reference.md."""
     for old, new in _REPLACEMENTS:
         text = text.replace(old, new)
     if text.count(_UNIT) == 1:  # several \text{ commands are a sentence, not a unit
@@ -106,6 +99,5 @@ def normalize_latex(text: str) -> str:
 
 
 def _add_braces(fraction: re.Match[str]) -> str:
-    r"""Rewrite a fraction such as \frac12 to \frac{1}{2}."""
     numerator, denominator = fraction.groups()
     return f"\\frac{{{numerator}}}" + (f"{{{denominator}}}" if denominator else "")

@@ -23,16 +23,13 @@ _LETTER_END = r"""(?=[\s*_$)\]}"'`.:,;!]|\Z)"""
 def judge_completion(
     completion: str, truth: GroundTruth, *, letters: str = LETTERS
 ) -> RewardResult:
-    r"""Score 1 if the last letter named as the answer equals the truth, else 0.
+    """Score 1 if the last letter named as the answer equals the truth, else 0.
 
     Patterns, in order of precedence; the last match of the first pattern with a match counts:
     1. \boxed{B}, or "answer is B", "answer: B", "answer is option B" with a capital letter. The
        letter may be in (), [], $, quotes, bold or \text{}.
     2. A line with the letter alone.
     3. The first letter of a one-line completion, as in "B. Paris" or "(b) Paris".
-
-    letters: the choices. Raises RewardError; raises ConfigError unless letters are distinct
-    capitals from A to Z.
     """
     patterns, expected = _compile_patterns(letters), validate_truth(truth, letters=letters)
     for pattern in patterns:
@@ -44,7 +41,7 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth, *, letters: str = LETTERS) -> str:
-    """Return the letter of a truth such as B, b or (B), as a capital. Raises RewardError."""
+    """Return the letter of a truth such as B, b or (B), as a capital."""
     letter = parse_truth_text(truth).removeprefix("(").removesuffix(")").upper()
     if len(letter) != 1 or letter not in letters:
         raise RewardError(f"ground_truth must be one of the letters {letters}, is {truth!r}")

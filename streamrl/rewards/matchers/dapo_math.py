@@ -50,10 +50,9 @@ _ROOT = re.compile(r"sqrt([^{\\])")
 def judge_completion(
     completion: str, truth: GroundTruth, *, strict_box: bool = False
 ) -> RewardResult:
-    r"""Score 1 or -1. The answer is the text after the last "Answer:", compared in normal form.
+    """Score 1 or -1. The answer is the text after the last "Answer:", compared in normal form.
 
-    Without "Answer:" the answer is the last \boxed{}, stripped and compared exactly. strict_box:
-    ignore "Answer:". Raises RewardError.
+    Without "Answer:", or with strict_box, it is the last \boxed{}, compared exactly.
     """
     expected = validate_truth(truth)
     lines = [] if strict_box else _ANSWER_LINE.findall(completion[-WINDOW_CHARS:])
@@ -69,7 +68,6 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    """Return the ground truth as text. Raises RewardError if unusable or empty in normal form."""
     text = parse_truth_text(truth)
     require_nonempty(normalize_answer(text), truth)
     return text

@@ -27,8 +27,7 @@ def judge_completion(
     """Score 1 if the completion's number equals the truth as text without commas, else 0.
 
     method: strict takes the last number after "#### "; flexible takes the last number anywhere,
-        without a trailing full stop. Raises RewardError for an unusable truth and ConfigError for
-        an unknown method.
+        without a trailing full stop.
     """
     if method not in METHODS:
         raise ConfigError(f"rewards.method={method}: must be one of {', '.join(METHODS)}")
@@ -47,7 +46,6 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    """Return the ground truth without commas. Raises RewardError unless in decimal digits."""
     number = parse_truth_text(truth)
     if not _NUMBER.fullmatch(number) or not _has_digit(number):
         raise RewardError(f"ground_truth must be a number in decimal digits, is {truth!r}")

@@ -23,8 +23,7 @@ def judge_completion(
     """Score 1 for a length within [least, most]; outside, the score falls linearly to 0.
 
     Lengths are in `unit`; whitespace separates words. A length outside by n scores max(0, 1 - n /
-    tolerance), or 0 without tolerance. Ignores the ground truth. Raises ConfigError for an unknown
-    unit, or for least, most and tolerance that contradict each other.
+    tolerance), or 0 without tolerance.
     """
     if unit not in UNITS:
         raise ConfigError(f"rewards.unit={unit}: must be one of {', '.join(UNITS)}")

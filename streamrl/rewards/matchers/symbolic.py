@@ -15,13 +15,14 @@ from streamrl.rewards.matchers.matcher import (
     parse_truth_text,
 )
 
+validate_truth = parse_truth_text
+
 
 def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
-    r"""Score 1 if the last answer of the completion equals the truth, else 0.
+    """Score 1 if the last answer of the completion equals the truth, else 0.
 
     truth: LaTeX, with or without $ or \boxed{}, or a number. Precedence in the completion:
-    \boxed{}, "the answer is", other LaTeX, bare numbers. Raises RewardError if math-verify cannot
-    parse the truth.
+    \boxed{}, "the answer is", other LaTeX, bare numbers.
     """
     # Imported here: the import takes more than 0.5 s.
     from math_verify import verify
@@ -37,13 +38,7 @@ def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
     return RewardResult.from_correctness(right, _format_answer(parsed))
 
 
-def validate_truth(truth: GroundTruth) -> str:
-    """Return the truth as text, unparsed. Raises RewardError if neither text nor int."""
-    return parse_truth_text(truth)
-
-
 def _parse_math(text: str) -> list[Any]:
-    """Return math-verify's parses of a text; empty if the text has no mathematics."""
     from math_verify import parse
 
     # Silence its warning about the disabled timeout; the worker pool enforces a deadline.
@@ -52,7 +47,6 @@ def _parse_math(text: str) -> list[Any]:
 
 
 def _format_answer(parsed: list[Any]) -> str:
-    """Return the first of math-verify's parses as text that is equal for equivalent notations."""
     try:
         return str(parsed[0])
     except ValueError:  # more digits than sys.get_int_max_str_digits()

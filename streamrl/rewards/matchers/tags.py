@@ -19,8 +19,7 @@ def judge_completion(
 ) -> RewardResult:
     """Score 1 if every tag is opened and closed once, in order and with content, else 0.
 
-    nothing_outside: only whitespace is allowed outside the tags. Ignores the ground truth. Raises
-    ConfigError unless `tags` is a nonempty list of distinct words.
+    nothing_outside: only whitespace is allowed outside the tags.
     """
     are_words = all(re.fullmatch(r"[\w.-]+", tag) for tag in tags)
     if not are_words or len(set(tags)) != len(tags) or not tags:

@@ -98,10 +98,9 @@ def check_language_tools(languages: Mapping[str, LanguageSpec]) -> None:
 
 
 async def choose_isolation(limits: ProgramLimits, *, allow_unsafe: bool) -> tuple[JailSpec, str]:
-    """Return the settings of jails on this machine, and a warning for the user.
+    """Return the settings of jails on this machine, and a warning if programs are not isolated.
 
-    The warning is empty if programs are isolated. Raises ConfigError if programs cannot be
-    isolated, unless `allow_unsafe`.
+    Raises ConfigError if programs cannot be isolated, unless `allow_unsafe`.
     """
     problem = _find_missing_dependency()
     if problem is None:
@@ -132,7 +131,6 @@ def explain_unavailability() -> str | None:
 
 
 def _find_missing_dependency() -> str | None:
-    """Return which requirement of isolation is missing, as part of an error message, or None."""
     if sys.platform != "linux":
         return f"isolating programs needs Linux, this is {sys.platform}: use a remote sandbox,"
     if find_bubblewrap() is None:
@@ -145,7 +143,6 @@ def _find_missing_dependency() -> str | None:
 
 
 async def probe_isolation(spec: JailSpec) -> str | None:
-    """Run _PROBE_SOURCE in a jail; return None, or how it escaped or why the jail failed."""
     limits = replace(
         spec.limits, processes=_PROBE_PROCESSES, wall_s=_PROBE_TIMEOUT_S, cpu_s=_PROBE_TIMEOUT_S
     )

@@ -34,8 +34,8 @@ def decode_output(data: bytes) -> str:
 def is_same_text(expected: str, actual: str, *, loose_numbers: bool) -> bool:
     """Return True if two outputs are equal, ignoring whitespace at the end of lines and text.
 
-    loose_numbers: compare word by word, ignoring all other whitespace. Words that are numbers are
-    equal as numbers, approximately if the expected number is a float.
+    loose_numbers: compare word by word; words that are numbers are equal as numbers, approximately
+    if the expected number is a float.
     """
     expected, actual = expected.rstrip(), actual.rstrip()
     if expected == actual:
@@ -80,8 +80,8 @@ def _is_same_word(expected: str | None, actual: str | None) -> bool:
 def is_same_value(expected: Any, actual: Any) -> bool:
     """Return True if two values of JSON types are equal.
 
-    An expected integer is compared exactly, an expected float approximately. Tuples equal lists;
-    true differs from 1.
+    An expected integer is compared exactly, a float approximately. Tuples equal lists; true is not
+    1.
     """
     if isinstance(expected, bool) or isinstance(actual, bool):
         return expected is actual
@@ -107,9 +107,8 @@ def _is_close(a: float, b: float) -> bool:
 def can_be_value(data: bytes, accepted: Sequence[Any]) -> bool:
     """Return False if JSON `data` cannot equal any accepted value; does not parse the data.
 
-    json.loads holds the GIL, for longer the more containers and elements the data has. Data that
-    differs from every accepted value in the counts of "[", "{" and "," is rejected here. Short data
-    passes unchecked.
+    json.loads holds the GIL, for longer the more elements the data has. Long data whose counts of
+    "[", "{" and "," differ from those of every accepted value is rejected here.
     """
     if len(data) < _LONG_VALUE_BYTES:
         return True

@@ -64,14 +64,12 @@ def main() -> None:
 
 
 def receive_message() -> JobMessage:
-    """Receive a program or a test; exit, and so end the jail, if the socket is closed."""
     (length,) = LENGTH_FORMAT.unpack(_read_exactly(LENGTH_FORMAT.size))
     message: JobMessage = marshal.loads(_read_exactly(length))
     return message
 
 
 def _read_exactly(size: int) -> bytes:
-    """Read `size` bytes from the host; exit if the socket is closed."""
     chunks = []
     while size:
         chunk = os.read(_HOST_FD, min(size, 1 << 20))
@@ -90,21 +88,14 @@ def send_report(
     out: bytes = b"",
     err: bytes = b"",
 ) -> None:
-    """Send the host the report of a compilation or test.
-
-    exit_kind: EXITED or another constant of this module. code: exit code, negative: a signal.
-        seconds: wall time. cpu_s: CPU time. out: stdout or return value. err: end of stderr.
-    """
+    """Send the host a report: wall time, CPU time, stdout or return value, end of stderr."""
     data = REPORT_FORMAT.pack(exit_kind, code, seconds, cpu_s, len(out), len(err)) + out + err
     while data:
         data = data[os.write(_HOST_FD, data) :]
 
 
 def prepare_program(program: JobMessage) -> bool:
-    """Write the program's source file, compile it if its language needs that, and report.
-
-    Returns True if this process is the forked child, as `run_job` does.
-    """
+    """Write the source file and compile it; return whether this is the forked child."""
     os.chdir(program["directory"])
     if os.listdir("."):  # `reset_workspace` deletes everything: the directory must be new
         os._exit(1)
@@ -121,10 +112,7 @@ def prepare_program(program: JobMessage) -> bool:
 
 
 def read_compiled_files() -> list[tuple[str, int, bytes]]:
-    """Return the compiled program, the files of program/ in the workspace: (path, mode, content).
-
-    `reset_workspace` restores them before each test.
-    """
+    """Return (path, mode, content) of the files of program/, restored before each test."""
     files = []
     for folder, _, names in os.walk("program"):
         for name in names:
@@ -228,10 +216,7 @@ class PipeReader:
 
 
 def wait_for_exit(pid: int, streams: list[PipeReader], job: JobMessage, deadline: float) -> int:
-    """Wait until the program, process `pid`, exits or exceeds a limit; read its pipes meanwhile.
-
-    Returns EXITED, OUTPUT_LIMIT, WALL_TIMEOUT or FILE_LIMIT. deadline: on time.monotonic().
-    """
+    """Wait until the program exits or exceeds a limit; read its pipes and return the exit kind."""
     exit_fd = os.pidfd_open(pid)
     poller = select.poll()
     by_fd = {stream.fd: stream for stream in streams}
@@ -276,11 +261,7 @@ def reap_orphans(but: int) -> None:
 
 
 def kill_all(pid: int) -> tuple[int, float]:
-    """Kill the tested program, process `pid`, and everything it started in the jail.
-
-    Returns the program's exit code and CPU seconds. This driver, the first process of the jail,
-    survives.
-    """
+    """Kill the program and everything it started; return its exit code and CPU seconds."""
     if _IS_JAILED:
         os.kill(-1, signal.SIGKILL)
     else:
@@ -297,8 +278,7 @@ def kill_all(pid: int) -> tuple[int, float]:
 def exec_program(job: JobMessage, pipes: list[int]) -> None:
     """Turn the forked child into the tested program: set up descriptors and limits, then run it.
 
-    A command replaces this process (exec); Python code runs in this process. pipes: write ends for
-    stdout, stderr, return value and compile error.
+    pipes: write ends for stdout, stderr, return value and compile error.
     """
     out, err, value, note = pipes
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
@@ -327,7 +307,6 @@ def exec_program(job: JobMessage, pipes: list[int]) -> None:
 
 
 def set_rlimits(job: JobMessage) -> None:
-    """Apply the resource limits in the message `job` to this process and its future children."""
     limits = {
         # The hard limit kills. A second earlier the soft limit, set below, sends SIGXCPU, which
         # names the cause but can be ignored.

@@ -96,7 +96,6 @@ class JailSpec:
 def make_jail_spec(
     isolation: IsolationMode, limits: ProgramLimits, syscall_filter: bytes
 ) -> JailSpec:
-    """Build the settings of jails; compile driver.py, which each jail receives as code."""
     source = Path(driver.__file__).read_text(encoding="utf-8")
     code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True, optimize=2))
     return JailSpec(
@@ -118,10 +117,9 @@ class Jail:
 
     @classmethod
     async def start(cls, spec: JailSpec, number: int) -> "Jail":
-        """Start a jail and wait until its driver is ready. Raises JailError.
+        """Start a jail and wait until its driver is ready; `number` gives its user id.
 
-        number: index of the jail, which gives its user id. The jail dies with the calling thread
-            (parent-death signal): call from a long-lived thread.
+        The jail dies with the calling thread (parent-death signal): call from a long-lived thread.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -146,7 +144,6 @@ class Jail:
         return jail
 
     async def _boot_driver(self, info_fd: int) -> None:
-        """Send the driver's code into the jail; wait until the driver runs. Raises JailError."""
         self._writer.write(self._spec.driver_code)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -167,11 +164,7 @@ class Jail:
         return lines[-1] if lines else "a jail exited at its start without an error message"
 
     def pin_to_core(self, slot: int) -> None:
-        """Pin the jail to a core, so that concurrent programs do not slow each other down.
-
-        slot: index among the concurrent programs. Errors are ignored: the jail, or the core, may be
-            gone.
-        """
+        """Pin concurrent programs to different cores; the jail, or the core, may be gone."""
         assert self._init_process is not None
         core = _AVAILABLE_CORES[(os.getpid() + slot) % len(_AVAILABLE_CORES)]
         with contextlib.suppress(OSError):
@@ -198,7 +191,7 @@ class Jail:
             reading.cancel()
 
     async def _enforce_limits(self, deadline: float) -> float:
-        """Return the seconds that the check took. Raises TimeoutError or MemoryLimitError."""
+        """Return the seconds that the check took."""
         started = time.monotonic()
         if started > deadline:
             raise TimeoutError("did not end before its deadline")
@@ -293,6 +286,5 @@ def _spawn_jail(
 
 
 def _read_child_pid(info_fd: int) -> int:
-    """Return the pid of the jail's process 1, once the driver is ready. Raises ValueError."""
     with os.fdopen(info_fd, "rb", closefd=False) as file:
         return int(json.load(file)["child-pid"])

@@ -78,9 +78,6 @@ class Sandbox:
         """Choose and probe an isolation mode, and start a sandbox for programs in `languages`.
 
         jails: concurrent programs; default: the number of available cores.
-
-        Raises ConfigError if this machine cannot isolate programs (unless `allow_unsafe`) or lacks
-        the tools of a language.
         """
         if jails is None:
             jails = len(os.sched_getaffinity(0))
@@ -95,11 +92,6 @@ class Sandbox:
         return sandbox
 
     async def run(self, program: SandboxProgram) -> ProgramResult:
-        """Run and judge the program's tests in order.
-
-        Raises ValueError for an unknown language, a program without tests, and function-call tests
-        in languages other than Python.
-        """
         language = self._find_language(program)
         async with self._slot_semaphore:
             slot = self._slots.pop()
@@ -177,7 +169,6 @@ class Sandbox:
         self._start_tasks.add(starting)
 
     def _kill_unused_jail(self, starting: "asyncio.Task[Jail]") -> None:
-        """Kill the jail of a finished start task, unless the start failed."""
         if starting.exception() is None:
             self._kill_jail(starting.result())
 
@@ -242,7 +233,6 @@ class ProgramRun:
             self._jail = None
 
     async def _run_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
-        """Run a test; convert the errors of its jail to outcomes."""
         started = time.monotonic()
         outcome, detail = RewardOutcome.RUNTIME_ERROR, "the program killed its jail"
         for _ in range(_JAILS_PER_TEST):
@@ -257,7 +247,6 @@ class ProgramRun:
         return ProgramTestResult(outcome, time.monotonic() - started, detail)
 
     async def _try_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
-        """Run a test in the current jail; without a jail, first compile in a fresh jail."""
         if self._jail is None:
             self._jail = await self.jails.acquire_jail()
             self._jail.pin_to_core(slot)
@@ -288,7 +277,6 @@ class ProgramRun:
     async def _request_report(
         self, jail: Jail, message: dict[str, object], seconds: float
     ) -> JailReport:
-        """Send a message to the jail's driver; wait `seconds` and a grace period for the report."""
         started = time.monotonic()
         try:
             return await jail.request_report(message, started + seconds + GRACE_PERIOD_S)

@@ -29,9 +29,8 @@ MAX_METRICS_PER_RESULT = 50
 def make_reward_handler(source: FunctionSource) -> Callable[[RewardRequest | None], Any]:
     """Load the user's function; return the handler that calls the function in this worker.
 
-    The handler maps (prompt, completions) to a list of results, or to an error message if the
-    function returned an invalid value. The handler maps None to the FunctionCallSpec, and is async
-    if the function is.
+    It maps (prompt, completions) to a list of results, or to an error message for an invalid value,
+    and None to the FunctionCallSpec. It is async if the function is.
     """
     user = source.load_function()
 
@@ -101,7 +100,6 @@ def _parse_results(
 
 
 def _split_results(user: UserFunction, results: Any, size: int) -> Sequence[Any]:
-    """Return a group's values from a single call. Raises RewardError unless `size` values."""
     if hasattr(results, "tolist"):  # numpy array or torch tensor
         results = results.tolist()
     if not isinstance(results, list | tuple) or len(results) != size:
@@ -112,8 +110,7 @@ def _split_results(user: UserFunction, results: Any, size: int) -> Sequence[Any]
 def _parse_result(user: UserFunction, result: Any, index: int) -> RewardResult:
     """Convert the value returned for the completion at `index`: a number, or a dict with "score".
 
-    Optional keys of a dict: `acc` is the pass flag, `pred` or `answer` the extracted answer. `acc`
-    and further numbers become extra metrics.
+    Optional keys: `acc` is the pass flag, `pred` or `answer` the extracted answer.
     """
     if result is None and user.style.can_abstain:
         return RewardResult.make_not_judged()
@@ -140,7 +137,6 @@ def _parse_result(user: UserFunction, result: Any, index: int) -> RewardResult:
 
 
 def _collect_extra_metrics(fields: Mapping[Any, Any]) -> tuple[tuple[str, float], ...]:
-    """Return `acc` and the numbers under keys other than RESULT_KEYS, with their names."""
     numbers = (
         (str(name), to_finite_float(value))
         for name, value in fields.items()
