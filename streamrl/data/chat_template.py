@@ -89,7 +89,6 @@ def _is_byte_level(content: Mapping[str, Any]) -> bool:
 
 
 def load_vocab_size(model_path: str) -> int:
-    """Return the vocabulary size in a model directory's config.json. Raises ConfigError."""
     _check_model_directory(model_path)
     try:
         return int(read_model_config(model_path).get_text_config().vocab_size)
@@ -112,7 +111,6 @@ class ChatTemplate:
     tools_source: str | None = None
 
     def select_source(self, row: DataRow) -> str | None:
-        """Return the template's text for a row, which depends on whether the row has tools."""
         return self.tools_source if self.tools_source and row.tools else self.source
 
 
@@ -125,10 +123,8 @@ def load_chat_template(
 ) -> ChatTemplate:
     """Load the chat template `name`: "model", "plain", or the path of a jinja file.
 
-    "model" is the model's own chat template, or plain if the model has none. setting: config key of
-    the template, for errors. arguments: passed to the template besides messages and tools. Raises
-    ConfigError for an unreadable file, a syntax error, or an argument that the template does not
-    use.
+    "model" is the model's own chat template, or plain if the model has none. arguments: passed to
+    the template besides messages and tools.
     """
     if name == PLAIN_TEMPLATE:
         return ChatTemplate(None, name)
@@ -166,7 +162,6 @@ def load_chat_template(
 
 
 def _check_template_syntax(source: str, label: str) -> None:
-    """Raise ConfigError for a syntax error in a jinja template. label: its name in the error."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -181,10 +176,7 @@ def _check_template_syntax(source: str, label: str) -> None:
 def _check_template_arguments(
     place: str, arguments: Iterable[str], sources: Iterable[str], label: str
 ) -> None:
-    """Raise ConfigError for a reserved argument, or an argument that no template in `sources` uses.
-
-    place: where the arguments come from. label: name of the templates in errors.
-    """
+    """Raise ConfigError for an argument that is reserved or that no template uses."""
     for name in arguments:
         used = _list_template_variables(*sources)
         if name in RESERVED_ARGUMENTS:
@@ -232,8 +224,7 @@ def render_prompts(
     """Render the prompts of data rows to token ids, ending where the policy starts to write.
 
     Without a template source, message contents are joined by newlines and preceded by the
-    tokenizer's BOS tokens. A last assistant message is left open for the policy to continue. Raises
-    ConfigError for a row that the template refuses or the tokenizer does not round-trip.
+    tokenizer's BOS tokens. A last assistant message is left open for the policy to continue.
     """
     template = template or load_chat_template(MODEL_TEMPLATE, tokenizer)
     texts = [_render_text(tokenizer, row, template) for row in rows]
@@ -272,9 +263,8 @@ def _check_round_trip(
 ) -> None:
     """Raise ConfigError for the first row whose text changes when encoded and decoded.
 
-    texts: rendered prompts of the rows. Compares the text between special tokens, up to Unicode
-    normalization and a leading space. Whitespace-only pieces are skipped: special tokens may absorb
-    whitespace around them.
+    Compares the text between special tokens, up to Unicode normalization and a leading space;
+    special tokens may absorb whitespace around them.
     """
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     special = sorted(filter(None, added.union(tokenizer.all_special_tokens)), key=len, reverse=True)
@@ -300,8 +290,8 @@ def _check_round_trip(
             )
 
 
-def _cut_to_difference(expected: str, actual: str, *, width: int = 12) -> tuple[str, str]:
-    """Cut two texts to `width` characters on either side of their first difference."""
+def _cut_to_difference(expected: str, actual: str) -> tuple[str, str]:
+    width = 12  # characters on either side
     pairs = zip(expected, actual, strict=False)
     shorter = min(len(expected), len(actual))
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)

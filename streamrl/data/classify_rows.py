@@ -65,8 +65,7 @@ class ClassifiedRow:
 class RowClassifier:
     """Converter of data rows to prompts, in batches; returns bad rows instead of raising.
 
-    first: added to a row's index to make its uid, `make_uid(0, first + index)`. The constructor
-    raises ConfigError for an unusable template or filter.
+    first: added to a row's index to make its uid, `make_uid(0, first + index)`.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class RowClassifier:
             elif isinstance(token_ids := next(rendered), ConfigError):
                 yield ClassifiedRow(RowStatus.BAD, row.index, problem=token_ids)
             else:
-                prompt = _make_prompt(row, token_ids, self._first_index)
+                prompt = make_prompt(row, token_ids, first=self._first_index)
                 yield _classify_prompt(row, prompt, self._prompt_filter, self._limits)
 
 
@@ -113,7 +112,7 @@ def _render_token_ids(
     return [item for row in rows for item in _render_token_ids(tokenizer, [row], template)]
 
 
-def _make_prompt(row: DataRow, token_ids: Sequence[int], first: int) -> Prompt:
+def make_prompt(row: DataRow, token_ids: Sequence[int], *, first: int = 0) -> Prompt:
     return Prompt(
         uid=make_uid(0, first + row.index),
         token_ids=np.array(token_ids, np.int32),
@@ -129,7 +128,6 @@ def _make_prompt(row: DataRow, token_ids: Sequence[int], first: int) -> Prompt:
 def _classify_prompt(
     row: DataRow, prompt: Prompt, keep: PromptFilter, limits: PromptLimits
 ) -> ClassifiedRow:
-    """Return the status of a row whose prompt is rendered: kept, truncated, skipped or bad."""
     length = len(prompt.token_ids)
     try:
         _check_token_ids(row, prompt, limits.vocab_size)
@@ -164,9 +162,7 @@ def _check_token_ids(row: DataRow, prompt: Prompt, vocab_size: int) -> None:
 def load_prompt_filter(reference: str, *, setting: str) -> PromptFilter:
     """Load the user's prompt filter, a function that returns whether to keep a prompt.
 
-    reference: value of `setting`, file.py:function; an empty reference keeps all prompts. Raises
-    ConfigError for a missing function. The filter raises ConfigError, with the prompt's location
-    and the user's line, if the function fails or returns anything but a bool.
+    reference: value of `setting`, file.py:function; an empty reference keeps all prompts.
     """
     if not reference:
         return lambda prompt, place: True

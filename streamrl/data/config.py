@@ -61,16 +61,13 @@ class DataConfig:
         return self.parse_files(self.eval, key="data.eval")
 
     def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
-        """Parse the value of setting `key`, such as data.train, with defaults of this section."""
         files = parse_data_files(value, key=key, prompt_key=self.prompt_key)
         return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
 
     def compute_prompt_limit(self, *, model_tokens: int, max_new_tokens: int) -> int:
         """Return the maximum tokens of a prompt.
 
-        model_tokens: context length of the model. max_new_tokens: longest completion. Raises
-        ConfigError if the completion leaves no tokens for a prompt, or fewer than
-        max_prompt_tokens.
+        Raises ConfigError if the completion leaves fewer tokens than max_prompt_tokens, or none.
         """
         available = model_tokens - max_new_tokens
         arithmetic = (

@@ -57,8 +57,6 @@ def parse_data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile
     """Parse the value of data.train or data.eval to data files.
 
     value: a path, a mapping of DataFile's keys, or a list of these. key: config key of the value.
-    prompt_key: default column of the prompt. Raises a one-line ConfigError with key, value and
-    rule, or with the nearest valid key.
     """
     if not value:
         return ()
@@ -92,7 +90,6 @@ def check_eval_files(files: Sequence[DataFile], *, key: str) -> None:
 
 
 def make_paths_absolute(value: Any) -> Any:
-    """Return the value of data.train or data.eval with absolute paths."""
     if isinstance(value, str) and value:
         return str(Path(value).absolute())
     if isinstance(value, dict):
@@ -101,7 +98,6 @@ def make_paths_absolute(value: Any) -> Any:
 
 
 def _make_entry_absolute(name: str, value: Any) -> Any:
-    """Make the path in key `name` of a data file absolute, if the key contains one."""
     if name == "path" or (name == "template" and value not in (MODEL_TEMPLATE, PLAIN_TEMPLATE)):
         return make_paths_absolute(value)
     if name == "filter" and isinstance(value, str):
@@ -131,7 +127,6 @@ def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
 
 
 def _check_entry(key: str, name: str, value: Any) -> None:
-    """Raise ConfigError unless `value` is valid for key `name`. key: full key, for the error."""
     if name not in FILE_KEYS:
         raise ConfigError(f"{key}={value!r}: unknown; {suggest_nearest(name, FILE_KEYS)}")
     if value is None:

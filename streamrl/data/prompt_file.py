@@ -29,7 +29,6 @@ _render_lock = threading.Lock()
 
 
 def _hash_file(path: str) -> str:
-    """Hash the first MAX_LINE_BYTES of a template or filter file."""
     with open_regular_file(path) as file:
         return hashlib.blake2b(file.read(MAX_LINE_BYTES), digest_size=8).hexdigest()
 
@@ -55,7 +54,7 @@ class LazyTokenizer:
 class PromptFile:
     """Data file whose rows are turned into prompts on demand, in any order.
 
-    first: uid index of the first row. table: rows of the file, opened from `file` by default.
+    first: uid index of the first row. table: opened from `file` by default.
     """
 
     def __init__(
@@ -76,11 +75,9 @@ class PromptFile:
         self._classifier: RowClassifier | None = None
 
     def classify_indices(self, indices: Sequence[int]) -> list[ClassifiedRow]:
-        """Turn the rows with these uid indices into prompts. Raises DataError if unreadable."""
         return self.classify_rows(np.searchsorted(self.indices, indices).tolist())
 
     def classify_rows(self, rows: Sequence[int]) -> list[ClassifiedRow]:
-        """Turn the rows at these positions in the file into prompts; return rows with status."""
         keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
         records = self.table.read_rows(rows)
         parsed = [parse_record(record, place, index, **keys) for place, index, record in records]

@@ -85,8 +85,7 @@ class PromptStream(Iterator[Prompt]):
     def _get_node(self) -> "InterleaveNode":
         """Return the torchdata node that yields the prompts; create the node on first use.
 
-        A pickled stream has no node, so the process that draws creates its own. torchdata imports
-        torch.
+        A pickled stream has no node. torchdata imports torch.
         """
         if self._node is None:
             from streamrl.data.prefetch import PREFETCH_BATCHES, InterleaveNode
@@ -109,8 +108,7 @@ class PromptStream(Iterator[Prompt]):
     def get_prompt(self, uid: str) -> Prompt:
         """Return the prompt of a uid, of any attempt, without advancing the stream.
 
-        Raises ValueError for an index outside the data, and DataError if the row no longer yields a
-        prompt.
+        Raises ValueError for an unknown index, DataError if the row no longer yields a prompt.
         """
         _, index, _ = parse_uid(uid)
         for file in self._data.stream_files:
@@ -123,7 +121,6 @@ class PromptStream(Iterator[Prompt]):
         raise ValueError(f"uid {uid}: no prompt with index {index} among the {len(self)}")
 
     def retry_prompt(self, uid: str) -> Prompt:
-        """Return the prompt of a dropped uid under the uid of its next attempt."""
         epoch, index, attempt = parse_uid(uid)
         return self.get_prompt(make_uid(epoch, index, attempt + 1))
 
@@ -139,7 +136,6 @@ class PromptStream(Iterator[Prompt]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream and facts that identify the data, as JSON values."""
         return {
             "drawn": list(self._num_drawn),
             "given": list(self._num_prompts),
@@ -149,9 +145,9 @@ class PromptStream(Iterator[Prompt]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where the stream that wrote `state` stopped.
 
-        Raises ConfigError if that stream had other prompts or another order, which would lose some
-        rows of the epoch and repeat others. Old checkpoints come from streams that classified every
-        row first; then this stream does the same, because its order skips unusable rows.
+        Other prompts or another order would lose some rows of the epoch and repeat others. Old
+        checkpoints come from streams that classified every row first; then this stream does the
+        same, because its order skips unusable rows.
         """
         data = self._data
         if not data.is_fully_classified and is_full_fingerprint(str(state["fingerprint"])):
@@ -196,11 +192,6 @@ def is_full_fingerprint(fingerprint: str) -> bool:
 
 
 class SkippedRows:
-    """Counts of data rows that the prompt stream skipped or truncated, by status.
-
-    problems: messages of the first bad rows, with locations.
-    """
-
     def __init__(self) -> None:
         self._counts: Counter[RowStatus] = Counter()
         self.problems: list[str] = []

@@ -57,11 +57,7 @@ def load_prompt_files(
     on_long: str,
     max_prompts: int | None = None,
 ) -> list[LoadedFile]:
-    """Load the prompts of small files, with the tokenizer of a model directory.
-
-    limit: maximum tokens of a prompt. on_long: action on a longer prompt: error, skip or truncate.
-    max_prompts: prompts per file. Raises a one-line ConfigError for a bad row or an unusable file.
-    """
+    """Load the prompts of small files, with the tokenizer of a model directory."""
     limits = PromptLimits(limit, load_vocab_size(model), on_long)
     return load_prompts(files, load_tokenizer(model), limits, max_prompts=max_prompts)
 
@@ -75,8 +71,7 @@ def load_prompts(
 ) -> list[LoadedFile]:
     """Load the first `max_prompts` prompts of each file in file order, rendered and checked.
 
-    Raises a one-line ConfigError with file, row and rule for the first bad row, an unusable file,
-    template or filter, or a file without any usable row.
+    Raises ConfigError for the first bad row, or a file without any usable row.
     """
     loaded, first = [], 0
     for file in files:

@@ -109,14 +109,12 @@ class TrainingFiles:
 
     @property
     def mean_prompt_tokens(self) -> float:
-        """Mean prompt length in tokens, weighted by the files' shares of the stream."""
         return sum(
             part.fraction * file.mean_prompt_tokens
             for part, file in zip(self.stream_files, self.files, strict=True)
         )
 
     def classify_all_rows(self) -> "TrainingFiles":
-        """Read and check every row of all files. Raises ConfigError for a bad row."""
         return classify_training_files(
             [file.prompt_file for file in self.files], max_full_rows=math.inf
         )
@@ -133,11 +131,8 @@ def open_training_files(
 ) -> TrainingFiles:
     """Open training files with the tokenizer of a model directory, and classify their rows.
 
-    limit: maximum tokens of a prompt. on_long: action on a longer prompt. In a sampled file prompts
-    may exceed the longest sampled prompt by LENGTH_MARGIN, up to max_sampled_tokens; None allows
-    `limit`. inspect: receives the classified prompts. Raises a one-line ConfigError with file, row
-    and rule for the first bad row among those classified, an unusable file, template or filter, or
-    a file without any usable row.
+    In a sampled file prompts may exceed the longest sampled prompt by LENGTH_MARGIN, up to
+    max_sampled_tokens; None allows `limit`. inspect: receives the classified prompts.
     """
     tokenizer, limits = LazyTokenizer(model), PromptLimits(limit, load_vocab_size(model), on_long)
     opened, first = [], 0
@@ -157,8 +152,7 @@ def classify_training_files(
 ) -> TrainingFiles:
     """Classify every row of small files, up to `max_full_rows` rows, and a sample of larger files.
 
-    inspect: receives the classified prompts. max_sampled_tokens: limit of the prompts of a sampled
-    file. Raises ConfigError for the first bad row.
+    max_sampled_tokens: limit of the prompts of a sampled file.
     """
     digest = hashlib.blake2b(digest_size=8)
     classified = [

@@ -94,8 +94,7 @@ def validate_file(
 ) -> FileReport:
     """Read and check every row of a data file as a run would; collect problems of bad rows.
 
-    `track` wraps the iterator over rows, for a progress bar; its second argument is the number of
-    rows. Raises ConfigError for an unusable file, template or filter.
+    track: wraps the iterator over that number of rows, for a progress bar.
     """
     report, lengths, seen = FileReport(file.path), array("i"), set[bytes]()
     prompts = PromptFile(file, lambda: tokenizer, limits)
@@ -108,7 +107,6 @@ def validate_file(
 
 
 def _add_row(report: FileReport, row: ClassifiedRow, seen: set[bytes]) -> None:
-    """Count a row in the report. seen: hashes of the tokens of earlier prompts."""
     report.status_counts[row.status] += 1
     if row.problem is not None and len(report.problems) < MAX_KEPT_PROBLEMS:
         report.problems.append(RowProblem(row.index + 1, str(row.problem)))

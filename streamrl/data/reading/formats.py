@@ -187,10 +187,7 @@ def _describe_row_error(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class CsvTable:
-    """Layout of a CSV or TSV file: rows under a header.
-
-    All values are text; an empty value counts as missing.
-    """
+    """Layout of a CSV or TSV file: rows of text under a header; an empty value is missing."""
 
     header: tuple[str, ...]
     delimiter: str
@@ -333,11 +330,7 @@ def _has_parquet_name(path: Path) -> bool:
 
 
 def list_parquet_files(path: str, split: str) -> list[str]:
-    """Return the sorted parquet files at a path, which names a file or a folder of shards.
-
-    split: restrict the shards to this split. Raises ConfigError for an empty folder, or a missing
-    or unknown split.
-    """
+    """Return the sorted parquet files at a path, or the shards of a split in a folder."""
     if not Path(path).is_dir():
         check_no_split(path, split)
         return [path]
@@ -355,7 +348,6 @@ def list_parquet_files(path: str, split: str) -> list[str]:
 
 
 def _parse_split(name: str) -> str:
-    """Return the split in the name of a parquet shard, or ""."""
     match = _SPLIT_PATTERN.fullmatch(name)
     return (match[1] or match[2].lower()) if match else ""
 
@@ -403,7 +395,6 @@ def read_parquet_schema(path: str) -> "pa.Schema":
 
 
 def _make_plain_schema(file: "pq.ParquetFile") -> "pa.Schema":
-    """Return a parquet file's columns without encodings (dictionary, run-end, views)."""
     import pyarrow as pa
 
     return pa.schema([(field.name, _to_plain_type(field.type)) for field in file.schema_arrow])

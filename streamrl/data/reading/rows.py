@@ -55,11 +55,7 @@ class BadRow:
 def load_rows(
     path: str, prompt_key: str = "prompt", *, label_key: str = "", split: str = ""
 ) -> Iterator[DataRow]:
-    """Yield the rows of a data file in file order.
-
-    Raises ConfigError with file, row and rule at the first bad row, and at once for an unreadable
-    or empty file.
-    """
+    """Yield the rows of a data file in file order. Raises ConfigError at the first bad row."""
     for place, index, record in read_records(path, split):
         row = parse_record(record, place, index, prompt_key=prompt_key, label_key=label_key)
         if isinstance(row, BadRow):
@@ -112,7 +108,6 @@ def _parse_row(record: Any, place: str, index: int, *, prompt_key: str, label_ke
 def _parse_json_texts(
     record: Mapping[str, Any], place: str, prompt_key: str, label_key: str
 ) -> dict[str, Any]:
-    """Parse the columns of a record that contain objects or chat messages as JSON text."""
     parsed = dict(record)
     for name in JSON_COLUMNS:
         if isinstance(text := parsed.get(name), str) and name not in (prompt_key, label_key):
@@ -126,7 +121,7 @@ def _parse_json_texts(
 
 
 def _parse_messages(text: str, name: str, place: str) -> Any:
-    """Parse a prompt that contains chat messages as JSON text; return other text unchanged."""
+    """Parse chat messages as JSON text; return other text unchanged."""
     try:
         messages = parse_json(text) if text.lstrip().startswith("[") else None
     except ValueError as error:
@@ -186,10 +181,7 @@ def _normalize_message(message: Any, *, where: str, place: str) -> Mapping[str, 
 
 
 def _get_part_text(part: Any, *, where: str, place: str) -> str:
-    """Return the text of a content part. Raises ConfigError for images and other types.
-
-    where: the message, place: the row, both for errors.
-    """
+    """Return the text of a content part; images and other types raise ConfigError."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else _describe_type(part)
