@@ -18,10 +18,7 @@ def read_process_time() -> dict[str, float]:
 
 
 def read_machine_time() -> dict[str, float]:
-    """Return the busy seconds of the cores that this process may use, spent by any process.
-
-    The key is the name of the host.
-    """
+    """Return, by host, the busy seconds of the cores that this process may use."""
     cores = psutil.cpu_times(percpu=True)
     affinity = os.sched_getaffinity(0)
     busy = [
@@ -44,20 +41,14 @@ class CoreMeter:
     def measure_cores(self, times: Mapping[str, float], now: float) -> float:
         """Return the mean number of busy cores since the last call.
 
-        times: CPU seconds so far, by process or host.
-        now: time of the reading, in seconds.
-
-        NaN at the first call, or if no time has passed. A process counts from its second reading
-        on.
+        times: CPU seconds so far, by process or host; each counts from its second reading on. NaN
+        at the first call, or if no time has passed.
         """
         cpu_seconds = [
             max(0.0, s - self._previous_times[name])
             for name, s in times.items()
             if name in self._previous_times
         ]
-        elapsed_s, self._previous_times, self._measured_at = (
-            now - self._measured_at,
-            dict(times),
-            now,
-        )
+        elapsed_s = now - self._measured_at
+        self._previous_times, self._measured_at = dict(times), now
         return sum(cpu_seconds) / elapsed_s if elapsed_s > 0 else math.nan

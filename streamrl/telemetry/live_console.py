@@ -1,5 +1,4 @@
-"""Live view of a run on a terminal: progress, reward, staleness, and each stage's queue and idle
-time."""
+"""Live view of a run on a terminal: progress, reward, staleness, queues and idle times."""
 
 import atexit
 import math
@@ -38,8 +37,7 @@ _BAR_WIDTH = 20
 class LiveConsole(RunConsole):
     """Console that keeps a view of the run at the bottom of the terminal and prints lines above.
 
-    `close` removes the view, restores the terminal and prints the summary. If the program exits
-    without `close`, atexit restores the terminal.
+    If the program exits without `close`, atexit restores the terminal.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class LiveConsole(RunConsole):
                 self._status_text, self._status_since = text, self.clock()
 
     def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
-        """Add the metrics row of a step to the progress, and end the status shown at the start."""
         with self._lock:
             self._last_step_at = self.clock()
             if step > 0:
@@ -101,8 +98,6 @@ class LiveConsole(RunConsole):
             return Group(*parts)
 
     def _build_header(self) -> RenderableType:
-        """Build the top line of the view: name of the run, step, progress bar and remaining
-        time."""
         progress = self.progress
         run_info = progress.run_info
         grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
@@ -124,8 +119,6 @@ class LiveConsole(RunConsole):
 
 
 class _SparklineText:
-    """A series of numbers for rich, drawn as block characters over the width of the table cell."""
-
     def __init__(self, values: Sequence[float]) -> None:
         self._values = values
 
@@ -137,7 +130,6 @@ class _SparklineText:
 
 
 def _build_metrics_grid(progress: RunProgress) -> RenderableType:
-    """Build the part of the view that shows progress, reward, evaluations and staleness."""
     get_value, rewards = progress.get, progress.rewards
     bound = progress.run_info.max_staleness
     exceeds_bound = get_value("staleness/max") > bound
@@ -174,7 +166,6 @@ def _build_metrics_grid(progress: RunProgress) -> RenderableType:
 
 
 def _build_stages_grid(progress: RunProgress) -> RenderableType:
-    """Build the part of the view that shows each stage's queue depth and idle time."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True, min_width=11)
     grid.add_column(no_wrap=True, min_width=6, justify="right")

@@ -19,11 +19,7 @@ STALENESS_HISTOGRAM = "staleness/histogram"
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts per bin as a metric value; bin i is [edges[i], edges[i + 1]).
-
-    Raises ValueError unless there are 1 to MAX_BINS bins, one more edge than counts, ascending
-    edges and no negative count.
-    """
+    """Counts per bin as a metric value; bin i is [edges[i], edges[i + 1])."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -80,7 +76,6 @@ class MetricSpec:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the name holds a placeholder."""
         return "<" in self.name
 
     @property
@@ -246,10 +241,7 @@ _METRIC_PATTERNS = tuple(metric for metric in METRICS if metric.is_pattern)
 
 
 def find_metric(name: str) -> MetricSpec:
-    """Return the metric's spec for a logged name.
-
-    Raises ValueError, with the nearest names, for a name that no spec matches.
-    """
+    """Return the spec for a logged name. Raises ValueError, with the nearest name."""
     if name in _METRICS_BY_NAME:
         return _METRICS_BY_NAME[name]
     for metric in _METRIC_PATTERNS:
@@ -261,11 +253,7 @@ def find_metric(name: str) -> MetricSpec:
 
 
 def validate_row(row: MetricsRow) -> None:
-    """Raise ValueError if a metrics row has an unknown name or a value of the wrong type.
-
-    Values are numbers (including numpy scalars, excluding bool), or a Histogram where the metric's
-    spec requires it.
-    """
+    """Raise ValueError if a metrics row has an unknown name or a value of the wrong type."""
     for name, value in row.items():
         expected_type = Histogram if find_metric(name).is_histogram else Real
         if not isinstance(value, expected_type) or isinstance(value, bool):
@@ -273,10 +261,7 @@ def validate_row(row: MetricsRow) -> None:
 
 
 def find_missing_metrics(row: MetricsRow) -> list[str]:
-    """Return the names that every run must log but that this metrics row lacks.
-
-    They are the names without a placeholder.
-    """
+    """Return the names without a placeholder, which every run must log, absent in the row."""
     return [name for name in _METRICS_BY_NAME if name not in row]
 
 
@@ -290,10 +275,7 @@ def to_json_value(value: float | Histogram) -> int | float | dict[str, list[floa
 
 
 def parse_metrics_row(line: Mapping[str, Any]) -> MetricsRow:
-    """Convert a line of metrics.jsonl back to a metrics row, without null values.
-
-    Raises ValueError for a value that is neither a number nor a histogram.
-    """
+    """Convert a line of metrics.jsonl back to a metrics row, without null values."""
     row: dict[str, float | Histogram] = {}
     for name, value in line.items():
         if name in NON_METRIC_KEYS or value is None:

@@ -90,7 +90,6 @@ class RunProgress:
         return evals
 
     def _collect_stages(self, numbers: Mapping[str, float]) -> None:
-        """Add the stages that a metrics row names, in order of appearance."""
         # idle/ before queue/depth/, so that generate, which has no queue, comes first.
         for prefix in (IDLE_PREFIX, DEPTH_PREFIX):
             for stage in select_prefix(numbers, prefix):
@@ -109,7 +108,7 @@ class RunProgress:
     def estimate_remaining_s(self, since_step_s: float = 0.0) -> float:
         """Estimate the seconds until the last step ends, from the median of recent step times.
 
-        `since_step_s` is the time since the latest step ended. NaN before the first step.
+        since_step_s: time since the latest step ended. NaN before the first step.
         """
         if not self.recent_step_s:
             return math.nan
@@ -130,8 +129,7 @@ class RunProgress:
         )
 
     def format_ledger_line(self) -> str:
-        """Return the ledger's equation, "9 admitted = 7 trained + ..."; "!=" if the sum is
-        wrong."""
+        """Return "9 admitted = 7 trained + ..."; with "!=" if the sum is wrong."""
         names = ("admitted", "trained", "filtered", "dropped", "in_flight")
         values = [self.get(LEDGER_PREFIX + name) for name in names]
         if not all(map(math.isfinite, values)):
@@ -149,8 +147,7 @@ def select_prefix(numbers: Mapping[str, float], prefix: str) -> dict[str, float]
 def render_sparkline(values: Sequence[float], width: int) -> str:
     """Render a series as a line of at most `width` block characters.
 
-    A longer series is cut into equal pieces, of which the means are shown. The lowest value is the
-    lowest block; a constant series is drawn at the bottom.
+    A longer series is cut into equal pieces, of which the means are shown.
     """
     count = min(len(values), max(width, 0))
     cuts = [i * len(values) // count for i in range(count + 1)] if count else [0]

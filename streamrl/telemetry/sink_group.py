@@ -61,8 +61,7 @@ class SinkGroup:
     def log_step(self, step: int, row: MetricsRow) -> None:
         """Forward the metrics row of a training step to all sinks.
 
-        Raises ValueError for an unknown metric name, or if `step` does not increase. So evaluations
-        of a step are part of its row (those of the base model: row of step 0).
+        Evaluations of a step are part of its row (those of the base model: row of step 0).
         """
         validate_row(row)
         if step <= self._last_step:
@@ -116,10 +115,7 @@ def check_resumable_sinks(config: TelemetryConfig, run_dir: Path) -> None:
 
 
 def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -> RunConsole | None:
-    """Create the console for a value of telemetry.console; None for "none".
-
-    kind: "auto" is live on a terminal that can redraw and shows Unicode, plain elsewhere.
-    """
+    """Create the console; "auto" is live on a terminal that can redraw and shows Unicode."""
     if kind == "none":
         return None
     console = console or Console(highlight=False)
@@ -136,7 +132,6 @@ def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -
 
 
 def _read_past_rows(run_info: RunInfo) -> Iterable[tuple[int, MetricsRow]]:
-    """Yield the steps and metrics rows of a resumed run up to its checkpoint."""
     for line in read_jsonl(run_info.run_dir / EVENTS_FILE):
         if line.get("event") == BASE_EVALUATION:
             yield 0, {name: value for name, value in line.items() if name.startswith("eval/")}

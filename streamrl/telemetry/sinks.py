@@ -28,7 +28,6 @@ class MetricsSink(Protocol):
 
     def log_step(self, step: int, row: MetricsRow) -> None:
         """Log the metrics row of a training step."""
-        pass
 
     def log_event(self, name: str, fields: EventFields) -> None:
         """Log an event between steps, such as a start, a crash, a drop or a stall."""
@@ -65,8 +64,6 @@ class JsonlSink:
         self._files: tuple[TextIO, ...] = ()
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open metrics.jsonl and events.jsonl. Raises ConfigError if they exist without a
-        resume."""
         metrics, events = self._paths
         with wrap_disk_errors(metrics.parent):
             metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -84,11 +81,7 @@ class JsonlSink:
             )
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Append the row of a training step to metrics.jsonl.
-
-        Step 0, the evaluation of the base model, becomes an event, so that every row is a trained
-        step.
-        """
+        """Append a row; step 0, the evaluation of the base model, becomes an event."""
         values = {name: to_json_value(value) for name, value in row.items()}
         if step == 0:
             self._write_line(1, {"time": self._clock(), "event": BASE_EVALUATION, **values})
@@ -100,7 +93,6 @@ class JsonlSink:
         self._write_line(1, {"time": self._clock(), "event": name, **to_json_fields(fields)})
 
     def close(self, summary: EventFields) -> None:
-        """Append the summary as the event "close", and close both files."""
         if not self._files:
             return
         with ExitStack() as closing:  # closes both files even if one fails
@@ -113,16 +105,12 @@ class JsonlSink:
                 self._files = ()
 
     def _write_line(self, index: int, line: Mapping[str, Any]) -> None:
-        """Write and flush a line to the file of this index: 0 for metrics, 1 for events."""
         with wrap_disk_errors(self._paths[index]):
             self._files[index].write(_format_line(line))
 
 
 class RolloutLog:
-    """Log of a few rollouts of every step as text: per line a prompt, its completions and scores.
-
-    A step has a file of its own, `rollouts/step_000012.jsonl`.
-    """
+    """Log of a few rollouts of every step: a prompt per line, in rollouts/step_000012.jsonl."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "rollouts"
@@ -135,8 +123,6 @@ class RolloutLog:
                 path.unlink()
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the sampled groups of a training step; no file without samples. Raises
-        DiskError."""
         if not samples:
             return
         lines = [json.dumps(sample, default=str, ensure_ascii=False) for sample in samples]
