@@ -119,7 +119,6 @@ class NodeGroup:
 
     @property
     def node_bytes_per_s(self) -> float:
-        """Network bandwidth of each node of the group, each direction."""
         return self.network_bytes_per_s or self.device.network_bytes_per_s
 
     def __str__(self) -> str:
@@ -145,7 +144,7 @@ class Cluster:
         """Parse a cluster: a comma-separated list of NxDEVICE or NODESxNxDEVICE, such as 2x8xA100.
 
         A suffix @GIGABITSGb sets the network of a node. Without NODES, N devices fill nodes of the
-        device's usual size. Raise ConfigError for any other text.
+        device's usual size.
         """
         groups = tuple(_parse_group(group_text.strip(), text) for group_text in text.split(","))
         with _prefix_errors(f"cluster {text}"):
@@ -156,8 +155,7 @@ class Cluster:
         """Read a cluster: {nodes: [{device: NAME, devices: N, count: N, network_gbps: X}]}.
 
         A device outside `DEVICES` is, instead of a NAME, a mapping of name, tflops, memory_gb,
-        memory_gbps, link_gbps and host_gbps; the last three in GB/s. `place` names the source in
-        errors. Raise ConfigError for an invalid entry.
+        memory_gbps, link_gbps and host_gbps; the last three in GB/s.
         """
         nodes = loose.get("nodes") if isinstance(loose, Mapping) else None
         if not isinstance(nodes, Sequence) or isinstance(nodes, str) or set(loose) != {"nodes"}:
@@ -176,12 +174,11 @@ class Cluster:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the cluster's devices are CPUs."""
         return any(group.device.name == CPU_DEVICE for group in self.node_groups)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all nodes of the cluster have the same devices and network."""
+        """Whether all nodes have the same devices and network."""
         return len(set(self._node_kinds)) == 1
 
     @property
@@ -190,13 +187,12 @@ class Cluster:
         return [0, *accumulate(group.num_devices for group in self.node_groups)][:-1]
 
     def find_node_group(self, device: int) -> NodeGroup:
-        """Return the node group of a device. Raise IndexError for a device outside the cluster."""
         if not 0 <= device < self.num_devices:
             raise IndexError(f"device {device} of {self.num_devices}")
         return self.node_groups[bisect_right(self.group_starts, device) - 1]
 
     def find_node(self, device: int) -> int:
-        """Return the number of the node that holds a device; nodes are numbered over all groups."""
+        """Return the number of the node that holds a device, over all groups."""
         at = bisect_right(self.group_starts, device) - 1
         before = sum(group.num_nodes for group in self.node_groups[:at])
         return before + (device - self.group_starts[at]) // self.node_groups[at].devices_per_node
@@ -248,11 +244,7 @@ _GROUP_PATTERN = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d
 
 
 def find_device(name: str, place: str) -> DeviceSpec:
-    """Return a device of `DEVICES` by name, ignoring case.
-
-    Raise ConfigError, which starts with `place` and suggests the nearest name, for an unknown
-    device.
-    """
+    """Return a device of `DEVICES` by name, ignoring case."""
     by_lowercase = {key.lower(): device for key, device in DEVICES.items()}
     if name.lower() in by_lowercase:
         return by_lowercase[name.lower()]
@@ -262,7 +254,7 @@ def find_device(name: str, place: str) -> DeviceSpec:
 
 
 def _parse_group(group_text: str, text: str) -> NodeGroup:
-    """Parse a node group such as 2x8xA100@200Gb; error messages quote `text`, the whole cluster."""
+    """Parse a node group such as 2x8xA100@200Gb; errors quote `text`, the whole cluster."""
     place = f"cluster {text}"
     match = _GROUP_PATTERN.fullmatch(group_text)
     if match is None:
@@ -307,7 +299,6 @@ class _DeviceEntry:
     host_gbps: float = PCIE_4 / GB
 
     def to_device(self, place: str) -> DeviceSpec:
-        """Convert the entry to a DeviceSpec. Raise ConfigError for a value out of bounds."""
         for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"):
             _check_quantity(f"{place}.{key}", vars(self)[key])
         return _make_device(
@@ -330,7 +321,6 @@ class _GroupEntry:
 
 
 def _check_quantity(name: str, value: float) -> None:
-    """Raise ConfigError unless a cluster file's number is within MIN_QUANTITY and MAX_QUANTITY."""
     if not MIN_QUANTITY <= value <= MAX_QUANTITY:
         raise ConfigError(
             f"{name}={value:g}: must be at least {MIN_QUANTITY:g} and at most {MAX_QUANTITY:g}"
@@ -338,7 +328,6 @@ def _check_quantity(name: str, value: float) -> None:
 
 
 def _read_group(entry: Any, place: str) -> NodeGroup:
-    """Read an entry of `nodes` in a cluster file. Raise ConfigError that names `place`."""
     if not isinstance(entry, Mapping) or "device" not in entry:
         raise ConfigError(f"{place}: must be a mapping with device and devices")
     device_entry = entry["device"]

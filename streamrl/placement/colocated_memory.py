@@ -35,7 +35,6 @@ class WorkerMemory:
 
     @property
     def generate_bytes(self) -> int:
-        """Bytes that a colocated worker holds while it samples or scores."""
         return (
             self._resident_bytes
             + self.kv_cache
@@ -44,7 +43,7 @@ class WorkerMemory:
 
     @property
     def train_bytes(self) -> int:
-        """Peak bytes of a colocated worker in training: in a micro-batch or an optimizer step."""
+        """Peak bytes in training: in a micro-batch or an optimizer step."""
         kv = 0 if self.releases_kv else self.kv_cache
         return (
             self._resident_bytes + self.optimizer + max(self.activations, self.update_buffers) + kv
@@ -54,8 +53,7 @@ class WorkerMemory:
         """Return the memory with the offloads that a budget in MiB requires; None means no budget.
 
         The KV cache is released during training, and the optimizer state is offloaded during
-        generation. Raise ConfigError with the sum of bytes if both measures together do not
-        suffice.
+        generation. Raise ConfigError with the sum of bytes if both do not suffice.
         """
         if budget_mb is None:
             return self
@@ -73,7 +71,7 @@ class WorkerMemory:
         return reduced
 
     def format_sum(self, phase: str) -> str:
-        """Format the worker's bytes in a phase, "train" or "generate", as a sum of parts in MB."""
+        """Format the bytes in a phase, "train" or "generate", as a sum of parts in MB."""
         parts = {
             "weights": self.weights,
             "the generator's weights": self.serving_weights,
@@ -92,10 +90,7 @@ class WorkerMemory:
 
     @property
     def summary_line(self) -> str:
-        """Console line: estimated memory of a colocated worker to generate and to train, in parts.
-
-        The line ends with what is freed to stay within `placement.memory_mb`.
-        """
+        """Console line: estimated memory to generate and to train, and what is offloaded."""
         offloads = ["", "; the KV cache is released while it trains"][self.releases_kv]
         if self.offloads_optimizer:
             offloads += "; the optimizer's state is offloaded while it generates"

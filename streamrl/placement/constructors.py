@@ -21,10 +21,7 @@ StageGrids = Mapping[str, RankGrid]
 
 
 def find_model_role(call: ModelCall) -> str:
-    """Return the role that owns the model a call computes with.
-
-    A role that follows a trained role, such as the generator, uses the model of the trained role.
-    """
+    """Return the role that owns the model of a call; a generator uses the policy's."""
     return call.followed_role or call.role
 
 
@@ -39,8 +36,7 @@ def placement_from_sets(
     """Build a placement from sets of models that share devices (HybridFlow's notation).
 
     `sets[i]`, given as role names, takes the next `sizes[i]` devices. The policy's set both
-    generates and trains. A model outside all sets has no devices. `grids` sets the parallelism by
-    stage. Raise ConfigError for a model in two sets, or a model that the dataflow lacks.
+    generates and trains. A model outside all sets has no devices.
     """
     dataflow_roles = {find_model_role(call) for call in dataflow.calls}
     set_roles = [role for roles in sets for role in roles]
@@ -74,8 +70,7 @@ def placement_from_ratios(
 
     `pools[i]` takes the next `sizes[i]` devices and maps each role to its fraction, above 0 and at
     most 1. Fractions below 1 lie side by side and start again at the first device when the pool is
-    full. A role outside all pools has no devices. Raise ConfigError if a fraction of a pool is not
-    a whole number of devices.
+    full. A role outside all pools has no devices.
     """
     calls: dict[str, CallAssignment] = {}
     for pool, pool_mesh in zip(pools, _make_consecutive_meshes(sizes), strict=True):
@@ -91,10 +86,7 @@ def placement_from_ratios(
 def placement_from_meshes(
     meshes: Mapping[str, tuple[str, str]], *, max_staleness: int = 0
 ) -> Placement:
-    """Build a placement from devices and grid by stage, such as {"generate": ("0-7", "1-2-4")}.
-
-    The grid gives pipeline-, tensor- and data-parallel size.
-    """
+    """Build a placement from devices and grid by stage: {"generate": ("0-7", "1-2-4")}."""
     calls = {
         stage: _assign_mesh(Mesh.from_text(devices), _parse_grid(stage, grid))
         for stage, (devices, grid) in meshes.items()
@@ -110,12 +102,10 @@ def _parse_grid(stage: str, text: str) -> RankGrid:
 
 
 def _make_consecutive_meshes(sizes: Sequence[int]) -> list[Mesh]:
-    """Return meshes of these sizes, side by side from device 0."""
     return [Mesh(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def _count_devices(role: str, ratio: float, size: int) -> int:
-    """Return `ratio * size` devices. Raise ConfigError unless that is a whole number."""
     count = round(ratio * size)
     if not 0 < ratio <= 1 or count < 1 or abs(count - ratio * size) > 1 / 1024:
         raise ConfigError(
@@ -125,5 +115,4 @@ def _count_devices(role: str, ratio: float, size: int) -> int:
 
 
 def _assign_mesh(mesh: Mesh, grid: RankGrid | None) -> CallAssignment:
-    """Assign a mesh with a rank grid; without a grid, with one data-parallel rank per device."""
     return CallAssignment(mesh, grid or RankGrid(1, 1, mesh.size))

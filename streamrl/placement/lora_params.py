@@ -17,8 +17,7 @@ def add_lora_adapters(
     """Return a model shape with LoRA adapters of this rank and, if present, a trained scalar head.
 
     Rank 0 adds no adapters: the whole model is trained. `targets` are suffixes of layer names;
-    empty means all layers but the head. Raise ConfigError, naming `setting`, for a target that
-    matches no layer.
+    empty means all layers but the head.
     """
     if not rank:
         return replace(shape, adapter_params=0)
@@ -52,7 +51,6 @@ def iter_linear_layers(shape: ModelShape) -> Iterator[tuple[str, int]]:
 
 
 def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]:
-    """Yield name and in_features + out_features of the linear layers of one layer's MLPs."""
     has_experts = bool(shape.experts) and layer >= shape.dense_layers
     width = shape.intermediate if has_experts else shape.dense_intermediate or shape.intermediate
     widths = {"": width}
@@ -67,5 +65,4 @@ def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]
 
 
 def is_lora_target(name: str, target: str) -> bool:
-    """Return whether a layer name ends with a target of trainer.lora_targets."""
     return name == target or name.endswith(f".{target}")

@@ -26,7 +26,6 @@ class Mesh:
 
     @classmethod
     def from_text(cls, text: str) -> "Mesh":
-        """Parse a mesh from device numbers, "0-7" or "3". Raise ConfigError for any other text."""
         first, _, last = text.partition("-")
         numbers = (first, last or first)
         if not all(number.isdecimal() for number in numbers) or int(first) > int(last or first):
@@ -41,7 +40,6 @@ class Mesh:
         return self.first < other.first + other.size and other.first < self.first + self.size
 
     def check_on_cluster(self, cluster: Cluster, place: str) -> None:
-        """Raise ConfigError, naming `place`, unless the cluster allows a mesh of these devices."""
         if self.first + self.size > cluster.num_devices:
             raise ConfigError(f"{place}: devices {self}; the cluster has {cluster.num_devices}")
         # Walk over the node groups that the mesh touches.
@@ -73,7 +71,6 @@ class Mesh:
         return cluster.find_node(self.first + self.size - 1) - cluster.find_node(self.first) + 1
 
     def find_node_groups(self, cluster: Cluster) -> list[NodeGroup]:
-        """Return the node groups of the cluster with a device in the mesh, in device order."""
         bounds = (self.first, self.first + self.size)
         return [
             group
@@ -100,15 +97,11 @@ class Mesh:
 
 
 def _find_group_start(cluster: Cluster, device: int) -> int:
-    """Return the number of the first device of a device's node group."""
     return max(start for start in cluster.group_starts if start <= device)
 
 
 def iter_meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:
-    """Yield every mesh that a cluster allows, small ones first.
-
-    uniform: leave out meshes that span different types of nodes.
-    """
+    """Yield every mesh that a cluster allows; uniform: within nodes of one type."""
     for group, start in zip(cluster.node_groups, cluster.group_starts, strict=True):
         for size in range(1, group.devices_per_node):
             if group.devices_per_node % size == 0:
@@ -120,8 +113,13 @@ def iter_meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:
 
 
 def list_node_runs(cluster: Cluster) -> list[Mesh]:
-    """Return the mesh of every run of consecutive whole nodes of a cluster."""
+    edges = list_node_edges(cluster)
+    return [Mesh(first, last - first) for i, first in enumerate(edges) for last in edges[i + 1 :]]
+
+
+def list_node_edges(cluster: Cluster) -> list[int]:
+    """Return the number of the first device of every node, and the number of devices."""
     edges = [0]
     for group in cluster.node_groups:
         edges += [edges[-1] + group.devices_per_node * (i + 1) for i in range(group.num_nodes)]
-    return [Mesh(first, last - first) for i, first in enumerate(edges) for last in edges[i + 1 :]]
+    return edges

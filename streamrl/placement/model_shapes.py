@@ -84,7 +84,6 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """Number of parameters of one layer's attention."""
         wide = self.heads * self.head_dim
         if self.kv_latent_width:
             # MLA projects down to the latent width, then up for keys and for values.
@@ -96,21 +95,17 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
-        """Number of layers with experts instead of a single MLP."""
         return self.layers - self.dense_layers if self.experts else 0
 
     @property
     def expert_params(self) -> int:
-        """Number of parameters of one expert."""
         return 3 * self.hidden * self.intermediate
 
     @property
     def routed_params(self) -> int:
-        """Number of parameters of all routed experts of all layers."""
         return self.moe_layers * self.experts * self.expert_params
 
     def _mlp_params(self, experts: int) -> int:
-        """Return MLP parameters of all layers, if each layer had `experts` routed experts."""
         plain = self.layers - self.moe_layers
         width = self.dense_intermediate or self.intermediate
         moe_params = self.expert_params * (experts + self.shared_experts)
@@ -119,7 +114,6 @@ class ModelShape:
 
     @property
     def embedding_params(self) -> int:
-        """Number of parameters of embedding and head together; tied weights count once."""
         head = self.hidden if self.has_scalar_head else self.vocab * self.hidden
         tied = self.has_tied_embeddings and not self.has_scalar_head
         return self.vocab * self.hidden + (0 if tied else head)
@@ -136,7 +130,6 @@ class ModelShape:
 
     @property
     def trained_fraction(self) -> float:
-        """Number of trained parameters over the number of all parameters of the model."""
         return self.adapter_params / self.num_params if self.adapter_params else 1.0
 
     @property
@@ -152,13 +145,10 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def to_critic(self) -> "ModelShape":
-        """Return the same model shape with a scalar head."""
         return replace(self, has_scalar_head=True, has_tied_embeddings=False)
 
     def to_model_spec(self, itemsize: int = BF16_BYTES) -> ModelSpec:
         """Return every tensor of the model and the dimension that tensor parallelism splits.
-
-        itemsize: bytes per value.
 
         Query, key and value are one tensor; so are gate and up, and the experts of a layer.
         """
@@ -182,10 +172,7 @@ class ModelShape:
         return TensorSpec("embedding", (self.vocab, self.hidden), positions, 0, itemsize=itemsize)
 
     def _layer_specs(self, layer: int, wide: int, narrow: int, itemsize: int) -> list[TensorSpec]:
-        """Return the tensors of one layer.
-
-        wide, narrow: output features of the query projection, and of key and value together.
-        """
+        """Return one layer's tensors; wide, narrow: features of query, and of key and value."""
         positions, name = (layer + 1,), f"layer.{layer}"
         row = (self.hidden,)
         tensors = [TensorSpec(f"{name}.norms", (2, *row), positions, itemsize=itemsize)]
@@ -225,7 +212,6 @@ class ModelShape:
         return tensors + self._mlp_specs(layer, itemsize)
 
     def _mlp_specs(self, layer: int, itemsize: int) -> list[TensorSpec]:
-        """Return the MLP tensors of one layer: a dense MLP, or router and experts."""
         positions, name = (layer + 1,), f"layer.{layer}"
         has_experts = bool(self.experts) and layer >= self.dense_layers
         width = self.intermediate if has_experts else self.dense_intermediate or self.intermediate
@@ -319,11 +305,7 @@ MODEL_SHAPES = {
 
 
 def load_model_shape(model: str) -> ModelShape:
-    """Return a model's shape by name in `MODEL_SHAPES`, or by path of a Hugging Face model.
-
-    A path is that of a model directory or its config.json. Raise ConfigError that suggests the
-    nearest name.
-    """
+    """Return a shape by name in `MODEL_SHAPES`, or by path of a model directory or config.json."""
     if model.lower() in MODEL_SHAPES:
         return MODEL_SHAPES[model.lower()]
     path = Path(model)
@@ -344,10 +326,7 @@ def load_model_shape(model: str) -> ModelShape:
 
 
 def _from_huggingface(config: Mapping[str, Any], place: str) -> ModelShape:
-    """Convert a Hugging Face config to a shape; of a multimodal config, only the language model.
-
-    place: path of the config, for the message of a ConfigError.
-    """
+    """Convert a Hugging Face config; of a multimodal one, only the language model."""
     name, hint = Path(place).parent.name, "; a config.json with a language model's sizes would do"
     text, architectures = config.get("text_config"), config.get("architectures")
     if isinstance(text, Mapping):

@@ -49,10 +49,6 @@ class CallAssignment:
     ep_size: int = 1
 
     def check_on_cluster(self, cluster: Cluster, place: str) -> None:
-        """Raise ConfigError unless the cluster has the mesh and the parallelism fits the mesh.
-
-        place: name of the call, for the message.
-        """
         self.mesh.check_on_cluster(cluster, place)
         if self.grid.num_ranks != self.mesh.size:
             raise ConfigError(
@@ -109,7 +105,6 @@ class Placement:
             )
 
     def overlaps(self, stage: str, other: str) -> bool:
-        """Return whether two stages of the placement share a device."""
         if stage not in self.assignments or other not in self.assignments:
             return False
         return self.assignments[stage].mesh.overlaps(self.assignments[other].mesh)
@@ -141,7 +136,6 @@ class Placement:
 
     @classmethod
     def from_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Placement":
-        """Invert `Placement.to_dict`. Raise ConfigError that names `place` and the wrong key."""
         entry = read_settings(_PlacementEntry, loose, section=place)
         calls = {}
         for stage, values in entry.calls.items():
@@ -152,8 +146,6 @@ class Placement:
 
 @dataclass
 class _PlacementEntry:
-    """A placement in a placement file."""
-
     calls: dict[str, Any]
     max_staleness: int = 0
     streamed: bool = True
@@ -170,7 +162,6 @@ class _CallEntry:
     expert: int = 1
 
     def to_assignment(self, place: str) -> CallAssignment:
-        """Convert the entry of a stage. Raise ConfigError, naming `place`, for an invalid grid."""
         try:
             grid = RankGrid.from_text(self.grid, self.order)
         except ValueError as error:

@@ -39,7 +39,6 @@ class PlacementProblem:
                 raise ConfigError(f"model of {needed}: missing; {call.stage} computes with it")
 
     def find_model(self, stage: str) -> ModelShape | None:
-        """Return the shape of the model that a stage computes with; None without a model."""
         call = next(call for call in self.dataflow.calls if call.stage == stage)
         return self.models.get(call.role) or self.models.get(call.followed_role)
 
@@ -109,30 +108,21 @@ class PlacementCosts(Protocol):
 
     @property
     def approximate_costs(self) -> "PlacementCosts":
-        """Cost model for a search: fast for thousands of placements, with a few percent error."""
+        """Cost model for a search: fast, with a few percent error."""
         ...
 
     def predict_timings(self, placement: Placement) -> StageTimings: ...
 
-    def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
-        """Return, by stage, the bytes per device that a placement's calls hold."""
-        ...
+    def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]: ...
 
     def explain_infeasible(self, placement: Placement) -> str:
         """Return why a placement is infeasible, such as lack of memory; empty if feasible."""
         ...
 
     def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
-        """Return seconds of a stage's work for one training step, alone on its devices.
-
-        Return inf if the devices lack memory.
-        """
+        """Return seconds of a stage's work for a step, alone on its devices; inf if short."""
         ...
 
     def first_rollouts_s(self, assignment: CallAssignment) -> float:
-        """Return seconds of generation until the first rollouts of a step are complete.
-
-        `assignment` places the generator, which has the devices for itself. Return inf if they lack
-        memory.
-        """
+        """Return seconds until a generator, alone on its devices, completes its first cut."""
         ...

@@ -33,12 +33,10 @@ class ResourceDemand:
 
     @property
     def requested_cpus(self) -> int:
-        """CPU slots that all actors of the demand request together."""
         return 0 if self.is_in_shared_slot else self.count * self.cpus
 
     @property
     def requested_gpus(self) -> int:
-        """GPUs that all actors of the demand request together."""
         return 0 if self.is_in_shared_slot else self.count * self.gpus
 
 
@@ -73,10 +71,11 @@ def choose_mode(
     """Return the first placement mode whose demands fit the cluster.
 
     options: demands by mode, in order of preference.
-
-    Raise ConfigError with the obstacle of each mode if no mode fits.
     """
-    obstacles = {mode: _explain_obstacle(option, capacity) for mode, option in options.items()}
+    obstacles = {
+        mode: option if isinstance(option, str) else describe_shortage(option, capacity)
+        for mode, option in options.items()
+    }
     first = next(iter(obstacles))
     for mode, obstacle in obstacles.items():
         if not obstacle:
@@ -86,13 +85,7 @@ def choose_mode(
     raise ConfigError(obstacles[first] + "".join(others))
 
 
-def _explain_obstacle(option: PlacementOption, capacity: ClusterCapacity) -> str:
-    """Return why a placement mode is impossible on a cluster, or an empty string."""
-    return option if isinstance(option, str) else describe_shortage(option, capacity)
-
-
 def check_fits(demands: Sequence[ResourceDemand], capacity: ClusterCapacity) -> None:
-    """Raise ConfigError that lists the demands if their sum exceeds the cluster's capacity."""
     if shortage := describe_shortage(demands, capacity):
         raise ConfigError(shortage)
 

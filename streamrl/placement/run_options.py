@@ -7,10 +7,7 @@ from streamrl.placement.config import DEFAULT_SLICE_S
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Settings of a run's config that affect its speed.
-
-    They are pipeline.depth, pipeline.on_stale, placement.slice_s, weights.publish_every,
-    reference.every (of an EMA reference) and filter.oversample (None for auto).
+    """Settings of a run's config that affect its speed; oversample None means auto.
 
     The planner replaces `depth` by the staleness bound of the placement that it evaluates.
     """
@@ -23,13 +20,11 @@ class RunOptions:
     oversample: float | None = 1.0
 
     def max_steps_ahead(self, max_staleness: int) -> int:
-        """Return how many steps generation may run ahead of training under this staleness bound."""
         return max_staleness if self.depth is None else self.depth
 
     def round_to_publish_every(self, steps: int) -> int:
         """Round a number of training steps down to a multiple of weights.publish_every.
 
-        Over such a number of steps, generators use each published version equally long, so means
-        over the steps are not biased.
+        Generators then use each published version equally long, so means are not biased.
         """
         return steps - steps % self.publish_every

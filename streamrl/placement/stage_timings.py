@@ -48,18 +48,12 @@ class GeneratorTiming:
     group_s: float = 0.0
 
     def decode_step_s(self, running: float, kv_tokens: float) -> float:
-        """Return seconds of a decode step; `kv_tokens` counts the tokens of all `running`
-        rollouts."""
         memory = self.weights_s + self.kv_token_s * kv_tokens
         compute = self.compute_rollout_s * running
         return max(memory, compute) + self.step_s + self.rollout_s * running
 
     def decode_steps_s(self, running: Array, kv_tokens: Array) -> Array:
-        """Return seconds of each of several decode steps, float64 with the shape of the arguments.
-
-        running: rollouts in each decode step.
-        kv_tokens: tokens of these rollouts in the KV cache.
-        """
+        """Return seconds of each decode step, float64 with the shape of the arguments."""
         memory = self.weights_s + self.kv_token_s * kv_tokens
         compute = self.compute_rollout_s * running
         return np.maximum(memory, compute) + self.step_s + self.rollout_s * running
@@ -67,9 +61,8 @@ class GeneratorTiming:
     def decode_run_s(self, running: int, kv_tokens: float, steps: int) -> float:
         """Return seconds of `steps` consecutive decode steps of the same rollouts, in closed form.
 
-        `kv_tokens` counts the tokens in the KV cache at the start. Each rollout gains a token per
-        step, so memory reads take longer from step to step: the first steps may be compute-bound,
-        and all steps afterwards are memory-bound.
+        kv_tokens: tokens in the KV cache at the start. Each rollout gains a token per step, so the
+        first steps may be compute-bound, and all steps afterwards are memory-bound.
         """
         first = self.weights_s + self.kv_token_s * kv_tokens
         growth = self.kv_token_s * running
@@ -90,12 +83,7 @@ class GeneratorTiming:
         )
 
     def memory_bound_s(self, steps: Array, tokens: Array, kv_tokens: Array) -> Array:
-        """Return seconds of memory-bound decode steps from totals over these steps.
-
-        steps: number of decode steps.
-        tokens: sampled tokens.
-        kv_tokens: tokens read from the KV cache.
-        """
+        """Return seconds of memory-bound decode steps from totals over these steps."""
         per_step = self.weights_s + self.step_s
         return steps * per_step + tokens * self.rollout_s + kv_tokens * self.kv_token_s
 
@@ -114,7 +102,6 @@ class ScoreTiming:
     token_s: float
 
     def scale_duration(self, times: float) -> "ScoreTiming":
-        """Return the timing of a scorer that takes `times` as long for every batch."""
         return replace(
             self,
             batch_s=self.batch_s * times,
@@ -123,7 +110,6 @@ class ScoreTiming:
         )
 
     def batch_duration_s(self, rollouts: float, tokens: float) -> float:
-        """Return seconds to score a batch; `tokens` counts its prompts and completions."""
         return self.batch_s + self.rollout_s * rollouts + self.token_s * tokens
 
 
@@ -146,10 +132,7 @@ class TrainTiming:
     round_s: float = 0.0
 
     def passes_s(self, micro_batches: float, tokens: float) -> float:
-        """Return seconds of forward and backward passes, spread over all data-parallel ranks.
-
-        micro_batches, tokens: totals of the step over all ranks.
-        """
+        """Return seconds of passes from totals of the step over all data-parallel ranks."""
         return (self.micro_batch_s * micro_batches + self.token_s * tokens) / self.dp_size
 
 

@@ -46,7 +46,6 @@ class CallCost:
 
     @cached_property
     def memory_bytes_per_s(self) -> float:
-        """Memory bandwidth of the device with the slowest memory."""
         groups = self.assignment.mesh.find_node_groups(self.cluster)
         return min(group.device.memory_bytes_per_s for group in groups)
 
@@ -71,8 +70,8 @@ class CallCost:
     def compute_s(self, flops: float, fraction: float) -> float:
         """Return the seconds that a replica computes for `flops`, the forward FLOPs of a token.
 
-        fraction: achieved fraction of peak FLOP/s for wide matrices.
-        Expert parallelism does not change the FLOPs of a replica: as many as its own tokens need.
+        fraction: achieved fraction of peak FLOP/s for wide matrices. Expert parallelism does not
+        change the FLOPs of a replica: as many as its own tokens need.
         """
         routed = routed_flops(self.shape)
         constants, shape = self.constants, self.shape
@@ -91,7 +90,6 @@ class CallCost:
 
     @property
     def forward_token_flops(self) -> float:
-        """Mean forward FLOPs per token of a rollout of mean length."""
         return token_flops(self.shape, self.workload.rollout_tokens)
 
     @property
@@ -101,10 +99,7 @@ class CallCost:
 
     @property
     def trained_params(self) -> float:
-        """Trained part of `device_params`: everything, or with LoRA the adapters.
-
-        Adapters are split over ranks like the model.
-        """
+        """Trained part of `device_params`: everything, or with LoRA the adapters."""
         return self.device_params * self.shape.trained_fraction
 
     @property
@@ -116,15 +111,13 @@ class CallCost:
 
     @property
     def moe_layers(self) -> float:
-        """Expert (MoE) layers per pipeline stage."""
         return self.shape.moe_layers / self.pp_size
 
     @property
     def all_reduces_per_layer(self) -> float:
         """Mean tensor-parallel all-reduces per layer of a forward pass.
 
-        With expert parallelism a rank holds whole experts, so expert layers need no all-reduce
-        after the MLP.
+        Expert layers need none after the MLP if a rank holds whole experts.
         """
         expert_layers = self.shape.moe_layers / self.shape.layers if self.ep_size > 1 else 0.0
         return ALL_REDUCES_PER_LAYER - expert_layers
@@ -133,8 +126,7 @@ class CallCost:
     def expert_token_s(self) -> float:
         """Seconds of expert-parallel all-to-alls per token, over all layers of a pipeline stage.
 
-        A copy of the token goes to each of its experts; each tensor-parallel rank sends a part of
-        the copy.
+        Each expert of the token gets a copy; each tensor-parallel rank sends a part of it.
         """
         copies = self.shape.experts_per_token * self.hidden_bytes / self.tp_size
         return (
@@ -149,8 +141,7 @@ class CallCost:
         """Fixed seconds per micro-batch in the expert layers of a pipeline stage.
 
         They are the latency of all-to-alls, the host's sorting of tokens, and padding: grouped
-        GEMMs compute whole blocks of rows, and the last block of an expert is half empty on
-        average.
+        GEMMs compute whole blocks of rows, the last one half empty on average.
         """
         exchanges = EXPERT_ALL_TO_ALLS * self.parallel_groups.expert.all_to_all_latency_s
         return self.moe_layers * (
@@ -159,7 +150,6 @@ class CallCost:
 
     @property
     def _expert_padding_s(self) -> float:
-        """Seconds per expert layer that grouped GEMMs spend on padding rows."""
         constants, shape = self.constants, self.shape
         if not shape.experts:
             return 0.0
@@ -172,7 +162,6 @@ class CallCost:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of a token's bfloat16 activations between layers."""
         return self.shape.hidden * BF16_BYTES
 
     @property
@@ -192,10 +181,7 @@ class CallCost:
         return self.hidden_bytes * self.parallel_groups.pipeline.send_byte_s
 
     def count_micro_batches(self, fewest: int, rollouts: float) -> int:
-        """Return the micro-batches into which a replica splits `rollouts` rollouts.
-
-        They are at least `fewest`; a pipeline splits into more, which shortens its bubbles.
-        """
+        """Return at least `fewest`; a pipeline splits into more, which shortens its bubbles."""
         if self.pp_size == 1:
             return fewest
         target = min(self.pp_size * self.constants.stage_micro_batches, int(rollouts))

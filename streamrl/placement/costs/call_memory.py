@@ -32,7 +32,6 @@ class TrainStateBytes:
 
     @classmethod
     def from_call_cost(cls, cost: CallCost) -> "TrainStateBytes":
-        """Return the bytes per device of a call's training state, after ZeRO sharding."""
         constants, stage = cost.constants, cost.assignment.zero_stage
         trained_fraction = cost.shape.trained_fraction
 
@@ -52,12 +51,10 @@ class TrainStateBytes:
         return self.weights + self.gradients + self.optimizer
 
     def offloaded_bytes(self, constants: CostConstants) -> float:
-        """Return bytes of the training state that move to the host while the call is idle."""
         optimizer = self.optimizer if constants.offloads_optimizer else 0.0
         return optimizer + (self.weights if constants.offloads_weights else 0.0)
 
     def resident_bytes(self, constants: CostConstants) -> float:
-        """Return bytes of the training state that stay on the device while the call is idle."""
         gradients = self.gradients if constants.offloads_weights else 0.0
         return self.total_bytes - gradients - self.offloaded_bytes(constants)
 
@@ -65,7 +62,7 @@ class TrainStateBytes:
 def train_memory(cost: CallCost, *, offload_idle: bool = False) -> CallMemory:
     """Return a training call's memory per device: its state and the activations of micro-batches.
 
-    offload_idle: other calls share the devices in turn, so part of the state may move to the host.
+    offload_idle: other calls share the devices, so part of the state may move to the host.
     """
     state = TrainStateBytes.from_call_cost(cost)
     resident = state.resident_bytes(cost.constants) if offload_idle else state.total_bytes
@@ -79,7 +76,7 @@ def train_memory(cost: CallCost, *, offload_idle: bool = False) -> CallMemory:
 def _activation_bytes(cost: CallCost) -> float:
     """Return activation bytes of a training call's first pipeline stage, which holds the most.
 
-    They are the activations of all micro-batches in flight, and the logits of a micro-batch.
+    They are those of all micro-batches in flight, and the logits of one.
     """
     constants, shape = cost.constants, cost.shape
     micro_batches, tokens = num_micro_batches(cost), max_train_tokens(cost)
@@ -92,7 +89,6 @@ def _activation_bytes(cost: CallCost) -> float:
 
 
 def max_train_tokens(cost: CallCost) -> float:
-    """Return the tokens of a replica's largest training micro-batch."""
     tokens = replica_tokens(cost)
     if cost.pp_size > 1:
         return tokens / num_micro_batches(cost)
@@ -100,38 +96,32 @@ def max_train_tokens(cost: CallCost) -> float:
 
 
 def _logit_bytes(cost: CallCost, tokens: float) -> float:
-    """Return the bytes of the logits, or of a scalar head's values, for `tokens` tokens."""
     entries = 1 if cost.shape.has_scalar_head else cost.shape.vocab / cost.tp_size
     return tokens * entries * cost.constants.logit_bytes
 
 
 def score_active_bytes(cost: CallCost) -> float:
-    """Return bytes to compute a scoring batch: the activations of a layer, and the logits."""
     tokens = max_score_tokens(cost)
     layer = tokens * cost.shape.hidden * cost.constants.activation_bytes / cost.tp_size
     return layer + _logit_bytes(cost, tokens)
 
 
 def max_score_tokens(cost: CallCost) -> float:
-    """Return the most tokens that a scoring replica computes at once."""
     workload, constants = cost.workload, cost.constants
     batch = groups_in_batch(workload, constants) * workload.group_size
     return min(constants.score_tokens, batch * workload.rollout_tokens)
 
 
 def serving_weight_bytes(cost: CallCost) -> float:
-    """Return weight bytes per device of a call that generates or scores."""
     return cost.device_params * cost.constants.served_bytes
 
 
 def weight_load_s(cost: CallCost) -> float:
-    """Return seconds per step to load a scoring model's offloaded weights from the host."""
     is_offloaded = cost.constants.offloads_weights
     return serving_weight_bytes(cost) * cost.host_byte_s if is_offloaded else 0.0
 
 
 def state_offload_s(cost: CallCost) -> float:
-    """Return seconds per step to load the training state from the host and to offload it again."""
     return (
         2 * TrainStateBytes.from_call_cost(cost).offloaded_bytes(cost.constants) * cost.host_byte_s
     )
@@ -144,5 +134,4 @@ def rollout_kv_bytes(cost: CallCost, tokens: float) -> float:
 
 
 def usable_bytes(memory_bytes: float, constants: CostConstants) -> float:
-    """Return the part of a device's memory that calls may use, without the reserve."""
     return memory_bytes * (1 - constants.memory_reserve_fraction)

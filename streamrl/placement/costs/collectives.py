@@ -12,9 +12,7 @@ from streamrl.resharding.grids import RankGrid
 class CollectiveGroup:
     """Ranks that communicate in a collective, `ranks_per_node` of them on each node.
 
-    link_bytes_per_s: bandwidth of a device within its node.
-    network_bytes_per_s: a device's share of the node's network when all devices of the node
-      communicate.
+    network_bytes_per_s: a device's share of the node's network when all devices communicate.
     """
 
     ranks: int
@@ -47,7 +45,7 @@ class CollectiveGroup:
 
     @property
     def all_gather_latency_s(self) -> float:
-        """Seconds of an all-gather or reduce-scatter that do not depend on the bytes."""
+        """Seconds of an all-gather or reduce-scatter besides the bytes."""
         if self.ranks == 1:
             return 0.0
         hops = (self.ranks_per_node - 1) * self.constants.link_hop_s
@@ -56,22 +54,18 @@ class CollectiveGroup:
 
     @property
     def all_reduce_latency_s(self) -> float:
-        """Seconds of an all-reduce that do not depend on the bytes."""
         return max(0.0, 2 * self.all_gather_latency_s - self.constants.collective_s)
 
     @property
     def all_to_all_byte_s(self) -> float:
-        """Seconds per byte of a rank's send buffer in an all-to-all, its own part included.
-
-        Traffic within a node and between nodes overlaps.
-        """
+        """Seconds per byte of a rank's send buffer; node and network traffic overlap."""
         within = (self.ranks_per_node - 1) / self.ranks / self.link_bytes_per_s
         between = (self.ranks - self.ranks_per_node) / self.ranks / self.network_bytes_per_s
         return max(within, between)
 
     @property
     def all_to_all_latency_s(self) -> float:
-        """Latency of an all-to-all: that of a single send, because all ranks send at once."""
+        """Latency of a single send, because all ranks send at once."""
         return self.send_latency_s
 
     @property
@@ -84,7 +78,6 @@ class CollectiveGroup:
 
     @property
     def send_latency_s(self) -> float:
-        """Latency of a send to the next rank of the group; 0 for a single rank."""
         if self.ranks == 1:
             return 0.0
         constants = self.constants
@@ -96,10 +89,7 @@ class CollectiveGroup:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Process groups of a model on a mesh: a typical group for each dimension of parallelism.
-
-    All groups of a dimension have equal sizes and bandwidths.
-    """
+    """Process groups of a model: a typical group for each dimension of parallelism."""
 
     tensor: CollectiveGroup
     pipeline: CollectiveGroup
@@ -113,8 +103,7 @@ def build_parallel_groups(
     """Return the process groups of a model on a mesh, with the number of ranks that share a node.
 
     If neighbors in a group are s ranks apart in the grid's order, n / s of them share a node of n
-    devices.
-    expert: number of expert-parallel ranks.
+    devices. expert: number of expert-parallel ranks.
     """
     per_node = mesh.count_devices_per_node(cluster)
     kinds = mesh.find_node_groups(cluster)

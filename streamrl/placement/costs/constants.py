@@ -231,15 +231,11 @@ class CostConstants:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> "CostConstants":
-        """Return the default constants for a cluster; any CPU device selects `CPU_CONSTANTS`."""
         return CPU_CONSTANTS if cluster.is_cpu else cls()
 
     @classmethod
     def from_yaml(cls, path: Path, defaults: "CostConstants | None" = None) -> "CostConstants":
-        """Read constants from a YAML file; names that the file lacks keep their `defaults`.
-
-        Raise ConfigError for an invalid file.
-        """
+        """Read constants from a YAML file; names that the file lacks keep their `defaults`."""
         try:
             values = read_small_yaml(path)
         except (OSError, ValueError) as error:
@@ -252,10 +248,9 @@ class CostConstants:
     def from_dict(
         cls, loose: Mapping[str, Any], defaults: "CostConstants | None" = None, *, place: str
     ) -> "CostConstants":
-        """Return constants with the values of `loose`; names that it lacks keep their `defaults`.
+        """Return constants with the values of `loose`; other names keep their `defaults`.
 
-        Raise ConfigError for an invalid value or name; the message begins with `place` and suggests
-        the nearest valid name.
+        place: beginning of error messages.
         """
         return read_settings(cls, asdict(defaults or cls()) | dict(loose), section=place)
 

@@ -13,17 +13,15 @@ FORWARD_BACKWARD_PASSES = 3
 
 
 def forward_flops(shape: ModelShape, tokens: float, squared_lengths: float) -> float:
-    """Return the FLOPs of a forward pass over `tokens` tokens.
+    """Return the FLOPs of a forward pass over `tokens` tokens; the embedding is a look-up.
 
-    squared_lengths: sum of the squared lengths of the tokens' sequences, for attention. The
-      embedding is a look-up without FLOPs.
+    squared_lengths: sum of the squared lengths of the tokens' sequences, for attention.
     """
     attention = 4 * shape.layers * shape.heads * shape.head_dim * squared_lengths
     return 2 * shape.active_matmul_params * tokens + attention
 
 
 def token_flops(shape: ModelShape, length: float) -> float:
-    """Return the mean forward FLOPs per token of a sequence with `length` tokens."""
     return forward_flops(shape, 1.0, length)
 
 
@@ -38,8 +36,5 @@ def routed_flops(shape: ModelShape) -> float:
 
 
 def achieved_fraction(fraction: float, width: float, constants: CostConstants) -> float:
-    """Return the fraction of peak FLOP/s that products with matrices of this width achieve.
-
-    fraction: limit for wide matrices; at width `constants.half_width` half of it is achieved.
-    """
+    """Return the fraction of peak FLOP/s achieved; `fraction` is the limit for wide matrices."""
     return fraction * width / (width + constants.half_width)

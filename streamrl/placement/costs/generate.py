@@ -11,7 +11,6 @@ from streamrl.placement.stage_timings import GeneratorTiming
 def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: CostConstants) -> float:
     """Return bytes per device of a token's keys and values.
 
-    tensor, stages: number of tensor-parallel ranks and of pipeline stages.
     Tensor-parallel ranks split the heads; with more ranks than heads, some ranks hold the same
     heads. Every rank holds the whole MLA latent.
     """
@@ -24,8 +23,6 @@ def decode_step_params(
 ) -> float:
     """Return the parameters that a device reads in a decode step of `running` rollouts.
 
-    tensor, stages, expert: number of tensor-parallel ranks, pipeline stages and expert-parallel
-      ranks.
     A device reads only those experts that some token needs, assuming uniform random routing. With
     expert parallelism the tokens of all replicas of the expert group count.
     """
@@ -47,8 +44,7 @@ def decode_step_params(
 def running_rollouts(cost: CallCost, kv_tokens: float) -> float:
     """Return how many rollouts a generator replica runs at a time.
 
-    The rollouts per replica, `max_running` and the tokens that fit into the KV cache are limits.
-    The estimate uses full lengths, because rollouts that start together reach full length together.
+    The estimate uses full lengths, because rollouts that start together reach them together.
     """
     workload = cost.workload
     replica_rollouts = workload.sampled_workload.num_rollouts / cost.dp_size
@@ -98,7 +94,6 @@ def generator_timing(cost: CallCost, kv_room_bytes: float) -> GeneratorTiming:
 
 
 def _prefill_token_s(cost: CallCost) -> float:
-    """Return prefill seconds per prompt token; pipeline stages run one after the other."""
     flops = token_flops(cost.shape, cost.workload.prompt_tokens)
     compute = cost.compute_s(flops, cost.constants.forward_flops_fraction)
     return (

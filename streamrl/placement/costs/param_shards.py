@@ -15,8 +15,6 @@ def build_model_spec(shape: ModelShape, itemsize: int) -> ModelSpec:
 def stage_params(shape: ModelShape, stages: int, tensor: int, expert: int = 1) -> tuple[int, ...]:
     """Return the parameters of a tensor-parallel rank in each pipeline stage.
 
-    stages, tensor, expert: number of pipeline stages, of tensor-parallel and of expert-parallel
-      ranks.
     Every rank holds unsplit tensors, such as routers, and repeated KV heads if there are fewer
     heads than ranks. With `expert` > 1 a rank holds whole experts instead of slices. Raise
     ValueError if a dimension does not divide.
@@ -39,15 +37,10 @@ def stage_params(shape: ModelShape, stages: int, tensor: int, expert: int = 1) -
 
 
 def max_stage_params(shape: ModelShape, stages: int, tensor: int, expert: int = 1) -> int:
-    """Return the parameters of a tensor-parallel rank in the largest pipeline stage.
-
-    Raise ValueError if a dimension of the model does not divide.
-    """
     return max(stage_params(shape, stages, tensor, expert))
 
 
 def _max_rank_elements(spec: TensorSpec, shape: ModelShape, tensor: int, expert: int) -> int:
-    """Return the elements of a tensor on the tensor- or expert-parallel rank that holds most."""
     if expert > 1 and is_expert_tensor(spec, shape):
         expert_elements = spec.numel // (shape.experts + shape.shared_experts)
         routed = expert_elements * shape.experts // expert
@@ -58,7 +51,6 @@ def _max_rank_elements(spec: TensorSpec, shape: ModelShape, tensor: int, expert:
 
 
 def _max_split_elements(spec: TensorSpec, tensor: int) -> int:
-    """Return the elements of a tensor's largest tensor-parallel shard."""
     return max(
         sum(box.numel for box in spec.split_tensor(index, tensor)) for index in range(tensor)
     )

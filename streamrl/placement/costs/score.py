@@ -15,10 +15,7 @@ def groups_in_batch(workload: Workload, constants: CostConstants) -> int:
 
 
 def score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming:
-    """Return the timing of a scoring replica.
-
-    loading_s: time to load offloaded weights, once a step; the step's batches share this time.
-    """
+    """Return the timing of a scoring replica; a step's batches share `loading_s`."""
     constants, workload = cost.constants, cost.workload
     batch = groups_in_batch(workload, constants)
     batches = max(1, math.ceil(workload.groups_per_step / batch / cost.dp_size))
@@ -49,7 +46,6 @@ def score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming:
 
 
 def rule_timing(constants: CostConstants) -> ScoreTiming:
-    """Return the timing of a rule-based reward, which has neither model nor devices."""
     return ScoreTiming(
         1, batch=1, batch_s=constants.rule_group_s, rollout_s=constants.rule_rollout_s, token_s=0.0
     )

@@ -31,8 +31,6 @@ SHARDS_PARAMETERS = 3
 
 @dataclass(frozen=True)
 class ClusterNodes(NodeTopology):
-    """Node of every device of a cluster; nodes may differ in size."""
-
     node_by_device: tuple[int, ...] = ()
 
     @classmethod
@@ -112,18 +110,14 @@ class WeightTraffic:
     ) -> CopyPlan:
         """Return the copy plan of a version from the trainer `source` to the follower `target`.
 
-        full: plan every layer and replica separately, although equal layers and replicas could
-          share a plan.
+        full: plan every layer and replica separately, although equal ones could share a plan.
         """
         return _TransferPlanner(
             shape, source, target, self._nodes, self._constants.served_bytes
         ).build_plan(full=full)
 
     def report_duration_s(self, report: BytesReport) -> float:
-        """Return the transfer time, s: the longest of any device's links and of any node's network.
-
-        Links and network run at full speed in both directions at once.
-        """
+        """Return the longest time of any link and network; both directions run at full speed."""
         longest = 0.0
         for device, counts in report.rank_bytes.items():
             link_bytes = max(counts.received_by_link["node"], counts.sent_by_link["node"])
@@ -150,11 +144,9 @@ class WeightTraffic:
 
     @property
     def _has_one_dtype(self) -> bool:
-        """Whether trained and served weights have as many bytes per element."""
         return self._constants.weight_bytes == self._constants.served_bytes
 
     def _location_key(self, source: Mesh, target: Mesh) -> Hashable:
-        """Return a key that is equal for pairs of meshes with equal transfer time."""
         kinds = (
             tuple(source.find_node_groups(self._cluster)),
             tuple(target.find_node_groups(self._cluster)),
@@ -184,7 +176,6 @@ class _TransferPlanner:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the trainer shards its weights over replicas (ZeRO stage 3)."""
         return self.source.zero_stage >= SHARDS_PARAMETERS and self.source.grid.dp_size > 1
 
     @property
@@ -199,7 +190,6 @@ class _TransferPlanner:
         )
 
     def build_plan(self, *, full: bool) -> CopyPlan:
-        """Return the copy plan; `full` plans every layer and replica separately."""
         parts = 1 if full or self.is_sharded else self._count_equal_parts()
         train = replace(self.source.grid, dp_size=self.source.grid.dp_size // parts)
         follow = replace(self.target.grid, dp_size=self.target.grid.dp_size // parts)
@@ -215,7 +205,6 @@ class _TransferPlanner:
     def _make_source_layout(
         self, spec: ModelSpec, train_grid: RankGrid, first_rank: int
     ) -> ModelLayout:
-        """Return the shards on each rank of the trained model, flat ranges under ZeRO-3."""
         ranks = replace(train_grid.assign_ranks(), first_rank=first_rank)
         layout = create_layout(spec, ranks)
         return partition_zero3(layout, ranks.list_dp_groups()) if self.is_sharded else layout
@@ -225,8 +214,7 @@ class _TransferPlanner:
     ) -> RankAssignment:
         """Assign the follower's ranks to devices.
 
-        On the trainer's devices, each device gets a rank that needs many of the weights already
-        there; elsewhere ranks are in order.
+        On the trainer's devices, each gets a rank that needs many of the weights already there.
         """
         first = self.target.mesh.first
         if self.source.mesh != self.target.mesh:
@@ -243,9 +231,8 @@ class _TransferPlanner:
     def _count_equal_parts(self) -> int:
         """Return the number of device sets with equal, independent transfers; one set is planned.
 
-        On shared devices a set is the smallest block with whole replicas of trainer and follower.
-        On separate devices a set is some whole nodes of the trainer, and the follower's nodes that
-        they serve. Returns 1 without such a division.
+        On shared devices a set is the smallest block with whole replicas of trainer and follower;
+        on separate devices, some whole nodes of the trainer and the nodes that they serve.
         """
         train, follow = self.source.grid, self.target.grid
         if train.order != "hf" or follow.order != "hf" or len(set(self.nodes.node_by_device)) == 1:
@@ -308,13 +295,11 @@ def _merge_tensors(
 
 
 def _list_place_stages(num_places: int, stages: int) -> list[int]:
-    """Return the pipeline stage of each pipeline position."""
     counts = split_stages_evenly(num_places, stages)
     return [stage for stage, count in enumerate(counts) for _ in range(count)]
 
 
 def _max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
-    """Return the follower's bytes beyond the trained weights it aliases, on the fullest device."""
     source_bytes: dict[int, int] = {}
     for rank, shards in plan.source.shards.items():
         if id(shards) not in source_bytes:
@@ -326,7 +311,6 @@ def _max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
 
 
 def _network_bytes_by_node(report: BytesReport, nodes: NodeTopology) -> Counter[int]:
-    """Return, by node, the bytes it receives or sends over the network, whichever are more."""
     received: Counter[int] = Counter()
     sent: Counter[int] = Counter()
     for device, counts in report.rank_bytes.items():

@@ -52,8 +52,7 @@ class SearchState:
 class AnnealingSearch:
     """Search for the best placement within a staleness bound.
 
-    `aheads` lists how many steps generation may run ahead. `streamed` lists the allowed values of
-    `SearchState.is_streamed`.
+    aheads, streamed: allowed values of the fields of `SearchState`.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class AnnealingSearch:
 
     @property
     def is_small_cluster(self) -> bool:
-        """Whether a descent tries every option of a role, and pairs of roles."""
         return len(self._meshes) <= SMALL_CLUSTER_MESHES
 
     def state_step_s(self, state: SearchState, limit_s: float = math.inf) -> float:
@@ -105,8 +103,7 @@ class AnnealingSearch:
         )
 
     def run(self, start: SearchState, proposals: int) -> tuple[SearchState, float]:
-        """Anneal a start state with this many proposals; return the best state and its step
-        time."""
+        """Anneal a start state with this many proposals; return the best state and step time."""
         moves: list[Callable[[SearchState], SearchState | None]] = [
             self._change_grid,
             self._change_grid,
@@ -146,10 +143,7 @@ class AnnealingSearch:
         return bool(self._rng.random() < math.exp((cost - proposed_cost) / (temperature * cost)))
 
     def descend_by_role(self, state: SearchState, cost: float) -> tuple[SearchState, float]:
-        """Move roles, then pairs of roles, while the step time falls; return state and step time.
-
-        cost: step time of `state`.
-        """
+        """Move roles, then pairs of roles, while the step time `cost` falls; return both."""
         groups: list[tuple[str, ...]] = [(role,) for role in state.assignments]
         if self.is_small_cluster:
             groups += itertools.combinations(state.assignments, 2)
@@ -168,11 +162,7 @@ class AnnealingSearch:
         return state, cost
 
     def _list_descent_options(self, state: SearchState, role: str) -> list[CallAssignment]:
-        """Return the options of a role that a descent tries.
-
-        They are all options on a small cluster, else those on meshes in use and on neighboring
-        meshes.
-        """
+        """List all options on a small cluster, else those on used and neighboring meshes."""
         if self.is_small_cluster:
             return [
                 option for mesh in self._meshes for option in self._choices.list_options(role, mesh)
@@ -190,10 +180,7 @@ class AnnealingSearch:
         return options
 
     def rearrange_roles(self, state: SearchState, cost: float) -> tuple[SearchState, float]:
-        """Redistribute roles over the meshes in use, then descend from the best redistributions.
-
-        cost: step time of `state`. Return the best state, which may be `state`, and its step time.
-        """
+        """Redistribute roles over the meshes in use, then descend from the best few."""
         rearranged = [
             replace(state, assignments=roles)
             for roles in iter_rearrangements(
@@ -218,8 +205,7 @@ class AnnealingSearch:
         return names[self._rng.integers(len(names))]
 
     def _draw_option(self, role: str, mesh: Mesh) -> CallAssignment | None:
-        """Draw a parallelism of a role on a mesh, half of the time the fastest; None without
-        any."""
+        """Draw a parallelism of a role on a mesh, half of the time the fastest."""
         options = self._choices.list_options(role, mesh)
         if not options:
             return None
@@ -228,14 +214,12 @@ class AnnealingSearch:
         return options[self._rng.integers(min(FASTEST_OPTIONS, len(options)))]
 
     def _change_grid(self, state: SearchState) -> SearchState | None:
-        """Draw a role and give it another parallelism on the same mesh."""
         role = self._draw_role(state)
         options = self._choices.list_options(role, state.assignments[role].mesh)
         option = options[self._rng.integers(len(options))]
         return replace(state, assignments={**state.assignments, role: option})
 
     def _place_roles(self, state: SearchState, moved: Mapping[str, Mesh]) -> SearchState | None:
-        """Move each role to the mesh in `moved` with a drawn parallelism."""
         roles: dict[str, CallAssignment] = dict(state.assignments)
         for role, mesh in moved.items():
             option = self._draw_option(role, mesh)
@@ -245,24 +229,20 @@ class AnnealingSearch:
         return replace(state, assignments=roles)
 
     def _change_mesh(self, state: SearchState) -> SearchState | None:
-        """Move a random role to a random mesh."""
         mesh = self._meshes[self._rng.integers(len(self._meshes))]
         return self._place_roles(state, {self._draw_role(state): mesh})
 
     def _join_role(self, state: SearchState) -> SearchState | None:
-        """Move a random role to the mesh of another role."""
         role, other = self._draw_role(state), self._draw_role(state)
         return self._place_roles(state, {role: state.assignments[other].mesh})
 
     def _move_set(self, state: SearchState) -> SearchState | None:
-        """Move all roles of a mesh to a neighboring mesh."""
         current_mesh = state.assignments[self._draw_role(state)].mesh
         neighbors = self._mesh_neighbors.find_neighbors(current_mesh)
         mesh = neighbors[self._rng.integers(len(neighbors))]
         return self._refit_sets(state, {current_mesh: mesh})
 
     def _swap_roles(self, state: SearchState) -> SearchState | None:
-        """Swap the meshes of two random roles."""
         role, other = self._draw_role(state), self._draw_role(state)
         return self._place_roles(
             state, {role: state.assignments[other].mesh, other: state.assignments[role].mesh}
@@ -286,10 +266,7 @@ class AnnealingSearch:
         return self._refit_sets(state, new)
 
     def _refit_sets(self, state: SearchState, moved: Mapping[Mesh, Mesh]) -> SearchState | None:
-        """Move all roles of each mesh in `moved` to its new mesh.
-
-        The parallelism of each role is drawn, or all roles of a mesh are fitted together.
-        """
+        """Move all roles of each mesh; draw each parallelism, or fit a mesh's roles together."""
         sets = {
             mesh: [
                 role for role, assignment in state.assignments.items() if assignment.mesh == mesh
@@ -309,15 +286,12 @@ class AnnealingSearch:
         return replace(state, assignments=assignments)
 
     def _change_pace(self, state: SearchState) -> SearchState | None:
-        """Draw how many steps generation runs ahead, and whether calls stream a step."""
         ahead = self._allowed_steps_ahead[self._rng.integers(len(self._allowed_steps_ahead))]
         streamed = self._allowed_streaming[self._rng.integers(len(self._allowed_streaming))]
         return replace(state, steps_ahead=ahead, is_streamed=streamed)
 
 
 class _MeshNeighbors:
-    """Neighbors of each mesh: meshes that differ slightly from it."""
-
     def __init__(self, cluster: Cluster, meshes: Sequence[Mesh]) -> None:
         self._meshes = list(meshes)
         self._mesh_set = set(meshes)
@@ -325,22 +299,14 @@ class _MeshNeighbors:
         self.find_neighbors = cache(self._list_neighbors)
 
     def _list_neighbors(self, mesh: Mesh) -> list[Mesh]:
-        """Return meshes with the same first or last device, and adjacent ones of equal size.
-
-        Without any, returns `mesh` itself.
-        """
-        return [
-            other
-            for other in self._meshes
-            if other != mesh
-            and (self._have_common_edge(mesh, other) or self._are_adjacent(mesh, other))
-        ] or [mesh]
-
-    def _have_common_edge(self, mesh: Mesh, other: Mesh) -> bool:
-        return mesh.first == other.first or mesh.first + mesh.size == other.first + other.size
-
-    def _are_adjacent(self, mesh: Mesh, other: Mesh) -> bool:
-        return mesh.size == other.size and abs(mesh.first - other.first) == mesh.size
+        """List meshes with a common edge, and adjacent ones of equal size; else `mesh` itself."""
+        neighbors = []
+        for other in self._meshes:
+            has_same_end = mesh.first + mesh.size == other.first + other.size
+            is_adjacent = mesh.size == other.size and abs(mesh.first - other.first) == mesh.size
+            if other != mesh and (mesh.first == other.first or has_same_end or is_adjacent):
+                neighbors.append(other)
+        return neighbors or [mesh]
 
     def list_borders(self, left: Mesh, right: Mesh) -> list[int]:
         """Return the devices at which the border of two adjacent meshes may lie instead."""

@@ -11,10 +11,7 @@ MAX_NODES_FOR_THREE_SETS = 8
 
 
 def can_fit(choices: ParallelismChoices) -> bool:
-    """Return whether a plain placement fits into memory.
-
-    False does not exclude that a more elaborate placement fits.
-    """
+    """Return whether a plain placement fits into memory; a more elaborate one may fit."""
     cluster = choices.problem.cluster
     all_devices = Mesh(0, cluster.num_devices)
     if choices.fit_on_meshes(dict.fromkeys(choices.roles, all_devices)) is not None:

@@ -30,7 +30,6 @@ RoleAssignments = Mapping[str, CallAssignment]
 
 
 def list_grids(mesh: Mesh, cluster: Cluster, shape: ModelShape) -> list[RankGrid]:
-    """Return every pipeline-tensor-data grid that a model allows on a mesh."""
     max_tp_size = min(MAX_TP_SIZE, mesh.count_devices_per_node(cluster))
     stages = max(1, mesh.size // mesh.count_devices_per_node(cluster))
     return [
@@ -50,10 +49,7 @@ def list_ep_sizes(shape: ModelShape, grid: RankGrid) -> list[int]:
 
 
 class ParallelismChoices:
-    """Parallelism options of every role on every mesh, fastest first; caches results.
-
-    rules: ZeRO stages that a call may use on a grid.
-    """
+    """Parallelism options of every role on every mesh, fastest first; caches results."""
 
     def __init__(self, estimator: PlacementEstimator, *, rules: SplitRules) -> None:
         self.problem: PlacementProblem = estimator.problem
@@ -119,8 +115,8 @@ class ParallelismChoices:
     def estimate_busy_s(self, role: str, assignment: CallAssignment, ahead: int) -> float:
         """Estimate the seconds per step in which a role keeps its devices busy.
 
-        Unlike `compute_min_busy_s`, the estimate assumes that memory limits the concurrent
-        rollouts, so that steps ahead do not share decode steps.
+        Unlike `compute_min_busy_s`, assumes that steps ahead do not share decode steps, because
+        memory limits the concurrent rollouts.
         """
         seconds = self.compute_min_busy_s(role, assignment, ahead)
         return seconds * (ahead + 1) if role == self.generator_role else seconds
@@ -130,7 +126,6 @@ class ParallelismChoices:
         return self._sorted_options(role, mesh)
 
     def find_smallest(self, role: str, mesh: Mesh) -> CallAssignment:
-        """Return a role's parallelism on a mesh with the least memory, whether or not it fits."""
         return min(
             self._list_all_options(role, mesh),
             key=lambda option: self._find_role_bytes(role, option),
@@ -144,8 +139,7 @@ class ParallelismChoices:
         return [options[i] for seconds, i in sorted(timed) if math.isfinite(seconds)]
 
     def _list_all_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
-        """Return every parallelism of a role on a mesh that the rules allow, whether or not it
-        fits."""
+        """List what the rules allow, whether or not it fits."""
         shape = self.problem.find_model(self.stages_by_role[role][0])
         assert shape is not None
         call = self.problem.dataflow.calls_by_role[role][0]
@@ -159,7 +153,6 @@ class ParallelismChoices:
     def make_placement(
         self, roles: RoleAssignments, ahead: int = 0, *, streamed: bool = True
     ) -> Placement:
-        """Build a placement from an assignment per role, with generation `ahead` steps ahead."""
         calls = {
             stage: assignment
             for role, assignment in roles.items()
@@ -168,19 +161,13 @@ class ParallelismChoices:
         return Placement(calls, ahead, streamed)
 
     def can_fit(self, roles: RoleAssignments) -> bool:
-        """Return whether these roles fit together, by memory and rules."""
         return not self.estimator.costs.explain_infeasible(self.make_placement(roles))
 
     def canonical_mesh(self, mesh: Mesh) -> Mesh:
-        """Return the mesh of the same size that starts at device 0, if the cluster is uniform.
-
-        Both meshes are then equivalent, so results are cached for the first only.
-        """
+        """Return an equivalent mesh from device 0 if the cluster is uniform, for the cache."""
         return Mesh(0, mesh.size) if self._is_uniform and mesh.first else mesh
 
     def fit_on_mesh(self, roles: Sequence[str], mesh: Mesh) -> RoleAssignments | None:
-        """Return the fastest parallelisms of roles that fit together on a mesh; None if not
-        found."""
         canonical = self.canonical_mesh(mesh)
         options = self._fit_on_canonical(tuple(roles), canonical)
         if options is None or canonical == mesh:
@@ -194,8 +181,7 @@ class ParallelismChoices:
         """Return fast parallelisms of roles on their meshes that fit together; None if not found.
 
         Each role starts with its fastest option. While memory is short, a role on the fullest
-        device changes to another option: the change that frees the most memory per second of
-        slowdown.
+        device changes to the option that frees the most memory per second of slowdown.
         """
         choice_by_role = dict.fromkeys(meshes, 0)
         options = {role: self.list_options(role, mesh) for role, mesh in meshes.items()}
@@ -213,7 +199,6 @@ class ParallelismChoices:
         return None
 
     def _find_crowded(self, roles: RoleAssignments) -> RoleAssignments:
-        """Return the roles on the device with the least free memory, with their parallelism."""
         placement, cluster = self.make_placement(roles), self.problem.cluster
         device, _, _ = find_fullest_device(
             self.estimator.costs.predict_memory(placement), placement, cluster
@@ -227,10 +212,7 @@ class ParallelismChoices:
     def _find_relief(
         self, roles: RoleAssignments, options: Mapping[str, list[CallAssignment]]
     ) -> tuple[str, int] | None:
-        """Return the role and number of the option that free the most bytes per second of slowdown.
-
-        Return None if no other option of these roles takes less memory.
-        """
+        """Return the role and option that free the most bytes per second of slowdown."""
         best: tuple[float, str, int] | None = None
         for role, assignment in roles.items():
             num_bytes = self._find_role_bytes(role, assignment)
@@ -246,7 +228,6 @@ class ParallelismChoices:
         return None if best is None else best[1:]
 
     def _compute_role_bytes(self, role: str, assignment: CallAssignment) -> float:
-        """Return the peak bytes per device of a role's calls, which compute in turn."""
         memory = self.estimator.costs.predict_memory(self.make_placement({role: assignment}))
         return sum(call_memory.resident_bytes for call_memory in memory.values()) + max(
             call_memory.active_bytes for call_memory in memory.values()

@@ -21,10 +21,7 @@ MAX_REARRANGEMENTS = 192
 def iter_rearrangements(
     choices: ParallelismChoices, roles: RoleAssignments, ahead: int, limit_s: float
 ) -> Iterator[RoleAssignments]:
-    """Yield other assignments of roles to meshes that fit and have a lower bound below `limit_s`.
-
-    ahead: steps that generation runs ahead.
-    """
+    """Yield other assignments of roles to meshes that fit, with a bound below `limit_s`."""
     names, current = list(roles), tuple(role_mesh.mesh for role_mesh in roles.values())
     candidates = _list_meshes(choices, current)
     busy_s = {
@@ -58,14 +55,11 @@ def _list_meshes(choices: ParallelismChoices, used: tuple[Mesh, ...]) -> list[Me
 
 
 def _min_busy_s(choices: ParallelismChoices, role: str, mesh: Mesh, ahead: int) -> float:
-    """Return a lower bound of the seconds of a role's work on a mesh; inf if the role does not
-    fit."""
     options = choices.list_options(role, mesh)
     return choices.compute_min_busy_s(role, options[0], ahead) if options else math.inf
 
 
 def _max_busy_s(meshes: tuple[Mesh, ...], seconds: list[float]) -> float:
-    """Return the busiest device's work, where role i works `seconds[i]` on `meshes[i]`."""
     return max(
         sum(s for mesh, s in zip(meshes, seconds, strict=True) if first in mesh.devices)
         for first in {mesh.first for mesh in meshes}

@@ -85,10 +85,6 @@ class PlacementEstimator:
         return max_busy_s(jobs, build_busy_jobs(jobs, self.select_generation(placement))[0])
 
     def select_generation(self, placement: Placement) -> GenerationModel:
-        """Return the model of generation for a placement.
-
-        Generation is ahead of training if the placement allows staleness, else on policy.
-        """
         return self._ahead_generation if placement.max_staleness else self._on_policy_generation
 
     def _make_job_graph(self, placement: Placement) -> JobGraph:
@@ -146,11 +142,7 @@ class PlacementEstimator:
         return jobs, schedule
 
     def _period_s(self, jobs: JobGraph, schedule: UnrolledSchedule) -> float:
-        """Return the seconds of a training step: the period of the schedule, or more.
-
-        If all processes share `timings.cores` cores, a step takes at least its core time divided by
-        the cores.
-        """
+        """Return the period of the schedule, or the core time over `timings.cores` if longer."""
         timings = jobs.timings
         if not timings.cores:
             return schedule.period_s
@@ -170,7 +162,6 @@ class PlacementEstimator:
 
 
 def make_placement_key(placement: Placement) -> PlacementKey:
-    """Return a hashable key that identifies a placement."""
     calls = tuple(sorted(placement.assignments.items(), key=lambda item: item[0]))
     return calls, placement.max_staleness, placement.is_streamed
 
@@ -180,13 +171,11 @@ def find_fullest_device(
 ) -> tuple[int, float, float]:
     """Return the device with the fewest free bytes, its used bytes and its free bytes.
 
-    memory: memory of a call per device, by stage.
     Used bytes are the resident bytes of all calls on the device and the largest active bytes.
     """
     worst = (0, 0.0, math.inf)
     # From the first device of a mesh to that of the next, devices hold the same calls or fewer.
-    firsts = {edge for call in placement.assignments.values() for edge in (call.mesh.first,)}
-    for device in sorted(firsts):
+    for device in sorted({call.mesh.first for call in placement.assignments.values()}):
         residents = [
             memory[stage]
             for stage, call in placement.assignments.items()

@@ -16,8 +16,7 @@ from streamrl.placement.workload import Workload
 def pack_mini_batch(workload: Workload, dp_size: int) -> tuple[int, float]:
     """Return the number of rounds of a mini-batch, and the tokens of their largest micro-batches.
 
-    The tokens are summed over rounds, as in `pack_rounds`. Completion lengths are quantiles of the
-    workload's length distribution; the workload caches results.
+    Completion lengths are quantiles of the workload's distribution; the workload caches results.
     """
     if dp_size not in workload.packing_cache:
         rollouts = math.ceil(workload.num_rollouts / workload.mini_batches)
@@ -52,10 +51,7 @@ def pack_rounds(lengths: Array, budget: float, dp_size: int) -> tuple[int, float
 
 
 def _halve_largest(bins: list[Array], dp_size: int) -> list[Array]:
-    """Halve the micro-batches with the most padded tokens until each rank has equally many.
-
-    bins: rollout lengths of each micro-batch.
-    """
+    """Halve the micro-batches with the most padded tokens until each rank has equally many."""
     heap = [(-_padded_tokens(rows), i) for i, rows in enumerate(bins) if len(rows) > 1]
     heapq.heapify(heap)
     micro_batches, halved = list(bins), set[int]()
@@ -71,5 +67,4 @@ def _halve_largest(bins: list[Array], dp_size: int) -> list[Array]:
 
 
 def _padded_tokens(rows: Array) -> float:
-    """Return the tokens of a micro-batch that is padded to its first and longest rollout."""
     return len(rows) * float(rows[0])

@@ -38,11 +38,7 @@ class RolloutProfile:
 
 
 class CompletionEvent(NamedTuple):
-    """Event: a cut (fraction) of a step's groups is complete.
-
-    result_index: number of the cut within the step.
-    is_last: whether the cut is the last of the step.
-    """
+    """A cut (fraction) of a step's groups is complete; result_index: number of the cut."""
 
     at_s: float
     step: int
@@ -67,10 +63,7 @@ class _StepProgress:
 
 
 class OverlappedGeneration:
-    """Estimated progress of the rollouts of several training steps on the same engines.
-
-    Estimated time only moves forward.
-    """
+    """Estimated progress of several steps' rollouts on the same engines; time moves forward."""
 
     def __init__(self, profile: RolloutProfile) -> None:
         self._profile = profile
@@ -79,7 +72,6 @@ class OverlappedGeneration:
         self._blocked_spans: list[tuple[float, float]] = []
 
     def admit_step(self, step: int) -> None:
-        """Begin the rollouts of a training step at the present estimated time."""
         self._steps.append(_StepProgress(step))
 
     def block_devices(self, start_s: float, end_s: float) -> None:
@@ -87,10 +79,7 @@ class OverlappedGeneration:
         bisect.insort(self._blocked_spans, (start_s, end_s))
 
     def advance(self, limit_s: float) -> CompletionEvent | None:
-        """Generate until the next cut (fraction) of a step's groups is complete.
-
-        Return None if time reaches `limit_s` before.
-        """
+        """Generate until the next cut of a step's groups is complete; None at `limit_s`."""
         while True:
             result = self._pop_result()
             if result is not None:
@@ -114,7 +103,6 @@ class OverlappedGeneration:
         return min(limit_s, spans[0][0]) if spans else limit_s
 
     def _pop_result(self) -> CompletionEvent | None:
-        """Return the completion of a cut of groups that a step has reached, or None."""
         results = self._profile.result_steps
         for i, progress in enumerate(self._steps):
             if progress.decode_steps >= results[progress.num_results] * (1 - ROUNDING_TOLERANCE):
@@ -127,7 +115,6 @@ class OverlappedGeneration:
         return None
 
     def _advance_until(self, until_s: float) -> None:
-        """Generate until a step reaches the next segment or cut of its profile, or until a time."""
         profile = self._profile
         step_s = self._decode_step_s()
         steps = (until_s - self._now) / step_s
@@ -151,7 +138,6 @@ class OverlappedGeneration:
                 progress.segment += 1
 
     def _decode_step_s(self) -> float:
-        """Return the seconds of a decode step, and set the speed of each training step."""
         profile, free = self._profile, self._profile.slots
         running = resident = overhead_s = 0.0
         for progress in self._steps:

@@ -33,8 +33,8 @@ class RefillChains:
     def from_counts(cls, lengths: Array, counts: Array) -> "RefillChains":
         """Build chains of a group and its replacements after filtering; the last one is trained.
 
-        lengths: tokens of each rollout, float64 [groups, rollouts]; the first groups of all chains,
-        then the second groups, and so on. counts: groups of each chain, int [chains].
+        lengths: of the first groups of all chains, then the second groups, and so on. counts:
+        groups of each chain, int [chains].
         """
         positions = range(int(counts.max()))
         # Position k lists the chains with more than k groups.
@@ -42,7 +42,6 @@ class RefillChains:
         return cls(lengths, chain, counts - 1.0)
 
     def split_chains(self, parts: int) -> Iterator["RefillChains"]:
-        """Divide the chains into `parts` sets with equally many consecutive chains."""
         chains_per_part = self.num_chains // parts
         for index in range(parts):
             is_in_part = self.chain_by_group // chains_per_part == index
@@ -54,10 +53,7 @@ class RefillChains:
             )
 
     def stretch_longest(self, longest: float) -> "RefillChains":
-        """Return chains in which the longest chain has `longest` consecutive tokens.
-
-        All rollouts of that chain are lengthened by the same factor.
-        """
+        """Lengthen all rollouts of the longest chain, to `longest` consecutive tokens."""
         tokens, links = self.chain_tokens, self.num_refills.copy()
         longest_chain = int(tokens.argmax())
         factor = longest / float(tokens[longest_chain])
@@ -70,7 +66,7 @@ class RefillChains:
 
     @property
     def num_chains(self) -> int:
-        """Number of chains, which is the number of groups requested at the start."""
+        """Number of groups requested at the start."""
         return int(self.chain_by_group.max()) + 1
 
     @cached_property
@@ -93,18 +89,12 @@ class RefillChains:
 
     @property
     def chain_tokens(self) -> Array:
-        """Tokens of each chain that are sampled one after another, float64 [chains].
-
-        They are the sum of each group's longest rollout.
-        """
+        """Sum of the longest rollouts of each chain's groups, float64 [chains]."""
         return np.asarray(np.bincount(self.chain_by_group, weights=self.lengths.max(axis=1)))
 
 
 def compute_chain_length_quantiles(filtered: float, chains: int) -> Array:
-    """Return ascending quantiles of the number of groups in a chain, int [chains].
-
-    filtered: fraction of groups that a filter rejects.
-    """
+    """Return ascending quantiles of the number of groups in a chain, int [chains]."""
     if not filtered:
         return np.ones(chains, np.int64)
     above: Array = 1 - (np.arange(chains) + 0.5) / chains
@@ -113,10 +103,7 @@ def compute_chain_length_quantiles(filtered: float, chains: int) -> Array:
 
 
 def sample_chain_lengths(filtered: float, chains: int, rng: np.random.Generator) -> Array:
-    """Return random numbers of groups in a chain, int [chains].
-
-    filtered: fraction of groups that a filter rejects.
-    """
+    """Return random numbers of groups in a chain, int [chains]."""
     if not filtered:
         return np.ones(chains, np.int64)
     return rng.geometric(1 - filtered, chains)

@@ -43,10 +43,7 @@ class ReplicaLoads:
 
 
 def sample_loads(workload: Workload, per_group: int, replicas: int) -> ReplicaLoads:
-    """Return the loads of replicas in steps drawn at random, float64 [steps, replicas].
-
-    per_group: rollouts per group.
-    """
+    """Return the loads of replicas in steps drawn at random, float64 [steps, replicas]."""
     groups, kept_fraction = workload.groups_per_step, 1 - workload.filtered_fraction
     rollouts = groups * per_group / kept_fraction
     count = int(np.clip(NUM_SAMPLED_ROLLOUTS // rollouts, MIN_STEPS, MAX_STEPS))
@@ -66,12 +63,11 @@ def sample_loads(workload: Workload, per_group: int, replicas: int) -> ReplicaLo
         padded[:, :groups] = np.add.reduceat(of_groups, firsts).reshape(count, groups)
         return padded.reshape(count, rounds, replicas)
 
-    longest, tokens, read_sums = (
-        assign_to_replicas(group_lengths.max(axis=1)),
-        assign_to_replicas(group_lengths.sum(axis=1)),
-        assign_to_replicas(read.sum(axis=1)),
+    return ReplicaLoads(
+        assign_to_replicas(group_lengths.max(axis=1)).max(axis=1),
+        assign_to_replicas(group_lengths.sum(axis=1)).sum(axis=1),
+        assign_to_replicas(read.sum(axis=1)).sum(axis=1),
     )
-    return ReplicaLoads(longest.max(axis=1), tokens.sum(axis=1), read_sums.sum(axis=1))
 
 
 def slowest_replica_factor(
@@ -83,10 +79,10 @@ def slowest_replica_factor(
     slots: float,
     rollouts: int,
 ) -> float:
-    """Return the mean time of each step's slowest replica in `loads` over the time of `mean_load`.
+    """Return the mean time of each step's slowest replica in `loads` over that of `mean_load`.
 
-    mean_load: loads of a single replica that takes `steps` decode steps, with `slots` of its
-      `rollouts` at a time.
+    mean_load: loads of a replica that takes `steps` decode steps, with `slots` of its `rollouts` at
+    a time.
     """
     if rollouts <= slots:
         decode_steps = loads.longest_tokens
