@@ -25,7 +25,6 @@ from streamrl.simulator.simulation import run_simulation
 
 SIMULATED_STEPS = 60
 """Number of steps to simulate: more change the means by less than runs differ among themselves."""
-DEFAULT_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,7 @@ class PlannedRun:
     ) -> "PlannedRun":
         """Build the problem and placement of a config, with the workload of a measured run.
 
-        Without `cluster`, the devices are CPU cores. Raises ConfigError if the cluster is too small
-        or a model cannot be sized.
+        Without `cluster`, the devices are CPU cores.
         """
         lengths = trace.grouped_lengths
         request = PlannerRequest(
@@ -112,7 +110,6 @@ class PlannedRun:
 
     @property
     def default_constants(self) -> CostConstants:
-        """Cost constants of the run's devices before calibration."""
         return CostConstants.from_cluster(self.problem.cluster)
 
     @property
@@ -131,7 +128,6 @@ class PlannedRun:
 
     @property
     def base_timings(self) -> StageTimings:
-        """Timings of the run by the cost model before calibration."""
         timings = CostModel(self.problem, self.initial_constants).predict_timings(self.placement)
         generator = self._set_kv_tokens(timings.generator)
         weights = self.config.weights
@@ -144,7 +140,6 @@ class PlannedRun:
         return self.problem.cluster.is_cpu
 
     def _set_kv_tokens(self, generator: GeneratorTiming) -> GeneratorTiming:
-        """Return the generator's timing with the KV-cache size of the run's config, if set."""
         kv_cache_mb = self.config.generator.kv_cache_mb
         if kv_cache_mb is None and self.is_on_cpu:
             kv_cache_mb = KV_CACHE_MB_ON_CPU
@@ -157,7 +152,6 @@ class PlannedRun:
 
 
 def apply_replica_counts(timings: StageTimings, config: RunConfig) -> StageTimings:
-    """Return timings with the numbers of replicas and the batch sizes of a config."""
     counts = {role: count for role, (_, count) in count_actors(config).items()}
     generator = config.generator
     replicas = generator.replicas
@@ -180,14 +174,7 @@ def apply_replica_counts(timings: StageTimings, config: RunConfig) -> StageTimin
     )
 
 
-def predict_metrics(
-    planned_run: PlannedRun,
-    timings: StageTimings,
-    *,
-    steps: int = SIMULATED_STEPS,
-    seed: int = DEFAULT_SEED,
-) -> SteadyMetrics:
-    """Simulate a run and return the metrics of its steady part."""
+def predict_metrics(planned_run: PlannedRun, timings: StageTimings) -> SteadyMetrics:
     config = planned_run.config
     lead = config.pipeline.max_steps_ahead
     result = run_simulation(
@@ -195,8 +182,8 @@ def predict_metrics(
         planned_run.placement,
         apply_replica_counts(timings, config),
         planned_run.problem.workload,
-        steps=steps + 2 * lead + ENGINE_WARM_UP_STEPS,
-        seed=seed,
+        steps=SIMULATED_STEPS + 2 * lead + ENGINE_WARM_UP_STEPS,
+        seed=0,
         run_options=planned_run.problem.run_options,
     )
     steady = result.exclude_steps(lead + ENGINE_WARM_UP_STEPS, lead)

@@ -29,10 +29,7 @@ class RobustFit:
 
 
 def fit_line(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> RobustFit:
-    """Fit measured seconds as a sum of features times coefficients.
-
-    features: a row per measurement.
-    """
+    """Fit measured seconds as a sum of features (a row per measurement) times coefficients."""
     rows, measured = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
     sizes = np.maximum(rows.mean(axis=0), 1e-300)
     return fit_parts(lambda parts: rows / sizes @ parts, measured, sizes)
@@ -98,8 +95,7 @@ def _solve_parts(
 ) -> Any:
     """Minimize the residuals plus a ridge term toward equal parts, weighted by the noise.
 
-    If all measurements have the same size, only the ridge term separates the parts. Return scipy's
-    result of least_squares.
+    If all measurements have the same size, only the ridge term separates the parts.
     """
     # Imported late: scipy.optimize takes 0.4 s, and most commands fit nothing.
     from scipy.optimize import least_squares

@@ -51,10 +51,7 @@ def run_quick_simulation(
     seed: int,
     run_options: RunOptions,
 ) -> SimulationResult:
-    """Simulate a few steps of a run, on a representative part of its devices where possible.
-
-    Raises ConfigError as `run_simulation` does.
-    """
+    """Simulate a few steps of a run, on a representative part of its devices where possible."""
     lead = run_options.max_steps_ahead(placement.max_staleness)
     parts = choose_num_parts(timings, workload, lead)
     part_workload = split_workload(workload, parts)
@@ -75,19 +72,13 @@ def run_quick_simulation(
 
 
 def estimate_quick_run_groups(timings: StageTimings, workload: Workload, lead: int) -> int:
-    """Estimate how many groups `run_quick_simulation` samples.
-
-    lead: steps that generation runs ahead.
-    """
+    """Estimate how many groups `run_quick_simulation` samples, `lead` steps ahead."""
     groups = split_workload(workload, choose_num_parts(timings, workload, lead)).groups_per_step
     return round(groups * choose_num_steps(groups, lead) / (1 - workload.filtered_fraction))
 
 
 def estimate_quick_run_s(timings: StageTimings, workload: Workload, lead: int) -> float:
-    """Estimate how many seconds of wall time `run_quick_simulation` takes.
-
-    lead: steps that generation runs ahead.
-    """
+    """Estimate how many seconds of wall time `run_quick_simulation` takes."""
     parts = choose_num_parts(timings, workload, lead)
     generator = split_timings(timings, parts).generator
     return estimate_simulation_s(split_workload(workload, parts), lead=lead, generator=generator)
@@ -102,8 +93,7 @@ def estimate_simulation_s(
 ) -> float:
     """Estimate the seconds of wall time to simulate `steps` steps, by default a quick simulation.
 
-    lead: steps that generation runs ahead. Without `generator` the estimate ignores preemption and
-        is a lower bound.
+    Without `generator` the estimate ignores preemption and is a lower bound.
     """
     steps = choose_num_steps(workload.groups_per_step, lead) if steps is None else steps
     slowdown = math.sqrt(max(1.0, workload.groups_per_step / SLOWDOWN_GROUPS))
@@ -115,7 +105,6 @@ def estimate_simulation_s(
 
 
 def _exceeds_kv_capacity(workload: Workload, generator: GeneratorTiming) -> bool:
-    """Return whether the running rollouts of a generator outgrow the KV cache on average."""
     running = min(generator.max_running, workload.num_rollouts / generator.replicas)
     tokens = workload.rounded_prompt_tokens + workload.lengths.mean
     return running * tokens > generator.kv_tokens
@@ -124,7 +113,7 @@ def _exceeds_kv_capacity(workload: Workload, generator: GeneratorTiming) -> bool
 def choose_num_steps(groups_per_step: int, lead: int) -> int:
     """Return how many steps a quick simulation runs, including steps excluded from the means.
 
-    Fewer steps suffice where steps have many groups. lead: steps that generation runs ahead.
+    Fewer steps suffice where steps have many groups.
     """
     steps_in_flight = lead + 1
     max_counted = max(MEASURED_STEPS, MIN_ROUNDS * steps_in_flight)
@@ -135,9 +124,8 @@ def choose_num_steps(groups_per_step: int, lead: int) -> int:
 def choose_num_parts(timings: StageTimings, workload: Workload, lead: int) -> int:
     """Return into how many equal, representative parts a run can be split; 1 if it cannot.
 
-    On policy with a group filter, each filtered group is replaced in turn, and the step waits for
-    the longest chain of replacements. The longest of all chains exceeds the longest of a part, so
-    no part represents such a run.
+    On policy with a group filter, each filtered group is replaced in turn, and the longest of all
+    chains exceeds the longest of a part, so no part represents such a run.
     """
     groups, lengths = workload.groups_per_step, workload.lengths
     if timings.cores or (workload.filtered_fraction and not lead):
@@ -154,12 +142,10 @@ def choose_num_parts(timings: StageTimings, workload: Workload, lead: int) -> in
 
 
 def split_workload(workload: Workload, parts: int) -> Workload:
-    """Return the workload of one of `parts` equal parts of a run."""
     return replace(workload, groups_per_step=-(-workload.groups_per_step // parts))
 
 
 def split_timings(timings: StageTimings, parts: int) -> StageTimings:
-    """Return the timings of one of `parts` equal parts of a run, with its replicas and ranks."""
     generator = timings.generator
     return replace(
         timings,
@@ -175,10 +161,6 @@ def split_timings(timings: StageTimings, parts: int) -> StageTimings:
 
 
 def _split_score_timing(timing: ScoreTiming, parts: int) -> ScoreTiming:
-    """Return the timing of a score stage in one of `parts` equal parts of a run.
-
-    If the replicas cannot be divided evenly, make each of the part's replicas proportionally
-    slower.
-    """
+    """Divide the replicas; if they do not divide evenly, make each proportionally slower."""
     replicas = max(1, timing.replicas // parts)
     return replace(timing.scale_duration(replicas * parts / timing.replicas), replicas=replicas)

@@ -59,10 +59,7 @@ class SimulationResult:
     num_parts: int = 1
 
     def exclude_steps(self, warm_up: int, cool_down: int = 0) -> "SimulationResult":
-        """Return the result with the first `warm_up` and last `cool_down` steps left out of means.
-
-        At least one step remains in the means.
-        """
+        """Leave the first `warm_up` and last `cool_down` steps out of the means, but for one."""
         max_excluded = len(self.step_ends) - 1
         first = min(warm_up, max_excluded)
         return replace(
@@ -71,7 +68,6 @@ class SimulationResult:
 
     @property
     def _steady_slice(self) -> slice:
-        """Steps over which means are taken."""
         return slice(self.warm_up_steps, len(self.step_ends) - self.cool_down_steps)
 
     @property
@@ -81,7 +77,7 @@ class SimulationResult:
 
     @property
     def mean_step_s(self) -> float:
-        """Mean duration of a step, in seconds, including the time to repeat steps after a crash."""
+        """Mean duration of a step, including the time to repeat steps after a crash."""
         start, end = self._steady_interval
         return (end - start) / len(self.step_ends[self._steady_slice])
 
@@ -91,7 +87,6 @@ class SimulationResult:
 
     @property
     def _steady_interval(self) -> tuple[float, float]:
-        """Start and end of the steps over which means are taken, in seconds."""
         start = self.first_step_ends[self.warm_up_steps - 1] if self.warm_up_steps else 0.0
         return start, self.step_ends[self._steady_slice][-1]
 
@@ -103,7 +98,6 @@ class SimulationResult:
 
     @cached_property
     def tokens_by_staleness(self) -> Counter[int]:
-        """Number of trained tokens by staleness, in versions."""
         counts: Counter[int] = Counter()
         for outcome in self.outcomes[self._steady_slice]:
             for group in outcome.groups:
@@ -113,7 +107,6 @@ class SimulationResult:
 
     @property
     def staleness_mean(self) -> float:
-        """Mean staleness of a trained token, in versions."""
         return (
             sum(age * count for age, count in self.tokens_by_staleness.items())
             / self.tokens_by_staleness.total()
@@ -136,7 +129,6 @@ class SimulationResult:
 
     @property
     def ledger(self) -> LedgerCounts:
-        """Ledger counts (admitted, trained, filtered, ...) at the end of the run."""
         return self.outcomes[-1].ledger_counts
 
     @property
@@ -145,12 +137,10 @@ class SimulationResult:
 
     @property
     def lost_tokens(self) -> int:
-        """Number of sampled tokens lost in crashes."""
         return sum(crash.lost_tokens for crash in self.crashes)
 
     @property
     def repeated_steps(self) -> int:
-        """Number of training steps repeated after crashes."""
         return sum(crash.repeated_steps for crash in self.crashes)
 
     @cached_property
@@ -170,10 +160,7 @@ class SimulationResult:
         ]
 
     def write_run_files(self, run_dir: Path) -> None:
-        """Write the simulation's trace.json and metrics.jsonl, with virtual times, to a directory.
-
-        Raises ConfigError if the directory holds a run, DiskError if writing fails.
-        """
+        """Write trace.json and metrics.jsonl, with virtual times, to a directory without a run."""
         now = 0.0
 
         def clock() -> float:
@@ -222,7 +209,6 @@ class SimulationResult:
         start_s: float,
         end_s: float,
     ) -> MetricsRow:
-        """Return the metrics row of a step that took from `start_s` to `end_s`."""
         prompt_tokens = self.workload.rounded_prompt_tokens
         lengths = [n - prompt_tokens for group in outcome.groups for n in group.info.lengths]
         max_tokens = self.workload.lengths.max_tokens
@@ -256,10 +242,7 @@ class SimulationResult:
 
 
 def name_processes(dataflow: Dataflow, counts: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return process names by role: a name per replica, and a single name for a trained model.
-
-    counts: number of replicas by role.
-    """
+    """Return process names by role: one per replica, and a single one for a trained model."""
     names = {}
     for role, calls in dataflow.calls_by_role.items():
         if calls[0].kind is CallKind.TRAIN:

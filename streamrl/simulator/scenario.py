@@ -47,10 +47,7 @@ class SimulationScenario:
 
     @property
     def pipeline_config(self) -> PipelineConfig:
-        """Section `pipeline` of the simulated run's config.
-
-        `stall_s` is infinite because virtual time can jump.
-        """
+        """Section `pipeline`; `stall_s` is infinite because virtual time can jump."""
         return PipelineConfig(
             max_staleness=self.placement.max_staleness,
             depth=self.run_options.depth,
@@ -66,7 +63,6 @@ class SimulationScenario:
 
     @property
     def replica_counts(self) -> dict[str, int]:
-        """Number of replicas by role, for roles that are not trained."""
         timings = self.timings
         counts = {}
         for role, calls in self.dataflow.calls_by_role.items():
@@ -77,7 +73,6 @@ class SimulationScenario:
         return counts
 
     def estimate_publish_s(self, role: str) -> float:
-        """Return seconds to publish a version of a role's model, for the slowest follower."""
         followers = [call.stage for call in self.dataflow.calls if call.followed_role == role]
         weights = self.timings.weights
         return max((weights[s].publish_s for s in followers if s in weights), default=0.0)
@@ -94,7 +89,6 @@ class SimulationScenario:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether the generators have exactly the devices of the policy's trainer."""
         calls = self.placement.assignments
         trained = [
             call for call in self.dataflow.select_calls(CallKind.TRAIN) if call.role == POLICY
@@ -106,10 +100,7 @@ class SimulationScenario:
 def assign_devices(
     scenario: SimulationScenario, processes: Mapping[str, Sequence[str]]
 ) -> dict[str, range]:
-    """Return the devices of each process: an equal part of the mesh of its role.
-
-    processes: process names by role.
-    """
+    """Return the devices of each process: an equal part of the mesh of its role."""
     devices_by_process = {}
     for role, calls in scenario.dataflow.calls_by_role.items():
         assignments = [

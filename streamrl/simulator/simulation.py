@@ -25,11 +25,7 @@ def run_simulation(  # noqa: PLR0913
     failures: FailureModel | None = None,
     run_options: RunOptions | None = None,
 ) -> SimulationResult:
-    """Simulate a run of `steps` training steps under a placement. Equal seeds give equal results.
-
-    Raises ConfigError if a stage has no timings, or if the longest completion fits neither a
-    micro-batch nor the KV cache of a generator.
-    """
+    """Simulate a run of `steps` training steps. Equal seeds give equal results."""
     run_options = run_options or RunOptions()
     check_timings(dataflow, timings)
     check_workload(workload, timings, steps)
@@ -54,7 +50,6 @@ def run_simulation(  # noqa: PLR0913
 
 
 def check_timings(dataflow: Dataflow, timings: StageTimings) -> None:
-    """Raise ConfigError if a score stage or a trained role has no timings."""
     for call in dataflow.select_calls(CallKind.SCORE):
         if call.stage not in timings.score:
             raise ConfigError(f"timings.score.{call.stage}: missing")
@@ -64,7 +59,6 @@ def check_timings(dataflow: Dataflow, timings: StageTimings) -> None:
 
 
 def check_workload(workload: Workload, timings: StageTimings, steps: int) -> None:
-    """Raise ConfigError if the workload is invalid, or the longest rollout exceeds the KV cache."""
     if steps < 1:
         raise ConfigError(f"steps={steps}: must be at least 1")
     workload.check_micro_batch_tokens()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.calibration.run_trace import load_run_lengths
+from streamrl.calibration.run_trace import load_run_trace
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.run_config import add_config_arguments
 from streamrl.cli.output.text_table import format_inner_percent
@@ -43,7 +43,6 @@ LENGTHS_HELP = (
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that define the planner problem: run, cluster, models, lengths."""
     add_config_arguments(parser)
     parser.add_argument(
         "--cluster",
@@ -98,8 +97,7 @@ class PlannerInputs:
     ) -> tuple[PlacementProblem, CostConstants]:
         """Build the planner problem of a run, and the cost constants adapted to the run.
 
-        cluster: replaces `self.cluster`. Raises ConfigError, for example if the longest rollout
-        exceeds pipeline.micro_batch_tokens.
+        cluster: replaces `self.cluster`.
         """
         cluster = cluster or self.cluster
         problem = build_planner_problem(config, cluster, self.request)
@@ -112,13 +110,10 @@ class PlannerInputs:
 
 
 def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> PlannerInputs:
-    """Read the planner options of the command line. Raises ConfigError for an invalid option.
-
-    Without --prompt-tokens the prompt lengths are measured on the run's data files.
-    """
+    """Read the planner options; without --prompt-tokens the data files are measured."""
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
-    cluster = read_cluster(arguments.cluster)
+    cluster = _read_cluster(arguments.cluster)
     if arguments.gpus is not None:
         cluster = cluster.take_first(arguments.gpus)
     constants = CostConstants.from_cluster(cluster)
@@ -143,10 +138,7 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
 
 
 def check_simulation_time(seconds: float, workload: Workload, *, place: str) -> None:
-    """Raise ConfigError if a simulation would take longer than an hour.
-
-    seconds: estimated duration. place: start of the error message, such as "--steps 50, ".
-    """
+    """Raise ConfigError, beginning with `place`, for a simulation of more than an hour."""
     if seconds > HOUR_S:
         raise ConfigError(
             f"{place}pipeline.groups_per_step={workload.groups_per_step},"
@@ -155,7 +147,7 @@ def check_simulation_time(seconds: float, workload: Workload, *, place: str) -> 
         )
 
 
-def read_cluster(text: str) -> Cluster:
+def _read_cluster(text: str) -> Cluster:
     """Read a cluster file if `text` names one, else parse `text` as a cluster spec."""
     path = Path(text)
     if not os.path.exists(path) and path.suffix not in (".yaml", ".yml", ".json"):
@@ -170,8 +162,7 @@ def read_cluster(text: str) -> Cluster:
 def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
     """Return model names by role from the values of --model, each [ROLE=]NAME.
 
-    A NAME without a role applies to all models except those of rewards and costs. Raises
-    ConfigError if two values name the same role.
+    A NAME without a role applies to all models except those of rewards and costs.
     """
     roles = {call.followed_role or call.role for call in config.dataflow.calls} - {"reward", "cost"}
     models: dict[str, str] = {}
@@ -189,11 +180,7 @@ def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
 
 
 def read_lengths(text: str, limit: int) -> LengthDistribution:
-    """Parse the value of --lengths, the distribution of completion lengths in tokens.
-
-    limit: longest completion, generator.max_new_tokens. Raises ConfigError for a malformed value or
-    a length above `limit`.
-    """
+    """Parse --lengths; `limit` is the longest completion, generator.max_new_tokens."""
     lengths = _parse_lengths(text, limit)
     if lengths.max_tokens > limit:
         raise ConfigError(
@@ -222,7 +209,7 @@ def _parse_lengths(text: str, limit: int) -> LengthDistribution:
         )
     path = Path(text)
     if os.path.isdir(path):
-        return load_run_lengths(path)
+        return load_run_trace(path).lengths
     try:
         words = read_small_text(path, most_bytes=MAX_LENGTHS_BYTES)
         loaded = parse_json(words) if words.lstrip().startswith("[") else words.split()
@@ -235,11 +222,7 @@ def _parse_lengths(text: str, limit: int) -> LengthDistribution:
 
 
 def _parse_tokens(word: Any, text: str) -> int:
-    """Parse a completion length in tokens from text or JSON.
-
-    text: value of --lengths, for the error. Raises ConfigError unless the length is a positive
-    integer.
-    """
+    """Parse a length in whole tokens; `text` is the value of --lengths, for the error."""
     try:
         number = float(word)
     except (TypeError, ValueError, OverflowError):

@@ -7,11 +7,7 @@ from streamrl.stream.protocols import DeviceLease
 
 
 class SimulatedDeviceHold:
-    """Holds a device lease while a replica has pending work.
-
-    `on_granted` is called whenever the devices are granted. Without a lease the devices belong to
-    the replica, and are granted at once.
-    """
+    """Holds a device lease while a replica has pending work; without a lease, holds at once."""
 
     def __init__(
         self, stage: str, lease: DeviceLease | None, on_granted: Callable[[], object]
@@ -47,7 +43,6 @@ class SimulatedDeviceHold:
         self.is_held = False
 
     async def _hold_lease(self, lease: DeviceLease) -> None:
-        """Acquire the lease, call `on_granted`, and release the lease when all work is done."""
         while self._num_pending:
             self._idle_event.clear()
             async with lease.hold(self._stage):

@@ -49,10 +49,7 @@ class FailureModel:
 
         A trainer failure loses unfinished rollouts and all training since the last checkpoint.
 
-        trained_meshes: devices of all trainers.
-        first_s: time of a step until its first rollouts are done.
-        step_s: training time of a step.
-        steps: number of steps of the run.
+        first_s: time of a step until its first rollouts are done. step_s: training time of a step.
         """
         size = self.node_devices
         nodes = len({device // size for mesh in trained_meshes for device in mesh.devices})

@@ -23,15 +23,11 @@ class ScoreBatch:
 
     @property
     def newest_version(self) -> int:
-        """Highest version at which a group of the batch was admitted."""
         return max(group.admitted_version for group in self.groups)
 
 
 class SimulatedScorer:
-    """Simulated scorer, which serves all stages of a role.
-
-    It leases at most two batches per stage: one in computation, one prefetched.
-    """
+    """Simulated scorer of a role; it leases two batches per stage, one of them prefetched."""
 
     def __init__(
         self, process: str, calls: Sequence[ModelCall], context: SimulationContext, *, holder: str
@@ -57,14 +53,12 @@ class SimulatedScorer:
         self._is_busy = self._is_dead = False
 
     def start(self) -> None:
-        """Start to request groups; a scorer that follows a trained model pulls weights first."""
         if self._weight_puller is not None:
             self._weight_puller.start()
         else:
             self.on_version_loaded()
 
     def _required_version(self, version: int) -> int:
-        """Return the oldest version of the model that may score groups admitted at `version`."""
         is_ema_reference = next(iter(self._calls.values())).followed_role == EMA_REFERENCE
         return (
             self._context.reference.find_reference_version(version) if is_ema_reference else version
@@ -95,7 +89,6 @@ class SimulatedScorer:
         )
 
     def _enqueue_batches(self, batches: Sequence[ScoreBatch]) -> None:
-        """Queue batches to be scored, or to wait for the version of the model that they require."""
         for batch in batches:
             if (
                 self._weight_puller is not None
@@ -118,7 +111,6 @@ class SimulatedScorer:
                 self._context.queue.request_groups(stage, self)
 
     def _start_next_batch(self) -> None:
-        """Start to score the next batch if the scorer is idle and holds its devices."""
         if self._is_busy or not self._ready_batches or not self._device_hold.is_held:
             return
         batch, cpu = self._ready_batches.popleft(), self._context.cpu
@@ -131,7 +123,6 @@ class SimulatedScorer:
         self._timer = cpu.call_at(at, lambda: self._finish_batch(batch, lane))
 
     def _count_batch_tokens(self, batch: ScoreBatch) -> tuple[int, int]:
-        """Return the number of rollouts of a batch, and of their tokens, prompts included."""
         groups = batch.groups
         if "greedy_ids" in self._calls[batch.stage].needs:
             return len(groups), sum(group.greedy_tokens for group in groups)
@@ -139,10 +130,6 @@ class SimulatedScorer:
         return sum(len(info.lengths) for info in infos), sum(info.num_tokens for info in infos)
 
     def _finish_batch(self, batch: ScoreBatch, lane: int) -> None:
-        """Commit the scored groups of a batch, start the next batch, and request more groups.
-
-        lane: lane of the batch's span.
-        """
         self._is_busy = False
         self._context.cpu.adjust_busy(-1)
         self._recorder.end_span(lane)

@@ -24,15 +24,11 @@ class SimulatedWeightRegistry(WeightRegistry):
 
 
 class VersionFollower(Protocol):
-    """Protocol of a replica with a copy of a trained model."""
+    """Protocol of a replica with a copy of a trained model; loading pauses it for `pause_s`."""
 
-    async def load_version(self, version: int, pause_s: float) -> None:
-        """Load a version of the weights; the replica computes nothing for `pause_s`."""
-        ...
+    async def load_version(self, version: int, pause_s: float) -> None: ...
 
-    def on_version_loaded(self) -> None:
-        """Start work that waited for the version that has just been loaded."""
-        ...
+    def on_version_loaded(self) -> None: ...
 
 
 class WeightPuller:
@@ -62,8 +58,6 @@ class WeightPuller:
         self.pull_if_newer()
 
     def pull_if_newer(self) -> None:
-        """Start a pull if the registry has a newer version of the weights and no pull is
-        running."""
         if self._pull_task is None and self._registry.version > self.loaded_version:
             self._pull_task = asyncio.create_task(self._pull_newest())
 
@@ -73,7 +67,6 @@ class WeightPuller:
             self._pull_task.cancel()
 
     async def _pull_newest(self) -> None:
-        """Wait the time of a pull and load the version; then check for a newer version."""
         timing = self._timing
         while (version := self._registry.version) > self.loaded_version:
             lane = self._recorder.begin_span("pull", {"version": version})
