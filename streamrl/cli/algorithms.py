@@ -23,10 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the spec of the named algorithm, or all specs.
-
-    Raises ConfigError for an unknown name.
-    """
     specs = {**ALGORITHMS, **(load_specs(arguments.path) if arguments.path else {})}
     if arguments.name is not None:
         if arguments.name not in specs:
@@ -43,7 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def spec_to_dict(spec: Algorithm) -> dict[str, Any]:
-    """Return an algorithm spec as JSON-serializable values, with the names of its functions."""
     defaults = {**DEFAULT_SETTINGS, **spec.defaults}
     needs_step = defaults["whiten_advantages"] or defaults["advantage_scale"] == "batch"
     return {
@@ -81,10 +76,7 @@ _SCOPE_TEXTS = {
 
 
 def format_markdown(specs: Iterable[Algorithm]) -> str:
-    """Format algorithm specs as a markdown table.
-
-    The column "own defaults" shows only settings that deviate from DEFAULT_SETTINGS.
-    """
+    """Format a table; "own defaults" shows only settings that deviate from DEFAULT_SETTINGS."""
     lines = [
         "| name | columns | advantages, loss | scope | own defaults | paper |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -105,17 +97,13 @@ def format_markdown(specs: Iterable[Algorithm]) -> str:
 
 
 def _format_functions(facts: Mapping[str, Any]) -> str:
-    """Join the names of an algorithm's functions (advantages, token loss, ...) without repetition.
-
-    facts: result of `spec_to_dict`.
-    """
+    """Join the names of functions in the result of `spec_to_dict` without repetition."""
     names = [facts["advantages"], facts["token_loss"]]
     names += [*facts["derived"].values(), *facts["dials"].values()]
     return ", ".join(dict.fromkeys(names))
 
 
 def _format_settings(values: Mapping[str, Any]) -> str:
-    """Format settings as key=value words, with null, true and false as in YAML."""
     return " ".join(f"{key}={_YAML_WORDS.get(str(value), value)}" for key, value in values.items())
 
 

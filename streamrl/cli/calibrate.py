@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `streamrl calibrate`. Raises ConfigError if the run has too few measurements."""
     if arguments.output is not None:
         check_output_file("-o", arguments.output)
     cluster = read_run_cluster(arguments)
@@ -65,7 +64,6 @@ def to_yaml(trace: RunTrace, calibration: CalibrationResult) -> str:
 def to_json(
     trace: RunTrace, fitted: FittedTimings, calibration: CalibrationResult
 ) -> dict[str, Any]:
-    """Return cost constants, and the measurements behind them, as JSON-serializable values."""
     return {
         "steps": len(trace.steps),
         "left_out": dict(trace.excluded_steps),
@@ -89,10 +87,7 @@ def to_json(
 def describe_calibration(
     trace: RunTrace, calibration: CalibrationResult, errors: dict[str, dict[str, float]]
 ) -> list[str]:
-    """Format a table of the fitted cost constants, and the error of a simulation that uses them.
-
-    errors: prediction and relative error by metric of the simulated run.
-    """
+    """Format the fitted constants, and the `errors` by metric of a simulation with them."""
     lines = [
         f"{trace.run_dir}: {len(trace.steps)} steps of {trace.mean_step_s:.3g} s"
         f"{describe_excluded_steps(trace)}",
@@ -110,10 +105,7 @@ def describe_calibration(
 
 
 def _format_constant(name: str, constant: FittedConstant) -> str:
-    """Format a fitted cost constant as a row of the table.
-
-    Column "+-" contains the relative standard error, column "off" the median residual of the fit.
-    """
+    """Format a row; "+-" is the relative standard error, "off" the median residual."""
     error = (
         f"{constant.estimate.error / constant.estimate.value:.0%}"
         if constant.estimate.value

@@ -44,7 +44,6 @@ class ConfigKey:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `streamrl config`."""
     parser.add_argument(
         "key", nargs="?", metavar="KEY", help="key or section, e.g. trainer.lr or trainer"
     )
@@ -52,10 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the config keys, all or those of one section.
-
-    Raises ConfigError for an unknown key or section.
-    """
     keys = list(list_config_keys())
     if arguments.key is not None:
         prefix = re.compile(rf"{re.escape(arguments.key)}(?:$|[.\[])")
@@ -71,10 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[ConfigKey]:
-    """Yield the keys of a settings dataclass and of those nested in it, as `streamrl config` lists.
-
-    prefix: start of each key, such as "trainer.".
-    """
+    """Yield the keys of a settings dataclass and of those nested in it, each after `prefix`."""
     hints = typing.get_type_hints(settings)
     meanings = read_meanings(settings)
     for field in dataclasses.fields(settings):
@@ -94,7 +86,6 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
 
 
 def _list_filter_options() -> Iterator[ConfigKey]:
-    """Yield the options of all filter kinds as keys of the section `filter`."""
     for kind, filter_kind in FILTER_KINDS.items():
         for key in list_config_keys(filter_kind.options_type, "filter."):
             yield dataclasses.replace(key, meaning=f"only kind {kind}: {key.meaning}")
@@ -129,7 +120,6 @@ def _format_type(hint: Any) -> str:
 
 
 def format_markdown(keys: list[ConfigKey]) -> str:
-    """Format config keys as markdown, with a table for each config section."""
     lines: list[str] = []
     sections = dict.fromkeys(key.section for key in keys)
     for section in sections:

@@ -64,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the reading options of prompt files: --prompt-key, --template, --split, ..."""
     parser.add_argument(
         "--prompt-key", metavar="COLUMN", help="prompt column (default: the config's, or prompt)"
     )
@@ -83,10 +82,7 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_named_files(
     arguments: argparse.Namespace, paths: Sequence[str], data: DataConfig
 ) -> tuple[DataFile, ...]:
-    """Return the prompt files at `paths`, with the reading options of the command line.
-
-    data: config section with default options. Raises ConfigError for an option without a file.
-    """
+    """Return the prompt files at `paths` with the command line's options, else those of `data`."""
     names = ("prompt_key", "label_key", "template", "filter", "split")
     options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
     if options and not paths:
@@ -100,7 +96,7 @@ def parse_named_files(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `streamrl data check`. Returns exit code 0 if no row would stop a run, else 2."""
+    """Return exit code 0 if no row would stop a run, else 2."""
     recipe = load_config(arguments.config) if arguments.config else None
     data = recipe.data if recipe else DataConfig()
     files = parse_named_files(arguments, arguments.files, data) or (
@@ -126,7 +122,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _validate_file(
     file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: PromptLimits
 ) -> FileReport:
-    """Validate a prompt file, with a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
@@ -147,10 +142,7 @@ def _validate_file(
 def _make_limits(
     arguments: argparse.Namespace, recipe: RunConfig | None, model: str
 ) -> PromptLimits:
-    """Return the limits of a prompt from the command line, else from the recipe.
-
-    Without either, a prompt may be one token shorter than the model's context.
-    """
+    """Return a prompt's limits; by default it may be one token shorter than the context."""
     names = ("on_long_prompt", "max_prompt_tokens")
     options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
     data = replace(recipe.data if recipe else DataConfig(), **options)
@@ -162,7 +154,6 @@ def _make_limits(
 
 
 def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:
-    """Format the report on a prompt file: rows by status, prompt lengths, messages on bad rows."""
     used = report.status_counts[RowStatus.KEPT] + report.status_counts[RowStatus.TRUNCATED]
     lines = [f"{report.path}: {report.num_rows} rows, {used} of them usable"]
     facts: dict[str, Any] = {

@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print all reward kinds, or the named kind. Raises ConfigError for an unknown kind."""
     kinds = list_builtin_kinds()
     for name, entry in list_plugin_kinds(arguments.path).items():
         if name in kinds:
@@ -77,10 +76,7 @@ def list_builtin_kinds() -> dict[str, RewardKindEntry]:
 
 
 def list_plugin_kinds(path: str) -> dict[str, RewardKindEntry]:
-    """Return reward kinds of installed packages, and kinds that a user's Python file registers.
-
-    path: the Python file, may be empty. Raises ConfigError if the file cannot be imported.
-    """
+    """Return reward kinds of installed packages, and those that the file `path` registers."""
     options = read_options(FunctionOptions)
     del options["function"]
     sources = {
@@ -95,10 +91,7 @@ def list_plugin_kinds(path: str) -> dict[str, RewardKindEntry]:
 
 
 def read_options(settings: type) -> dict[str, RewardOption]:
-    """Return the options in a dataclass of reward settings, with their defaults and meanings.
-
-    Options of the class itself precede inherited options.
-    """
+    """Return the options of a dataclass by name; own options precede inherited options."""
     fields = {field.name: field for field in dataclasses.fields(settings)}
     return {
         name: RewardOption(format_default(fields[name]), meaning)
@@ -118,10 +111,7 @@ def describe_kind(name: str, entry: RewardKindEntry) -> str:
 
 
 def format_markdown(kinds: Mapping[str, RewardKindEntry]) -> str:
-    """Format reward kinds as markdown: a table of kinds and a table of options.
-
-    Options common to all kinds come first.
-    """
+    """Format a table of kinds and a table of options; options common to all come first."""
     lines = ["| kind | what it is | options |", "| --- | --- | --- |"]
     users: dict[tuple[str, RewardOption], list[str]] = {
         (key, option): ["all"]

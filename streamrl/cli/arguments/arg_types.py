@@ -11,8 +11,5 @@ def parse_nonempty(word: str) -> str:
 
 
 def parse_path(word: str) -> Path:
-    """Convert a command-line argument to a path. Raises ArgumentTypeError for an empty argument.
-
-    `Path("")` would silently name the working directory.
-    """
+    """Convert an argument to a path; `Path("")` would silently name the working directory."""
     return Path(parse_nonempty(word))

@@ -12,10 +12,9 @@ from streamrl.files.atomic_write import get_partial_path, write_atomic
 
 
 def check_output_file(option: str, path: Path) -> Path:
-    """Return the path to write for a command-line option, with symlinks resolved.
+    """Return the path to write for a command-line option; symlinks are resolved and replaced.
 
-    Writing replaces the target of a symlink. Raises ConfigError, naming the option, if the path is
-    unwritable or names a folder or a device.
+    Raises ConfigError, naming the option, if the path is unwritable, a folder or a device.
     """
     target = Path(os.path.realpath(path))
     if os.path.exists(target) and not target.is_file():
@@ -28,10 +27,7 @@ def check_output_file(option: str, path: Path) -> Path:
 
 
 def check_output_dir(option: str, path: Path) -> None:
-    """Raise ConfigError unless `path` is a folder or can be created as a folder.
-
-    option: command-line option that the error names.
-    """
+    """Raise ConfigError, naming the option, unless `path` is a folder or can become one."""
     target = Path(os.path.realpath(path))
     existing = next(path for path in (target, *target.parents) if os.path.lexists(path))
     if not existing.is_dir():
@@ -41,10 +37,7 @@ def check_output_dir(option: str, path: Path) -> None:
 
 
 def _check_creatable(option: str, path: Path, folder: Path, names: Sequence[Path]) -> None:
-    """Raise ConfigError unless `folder` is writable and its file system accepts the paths `names`.
-
-    option, path: command-line option and its value, for the error.
-    """
+    """Raise ConfigError unless `folder` is writable and its file system accepts the paths."""
     try:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -56,10 +49,7 @@ def _check_creatable(option: str, path: Path, folder: Path, names: Sequence[Path
 
 
 def write_output_file(option: str, path: Path, content: str) -> None:
-    """Write the file of a command-line option atomically.
-
-    Raises ConfigError, naming the option, on failure.
-    """
+    """Write the file of a command-line option atomically."""
     target = check_output_file(option, path)
     try:
         write_atomic(target, content)

@@ -65,10 +65,7 @@ class PlanReport:
 
     @property
     def best_row(self) -> SimulatedPoint | None:
-        """Placement and simulation of the config's own staleness bound, else of the fastest bound.
-
-        None if no placement fits.
-        """
+        """Row of the config's own staleness bound, else of the fastest; None if none fits."""
         if self.own_bound is None:
             return self.front[-1] if self.front else None
         rows = (row for row in self.front if row[0].max_staleness == self.own_bound)
@@ -81,7 +78,6 @@ class PlanReport:
 
     @property
     def unused_devices(self) -> list[Mesh]:
-        """Ranges of devices that the best placement does not use."""
         used = {
             device
             for assignment in self.best_point.candidate.placement.assignments.values()
@@ -96,8 +92,7 @@ class PlanReport:
     def to_text(self, settings: Mapping[str, Any], *, explain: bool) -> str:
         """Format the report as text.
 
-        settings: settings in which the written config differs from the run's. explain: say why
-        every other kind of placement lost.
+        settings: in which the written config differs. explain: say why other kinds lost.
         """
         lines = [describe_problem(self.config, self.problem), ""]
         if self.front:
@@ -113,7 +108,6 @@ class PlanReport:
         return "\n".join([*lines, "", *notes] if notes else lines)
 
     def _describe_no_fit(self) -> list[str]:
-        """Describe why no placement fits, and the changes that would let the run fit."""
         bound = f" with pipeline.max_staleness={self.own_bound}" if self.front else ""
         lines = [f"nothing fits{bound}", *self._describe_others()[1:]]
         if self.front:
@@ -123,7 +117,6 @@ class PlanReport:
         return [*lines, "any one of these would let it fit:", *(f"  {fix}" for fix in self.fixes)]
 
     def _describe_best(self, point: ParetoPoint, result: SimulationResult) -> list[str]:
-        """Describe the best placement: devices of each stage, unused devices, hours of the run."""
         own_note = f" (pipeline.max_staleness={self.own_bound}, the config's own)"
         lines = [f"best: {point.candidate.label}{'' if self.own_bound is None else own_note}"]
         lines += [
@@ -144,11 +137,9 @@ class PlanReport:
         ]
 
     def _compute_hours(self, result: SimulationResult) -> float:
-        """Return the simulated duration of the whole run in hours."""
         return self.config.run.steps * result.mean_step_s / HOUR_S
 
     def _describe_trade_offs(self) -> list[str]:
-        """Compare throughput and staleness of other staleness bounds with the config's bound."""
         if self.own_bound is None or self.best_row is None:
             return []
         _, best = self.best_row
@@ -178,7 +169,6 @@ class PlanReport:
         ]
 
     def _describe_others(self) -> list[str]:
-        """Describe the best placement of each kind, such as colocated, and why it lost."""
         lines = ["best placement of every kind, by step time:"]
         for candidate in self._list_best_kinds():
             label = candidate.label
@@ -191,17 +181,13 @@ class PlanReport:
         return lines
 
     def _describe_absences(self) -> list[str]:
-        """Describe the staleness bounds without a row in the report, grouped by reason."""
         bounds: dict[str, list[str]] = {}
         for absent in self.absent_bounds:
             bounds.setdefault(absent.why, []).append(str(absent.max_staleness))
         return [f"no row for {', '.join(names)}: {why}" for why, names in bounds.items()]
 
     def _list_best_kinds(self) -> list[PlacementCandidate]:
-        """Return the best candidate of each kind of placement (disaggregated, colocated, ...).
-
-        Leaves out a kind that trains on whole steps if the same kind also streams within a step.
-        """
+        """List the best candidate of each kind; a twin that streams hides whole steps."""
         streamed = {c.label for c in self.plan.candidates if c.placement.is_streamed}
         kept = []
         winner = self.best_point.candidate if self.best_row is not None else None
@@ -213,10 +199,6 @@ class PlanReport:
         return kept
 
     def to_json(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the report as JSON-serializable values.
-
-        settings: settings in which the written config differs from the run's.
-        """
         front = [self._point_to_json(*row) for row in self.front]
         return {
             "cluster": str(self.problem.cluster),

@@ -13,10 +13,9 @@ REQUIRED = "required"
 
 
 def read_meanings(settings: type) -> dict[str, str]:
-    """Return the meaning of each field of a settings dataclass, by field name.
+    """Return meanings by field name, from `name: ...` lines of docstrings and `#:` comments.
 
-    Meanings stand in `name: ...` lines of docstrings and in `#:` comments. The text of a class wins
-    over the text of its base classes.
+    The text of a class wins over the text of its base classes.
     """
     meanings: dict[str, str] = {}
     for owner in settings.__mro__:
@@ -27,10 +26,7 @@ def read_meanings(settings: type) -> dict[str, str]:
 
 
 def _parse_docstring_keys(settings: type) -> dict[str, str]:
-    """Return meanings by key from the `key: meaning` lines in the docstring of a class.
-
-    Indented lines continue the meaning above them.
-    """
+    """Return meanings by key from the `key: meaning` lines; indented lines continue one."""
     text = inspect.cleandoc(vars(settings).get("__doc__") or "")
     matches = re.findall(r"^(\w+): (.+(?:\n[ ]+\S.*)*)", text, flags=re.MULTILINE)
     return {key: " ".join(meaning.split()).removesuffix(".") for key, meaning in matches}
@@ -55,16 +51,12 @@ def format_default(field: "dataclasses.Field[Any]") -> str:
 
 
 def format_yaml(value: Any) -> str:
-    """Format the value of a setting as YAML on one line."""
     # PyYAML ends a bare scalar with a "..." line.
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
 
 
 def format_code(text: str) -> str:
-    """Quote text as markdown code in a table cell.
-
-    The fence is one backtick longer than the longest run of backticks in the text.
-    """
+    """Quote text as markdown code in a table cell, with a fence longer than its backticks."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence, space = "`" * (longest + 1), " " if longest else ""
     return fence + space + text.replace("|", "\\|") + space + fence

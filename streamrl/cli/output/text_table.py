@@ -6,10 +6,7 @@ MAX_DIGITS = 16  # significant decimal digits of a float
 
 
 def format_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Format rows of cells as lines of text with aligned columns.
-
-    left: number of leading columns that are aligned to the left; all others go to the right.
-    """
+    """Align columns: the first `left` columns to the left, all others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(

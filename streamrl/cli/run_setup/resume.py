@@ -34,10 +34,7 @@ class RunDirClaim:
 
 
 def begin_run(words: Sequence[str], claim: RunDirClaim) -> RunConfig:
-    """Load the config of a new run, and lock the run directory that the run replaces, if any.
-
-    words: config file and key=value overrides of the command line. claim: receives the lock.
-    """
+    """Load the config of a new run; `claim` receives the lock on the run it replaces, if any."""
     if not words or "=" in words[0]:
         raise ConfigError("train: name a config file first, or --resume a run")
     config = load_config(Path(words[0]), words[1:])
@@ -46,11 +43,7 @@ def begin_run(words: Sequence[str], claim: RunDirClaim) -> RunConfig:
 
 
 def claim_new_run(config: RunConfig, claim: RunDirClaim) -> None:
-    """Lock the existing run directory that a new run replaces, if any.
-
-    claim: receives the lock. Raises ConfigError if the directory exists and run.overwrite=false, or
-    if another process uses the directory.
-    """
+    """Lock the existing run directory that a new run replaces, if any; `claim` gets the lock."""
     folder = config.run_dir
     if not folder.exists():
         return
@@ -86,8 +79,7 @@ def _print_status(text: str) -> None:
 def _check_replaceable(config: RunConfig) -> None:
     """Raise ConfigError unless run.overwrite=true may replace the existing folder of the run.
 
-    The folder must be a run directory, and must not contain an input of the new run (model, data,
-    code).
+    The folder must be a run directory without an input of the new run (model, data, code).
     """
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
@@ -166,9 +158,8 @@ def resume_run(
 def _relocate_run(config: RunConfig, folder: Path, words: Sequence[str]) -> RunSettings:
     """Return the section `run` with the folder in which the run continues.
 
-    folder: present run directory, which may have moved since its config was written. words:
-    overrides; run.name or run.dir among them may fork the run. A fork does not inherit
-    run.overwrite=true.
+    folder: may have moved since its config was written. words: overrides; run.name or run.dir
+    among them may fork the run. A fork does not inherit run.overwrite=true.
     """
     overridden = {word.partition("=")[0] for word in words}
     run = config.run
@@ -180,7 +171,6 @@ def _relocate_run(config: RunConfig, folder: Path, words: Sequence[str]) -> RunS
 
 
 def _check_not_nested(config: RunConfig, folder: Path) -> None:
-    """Raise ConfigError if the directory of a fork and its source `folder` contain each other."""
     target = config.run_dir.resolve()
     if folder in target.parents or target in folder.parents:
         raise ConfigError(
@@ -189,7 +179,6 @@ def _check_not_nested(config: RunConfig, folder: Path) -> None:
 
 
 def _check_role_files(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
-    """Raise ConfigError if the checkpoint lacks the model or the trainer state of a role."""
     for folder in (folder for role in roles for folder in checkpoint.get_role_dirs(role)):
         if not folder.is_dir() or not any(folder.iterdir()):
             place = folder.relative_to(checkpoint.path)
@@ -201,8 +190,8 @@ def _check_legacy_layout(
 ) -> None:
     """Raise ConfigError if the trainer layout of a role with an old per-rank checkpoint changes.
 
-    Files in the old format (rank_*.pt) load only with the backend, ranks, tensor parallelism and
-    ZeRO stage that wrote them. stored: config saved with the run. config: the same with overrides.
+    Files rank_*.pt load only with the backend, ranks, tensor parallelism and ZeRO stage that wrote
+    them.
     """
     for role in roles:
         if not list(checkpoint.get_role_dirs(role)[1].glob("rank_*.pt")):
@@ -218,10 +207,7 @@ def _check_legacy_layout(
 
 
 def _check_ema_reference(checkpoint: Checkpoint, every: int) -> None:
-    """Raise ConfigError unless the resumed run has an EMA reference exactly if the checkpoint has.
-
-    every: reference.every of the resumed run; above 0 with an EMA reference.
-    """
+    """Raise ConfigError unless the run has an EMA reference exactly if the checkpoint has."""
     state = checkpoint.get_role_dirs(POLICY)[1]
     was_saved = any((state / name).is_file() for name in (REFERENCE_FILE, LEGACY_REFERENCE_FILE))
     if was_saved and not every:
@@ -237,10 +223,7 @@ def _check_ema_reference(checkpoint: Checkpoint, every: int) -> None:
 
 
 def _check_fixed_settings(stored: RunConfig, config: RunConfig) -> None:
-    """Raise ConfigError if an override changes a setting on which the checkpoint's state depends.
-
-    stored: config saved with the run. config: the same with overrides.
-    """
+    """Raise ConfigError if an override changes a setting on which the checkpoint depends."""
     trained = stored.dataflow.trained_roles
     for section, role in (("trainer", POLICY), ("critic.trainer", CRITIC)):
         if role not in trained or role not in config.dataflow.trained_roles:

@@ -56,10 +56,7 @@ def interrupt_on_signals() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def uninterrupted_exit_stack() -> Iterator[contextlib.ExitStack]:
-    """Yield an ExitStack whose callbacks run with Ctrl-C and SIGTERM ignored.
-
-    The shutdown of a run can therefore complete. The previous handlers are restored afterwards.
-    """
+    """Yield an ExitStack whose callbacks run with Ctrl-C and SIGTERM ignored."""
     with contextlib.ExitStack() as handlers, contextlib.ExitStack() as stack:
         try:
             yield stack
