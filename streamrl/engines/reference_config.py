@@ -33,13 +33,12 @@ class ReferenceConfig:
             )
 
     def is_updated_at(self, version: int) -> bool:
-        """Return whether the step that ends with policy version `version` updates the reference."""
+        """Return whether the step that ends with `version` updates the reference."""
         return bool(self.every) and version > 0 and version % self.every == 0
 
     def find_reference_version(self, version: int) -> int:
-        """Return the policy version at which the reference in use at `version` was updated last.
+        """Return the policy version of the last update of the reference in use at `version`.
 
-        With every=4, versions 4 to 7 use the reference of version 4. Without updates (every=0),
-        returns `version` itself.
+        With every=4, versions 4 to 7 use the reference of version 4; with 0 each its own.
         """
         return version - version % self.every if self.every else version

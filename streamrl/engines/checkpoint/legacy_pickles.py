@@ -11,10 +11,7 @@ from streamrl.files.bounded_read import open_regular_file
 
 
 def load_plain_pickle(path: Path) -> Any:
-    """Load a pickle of tensors and plain values onto the CPU.
-
-    Raises CheckpointError for any other content; torch's weights_only mode executes no code.
-    """
+    """Load tensors and plain values onto the CPU; CheckpointError for any other content."""
     try:
         with open_regular_file(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a hostile pickle can make torch print long warnings
@@ -28,7 +25,6 @@ def load_plain_pickle(path: Path) -> Any:
 
 
 def make_unsafe_pickle_error(path: Path) -> CheckpointError:
-    """Return the error for a checkpoint whose pickle holds more than tensors and plain values."""
     return CheckpointError(
         f"{path} holds more than plain data, or is damaged: it was neither loaded nor executed;"
         " resume from another checkpoint, or start a new run from its model (model.path)"

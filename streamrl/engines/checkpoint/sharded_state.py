@@ -51,10 +51,7 @@ class ParameterFragment:
     is_copy: bool = False
 
     def slice_block(self, block: Tensor) -> Tensor:
-        """Return the fragment's elements of a parameter or AdamW moment, [shard.numel].
-
-        `block` is a tensor laid out like `optimizer_tensor`.
-        """
+        """Return the fragment, [shard.numel], of a tensor laid out like `optimizer_tensor`."""
         return block.detach().view(-1).narrow(0, self.offset, self.shard.numel)
 
 
@@ -131,16 +128,11 @@ def load_state(
 
 
 def write_progress(directory: Path, progress: TrainerProgress) -> None:
-    """Write trainer.json."""
     text = json.dumps({"format": FORMAT_VERSION, **vars(progress)}, indent=1)
     (directory / PROGRESS_FILE).write_text(text + "\n")
 
 
 def read_progress(directory: Path) -> TrainerProgress:
-    """Read trainer.json.
-
-    Raises CheckpointError if the file is missing, damaged or of another format.
-    """
     path = directory / PROGRESS_FILE
     try:
         fields = read_small_json(path)
@@ -155,7 +147,6 @@ def read_progress(directory: Path) -> TrainerProgress:
 
 
 def save_rng(directory: Path, rank: int) -> None:
-    """Save the states of torch's random number generators, CPU and GPU, of this rank."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -163,10 +154,7 @@ def save_rng(directory: Path, rank: int) -> None:
 
 
 def restore_rng(directory: Path, rank: int) -> None:
-    """Restore torch's random number generators of this rank.
-
-    Does nothing if the checkpoint comes from a run with fewer ranks.
-    """
+    """Restore this rank's generators, unless the checkpoint comes from a run with fewer ranks."""
     path = _make_rng_path(directory, rank)
     if not path.is_file():
         return
@@ -188,7 +176,7 @@ def _read_rng(path: Path) -> dict[str, Tensor]:
 def check_saved_state(directory: Path) -> TrainerProgress:
     """Return the progress of a saved trainer after checking that all its shards exist.
 
-    Reads only the headers of the large files. Raises CheckpointError if the state is incomplete.
+    Reads only the headers of the large files.
     """
     progress = read_progress(directory)
     with StateReader(directory) as files:
@@ -221,10 +209,6 @@ class StateReader:
         self._exit_stack.close()
 
     def _index_parts(self, path: Path, file: Any) -> None:
-        """Add the shards of a file, already opened by safetensors, to the index.
-
-        Raises CheckpointError if the file is not part of a trainer's state.
-        """
         try:
             shards = parse_json((file.metadata() or {})[_SHARDS_KEY])
             for key in file.keys():  # noqa: SIM118
@@ -240,10 +224,9 @@ class StateReader:
     def fill_shard(self, kind: str, shard: TensorShard, target: Tensor) -> None:
         """Fill `target` [n] with the elements of `shard`, from all saved shards that overlap it.
 
-        `kind` selects the parameter (VALUE_KIND) or an AdamW moment. Shards are sets of boxes
-        (TensorBox). Each saved box is intersected with each box of `shard`, the common elements are
-        copied, and copied boxes are subtracted from those still missing. Raises CheckpointError if
-        boxes remain missing.
+        `kind` selects the parameter (VALUE_KIND) or an AdamW moment. Each saved box is intersected
+        with each box of `shard`, the common elements are copied, and copied boxes are subtracted
+        from those still missing.
         """
         missing = shard.boxes
         for saved_shard, read in self._parts.get((kind, shard.tensor), ()):
@@ -266,10 +249,7 @@ class StateReader:
             )
 
     def check_complete(self, kinds: Iterable[str]) -> None:
-        """Raise CheckpointError unless the saved shards cover every parameter completely.
-
-        `kinds` lists AdamW moments, which are checked as well.
-        """
+        """Raise CheckpointError unless the saved shards cover every parameter and its moments."""
         names = [name for kind, name in self._parts if kind == VALUE_KIND]
         for kind in (VALUE_KIND, *kinds):
             for name in names:
@@ -329,7 +309,6 @@ def _view_piece(stored: Tensor, piece: ShardPiece) -> Tensor:
 
 
 def _encode_shard(shard: TensorShard) -> list[Any]:
-    """Convert a shard's description to plain values for JSON; `_decode_shard` is the inverse."""
     boxes = [[box.start, box.stop, origin] for box, origin in shard.box_origins]
     return [shard.shape, boxes, shard.flat_range]
 
@@ -368,6 +347,5 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a file that `save_tensors` wrote. Raises CheckpointError if the file is damaged."""
     with _open_safetensors(path) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118

@@ -36,8 +36,7 @@ def save_trainer(
 ) -> None:
     """Write one rank's parameters, optimizer state and random state into a checkpoint directory.
 
-    `num_updates` is the number of updates made so far. Raises NoSpaceError if the disk is full,
-    else CheckpointError.
+    Raises NoSpaceError if the disk is full, else CheckpointError.
     """
     with wrap_checkpoint_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -53,10 +52,9 @@ def save_trainer(
 def load_trainer(
     directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig
 ) -> int:
-    """Load one rank's state from a checkpoint of any number of ranks.
+    """Load one rank's state from a checkpoint of any number of ranks. Collective.
 
-    Returns the number of updates that the saved trainer had made. Collective. Raises
-    CheckpointError if the state belongs to another model or other adapters.
+    Returns the number of updates that the saved trainer had made.
     """
     if not (directory / PROGRESS_FILE).is_file() and list(directory.glob("rank_*.pt")):
         return _load_legacy_state(directory, rank, backend, config)
@@ -77,10 +75,9 @@ def load_trainer(
 def _load_legacy_state(
     directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig
 ) -> int:
-    """Load one rank's state in the format of earlier versions; return the number of updates made.
+    """Load one rank's state in the format of earlier versions; return the number of updates.
 
-    Raises CheckpointError if backend, ZeRO stage or number of ranks differ from the saved ones:
-    that format depends on them.
+    That format depends on backend, ZeRO stage and number of ranks.
     """
     path, layout = directory / f"rank_{rank}.pt", describe_layout(config)
     if not path.is_file():
@@ -103,10 +100,7 @@ def _load_legacy_state(
 
 
 def load_legacy_progress(path: Path) -> dict[str, Any]:
-    """Load a rank's file in the format of earlier versions: updates, layout and random states.
-
-    Raises CheckpointError for any other content.
-    """
+    """Load updates, layout and random states of a rank in the format of earlier versions."""
     fields = load_plain_pickle(path)
     is_progress = isinstance(fields, dict) and "cuda_rng" in fields
     if not is_progress or not all(
@@ -117,7 +111,6 @@ def load_legacy_progress(path: Path) -> dict[str, Any]:
 
 
 def describe_layout(config: TrainerConfig) -> str:
-    """Describe backend, ZeRO stage, number of ranks and LoRA settings, for error messages."""
     has_stages = config.backend == "deepspeed" or config.has_sharded_params
     stage = f" zero_stage={config.zero_stage}" if has_stages else ""
     tensor = f" tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else ""
@@ -127,6 +120,5 @@ def describe_layout(config: TrainerConfig) -> str:
 
 
 def _describe_adapters(config: TrainerConfig) -> str:
-    """Return the LoRA settings as text, "" without LoRA."""
     settings = ("lora_rank", "lora_alpha", "lora_targets") if config.lora_rank else ()
     return " ".join(f"{name}={vars(config)[name]}" for name in settings)

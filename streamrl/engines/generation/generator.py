@@ -92,9 +92,6 @@ class GenerationEngine:
         `spec.rank_group`, this process must be the leader rank of its tensor-parallel group. The
         other ranks of the group start a `FollowerRank` each; all ranks of all groups start
         together.
-
-        Raises ConfigError if vLLM rejects the settings, DeadlineError after `start_timeout_s` and
-        GenerationError if the engine dies.
         """
         engine, timeout_s = cls(spec), spec.config.start_timeout_s
         started = engine._thread.start()
@@ -112,7 +109,6 @@ class GenerationEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights that the engine samples with; -1 before the first load."""
         return self._thread.version
 
     @property
@@ -134,8 +130,8 @@ class GenerationEngine:
         """Sample `group_size` rollouts of a prompt with the newest weights; return their columns.
 
         The seeds derive from run seed and uid. `partial_rollouts` are columns from
-        `collect_partial_rollouts` of this or another engine, which sampling resumes. `on_finished`
-        is called once for each finished rollout.
+        `collect_partial_rollouts` of this or another engine. `on_finished` is called for each
+        finished rollout.
         """
         rollouts = await self.generate(
             prompt.token_ids,
@@ -224,10 +220,9 @@ class GenerationEngine:
     async def collect_partial_rollouts(self) -> dict[str, Columns]:
         """Return the columns, by uid, of every watched group that has a sampled token.
 
-        Rollouts are in the order of the seeds. Unfinished rollouts have FinishReason.ABORT and may
-        consist of the prompt only. All are taken between the same two decode steps. If two calls of
-        `generate` share a uid, the later call wins. Raises GenerationError if the engine dies or
-        finishes no step within `request_timeout_s`.
+        Rollouts are in the order of the seeds, all taken between the same two decode steps.
+        Unfinished ones have FinishReason.ABORT and may consist of the prompt only. If two calls of
+        `generate` share a uid, the later call wins.
         """
         requests = {n: request for n, request in self._requests.items() if request.watch}
         self._flush_requests()
@@ -248,9 +243,7 @@ class GenerationEngine:
         """Compute the logprobs of all tokens of sequences, int32 [T] each, with the served weights.
 
         Returns float32 [T] for each sequence, at temperature 1 and of the same version, with 0 for
-        the first token. The prefix cache is not used. A sequence must be shorter than the maximum
-        length. Raises as `generate` does, except that a timeout ends the engine and raises
-        GenerationError.
+        the first token. The prefix cache is not used. A timeout ends the engine.
         """
         for sequence in sequences:
             self._check_tokens(sequence)
@@ -291,10 +284,6 @@ class GenerationEngine:
         The engine aliases the tensors where possible and never writes to them: keep them unchanged
         until a later version is served.
 
-        Running rollouts go on. Their KV cache is recomputed with the new weights, or kept if
-        `should_keep_kv`. With `should_drain`, the engine first finishes its earlier requests and
-        starts no new ones meanwhile.
-
         Raises WeightsError and leaves the engine alive if the version is not newer than the last,
         or if a parameter is missing, unknown or of another shape. Ends the engine and raises
         WeightsError if vLLM fails half-way, GenerationError after `request_timeout_s` (twice that
@@ -315,31 +304,22 @@ class GenerationEngine:
 
         Call it before the first version; afterwards use `activate_version` instead of
         `load_weights`. Returns None if vLLM's layout differs from the checkpoint's, so that weights
-        must go through `load_weights`. Raises GenerationError if the engine dies or finishes no
-        step within `request_timeout_s`.
+        must go through `load_weights`.
         """
         return await self._await_reply(self._thread.get_storage(), "storage")
 
     async def activate_version(self, version: int) -> WeightLoadStats:
-        """Serve `version`, whose parameters resharding has written into the views of `get_storage`.
-
-        Raises as `load_weights` does.
-        """
+        """Serve `version`, which resharding has written into the views of `get_storage`."""
         return await self._apply_version(version, partial(self._thread.load_weights, None))
 
     async def use_model_dir(self, version: int) -> None:
-        """Serve the weights of the model directory as `version`, for engines without a trainer.
-
-        Raises as `load_weights` does.
-        """
+        """Serve the weights of the model directory as `version`, without a trainer."""
         await self._apply_version(version, self._thread.use_model_dir)
 
     async def pause(self, reason: str) -> None:
-        """Stop decoding until `resume` has removed every reason to pause.
+        """Stop decoding after the current step until `resume` has removed every reason to pause.
 
-        Returns after the current decode step. Running rollouts are kept and their timeouts
-        suspended; weights can be loaded meanwhile. Ends the engine and raises GenerationError if
-        the step takes longer than `request_timeout_s`.
+        Running rollouts are kept and their timeouts suspended; weights can be loaded meanwhile.
         """
         paused = self._thread.pause()
         self._pause_state.add_reason(reason)
@@ -353,8 +333,7 @@ class GenerationEngine:
     async def sleep(self) -> None:
         """Free the KV cache of a paused or idle engine.
 
-        The next decode step allocates the cache again and prefills running rollouts. Raises as
-        `pause` does.
+        The next decode step allocates the cache again and prefills running rollouts.
         """
         await self._await_reply(self._thread.sleep(), "sleep")
 
@@ -371,11 +350,7 @@ class GenerationEngine:
     async def _apply_version(
         self, version: int, load: Callable[[int], Awaitable[WeightLoadStats]]
     ) -> WeightLoadStats:
-        """Have the engine's thread load a version, unless it is old; bound the wait.
-
-        load: sends the version to the engine's thread and awaits its reply. Returns the statistics
-        of the load. Raises as `load_weights` does.
-        """
+        """Have the engine's thread load a version, unless it is old; bound the wait."""
         self._thread.check_alive()
         if version <= self._newest_version:
             raise WeightsError(f"version {version} came after version {self._newest_version}")
@@ -397,8 +372,7 @@ class GenerationEngine:
     async def _run_request(self, request: SamplingRequest, results: RequestInFlight) -> None:
         """Send a request to the engine's thread and wait until all its rollouts are finished.
 
-        Raises DeadlineError after `request_timeout_s`, paused time excluded; the rollouts are then
-        aborted.
+        After `request_timeout_s`, paused time excluded, the rollouts are aborted.
         """
         self._requests[request.request_id] = results
         self._queue_request(request)
@@ -417,10 +391,7 @@ class GenerationEngine:
             self._drop_request(request.request_id)
 
     async def _await_reply(self, reply: Awaitable[Reply], operation: str) -> Reply:
-        """Await a reply of the engine's thread.
-
-        If no reply arrives within `request_timeout_s`, ends the engine and raises GenerationError.
-        """
+        """Await a reply of the engine's thread; end the engine after `request_timeout_s`."""
         try:
             async with asyncio.timeout(self._spec.config.request_timeout_s):
                 return await reply
@@ -442,21 +413,18 @@ class GenerationEngine:
     def _queue_request(self, request: SamplingRequest) -> None:
         """Queue a request to be sent at the end of this event loop iteration.
 
-        All requests of an iteration reach the engine's thread together and start in the same decode
-        step.
+        All requests of an iteration start in the same decode step.
         """
         if not self._unsent_requests:
             asyncio.get_running_loop().call_soon(self._flush_requests)
         self._unsent_requests.append(request)
 
     def _flush_requests(self) -> None:
-        """Send the queued requests to the engine's thread."""
         if self._unsent_requests:
             self._thread.add_requests(self._unsent_requests)
             self._unsent_requests = []
 
     def _drop_request(self, number: int) -> None:
-        """Forget a request; abort those of its rollouts that are not finished."""
         missing = self._requests.pop(number).missing_indices
         if missing:
             self._flush_requests()
@@ -474,7 +442,6 @@ class GenerationEngine:
             request.done.set_exception(ConfigError(f"vLLM rejected the request: {reason}"))
 
     def _check_tokens(self, token_ids: Array) -> None:
-        """Raise an error unless the engine can run a prompt or sequence, int32 [T]."""
         self._thread.check_alive()
         if self._newest_version < 0:
             raise WeightsError("the engine has no weights yet: load a version first")
@@ -499,7 +466,6 @@ def _validate_seeds(seeds: Sequence[int]) -> None:
 def _make_sequence_request(
     index: int, rollout: Rollout, max_new_tokens: int, seed: int, num_prompt: int
 ) -> SequenceRequest:
-    """Return the request that continues a rollout of a prompt of `num_prompt` tokens."""
     num_sampled = len(rollout.token_ids) - num_prompt
     seed = derive_continuation_seed(seed, num_sampled)
     return SequenceRequest(index, rollout.token_ids.tolist(), seed, max_new_tokens, num_sampled)

@@ -16,7 +16,6 @@ from streamrl.messages import Array, FinishReason, Rollout
 
 
 def make_empty_rollout(prompt_ids: Array) -> Rollout:
-    """Return a rollout of a prompt, int32 [P], without sampled tokens."""
     num_tokens = len(prompt_ids)
     return Rollout(
         token_ids=prompt_ids,
@@ -30,11 +29,7 @@ def make_empty_rollout(prompt_ids: Array) -> Rollout:
 def resolve_partials(
     prompt_ids: Array, partial_rollouts: Sequence[Rollout], *, num_rollouts: int
 ) -> Sequence[Rollout]:
-    """Return `partial_rollouts`, or `num_rollouts` empty rollouts of the prompt if there are none.
-
-    Raises ValueError if the number of partial rollouts is not `num_rollouts`, or if a rollout does
-    not begin with the prompt, int32 [P].
-    """
+    """Return `partial_rollouts`, or `num_rollouts` empty rollouts of the prompt, int32 [P]."""
     if not partial_rollouts:
         return [make_empty_rollout(prompt_ids)] * num_rollouts
     if len(partial_rollouts) != num_rollouts:
@@ -51,8 +46,7 @@ def count_remaining_tokens(
 ) -> int:
     """Return the number of tokens that may still be sampled; 0 if the rollout is finished.
 
-    `max_new_tokens` bounds the completion, which follows the `num_prompt` tokens of the prompt.
-    `max_length` bounds prompt and completion together.
+    `max_new_tokens` bounds the completion, `max_length` prompt and completion together.
     """
     if rollout.finish_reason is not FinishReason.ABORT:
         return 0
@@ -61,21 +55,16 @@ def count_remaining_tokens(
 
 
 def finish_by_length(rollout: Rollout) -> Rollout:
-    """Set FinishReason.LENGTH on an unfinished rollout, which has reached the length limit.
-
-    Finished rollouts are returned unchanged.
-    """
+    """Set FinishReason.LENGTH on a rollout, unless it is finished."""
     if rollout.finish_reason is not FinishReason.ABORT:
         return rollout
     return replace(rollout, finish_reason=FinishReason.LENGTH)
 
 
 def derive_continuation_seed(seed: int, num_sampled: int) -> int:
-    """Derive the seed for resuming a rollout of which `num_sampled` tokens exist.
+    """Derive the seed, 0 to 2^63 - 1, for resuming a rollout of which `num_sampled` tokens exist.
 
-    The original seed would repeat the random numbers of the first tokens. The derived seed, 0 to
-    2^63 - 1, depends only on that seed and `num_sampled`, so resuming at the same token is
-    reproducible.
+    The original seed would repeat the random numbers of the first tokens.
     """
     if num_sampled == 0:
         return seed

@@ -16,11 +16,7 @@ def do_nothing() -> None:
 
 @dataclass(frozen=True)
 class ProgressWatch:
-    """Lets `collect_partial_rollouts` return the rollouts of a request while they are sampled.
-
-    `uid` is the key of the request there. `on_finished` is called for each finished rollout, in any
-    order.
-    """
+    """Lets `collect_partial_rollouts` return, under `uid`, the rollouts of a request."""
 
     uid: str
     on_finished: Callable[[], None] = do_nothing
@@ -66,8 +62,7 @@ class RequestInFlight:
     def build_rollouts(self, running: Mapping[int, SampledSequence] | None = None) -> list[Rollout]:
         """Return all rollouts of the request, in order, with the tokens sampled so far.
 
-        `running` holds the tokens of unfinished sequences by index; without it, unfinished rollouts
-        are as they were at the start.
+        running: tokens of unfinished sequences by index; without it they are as at the start.
         """
         sampled = {**(running or {}), **self.sampled_sequences}
         return [
@@ -77,10 +72,7 @@ class RequestInFlight:
 
 
 class PauseState:
-    """Reasons for which an engine is paused, and the request timeouts suspended meanwhile.
-
-    The engine resumes once the last reason is removed. An instance belongs to one event loop.
-    """
+    """Reasons for which an engine is paused, and the request timeouts suspended meanwhile."""
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
@@ -97,10 +89,7 @@ class PauseState:
         self._reasons.add(reason)
 
     def remove_reason(self, reason: str) -> bool:
-        """Remove a reason to pause the engine; return whether no reason is left.
-
-        Removing the last reason resumes all timeouts of `pausable_timeout`.
-        """
+        """Remove a reason to pause; the last resumes all timeouts. Return whether none is left."""
         was_last = self._reasons == {reason}
         self._reasons.discard(reason)
         if was_last:

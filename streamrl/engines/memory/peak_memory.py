@@ -50,10 +50,7 @@ class PeakMemoryTracker:
         _read_and_reset_peak()
 
     def record_phase(self, phase: str) -> None:
-        """Record the peak memory since the last call (or the start) as that of `phase`.
-
-        If a phase occurs several times, its highest peak counts.
-        """
+        """Record the peak since the last call as that of `phase`; its highest counts."""
         self._peaks[phase] = max(self._peaks.get(phase, 0.0), _read_and_reset_peak() / MB)
 
     def drain_peaks(self) -> dict[str, float]:
@@ -63,7 +60,6 @@ class PeakMemoryTracker:
 
 
 def _read_and_reset_peak() -> int:
-    """Return the process's peak memory in bytes since the last reset, and reset the peak."""
     import torch
 
     if torch.cuda.is_available():

@@ -71,7 +71,7 @@ def load_model(
     """Load the causal language model of a Hugging Face directory, in training mode.
 
     Dropout is disabled: with it, the trained policy would differ from the sampling policy. Raises
-    ConfigError if parameters are missing or misshapen; transformers would initialize them randomly.
+    ConfigError if parameters are missing; transformers would initialize them randomly.
     """
     from transformers import AutoModelForCausalLM
 
@@ -92,7 +92,6 @@ def load_skeleton(path: str) -> "PreTrainedModel":
 
 
 def load_value_skeleton(path: str) -> "PreTrainedModel":
-    """Build a critic's model on the meta device: that of `load_value_model`, without weights."""
     from transformers import AutoModelForTokenClassification
 
     with torch.device("meta"):
@@ -104,11 +103,7 @@ def load_value_skeleton(path: str) -> "PreTrainedModel":
 def _load_pretrained(
     auto_class: Any, path: str, config: Any, dtype: torch.dtype, options: ModelLoadOptions
 ) -> tuple[Any, list[str]]:
-    """Load a model with dropout disabled; return the model and its missing parameters.
-
-    `auto_class` is a class such as AutoModelForCausalLM. Raises ConfigError if transformers cannot
-    load the directory.
-    """
+    """Load a model with dropout disabled; return the model and its missing parameters."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -160,10 +155,7 @@ def _force_prefill_kernel(
 
 
 def _fix_longrope_factors(model: Any, max_length: int | None) -> None:
-    """Select LongRoPE's factors once by the longest rollout, as vLLM does.
-
-    transformers would select them by the longest sequence of each batch.
-    """
+    """Select LongRoPE's factors by the longest rollout, as vLLM does, not by each batch."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():
@@ -177,7 +169,6 @@ def _fix_longrope_factors(model: Any, max_length: int | None) -> None:
 
 
 def _check_complete(path: str, missing: list[str]) -> None:
-    """Raise ConfigError if `missing` names parameters that the directory's files lack."""
     if missing:
         first = ", ".join(missing[:3])
         raise ConfigError(f"model.path={path}: lacks {len(missing)} parameters, such as {first}")
@@ -188,8 +179,7 @@ def load_value_model(
 ) -> "PreTrainedModel":
     """Load a critic: the directory's model with a value head (a scalar per token) as its only head.
 
-    If the directory is a critic's checkpoint, its value head is loaded; otherwise the head starts
-    at 0, so a new critic predicts 0. Raises ConfigError as `load_model` does.
+    A critic's checkpoint has the head; otherwise it starts at 0, so a new critic predicts 0.
     """
     from transformers import AutoModelForTokenClassification
 
@@ -212,7 +202,7 @@ def compute_token_values(
     """Run a critic and return the value of the state before each token, float32 [B, T].
 
     `token_ids` int64 [B, T], `attention_mask` bool [B, T]. The value at position t depends on the
-    tokens before t, like the choice of token t. Position 0 and the padding have 0.
+    tokens before t. Position 0 and the padding have 0.
     """
     output = run_causal_forward(model, token_ids)
     return shift_right(output.logits[..., 0].float(), attention_mask)
@@ -221,9 +211,8 @@ def compute_token_values(
 def run_causal_forward(model: Callable[..., Any], token_ids: Tensor) -> Any:
     """Run a causal model on right-padded sequences, int64 [B, T], without an attention mask.
 
-    Tokens never attend to later positions, so right padding does not affect them. Without a mask,
-    attention uses its causal kernel, which skips the masked pairs: 3 to 4 % of a training step on
-    the CPU.
+    Tokens never attend to later positions, and without a mask attention uses its causal kernel,
+    which skips the masked pairs: 3 to 4 % of a training step on the CPU.
     """
     return model(input_ids=token_ids, use_cache=False)
 
@@ -260,10 +249,7 @@ def score_tokens(
     temperature: float,
     entropy_mode: EntropyMode = "none",
 ) -> TokenScores:
-    """Compute the logprobs and entropies of tokens from the logits [B, T, V] of a forward pass.
-
-    Shapes, temperature and entropy modes are those of `compute_token_logprobs`.
-    """
+    """Compute the scores of `compute_token_logprobs` from logits [B, T, V]."""
     # Split the full logits and drop the last position of the small result. Slicing the logits
     # instead would make the backward pass pad a gradient of the full size.
     targets = token_ids.roll(-1, dims=1)
@@ -290,7 +276,6 @@ def score_tokens(
 def _score_chunk(
     logits: Tensor, targets: Tensor, temperature: float, entropy_mode: EntropyMode
 ) -> tuple[Tensor, Tensor]:
-    """Compute the logprobs and entropies of `targets` [B, C] from logits [B, C, V] of the chunk."""
     scaled = logits.float() / temperature
     chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
     if entropy_mode == "none":
@@ -300,9 +285,6 @@ def _score_chunk(
 
 
 def shift_right(values: Tensor, attention_mask: Tensor) -> Tensor:
-    """Move predictions [B, T], made at the token before, to the position of the predicted token.
-
-    Position 0 and the padding become 0.
-    """
+    """Move predictions [B, T] to the predicted token; position 0 and the padding become 0."""
     shifted = torch.nn.functional.pad(values[:, :-1], (1, 0))
     return torch.where(attention_mask, shifted, 0.0)

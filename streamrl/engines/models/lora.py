@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def add_lora_adapters(module: "PreTrainedModel", config: TrainerConfig) -> None:
     """Add LoRA adapters to a model; freeze all other parameters except a critic's value head.
 
-    The B matrices start at 0, so the model's output is unchanged. Raises ConfigError as
-    `find_lora_layers` does.
+    The B matrices start at 0, so the model's output is unchanged.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -37,12 +36,7 @@ def add_lora_adapters(module: "PreTrainedModel", config: TrainerConfig) -> None:
 def find_lora_layers(
     module: "PreTrainedModel", config: TrainerConfig, *, section: str = "trainer"
 ) -> list[str]:
-    """Return the names of the linear layers that get LoRA adapters; heads get none.
-
-    The names in `lora_targets` select the layers, all layers if empty. Raises ConfigError if a
-    target matches no layer or the model has no linear layers. `section` is the config section that
-    error messages name.
-    """
+    """Return the names of the linear layers, except heads, that `lora_targets` selects."""
     head = module.get_output_embeddings()
     linear = [
         name
@@ -80,9 +74,5 @@ def count_trained_params(module: "PreTrainedModel", config: TrainerConfig) -> in
 
 
 def check_lora_targets(model_path: str, config: TrainerConfig, *, section: str) -> None:
-    """Raise ConfigError if a name in `lora_targets` matches no linear layer of the model.
-
-    Does nothing without LoRA. `section` is the config section that error messages name.
-    """
     if config.lora_rank:
         find_lora_layers(load_skeleton(model_path), config, section=section)

@@ -19,11 +19,7 @@ BIAS_KEYS = ("attention_bias", "mlp_bias")
 def count_trained_params_from_config(
     model_path: str, config: TrainerConfig, *, has_output: bool, has_value: bool
 ) -> int | None:
-    """Count the trained elements of the model in a directory, if config.json suffices for that.
-
-    Returns None for families and biases that the planner's shapes do not cover. `has_output` and
-    `has_value` say whether the trained model has an output head and a value head.
-    """
+    """Count the trained elements; None for what the planner's shapes do not cover."""
     try:
         settings = read_small_json(Path(model_path) / "config.json")
         if settings.get("model_type") not in TENSOR_PARALLEL_FAMILIES or any(

@@ -25,9 +25,8 @@ def write_hf_model(
     """Write a Hugging Face directory of a trained model.
 
     `parameters` are the trained values by name; buffers and config come from `module`, tokenizer
-    and generation_config.json from the directory `tokenizer_from`. The latter file is copied
-    because transformers refuses to save a generation config with contradictions, such as a
-    temperature with greedy decoding.
+    and generation_config.json from `tokenizer_from`. The latter file is copied because transformers
+    refuses to save a generation config with contradictions.
     """
     # state_dict() omits non-persistent buffers, such as those of rotary embeddings.
     module_state, buffers = module.state_dict(), dict(module.named_buffers())
@@ -45,7 +44,6 @@ def write_hf_model(
 
 @contextmanager
 def _reset_generation_config(module: "PreTrainedModel") -> Iterator[None]:
-    """Give the module an empty generation config while saving: transformers may reject its own."""
     if not module.can_generate():
         yield
         return

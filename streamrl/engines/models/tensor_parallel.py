@@ -35,22 +35,20 @@ def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
 def iter_parallel_params(
     layer: nn.Module, names: Sequence[str] = (*COLUMN_PARALLEL, *ROW_PARALLEL)
 ) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the split submodules `names` of a decoder layer, all by default.
+    """Yield the parameters of the split submodules `names` of a decoder layer.
 
-    Includes biases of row-parallel submodules although those are replicated; they are negligible.
+    Includes the replicated biases of row-parallel submodules; they are negligible.
     """
     for name in names:
         yield from layer.get_submodule(name).parameters()
 
 
 def iter_layers(module: "PreTrainedModel") -> Iterator[nn.Module]:
-    """Yield the decoder layers of a model."""
     layer_classes = set(module._no_split_modules or ())
     return (layer for layer in module.modules() if type(layer).__name__ in layer_classes)
 
 
 def _make_parallelize_plan() -> "dict[str, ParallelStyle]":
-    """Return the plan of torch's `parallelize_module` for a decoder layer."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

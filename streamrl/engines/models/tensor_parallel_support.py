@@ -30,13 +30,11 @@ SplitSizes = Mapping[str, int]
 
 
 def has_experts(model_path: str) -> bool:
-    """Return whether config.json describes a mixture-of-experts model."""
     config = vars(read_model_config(model_path).get_text_config())
     return any(config.get(name) for name in EXPERT_COUNT_KEYS)
 
 
 def check_generator_split(model_path: str, ranks: int) -> None:
-    """Raise ConfigError if vLLM cannot split the model over `ranks` tensor-parallel ranks."""
     names = (*DIVIDED_KEYS, EXPERT_INTERMEDIATE_KEY) if has_experts(model_path) else DIVIDED_KEYS
     sizes = _read_sizes(read_model_config(model_path).get_text_config(), names)
     if reason := explain_unservable_split(sizes, ranks):
@@ -44,10 +42,6 @@ def check_generator_split(model_path: str, ranks: int) -> None:
 
 
 def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
-    """Raise ConfigError if training cannot split the model over `ranks` tensor-parallel ranks.
-
-    `section` is the config section that error messages name.
-    """
     if ranks == 1:
         return
     config = read_model_config(model_path)
@@ -58,7 +52,6 @@ def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
 
 
 def get_split_sizes(shape: ModelShape) -> SplitSizes:
-    """Return the numbers of heads and the MLP size of a planner's ModelShape."""
     sizes = {HEADS_KEY: shape.heads, KV_HEADS_KEY: shape.kv_heads}
     if not shape.experts:
         return sizes | {INTERMEDIATE_KEY: shape.intermediate}
@@ -81,7 +74,7 @@ def explain_unservable_split(sizes: SplitSizes, ranks: int) -> str:
 def explain_untrainable_split(family: str, sizes: SplitSizes, ranks: int) -> str:
     """Explain why training cannot split a model over `ranks` tensor-parallel ranks; "" if it can.
 
-    `family` is the model_type, or "" for a planner that knows only sizes: every family then passes.
+    Every family passes as "", for a planner that knows only sizes.
     """
     if family and family not in TENSOR_PARALLEL_FAMILIES:
         return f"splits models of type {', '.join(TENSOR_PARALLEL_FAMILIES)}, not {family}"
@@ -99,13 +92,11 @@ def explain_unloadable_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> 
 
 
 def _read_sizes(config: "PreTrainedConfig", names: Iterable[str]) -> SplitSizes:
-    """Read the sizes of these names from a transformers config."""
     # getattr instead of to_dict(): transformers maps the names that families use to standard ones.
     sizes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     return {name: size for name, size in sizes.items() if size}
 
 
 def _explain_indivisible(sizes: SplitSizes, ranks: int) -> str:
-    """Name the sizes that the number of ranks does not divide; "" if it divides all."""
     reasons = (f"must divide the model's {k}={size}" for k, size in sizes.items() if size % ranks)
     return next(reasons, "")

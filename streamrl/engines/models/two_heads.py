@@ -27,8 +27,7 @@ def load_two_headed_model(
 ) -> "PreTrainedModel":
     """Load a directory's causal language model and add a value head initialized to 0.
 
-    The value head's parameters have the same names as those of a separate critic. Raises
-    ConfigError as `load_model` does.
+    The value head's parameters have the same names as those of a separate critic.
     """
     make_output = _define_output_class()
     model = load_model(path, dtype=dtype, options=options)
@@ -76,8 +75,5 @@ def add_value_head(model: "PreTrainedModel", *, dtype: torch.dtype) -> None:
 
 
 def extract_values(output: Any, attention_mask: Tensor) -> Tensor:
-    """Return the values [B, T] of a two-headed model's output; 0 at position 0 and in the padding.
-
-    As in `compute_token_values`, position t has the value of the state before token t.
-    """
+    """Return the values [B, T] of a two-headed model's output, as `compute_token_values`."""
     return shift_right(output.state_values[..., 0].float(), attention_mask)

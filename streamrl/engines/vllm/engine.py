@@ -123,7 +123,6 @@ AnyWeightLoader = WeightLoader | WorkerWeightLoader | PartialWeightLoader
 
 
 def make_vllm_request_id(request_id: int, index: int) -> str:
-    """Return vLLM's request id of the rollout at `index` of a request."""
     return f"{request_id}:{index}"
 
 
@@ -131,8 +130,7 @@ def make_vllm_request_id(request_id: int, index: int) -> str:
 def claim_process_engine() -> Iterator[None]:
     """Reserve this process for a single vLLM engine within the context.
 
-    vLLM's forward context is a global: two engines on two threads would corrupt each other. Raises
-    RuntimeError if the process has an engine already.
+    vLLM's forward context is a global: two engines on two threads would corrupt each other.
     """
     if not _ENGINE_LOCK.acquire(blocking=False):
         raise RuntimeError("this process has a generation engine already; vLLM allows one")
@@ -145,7 +143,6 @@ def claim_process_engine() -> Iterator[None]:
 
 
 def read_model_info(model_path: str) -> ModelInfo:
-    """Read parameter shapes and vocabulary size of a model directory, without its weights."""
     model = load_skeleton(model_path)
     return ModelInfo(ParameterSet.from_module(model), model.config.get_text_config().vocab_size)
 
@@ -167,10 +164,7 @@ def build_vllm_engine(spec: EngineSpec) -> VllmEngine:
 
 
 def build_follower_worker(spec: EngineSpec) -> "FollowerWorker":
-    """Build the vLLM worker of a follower rank of a tensor-parallel engine.
-
-    Collective: the leader builds the engine at the same time.
-    """
+    """Build the vLLM worker of a follower rank. Collective with the leader's engine."""
     assert spec.rank_group is not None
     arguments = _make_engine_args(spec)
     from streamrl.engines.vllm.executor import FollowerWorker
@@ -180,7 +174,6 @@ def build_follower_worker(spec: EngineSpec) -> "FollowerWorker":
 
 
 def _make_engine_args(spec: EngineSpec) -> Any:
-    """Return vLLM's EngineArgs of a spec, and set up vLLM's logging."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("make_vllm_env() must be in the environment before vLLM is imported")
     # VLLM_CONFIGURE_LOGGING=0 keeps vLLM from configuring logging, so configure its logger here.
@@ -212,14 +205,12 @@ def _is_on_cpu() -> bool:
 
 
 def _keep_plain_on_cpu() -> AbstractContextManager[None]:
-    """Keep linear layers unpacked while vLLM builds a model on a CPU; do nothing on a GPU."""
     return keep_plain_linears() if _is_on_cpu() else nullcontext()
 
 
 def make_weight_loader(
     engine: VllmEngine, spec: EngineSpec, parameters: ParameterSet
 ) -> AnyWeightLoader:
-    """Return the loader for the engine: single process, vLLM's processes or a rank group."""
     if spec.rank_group is not None:
         worker = engine.model_executor.driver_worker.worker
         return PartialWeightLoader(worker, parameters, spec.model_path, spec.rank_group)
@@ -229,10 +220,7 @@ def make_weight_loader(
 
 
 def add_request(engine: VllmEngine, request: SamplingRequest, stops: StopConditions) -> str | None:
-    """Add the sequences of a request to the engine; return None, or why vLLM rejects them.
-
-    If vLLM rejects a sequence, no sequence of the request is added.
-    """
+    """Add all sequences of a request, or none; return None, or why vLLM rejects them."""
     from vllm.exceptions import VLLMClientError
 
     salt = _make_cache_salt(engine)
@@ -261,7 +249,6 @@ def add_request(engine: VllmEngine, request: SamplingRequest, stops: StopConditi
 
 
 def step_engine(engine: VllmEngine) -> list[SampledSequence]:
-    """Run a decode step and return the rollouts that it finished."""
     return [_to_sampled_sequence(output) for output in engine.step() if output.finished]
 
 
@@ -302,8 +289,8 @@ def load_weights(
 ) -> WeightLoadStats:
     """Load all parameters of `version` into the engine between two decode steps.
 
-    Iterates over `tensors` once. `tensors` None means that resharding has written the parameters
-    into the storage already. After an exception the model may mix old and new parameters.
+    `tensors`, read once, is None if resharding has written the parameters into the storage already.
+    After an exception the model may mix old and new parameters.
     """
     start_s = time.monotonic()
     interrupted = len(_list_running_states(engine))
@@ -324,12 +311,10 @@ def load_weights(
 
 
 def set_weight_version(engine: VllmEngine, version: int) -> None:
-    """Set the version that newly sampled tokens are labeled with."""
     engine.engine_core.set_weight_version(str(version))
 
 
 def shut_down_engine(engine: VllmEngine) -> None:
-    """Shut the engine down and destroy torch.distributed's default process group."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     engine.engine_core.shutdown()
@@ -337,18 +322,12 @@ def shut_down_engine(engine: VllmEngine) -> None:
 
 
 def _make_cache_salt(engine: VllmEngine) -> str:
-    """Return vLLM's cache salt of the current version.
-
-    Requests share cached prefixes only with requests of the same salt, hence of the same version.
-    """
+    """Return the cache salt: requests share cached prefixes only within a version."""
     return f"version {engine.engine_core.get_weight_version()}"
 
 
 def _update_waiting_salts(engine: VllmEngine) -> None:
-    """Give waiting requests without sampled tokens the cache salt of the current version.
-
-    The salt of an older version would let them reuse prefixes cached under old weights.
-    """
+    """Give waiting requests without sampled tokens the current version's cache salt."""
     salt = _make_cache_salt(engine)
     for request in engine.engine_core.engine_core.scheduler.waiting:
         if request.num_output_tokens == 0:
@@ -358,7 +337,6 @@ def _update_waiting_salts(engine: VllmEngine) -> None:
 
 
 def _list_running_states(engine: VllmEngine) -> list[Any]:
-    """Return vLLM's RequestStates of unfinished requests with at least one sampled token."""
     states = engine.output_processor.request_states.values()
     return [state for state in states if state.detokenizer.num_output_tokens()]
 
@@ -366,7 +344,6 @@ def _list_running_states(engine: VllmEngine) -> list[Any]:
 def _make_sampling_params(
     request: SamplingRequest, sequence: SequenceRequest, stop_token_ids: Sequence[int]
 ) -> Any:
-    """Return vLLM's SamplingParams of a sequence."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -389,7 +366,6 @@ def _make_sampling_params(
 
 
 def _to_sampled_sequence(output: Any) -> SampledSequence:
-    """Convert the output of a vLLM request."""
     completion = output.outputs[0]
     request_id, index = output.request_id.split(":")
     versions: list[int] = []

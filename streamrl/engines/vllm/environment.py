@@ -2,11 +2,7 @@
 
 
 def make_vllm_env(device: str, *, threads: int = 1) -> dict[str, str]:
-    """Return the environment variables to set before importing torch and vLLM.
-
-    `device` is "cpu" or "cuda". `threads` is GeneratorConfig.threads, which takes effect only
-    through OMP_NUM_THREADS. Raises ValueError for another device.
-    """
+    """Return the environment variables to set before importing torch and vLLM."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: must be cpu or cuda")
     env = {

@@ -40,10 +40,7 @@ class FollowerRank:
 
     @classmethod
     async def start(cls, spec: EngineSpec) -> "FollowerRank":
-        """Build the vLLM worker of this rank while the leader builds the engine.
-
-        Raises as `GenerationEngine.start` does.
-        """
+        """Build the vLLM worker of this rank while the leader builds the engine."""
         follower = cls(spec)
         follower._thread.start()
         timeout_s = spec.config.start_timeout_s
@@ -57,18 +54,12 @@ class FollowerRank:
         return follower
 
     async def run_rank(self) -> None:
-        """Wait until the leader shuts down.
-
-        Raises GenerationError if the leader dies or a call fails.
-        """
         await asyncio.shield(self._finished)
 
     async def get_storage(self) -> ShardStorage | None:
         """Return views of this rank's parameters, into which resharding writes new weights.
 
-        Resharding writes only while the leader is paused. Returns None if vLLM's layout differs
-        from the checkpoint's. Raises DeadlineError if comparing with the model directory takes over
-        `start_timeout_s`.
+        Resharding writes only while the leader is paused. None if vLLM's layout differs.
         """
         timeout_s = self._spec.config.start_timeout_s
         try:
@@ -88,8 +79,7 @@ class FollowerRank:
     def fill_shard(self, tensors: Mapping[str, torch.Tensor | Array]) -> int:
         """Load this rank's part of all parameters and return the bytes copied.
 
-        `tensors` are as for `GenerationEngine.load_weights`. The leader must be paused, and
-        activates the version after all followers have loaded it.
+        The paused leader activates the version after all followers have loaded it.
         """
         assert self._worker is not None and self._weight_loader is not None
         full = build_full_weights(
@@ -115,7 +105,6 @@ class FollowerRank:
                 free_kv_caches(self._worker.wrapper)
 
     def _run_worker(self) -> None:
-        """Build the worker and execute the leader's calls; the body of the thread."""
         try:
             with engine.claim_process_engine():
                 self._parameters = engine.read_model_info(self._spec.model_path).parameters
@@ -134,7 +123,6 @@ class FollowerRank:
             raise
 
     def _report_status(self, error: BaseException | None) -> None:
-        """Report the start (no error) or the end of the worker to the event loop."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._resolve_future, error)
 

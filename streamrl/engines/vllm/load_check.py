@@ -53,7 +53,6 @@ class TensorFingerprint:
 
     @classmethod
     def from_fingerprints(cls, prints: Iterable["TensorFingerprint"]) -> "TensorFingerprint":
-        """Compute the fingerprint of several tensors concatenated."""
         parts = list(prints)
         return cls(
             sum(part.num_elements for part in parts),
@@ -64,8 +63,7 @@ class TensorFingerprint:
     def is_close_to(self, other: "TensorFingerprint") -> bool:
         """Return whether both tensors may have the same values, ignoring zero padding.
 
-        A sum of n values is at most sqrt(n * sum of squares) (Cauchy-Schwarz), which scales the
-        tolerance of `total`.
+        A sum of n values is at most sqrt(n * sum of squares) (Cauchy-Schwarz).
         """
         scale = max(self.sum_squares, other.sum_squares)
         bound = SUM_TOLERANCE * math.sqrt(scale * max(self.num_elements, other.num_elements))
@@ -90,8 +88,7 @@ class LoadCheck:
     ) -> None:
         """Find the parameters that can be compared.
 
-        `stored` are the tensors of the model directory, which vLLM must just have read. `merged`
-        maps a module of vLLM to the checkpoint's modules that it fuses.
+        vLLM must just have read `stored`. `merged` maps its modules to those that they fuse.
         """
         self._model = model
         self._merged_modules = merged
@@ -104,11 +101,9 @@ class LoadCheck:
             self._unchecked_names |= {*published, *unmatched} if unmatched else set()
 
     def make_fingerprints(self, tensor: Tensor) -> FingerprintsByDtype:
-        """Return the fingerprints of a published tensor, one for every dtype of the model."""
         return {dtype: TensorFingerprint.from_tensor(tensor, dtype) for dtype in self._dtypes}
 
     def compare_loaded(self, published: Mapping[str, FingerprintsByDtype]) -> LoadVerification:
-        """Compare vLLM's model with the fingerprints of published parameters, given by name."""
         differing = [name for names, _ in self._find_differences(published) for name in names]
         return LoadVerification(
             len(published.keys() - self._unchecked_names), tuple(sorted(differing))
@@ -185,8 +180,7 @@ class LoadCheck:
 def list_source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return the checkpoint's names of the parameters that a vLLM parameter fuses, in order.
 
-    `merged` maps a module of vLLM to the checkpoint's modules that it fuses. Example:
-    layers.0.self_attn.qkv_proj.weight -> the weights of q_proj, k_proj and v_proj of that layer.
+    Example: layers.0.self_attn.qkv_proj.weight -> the weights of q_proj, k_proj and v_proj.
     """
     path, _, kind = name.rpartition(".")
     parent, _, module = path.rpartition(".")
@@ -200,9 +194,8 @@ def _iter_fused_candidates(
 ) -> Iterator[tuple[set[str], str]]:
     """Yield (published names, model name) of possible fusions, small fusions first.
 
-    `missing` are unmatched published names, `rest` unmatched names of vLLM's model. Candidates are
-    unions of kinds: names that differ only in numbers, such as those of all experts. Stops at union
-    sizes with more than MAX_UNIONS candidates.
+    Candidates are unions of kinds: names that differ only in numbers, such as those of all experts.
+    Stops at union sizes with more than MAX_UNIONS candidates.
     """
     families: dict[str, set[str]] = {}
     for name in missing:

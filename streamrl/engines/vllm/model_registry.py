@@ -22,9 +22,8 @@ def _read_vllm_registry() -> dict[str, str]:
 def is_served_by_transformers(architectures: Iterable[str]) -> bool:
     """Return whether vLLM serves a model with transformers' class instead of a class of its own.
 
-    `architectures` are those of config.json. vLLM does so for architectures that its registry marks
-    accordingly, and for unknown ones. Returns False if vLLM is not installed, as on a machine that
-    only plans runs.
+    vLLM does so for architectures that its registry marks accordingly, and for unknown ones.
+    Returns False if vLLM is not installed, as on a machine that only plans runs.
     """
     modules = _read_vllm_registry()
     if not modules:
@@ -33,10 +32,7 @@ def is_served_by_transformers(architectures: Iterable[str]) -> bool:
 
 
 def explain_unshareable_process(architectures: Iterable[str], *, mode: str, on_gpu: bool) -> str:
-    """Explain why generator and trainer cannot run in the same process; "" if they can.
-
-    `mode` is placement.mode; `architectures` are those in config.json of the generator's model.
-    """
+    """Explain why generator and trainer cannot run in one process; "" if they can."""
     if not on_gpu or not is_served_by_transformers(architectures):
         return ""
     return (

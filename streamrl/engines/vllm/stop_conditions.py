@@ -29,8 +29,7 @@ class StopConditions:
     def make_detokenizer(self, sampled: Sequence[int]) -> Any:
         """Return a detokenizer that ends a vLLM request at a stop string; None if no string is set.
 
-        `sampled` are tokens of a partial rollout from an earlier request, in which a stop string
-        may start.
+        A stop string may start in `sampled`, the tokens of an earlier partial rollout.
         """
         if self._tokenizer is None:
             return None
@@ -65,7 +64,6 @@ def _make_detokenizer_class() -> Any:
 
 
 def decode_verbatim(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
-    """Decode tokens without skipping special tokens or cleaning up spaces."""
     text = tokenizer.decode(
         list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )

@@ -93,7 +93,6 @@ def keep_plain_linears() -> Iterator[None]:
 
 
 def use_onednn(model: torch.nn.Module) -> None:
-    """Make a model's large unpacked linear layers on a CPU use `onednn_linear`."""
     for module in model.modules():
         if "cpu_linear" in vars(module):
             weight = module.get_parameter("weight")
@@ -122,8 +121,7 @@ class WeightLoader:
     def __init__(self, engine: VllmEngine, parameters: ParameterSet, model_path: str) -> None:
         """Bind the model's parameters to the checkpoint's where possible.
 
-        The engine was built from the model directory `model_path`; `parameters` describes the
-        parameters of that directory.
+        The engine was built from the model directory `model_path`.
         """
         self._engine = engine
         self._model = _get_model(engine)
@@ -160,7 +158,6 @@ class WeightLoader:
 
     @staticmethod
     def _load_parameter(bound: "BoundParameter", tensors: Mapping[str, Tensor]) -> int:
-        """Load checkpoint tensors into a bound parameter; return the bytes copied or merged."""
         parts = {name: tensors[name] for name in bound.names}
         num_bytes = bound.load_parts(list(parts.values()))
         if num_bytes or not isinstance(tensors, MergedWeights):
@@ -172,8 +169,7 @@ class WeightLoader:
         """Return views of all parameters, by their first names, for resharding to write into.
 
         Call it before the first load, and do not use `load_weights` afterwards. Write only while
-        the engine is paused. Returns None if a parameter is not a concatenation of the
-        checkpoint's.
+        the engine is paused. None if a parameter is not a concatenation of the checkpoint's.
         """
         bound_parameters = self._bound_parameters
         if self._is_plain and not self._is_on_cpu:
@@ -188,7 +184,6 @@ class WeightLoader:
         return ShardStorage(views) if views else None
 
     def _reload_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        """Load all parameters through vLLM; return the bytes read and a verification."""
         num_bytes, prints = 0, dict[str, FingerprintsByDtype]()
         check = self._load_check if self._num_checked < NUM_INITIAL_CHECKS else None
         self._num_checked += 1
@@ -240,8 +235,7 @@ def reload_through_copy(
 ) -> None:
     """Load a second vLLM model from `stored`, then move its tensors into `model`.
 
-    The second model goes through the same packing, padding and layout changes as the first. Raises
-    ValueError if a parameter gets no value.
+    The second model goes through the same packing, padding and layout changes as the first.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -280,10 +274,7 @@ class BoundParameter:
 
     @property
     def live_tensors(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """Memory that the parameter uses now: its own tensor, and the published tensors it views.
-
-        Holding the result keeps that memory alive after a load.
-        """
+        """Memory in use: the own tensor and published ones; a reference keeps it alive."""
         return self._parameter.data, self._viewed_tensors
 
     def has_matching_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -300,10 +291,7 @@ class BoundParameter:
         return (num_rows == rows or padded) and all(list(part[1:]) == rest for part in parts)
 
     def has_equal_values(self, parts: Sequence[Tensor]) -> bool:
-        """Return whether `parts`, concatenated by rows, equal the parameter bit by bit.
-
-        The comparison is made in the parameter's dtype.
-        """
+        """Return whether concatenated `parts` equal the parameter bit by bit, in its dtype."""
         start = 0
         for part in parts:
             rows = self._parameter.data[start : start + len(part)]
@@ -316,8 +304,7 @@ class BoundParameter:
     def load_parts(self, parts: Sequence[Tensor]) -> int:
         """Set the parameter to `parts`, concatenated by rows; return the bytes copied.
 
-        If the parts are adjacent in memory, the parameter becomes a view of them and no byte is
-        copied.
+        Parts that are adjacent in memory are not copied: the parameter becomes a view of them.
         """
         parts = [part.detach() for part in parts]
         block = view_as_block(parts, self._parameter)
@@ -334,7 +321,7 @@ class BoundParameter:
     def list_targets(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, Tensor]]:
         """Return each checkpoint name with the rows of the parameter to write its values into.
 
-        If the parameter is a view of published tensors, it gets memory of its own first.
+        A view of published tensors gets memory of its own first.
         """
         if self._own_tensor is None:
             self._own_tensor = torch.zeros_like(self._parameter)
@@ -353,8 +340,7 @@ def bind_parameters(
     """Bind every parameter of vLLM's model to checkpoint parameters that it concatenates by rows.
 
     Returns an empty list if any parameter does not match. Relies on vLLM having just read the model
-    from `model_path`: if the concatenated tensors equal its parameters now, the binding holds for
-    every later version.
+    from `model_path`: if values are equal now, the binding holds for every later version.
     """
     merged = get_merged_modules(model)
     bindings = [
@@ -383,20 +369,16 @@ def bind_parameters(
 
 
 def get_merged_modules(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
-    """Return the checkpoint's modules that each fused module of vLLM's model combines.
-
-    Only models that support LoRA or quantization have `packed_modules_mapping`.
-    """
     merged: Any = model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
     return dict(merged)
 
 
 def view_as_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
-    """Return a view of `parts`, concatenated by rows, to replace the tensor `like`.
+    """Return a view of `parts`, concatenated by rows, to replace the tensor `like`, or None.
 
-    The parts must be adjacent in memory and match dtype and device of `like`, otherwise the result
-    is None. The view does not keep the memory alive. A single part may lack vLLM's padding rows of
-    embeddings: no token looks them up, and logits are truncated to the vocabulary.
+    The parts must be adjacent in memory and match dtype and device of `like`. The view does not
+    keep the memory alive. A single part may lack vLLM's padding rows of embeddings: no token looks
+    them up, and logits are truncated to the vocabulary.
     """
     if any(part.dtype != like.dtype or part.device != like.device for part in parts):
         return None
