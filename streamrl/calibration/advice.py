@@ -55,12 +55,10 @@ class SettingsAdvice:
 
     @property
     def simulation_error(self) -> float:
-        """Relative error of the simulated step time, for the run's own settings."""
         return self.simulated_metrics.step_s / self.measured_metrics.step_s - 1
 
     @property
     def min_change(self) -> float:
-        """Smallest relative change of the step time that exceeds the simulator's error."""
         return max(abs(self.simulation_error), MIN_ERROR)
 
 
@@ -77,15 +75,13 @@ def recommend_settings(trace: RunTrace, cluster: Cluster | None = None) -> Setti
         metrics = _simulate_settings(trace, settings, timings, cluster)
         if metrics is not None:
             change = metrics.step_s / simulated.step_s - 1
-            options.append(
-                SettingsOption(description, _format_overrides(settings), metrics, change)
-            )
+            words = tuple(f"{k}={'null' if v is None else v}" for k, v in settings.items())
+            options.append(SettingsOption(description, words, metrics, change))
     options.sort(key=lambda option: option.metrics.step_s)
     return SettingsAdvice(SteadyMetrics.from_trace(trace), simulated, options)
 
 
 def measure_stage_loads(trace: RunTrace) -> list[StageLoad]:
-    """Return the load of each stage of a run, busiest first."""
     loads = []
     for stage, idle in trace.idle_fractions.items():
         depths = [step.row.get(f"queue/depth/{stage}") for step in trace.steps]
@@ -169,7 +165,6 @@ def _list_replica_settings(config: RunConfig) -> Mapping[str, tuple[str, int, in
 
 
 def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield other divisions of the devices between generators and policy, with their settings."""
     generator, trainer = config.generator, config.trainer
     if config.placement.shared_pools:
         if config.placement.is_hybrid and trainer.world_size > 1:
@@ -206,15 +201,9 @@ def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, A
 def _simulate_settings(
     trace: RunTrace, settings: Mapping[str, Any], timings: StageTimings, cluster: Cluster | None
 ) -> SteadyMetrics | None:
-    """Return the simulated metrics of a run with other settings; None if these are impossible."""
     try:
         config = with_settings(trace.config, settings)
         planned_run = PlannedRun.from_trace(trace, config, cluster)
         return predict_metrics(planned_run, timings)
     except ConfigError:
         return None
-
-
-def _format_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Format settings as key=value, as on the command line."""
-    return tuple(f"{key}={'null' if value is None else value}" for key, value in settings.items())

@@ -13,7 +13,6 @@ MIN_CORES_FRACTION = 0.1
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge overlapping intervals; return disjoint intervals in order."""
     merged: list[list[float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -78,7 +77,6 @@ class WorkClock:
         return inside + before + after
 
     def measure_work(self, start: float, end: float) -> float:
-        """Return the work seconds between two times."""
         first, last = self.read_at(np.array([start, end]))
         return float(last - first)
 
@@ -97,7 +95,6 @@ class PausableClock:
         self._paused_s = np.concatenate([[0.0], np.cumsum(lengths)])
 
     def read_at(self, times: Array) -> Array:
-        """Return the clock's readings at these times, in work seconds without pauses."""
         work_s = self._clock.read_at(times)
         if not len(self._edges):
             return work_s

@@ -130,10 +130,7 @@ def _replace_constant(constants: CostConstants, name: str, value: float) -> Cost
 
 
 def _list_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """Yield the links of all cost constants that a run of this dataflow determines.
-
-    If several stages depend on one constant, the first stage with a model determines it.
-    """
+    """Yield all links; of several stages, the first with a model determines a constant."""
     yield ConstantLink(
         "train_flops_fraction", f"train.{POLICY}.token_s", lambda t: t.train[POLICY].token_s, True
     )
@@ -160,7 +157,6 @@ def _list_links(problem: PlacementProblem, placement: Placement) -> Iterator[Con
 
 
 def _list_score_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """Yield links for the first rule-based score stage and the first score stage with a model."""
     stages = [call.stage for call in problem.dataflow.select_calls(CallKind.SCORE)]
     rule = next((stage for stage in stages if stage not in placement.assignments), "")
     if rule:
@@ -180,10 +176,7 @@ def _list_score_links(problem: PlacementProblem, placement: Placement) -> Iterat
 
 
 def _list_weights_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """Yield links for the weights of the generators.
-
-    Generators either pull weights, or share the trainer's devices and switch between phases.
-    """
+    """Yield links for generators, which pull weights or switch phases on shared devices."""
     stage, source = GENERATE_CALL.stage, problem.dataflow.select_calls(CallKind.TRAIN)[0].stage
     prefix = f"weights.{stage}"
     if placement.overlaps(source, stage):
@@ -201,7 +194,7 @@ def _list_weights_links(problem: PlacementProblem, placement: Placement) -> Iter
 
 
 def _normalize_rule_batches(timings: StageTimings, problem: PlacementProblem) -> StageTimings:
-    """Convert rule-based score stages to batches of one group, as the cost model has them."""
+    """Convert rule-based score stages to batches of one group, as in the cost model."""
     size = problem.workload.group_size
     score = {}
     for stage, timing in timings.score.items():

@@ -53,7 +53,6 @@ class GroupWindow:
     end_s: float
 
     def contains_group(self, group: GeneratedGroup) -> bool:
-        """Return whether all groups that ran concurrently with `group` are in the window."""
         return self.start_s <= group.start_s and group.end_s <= self.end_s
 
     @classmethod
@@ -118,7 +117,6 @@ class DecodeReplay:
     def from_window(
         cls, window: "GroupWindow", loads: Sequence[float], clock: PausableClock
     ) -> "DecodeReplay":
-        """Build the replay of a window; `loads` are times at which the replica loaded versions."""
         groups = window.groups
         end_s = max(group.end_s for group in groups)
         window_loads = [load for load in loads if groups[0].start_s < load < end_s]
@@ -223,7 +221,6 @@ def fit_decode(
 
 
 def replace_coefficients(start: GeneratorTiming, values: Sequence[float]) -> GeneratorTiming:
-    """Return a generator timing with these values of DECODE_COEFFICIENTS."""
     step_s, rollout_s, prefill_token_s, group_s = values
     return replace(
         start,
@@ -236,10 +233,9 @@ def replace_coefficients(start: GeneratorTiming, values: Sequence[float]) -> Gen
 
 
 def _number_cohorts(versions: Sequence[int]) -> Array:
-    """Return the cohort number of each group.
+    """Return the cohort number of each group, by the version at which it was admitted.
 
-    versions: version at which each group was admitted. A new version begins a new cohort, if the
-        last cohort has MIN_COHORT_GROUPS groups.
+    A new version begins a new cohort, if the last cohort has MIN_COHORT_GROUPS groups.
     """
     cohorts, cohort, count = [0] * len(versions), 0, 0
     for i, version in enumerate(versions):
@@ -250,7 +246,7 @@ def _number_cohorts(versions: Sequence[int]) -> Array:
 
 
 def _renumber_cohorts(parts: Sequence[Array]) -> Array:
-    """Concatenate the cohort numbers of several replays, renumbered so that none repeats."""
+    """Concatenate the cohort numbers of several replays, so that none repeats."""
     firsts = np.cumsum([0, *(int(part.max(initial=-1)) + 1 for part in parts)])
     numbers: Array = np.concatenate(
         [part + first for part, first in zip(parts, firsts, strict=False)]
@@ -261,7 +257,7 @@ def _renumber_cohorts(parts: Sequence[Array]) -> Array:
 def _scale_to_cohort_pace(predicted: Array, measured: Array, cohorts: Array) -> Array:
     """Scale predicted times by each cohort's pace, the median of measured over predicted time.
 
-    Paces are relative to the median pace, so that the predictions keep their overall level.
+    Paces are relative to the median pace, so that predictions keep their overall level.
     """
     ratios = measured / np.maximum(predicted, 1e-12)
     paces = np.ones(int(cohorts.max(initial=0)) + 1)
@@ -272,7 +268,7 @@ def _scale_to_cohort_pace(predicted: Array, measured: Array, cohorts: Array) -> 
 
 
 def _split_episodes(groups: Sequence[GeneratedGroup]) -> Iterator[list[GeneratedGroup]]:
-    """Yield episodes: lists of groups between two moments at which the process sampled no group."""
+    """Yield the groups between two moments at which the process sampled no group."""
     episode: list[GeneratedGroup] = []
     end_s = float("-inf")
     for group in groups:

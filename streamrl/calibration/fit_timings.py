@@ -110,7 +110,6 @@ class _TimingFitter:
         }
 
     def fit_all(self) -> FittedTimings:
-        """Fit the coefficients of all stages."""
         dataflow = self._config.dataflow
         train = {role: self._fit_train(role) for role in dataflow.trained_roles}
         timings = StageTimings(
@@ -139,7 +138,6 @@ class _TimingFitter:
         return value
 
     def _measure_work_s(self, span: Span) -> float:
-        """Return the work seconds of a span."""
         return self._work_clock.measure_work(span.start_s, span.end_s)
 
     def _select_spans(self, role: str, *names: str) -> list[Span]:
@@ -155,7 +153,6 @@ class _TimingFitter:
     # Generators.
 
     def _fit_generator(self) -> GeneratorTiming:
-        """Fit the timing coefficients of the generators, by replaying their groups."""
         by_process = defaultdict(list)
         for group in self._trace.generated_groups:
             by_process[group.process].append(group)
@@ -167,7 +164,10 @@ class _TimingFitter:
                 groups, [s.end_s for s in pulls if s.process == process], self._work_clock
             )
         ]
-        base, pause_s = self._base_timings.generator, self._measure_pause_s()
+        base = self._base_timings.generator
+        rows = [step.row for step in self._trace.steps]
+        pauses = [row["weights/pause_s"] for row in rows if row.get("weights/pause_s") is not None]
+        pause_s = statistics.median(pauses) if pauses else 0.0
         sampling = fit_decode(replays, base, pause_s=pause_s)
         values = [
             self._add_estimate(f"generator.{name}", sampling, index)
@@ -175,10 +175,6 @@ class _TimingFitter:
         ]
         begin_s = self._add_estimate("generator.begin_s", fit_median(self._collect_begin_delays()))
         return replace(replace_coefficients(base, values), begin_s=begin_s)
-
-    def _measure_pause_s(self) -> float:
-        """Return the median time in which a pull pauses a generator, in seconds."""
-        return self._trace.compute_median("weights/pause_s") or 0.0
 
     def _collect_begin_delays(self) -> list[float]:
         """Return delays, in seconds, from a prompt's admission to the start of sampling.
@@ -240,7 +236,6 @@ class _TimingFitter:
     # Scorers.
 
     def _fit_score(self, call: ModelCall) -> ScoreTiming:
-        """Fit the times per batch, rollout and token of a score stage."""
         base = self._base_timings.score[call.stage]
         episodes = list(_group_overlapping(self._select_spans(call.role, call.stage)))
         rows, seconds = [], []
@@ -265,7 +260,6 @@ class _TimingFitter:
     # Trainers.
 
     def _fit_train(self, role: str) -> TrainTiming:
-        """Fit the timing coefficients of a trained role."""
         trainer = self._config.get_trainer_config(role)
         spans = self._select_spans(role, "train")
         spans = [span for span in spans if span.args.get("tokens")]
@@ -290,14 +284,12 @@ class _TimingFitter:
 
     @property
     def _trains_whole_steps(self) -> bool:
-        """Whether training of a step starts only when all groups of the step are ready."""
         return self._config.algorithm_settings.scope == "step"
 
     def _collect_round_gaps(self, role: str) -> list[float]:
-        """Return the seconds between training rounds: time to dispatch a round and read its groups.
+        """Return the seconds to dispatch a training round and read its groups.
 
-        If rounds start as groups arrive, only the gap before an update contains no waiting for
-        groups.
+        If rounds start as groups arrive, only the gap before an update contains no waiting.
         """
         work = [s for s in self._select_spans(role, "train", "update") if s.process.endswith("-0")]
         waiting_names = () if self._trains_whole_steps else ("train",)
@@ -308,7 +300,6 @@ class _TimingFitter:
         ]
 
     def _collect_planning_times(self, role: str) -> list[float]:
-        """Return the seconds that the first rank spends on planning each training step."""
         spans = [s for s in self._select_spans(role, *PLANNING_SPANS) if s.process.endswith("-0")]
         return [
             sum(
@@ -386,8 +377,7 @@ class _TimingFitter:
     def _collect_score_hops(self, call: ModelCall) -> list[float]:
         """Return the seconds from a group's last token to its scoring, where the scorer was idle.
 
-        Assumes that groups are scored in the order in which they finish, as many at once as the
-        span says.
+        Assumes that groups are scored in the order in which they finish.
         """
         source = GREEDY_CALL.stage if "greedy_ids" in call.needs else GENERATE_CALL.stage
         ends = deque(sorted(o.end_s for o in self._trace.generated_groups if o.stage == source))
@@ -440,7 +430,6 @@ class _TimingFitter:
 
 
 def _parse_version(span: Span) -> int:
-    """Return the policy version in the args of a pull or publish span."""
     return int(span.args["version"])
 
 

@@ -42,7 +42,6 @@ class GroupedLengths:
 
     @property
     def mean(self) -> float:
-        """Mean length of the sampled completions, in tokens."""
         return self._sampled_lengths.mean
 
     @property
@@ -57,7 +56,6 @@ class GroupedLengths:
         return lengths
 
     def quantiles(self, parts: Array) -> Array:
-        """Return sampled completions' lengths at quantiles `parts` (0 to 1), interpolated."""
         return self._sampled_lengths.quantiles(parts)
 
     def expected_longest(self, count: int) -> float:

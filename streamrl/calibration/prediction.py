@@ -25,7 +25,6 @@ from streamrl.simulator.simulation import run_simulation
 
 SIMULATED_STEPS = 60
 """Number of steps to simulate: more change the means by less than runs differ among themselves."""
-DEFAULT_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,6 @@ class PlannedRun:
 
     @property
     def default_constants(self) -> CostConstants:
-        """Cost constants of the run's devices before calibration."""
         return CostConstants.from_cluster(self.problem.cluster)
 
     @property
@@ -131,7 +129,6 @@ class PlannedRun:
 
     @property
     def base_timings(self) -> StageTimings:
-        """Timings of the run by the cost model before calibration."""
         timings = CostModel(self.problem, self.initial_constants).predict_timings(self.placement)
         generator = self._set_kv_tokens(timings.generator)
         weights = self.config.weights
@@ -144,7 +141,6 @@ class PlannedRun:
         return self.problem.cluster.is_cpu
 
     def _set_kv_tokens(self, generator: GeneratorTiming) -> GeneratorTiming:
-        """Return the generator's timing with the KV-cache size of the run's config, if set."""
         kv_cache_mb = self.config.generator.kv_cache_mb
         if kv_cache_mb is None and self.is_on_cpu:
             kv_cache_mb = KV_CACHE_MB_ON_CPU
@@ -159,7 +155,6 @@ class PlannedRun:
 
 
 def apply_replica_counts(timings: StageTimings, config: RunConfig) -> StageTimings:
-    """Return timings with the numbers of replicas and the batch sizes of a config."""
     counts = {role: count for role, (_, count) in count_actors(config).items()}
     generator = config.generator
     replicas = generator.replicas
@@ -182,14 +177,7 @@ def apply_replica_counts(timings: StageTimings, config: RunConfig) -> StageTimin
     )
 
 
-def predict_metrics(
-    planned_run: PlannedRun,
-    timings: StageTimings,
-    *,
-    steps: int = SIMULATED_STEPS,
-    seed: int = DEFAULT_SEED,
-) -> SteadyMetrics:
-    """Simulate a run and return the metrics of its steady part."""
+def predict_metrics(planned_run: PlannedRun, timings: StageTimings) -> SteadyMetrics:
     config = planned_run.config
     lead = config.pipeline.max_steps_ahead
     result = run_simulation(
@@ -197,8 +185,8 @@ def predict_metrics(
         planned_run.placement,
         apply_replica_counts(timings, config),
         planned_run.problem.workload,
-        steps=steps + 2 * lead + ENGINE_WARM_UP_STEPS,
-        seed=seed,
+        steps=SIMULATED_STEPS + 2 * lead + ENGINE_WARM_UP_STEPS,
+        seed=0,
         run_options=planned_run.problem.run_options,
     )
     steady = result.exclude_steps(lead + ENGINE_WARM_UP_STEPS, lead)

@@ -98,8 +98,7 @@ def _solve_parts(
 ) -> Any:
     """Minimize the residuals plus a ridge term toward equal parts, weighted by the noise.
 
-    If all measurements have the same size, only the ridge term separates the parts. Return scipy's
-    result of least_squares.
+    If all measurements have the same size, only the ridge term separates the parts.
     """
     # Imported late: scipy.optimize takes 0.4 s, and most commands fit nothing.
     from scipy.optimize import least_squares

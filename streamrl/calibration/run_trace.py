@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -51,11 +51,9 @@ class MachineCores:
 
     @property
     def available_cores(self) -> float:
-        """Cores left to the run's processes on average."""
         return max(self.cores - self.taken, MIN_CORES) if self.cores else 0.0
 
     def with_metrics(self, rows: Sequence[Mapping[str, Any]]) -> "MachineCores":
-        """Return the cores with load figures averaged over metrics rows that have CORE_METRICS."""
         means = {name: _average_present([row.get(name) for row in rows]) for name in CORE_METRICS}
         if not self.cores or None in means.values():
             return self
@@ -65,7 +63,6 @@ class MachineCores:
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> "MachineCores":
-        """Return the cores that the run's "machine" event states."""
         return cls(0 if event["on_gpu"] or event["nodes"] > 1 else int(event["cores"]))
 
 
@@ -139,14 +136,12 @@ class RunTrace:
 
     @cached_property
     def lengths(self) -> EmpiricalLengths:
-        """Distribution of the run's completion lengths, as independent samples."""
         return EmpiricalLengths.from_samples(
             [tokens for group in self._trained_groups for tokens in group.lengths]
         )
 
     @cached_property
     def grouped_lengths(self) -> GroupedLengths:
-        """Distribution of the run's completion lengths, resampled by group."""
         return GroupedLengths.from_groups(
             (group.uid, group.stage, group.lengths) for group in self.generated_groups
         )
@@ -157,7 +152,6 @@ class RunTrace:
 
     @property
     def _trained_groups(self) -> Sequence[GeneratedGroup]:
-        """Groups sampled for training, without greedy completions."""
         return [group for group in self.generated_groups if group.stage == GENERATE_CALL.stage]
 
     @property
@@ -170,14 +164,12 @@ class RunTrace:
 
     @property
     def staleness_mean(self) -> float:
-        """Mean staleness of a trained token, in versions."""
-        return self._average_metric(
-            "staleness/mean", lambda step: sum(g.info.num_loss_tokens for g in step)
-        )
+        weights = [sum(group.info.num_loss_tokens for group in s.groups) for s in self.steps]
+        values = [float(step.row["staleness/mean"]) for step in self.steps]
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
 
     @property
     def idle_fractions(self) -> dict[str, float]:
-        """Fraction of the steady steps' time in which a stage's processes were idle, by stage."""
         seconds = [step.step_s for step in self.steps]
         return {
             call.stage: sum(
@@ -190,7 +182,6 @@ class RunTrace:
 
     @property
     def filtered_fraction(self) -> float:
-        """Groups rejected by the group filter over rejected and trained groups."""
         first, last = (step.row for step in (self.steps[0], self.steps[-1]))
         filtered, trained = (
             float(last[f"ledger/{name}"]) - float(first[f"ledger/{name}"])
@@ -200,21 +191,8 @@ class RunTrace:
 
     @property
     def mean_group_s(self) -> float:
-        """Mean step time over the number of groups trained per step, in seconds."""
+        """Mean step time over the number of groups trained per step."""
         return self.mean_step_s / statistics.fmean(len(step.groups) for step in self.steps)
-
-    def _average_metric(
-        self, name: str, weight: Callable[[Sequence[TrainedGroup]], float]
-    ) -> float:
-        """Return the mean of a metric over the steps, weighted by `weight` of a step's groups."""
-        weights = [weight(step.groups) for step in self.steps]
-        values = [float(step.row[name]) for step in self.steps]
-        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-
-    def compute_median(self, name: str) -> float | None:
-        """Return the median of a metric over the steps that log it; None if no step does."""
-        values = [step.row[name] for step in self.steps if step.row.get(name) is not None]
-        return statistics.median(values) if values else None
 
 
 def load_run_trace(run_dir: Path) -> RunTrace:
@@ -244,15 +222,14 @@ def load_run_trace(run_dir: Path) -> RunTrace:
             " or of an older version"
         )
     machine_event = _read_machine_event(run_dir)
-    machine = _make_machine_cores(machine_event).with_metrics([step.row for step in steps])
+    cores = MachineCores(len(os.sched_getaffinity(0)))  # runs of older versions log no machine
+    if machine_event:
+        cores = MachineCores.from_event(machine_event)
+    machine = cores.with_metrics([step.row for step in steps])
     placed_config = with_placement_mode(
         config, machine_event.get("placement", config.placement.mode)
     )
     return RunTrace(run_dir, placed_config, machine, steps, excluded, spans, groups)
-
-
-def load_run_lengths(run_dir: Path) -> EmpiricalLengths:
-    return load_run_trace(run_dir).lengths
 
 
 def describe_missing_run(run_dir: Path) -> str:
@@ -298,7 +275,6 @@ def _read_rows(path: Path, location: str) -> dict[int, Mapping[str, Any]]:
 
 
 def _check_rows(config: RunConfig, steps: Sequence[MeasuredStep], path: Path) -> None:
-    """Raise ConfigError if a step's metrics row lacks a metric that calibration needs."""
     names = ["staleness/mean", "ledger/filtered", "ledger/trained"]
     names += [f"idle/{call.stage}" for call in config.dataflow.ordered_calls]
     for step in steps:
@@ -307,7 +283,6 @@ def _check_rows(config: RunConfig, steps: Sequence[MeasuredStep], path: Path) ->
 
 
 def _check_number(row: Any, name: str, location: str) -> None:
-    """Raise ConfigError, naming the `location`, unless a row has a number of this name."""
     value = row.get(name) if isinstance(row, Mapping) else None
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{location}: has no {name}, a number")
@@ -332,14 +307,8 @@ def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
 
 
 def _read_machine_event(run_dir: Path) -> Mapping[str, Any]:
-    """Return the run's last "machine" event, which states cores and placement; {} without any."""
     events = [e for e in _read_lines(run_dir / EVENTS_FILE) if e.get("event") == "machine"]
     return events[-1] if events else {}
-
-
-def _make_machine_cores(event: Mapping[str, Any]) -> MachineCores:
-    """Return the cores of a run's machine; for runs of older versions, of this machine."""
-    return MachineCores.from_event(event) if event else MachineCores(len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
@@ -357,10 +326,7 @@ class _RunLogIndex:
     def iter_steps(
         self, rows: Mapping[int, Mapping[str, Any]]
     ) -> Iterator[tuple[MeasuredStep, int]]:
-        """Yield each trained step that has a metrics row, and its number since the last start.
-
-        rows: metrics rows by step.
-        """
+        """Yield each trained step with a metrics row, and its number since the last start."""
         for version, (step, end_s, since_start) in sorted(self.trained_steps.items()):
             row = rows.get(version + 1)
             if row is None:
@@ -403,10 +369,7 @@ def _read_run_log(run_dir: Path, location: str) -> _RunLogIndex:
 def _select_steady_steps(
     config: RunConfig, steps: Sequence[tuple[MeasuredStep, int]], spans: Sequence[Span]
 ) -> tuple[list[MeasuredStep], dict[str, int]]:
-    """Return the steady steps of a run, and the number of excluded steps by reason.
-
-    steps: all steps, each with the number of steps since the last start.
-    """
+    """Return the steady steps of a run, and the number of excluded steps by reason."""
     lead, steady = config.pipeline.max_steps_ahead, []
     warm_up = max(lead + ENGINE_WARM_UP_STEPS, config.critic.warmup_alone)
     saves = [span for span in spans if span.name == "save"]
@@ -439,10 +402,7 @@ def _select_steady_steps(
 def _collect_groups(
     spans: Sequence[Span], admitted: Mapping[str, tuple[float, int]], *, since: float
 ) -> list[GeneratedGroup]:
-    """Return the completely sampled groups that begin at `since` or later, ordered by begin.
-
-    admitted: time and version of admission by uid.
-    """
+    """Return the completely sampled groups that begin at `since` or later, by begin."""
     intervals_by_group: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
     groups = []
     for span in sorted(spans, key=lambda span: span.end_s):

@@ -43,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def spec_to_dict(spec: Algorithm) -> dict[str, Any]:
-    """Return an algorithm spec as JSON-serializable values, with the names of its functions."""
     defaults = {**DEFAULT_SETTINGS, **spec.defaults}
     needs_step = defaults["whiten_advantages"] or defaults["advantage_scale"] == "batch"
     return {
@@ -105,17 +104,13 @@ def format_markdown(specs: Iterable[Algorithm]) -> str:
 
 
 def _format_functions(facts: Mapping[str, Any]) -> str:
-    """Join the names of an algorithm's functions (advantages, token loss, ...) without repetition.
-
-    facts: result of `spec_to_dict`.
-    """
+    """Join the names of functions in the result of `spec_to_dict` without repetition."""
     names = [facts["advantages"], facts["token_loss"]]
     names += [*facts["derived"].values(), *facts["dials"].values()]
     return ", ".join(dict.fromkeys(names))
 
 
 def _format_settings(values: Mapping[str, Any]) -> str:
-    """Format settings as key=value words, with null, true and false as in YAML."""
     return " ".join(f"{key}={_YAML_WORDS.get(str(value), value)}" for key, value in values.items())
 
 

@@ -65,7 +65,6 @@ def to_yaml(trace: RunTrace, calibration: CalibrationResult) -> str:
 def to_json(
     trace: RunTrace, fitted: FittedTimings, calibration: CalibrationResult
 ) -> dict[str, Any]:
-    """Return cost constants, and the measurements behind them, as JSON-serializable values."""
     return {
         "steps": len(trace.steps),
         "left_out": dict(trace.excluded_steps),
@@ -110,10 +109,7 @@ def describe_calibration(
 
 
 def _format_constant(name: str, constant: FittedConstant) -> str:
-    """Format a fitted cost constant as a row of the table.
-
-    Column "+-" contains the relative standard error, column "off" the median residual of the fit.
-    """
+    """Format a row; "+-" is the relative standard error, "off" the median residual."""
     error = (
         f"{constant.estimate.error / constant.estimate.value:.0%}"
         if constant.estimate.value

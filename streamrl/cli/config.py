@@ -44,7 +44,6 @@ class ConfigKey:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `streamrl config`."""
     parser.add_argument(
         "key", nargs="?", metavar="KEY", help="key or section, e.g. trainer.lr or trainer"
     )
@@ -94,7 +93,6 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
 
 
 def _list_filter_options() -> Iterator[ConfigKey]:
-    """Yield the options of all filter kinds as keys of the section `filter`."""
     for kind, filter_kind in FILTER_KINDS.items():
         for key in list_config_keys(filter_kind.options_type, "filter."):
             yield dataclasses.replace(key, meaning=f"only kind {kind}: {key.meaning}")
@@ -129,7 +127,6 @@ def _format_type(hint: Any) -> str:
 
 
 def format_markdown(keys: list[ConfigKey]) -> str:
-    """Format config keys as markdown, with a table for each config section."""
     lines: list[str] = []
     sections = dict.fromkeys(key.section for key in keys)
     for section in sections:

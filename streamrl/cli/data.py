@@ -100,7 +100,7 @@ def parse_named_files(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `streamrl data check`. Returns exit code 0 if no row would stop a run, else 2."""
+    """Return exit code 0 if no row would stop a run, else 2."""
     recipe = load_config(arguments.config) if arguments.config else None
     data = recipe.data if recipe else DataConfig()
     files = parse_named_files(arguments, arguments.files, data) or (
@@ -126,7 +126,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _validate_file(
     file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: PromptLimits
 ) -> FileReport:
-    """Validate a prompt file, with a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
@@ -147,10 +146,7 @@ def _validate_file(
 def _make_limits(
     arguments: argparse.Namespace, recipe: RunConfig | None, model: str
 ) -> PromptLimits:
-    """Return the limits of a prompt from the command line, else from the recipe.
-
-    Without either, a prompt may be one token shorter than the model's context.
-    """
+    """Return a prompt's limits; by default it may be one token shorter than the context."""
     names = ("on_long_prompt", "max_prompt_tokens")
     options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
     data = replace(recipe.data if recipe else DataConfig(), **options)

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `streamrl doctor`. Returns exit code 0 if a run could start on this machine, else 1."""
+    """Return exit code 0 if a run could start on this machine, else 1."""
     machine = inspect_machine()
     problems = find_problems(machine)
     if arguments.json:
@@ -67,7 +67,6 @@ def inspect_machine() -> MachineInfo:
 
 
 def _list_gpus() -> list[str]:
-    """Return names of the GPUs that PyTorch can use; empty without PyTorch."""
     # Importing PyTorch takes a second, which a machine without a GPU driver can save.
     if not has_gpu_files(Path("/dev")):
         return []
@@ -80,12 +79,10 @@ def _list_gpus() -> list[str]:
 
 
 def has_gpu_files(devices: Path) -> bool:
-    """Return whether a GPU driver has a device file in folder `devices`."""
     return any(any(devices.glob(pattern)) for pattern in GPU_FILES)
 
 
 def _find_sandbox_problem() -> str:
-    """Return why the sandbox for generated code is unavailable on this machine, or ""."""
     try:
         from streamrl.rewards.sandbox.backend_choice import explain_unavailability
     except ImportError as error:
@@ -94,7 +91,6 @@ def _find_sandbox_problem() -> str:
 
 
 def _get_version(package: str) -> str:
-    """Return the version of an installed Python package, or "" if missing."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -102,7 +98,6 @@ def _get_version(package: str) -> str:
 
 
 def find_problems(machine: MachineInfo) -> list[str]:
-    """Return one line per problem that keeps a run from starting on this machine."""
     problems = [f"{name} is not installed" for name, v in machine.packages.items() if not v]
     if not machine.vllm or importlib.util.find_spec("vllm") is None:
         problems.append("vLLM is not installed: make install")
@@ -134,7 +129,6 @@ def describe_machine(machine: MachineInfo, problems: list[str]) -> list[str]:
 
 
 def _describe_runnable(machine: MachineInfo, problems: list[str]) -> str:
-    """Describe the kinds of runs that this machine can start."""
     if problems:
         return "nothing; solve the problems above first"
     if not machine.gpus:

@@ -119,7 +119,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> EvaluationConfig:
-    """Override the config section `evaluation` with the sampling options of the command line."""
     options = {name: vars(arguments)[name] for name in SAMPLING_OPTIONS}
     return replace(config, **{name: value for name, value in options.items() if value is not None})
 
@@ -127,9 +126,8 @@ def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> 
 def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
     """Find the model to evaluate and its settings.
 
-    The command line names a model directory, a checkpoint, or a run directory with checkpoints, of
-    which the newest counts. Settings come from the recipe (--config), else from the run, else from
-    defaults.
+    MODEL is a model directory, a checkpoint, or a run directory, whose newest checkpoint counts.
+    Settings come from --config, else from the run, else from defaults.
     """
     path: Path = arguments.model
     recipe: Path | None = arguments.config
@@ -177,7 +175,6 @@ def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
 async def _evaluate_files(
     subject: EvaluationSubject, files: Sequence[DataFile], config: EvaluationConfig
 ) -> EvaluationResult:
-    """Sample completions for the prompts of all files, score the completions, return metrics."""
     from streamrl.engines.models.supported_models import check_weight_files
 
     rewards = build_rewards(subject.rewards, subject.reward_context)
@@ -217,10 +214,7 @@ async def _evaluate_files(
 async def _start_engine(
     subject: EvaluationSubject, seed: int, max_length: int
 ) -> "GenerationEngine":
-    """Start vLLM in this process with the model to evaluate.
-
-    max_length: maximum tokens of prompt plus completion.
-    """
+    """Start vLLM in this process; `max_length` limits the tokens of prompt plus completion."""
     import torch
 
     from streamrl.engines.generation.generation_engine import GenerationEngine
@@ -272,7 +266,6 @@ def _print_result(
 
 
 def _result_to_dict(result: EvaluationResult) -> dict[str, Any]:
-    """Return number of prompts, scores and confidence intervals as JSON-serializable values."""
     intervals = {
         f"{name}_interval": interval for name, interval in _collect_intervals(result).items()
     }
@@ -280,7 +273,6 @@ def _result_to_dict(result: EvaluationResult) -> dict[str, Any]:
 
 
 def _collect_scores(result: EvaluationResult) -> dict[str, float]:
-    """Return the values of pass@k, mean@k and maj@k by metric name."""
     scores = {f"pass@{k}": chance for k, chance in result.pass_at.items()}
     scores[f"mean@{result.samples}"] = result.mean_at_k
     if result.maj_at_k is not None:
@@ -289,6 +281,5 @@ def _collect_scores(result: EvaluationResult) -> dict[str, float]:
 
 
 def _collect_intervals(result: EvaluationResult) -> dict[str, ConfidenceInterval | None]:
-    """Return the 95 % confidence intervals of pass@1 and mean@k by metric name."""
     intervals = (result.pass_at_1_interval, result.mean_at_k_interval)
     return dict(zip(("pass@1", f"mean@{result.samples}"), intervals, strict=True))

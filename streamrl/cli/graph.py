@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list_notes(config: RunConfig) -> list[str]:
-    """List facts about a run that its dataflow graph does not show, and likely config mistakes."""
+    """List facts that the dataflow graph does not show, and likely config mistakes."""
     notes = [
         f"{stage} produces {column}, which no stage requires"
         for stage, column in config.dataflow.unused_columns

@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse_arguments(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> argparse.Namespace:
-    """Parse arguments; accept key=value overrides after options, which argparse alone refuses."""
+    """Accept key=value overrides after options, which argparse alone refuses."""
     parsed, rest = parser.parse_known_args(arguments)
     if "overrides" in parsed:
         late = list(takewhile(lambda word: not word.startswith("-"), rest))
@@ -131,20 +131,14 @@ def _parse_arguments(
 
 
 def _install_handlers() -> Callable[[], None]:
-    """Handle Ctrl-C and SIGTERM; let a crash of any process print the stacks of all its threads.
-
-    Returns a function that raises KeyboardInterrupt if a signal has arrived.
-    """
+    """Handle Ctrl-C and SIGTERM; let a crash of any process print the stacks of all its threads."""
     faulthandler.enable(2)
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     return interrupt_on_signals()
 
 
 def _reopen_standard_streams() -> None:
-    """Open closed standard streams (descriptors 0, 1, 2) on /dev/null.
-
-    The next opened file would otherwise get such a descriptor, and the program's output with it.
-    """
+    """Open closed standard streams on /dev/null, or the next opened file takes their number."""
     for file in range(3):
         try:
             os.fstat(file)
@@ -153,7 +147,6 @@ def _reopen_standard_streams() -> None:
 
 
 def _print_error(message: str, code: int) -> int:
-    """Print an error message on stderr and return the exit code `code`."""
     sys.stdout.flush()
     print(f"streamrl: {message}", file=sys.stderr)
     return code

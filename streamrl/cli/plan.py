@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `streamrl plan`. Returns exit code 0 if a placement fits the cluster, else 1."""
+    """Return exit code 0 if a placement fits the cluster, else 1."""
     _check_options(arguments)
     config, own_bound, bounds, refused = read_staleness_request(arguments)
     inputs = read_planner_inputs(arguments, config)
@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for command-line options that are invalid whatever the config contains."""
+    """Raise ConfigError for options that are invalid whatever the config contains."""
     if arguments.max_staleness is not None:
         parse_bounds(arguments.max_staleness)
     if not 0 <= arguments.proposals <= MAX_PROPOSALS:
@@ -192,10 +192,9 @@ def list_shown_points(planned: PlanResult) -> list[ParetoPoint]:
 def _simulate_front(
     problem: PlacementProblem, front: Sequence[ParetoPoint], costs: CostModel, seed: int
 ) -> list[SimulatedPoint]:
-    """Simulate the placement of every point of the Pareto front.
+    """Simulate each point of the Pareto front; a faster runner-up replaces the point's placement.
 
-    A runner-up that simulates faster than the point's placement replaces it. Simulations of
-    runners-up end when they have used up MAX_REPLAYED_GROUPS.
+    Simulations of runners-up end when they have used up MAX_REPLAYED_GROUPS.
     """
     dataflow, workload, manner = problem.dataflow, problem.workload, problem.run_options
 
@@ -257,10 +256,7 @@ def select_gaining_points(
 def _write_files(
     arguments: argparse.Namespace, report: PlanReport, costs: CostModel
 ) -> dict[str, Any]:
-    """Write the best placement to the files of -o and --svg.
-
-    Returns the settings, by dotted key, in which a written config differs from the run's config.
-    """
+    """Write the files of -o and --svg; return the settings, by dotted key, that -o changes."""
     candidate = report.best_point.candidate
     placement, changed = candidate.placement, {}
     if arguments.output is not None:
@@ -284,8 +280,7 @@ def _write_files(
 def _read_requested_run(arguments: argparse.Namespace, report: PlanReport) -> RunConfig:
     """Load the config that the user named, to compare the written config with it.
 
-    If that config is invalid, because --max-staleness replaces an invalid bound, returns the
-    planned config instead.
+    Without a valid one (--max-staleness may replace an invalid bound) returns the planned config.
     """
     try:
         return read_config(arguments.config, arguments.overrides)
@@ -294,7 +289,6 @@ def _read_requested_run(arguments: argparse.Namespace, report: PlanReport) -> Ru
 
 
 def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
-    """Return the run's config with the best placement, ready to start on the cluster."""
     placement, problem = report.best_point.candidate.placement, report.problem
     is_bounded = problem.cluster.is_cpu or has_shared_generator_devices(placement)
     kv_cache_bytes = costs.compute_kv_cache_bytes(placement) if is_bounded else None
@@ -307,10 +301,9 @@ def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
 def _diff_settings(
     before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the settings in `after` that differ from `before`, by dotted key.
+    """Return the settings of `after` that differ, by dotted key with the prefix `
 
-    prefix: prefix of the keys.
-    """
+    prefix`."""
     changed: dict[str, Any] = {}
     for key, value in after.items():
         old = before.get(key)

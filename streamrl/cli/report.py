@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `streamrl report`. Returns exit code 1 if `--ledger` finds a ledger out of balance."""
+    """Return exit code 1 if `--ledger` finds a ledger out of balance."""
     _check_options(arguments)
     if arguments.run_dir is not None:
         return _print_run_report(arguments)
@@ -140,7 +140,6 @@ def trace_uid(uid: str, entries: Iterable[LogEntry], events: Iterable[LogEntry])
 def _select_log_entries(
     entries: Iterable[LogEntry], matches: Callable[[str], bool]
 ) -> Iterator[LogEntry]:
-    """Yield the run log entries about uids that match, with one copy per uid."""
     in_flight: set[str] = set()
     trained: dict[str, int] = {}
     for entry in entries:
@@ -169,7 +168,6 @@ def _select_log_entries(
 def _select_events(
     events: Iterable[LogEntry], matches: Callable[[str], bool]
 ) -> Iterator[LogEntry]:
-    """Yield the events about uids that match, with one copy per uid."""
     for event in events:
         # A stall event lists several uids in one field.
         named = f"{event.get('uid', '')} {event.get('uids', '')}".split()
@@ -179,7 +177,6 @@ def _select_events(
 
 
 def to_json(audit: LedgerAudit) -> dict[str, Any]:
-    """Return the audit of a run's ledger as JSON-serializable values."""
     counts = audit.counts
     return {
         "ledger": {**vars(counts), "drops": dict(counts.drops)},
@@ -214,7 +211,6 @@ def describe_ledger(run_dir: Path, audit: LedgerAudit, entries: Sequence[LogEntr
 
 
 def _truncate_list(items: Sequence[str]) -> list[str]:
-    """Keep the first MAX_SHOWN_UIDS items, followed by the number of items left out."""
     suffix = [f"and {len(items) - MAX_SHOWN_UIDS} more"] if len(items) > MAX_SHOWN_UIDS else []
     return [*items[:MAX_SHOWN_UIDS], *suffix]
 
@@ -224,7 +220,6 @@ def _format_entry(entry: LogEntry) -> str:
 
 
 def _describe_entry(entry: LogEntry) -> str:
-    """Describe the event or the change of a group's state that an entry of `trace_uid` records."""
     if entry["source"] == EVENTS_FILE:
         facts = (f"{k}={v}" for k, v in entry.items() if k not in ("source", "kind", "time", "uid"))
         return f"event {entry['kind']}: {', '.join(facts)}"
@@ -245,7 +240,6 @@ def _format_time(time_s: float) -> str:
 
 
 def _read_run_log(run_dir: Path) -> Iterator[LogEntry]:
-    """Return all entries of a run's log. Raises ConfigError if the directory has no run log."""
     if not os.path.isfile(run_dir / "config.yaml"):
         raise ConfigError(f"--ledger {run_dir}: not a run: {describe_missing_run(run_dir)}")
     folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
@@ -265,7 +259,6 @@ def _read_events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _check_uid(uid: str, audit: LedgerAudit) -> None:
-    """Raise ConfigError, naming the nearest admitted uid, if the run never admitted `uid`."""
     if uid in audit.admitted:
         return
     nearest = min(audit.admitted, key=lambda other: _compute_uid_distance(other, uid), default=None)
@@ -274,9 +267,6 @@ def _check_uid(uid: str, audit: LedgerAudit) -> None:
 
 
 def _compute_uid_distance(candidate: str, uid: str) -> tuple[int, ...]:
-    """Return the distance between two uids as differences of epoch, index and attempt.
-
-    `uid` is user input and may be malformed; missing fields are left out of the result.
-    """
+    """Return differences of epoch, index and attempt; fields missing in `uid` are left out."""
     numbers = [int(field) for field in uid.split(":") if field.isdecimal()]
     return tuple(abs(a - b) for a, b in zip(parse_uid(candidate), numbers, strict=False))

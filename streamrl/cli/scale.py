@@ -61,10 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _choose_timeout_s(run_dir: Path, counts: Mapping[str, int], timeout_s: float | None) -> float:
-    """Return the seconds to wait until the run has answered a request to scale.
+    """Return the seconds to wait for an answer: --timeout, or the longest start and leave.
 
-    counts: replicas by option name. timeout_s: value of --timeout; by default the longest time in
-    which replicas may start and leave. Raises ConfigError if the run or a role does not exist.
+    counts: replicas by option name. Raises ConfigError if the run or a role does not exist.
     """
     if not (run_dir / "config.yaml").is_file():
         rule = "holds no config.yaml" if run_dir.is_dir() else "no such directory"

@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `streamrl score`. Returns exit code 1 if a completion could not be scored, else 0."""
+    """Return exit code 1 if a completion could not be scored, else 0."""
     config = _load_score_config(arguments.config, arguments.reward, arguments.overrides)
     # A user's reward file may print while imported; keep that out of the JSON lines.
     with contextlib.redirect_stdout(sys.stderr):
@@ -105,10 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _choose_data_file(arguments: argparse.Namespace, config: RunConfig) -> DataFile:
-    """Return the prompt file that the command line names, with its reading options.
-
-    Options come from the command line, else from the recipe's entry for the same file.
-    """
+    """Return the named prompt file; options come from the command line, else the recipe."""
     files = {file.path: file for file in (*config.data.train_files, *config.data.eval_files)}
     default = DataFile(arguments.rows, prompt_key=config.data.prompt_key)
     names = ("prompt_key", "label_key", "split")
@@ -119,10 +116,7 @@ def _choose_data_file(arguments: argparse.Namespace, config: RunConfig) -> DataF
 def _load_score_config(
     recipe: Path | None, rewards: Sequence[str], overrides: Sequence[str]
 ) -> RunConfig:
-    """Load the config of a recipe, or default settings without a recipe.
-
-    rewards: values of --reward, which replace the recipe's rewards. overrides: key=value settings.
-    """
+    """Load the recipe, or default settings; `rewards` of --reward replace its rewards."""
     entries = ", ".join(_make_reward_entry(reward) for reward in rewards)
     # A recipe's scorer.combine refers to its own components.
     named = [f"rewards=[{entries}]", "scorer.combine=''"] if rewards else []
@@ -150,11 +144,7 @@ def _make_reward_entry(reward: str) -> str:
 async def _score_groups(
     reward_sets: Sequence[RewardSet], groups: Sequence[CompletionGroup], config: RunConfig
 ) -> list[ScoreLine]:
-    """Score the completions of all groups; print and return a JSON line for each completion.
-
-    Lines are printed in the order of the completion file, each as soon as all earlier lines are
-    known.
-    """
+    """Score all groups; print each line once all earlier lines of the file are known."""
     unprinted: dict[int, ScoreLine] = {}
     lines: list[ScoreLine] = []
 
@@ -254,7 +244,6 @@ async def score_group(
 
 
 def _measure_elapsed(started: float) -> float:
-    """Return the seconds since the time `started` of time.perf_counter(), in whole microseconds."""
     return round(time.perf_counter() - started, 6)
 
 

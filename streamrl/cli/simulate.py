@@ -114,21 +114,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(to_json(result)))
     else:
-        print(
-            "\n".join(
-                [
-                    describe_problem(config, problem),
-                    f"{placement}",
-                    "",
-                    *describe_simulation(result),
-                ]
-            )
-        )
+        head = [describe_problem(config, problem), str(placement), ""]
+        print("\n".join([*head, *describe_simulation(result)]))
     return 0
 
 
 def _read_placement(path: Path) -> Placement:
-    """Read a placement from a JSON file that `streamrl plan -o` wrote."""
     try:
         content = read_small_json(path)
     except (OSError, ValueError) as error:
@@ -142,10 +133,7 @@ def _choose_placement(
     problem: PlacementProblem,
     chosen: Placement | None,
 ) -> Placement:
-    """Return the placement to simulate, checked against the cluster.
-
-    chosen: placement of the option --placement; None takes the config's placement.
-    """
+    """Return the placement `chosen` with --placement, else the config's, checked."""
     placement = chosen or build_run_placement(config, problem.models)
     location = f"placement of {arguments.config}" if chosen is None else f"{arguments.placement}"
     try:
@@ -156,10 +144,7 @@ def _choose_placement(
 
 
 def _parse_failures(arguments: argparse.Namespace) -> FailureModel | None:
-    """Build the model of node failures from --mttf-h and --restart-s; None without --mttf-h.
-
-    `_complete_failures` adds the checkpoint interval and the node size, which need the config.
-    """
+    """Build the failure model without what `_complete_failures` adds; None without --mttf-h."""
     mttf_h, restart_s = arguments.mttf_h, arguments.restart_s
     options = f"--restart-s {restart_s:g}"
     # Without --mttf-h, still validate --restart-s, with any valid mttf_s.
@@ -176,7 +161,6 @@ def _parse_failures(arguments: argparse.Namespace) -> FailureModel | None:
 def _complete_failures(
     failures: FailureModel, config: RunConfig, problem: PlacementProblem
 ) -> FailureModel:
-    """Add the run's checkpoint interval and the device count of the cluster's largest nodes."""
     # A run without checkpoints restarts from step 0.
     every = config.checkpoint.every or MAX_STEPS
     devices = max(group.devices_per_node for group in problem.cluster.node_groups)
@@ -199,7 +183,6 @@ def _check_progress(
 
 
 def describe_simulation(result: SimulationResult) -> list[str]:
-    """Format step time, throughput, staleness, ledger and crashes, and a table of the stages."""
     rows = [["stage", "idle", "groups waiting"]]
     for stage, idle in result.idle_fractions.items():
         depth = _compute_mean_depth(result, stage)
@@ -208,11 +191,12 @@ def describe_simulation(result: SimulationResult) -> list[str]:
         f"{age}: {tokens / result.tokens_by_staleness.total():.0%}"
         for age, tokens in sorted(result.tokens_by_staleness.items())
     )
+    cool_down = f", the last {result.cool_down_steps} without new prompts"
     lines = [
         f"step        {format_seconds(result.mean_step_s)} s, median"
         f" {format_seconds(result.median_step_s)} s"
         f" ({len(result.step_ends)} steps, {result.warm_up_steps} of them"
-        f" warm-up{_describe_cool_down(result)})",
+        f" warm-up{cool_down if result.cool_down_steps else ''})",
         f"throughput  {format_count(result.tokens_per_s)} tokens/s",
         f"staleness   {result.staleness_mean:.2f} on average, at most {result.staleness_max}"
         f" ({ages})",
@@ -220,18 +204,10 @@ def describe_simulation(result: SimulationResult) -> list[str]:
     ]
     if result.crashes:
         lines.append(
-            f"crashes     {len(result.crashes)}: {format_count(result.lost_tokens)} tokens"
-            f" lost,"
+            f"crashes     {len(result.crashes)}: {format_count(result.lost_tokens)} tokens lost,"
             f" {result.repeated_steps} steps repeated"
         )
     return [*lines, "", *format_table(rows)]
-
-
-def _describe_cool_down(result: SimulationResult) -> str:
-    """Describe the last simulated steps, which admit no prompts; return "" without such steps."""
-    if not result.cool_down_steps:
-        return ""
-    return f", the last {result.cool_down_steps} without new prompts"
 
 
 def _compute_mean_depth(result: SimulationResult, stage: str) -> float:
@@ -246,7 +222,6 @@ def _compute_mean_depth(result: SimulationResult, stage: str) -> float:
 
 
 def to_json(result: SimulationResult) -> dict[str, Any]:
-    """Return the results of a simulation as JSON-serializable values."""
     return {
         **simulation_to_json(result),
         "step_s_median": result.median_step_s,

@@ -159,11 +159,7 @@ def train(
 def _prepare_training(
     config: RunConfig, resume: ResumePoint | None
 ) -> tuple["PreparedRun", QueueLayout]:
-    """Load and check everything the run reads; return it with the layout of the queue's folders.
-
-    Raises ConfigError if the checkpoint is damaged or was written with other data, before any file
-    is written.
-    """
+    """Load and check all inputs, before any file is written; return the queue's layout too."""
     from streamrl.config.preflight import prepare_run
     from streamrl.config.resume_checks import check_resume
 
@@ -180,10 +176,9 @@ def _prepare_training(
 
 @contextlib.contextmanager
 def _close_sinks_at_exit(sinks: SinkGroup, summary: EventFields) -> Iterator[None]:
-    """Close the sinks of metrics and events at the end of the block.
+    """Close the sinks at the end of the block, with the outcome of the run in `summary`.
 
-    If the block raises an error, a disk error of closing is suppressed and cannot hide it. summary:
-    outcome of the run, which the sinks report.
+    If the block raises an error, a disk error of closing is suppressed and cannot hide it.
     """
     try:
         yield
@@ -213,7 +208,6 @@ def _log_failure(
 
 
 def _add_crashes(error: StreamError, crashes: Sequence["CrashRecord"]) -> StreamError:
-    """Return the error with a text about each process that a signal killed, and its stacks."""
     if not crashes:
         return error
     descriptions = [f"{c.actor} crashed: {c.reason}, stacks in {c.stacks}" for c in crashes]
@@ -221,10 +215,7 @@ def _add_crashes(error: StreamError, crashes: Sequence["CrashRecord"]) -> Stream
 
 
 def _add_kept_checkpoint(error: StreamError, config: RunConfig) -> StreamError:
-    """Return the error of a full disk with the newest checkpoint and the resume command added.
-
-    Other errors are returned unchanged.
-    """
+    """Add the newest checkpoint and the resume command to the error of a full disk."""
     is_disk_error = isinstance(error, DiskError | JournalError | NoSpaceError)
     is_full = any(os.strerror(number) in str(error) for number in NO_SPACE)
     if not (is_disk_error and is_full) or "; kept: " in str(error):
@@ -240,10 +231,7 @@ def _add_kept_checkpoint(error: StreamError, config: RunConfig) -> StreamError:
 def _forward_reports(
     session: "RunSession", sinks: SinkGroup, log: RolloutLog, claim: RunDirClaim
 ) -> "RunResult":
-    """Pass the driver's reports on to sinks and rollout log until the run ends; return its result.
-
-    The first Ctrl-C or SIGTERM stops the run in order.
-    """
+    """Pass the driver's reports on until the run ends; the first Ctrl-C stops it in order."""
 
     def handle(report: DriverReport) -> None:
         if claim.run_lock is not None:
@@ -263,10 +251,7 @@ def _forward_reports(
 
 
 def _load_position(checkpoint: Checkpoint, config: RunConfig, prompts: "PromptStream") -> None:
-    """Set the prompt stream to the position of a checkpoint.
-
-    Raises ConfigError if the state of the checkpoint is malformed or belongs to other prompts.
-    """
+    """Set the prompt stream to the position of a checkpoint."""
     try:
         Ledger.from_state(checkpoint.state["ledger"])
         prompts.load_state_dict(checkpoint.state["prompts"])
@@ -293,7 +278,6 @@ def _make_run_facts(config: RunConfig, resume: ResumePoint | None) -> RunInfo:
 
 
 def _make_summary(finish: "RunResult", run_dir: Path) -> dict[str, str]:
-    """Return outcome, last checkpoint and run directory for the final report of a run."""
     summary = {"outcome": "interrupted" if finish.is_interrupted else "finished"}
     if finish.checkpoint:
         summary["checkpoint"] = finish.checkpoint

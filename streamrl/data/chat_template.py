@@ -112,7 +112,6 @@ class ChatTemplate:
     tools_source: str | None = None
 
     def select_source(self, row: DataRow) -> str | None:
-        """Return the template's text for a row, which depends on whether the row has tools."""
         return self.tools_source if self.tools_source and row.tools else self.source
 
 
@@ -166,7 +165,6 @@ def load_chat_template(
 
 
 def _check_template_syntax(source: str, label: str) -> None:
-    """Raise ConfigError for a syntax error in a jinja template. label: its name in the error."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -181,10 +179,7 @@ def _check_template_syntax(source: str, label: str) -> None:
 def _check_template_arguments(
     location: str, arguments: Iterable[str], sources: Iterable[str], label: str
 ) -> None:
-    """Raise ConfigError for a reserved argument, or an argument that no template in `sources` uses.
-
-    location: where the arguments come from. label: name of the templates in errors.
-    """
+    """Raise ConfigError for an argument that is reserved or that no template uses."""
     for name in arguments:
         used = _list_template_variables(*sources)
         if name in RESERVED_ARGUMENTS:
@@ -272,9 +267,8 @@ def _check_round_trip(
 ) -> None:
     """Raise ConfigError for the first row whose text changes when encoded and decoded.
 
-    texts: rendered prompts of the rows. Compares the text between special tokens, up to Unicode
-    normalization and a leading space. Whitespace-only pieces are skipped: special tokens may absorb
-    whitespace around them.
+    Compares the text between special tokens, up to Unicode normalization and a leading space;
+    special tokens may absorb whitespace around them.
     """
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     special = sorted(filter(None, added.union(tokenizer.all_special_tokens)), key=len, reverse=True)
@@ -300,8 +294,8 @@ def _check_round_trip(
             )
 
 
-def _cut_to_difference(expected: str, actual: str, *, width: int = 12) -> tuple[str, str]:
-    """Cut two texts to `width` characters on either side of their first difference."""
+def _cut_to_difference(expected: str, actual: str) -> tuple[str, str]:
+    width = 12  # characters on either side
     pairs = zip(expected, actual, strict=False)
     shorter = min(len(expected), len(actual))
     location = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)

@@ -97,7 +97,7 @@ class RowClassifier:
             elif isinstance(token_ids := next(rendered), ConfigError):
                 yield ClassifiedRow(RowStatus.BAD, row.index, problem=token_ids)
             else:
-                prompt = _make_prompt(row, token_ids, self._first_index)
+                prompt = make_prompt(row, token_ids, first=self._first_index)
                 yield _classify_prompt(row, prompt, self._prompt_filter, self._limits)
 
 
@@ -113,7 +113,7 @@ def _render_token_ids(
     return [item for row in rows for item in _render_token_ids(tokenizer, [row], template)]
 
 
-def _make_prompt(row: DataRow, token_ids: Sequence[int], first: int) -> Prompt:
+def make_prompt(row: DataRow, token_ids: Sequence[int], *, first: int = 0) -> Prompt:
     return Prompt(
         uid=make_uid(0, first + row.index),
         token_ids=np.array(token_ids, np.int32),
@@ -129,7 +129,6 @@ def _make_prompt(row: DataRow, token_ids: Sequence[int], first: int) -> Prompt:
 def _classify_prompt(
     row: DataRow, prompt: Prompt, keep: PromptFilter, limits: PromptLimits
 ) -> ClassifiedRow:
-    """Return the status of a row whose prompt is rendered: kept, truncated, skipped or bad."""
     length = len(prompt.token_ids)
     try:
         _check_token_ids(row, prompt, limits.vocab_size)

@@ -61,7 +61,6 @@ class DataConfig:
         return self.parse_files(self.eval, key="data.eval")
 
     def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
-        """Parse the value of setting `key`, such as data.train, with defaults of this section."""
         files = parse_data_files(value, key=key, prompt_key=self.prompt_key)
         return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
 

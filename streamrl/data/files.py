@@ -92,7 +92,6 @@ def check_eval_files(files: Sequence[DataFile], *, key: str) -> None:
 
 
 def make_paths_absolute(value: Any) -> Any:
-    """Return the value of data.train or data.eval with absolute paths."""
     if isinstance(value, str) and value:
         return str(Path(value).absolute())
     if isinstance(value, dict):
@@ -101,7 +100,6 @@ def make_paths_absolute(value: Any) -> Any:
 
 
 def _make_entry_absolute(name: str, value: Any) -> Any:
-    """Make the path in key `name` of a data file absolute, if the key contains one."""
     if name == "path" or (name == "template" and value not in (MODEL_TEMPLATE, PLAIN_TEMPLATE)):
         return make_paths_absolute(value)
     if name == "filter" and isinstance(value, str):
@@ -131,7 +129,6 @@ def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
 
 
 def _check_entry(key: str, name: str, value: Any) -> None:
-    """Raise ConfigError unless `value` is valid for key `name`. key: full key, for the error."""
     if name not in FILE_KEYS:
         raise ConfigError(f"{key}={value!r}: unknown; {suggest_nearest(name, FILE_KEYS)}")
     if value is None:

@@ -45,7 +45,6 @@ class FileOrder:
         return len(self._indices)
 
     def get_epoch_order(self, number: int) -> NDArray[np.int64]:
-        """Return the uid indices of the rows in the order of epoch `number`."""
         if not self._shuffle:
             return self._indices
         return self._indices[_make_permutation(len(self), [self._seed, number, self._file_number])]
@@ -75,8 +74,7 @@ def choose_next_file(shares: Sequence[float], num_prompts: Sequence[int]) -> int
 def _make_permutation(size: int, seed: Sequence[int]) -> NDArray[np.int64]:
     """Return a permutation of range(size) that is the same for a seed under every numpy version.
 
-    numpy guarantees a stable raw stream of a bit generator across versions, but not the result of
-    `Generator.permutation`. A stable sort of the raw numbers keeps the guarantee.
+    numpy guarantees the raw stream of a bit generator, not `Generator.permutation`.
     """
     raw = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(size)
     return np.argsort(raw, kind="stable")

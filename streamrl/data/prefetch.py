@@ -104,7 +104,6 @@ class InterleaveNode(BaseNode[DrawnPrompt]):
         return {"drawn": list(self._num_drawn), "given": list(self._num_prompts)}
 
     def _check_bad_rows(self, i: int, last: ClassifiedRow) -> None:
-        """Raise DataError if file `i` yields no prompt or too many bad rows. last: last row."""
         name, seen, bad = self._stream_files[i].name, self._num_seen[i], self._num_bad[i]
         # Allow two epochs: a file's single good row may come first in one and last in the next.
         rows = len(self._orders[i])
@@ -123,10 +122,9 @@ SourceItem = tuple[int, ClassifiedRow | DataError]
 def _make_file_node(
     order: FileOrder, start: int, classify: ClassifyIndices, prefetch_batches: int
 ) -> BaseNode[SourceItem]:
-    """Build the node that reads a file's rows in order and turns them into prompts.
+    """Build the node that reads a file's rows, after `start` rows, and turns them into prompts.
 
-    start: rows of the file drawn already. classify: turns rows into prompts. prefetch_batches:
-    batches that a thread keeps ready; 0 reads without a thread.
+    prefetch_batches: batches that a thread keeps ready; 0 reads without a thread.
     """
 
     def classify_batch(batch: Sequence[tuple[int, int]]) -> list[SourceItem]:

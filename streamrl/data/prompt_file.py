@@ -29,7 +29,6 @@ _render_lock = threading.Lock()
 
 
 def _hash_file(path: str) -> str:
-    """Hash the first MAX_LINE_BYTES of a template or filter file."""
     with open_regular_file(path) as file:
         return hashlib.blake2b(file.read(MAX_LINE_BYTES), digest_size=8).hexdigest()
 
@@ -80,7 +79,6 @@ class PromptFile:
         return self.classify_rows(np.searchsorted(self.indices, indices).tolist())
 
     def classify_rows(self, rows: Sequence[int]) -> list[ClassifiedRow]:
-        """Turn the rows at these positions in the file into prompts; return rows with status."""
         keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
         records = self.table.read_rows(rows)
         parsed = [

@@ -85,8 +85,7 @@ class PromptStream(Iterator[Prompt]):
     def _get_node(self) -> "InterleaveNode":
         """Return the torchdata node that yields the prompts; create the node on first use.
 
-        A pickled stream has no node, so the process that draws creates its own. torchdata imports
-        torch.
+        A pickled stream has no node. torchdata imports torch.
         """
         if self._node is None:
             from streamrl.data.prefetch import PREFETCH_BATCHES, InterleaveNode
@@ -123,7 +122,6 @@ class PromptStream(Iterator[Prompt]):
         raise ValueError(f"uid {uid}: no prompt with index {index} among the {len(self)}")
 
     def retry_prompt(self, uid: str) -> Prompt:
-        """Return the prompt of a dropped uid under the uid of its next attempt."""
         epoch, index, attempt = parse_uid(uid)
         return self.get_prompt(make_uid(epoch, index, attempt + 1))
 
@@ -139,7 +137,6 @@ class PromptStream(Iterator[Prompt]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream and facts that identify the data, as JSON values."""
         return {
             "drawn": list(self._num_drawn),
             "given": list(self._num_prompts),

@@ -109,7 +109,6 @@ class TrainingFiles:
 
     @property
     def mean_prompt_tokens(self) -> float:
-        """Mean prompt length in tokens, weighted by the files' shares of the stream."""
         return sum(
             part.fraction * file.mean_prompt_tokens
             for part, file in zip(self.stream_files, self.files, strict=True)

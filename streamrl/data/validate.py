@@ -108,7 +108,6 @@ def validate_file(
 
 
 def _add_row(report: FileReport, row: ClassifiedRow, seen: set[bytes]) -> None:
-    """Count a row in the report. seen: hashes of the tokens of earlier prompts."""
     report.status_counts[row.status] += 1
     if row.problem is not None and len(report.problems) < MAX_KEPT_PROBLEMS:
         report.problems.append(RowProblem(row.index + 1, str(row.problem)))

@@ -18,12 +18,10 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def resolve_trainer_dtype(config: TrainerConfig) -> torch.dtype:
-    """Return the torch dtype of the trainer's parameters."""
     return resolve_dtype(config.dtype) if config.has_master_weights else torch.float32
 
 
 def is_float32_on_cpu(trainer: TrainerConfig, generator: GeneratorConfig) -> bool:
-    """Return whether trainer and generator both use float32 on a machine without a GPU."""
     both_float32 = (
         generator.dtype in FLOAT32_SETTINGS and resolve_trainer_dtype(trainer) == torch.float32
     )

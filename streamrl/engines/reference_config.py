@@ -33,7 +33,7 @@ class ReferenceConfig:
             )
 
     def is_updated_at(self, version: int) -> bool:
-        """Return whether the step that ends with policy version `version` updates the reference."""
+        """Return whether the step that ends with `version` updates the reference."""
         return bool(self.every) and version > 0 and version % self.every == 0
 
     def find_reference_version(self, version: int) -> int:

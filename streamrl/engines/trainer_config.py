@@ -132,7 +132,6 @@ class TrainerConfig:
             )
 
     def _check_schedule(self) -> None:
-        """Raise ConfigError for invalid or contradictory settings of the learning rate schedule."""
         if not 0 <= self.warmup_ratio < 1:
             raise ConfigError(
                 f"trainer.warmup_ratio={self.warmup_ratio}: must be 0 or more, below 1"
@@ -208,10 +207,7 @@ class TrainerConfig:
         return self.lr * self._make_lr_schedule(warmup, num_steps)(step)
 
     def _make_lr_schedule(self, warmup: int, num_steps: int | None) -> Callable[[int], float]:
-        """Return the factor of the learning rate as a function of the training step.
-
-        `warmup` counts warm-up steps, `num_steps` the steps of the run.
-        """
+        """Return the factor of the learning rate as a function of the training step."""
         import torch
         from transformers import get_scheduler
 
@@ -267,7 +263,6 @@ class CriticConfig:
             raise ConfigError(f"critic.replicas={self.replicas}: must be at least 1")
 
     def _check_shared(self) -> None:
-        """Raise ConfigError for settings that have no effect if policy and critic share a model."""
         for key in ("path", "trainer", "warmup_alone"):
             default = vars(CriticConfig())[key]
             if vars(self)[key] != default:

@@ -119,7 +119,6 @@ class NodeGroup:
 
     @property
     def node_bytes_per_s(self) -> float:
-        """Network bandwidth of each node of the group, each direction."""
         return self.network_bytes_per_s or self.device.network_bytes_per_s
 
     def __str__(self) -> str:
@@ -178,12 +177,11 @@ class Cluster:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the cluster's devices are CPUs."""
         return any(group.device.name == CPU_DEVICE for group in self.node_groups)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all nodes of the cluster have the same devices and network."""
+        """Whether all nodes have the same devices and network."""
         return len(set(self._node_kinds)) == 1
 
     @property
@@ -198,7 +196,7 @@ class Cluster:
         return self.node_groups[bisect_right(self.group_starts, device) - 1]
 
     def find_node(self, device: int) -> int:
-        """Return the number of the node that holds a device; nodes are numbered over all groups."""
+        """Return the number of the node that holds a device, over all groups."""
         at = bisect_right(self.group_starts, device) - 1
         before = sum(group.num_nodes for group in self.node_groups[:at])
         return before + (device - self.group_starts[at]) // self.node_groups[at].devices_per_node
@@ -264,7 +262,7 @@ def find_device(name: str, location: str) -> DeviceSpec:
 
 
 def _parse_group(group_text: str, text: str) -> NodeGroup:
-    """Parse a node group such as 2x8xA100@200Gb; error messages quote `text`, the whole cluster."""
+    """Parse a node group such as 2x8xA100@200Gb; errors quote `text`, the whole cluster."""
     location = f"cluster {text}"
     match = _GROUP_PATTERN.fullmatch(group_text)
     if match is None:
@@ -309,7 +307,6 @@ class _DeviceEntry:
     host_gbps: float = PCIE_4 / GB
 
     def to_device(self, location: str) -> DeviceSpec:
-        """Convert the entry to a DeviceSpec. Raise ConfigError for a value out of bounds."""
         for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"):
             _check_quantity(f"{location}.{key}", vars(self)[key])
         return _make_device(
@@ -332,7 +329,6 @@ class _GroupEntry:
 
 
 def _check_quantity(name: str, value: float) -> None:
-    """Raise ConfigError unless a cluster file's number is within MIN_QUANTITY and MAX_QUANTITY."""
     if not MIN_QUANTITY <= value <= MAX_QUANTITY:
         raise ConfigError(
             f"{name}={value:g}: must be at least {MIN_QUANTITY:g} and at most {MAX_QUANTITY:g}"
@@ -340,7 +336,6 @@ def _check_quantity(name: str, value: float) -> None:
 
 
 def _read_group(entry: Any, location: str) -> NodeGroup:
-    """Read an entry of `nodes` in a cluster file. Raise ConfigError that names `location`."""
     if not isinstance(entry, Mapping) or "device" not in entry:
         raise ConfigError(f"{location}: must be a mapping with device and devices")
     device_entry = entry["device"]

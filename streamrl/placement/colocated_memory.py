@@ -35,7 +35,6 @@ class WorkerMemory:
 
     @property
     def generate_bytes(self) -> int:
-        """Bytes that a colocated worker holds while it samples or scores."""
         return (
             self._resident_bytes
             + self.kv_cache
@@ -73,7 +72,7 @@ class WorkerMemory:
         return reduced
 
     def format_sum(self, phase: str) -> str:
-        """Format the worker's bytes in a phase, "train" or "generate", as a sum of parts in MB."""
+        """Format the bytes in a phase, "train" or "generate", as a sum of parts in MB."""
         parts = {
             "weights": self.weights,
             "the generator's weights": self.serving_weights,

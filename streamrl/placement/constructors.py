@@ -110,12 +110,10 @@ def _parse_grid(stage: str, text: str) -> RankGrid:
 
 
 def _make_consecutive_meshes(sizes: Sequence[int]) -> list[Mesh]:
-    """Return meshes of these sizes, side by side from device 0."""
     return [Mesh(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def _count_devices(role: str, ratio: float, size: int) -> int:
-    """Return `ratio * size` devices. Raise ConfigError unless that is a whole number."""
     count = round(ratio * size)
     if not 0 < ratio <= 1 or count < 1 or abs(count - ratio * size) > 1 / 1024:
         raise ConfigError(
@@ -125,5 +123,4 @@ def _count_devices(role: str, ratio: float, size: int) -> int:
 
 
 def _assign_mesh(mesh: Mesh, grid: RankGrid | None) -> CallAssignment:
-    """Assign a mesh with a rank grid; without a grid, with one data-parallel rank per device."""
     return CallAssignment(mesh, grid or RankGrid(1, 1, mesh.size))

@@ -54,7 +54,6 @@ def iter_linear_layers(shape: ModelShape) -> Iterator[tuple[str, int]]:
 
 
 def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]:
-    """Yield name and in_features + out_features of the linear layers of one layer's MLPs."""
     has_experts = bool(shape.experts) and layer >= shape.dense_layers
     width = shape.intermediate if has_experts else shape.dense_intermediate or shape.intermediate
     widths = {"": width}
@@ -69,5 +68,4 @@ def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]
 
 
 def is_lora_target(name: str, target: str) -> bool:
-    """Return whether a layer name ends with a target of trainer.lora_targets."""
     return name == target or name.endswith(f".{target}")

@@ -73,7 +73,6 @@ class Mesh:
         return cluster.find_node(self.first + self.size - 1) - cluster.find_node(self.first) + 1
 
     def find_node_groups(self, cluster: Cluster) -> list[NodeGroup]:
-        """Return the node groups of the cluster with a device in the mesh, in device order."""
         bounds = (self.first, self.first + self.size)
         return [
             group
@@ -100,7 +99,6 @@ class Mesh:
 
 
 def _find_group_start(cluster: Cluster, device: int) -> int:
-    """Return the number of the first device of a device's node group."""
     return max(start for start in cluster.group_starts if start <= device)
 
 
@@ -120,8 +118,13 @@ def iter_meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:
 
 
 def list_node_runs(cluster: Cluster) -> list[Mesh]:
-    """Return the mesh of every run of consecutive whole nodes of a cluster."""
+    edges = list_node_edges(cluster)
+    return [Mesh(first, last - first) for i, first in enumerate(edges) for last in edges[i + 1 :]]
+
+
+def list_node_edges(cluster: Cluster) -> list[int]:
+    """Return the number of the first device of every node, and the number of devices."""
     edges = [0]
     for group in cluster.node_groups:
         edges += [edges[-1] + group.devices_per_node * (i + 1) for i in range(group.num_nodes)]
-    return [Mesh(first, last - first) for i, first in enumerate(edges) for last in edges[i + 1 :]]
+    return edges

@@ -84,7 +84,6 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """Number of parameters of one layer's attention."""
         wide = self.heads * self.head_dim
         if self.kv_latent_width:
             # MLA projects down to the latent width, then up for keys and for values.
@@ -96,21 +95,17 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
-        """Number of layers with experts instead of a single MLP."""
         return self.layers - self.dense_layers if self.experts else 0
 
     @property
     def expert_params(self) -> int:
-        """Number of parameters of one expert."""
         return 3 * self.hidden * self.intermediate
 
     @property
     def routed_params(self) -> int:
-        """Number of parameters of all routed experts of all layers."""
         return self.moe_layers * self.experts * self.expert_params
 
     def _count_mlp_params(self, experts: int) -> int:
-        """Return MLP parameters of all layers, if each layer had `experts` routed experts."""
         plain = self.layers - self.moe_layers
         width = self.dense_intermediate or self.intermediate
         moe_params = self.expert_params * (experts + self.shared_experts)
@@ -119,7 +114,6 @@ class ModelShape:
 
     @property
     def embedding_params(self) -> int:
-        """Number of parameters of embedding and head together; tied weights count once."""
         head = self.hidden if self.has_scalar_head else self.vocab * self.hidden
         tied = self.has_tied_embeddings and not self.has_scalar_head
         return self.vocab * self.hidden + (0 if tied else head)
@@ -136,7 +130,6 @@ class ModelShape:
 
     @property
     def trained_fraction(self) -> float:
-        """Number of trained parameters over the number of all parameters of the model."""
         return self.adapter_params / self.num_params if self.adapter_params else 1.0
 
     @property
@@ -156,7 +149,6 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def to_critic(self) -> "ModelShape":
-        """Return the same model shape with a scalar head."""
         return replace(self, has_scalar_head=True, has_tied_embeddings=False)
 
     def to_model_spec(self, itemsize: int = BF16_BYTES) -> ModelSpec:
@@ -188,10 +180,7 @@ class ModelShape:
     def _make_layer_specs(
         self, layer: int, wide: int, narrow: int, itemsize: int
     ) -> list[TensorSpec]:
-        """Return the tensors of one layer.
-
-        wide, narrow: output features of the query projection, and of key and value together.
-        """
+        """Return one layer's tensors; wide, narrow: features of query, and of key and value."""
         positions, name = (layer + 1,), f"layer.{layer}"
         row = (self.hidden,)
         tensors = [TensorSpec(f"{name}.norms", (2, *row), positions, itemsize=itemsize)]
@@ -231,7 +220,6 @@ class ModelShape:
         return tensors + self._make_mlp_specs(layer, itemsize)
 
     def _make_mlp_specs(self, layer: int, itemsize: int) -> list[TensorSpec]:
-        """Return the MLP tensors of one layer: a dense MLP, or router and experts."""
         positions, name = (layer + 1,), f"layer.{layer}"
         has_experts = bool(self.experts) and layer >= self.dense_layers
         width = self.intermediate if has_experts else self.dense_intermediate or self.intermediate
@@ -350,10 +338,7 @@ def load_model_shape(model: str) -> ModelShape:
 
 
 def _from_huggingface(config: Mapping[str, Any], location: str) -> ModelShape:
-    """Convert a Hugging Face config to a shape; of a multimodal config, only the language model.
-
-    location: path of the config, for the message of a ConfigError.
-    """
+    """Convert a Hugging Face config; of a multimodal one, only the language model."""
     name, hint = (
         Path(location).parent.name,
         "; a config.json with a language model's sizes would do",

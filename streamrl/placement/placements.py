@@ -109,7 +109,6 @@ class Placement:
             )
 
     def overlaps(self, stage: str, other: str) -> bool:
-        """Return whether two stages of the placement share a device."""
         if stage not in self.assignments or other not in self.assignments:
             return False
         return self.assignments[stage].mesh.overlaps(self.assignments[other].mesh)
@@ -170,7 +169,6 @@ class _CallEntry:
     expert: int = 1
 
     def to_assignment(self, location: str) -> CallAssignment:
-        """Convert the entry of a stage. Raise ConfigError with `location` for an invalid grid."""
         try:
             grid = RankGrid.from_text(self.grid, self.order)
         except ValueError as error:

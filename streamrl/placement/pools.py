@@ -30,7 +30,6 @@ POOL_ROLES = (*ACTOR_ROLES, *CRITIC_ROLES, *COST_CRITIC_ROLES, *SCORER_ROLES)
 
 
 def make_pool(*roles: str, of: float = 1.0) -> dict[str, float]:
-    """Return a pool in which each of these roles has the fraction `of` of the slots."""
     return dict.fromkeys(roles, of)
 
 
@@ -69,11 +68,9 @@ class SlotMap:
         )
 
     def list_roles(self, slot: int) -> list[str]:
-        """Return the roles with an actor on the slot of this number."""
         return [role for role, role_slots in self.slots.items() if slot in role_slots]
 
     def find_slots(self, roles: Collection[str]) -> set[int]:
-        """Return the slots on which any of these roles has an actor."""
         return {slot for role in roles for slot in self.slots.get(role, ())}
 
     def describe(self) -> str:
@@ -125,10 +122,7 @@ def _count_slots(pool: RolePool, counts: Mapping[str, int]) -> int:
 
 
 def _place_in_pool(pool: RolePool, counts: Mapping[str, int]) -> dict[str, range]:
-    """Return the slots of each role in a pool, with fractions side by side.
-
-    When the pool is full, the next role starts again at slot 0.
-    """
+    """Place fractions side by side; when the pool is full, start again at slot 0."""
     size, end = _count_slots(pool, counts), Fraction(0)
     begins: dict[tuple[str, Fraction], Fraction] = {}
     ranges = {}

@@ -114,9 +114,7 @@ class PlacementCosts(Protocol):
 
     def predict_timings(self, placement: Placement) -> StageTimings: ...
 
-    def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
-        """Return, by stage, the bytes per device that a placement's calls hold."""
-        ...
+    def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]: ...
 
     def explain_infeasible(self, placement: Placement) -> str:
         """Return why a placement is infeasible, such as lack of memory; empty if feasible."""

@@ -33,12 +33,10 @@ class ResourceDemand:
 
     @property
     def requested_cpus(self) -> int:
-        """CPU slots that all actors of the demand request together."""
         return 0 if self.is_in_shared_slot else self.count * self.cpus
 
     @property
     def requested_gpus(self) -> int:
-        """GPUs that all actors of the demand request together."""
         return 0 if self.is_in_shared_slot else self.count * self.gpus
 
 
@@ -76,7 +74,10 @@ def choose_mode(
 
     Raise ConfigError with the obstacle of each mode if no mode fits.
     """
-    obstacles = {mode: _explain_obstacle(option, capacity) for mode, option in options.items()}
+    obstacles = {
+        mode: option if isinstance(option, str) else describe_shortage(option, capacity)
+        for mode, option in options.items()
+    }
     first = next(iter(obstacles))
     for mode, obstacle in obstacles.items():
         if not obstacle:
@@ -84,11 +85,6 @@ def choose_mode(
             return PlacementDecision(mode, "" if mode == first else f"placement: {mode} ({reason})")
     others = [f"; {mode} is impossible: {obstacles[mode]}" for mode in obstacles if mode != first]
     raise ConfigError(obstacles[first] + "".join(others))
-
-
-def _explain_obstacle(option: PlacementOption, capacity: ClusterCapacity) -> str:
-    """Return why a placement mode is impossible on a cluster, or an empty string."""
-    return option if isinstance(option, str) else describe_shortage(option, capacity)
 
 
 def check_fits(demands: Sequence[ResourceDemand], capacity: ClusterCapacity) -> None:

@@ -23,7 +23,6 @@ class RunOptions:
     oversample: float | None = 1.0
 
     def get_max_steps_ahead(self, max_staleness: int) -> int:
-        """Return how many steps generation may run ahead of training under this staleness bound."""
         return max_staleness if self.depth is None else self.depth
 
     def round_to_publish_every(self, steps: int) -> int:

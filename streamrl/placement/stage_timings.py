@@ -114,7 +114,6 @@ class ScoreTiming:
     token_s: float
 
     def scale_duration(self, times: float) -> "ScoreTiming":
-        """Return the timing of a scorer that takes `times` as long for every batch."""
         return replace(
             self,
             batch_s=self.batch_s * times,
@@ -123,7 +122,6 @@ class ScoreTiming:
         )
 
     def batch_duration_s(self, rollouts: float, tokens: float) -> float:
-        """Return seconds to score a batch; `tokens` counts its prompts and completions."""
         return self.batch_s + self.rollout_s * rollouts + self.token_s * tokens
 
 

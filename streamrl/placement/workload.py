@@ -23,9 +23,7 @@ class LengthDistribution(Protocol):
     def mean(self) -> float: ...
 
     @property
-    def max_tokens(self) -> int:
-        """Maximum length of a completion, in tokens."""
-        ...
+    def max_tokens(self) -> int: ...
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
         """Return `count` random completion lengths, int64 [count], each at least 1."""
@@ -35,9 +33,7 @@ class LengthDistribution(Protocol):
         """Return the lengths at quantiles `parts` (0 to 1), float64 with the shape of `parts`."""
         ...
 
-    def expected_longest(self, count: int) -> float:
-        """Estimate the expected length of the longest of `count` completions, in tokens."""
-        ...
+    def expected_longest(self, count: int) -> float: ...
 
 
 _STANDARD_NORMAL = NormalDist()
@@ -100,7 +96,6 @@ class LognormalLengths:
 
     @property
     def mean(self) -> float:
-        """Mean completion length after the cut at `limit`, in closed form."""
         # E[min(X, limit)] = E[X; X < limit] + limit * P(X >= limit).
         edge = (math.log(self.limit) - math.log(self.median)) / self.sigma
         below = math.exp(math.log(self.median) + self.sigma**2 / 2) * _STANDARD_NORMAL.cdf(
@@ -158,7 +153,6 @@ class EmpiricalLengths:
         return rng.choice(np.asarray(self.samples, np.int64), count)
 
     def quantiles(self, parts: Array) -> Array:
-        """Interpolate between the measured lengths at quantiles `parts` (0 to 1)."""
         return np.asarray(np.quantile(self.samples, parts), np.float64)
 
     def expected_longest(self, count: int) -> float:
@@ -225,7 +219,6 @@ class Workload:
 
     @property
     def rounded_prompt_tokens(self) -> int:
-        """Mean prompt length of the workload in tokens, as a whole number of at least 1."""
         return max(1, round(self.prompt_tokens))
 
     @property
@@ -244,7 +237,6 @@ class Workload:
 
     @property
     def has_varied_lengths(self) -> bool:
-        """Whether completions of the workload differ in length."""
         return self.lengths.mean < self.lengths.max_tokens
 
     @property
@@ -257,15 +249,12 @@ class Workload:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates per training step."""
         return self.epochs * self.mini_batches
 
     @property
     def rollout_tokens(self) -> float:
-        """Mean number of tokens of a rollout, prompt included."""
         return self.prompt_tokens + self.lengths.mean
 
     @property
     def num_tokens(self) -> float:
-        """Mean number of tokens of all rollouts of a step together, prompts included."""
         return self.num_rollouts * self.rollout_tokens

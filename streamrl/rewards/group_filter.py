@@ -129,7 +129,6 @@ def accept_group(prompt: Prompt, columns: Columns) -> str | None:
 
 
 def reject_equal_rewards(prompt: Prompt, columns: Columns) -> str | None:
-    """Reject a group of two or more rollouts with equal scores."""
     scores = columns["scores"]
     if len(scores) == 1 or (scores != scores[0]).any():
         return None

@@ -167,7 +167,7 @@ def build_rewards(
 
 
 def may_use_devices(configs: Sequence[RewardConfig]) -> bool:
-    """Return True if any reward may use devices of its scorer; user-defined kinds always may."""
+    """Return whether a reward may use devices of its scorer; user-defined kinds always may."""
     return any(
         config.kind not in REWARD_KINDS or REWARD_KINDS[config.kind].can_use_devices
         for config in configs
@@ -197,7 +197,6 @@ def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
 
 
 def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
-    """Build a built-in kind, or a kind that user code registers. Raises ConfigError if unknown."""
     kind, name = REWARD_KINDS.get(config.kind), config.component_name
     if kind is not None:
         _check_keys(config, kind)
@@ -214,7 +213,6 @@ def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
 
 
 def _check_keys(config: RewardConfig, kind: RewardKind) -> None:
-    """Raise ConfigError, with the nearest option or field, for an option that the kind lacks."""
     options = [option.name for option in dataclasses.fields(kind.options_type)]
     for key, value in config.options.items():
         if key not in options:

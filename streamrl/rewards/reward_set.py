@@ -98,7 +98,6 @@ class RewardSet:
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of model weights that the rewards load into this process."""
         return sum(component.reward.model_bytes for component in self._components)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
@@ -141,7 +140,6 @@ class RewardSet:
 
     @asynccontextmanager
     async def _start_deadline(self, name: str) -> AsyncIterator[None]:
-        """Raise RewardError if the body takes more than START_TIMEOUT_S; name: the reward."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 yield
@@ -262,7 +260,6 @@ def _validate_size(results: Sequence[RewardResult] | Array, size: int, where: st
 
 
 def _validate_finite(numbers: Array, where: str) -> Array:
-    """Return the numbers. Raises RewardError for NaN, infinity and values beyond float32."""
     bad = ~(np.abs(numbers) <= np.finfo(np.float32).max)
     if bad.any():
         i = int(np.argmax(bad))

@@ -115,7 +115,6 @@ def estimate_simulation_s(
 
 
 def _exceeds_kv_capacity(workload: Workload, generator: GeneratorTiming) -> bool:
-    """Return whether the running rollouts of a generator outgrow the KV cache on average."""
     running = min(generator.max_running, workload.num_rollouts / generator.replicas)
     tokens = workload.rounded_prompt_tokens + workload.lengths.mean
     return running * tokens > generator.kv_tokens
@@ -154,12 +153,10 @@ def choose_num_parts(timings: StageTimings, workload: Workload, lead: int) -> in
 
 
 def split_workload(workload: Workload, parts: int) -> Workload:
-    """Return the workload of one of `parts` equal parts of a run."""
     return replace(workload, groups_per_step=-(-workload.groups_per_step // parts))
 
 
 def split_timings(timings: StageTimings, parts: int) -> StageTimings:
-    """Return the timings of one of `parts` equal parts of a run, with its replicas and ranks."""
     generator = timings.generator
     return replace(
         timings,
@@ -175,10 +172,6 @@ def split_timings(timings: StageTimings, parts: int) -> StageTimings:
 
 
 def _split_score_timing(timing: ScoreTiming, parts: int) -> ScoreTiming:
-    """Return the timing of a score stage in one of `parts` equal parts of a run.
-
-    If the replicas cannot be divided evenly, make each of the part's replicas proportionally
-    slower.
-    """
+    """Divide the replicas; if they do not divide evenly, make each proportionally slower."""
     replicas = max(1, timing.replicas // parts)
     return replace(timing.scale_duration(replicas * parts / timing.replicas), replicas=replicas)

@@ -71,7 +71,6 @@ class SimulationResult:
 
     @property
     def _steady_slice(self) -> slice:
-        """Steps over which means are taken."""
         return slice(self.warm_up_steps, len(self.step_ends) - self.cool_down_steps)
 
     @property
@@ -81,7 +80,7 @@ class SimulationResult:
 
     @property
     def mean_step_s(self) -> float:
-        """Mean duration of a step, in seconds, including the time to repeat steps after a crash."""
+        """Mean duration of a step, including the time to repeat steps after a crash."""
         start, end = self._steady_interval
         return (end - start) / len(self.step_ends[self._steady_slice])
 
@@ -91,7 +90,6 @@ class SimulationResult:
 
     @property
     def _steady_interval(self) -> tuple[float, float]:
-        """Start and end of the steps over which means are taken, in seconds."""
         start = self.first_step_ends[self.warm_up_steps - 1] if self.warm_up_steps else 0.0
         return start, self.step_ends[self._steady_slice][-1]
 
@@ -103,7 +101,6 @@ class SimulationResult:
 
     @cached_property
     def tokens_by_staleness(self) -> Counter[int]:
-        """Number of trained tokens by staleness, in versions."""
         counts: Counter[int] = Counter()
         for outcome in self.outcomes[self._steady_slice]:
             for group in outcome.groups:
@@ -113,7 +110,6 @@ class SimulationResult:
 
     @property
     def staleness_mean(self) -> float:
-        """Mean staleness of a trained token, in versions."""
         return (
             sum(age * count for age, count in self.tokens_by_staleness.items())
             / self.tokens_by_staleness.total()
@@ -136,7 +132,6 @@ class SimulationResult:
 
     @property
     def ledger(self) -> LedgerCounts:
-        """Ledger counts (admitted, trained, filtered, ...) at the end of the run."""
         return self.outcomes[-1].ledger_counts
 
     @property
@@ -145,12 +140,10 @@ class SimulationResult:
 
     @property
     def lost_tokens(self) -> int:
-        """Number of sampled tokens lost in crashes."""
         return sum(crash.lost_tokens for crash in self.crashes)
 
     @property
     def repeated_steps(self) -> int:
-        """Number of training steps repeated after crashes."""
         return sum(crash.repeated_steps for crash in self.crashes)
 
     @cached_property
@@ -222,7 +215,6 @@ class SimulationResult:
         start_s: float,
         end_s: float,
     ) -> MetricsRow:
-        """Return the metrics row of a step that took from `start_s` to `end_s`."""
         prompt_tokens = self.workload.rounded_prompt_tokens
         lengths = [n - prompt_tokens for group in outcome.groups for n in group.info.lengths]
         max_tokens = self.workload.lengths.max_tokens

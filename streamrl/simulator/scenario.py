@@ -66,7 +66,6 @@ class SimulationScenario:
 
     @property
     def replica_counts(self) -> dict[str, int]:
-        """Number of replicas by role, for roles that are not trained."""
         timings = self.timings
         counts = {}
         for role, calls in self.dataflow.calls_by_role.items():
@@ -77,7 +76,6 @@ class SimulationScenario:
         return counts
 
     def estimate_publish_s(self, role: str) -> float:
-        """Return seconds to publish a version of a role's model, for the slowest follower."""
         followers = [call.stage for call in self.dataflow.calls if call.followed_role == role]
         weights = self.timings.weights
         return max((weights[s].publish_s for s in followers if s in weights), default=0.0)
@@ -94,7 +92,6 @@ class SimulationScenario:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether the generators have exactly the devices of the policy's trainer."""
         calls = self.placement.assignments
         trained = [
             call for call in self.dataflow.select_calls(CallKind.TRAIN) if call.role == POLICY

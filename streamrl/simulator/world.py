@@ -89,7 +89,6 @@ class SimulatedRun:
         self._finished_future: asyncio.Future[None] = self._clock.create_future()
 
     async def run(self) -> None:
-        """Run the simulated processes until the last training step ends."""
         self._start_from_checkpoint()
         nodes = [
             asyncio.create_task(self._run_node_failures(node))
@@ -137,7 +136,6 @@ class SimulatedRun:
         self._training_task.add_done_callback(self._on_training_done)
 
     def _on_training_done(self, training: "asyncio.Task[None]") -> None:
-        """Finish the run when training ends, unless a crash of the trainer cancelled training."""
         if not training.cancelled() and not self._finished_future.done():
             error = training.exception()
             if error is None:
@@ -146,7 +144,6 @@ class SimulatedRun:
                 self._finished_future.set_exception(error)
 
     def _make_control(self, publisher: WeightPublisher, version: int) -> RunState:
-        """Build the coordinator's state for a run that starts at `version`."""
         scenario = self.scenario
         config, per_step = scenario.pipeline_config, scenario.workload.groups_per_step
         factor = scenario.run_options.oversample
@@ -195,13 +192,10 @@ class SimulatedRun:
     def _make_device_locks(self) -> Mapping[str, asyncio.Lock]:
         """Return a lock by trained role; trained models whose devices overlap share a lock.
 
-        On CPU no locks are needed (`timings.cores`): the CPU model slows overlapping processes
-        down.
+        On CPU no locks are needed: the CPU model slows overlapping processes down.
         """
-        calls, placement = (
-            self.scenario.dataflow.select_calls(CallKind.TRAIN),
-            self.scenario.placement,
-        )
+        calls = self.scenario.dataflow.select_calls(CallKind.TRAIN)
+        placement = self.scenario.placement
         locks: dict[str, asyncio.Lock] = {}
         for i, call in enumerate(calls if not self.scenario.timings.cores else ()):
             lock = locks.setdefault(call.role, asyncio.Lock())
@@ -221,11 +215,10 @@ class SimulatedRun:
         )
 
     def _make_holder_name(self, name: str) -> str:
-        """Return a holder name for the device arbiter; a restarted process gets a new name."""
+        """Return a name for the device arbiter, new for a restarted process."""
         return f"{name}/{next(self._incarnations)}"
 
     def _start_replica(self, role: str, index: int) -> None:
-        """Start replica number `index` of a role: a generator or a scorer."""
         calls, name = self.scenario.dataflow.calls_by_role[role], self.process_names[role][index]
         replica: StageReplica
         if calls[0].kind is CallKind.GENERATE:
@@ -240,7 +233,6 @@ class SimulatedRun:
     async def _run_training(
         self, trainers: Mapping[str, SimulatedTrainer], lease: DeviceLease
     ) -> None:
-        """Run the stream's admission and training loops until the last step or a crash."""
         control, queue = self._control, cast(ExperienceQueue, self.queue)
         stage = next(
             c.stage for c in self.scenario.dataflow.queue_calls if c.kind is CallKind.TRAIN
@@ -274,7 +266,6 @@ class SimulatedRun:
     # Crashes.
 
     def _list_failing_nodes(self) -> range:
-        """Return the numbers of the nodes that may fail; empty without a failure model."""
         failures, calls = self.scenario.failures, self.scenario.placement.assignments
         if failures is None:
             return range(0)
@@ -307,11 +298,9 @@ class SimulatedRun:
                 )
 
     def _kill_replica(self, name: str) -> int:
-        """Crash a replica and return the number of sampled tokens lost."""
         return self._replicas.pop(name).kill()
 
     def _restart_replicas(self, names: Sequence[str], restart_count: int) -> None:
-        """Restart the replicas, unless the whole run has been restarted since their crash."""
         if restart_count == self._restart_count:
             for name in names:
                 role, _, index = name.rpartition("-")

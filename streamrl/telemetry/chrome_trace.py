@@ -91,7 +91,6 @@ class TraceSink:
             partial.replace(self._path)
 
     def _rotate_file(self) -> None:
-        """Move trace.json to trace.earlier.json and start a new trace.json."""
         self.close({})
         with wrap_disk_errors(self._path):
             self._path.replace(self._path.with_name(EARLIER_TRACE_FILE))
@@ -150,7 +149,6 @@ class TraceSink:
         return [{"ph": "M", "name": name, **ids, "args": args} for name, args in names]
 
     def _make_span_event(self, span: Span) -> dict[str, Any]:
-        """Convert a span to a complete event ("X") of the Trace Event Format."""
         start_us = _to_microseconds(span.start_s)
         duration_us = _to_microseconds(span.end_s) - start_us
         ids = self._get_thread_ids(span.process, span.lane)
@@ -158,23 +156,13 @@ class TraceSink:
         return {"ph": "X", "name": span.name, **ids, **times, "args": to_json_fields(span.args)}
 
     def _make_instant_event(self, name: str, scope: str, args: EventFields) -> dict[str, Any]:
-        """Return an instant event ("i"), a mark in the trace; scope "g" is global, "p" a
-        process."""
+        """Return a mark in the trace; scope "g" is global, "p" a process."""
         return self._make_run_event("i", name, {"s": scope, "args": to_json_fields(args)})
 
     def _make_run_event(self, phase: str, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an event at the present time in the row of the run itself.
-
-        phase: type of event in the Trace Event Format.
-        """
-        ts = _to_microseconds(self._clock())
-        return {
-            "ph": phase,
-            "name": name,
-            **self._get_thread_ids(_RUN_PROCESS, 0),
-            "ts": ts,
-            **more,
-        }
+        """Return an event of type `phase`, at the present time, in the row of the run itself."""
+        ids = self._get_thread_ids(_RUN_PROCESS, 0)
+        return {"ph": phase, "name": name, **ids, "ts": _to_microseconds(self._clock()), **more}
 
     def _append_events(self, events: list[dict[str, Any]]) -> None:
         """Write events over the closing bracket of the file, and a new closing bracket."""
@@ -204,7 +192,6 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def _load_spans(path: Path) -> list[Span]:
-    """Return the complete events of a trace file as spans."""
     events = list(_read_events(path))
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     return [
@@ -228,10 +215,7 @@ def check_trace(run_dir: Path) -> None:
 
 
 def _read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace file, without a last line torn by a crash.
-
-    Raises ConfigError for a path that is not a regular file or cannot be parsed.
-    """
+    """Yield the events of a trace file, without a last line torn by a crash."""
     if not path.exists():
         return
     with wrap_file_errors(path), open_regular_file(path) as file:
@@ -247,7 +231,6 @@ def _read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_trace_event(event: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object is an event as `TraceSink` writes it."""
     kinds: dict[str, type | tuple[type, ...]] = {"ph": str, "name": str, "pid": int, "tid": int}
     if event.get("ph") in ("X", "M"):
         kinds["args"] = dict

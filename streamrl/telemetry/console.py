@@ -92,15 +92,12 @@ class RunConsole:
         self.show_progress()
 
     def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
-        """Add the metrics row of a step to the progress; return the evaluations in the row."""
         return self.progress.add_row(step, row)
 
     def show_progress(self) -> None:
         """Display the latest step; does nothing in this class."""
-        pass
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        """Print an event, unless enough events of this name were printed since the last step."""
         events = self._event_counters.setdefault(name, _EventCounter())
         if events.count_event(self.clock()):
             so_far = f"{events.count:,} so far, the last: "
@@ -109,7 +106,6 @@ class RunConsole:
             self.print_line(name, text, style="yellow")
 
     def _print_omitted_events(self) -> None:
-        """Print the number of events of each name that were left out since the last step."""
         for name, events in self._event_counters.items():
             if events.count > events.num_printed:
                 more = f"{events.count - events.num_printed:,} more, see {EVENTS_FILE}"
@@ -161,7 +157,6 @@ class PlainConsole(RunConsole):
         self._last_status = text
 
     def show_progress(self) -> None:
-        """Print the line of the latest step, if a step was trained."""
         progress = self.progress
         if progress.step == 0:
             return
@@ -183,7 +178,6 @@ class PlainConsole(RunConsole):
 
 
 def _build_columns(progress: RunProgress) -> list[tuple[str, str, int]]:
-    """Return the header, text and width of each column for the latest step."""
     get_value, run_info, stages = progress.get, progress.run_info, progress.stages
     num_steps = str(run_info.num_steps)
     depths = " ".join(f"{format_number(get_value(DEPTH_PREFIX + stage), 0):>3}" for stage in stages)
@@ -212,9 +206,8 @@ def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
     """Return the fraction of groups filtered in the last step and their cost: "88%", "12.1s"."""
     filtered_fraction = progress.get("filter/share")
     seconds = sum(progress.get(name) for name in FILTER_COST_METRICS)
-    return f"{filtered_fraction:.0%}" if math.isfinite(
-        filtered_fraction
-    ) else "-", f"{format_number(seconds, 1)}s"
+    text = f"{filtered_fraction:.0%}" if math.isfinite(filtered_fraction) else "-"
+    return text, f"{format_number(seconds, 1)}s"
 
 
 def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFields) -> Table:

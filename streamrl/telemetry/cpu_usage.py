@@ -55,9 +55,6 @@ class CoreMeter:
             for name, s in times.items()
             if name in self._previous_times
         ]
-        elapsed_s, self._previous_times, self._measured_at = (
-            now - self._measured_at,
-            dict(times),
-            now,
-        )
+        elapsed_s = now - self._measured_at
+        self._previous_times, self._measured_at = dict(times), now
         return sum(cpu_seconds) / elapsed_s if elapsed_s > 0 else math.nan

@@ -1,5 +1,4 @@
-"""Live view of a run on a terminal: progress, reward, staleness, and each stage's queue and idle
-time."""
+"""Live view of a run on a terminal: progress, reward, staleness, queues and idle times."""
 
 import atexit
 import math
@@ -71,7 +70,6 @@ class LiveConsole(RunConsole):
                 self._status_text, self._status_since = text, self.clock()
 
     def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
-        """Add the metrics row of a step to the progress, and end the status shown at the start."""
         with self._lock:
             self._last_step_at = self.clock()
             if step > 0:
@@ -137,7 +135,6 @@ class _SparklineText:
 
 
 def _build_metrics_grid(progress: RunProgress) -> RenderableType:
-    """Build the part of the view that shows progress, reward, evaluations and staleness."""
     get_value, rewards = progress.get, progress.rewards
     bound = progress.run_info.max_staleness
     exceeds_bound = get_value("staleness/max") > bound
@@ -174,7 +171,6 @@ def _build_metrics_grid(progress: RunProgress) -> RenderableType:
 
 
 def _build_stages_grid(progress: RunProgress) -> RenderableType:
-    """Build the part of the view that shows each stage's queue depth and idle time."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True, min_width=11)
     grid.add_column(no_wrap=True, min_width=6, justify="right")

@@ -80,7 +80,6 @@ class MetricSpec:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the name holds a placeholder."""
         return "<" in self.name
 
     @property

@@ -90,7 +90,6 @@ class RunProgress:
         return evals
 
     def _collect_stages(self, numbers: Mapping[str, float]) -> None:
-        """Add the stages that a metrics row names, in order of appearance."""
         # idle/ before queue/depth/, so that generate, which has no queue, comes first.
         for prefix in (IDLE_PREFIX, DEPTH_PREFIX):
             for stage in select_prefix(numbers, prefix):

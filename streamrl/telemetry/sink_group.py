@@ -136,7 +136,6 @@ def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -
 
 
 def _read_past_rows(run_info: RunInfo) -> Iterable[tuple[int, MetricsRow]]:
-    """Yield the steps and metrics rows of a resumed run up to its checkpoint."""
     for line in read_jsonl(run_info.run_dir / EVENTS_FILE):
         if line.get("event") == BASE_EVALUATION:
             yield 0, {name: value for name, value in line.items() if name.startswith("eval/")}

@@ -28,7 +28,6 @@ class MetricsSink(Protocol):
 
     def log_step(self, step: int, row: MetricsRow) -> None:
         """Log the metrics row of a training step."""
-        pass
 
     def log_event(self, name: str, fields: EventFields) -> None:
         """Log an event between steps, such as a start, a crash, a drop or a stall."""
@@ -100,7 +99,6 @@ class JsonlSink:
         self._write_line(1, {"time": self._clock(), "event": name, **to_json_fields(fields)})
 
     def close(self, summary: EventFields) -> None:
-        """Append the summary as the event "close", and close both files."""
         if not self._files:
             return
         with ExitStack() as closing:  # closes both files even if one fails
@@ -113,7 +111,6 @@ class JsonlSink:
                 self._files = ()
 
     def _write_line(self, index: int, line: Mapping[str, Any]) -> None:
-        """Write and flush a line to the file of this index: 0 for metrics, 1 for events."""
         with wrap_disk_errors(self._paths[index]):
             self._files[index].write(_format_line(line))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.calibration.run_trace import load_run_lengths, load_run_trace
+from streamrl.calibration.run_trace import load_run_trace
 from streamrl.errors import ConfigError
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.chrome_trace import EARLIER_TRACE_FILE, TRACE_FILE
@@ -41,7 +41,7 @@ def test_the_steady_steps_of_a_run_are_read(tmp_path: Path):
 
 
 def test_lengths_are_the_completion_lengths(run_dir: Path):
-    lengths = load_run_lengths(run_dir)
+    lengths = load_run_trace(run_dir).lengths
     assert set(lengths.samples) == set(LENGTHS.samples)
     assert load_run_trace(run_dir).mean_prompt_tokens == 7
 

@@ -1,18 +1,17 @@
 """Reader of completion files for `streamrl score`: joins completions with rows of a prompt file."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from streamrl.data.classify_rows import make_prompt
 from streamrl.data.files import DataFile
 from streamrl.data.reading.formats import JsonLines, parse_text_row
-from streamrl.data.reading.rows import DataRow, load_rows
+from streamrl.data.reading.rows import load_rows
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import open_regular_file
-from streamrl.messages import Prompt, make_uid
+from streamrl.messages import Prompt
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,9 @@ def read_completion_groups(file: DataFile, completions: str) -> list[CompletionG
     """
     records = list(_read_completions(completions))
     rows = load_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
-    prompts = _make_prompts(rows, {index for _, index, _ in records})
+    wanted = {index for _, index, _ in records}
+    # Rewards read only the messages, so one dummy token will do.
+    prompts = {row.index: make_prompt(row, [0]) for row in rows if row.index in wanted}
     lines_by_index: dict[int, list[int]] = {}
     for line, (where, index, _) in enumerate(records):
         if index not in prompts:
@@ -44,28 +45,6 @@ def read_completion_groups(file: DataFile, completions: str) -> list[CompletionG
         CompletionGroup(prompts[index], lines, [records[line][2] for line in lines])
         for index, lines in lines_by_index.items()
     ]
-
-
-def _make_prompts(rows: Iterator[DataRow], wanted: set[int]) -> Mapping[int, Prompt]:
-    """Convert the rows with a wanted index to prompts, by row index.
-
-    The token ids are dummies, because rewards read only the messages.
-    """
-    no_tokens = np.zeros(1, np.int32)
-    return {
-        row.index: Prompt(
-            uid=make_uid(0, row.index),
-            token_ids=no_tokens,
-            messages=row.messages,
-            data_source=row.data_source,
-            ground_truth=row.ground_truth,
-            extra_info=row.extra_info,
-            row_location=row.location,
-            is_chat=row.is_chat,
-        )
-        for row in rows
-        if row.index in wanted
-    }
 
 
 def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
@@ -89,14 +68,10 @@ def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
         raise ConfigError(f"--completions {path}: the file contains no completions")
 
 
-def _describe_type(value: Any) -> str:
-    return "null" if value is None else type(value).__name__
-
-
 def _parse_completion(record: Any, where: str) -> tuple[int, str]:
-    """Return row index and completion text of a JSON record. Raises ConfigError if malformed."""
     if not isinstance(record, dict):
-        raise ConfigError(f"{where}: expected a JSON object, got {_describe_type(record)}")
+        kind_name = "null" if record is None else type(record).__name__
+        raise ConfigError(f"{where}: expected a JSON object, got {kind_name}")
     for key, kind, rule in (
         ("index", int, "the number of a row, from 0"),
         ("completion", str, "text"),

@@ -24,7 +24,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """Load a run's config from a YAML file or a run directory, and apply key=value overrides."""
+    """Load a config from a YAML file or a run directory, and apply key=value overrides."""
     source = path / "config.yaml" if os.path.isdir(path) else path
     return load_config(source, overrides)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.calibration.run_trace import load_run_lengths
+from streamrl.calibration.run_trace import load_run_trace
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import add_config_arguments
 from streamrl.config.run_config import RunConfig
@@ -117,7 +117,7 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
     """
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
-    cluster = read_cluster(arguments.cluster)
+    cluster = _read_cluster(arguments.cluster)
     if arguments.gpus is not None:
         cluster = cluster.take_first(arguments.gpus)
     constants = CostConstants.from_cluster(cluster)
@@ -154,7 +154,7 @@ def check_simulation_time(seconds: float, workload: Workload, *, prefix: str) ->
         )
 
 
-def read_cluster(text: str) -> Cluster:
+def _read_cluster(text: str) -> Cluster:
     """Read a cluster file if `text` names one, else parse `text` as a cluster spec."""
     path = Path(text)
     if not os.path.exists(path) and path.suffix not in (".yaml", ".yml", ".json"):
@@ -221,7 +221,7 @@ def _parse_lengths(text: str, limit: int) -> LengthDistribution:
         )
     path = Path(text)
     if os.path.isdir(path):
-        return load_run_lengths(path)
+        return load_run_trace(path).lengths
     try:
         words = read_small_text(path, most_bytes=MAX_LENGTHS_BYTES)
         loaded = parse_json(words) if words.lstrip().startswith("[") else words.split()
@@ -234,11 +234,7 @@ def _parse_lengths(text: str, limit: int) -> LengthDistribution:
 
 
 def _parse_tokens(word: Any, text: str) -> int:
-    """Parse a completion length in tokens from text or JSON.
-
-    text: value of --lengths, for the error. Raises ConfigError unless the length is a positive
-    integer.
-    """
+    """Parse a length in whole tokens; `text` is the value of --lengths, for the error."""
     try:
         number = float(word)
     except (TypeError, ValueError, OverflowError):

@@ -11,7 +11,7 @@ from streamrl.calibration.advice import (
     measure_stage_loads,
 )
 from streamrl.calibration.prediction import SteadyMetrics
-from streamrl.calibration.run_trace import MachineCores, RunTrace
+from streamrl.calibration.run_trace import RunTrace
 
 NEGLIGIBLE_CORES = 0.25
 """CPU cores taken by a driver and Ray's own processes."""
@@ -38,7 +38,6 @@ def report_to_json(trace: RunTrace) -> dict[str, Any]:
 
 
 def advice_to_json(advice: SettingsAdvice) -> dict[str, Any]:
-    """Return the simulated effect of other settings as JSON-serializable values."""
     return {
         "simulated": vars(advice.simulated_metrics),
         "error": advice.simulation_error,
@@ -68,7 +67,7 @@ def describe_run(trace: RunTrace) -> list[str]:
 
 
 def describe_excluded_steps(trace: RunTrace) -> str:
-    """Return a clause about the steps that are not measured, by reason; "" without such steps."""
+    """Return a clause that counts the steps left out, by reason; "" without such steps."""
     excluded = ", ".join(f"{count} {why}" for why, count in trace.excluded_steps.items() if count)
     return f"; left out: {excluded}" if excluded else ""
 
@@ -84,26 +83,19 @@ def describe_advice(trace: RunTrace, advice: SettingsAdvice) -> list[str]:
     ]
     machine = trace.machine
     if machine.cores:
-        lines.append(f"simulated on the run's {machine.cores} cores{_describe_cores_left(machine)}")
+        is_alone = machine.taken < NEGLIGIBLE_CORES
+        free = f", {machine.available_cores:.2g} of them free of other programs"
+        lines.append(f"simulated on the run's {machine.cores} cores{'' if is_alone else free}")
     return lines
 
 
-def _describe_cores_left(machine: MachineCores) -> str:
-    """Describe the CPU cores that other programs left to the run; return "" if nearly all."""
-    if machine.taken < NEGLIGIBLE_CORES:
-        return ""
-    return f", {machine.available_cores:.2g} of them free of other programs"
-
-
 def _describe_bottleneck(load: StageLoad) -> str:
-    """Describe the busiest stage: busy fraction, waiting groups, and whether it is saturated."""
     depth = "" if load.mean_depth is None else f"; {load.mean_depth:.2g} groups wait for it"
     note = "" if load.busy_fraction > SATURATED_BUSY else "; no stage is saturated"
     return f"{load.stage}, busy {load.busy_fraction:.0%} of the time{depth}{note}"
 
 
 def _describe_filter(trace: RunTrace) -> Iterable[str]:
-    """Describe the generation and scoring time spent on groups that the group filter rejects."""
     cost = measure_filter_cost(trace)
     if not cost.share:
         return
@@ -120,17 +112,13 @@ def _describe_filter(trace: RunTrace) -> Iterable[str]:
 
 
 def _describe_loads(loads: Iterable[StageLoad]) -> Iterable[str]:
-    """Yield a line per stage with its busy fraction and the mean number of waiting groups."""
     for load in loads:
         waiting = "" if load.mean_depth is None else f"  waiting {load.mean_depth:>6.3g} groups"
         yield f"  {load.stage:<14}busy {load.busy_fraction:>4.0%}{waiting}"
 
 
 def _describe_options(options: Iterable[SettingsOption], min_change: float) -> Iterable[str]:
-    """Yield two lines per changed setting: simulated step time and staleness, then the setting.
-
-    min_change: relative change of the step time below which a line says "within noise".
-    """
+    """Yield two lines per option; changes up to `min_change` are marked as noise."""
     for option in options:
         note = "" if abs(option.step_s_change) > min_change else "  (within noise)"
         yield (

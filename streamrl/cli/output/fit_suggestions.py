@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from streamrl.cli.output.setting_docs import format_yaml
 from streamrl.config.run_config import RunConfig, with_settings
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
@@ -44,7 +45,9 @@ def suggest_fixes(
         )
 
     longest = make_inputs(config, cluster)[0].workload.max_rollout_tokens
-    smaller = [size for size in _list_micro_batch_sizes(config) if size >= longest]
+    full = config.pipeline.micro_batch_tokens
+    smaller = [full * k // MICRO_BATCH_FRACTIONS for k in range(1, MICRO_BATCH_FRACTIONS)]
+    smaller = [size for size in smaller if size >= longest]
     fixes = [settings for settings in _iter_lossless_settings(config) if fits(settings)]
     fixes += _find_largest_fit({}, smaller, fits)
     checkpointed = {"trainer.gradient_checkpointing": True}
@@ -54,7 +57,7 @@ def suggest_fixes(
     if not fixes and not config.trainer.lora_rank and fits(adapters):
         fixes.append(adapters)
     words = [
-        ", ".join(f"{key}={_format_value(value)}" for key, value in settings.items())
+        ", ".join(f"{key}={format_yaml(value)}" for key, value in settings.items())
         for settings in fixes
     ]
     larger_clusters = (
@@ -74,20 +77,12 @@ def _iter_lossless_settings(config: RunConfig) -> Iterator[SettingValues]:
         yield {"generator.kv_cache_mb": None}
 
 
-def _list_micro_batch_sizes(config: RunConfig) -> list[int]:
-    """Return smaller micro-batch sizes to try, in tokens, ascending."""
-    full = config.pipeline.micro_batch_tokens
-    return [full * k // MICRO_BATCH_FRACTIONS for k in range(1, MICRO_BATCH_FRACTIONS)]
-
-
 def _find_largest_fit(
     base: SettingValues, sizes: Sequence[int], fits: Callable[[SettingValues], bool]
 ) -> list[SettingValues]:
     """Return a list with the settings of the largest micro-batch that fits; empty if none fits.
 
-    base: settings to combine with the micro-batch size. sizes: in tokens, ascending. fits: returns
-    whether some placement fits under changed settings. Memory grows with the size, so a binary
-    search finds the limit.
+    sizes: in tokens, ascending. Memory grows with the size, so a binary search finds the limit.
     """
     key = "pipeline.micro_batch_tokens"
     candidates: list[SettingValues] = [{**base, key: tokens} for tokens in sizes]
@@ -96,10 +91,7 @@ def _find_largest_fit(
 
 
 def _scale_cluster(cluster: Cluster, times: int) -> Cluster:
-    """Return a cluster with `times` as many devices.
-
-    A single, partly used node gets more devices if the node has room; otherwise nodes are added.
-    """
+    """Multiply the devices; a partly used single node grows if it has room, else nodes do."""
     groups = []
     for group in cluster.node_groups:
         per_node = group.device.devices_per_node
@@ -108,9 +100,3 @@ def _scale_cluster(cluster: Cluster, times: int) -> Cluster:
         else:
             groups.append(replace(group, num_nodes=group.num_nodes * times))
     return Cluster(tuple(groups))
-
-
-def _format_value(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )

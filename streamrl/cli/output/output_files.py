@@ -41,10 +41,7 @@ def check_output_dir(option: str, path: Path) -> None:
 
 
 def _check_creatable(option: str, path: Path, folder: Path, names: Sequence[Path]) -> None:
-    """Raise ConfigError unless `folder` is writable and its file system accepts the paths `names`.
-
-    option, path: command-line option and its value, for the error.
-    """
+    """Raise ConfigError unless `folder` is writable and its file system accepts the paths."""
     try:
         for name in names:
             with contextlib.suppress(FileNotFoundError):

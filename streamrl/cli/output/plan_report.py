@@ -100,7 +100,6 @@ class PlanReport:
 
     @property
     def unused_devices(self) -> list[Mesh]:
-        """Ranges of devices that the best placement does not use."""
         used = {
             device
             for assignment in self.best_point.candidate.placement.assignments.values()
@@ -132,7 +131,6 @@ class PlanReport:
         return "\n".join([*lines, "", *notes] if notes else lines)
 
     def _describe_no_fit(self) -> list[str]:
-        """Describe why no placement fits, and the changes that would let the run fit."""
         bound = f" with pipeline.max_staleness={self.own_bound}" if self.front else ""
         lines = [f"nothing fits{bound}", *self._describe_others()[1:]]
         if self.front:
@@ -142,7 +140,6 @@ class PlanReport:
         return [*lines, "any one of these would let it fit:", *(f"  {fix}" for fix in self.fixes)]
 
     def _describe_best(self, point: ParetoPoint, result: SimulationResult) -> list[str]:
-        """Describe the best placement: devices of each stage, unused devices, hours of the run."""
         own_note = f" (pipeline.max_staleness={self.own_bound}, the config's own)"
         lines = [f"best: {point.candidate.label}{'' if self.own_bound is None else own_note}"]
         lines += [
@@ -163,11 +160,9 @@ class PlanReport:
         ]
 
     def _compute_hours(self, result: SimulationResult) -> float:
-        """Return the simulated duration of the whole run in hours."""
         return self.config.run.steps * result.mean_step_s / HOUR_S
 
     def _describe_trade_offs(self) -> list[str]:
-        """Compare throughput and staleness of other staleness bounds with the config's bound."""
         if self.own_bound is None or self.best_row is None:
             return []
         _, best = self.best_row
@@ -197,7 +192,6 @@ class PlanReport:
         ]
 
     def _describe_others(self) -> list[str]:
-        """Describe the best placement of each kind, such as colocated, and why it lost."""
         lines = ["best placement of every kind, by step time:"]
         for candidate in self._list_best_kinds():
             label = candidate.label
@@ -210,17 +204,13 @@ class PlanReport:
         return lines
 
     def _describe_absences(self) -> list[str]:
-        """Describe the staleness bounds without a row in the report, grouped by reason."""
         bounds: dict[str, list[str]] = {}
         for absent in self.absent_bounds:
             bounds.setdefault(absent.why, []).append(str(absent.max_staleness))
         return [f"no row for {', '.join(names)}: {why}" for why, names in bounds.items()]
 
     def _list_best_kinds(self) -> list[PlacementCandidate]:
-        """Return the best candidate of each kind of placement (disaggregated, colocated, ...).
-
-        Leaves out a kind that trains on whole steps if the same kind also streams within a step.
-        """
+        """List the best candidate of each kind; a twin that streams hides whole steps."""
         streamed = {c.label for c in self.plan.candidates if c.placement.is_streamed}
         kept = []
         winner = self.best_point.candidate if self.best_row is not None else None

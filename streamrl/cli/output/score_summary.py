@@ -57,10 +57,7 @@ def summarize_scores(
 
 
 def _summarize_numbers(component: str, records: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return the mean of each extra number that a reward component returns besides its score.
-
-    records: the extra numbers of each completion by name.
-    """
+    """Return the mean of each extra number of a component; `records` has one per completion."""
     names = dict.fromkeys(name for record in records for name in record)
     return {
         f"reward/{component}/{name}": f"mean"
@@ -72,7 +69,6 @@ def _summarize_numbers(component: str, records: Sequence[Mapping[str, float]]) -
 def _summarize_sources(
     lines: Sequence[Mapping[str, Any]], sources: Sequence[str]
 ) -> dict[str, str]:
-    """Return mean score and counts of outcomes for each data source."""
     rows = {}
     for source in dict.fromkeys(sources):
         subset = [line for line, name in zip(lines, sources, strict=True) if name == source]
@@ -83,10 +79,7 @@ def _summarize_sources(
 
 
 def _format_seconds(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Format percentiles of the scoring time over groups, and the slowest group.
-
-    All completions of a group share the same time.
-    """
+    """Format percentiles over groups; all completions of a group share the same time."""
     times = {line["index"]: line["seconds"] for line in lines}
     p50, p99 = np.percentile(list(times.values()), [50, 99])
     slowest = max(times, key=lambda index: times[index])

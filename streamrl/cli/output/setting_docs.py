@@ -27,10 +27,7 @@ def read_meanings(settings: type) -> dict[str, str]:
 
 
 def _parse_docstring_keys(settings: type) -> dict[str, str]:
-    """Return meanings by key from the `key: meaning` lines in the docstring of a class.
-
-    Indented lines continue the meaning above them.
-    """
+    """Return meanings by key from the `key: meaning` lines; indented lines continue one."""
     text = inspect.cleandoc(vars(settings).get("__doc__") or "")
     matches = re.findall(r"^(\w+): (.+(?:\n[ ]+\S.*)*)", text, flags=re.MULTILINE)
     return {key: " ".join(meaning.split()).removesuffix(".") for key, meaning in matches}
@@ -55,7 +52,6 @@ def format_default(field: "dataclasses.Field[Any]") -> str:
 
 
 def format_yaml(value: Any) -> str:
-    """Format the value of a setting as YAML on one line."""
     # PyYAML ends a bare scalar with a "..." line.
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
 

@@ -79,8 +79,7 @@ def _print_status(text: str) -> None:
 def _check_replaceable(config: RunConfig) -> None:
     """Raise ConfigError unless run.overwrite=true may replace the existing folder of the run.
 
-    The folder must be a run directory, and must not contain an input of the new run (model, data,
-    code).
+    The folder must be a run directory without an input of the new run (model, data, code).
     """
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
@@ -153,9 +152,8 @@ def resume_run(
 def _relocate_run(config: RunConfig, folder: Path, words: Sequence[str]) -> RunSettings:
     """Return the section `run` with the folder in which the run continues.
 
-    folder: present run directory, which may have moved since its config was written. words:
-    overrides; run.name or run.dir among them may fork the run. A fork does not inherit
-    run.overwrite=true.
+    folder: may have moved since its config was written. words: overrides; run.name or run.dir
+    among them may fork the run. A fork does not inherit run.overwrite=true.
     """
     overridden = {word.partition("=")[0] for word in words}
     run = config.run
@@ -167,7 +165,6 @@ def _relocate_run(config: RunConfig, folder: Path, words: Sequence[str]) -> RunS
 
 
 def _check_not_nested(config: RunConfig, folder: Path) -> None:
-    """Raise ConfigError if the directory of a fork and its source `folder` contain each other."""
     target = config.run_dir.resolve()
     if folder in target.parents or target in folder.parents:
         raise ConfigError(

@@ -63,11 +63,10 @@ def _make_run_dir(
     claim: RunDirClaim,
     replaced: Path,
 ) -> ResumePoint | None:
-    """Create and lock the directory of a new run or a fork.
+    """Create and lock the directory of a new run (returns None) or a fork (its resume point).
 
-    Returns the resume point of a fork, None for a new run. The directory is filled under a
-    temporary name and then renamed, so other processes never see an incomplete directory. A
-    replaced run is moved aside to the path `replaced`.
+    The directory is filled under a temporary name and then renamed, so other processes never see
+    an incomplete directory. A replaced run is moved aside to the path `replaced`.
     """
     folder = config.run_dir
     partial_dir = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -105,10 +104,7 @@ def _make_run_dir(
 
 
 def _repartition_queue(config: RunConfig, resume: ResumePoint, layout: QueueLayout) -> None:
-    """Redistribute the groups in a run's journals over the configured number of queue shards.
-
-    Does nothing if `layout` has that number already, or if the queue keeps no journal.
-    """
+    """Spread the groups in journals over the configured number of shards, if it changed."""
     from streamrl.config.resume_checks import repartition_queue
 
     if config.queue.journal.enabled and layout.shards != config.queue.shards:

@@ -355,7 +355,6 @@ def list_parquet_files(path: str, split: str) -> list[str]:
 
 
 def _parse_split(name: str) -> str:
-    """Return the split in the name of a parquet shard, or ""."""
     match = _SPLIT_PATTERN.fullmatch(name)
     return (match[1] or match[2].lower()) if match else ""
 
@@ -403,7 +402,6 @@ def read_parquet_schema(path: str) -> "pa.Schema":
 
 
 def _make_plain_schema(file: "pq.ParquetFile") -> "pa.Schema":
-    """Return a parquet file's columns without encodings (dictionary, run-end, views)."""
     import pyarrow as pa
 
     return pa.schema([(field.name, _to_plain_type(field.type)) for field in file.schema_arrow])

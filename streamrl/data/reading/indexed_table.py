@@ -98,7 +98,6 @@ class TextTable:
         return self.row_sizes
 
     def _open_file(self) -> BinaryIO:
-        """Open the file once per process. Raises DataError if the content has changed."""
         with wrap_data_errors(self.path):
             if self._file is None:
                 self._file = open_regular_file(self.unpacked_path)
@@ -220,7 +219,6 @@ def read_records(path: str, split: str = "") -> Iterator[tuple[str, int, Any]]:
 
 
 def _open_text_table(path: str, split: str) -> TextTable:
-    """Index the rows of a text file; unpack a .gz file into the cache first."""
     extension = parse_extension(path)
     check_no_split(path, split)
     unpacked = path
@@ -251,7 +249,6 @@ def _open_text_table(path: str, split: str) -> TextTable:
 
 
 def _open_parquet_table(path: str, split: str) -> ColumnTable:
-    """Open parquet files in memory if small, else as an unpacked file in the cache."""
     files = list_parquet_files(path, split)
     digest = _hash_files(files)
     in_memory = _read_into_memory(path, files)
@@ -306,7 +303,6 @@ def _read_unified_batches(path: str, files: Sequence[str]) -> "Iterator[pa.Recor
 
 
 def _unify_schemas(path: str, files: Sequence[str]) -> "pa.Schema":
-    """Return the union of the files' columns. Raises ConfigError for incompatible types."""
     import pyarrow as pa
 
     types: dict[str, dict[pa.DataType, str]] = {}
@@ -450,8 +446,7 @@ def _hash_files(files: Sequence[str | Path]) -> str:
 def _compute_text_sizes(table: "pa.Table", prompt_key: str) -> NDArray[np.int64] | None:
     """Return the bytes of each row's prompt: of its text, or of the contents of its chat messages.
 
-    None if the table has no such column. Chat messages are a list of structs per row. Their
-    contents are flattened, so the size of row i is the difference of cumulative sizes at the row's
+    Contents are flattened, so the size of row i is the difference of cumulative sizes at the row's
     last and first message.
     """
     import pyarrow as pa

@@ -123,7 +123,6 @@ def _parse_row(
 def _parse_json_texts(
     record: Mapping[str, Any], location: str, prompt_key: str, label_key: str
 ) -> dict[str, Any]:
-    """Parse the columns of a record that contain objects or chat messages as JSON text."""
     parsed = dict(record)
     for name in JSON_COLUMNS:
         if isinstance(text := parsed.get(name), str) and name not in (prompt_key, label_key):
@@ -139,7 +138,7 @@ def _parse_json_texts(
 
 
 def _parse_messages(text: str, name: str, location: str) -> Any:
-    """Parse a prompt that contains chat messages as JSON text; return other text unchanged."""
+    """Parse chat messages as JSON text; return other text unchanged."""
     try:
         messages = parse_json(text) if text.lstrip().startswith("[") else None
     except ValueError as error:
@@ -202,10 +201,7 @@ def _normalize_message(message: Any, *, where: str, location: str) -> Mapping[st
 
 
 def _get_part_text(part: Any, *, where: str, location: str) -> str:
-    """Return the text of a content part. Raises ConfigError for images and other types.
-
-    where: the message, location: the row, both for errors.
-    """
+    """Return the text of a content part; images and other types raise ConfigError."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else _describe_type(part)

@@ -28,7 +28,6 @@ def load_plain_pickle(path: Path) -> Any:
 
 
 def make_unsafe_pickle_error(path: Path) -> CheckpointError:
-    """Return the error for a checkpoint whose pickle holds more than tensors and plain values."""
     return CheckpointError(
         f"{path} holds more than plain data, or is damaged: it was neither loaded nor executed;"
         " resume from another checkpoint, or start a new run from its model (model.path)"

@@ -131,7 +131,6 @@ def load_state(
 
 
 def write_progress(directory: Path, progress: TrainerProgress) -> None:
-    """Write trainer.json."""
     text = json.dumps({"format": FORMAT_VERSION, **vars(progress)}, indent=1)
     (directory / PROGRESS_FILE).write_text(text + "\n")
 
@@ -155,7 +154,6 @@ def read_progress(directory: Path) -> TrainerProgress:
 
 
 def save_rng(directory: Path, rank: int) -> None:
-    """Save the states of torch's random number generators, CPU and GPU, of this rank."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -329,7 +327,6 @@ def _view_piece(stored: Tensor, piece: ShardPiece) -> Tensor:
 
 
 def _encode_shard(shard: TensorShard) -> list[Any]:
-    """Convert a shard's description to plain values for JSON; `_decode_shard` is the inverse."""
     boxes = [[box.start, box.stop, origin] for box, origin in shard.box_origins]
     return [shard.shape, boxes, shard.flat_range]
 

@@ -112,7 +112,6 @@ class GenerationEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights that the engine samples with; -1 before the first load."""
         return self._thread.version
 
     @property
@@ -371,11 +370,7 @@ class GenerationEngine:
     async def _apply_version(
         self, version: int, load: Callable[[int], Awaitable[WeightLoadStats]]
     ) -> WeightLoadStats:
-        """Have the engine's thread load a version, unless it is old; bound the wait.
-
-        load: sends the version to the engine's thread and awaits its reply. Returns the statistics
-        of the load. Raises as `load_weights` does.
-        """
+        """Have the engine's thread load a version, unless it is old; bound the wait."""
         self._thread.check_alive()
         if version <= self._newest_version:
             raise WeightsError(f"version {version} came after version {self._newest_version}")
@@ -397,8 +392,7 @@ class GenerationEngine:
     async def _run_request(self, request: SamplingRequest, results: RequestInFlight) -> None:
         """Send a request to the engine's thread and wait until all its rollouts are finished.
 
-        Raises DeadlineError after `request_timeout_s`, paused time excluded; the rollouts are then
-        aborted.
+        After `request_timeout_s`, paused time excluded, the rollouts are aborted.
         """
         self._requests[request.request_id] = results
         self._queue_request(request)
@@ -417,10 +411,7 @@ class GenerationEngine:
             self._drop_request(request.request_id)
 
     async def _await_reply(self, reply: Awaitable[Reply], operation: str) -> Reply:
-        """Await a reply of the engine's thread.
-
-        If no reply arrives within `request_timeout_s`, ends the engine and raises GenerationError.
-        """
+        """Await a reply of the engine's thread; end the engine after `request_timeout_s`."""
         try:
             async with asyncio.timeout(self._spec.config.request_timeout_s):
                 return await reply
@@ -442,21 +433,18 @@ class GenerationEngine:
     def _queue_request(self, request: SamplingRequest) -> None:
         """Queue a request to be sent at the end of this event loop iteration.
 
-        All requests of an iteration reach the engine's thread together and start in the same decode
-        step.
+        All requests of an iteration start in the same decode step.
         """
         if not self._unsent_requests:
             asyncio.get_running_loop().call_soon(self._flush_requests)
         self._unsent_requests.append(request)
 
     def _flush_requests(self) -> None:
-        """Send the queued requests to the engine's thread."""
         if self._unsent_requests:
             self._thread.add_requests(self._unsent_requests)
             self._unsent_requests = []
 
     def _drop_request(self, number: int) -> None:
-        """Forget a request; abort those of its rollouts that are not finished."""
         missing = self._requests.pop(number).missing_indices
         if missing:
             self._flush_requests()
@@ -474,7 +462,6 @@ class GenerationEngine:
             request.done.set_exception(ConfigError(f"vLLM rejected the request: {reason}"))
 
     def _check_tokens(self, token_ids: Array) -> None:
-        """Raise an error unless the engine can run a prompt or sequence, int32 [T]."""
         self._thread.check_alive()
         if self._newest_version < 0:
             raise WeightsError("the engine has no weights yet: load a version first")
@@ -499,7 +486,6 @@ def _validate_seeds(seeds: Sequence[int]) -> None:
 def _make_sequence_request(
     index: int, rollout: Rollout, max_new_tokens: int, seed: int, num_prompt: int
 ) -> SequenceRequest:
-    """Return the request that continues a rollout of a prompt of `num_prompt` tokens."""
     num_sampled = len(rollout.token_ids) - num_prompt
     seed = derive_continuation_seed(seed, num_sampled)
     return SequenceRequest(index, rollout.token_ids.tolist(), seed, max_new_tokens, num_sampled)

@@ -86,7 +86,6 @@ def estimate_worker_memory(
 
 
 def has_shared_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on_gpu: bool) -> bool:
-    """Return whether a rank's generator aliases the trainer's weights instead of copying them."""
     same_dtype = resolve_trainer_dtype(trainer) is _resolve_generator_dtype(
         generator, on_gpu=on_gpu
     )
@@ -97,10 +96,7 @@ def has_shared_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on
 def _count_aliased_elements(
     module: "PreTrainedModel", trainer: TrainerConfig, generator: GeneratorConfig
 ) -> int:
-    """Count the parameter elements that trainer and generator of a CPU rank share without a copy.
-
-    `module` is the full model on the meta device.
-    """
+    """Count the elements that trainer and generator of a CPU rank share without a copy."""
     size, generator_size = trainer.tensor_parallel, generator.tensor_parallel
     is_sharded = trainer.zero_stage == PARAMETER_SHARDING_STAGE and trainer.dp_size > 1
     same_dtype = resolve_trainer_dtype(trainer) is _resolve_generator_dtype(generator, on_gpu=False)
@@ -129,8 +125,7 @@ def _count_local_elements(
     """Count the parameter elements in a rank's memory.
 
     Returns the elements of the rank's own shard, and the elements of gathered parameters that a
-    forward pass needs in addition at the same time (0 without sharded parameters). `elements`
-    counts the full model.
+    forward pass needs in addition at the same time. `elements` counts the full model.
     """
     if not trainer.has_sharded_params:
         return elements, 0
@@ -153,7 +148,6 @@ def _count_local_elements(
 
 
 def _count_largest_param(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
-    """Count the elements of the largest parameter; if parameters are sharded, of its shard."""
     largest = max(parameter.numel() for parameter in module.parameters())
     is_sharded = trainer.has_sharded_params and trainer.zero_stage == PARAMETER_SHARDING_STAGE
     return -(-largest // trainer.dp_size) if is_sharded else largest
@@ -168,8 +162,7 @@ def _resolve_generator_dtype(generator: GeneratorConfig, *, on_gpu: bool) -> tor
 def _estimate_state_bytes(trainer: TrainerConfig, trained: int) -> tuple[int, int]:
     """Return the bytes of a rank's optimizer state and the bytes of the rank's gradients.
 
-    `trained` counts trained elements. From ZeRO stage 1 on, the optimizer state includes float32
-    master weights.
+    From ZeRO stage 1 on, the optimizer state includes float32 master weights.
     """
     if trainer.backend != "deepspeed" or trainer.zero_stage == 0:
         return trained * MOMENT_BYTES, trained * FLOAT32_BYTES
@@ -180,7 +173,6 @@ def _estimate_state_bytes(trainer: TrainerConfig, trained: int) -> tuple[int, in
 
 
 def _estimate_token_bytes(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
-    """Return the bytes of activations and logits per token of a micro-batch in training."""
     config = module.config.get_text_config()
     layers, hidden = config.num_hidden_layers, config.hidden_size
     saved = (
@@ -234,17 +226,15 @@ def estimate_transient_memory(
 
 
 def _estimate_adamw_bytes(elements: int, *, on_gpu: bool) -> int:
-    """Estimate the bytes of AdamW's temporaries for a flat ZeRO parameter."""
     return (1 if on_gpu else 2) * elements * FLOAT32_BYTES
 
 
 def _estimate_bucket_memory(
     trainer: TrainerConfig, trained: int, *, on_gpu: bool
 ) -> TransientMemory:
-    """Estimate the transient memory of the ZeRO stages that reduce gradients in buckets.
+    """Estimate the transient memory of stage 1 in float32, 2 and 3, which reduce in buckets.
 
-    These are stage 1 in float32, 2 and 3. Reduction copies the bucket. For the update, a rank's
-    gradients are copied into a flat tensor.
+    Reduction copies the bucket. For the update, a rank's gradients are copied into a flat tensor.
     """
     itemsize = resolve_trainer_dtype(trainer).itemsize
     full = min(BUCKET_ELEMENTS, trained)

@@ -63,7 +63,6 @@ class PeakMemoryTracker:
 
 
 def _read_and_reset_peak() -> int:
-    """Return the process's peak memory in bytes since the last reset, and reset the peak."""
     import torch
 
     if torch.cuda.is_available():

@@ -104,11 +104,7 @@ def load_value_skeleton(path: str) -> "PreTrainedModel":
 def _load_pretrained(
     auto_class: Any, path: str, config: Any, dtype: torch.dtype, options: ModelLoadOptions
 ) -> tuple[Any, list[str]]:
-    """Load a model with dropout disabled; return the model and its missing parameters.
-
-    `auto_class` is a class such as AutoModelForCausalLM. Raises ConfigError if transformers cannot
-    load the directory.
-    """
+    """Load a model with dropout disabled; return the model and its missing parameters."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -160,10 +156,7 @@ def _force_prefill_kernel(
 
 
 def _fix_longrope_factors(model: Any, max_length: int | None) -> None:
-    """Select LongRoPE's factors once by the longest rollout, as vLLM does.
-
-    transformers would select them by the longest sequence of each batch.
-    """
+    """Select LongRoPE's factors by the longest rollout, as vLLM does, not by each batch."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():
@@ -177,7 +170,6 @@ def _fix_longrope_factors(model: Any, max_length: int | None) -> None:
 
 
 def _check_complete(path: str, missing: list[str]) -> None:
-    """Raise ConfigError if `missing` names parameters that the directory's files lack."""
     if missing:
         first = ", ".join(missing[:3])
         raise ConfigError(f"model.path={path}: lacks {len(missing)} parameters, such as {first}")
@@ -290,7 +282,6 @@ def score_tokens(
 def _score_chunk(
     logits: Tensor, targets: Tensor, temperature: float, entropy_mode: EntropyMode
 ) -> tuple[Tensor, Tensor]:
-    """Compute the logprobs and entropies of `targets` [B, C] from logits [B, C, V] of the chunk."""
     scaled = logits.float() / temperature
     chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
     if entropy_mode == "none":

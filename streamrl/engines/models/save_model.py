@@ -45,7 +45,6 @@ def write_hf_model(
 
 @contextmanager
 def _reset_generation_config(module: "PreTrainedModel") -> Iterator[None]:
-    """Give the module an empty generation config while saving: transformers may reject its own."""
     if not module.can_generate():
         yield
         return

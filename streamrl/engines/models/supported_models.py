@@ -90,7 +90,6 @@ def check_model_support(
 
 
 def describe_untrained_layers(path: str) -> list[str]:
-    """Return warnings about layers of a model directory that training ignores and does not save."""
     settings = read_model_config(path).get_text_config().to_dict()
     layers = _parse_layer_numbers(read_stored_shapes(Path(path), "model.path"))
     if not settings.get(NEXTN_LAYERS_KEY) or max(layers, default=0) < settings["num_hidden_layers"]:
@@ -102,7 +101,6 @@ def describe_untrained_layers(path: str) -> list[str]:
 
 
 def _explain_quantised(settings: Mapping[str, Any]) -> str:
-    """Explain why quantized weights cannot be trained; "" if config.json declares none."""
     quantization = settings.get("quantization_config")
     if not quantization:
         return ""
@@ -112,8 +110,7 @@ def _explain_quantised(settings: Mapping[str, Any]) -> str:
 def _explain_unservable(config: Any, *, is_part: bool) -> str:
     """Explain why vLLM would serve another class than transformers trains; "" if it would not.
 
-    `config` is the directory's config. `is_part` says whether the language model is a part of a
-    larger model, such as a vision-language model.
+    is_part: the language model is a part of a larger model, such as a vision-language model.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -133,10 +130,7 @@ def _explain_unservable(config: Any, *, is_part: bool) -> str:
 
 
 def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: TensorShapes) -> str:
-    """Explain which setting of config.json vLLM ignores or rejects for this family; "" if none.
-
-    `stored` are the shapes of the directory's tensors by name.
-    """
+    """Explain which setting of config.json vLLM ignores or rejects; "" if none."""
     has_window = bool(settings.get("use_sliding_window"))
     layer_types, clip_qkv = set(settings.get("layer_types") or ()), settings.get("clip_qkv")
     is_tied = bool(settings.get("tie_word_embeddings"))
@@ -173,7 +167,6 @@ def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: Ten
 
 
 def _explain_wrong_attention(family: str, settings: Mapping[str, Any], attention: str) -> str:
-    """Explain why an attention implementation does not suit the model; "" if it does."""
     if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
         return "needs the package flash-attn, which is not installed; auto does without"
     if attention == "sdpa" and settings.get("attn_logit_softcapping"):
@@ -216,7 +209,6 @@ def check_weight_files(path: str, key: str, *, is_served: bool = True) -> None:
 
 
 def _check_positive(path: str, key: str, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if one of POSITIVE_KEYS is not above 0."""
     rope = settings.get("rope_parameters") or {}
     has_windows = "sliding_attention" in (settings.get("layer_types") or ["sliding_attention"])
     names = (*POSITIVE_KEYS, "sliding_window") if has_windows else POSITIVE_KEYS
@@ -284,10 +276,7 @@ def _predict_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, 
 
 
 def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:
-    """Load tensors of these shapes with transformers on the meta device, as a trial.
-
-    Returns an explanation of the first mismatch between tensors and config.json, "" if all match.
-    """
+    """Load tensors of these shapes on the meta device, as a trial; explain the first mismatch."""
     load = load_skeleton if is_served else load_value_skeleton
     try:
         with silence_transformers():
@@ -336,7 +325,6 @@ def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:
 
 
 def _explain_load_failure(error: Exception, role: str) -> str:
-    """Explain transformers' error on building a model of this `role`, "policy" or "critic"."""
     text = " ".join(str(error).split())
     if text.startswith("Unrecognized configuration class"):
         return f"config.json: transformers has no class that makes a {role} of this family"
@@ -346,7 +334,6 @@ def _explain_load_failure(error: Exception, role: str) -> str:
 
 
 def _parse_layer_numbers(names: Iterable[str]) -> set[int]:
-    """Return the layer numbers in the names of tensors."""
     matches = (
         LAYER_NUMBER_PATTERN.search(name) for name in names if not UNTRAINED_TENSORS.search(name)
     )

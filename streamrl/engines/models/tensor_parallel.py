@@ -44,13 +44,11 @@ def iter_parallel_params(
 
 
 def iter_layers(module: "PreTrainedModel") -> Iterator[nn.Module]:
-    """Yield the decoder layers of a model."""
     layer_classes = set(module._no_split_modules or ())
     return (layer for layer in module.modules() if type(layer).__name__ in layer_classes)
 
 
 def _make_parallelize_plan() -> "dict[str, ParallelStyle]":
-    """Return the plan of torch's `parallelize_module` for a decoder layer."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

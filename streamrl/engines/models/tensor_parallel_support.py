@@ -30,7 +30,6 @@ SplitSizes = Mapping[str, int]
 
 
 def has_experts(model_path: str) -> bool:
-    """Return whether config.json describes a mixture-of-experts model."""
     config = vars(read_model_config(model_path).get_text_config())
     return any(config.get(name) for name in EXPERT_COUNT_KEYS)
 
@@ -58,7 +57,6 @@ def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
 
 
 def get_split_sizes(shape: ModelShape) -> SplitSizes:
-    """Return the numbers of heads and the MLP size of a planner's ModelShape."""
     sizes = {HEADS_KEY: shape.heads, KV_HEADS_KEY: shape.kv_heads}
     if not shape.experts:
         return sizes | {INTERMEDIATE_KEY: shape.intermediate}
@@ -100,13 +98,11 @@ def explain_unloadable_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> 
 
 
 def _read_sizes(config: "PreTrainedConfig", names: Iterable[str]) -> SplitSizes:
-    """Read the sizes of these names from a transformers config."""
     # getattr instead of to_dict(): transformers maps the names that families use to standard ones.
     sizes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     return {name: size for name, size in sizes.items() if size}
 
 
 def _explain_indivisible(sizes: SplitSizes, ranks: int) -> str:
-    """Name the sizes that the number of ranks does not divide; "" if it divides all."""
     reasons = (f"must divide the model's {k}={size}" for k, size in sizes.items() if size % ranks)
     return next(reasons, "")

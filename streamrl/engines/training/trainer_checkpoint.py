@@ -77,10 +77,9 @@ def load_trainer(
 def _load_legacy_state(
     directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig
 ) -> int:
-    """Load one rank's state in the format of earlier versions; return the number of updates made.
+    """Load one rank's state in the format of earlier versions; return the number of updates.
 
-    Raises CheckpointError if backend, ZeRO stage or number of ranks differ from the saved ones:
-    that format depends on them.
+    That format depends on backend, ZeRO stage and number of ranks.
     """
     path, layout = directory / f"rank_{rank}.pt", describe_layout(config)
     if not path.is_file():
@@ -117,7 +116,6 @@ def load_legacy_progress(path: Path) -> dict[str, Any]:
 
 
 def describe_layout(config: TrainerConfig) -> str:
-    """Describe backend, ZeRO stage, number of ranks and LoRA settings, for error messages."""
     has_stages = config.backend == "deepspeed" or config.has_sharded_params
     stage = f" zero_stage={config.zero_stage}" if has_stages else ""
     tensor = f" tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else ""
@@ -127,6 +125,5 @@ def describe_layout(config: TrainerConfig) -> str:
 
 
 def _describe_adapters(config: TrainerConfig) -> str:
-    """Return the LoRA settings as text, "" without LoRA."""
     settings = ("lora_rank", "lora_alpha", "lora_targets") if config.lora_rank else ()
     return " ".join(f"{name}={vars(config)[name]}" for name in settings)

@@ -123,7 +123,6 @@ AnyWeightLoader = WeightLoader | WorkerWeightLoader | PartialWeightLoader
 
 
 def make_vllm_request_id(request_id: int, index: int) -> str:
-    """Return vLLM's request id of the rollout at `index` of a request."""
     return f"{request_id}:{index}"
 
 
@@ -145,7 +144,6 @@ def claim_process_engine() -> Iterator[None]:
 
 
 def read_model_info(model_path: str) -> ModelInfo:
-    """Read parameter shapes and vocabulary size of a model directory, without its weights."""
     model = load_skeleton(model_path)
     return ModelInfo(ParameterSet.from_module(model), model.config.get_text_config().vocab_size)
 
@@ -180,7 +178,6 @@ def build_follower_worker(spec: EngineSpec) -> "FollowerWorker":
 
 
 def _make_engine_args(spec: EngineSpec) -> Any:
-    """Return vLLM's EngineArgs of a spec, and set up vLLM's logging."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("make_vllm_env() must be in the environment before vLLM is imported")
     # VLLM_CONFIGURE_LOGGING=0 keeps vLLM from configuring logging, so configure its logger here.
@@ -212,7 +209,6 @@ def _is_on_cpu() -> bool:
 
 
 def _keep_plain_on_cpu() -> AbstractContextManager[None]:
-    """Keep linear layers unpacked while vLLM builds a model on a CPU; do nothing on a GPU."""
     return keep_plain_linears() if _is_on_cpu() else nullcontext()
 
 
@@ -261,7 +257,6 @@ def add_request(engine: VllmEngine, request: SamplingRequest, stops: StopConditi
 
 
 def step_engine(engine: VllmEngine) -> list[SampledSequence]:
-    """Run a decode step and return the rollouts that it finished."""
     return [_to_sampled_sequence(output) for output in engine.step() if output.finished]
 
 
@@ -324,12 +319,10 @@ def load_weights(
 
 
 def set_weight_version(engine: VllmEngine, version: int) -> None:
-    """Set the version that newly sampled tokens are labeled with."""
     engine.engine_core.set_weight_version(str(version))
 
 
 def shut_down_engine(engine: VllmEngine) -> None:
-    """Shut the engine down and destroy torch.distributed's default process group."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     engine.engine_core.shutdown()
@@ -337,18 +330,12 @@ def shut_down_engine(engine: VllmEngine) -> None:
 
 
 def _make_cache_salt(engine: VllmEngine) -> str:
-    """Return vLLM's cache salt of the current version.
-
-    Requests share cached prefixes only with requests of the same salt, hence of the same version.
-    """
+    """Return the cache salt: requests share cached prefixes only within a version."""
     return f"version {engine.engine_core.get_weight_version()}"
 
 
 def _update_waiting_salts(engine: VllmEngine) -> None:
-    """Give waiting requests without sampled tokens the cache salt of the current version.
-
-    The salt of an older version would let them reuse prefixes cached under old weights.
-    """
+    """Give waiting requests without sampled tokens the current version's cache salt."""
     salt = _make_cache_salt(engine)
     for request in engine.engine_core.engine_core.scheduler.waiting:
         if request.num_output_tokens == 0:
@@ -358,7 +345,6 @@ def _update_waiting_salts(engine: VllmEngine) -> None:
 
 
 def _list_running_states(engine: VllmEngine) -> list[Any]:
-    """Return vLLM's RequestStates of unfinished requests with at least one sampled token."""
     states = engine.output_processor.request_states.values()
     return [state for state in states if state.detokenizer.num_output_tokens()]
 
@@ -366,7 +352,6 @@ def _list_running_states(engine: VllmEngine) -> list[Any]:
 def _make_sampling_params(
     request: SamplingRequest, sequence: SequenceRequest, stop_token_ids: Sequence[int]
 ) -> Any:
-    """Return vLLM's SamplingParams of a sequence."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -389,7 +374,6 @@ def _make_sampling_params(
 
 
 def _to_sampled_sequence(output: Any) -> SampledSequence:
-    """Convert the output of a vLLM request."""
     completion = output.outputs[0]
     request_id, index = output.request_id.split(":")
     versions: list[int] = []

@@ -64,7 +64,7 @@ class EngineThread:
         """Prepare the thread.
 
         The event loop calls `on_sampled` with the rollouts that a decode step finished, and
-        `on_rejected` with the id of a request and vLLM's reason for rejecting it.
+        `on_rejected` with the id of a request and vLLM's reason.
         """
         #: Version of the weights that the engine samples with; -1 before the first load.
         self.version = -1
@@ -84,7 +84,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
 
     def start(self) -> asyncio.Future[ModelInfo]:
-        """Build the engine; return a future of the facts of its model."""
         self._thread.start()
         return self._started
 
@@ -111,7 +110,6 @@ class EngineThread:
         self._commands.put(lambda engine: self._add_or_defer(engine, requests))
 
     def abort_sequences(self, request_id: int, indices: Sequence[int]) -> None:
-        """Abort the sequences at `indices` of a request, which then have no result."""
         names = [vllm_engine.make_vllm_request_id(request_id, index) for index in indices]
         self._commands.put(lambda engine: self._abort_sequences(engine, request_id, names))
 
@@ -128,7 +126,7 @@ class EngineThread:
         return update.stats
 
     def use_model_dir(self, version: int) -> asyncio.Future[WeightLoadStats]:
-        """Label the weights that the engine was built with (the model directory's) as `version`."""
+        """Label the weights that the engine was built with as `version`."""
 
         def command(engine: VllmEngine) -> WeightLoadStats:
             vllm_engine.set_weight_version(engine, version)
@@ -140,11 +138,9 @@ class EngineThread:
     def list_partials(
         self, request_ids: Collection[int]
     ) -> asyncio.Future[Sequence[SampledSequence]]:
-        """Return the tokens sampled so far for the unfinished sequences of some requests."""
         return self._submit(lambda engine: vllm_engine.list_partial_sequences(engine, request_ids))
 
     def get_storage(self) -> asyncio.Future[ShardStorage | None]:
-        """Return the views of vLLM's parameters."""
         return self._submit(lambda engine: self._weight_loader.get_storage())
 
     def sleep(self) -> asyncio.Future[None]:
@@ -170,7 +166,6 @@ class EngineThread:
         self._is_paused = is_paused
 
     def _run(self) -> None:
-        """Build the engine, run commands and steps, shut the engine down; body of the thread."""
         try:
             with vllm_engine.claim_process_engine():
                 model_info = vllm_engine.read_model_info(self._spec.model_path)
@@ -205,7 +200,6 @@ class EngineThread:
         self._call_loop(set_result)
 
     def _handle_exit(self, error: BaseException | None) -> None:
-        """Fail all pending futures, on the event loop; `error` is None after a regular `stop`."""
         self.exited.set()
         path = self._spec.model_path
         if isinstance(error, ValueError | OSError) and not self._started.done():
@@ -233,10 +227,7 @@ class EngineThread:
         return not self._is_paused and engine.has_unfinished_requests()
 
     def _take_commands(self, *, wait: bool) -> list[EngineCommand | None]:
-        """Return all queued commands; with `wait`, block until a command arrives.
-
-        None stands for `stop`.
-        """
+        """Return all queued commands (None: `stop`); with `wait`, block until one arrives."""
         commands = [self._commands.get()] if wait else []
         try:
             while True:
@@ -245,7 +236,6 @@ class EngineThread:
             return commands
 
     def _add_or_defer(self, engine: VllmEngine, requests: Sequence[SamplingRequest]) -> None:
-        """Add requests to the engine, or defer them if a weight update waits for draining."""
         for request in requests:
             if self._deferred_work:
                 self._deferred_work.append(request)
@@ -253,7 +243,6 @@ class EngineThread:
                 self._add_request(engine, request)
 
     def _load_or_defer(self, engine: VllmEngine, update: WeightUpdate) -> None:
-        """Load an update's weights, or defer the load if the engine must drain first."""
         if self._spec.should_drain and (self._deferred_work or engine.has_unfinished_requests()):
             self._deferred_work.append(update)
         else:
@@ -262,7 +251,7 @@ class EngineThread:
     def _run_deferred(self, engine: VllmEngine) -> None:
         """Once the engine is drained, load deferred weights and add deferred requests, in order.
 
-        Stops at the next weight update if requests were added before it: these must finish first.
+        Stops at the next weight update if requests were added before it.
         """
         if not self._deferred_work or engine.has_unfinished_requests():
             return
@@ -282,10 +271,7 @@ class EngineThread:
             self._call_loop(self._on_rejected, request.request_id, reason)
 
     def _abort_sequences(self, engine: VllmEngine, request_id: int, names: Sequence[str]) -> None:
-        """Abort the vLLM requests `names`, which are sequences of the request `request_id`.
-
-        Drops the request if it is still deferred.
-        """
+        """Abort the vLLM requests `names`; drop their request if it is still deferred."""
         engine.abort_request(list(names))
         self._deferred_work = deque(
             work
@@ -295,7 +281,6 @@ class EngineThread:
         self._run_deferred(engine)
 
     def _load_weights(self, engine: VllmEngine, update: WeightUpdate) -> None:
-        """Load the parameters of an update now."""
         stats = vllm_engine.load_weights(
             engine,
             self._weight_loader,

@@ -197,7 +197,6 @@ def _init_process_groups(config: VllmConfig, rank_group: RankGroup) -> None:
 
 
 def _accept_followers(rank_group: RankGroup) -> dict[int, Connection]:
-    """Accept a TCP connection from every follower of the rank group; return them by rank."""
     key, connections = secrets.token_bytes(16), {}
     with Listener((_find_local_address(), 0), backlog=rank_group.size, authkey=key) as listener:
         _broadcast_from_leader(rank_group, [(listener.address, key)])
@@ -208,7 +207,6 @@ def _accept_followers(rank_group: RankGroup) -> dict[int, Connection]:
 
 
 def _connect_leader(rank_group: RankGroup) -> Connection:
-    """Connect to the leader of the rank group."""
     address, key = _broadcast_from_leader(rank_group, [None])
     connection = _disable_nagle(Client(address, authkey=key))
     connection.send(rank_group.rank)
@@ -216,17 +214,13 @@ def _connect_leader(rank_group: RankGroup) -> Connection:
 
 
 def _broadcast_from_leader(rank_group: RankGroup, objects: list[Any]) -> Any:
-    """Return the leader's first object on all ranks of the rank group. Collective."""
     group = parallel_state.get_tp_group().cpu_group
     dist.broadcast_object_list(objects, src=rank_group.leader_rank, group=group)
     return objects[0]
 
 
 def _is_closed(connection: Connection, within_s: float = 0.0) -> bool:
-    """Return whether the peer closes the connection within `within_s` seconds.
-
-    Discards pending messages.
-    """
+    """Return whether the peer closes within `within_s`; discards pending messages."""
     try:
         while connection.poll(within_s):
             connection.recv()
@@ -236,10 +230,7 @@ def _is_closed(connection: Connection, within_s: float = 0.0) -> bool:
 
 
 def _find_local_address() -> str:
-    """Return this host's address on the interface that reaches rank 0.
-
-    Other ranks can connect to that address.
-    """
+    """Return this host's address on the interface that reaches rank 0."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 1))
         return str(probe.getsockname()[0])

@@ -115,7 +115,6 @@ class FollowerRank:
                 free_kv_caches(self._worker.wrapper)
 
     def _run_worker(self) -> None:
-        """Build the worker and execute the leader's calls; the body of the thread."""
         try:
             with engine.claim_process_engine():
                 self._parameters = engine.read_model_info(self._spec.model_path).parameters
@@ -134,7 +133,6 @@ class FollowerRank:
             raise
 
     def _report_status(self, error: BaseException | None) -> None:
-        """Report the start (no error) or the end of the worker to the event loop."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._resolve_future, error)
 

@@ -38,7 +38,6 @@ class KvCacheMemory:
             self._engine.collective_rpc(free_kv_caches)
 
     def wake_up(self) -> None:
-        """Allocate the KV cache again if it was freed."""
         if not self._is_asleep:
             return
         self._is_asleep = False
@@ -49,14 +48,12 @@ class KvCacheMemory:
 
 
 def free_kv_caches(worker: VllmWorker) -> None:
-    """Free the memory of a worker's KV caches on a CPU."""
     for storage in _list_cache_storages(worker):
         storage.resize_(0)
     release_freed_memory()
 
 
 def allocate_kv_caches(worker: VllmWorker) -> None:
-    """Allocate the memory of a worker's KV caches on a CPU again."""
     for storage, num_bytes in _list_cache_storages(worker).items():
         storage.resize_(num_bytes)
         # Zero the memory: masked positions must not hold NaN.
@@ -64,7 +61,6 @@ def allocate_kv_caches(worker: VllmWorker) -> None:
 
 
 def _list_cache_storages(worker: VllmWorker) -> dict[torch.UntypedStorage, int]:
-    """Return the distinct storages of a worker's KV caches and the bytes in use of each."""
     sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}
     for cache in worker.model_runner.kv_caches:
         storage = cache.untyped_storage()

@@ -53,7 +53,6 @@ class TensorFingerprint:
 
     @classmethod
     def from_fingerprints(cls, prints: Iterable["TensorFingerprint"]) -> "TensorFingerprint":
-        """Compute the fingerprint of several tensors concatenated."""
         parts = list(prints)
         return cls(
             sum(part.num_elements for part in parts),
@@ -90,8 +89,7 @@ class LoadCheck:
     ) -> None:
         """Find the parameters that can be compared.
 
-        `stored` are the tensors of the model directory, which vLLM must just have read. `merged`
-        maps a module of vLLM to the checkpoint's modules that it fuses.
+        vLLM must just have read `stored`. `merged` maps its modules to those that they fuse.
         """
         self._model = model
         self._merged_modules = merged
@@ -104,11 +102,9 @@ class LoadCheck:
             self._unchecked_names |= {*published, *unmatched} if unmatched else set()
 
     def make_fingerprints(self, tensor: Tensor) -> FingerprintsByDtype:
-        """Return the fingerprints of a published tensor, one for every dtype of the model."""
         return {dtype: TensorFingerprint.from_tensor(tensor, dtype) for dtype in self._dtypes}
 
     def compare_loaded(self, published: Mapping[str, FingerprintsByDtype]) -> LoadVerification:
-        """Compare vLLM's model with the fingerprints of published parameters, given by name."""
         differing = [name for names, _ in self._find_differences(published) for name in names]
         return LoadVerification(
             len(published.keys() - self._unchecked_names), tuple(sorted(differing))
@@ -200,9 +196,8 @@ def _iter_fused_candidates(
 ) -> Iterator[tuple[set[str], str]]:
     """Yield (published names, model name) of possible fusions, small fusions first.
 
-    `missing` are unmatched published names, `rest` unmatched names of vLLM's model. Candidates are
-    unions of kinds: names that differ only in numbers, such as those of all experts. Stops at union
-    sizes with more than MAX_UNIONS candidates.
+    Candidates are unions of kinds: names that differ only in numbers, such as those of all experts.
+    Stops at union sizes with more than MAX_UNIONS candidates.
     """
     families: dict[str, set[str]] = {}
     for name in missing:

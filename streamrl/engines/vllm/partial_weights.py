@@ -50,8 +50,8 @@ class PartialWeightLoader:
     ) -> None:
         """Prepare loading into a worker that has just read the model directory `model_path`.
 
-        `parameters` describes the parameters of that directory. Call `get_storage` before the first
-        `load_weights`: it compares vLLM's values with the directory's.
+        Call `get_storage` before the first `load_weights`: it compares vLLM's values with the
+        directory's.
         """
         self._worker = worker
         self._model: torch.nn.Module = worker.get_model()
@@ -122,8 +122,7 @@ def _match_parameter(
 ) -> list[LocalPiece] | None:
     """Map a parameter of vLLM's `module` to parts of checkpoint parameters by their shapes.
 
-    `local` is this rank's tensor, `full_shapes` the checkpoint parameters that it may fuse. Returns
-    None if shapes do not match.
+    `full_shapes` are the checkpoint parameters that this rank's tensor `local` may fuse.
     """
     from vllm.model_executor.layers.linear import QKVParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -145,10 +144,7 @@ def _match_parameter(
 def _match_rows(
     local: Tensor, full_shapes: Sequence[NamedShape], start: int, stop: int
 ) -> list[LocalPiece] | None:
-    """Map the rows `start` to `stop` of a vocabulary-parallel parameter; None if shapes differ.
-
-    vLLM pads the rows of the last ranks.
-    """
+    """Map rows of a vocabulary-parallel parameter; vLLM pads those of the last ranks."""
     ((name, shape),) = full_shapes
     if local.shape[1:] != shape[1:]:
         return None
@@ -166,19 +162,11 @@ def _match_split(
     if local_shape == shape:
         return [(name, TensorBox.from_shape(shape), local)]
     for dim, size in enumerate(shape):
-        if (
-            *shape[:dim],
-            size // rank_group.size,
-            *shape[dim + 1 :],
-        ) == local_shape and not size % rank_group.size:
+        split_shape = (*shape[:dim], size // rank_group.size, *shape[dim + 1 :])
+        if split_shape == local_shape and not size % rank_group.size:
             start = rank_group.group_rank * local_shape[dim]
-            return [
-                (
-                    name,
-                    TensorBox.from_shape(shape).narrow(dim, start, start + local_shape[dim]),
-                    local,
-                )
-            ]
+            box = TensorBox.from_shape(shape).narrow(dim, start, start + local_shape[dim])
+            return [(name, box, local)]
     return None
 
 
@@ -190,8 +178,7 @@ def _match_merged(
 ) -> list[LocalPiece] | None:
     """Map a fused parameter: this rank's rows of several checkpoint parameters, concatenated.
 
-    `heads` gives, for each of these, the number of heads by which vLLM splits the parameter, or
-    None for a split by rows.
+    `heads` gives, for each, the number of heads by which vLLM splits it; None: by rows.
     """
     pieces, start = [], 0
     for (name, shape), units in zip(full_shapes, heads, strict=True):
@@ -211,10 +198,7 @@ def _match_merged(
 def _have_equal_values(
     pieces: Sequence[LocalPiece], parameters: ParameterSet, model_path: str
 ) -> bool:
-    """Return whether vLLM's pieces of parameters equal the model directory's, bit by bit.
-
-    The comparison is made in the dtype of each piece.
-    """
+    """Return whether the pieces equal the model directory's bit by bit, in their dtype."""
     stored = load_stored_weights(model_path)
     try:
         full = parameters.expand_tied({n: t for n, t in stored.items() if n in parameters.shapes})

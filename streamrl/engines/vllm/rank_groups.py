@@ -34,7 +34,6 @@ class RankGroup:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the group that `rank` belongs to."""
         return next(ranks for ranks in self.groups if self.rank in ranks)
 
     @property
@@ -56,7 +55,6 @@ class RankGroup:
 
 
 def make_rank_group(rank: int, trainer: "TrainerConfig", size: int) -> RankGroup:
-    """Return the position of a trainer rank; `size` is the generator's tensor-parallel size."""
     return RankGroup(rank, assign_rank_groups(trainer, size))
 
 
@@ -77,7 +75,6 @@ def assign_rank_groups(trainer: "TrainerConfig", size: int) -> tuple[tuple[int, 
 
 
 def _order_by_overlap(train_layout: ModelLayout, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Order the ranks of a group so that served shards overlap the most with trained shards."""
     group_layout = ModelLayout(
         train_layout.model, {i: train_layout.shards[rank] for i, rank in enumerate(ranks)}
     )
@@ -90,8 +87,7 @@ def _order_by_overlap(train_layout: ModelLayout, ranks: Sequence[int]) -> tuple[
 def _make_train_layout(train: RankGrid, trainer: "TrainerConfig", size: int) -> ModelLayout:
     """Return the training layout of a minimal model that stands for every decoder layer.
 
-    The model has two square matrices, split by rows and by columns. Their side is a multiple of all
-    split sizes.
+    It has two square matrices, split by rows and by columns; all split sizes divide their side.
     """
     side = train.num_ranks * size
     specs = tuple(TensorSpec(f"cut {dim}", (side, side), (0,), dim) for dim in range(2))

@@ -65,7 +65,6 @@ def _make_detokenizer_class() -> Any:
 
 
 def decode_verbatim(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
-    """Decode tokens without skipping special tokens or cleaning up spaces."""
     text = tokenizer.decode(
         list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )

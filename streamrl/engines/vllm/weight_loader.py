@@ -93,7 +93,6 @@ def keep_plain_linears() -> Iterator[None]:
 
 
 def use_onednn(model: torch.nn.Module) -> None:
-    """Make a model's large unpacked linear layers on a CPU use `onednn_linear`."""
     for module in model.modules():
         if "cpu_linear" in vars(module):
             weight = module.get_parameter("weight")
@@ -122,8 +121,7 @@ class WeightLoader:
     def __init__(self, engine: VllmEngine, parameters: ParameterSet, model_path: str) -> None:
         """Bind the model's parameters to the checkpoint's where possible.
 
-        The engine was built from the model directory `model_path`; `parameters` describes the
-        parameters of that directory.
+        The engine was built from the model directory `model_path`.
         """
         self._engine = engine
         self._model = _get_model(engine)
@@ -160,7 +158,6 @@ class WeightLoader:
 
     @staticmethod
     def _load_parameter(bound: "BoundParameter", tensors: Mapping[str, Tensor]) -> int:
-        """Load checkpoint tensors into a bound parameter; return the bytes copied or merged."""
         parts = {name: tensors[name] for name in bound.names}
         num_bytes = bound.load_parts(list(parts.values()))
         if num_bytes or not isinstance(tensors, MergedWeights):
@@ -188,7 +185,6 @@ class WeightLoader:
         return ShardStorage(views) if views else None
 
     def _reload_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        """Load all parameters through vLLM; return the bytes read and a verification."""
         num_bytes, prints = 0, dict[str, FingerprintsByDtype]()
         check = self._load_check if self._num_checked < NUM_INITIAL_CHECKS else None
         self._num_checked += 1

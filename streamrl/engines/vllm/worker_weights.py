@@ -68,7 +68,6 @@ class WorkerWeightLoader:
         return
 
     def _write_tensors(self, file: int, tensors: Mapping[str, Tensor]) -> Iterator[StoredParameter]:
-        """Write the parameters into the memory file, tied ones once, and yield their positions."""
         offsets: dict[frozenset[str], int] = {}
         with os.fdopen(os.dup(file), "wb") as out:
             for name, tensor in iter_stored_tensors(self._model_path, tensors):
@@ -82,7 +81,6 @@ class WorkerWeightLoader:
 
 
 def reload_from_file(worker: VllmWorker, path: str, stored: Iterable[StoredParameter]) -> None:
-    """Load a worker's part of the parameters in the memory file, in the worker's process."""
     file = os.open(path, os.O_RDONLY)
     try:
         # ACCESS_COPY: torch warns about read-only memory.
@@ -95,7 +93,6 @@ def reload_from_file(worker: VllmWorker, path: str, stored: Iterable[StoredParam
 def _read_tensors(
     memory: mmap.mmap, stored: Iterable[StoredParameter]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of each parameter in the mapped memory file."""
     for parameter in stored:
         count = torch.Size(parameter.shape).numel()
         flat = torch.frombuffer(memory, dtype=parameter.dtype, count=count, offset=parameter.offset)
@@ -112,12 +109,10 @@ def unlink_shared_memory(engine: VllmEngine) -> None:
 
 
 def list_shared_memory_files(worker: VllmWorker) -> list[str]:
-    """List the names of a CPU worker's shared memory files, in the worker's process."""
     prefix = os.environ["VLLM_DIST_IDENT"]
     return [name for name in os.listdir(SHARED_MEMORY_DIR) if name.startswith(prefix)]
 
 
 def has_lost_rank(engine: VllmEngine) -> bool:
-    """Return whether vLLM has noticed the death of a worker process."""
     executor = engine.model_executor
     return hasattr(executor, "is_failed") and bool(executor.is_failed)

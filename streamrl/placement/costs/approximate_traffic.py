@@ -40,10 +40,7 @@ class ApproximateTraffic(WeightTraffic):
     def _estimate_same_mesh_bytes(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment, wanted_bytes: int
     ) -> tuple[float, float]:
-        """Return received bytes of a rank and network bytes of a node, for models on a shared mesh.
-
-        wanted_bytes: weights of a rank of the follower.
-        """
+        """Return received bytes of a rank and network bytes of a node, on a shared mesh."""
         train, follow = source.grid, target.grid
         is_sharded = source.zero_stage >= SHARDS_PARAMETERS
         model_ranks = train.pp_size * max(train.tp_size, source.ep_size)
@@ -57,10 +54,7 @@ class ApproximateTraffic(WeightTraffic):
         return received, per_node * min(received, wanted_bytes * (1 - node_fraction))
 
     def _cross_mesh_bytes(self, source: Mesh, target: Mesh, wanted_bytes: int) -> float:
-        """Return network bytes of the busiest node when weights move to a different mesh.
-
-        wanted_bytes: weights that each rank of `target` receives.
-        """
+        """Return network bytes of the busiest node when weights move to another mesh."""
         nodes = [self._cluster.find_node(device) for device in (source.first, target.first)]
         counts = (source.count_nodes(self._cluster), target.count_nodes(self._cluster))
         if nodes[0] == nodes[1] and counts == (1, 1):
@@ -71,11 +65,7 @@ class ApproximateTraffic(WeightTraffic):
     def _approximate_duration_s(
         self, source: Mesh, target: Mesh, received: float, network: float
     ) -> float:
-        """Return the transfer time, s.
-
-        received: bytes that a rank receives.
-        network: bytes through the network of the busiest node.
-        """
+        """Return the time for `received` bytes of a rank, `network` bytes of the busiest node."""
         devices = (source.first, target.first)
         link_s = max(self._link_byte_s[device] for device in devices)
         network_s = max(self._network_byte_s[self._cluster.find_node(device)] for device in devices)
@@ -90,8 +80,7 @@ def _count_shared_params(
 ) -> float:
     """Return the most parameters that a rank both trains and serves, before the pipeline split.
 
-    With expert parallelism on one side only, ranks with whole experts and ranks with slices of all
-    experts still have a part of the slices in common.
+    With expert parallelism on one side only, ranks still share a part of the experts' slices.
     """
     split = max(source.grid.tp_size, target.grid.tp_size)
     ep_sizes = (source.ep_size, target.ep_size)

@@ -50,7 +50,6 @@ class CallCost:
 
     @cached_property
     def memory_bytes_per_s(self) -> float:
-        """Memory bandwidth of the device with the slowest memory."""
         groups = self.assignment.mesh.find_node_groups(self.cluster)
         return min(group.device.memory_bytes_per_s for group in groups)
 
@@ -95,7 +94,6 @@ class CallCost:
 
     @property
     def forward_token_flops(self) -> float:
-        """Mean forward FLOPs per token of a rollout of mean length."""
         return count_token_flops(self.shape, self.workload.rollout_tokens)
 
     @property
@@ -120,7 +118,6 @@ class CallCost:
 
     @property
     def moe_layers(self) -> float:
-        """Expert (MoE) layers per pipeline stage."""
         return self.shape.moe_layers / self.pp_size
 
     @property
@@ -163,7 +160,6 @@ class CallCost:
 
     @property
     def _expert_padding_s(self) -> float:
-        """Seconds per expert layer that grouped GEMMs spend on padding rows."""
         constants, shape = self.constants, self.shape
         if not shape.experts:
             return 0.0
@@ -176,7 +172,6 @@ class CallCost:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of a token's bfloat16 activations between layers."""
         return self.shape.hidden * BF16_BYTES
 
     @property

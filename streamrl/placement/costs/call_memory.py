@@ -32,7 +32,6 @@ class TrainStateBytes:
 
     @classmethod
     def from_call_cost(cls, cost: CallCost) -> "TrainStateBytes":
-        """Return the bytes per device of a call's training state, after ZeRO sharding."""
         constants, stage = cost.constants, cost.assignment.zero_stage
         trained_fraction = cost.shape.trained_fraction
 
@@ -52,12 +51,10 @@ class TrainStateBytes:
         return self.weights + self.gradients + self.optimizer
 
     def offloaded_bytes(self, constants: CostConstants) -> float:
-        """Return bytes of the training state that move to the host while the call is idle."""
         optimizer = self.optimizer if constants.offloads_optimizer else 0.0
         return optimizer + (self.weights if constants.offloads_weights else 0.0)
 
     def compute_resident_bytes(self, constants: CostConstants) -> float:
-        """Return bytes of the training state that stay on the device while the call is idle."""
         gradients = self.gradients if constants.offloads_weights else 0.0
         return self.total_bytes - gradients - self.offloaded_bytes(constants)
 
@@ -79,7 +76,7 @@ def train_memory(cost: CallCost, *, offload_idle: bool = False) -> CallMemory:
 def _compute_activation_bytes(cost: CallCost) -> float:
     """Return activation bytes of a training call's first pipeline stage, which holds the most.
 
-    They are the activations of all micro-batches in flight, and the logits of a micro-batch.
+    They are those of all micro-batches in flight, and the logits of one.
     """
     constants, shape = cost.constants, cost.shape
     micro_batches, tokens = count_rank_micro_batches(cost), find_max_train_tokens(cost)
@@ -94,7 +91,6 @@ def _compute_activation_bytes(cost: CallCost) -> float:
 
 
 def find_max_train_tokens(cost: CallCost) -> float:
-    """Return the tokens of a replica's largest training micro-batch."""
     tokens = count_replica_tokens(cost)
     if cost.pp_size > 1:
         return tokens / count_rank_micro_batches(cost)
@@ -102,7 +98,6 @@ def find_max_train_tokens(cost: CallCost) -> float:
 
 
 def _compute_logit_bytes(cost: CallCost, tokens: float) -> float:
-    """Return the bytes of the logits, or of a scalar head's values, for `tokens` tokens."""
     entries = 1 if cost.shape.has_scalar_head else cost.shape.vocab / cost.tp_size
     return tokens * entries * cost.constants.logit_bytes
 
@@ -115,25 +110,21 @@ def score_active_bytes(cost: CallCost) -> float:
 
 
 def find_max_score_tokens(cost: CallCost) -> float:
-    """Return the most tokens that a scoring replica computes at once."""
     workload, constants = cost.workload, cost.constants
     batch = count_groups_in_batch(workload, constants) * workload.group_size
     return min(constants.score_tokens, batch * workload.rollout_tokens)
 
 
 def compute_serving_weight_bytes(cost: CallCost) -> float:
-    """Return weight bytes per device of a call that generates or scores."""
     return cost.device_params * cost.constants.served_bytes
 
 
 def estimate_weight_load_s(cost: CallCost) -> float:
-    """Return seconds per step to load a scoring model's offloaded weights from the host."""
     is_offloaded = cost.constants.offloads_weights
     return compute_serving_weight_bytes(cost) * cost.host_byte_s if is_offloaded else 0.0
 
 
 def estimate_state_offload_s(cost: CallCost) -> float:
-    """Return seconds per step to load the training state from the host and to offload it again."""
     return (
         2 * TrainStateBytes.from_call_cost(cost).offloaded_bytes(cost.constants) * cost.host_byte_s
     )
@@ -146,5 +137,4 @@ def compute_rollout_kv_bytes(cost: CallCost, tokens: float) -> float:
 
 
 def compute_usable_bytes(memory_bytes: float, constants: CostConstants) -> float:
-    """Return the part of a device's memory that calls may use, without the reserve."""
     return memory_bytes * (1 - constants.memory_reserve_fraction)

@@ -47,7 +47,7 @@ class CollectiveGroup:
 
     @property
     def all_gather_latency_s(self) -> float:
-        """Seconds of an all-gather or reduce-scatter that do not depend on the bytes."""
+        """Seconds of an all-gather or reduce-scatter besides the bytes."""
         if self.ranks == 1:
             return 0.0
         hops = (self.ranks_per_node - 1) * self.constants.link_hop_s
@@ -56,7 +56,6 @@ class CollectiveGroup:
 
     @property
     def all_reduce_latency_s(self) -> float:
-        """Seconds of an all-reduce that do not depend on the bytes."""
         return max(0.0, 2 * self.all_gather_latency_s - self.constants.collective_s)
 
     @property
@@ -84,7 +83,6 @@ class CollectiveGroup:
 
     @property
     def send_latency_s(self) -> float:
-        """Latency of a send to the next rank of the group; 0 for a single rank."""
         if self.ranks == 1:
             return 0.0
         constants = self.constants

@@ -231,7 +231,6 @@ class CostConstants:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> "CostConstants":
-        """Return the default constants for a cluster; any CPU device selects `CPU_CONSTANTS`."""
         return CPU_CONSTANTS if cluster.is_cpu else cls()
 
     @classmethod

@@ -148,7 +148,6 @@ class CostModel:
         return min(capacity, self.problem.kv_cache_bytes or math.inf)
 
     def compute_kv_cache_bytes(self, placement: Placement) -> float:
-        """Return the KV cache bytes per generating device that the engines can fill."""
         return self._build_device_memory(placement).compute_kv_cache_bytes(self._generate_stage)
 
     def estimate_transfer(self, stage: str, placement: Placement) -> TransferCost | None:
@@ -169,10 +168,7 @@ class CostModel:
     def _estimate_transfer(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment
     ) -> TransferCost:
-        """Return the cost of moving a version from a trainer to a follower.
-
-        Expert parallelism uses the formula, because copy plans do not support it.
-        """
+        """Return the transfer cost; by formula with experts, which copy plans do not support."""
         if shape.adapter_params:
             return self._lora_traffic.estimate_transfer(shape, source, target)
         is_plain = source.ep_size == 1 and target.ep_size == 1
@@ -209,10 +205,7 @@ class CostModel:
     def _estimate_generation_s(
         self, stage: str, assignment: CallAssignment, kv_bytes: float, cuts: tuple[float, ...]
     ) -> float:
-        """Return seconds until the first of `cuts` (fractions of a step's groups) is complete.
-
-        kv_bytes: size of the KV cache per device.
-        """
+        """Return seconds until the first of `cuts` is complete; `kv_bytes` is per device."""
         timing = estimate_generator_timing(self._call_cost(stage, assignment), kv_bytes)
         return self._generation_model(stage).find_completions_s(timing, cuts)[0]
 
@@ -220,10 +213,7 @@ class CostModel:
         return GenerationModel(self._call_workload(stage).sampled_workload)
 
     def _free_bytes_alone(self, stage: str, assignment: CallAssignment) -> float | None:
-        """Return the bytes that a call leaves free on devices without other calls.
-
-        The result is None if the call does not fit.
-        """
+        """Return the bytes left on devices without other calls; None if the call does not fit."""
         if self._find_misfit(stage, assignment):
             return None
         footprint = self._call_footprint(stage, assignment, None, offload_idle=False)
@@ -235,7 +225,6 @@ class CostModel:
         )
 
     def _find_min_usable_bytes(self, assignment: CallAssignment) -> float:
-        """Return the usable bytes of the assigned device with the least memory."""
         devices: list[DeviceSpec] = [
             group.device for group in assignment.mesh.find_node_groups(self.problem.cluster)
         ]
@@ -266,7 +255,7 @@ class CostModel:
         return shape
 
     def _call_workload(self, stage: str) -> Workload:
-        """Return the workload of a stage; a stage of greedy rollouts has one rollout per prompt."""
+        """Return the workload of a stage; greedy rollouts are one per prompt."""
         call, workload = self._call_by_stage[stage], self.problem.workload
         if "greedy_ids" in (*call.needs, *call.produces):
             return replace(workload, group_size=1)
@@ -298,10 +287,7 @@ class CostModel:
         return estimate_train_timing(cost, estimate_state_offload_s(cost) if offload_idle else 0.0)
 
     def _is_offloaded_when_idle(self, stage: str, placement: Placement) -> bool:
-        """Return whether a stage offloads memory while idle.
-
-        Such a stage shares devices with another role, and the constants enable offloading.
-        """
+        """Return whether a stage shares devices with another role, and offloading is on."""
         if not (self.constants.offloads_optimizer or self.constants.offloads_weights):
             return False
         role = self._call_by_stage[stage].role
@@ -311,7 +297,7 @@ class CostModel:
         )
 
     def _find_source_stage(self, call: ModelCall) -> str:
-        """Return the stage that trains the model a call follows; empty if the model is fixed."""
+        """Return the stage that trains the model a call follows; empty if it is fixed."""
         return self._train_stage_by_role.get(
             POLICY if call.followed_role == EMA_REFERENCE else call.followed_role, ""
         )
@@ -319,7 +305,6 @@ class CostModel:
     def _compute_weights_timing(
         self, stage: str, source: CallAssignment, target: CallAssignment
     ) -> WeightsTiming:
-        """Return the timing of a version on its way from the trainer `source` to a stage."""
         transfer = self._estimate_transfer(self._get_model_shape(stage), source, target)
         constants = self.constants
         if source.mesh.overlaps(target.mesh):
@@ -330,10 +315,7 @@ class CostModel:
         return WeightsTiming(constants.publish_s, pull_s, pull_s * constants.pause_fraction)
 
     def _estimate_hop_s(self) -> float:
-        """Return seconds from a stage's commit to the start of the next stage.
-
-        They are a fixed latency, and the transfer of a group's columns over the network.
-        """
+        """Return a fixed latency, and the transfer time of a group's columns over the network."""
         workload, constants = self.problem.workload, self.constants
         num_bytes = workload.group_size * workload.rollout_tokens * constants.column_bytes
         network = min(group.node_bytes_per_s for group in self.problem.cluster.node_groups)
@@ -361,7 +343,6 @@ class CostModel:
         """Return the memory needs of a call on each of its devices.
 
         trainer: assignment of the trainer that the call follows, if both share a mesh.
-        offload_idle: whether the call offloads memory while idle.
         """
         call, cost, shape = (
             self._call_by_stage[stage],

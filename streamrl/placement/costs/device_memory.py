@@ -51,7 +51,7 @@ class DeviceRange:
 
 def iter_device_ranges(placement: Placement, cluster: Cluster) -> Iterator[DeviceRange]:
     """Yield the ranges of devices with the same calls; devices without calls are left out."""
-    edges = {edge for start in cluster.group_starts for edge in (start,)}
+    edges = set(cluster.group_starts)
     for assignment in placement.assignments.values():
         edges |= {assignment.mesh.first, assignment.mesh.first + assignment.mesh.size}
     for first, end in pairwise(sorted(edges)):
@@ -124,7 +124,6 @@ class DeviceMemory:
         return memory
 
     def explain_infeasible(self) -> str:
-        """Return a line about the device that lacks most memory; empty if all calls fit."""
         shortages = [
             (self._compute_missing_bytes(device_range), device_range)
             for device_range in self._device_ranges
@@ -139,7 +138,6 @@ class DeviceMemory:
         return list(iter_device_ranges(self.placement, self.cluster))
 
     def _compute_resident_bytes(self, device_range: DeviceRange) -> float:
-        """Return resident bytes of a device in the range; shared weights count once."""
         bytes_by_key = {
             self.footprints[s].weights_key: self.footprints[s].memory.resident_bytes
             for s in device_range.stages
@@ -147,7 +145,6 @@ class DeviceMemory:
         return sum(bytes_by_key.values())
 
     def _free_kv_bytes(self, device_range: DeviceRange) -> float:
-        """Return the bytes left for a KV cache on a device in the range."""
         usable = compute_usable_bytes(device_range.device.memory_bytes, self.constants)
         active = self._compute_active_beside_kv(device_range) + self._find_max_active_bytes(
             device_range, CallKind.GENERATE
@@ -155,7 +152,6 @@ class DeviceMemory:
         return usable - self._compute_resident_bytes(device_range) - active
 
     def _compute_active_beside_kv(self, device_range: DeviceRange) -> float:
-        """Return the largest active bytes of a call that computes beside the KV cache."""
         scores = self._find_max_active_bytes(device_range, CallKind.SCORE)
         return (
             max(scores, self._find_max_active_bytes(device_range, CallKind.TRAIN))
@@ -164,7 +160,6 @@ class DeviceMemory:
         )
 
     def _find_max_active_bytes(self, device_range: DeviceRange, kind: CallKind) -> float:
-        """Return the largest active bytes among calls of a kind, KV cache excluded."""
         footprints = (self.footprints[stage] for stage in device_range.stages)
         return max(
             (footprint.memory.active_bytes for footprint in footprints if footprint.kind is kind),
@@ -199,7 +194,6 @@ class DeviceMemory:
         return peak
 
     def _compute_missing_bytes(self, device_range: DeviceRange) -> float:
-        """Return bytes that a device in the range lacks; negative if memory is left."""
         needed = self._compute_resident_bytes(device_range) + _sum_bytes(
             self._list_peak_items(device_range)
         )

@@ -23,7 +23,6 @@ def count_forward_flops(shape: ModelShape, tokens: float, squared_lengths: float
 
 
 def count_token_flops(shape: ModelShape, length: float) -> float:
-    """Return the mean forward FLOPs per token of a sequence with `length` tokens."""
     return count_forward_flops(shape, 1.0, length)
 
 

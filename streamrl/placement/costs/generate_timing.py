@@ -102,7 +102,6 @@ def estimate_generator_timing(cost: CallCost, kv_room_bytes: float) -> Generator
 
 
 def _estimate_prefill_token_s(cost: CallCost) -> float:
-    """Return prefill seconds per prompt token; pipeline stages run one after the other."""
     flops = count_token_flops(cost.shape, cost.workload.prompt_tokens)
     compute = cost.compute_s(flops, cost.constants.forward_flops_fraction)
     return (

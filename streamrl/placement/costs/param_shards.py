@@ -49,7 +49,6 @@ def find_max_stage_params(shape: ModelShape, stages: int, tensor: int, expert: i
 
 
 def _find_max_rank_elements(spec: TensorSpec, shape: ModelShape, tensor: int, expert: int) -> int:
-    """Return the elements of a tensor on the tensor- or expert-parallel rank that holds most."""
     if expert > 1 and is_expert_tensor(spec, shape):
         expert_elements = spec.numel // (shape.experts + shape.shared_experts)
         routed = expert_elements * shape.experts // expert
@@ -62,7 +61,6 @@ def _find_max_rank_elements(spec: TensorSpec, shape: ModelShape, tensor: int, ex
 
 
 def _find_max_split_elements(spec: TensorSpec, tensor: int) -> int:
-    """Return the elements of a tensor's largest tensor-parallel shard."""
     return max(
         sum(box.numel for box in spec.split_tensor(index, tensor)) for index in range(tensor)
     )

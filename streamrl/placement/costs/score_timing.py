@@ -49,7 +49,6 @@ def estimate_score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming
 
 
 def estimate_rule_timing(constants: CostConstants) -> ScoreTiming:
-    """Return the timing of a rule-based reward, which has neither model nor devices."""
     return ScoreTiming(
         1, batch=1, batch_s=constants.rule_group_s, rollout_s=constants.rule_rollout_s, token_s=0.0
     )

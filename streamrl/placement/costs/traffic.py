@@ -152,11 +152,9 @@ class WeightTraffic:
 
     @property
     def _has_one_dtype(self) -> bool:
-        """Whether trained and served weights have as many bytes per element."""
         return self._constants.weight_bytes == self._constants.served_bytes
 
     def _make_location_key(self, source: Mesh, target: Mesh) -> Hashable:
-        """Return a key that is equal for pairs of meshes with equal transfer time."""
         kinds = (
             tuple(source.find_node_groups(self._cluster)),
             tuple(target.find_node_groups(self._cluster)),
@@ -186,7 +184,6 @@ class _TransferPlanner:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the trainer shards its weights over replicas (ZeRO stage 3)."""
         return self.source.zero_stage >= SHARDS_PARAMETERS and self.source.grid.dp_size > 1
 
     @property
@@ -201,7 +198,6 @@ class _TransferPlanner:
         )
 
     def build_plan(self, *, full: bool) -> CopyPlan:
-        """Return the copy plan; `full` plans every layer and replica separately."""
         parts = 1 if full or self.is_sharded else self._count_equal_parts()
         train = replace(self.source.grid, dp_size=self.source.grid.dp_size // parts)
         follow = replace(self.target.grid, dp_size=self.target.grid.dp_size // parts)
@@ -217,7 +213,6 @@ class _TransferPlanner:
     def _make_source_layout(
         self, spec: ModelSpec, train_grid: RankGrid, first_rank: int
     ) -> ModelLayout:
-        """Return the shards on each rank of the trained model, flat ranges under ZeRO-3."""
         ranks = replace(train_grid.assign_ranks(), first_rank=first_rank)
         layout = create_layout(spec, ranks)
         return partition_zero3(layout, ranks.list_dp_groups()) if self.is_sharded else layout
@@ -227,8 +222,7 @@ class _TransferPlanner:
     ) -> RankAssignment:
         """Assign the follower's ranks to devices.
 
-        On the trainer's devices, each device gets a rank that needs many of the weights already
-        there; elsewhere ranks are in order.
+        On the trainer's devices, each gets a rank that needs many of the weights already there.
         """
         first = self.target.mesh.first
         if self.source.mesh != self.target.mesh:
@@ -245,9 +239,8 @@ class _TransferPlanner:
     def _count_equal_parts(self) -> int:
         """Return the number of device sets with equal, independent transfers; one set is planned.
 
-        On shared devices a set is the smallest block with whole replicas of trainer and follower.
-        On separate devices a set is some whole nodes of the trainer, and the follower's nodes that
-        they serve. Returns 1 without such a division.
+        On shared devices a set is the smallest block with whole replicas of trainer and follower;
+        on separate devices, some whole nodes of the trainer and the nodes that they serve.
         """
         train, follow = self.source.grid, self.target.grid
         if train.order != "hf" or follow.order != "hf" or len(set(self.nodes.node_by_device)) == 1:
@@ -310,13 +303,11 @@ def _merge_tensors(
 
 
 def _list_place_stages(num_places: int, stages: int) -> list[int]:
-    """Return the pipeline stage of each pipeline position."""
     counts = split_stages_evenly(num_places, stages)
     return [stage for stage, count in enumerate(counts) for _ in range(count)]
 
 
 def _find_max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
-    """Return the follower's bytes beyond the trained weights it aliases, on the fullest device."""
     source_bytes: dict[int, int] = {}
     for rank, shards in plan.source.shards.items():
         if id(shards) not in source_bytes:
@@ -328,7 +319,6 @@ def _find_max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
 
 
 def _count_network_bytes_by_node(report: BytesReport, nodes: NodeTopology) -> Counter[int]:
-    """Return, by node, the bytes it receives or sends over the network, whichever are more."""
     received: Counter[int] = Counter()
     sent: Counter[int] = Counter()
     for device, counts in report.rank_bytes.items():

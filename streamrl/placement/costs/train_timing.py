@@ -12,12 +12,10 @@ SHARDS_OPTIMIZER, SHARDS_GRADIENTS = 1, 2
 
 
 def count_replica_tokens(cost: CallCost) -> float:
-    """Return the tokens that a data-parallel replica trains between two updates."""
     return cost.workload.num_tokens / cost.workload.mini_batches / cost.dp_size
 
 
 def count_min_micro_batches(cost: CallCost) -> int:
-    """Return the fewest micro-batches that hold a replica's tokens between two updates."""
     return max(1, math.ceil(count_replica_tokens(cost) / cost.workload.micro_batch_tokens))
 
 
@@ -63,10 +61,7 @@ def estimate_train_timing(cost: CallCost, moving_s: float = 0.0) -> TrainTiming:
 
 
 def _compute_frozen_savings_s(cost: CallCost, passes: int) -> float:
-    """Return training seconds per token that LoRA saves on the frozen weights' gradients.
-
-    The adapters' own matrix products are subtracted from the savings.
-    """
+    """Return training seconds per token that LoRA saves on the frozen weights' gradients."""
     shape = cost.shape
     if not shape.adapter_params:
         return 0.0
@@ -78,8 +73,7 @@ def _compute_frozen_savings_s(cost: CallCost, passes: int) -> float:
 def _compute_exposed_zero_s(cost: CallCost) -> float:
     """Return the seconds per micro-batch of ZeRO's traffic that computation does not hide.
 
-    Stage 2 reduces gradients in every micro-batch; stage 3 also gathers weights forward and
-    backward. Micro-batches of a pipeline are sequential, and so is their traffic.
+    Stage 2 reduces gradients in every micro-batch; stage 3 also gathers weights twice.
     """
     data, constants, stage = cost.parallel_groups.data, cost.constants, cost.assignment.zero_stage
     if data.ranks == 1 or stage < SHARDS_GRADIENTS:
@@ -92,7 +86,6 @@ def _compute_exposed_zero_s(cost: CallCost) -> float:
 
 
 def _compute_reduce_s(cost: CallCost) -> float:
-    """Return seconds per update to reduce gradients and, with ZeRO, to gather updated weights."""
     data, constants, stage = cost.parallel_groups.data, cost.constants, cost.assignment.zero_stage
     if data.ranks == 1:
         return 0.0
@@ -110,7 +103,6 @@ def _compute_reduce_s(cost: CallCost) -> float:
 
 
 def _compute_optimizer_s(cost: CallCost) -> float:
-    """Return seconds of an optimizer step, which reads and writes memory and computes little."""
     constants = cost.constants
     num_bytes = 2 * constants.optimizer_bytes + constants.gradient_bytes + constants.weight_bytes
     is_shared = cost.assignment.zero_stage >= SHARDS_OPTIMIZER

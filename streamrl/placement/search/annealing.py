@@ -74,7 +74,6 @@ class AnnealingSearch:
 
     @property
     def is_small_cluster(self) -> bool:
-        """Whether a descent tries every option of a role, and pairs of roles."""
         return len(self._meshes) <= SMALL_CLUSTER_MESHES
 
     def estimate_state_step_s(self, state: SearchState, limit_s: float = math.inf) -> float:
@@ -168,11 +167,7 @@ class AnnealingSearch:
         return state, cost
 
     def _list_descent_options(self, state: SearchState, role: str) -> list[CallAssignment]:
-        """Return the options of a role that a descent tries.
-
-        They are all options on a small cluster, else those on meshes in use and on neighboring
-        meshes.
-        """
+        """List all options on a small cluster, else those on used and neighboring meshes."""
         if self.is_small_cluster:
             return [
                 option for mesh in self._meshes for option in self._choices.list_options(role, mesh)
@@ -218,8 +213,7 @@ class AnnealingSearch:
         return names[self._rng.integers(len(names))]
 
     def _draw_option(self, role: str, mesh: Mesh) -> CallAssignment | None:
-        """Draw a parallelism of a role on a mesh, half of the time the fastest; None without
-        any."""
+        """Draw a parallelism of a role on a mesh, half of the time the fastest."""
         options = self._choices.list_options(role, mesh)
         if not options:
             return None
@@ -228,14 +222,12 @@ class AnnealingSearch:
         return options[self._rng.integers(min(FASTEST_OPTIONS, len(options)))]
 
     def _change_grid(self, state: SearchState) -> SearchState | None:
-        """Draw a role and give it another parallelism on the same mesh."""
         role = self._draw_role(state)
         options = self._choices.list_options(role, state.assignments[role].mesh)
         option = options[self._rng.integers(len(options))]
         return replace(state, assignments={**state.assignments, role: option})
 
     def _place_roles(self, state: SearchState, moved: Mapping[str, Mesh]) -> SearchState | None:
-        """Move each role to the mesh in `moved` with a drawn parallelism."""
         roles: dict[str, CallAssignment] = dict(state.assignments)
         for role, mesh in moved.items():
             option = self._draw_option(role, mesh)
@@ -245,24 +237,20 @@ class AnnealingSearch:
         return replace(state, assignments=roles)
 
     def _change_mesh(self, state: SearchState) -> SearchState | None:
-        """Move a random role to a random mesh."""
         mesh = self._meshes[self._rng.integers(len(self._meshes))]
         return self._place_roles(state, {self._draw_role(state): mesh})
 
     def _join_role(self, state: SearchState) -> SearchState | None:
-        """Move a random role to the mesh of another role."""
         role, other = self._draw_role(state), self._draw_role(state)
         return self._place_roles(state, {role: state.assignments[other].mesh})
 
     def _move_set(self, state: SearchState) -> SearchState | None:
-        """Move all roles of a mesh to a neighboring mesh."""
         current_mesh = state.assignments[self._draw_role(state)].mesh
         neighbors = self._mesh_neighbors.find_neighbors(current_mesh)
         mesh = neighbors[self._rng.integers(len(neighbors))]
         return self._refit_sets(state, {current_mesh: mesh})
 
     def _swap_roles(self, state: SearchState) -> SearchState | None:
-        """Swap the meshes of two random roles."""
         role, other = self._draw_role(state), self._draw_role(state)
         return self._place_roles(
             state, {role: state.assignments[other].mesh, other: state.assignments[role].mesh}
@@ -286,10 +274,7 @@ class AnnealingSearch:
         return self._refit_sets(state, new)
 
     def _refit_sets(self, state: SearchState, moved: Mapping[Mesh, Mesh]) -> SearchState | None:
-        """Move all roles of each mesh in `moved` to its new mesh.
-
-        The parallelism of each role is drawn, or all roles of a mesh are fitted together.
-        """
+        """Move all roles of each mesh; draw each parallelism, or fit a mesh's roles together."""
         sets = {
             mesh: [
                 role for role, assignment in state.assignments.items() if assignment.mesh == mesh
@@ -309,7 +294,6 @@ class AnnealingSearch:
         return replace(state, assignments=assignments)
 
     def _change_pace(self, state: SearchState) -> SearchState | None:
-        """Draw how many steps generation runs ahead, and whether calls stream a step."""
         ahead = self._allowed_steps_ahead[self._rng.integers(len(self._allowed_steps_ahead))]
         streamed = self._allowed_streaming[self._rng.integers(len(self._allowed_streaming))]
         return replace(state, steps_ahead=ahead, is_streamed=streamed)
@@ -325,22 +309,14 @@ class _MeshNeighbors:
         self.find_neighbors = cache(self._list_neighbors)
 
     def _list_neighbors(self, mesh: Mesh) -> list[Mesh]:
-        """Return meshes with the same first or last device, and adjacent ones of equal size.
-
-        Without any, returns `mesh` itself.
-        """
-        return [
-            other
-            for other in self._meshes
-            if other != mesh
-            and (self._have_common_edge(mesh, other) or self._are_adjacent(mesh, other))
-        ] or [mesh]
-
-    def _have_common_edge(self, mesh: Mesh, other: Mesh) -> bool:
-        return mesh.first == other.first or mesh.first + mesh.size == other.first + other.size
-
-    def _are_adjacent(self, mesh: Mesh, other: Mesh) -> bool:
-        return mesh.size == other.size and abs(mesh.first - other.first) == mesh.size
+        """List meshes with a common edge, and adjacent ones of equal size; else `mesh` itself."""
+        neighbors = []
+        for other in self._meshes:
+            has_same_end = mesh.first + mesh.size == other.first + other.size
+            is_adjacent = mesh.size == other.size and abs(mesh.first - other.first) == mesh.size
+            if other != mesh and (mesh.first == other.first or has_same_end or is_adjacent):
+                neighbors.append(other)
+        return neighbors or [mesh]
 
     def list_borders(self, left: Mesh, right: Mesh) -> list[int]:
         """Return the devices at which the border of two adjacent meshes may lie instead."""

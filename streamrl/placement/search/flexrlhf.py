@@ -10,10 +10,9 @@
 
 from collections.abc import Sequence
 
-from streamrl.placement.meshes import Mesh
+from streamrl.placement.meshes import Mesh, list_node_edges
 from streamrl.placement.placements import CallAssignment
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, RoleAssignments
-from streamrl.placement.search.partitions import list_node_edges
 
 MAX_SHARED_NODES = 2
 GENERATION_FRACTIONS = (0.3, 0.5)
@@ -34,10 +33,7 @@ def apply_guideline(choices: ParallelismChoices) -> RoleAssignments | None:
 
 
 def _choose_by_rule(choices: ParallelismChoices, role: str, mesh: Mesh) -> CallAssignment | None:
-    """Return a role's parallelism on a mesh by the guideline's rules; None if none fits.
-
-    The rules are ZeRO-3 for a trained role, and the fewest tensor-parallel ranks for other roles.
-    """
+    """Choose ZeRO-3 for a trained role, and the fewest tensor-parallel ranks for others."""
     options = [option for option in choices.list_options(role, mesh) if option.grid.pp_size == 1]
     if role in choices.trained_roles:
         options = [e for e in options if e.zero_stage == max(x.zero_stage for x in options)]
@@ -45,10 +41,7 @@ def _choose_by_rule(choices: ParallelismChoices, role: str, mesh: Mesh) -> CallA
 
 
 def _place_roles(choices: ParallelismChoices, meshes: dict[str, Mesh]) -> RoleAssignments | None:
-    """Choose the parallelism of each role on its mesh by rule; None if they do not fit.
-
-    Generators get more tensor-parallel ranks than the rules say if memory requires it.
-    """
+    """Place each role by rule; a generator gets more tensor-parallel ranks if memory is short."""
     assignments: dict[str, CallAssignment] = {}
     for role, mesh in meshes.items():
         option = _choose_by_rule(choices, role, mesh)
@@ -100,11 +93,7 @@ def _split_halves(choices: ParallelismChoices) -> Sequence[Mesh]:
 
 
 def _place_disaggregated(choices: ParallelismChoices) -> RoleAssignments | None:
-    """Place generator, scorers and trained roles on three separate parts of the cluster.
-
-    The sizes minimize the load of the busiest part, so that generation and training take about the
-    same time.
-    """
+    """Place generator, scorers and trained roles apart; minimize the load of the busiest part."""
     cluster = choices.problem.cluster
     edges = list_node_edges(cluster)
     scorers = [
@@ -131,10 +120,7 @@ def _place_disaggregated(choices: ParallelismChoices) -> RoleAssignments | None:
 def _make_three_parts(
     choices: ParallelismChoices, scorers: Sequence[str], edges: tuple[int, int, int]
 ) -> dict[str, Mesh]:
-    """Return the mesh of each role, in the order generator, scorers, trained roles.
-
-    edges: first devices of scorers and of trained roles, and the number of devices.
-    """
+    """Return the mesh of each role; edges: first devices of scorers and trained roles, end."""
     at, end, size = edges
     return (
         {choices.generator_role: Mesh(0, at)}
@@ -144,7 +130,6 @@ def _make_three_parts(
 
 
 def _find_max_busy_s(choices: ParallelismChoices, roles: RoleAssignments) -> float:
-    """Return the seconds of work per step of the busiest mesh."""
     busy_by_mesh: dict[Mesh, float] = {}
     for role, assignment in roles.items():
         busy_by_mesh[assignment.mesh] = busy_by_mesh.get(

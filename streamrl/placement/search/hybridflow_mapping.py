@@ -71,11 +71,9 @@ class MappingSearch:
         ]
 
     def _iter_below(self, ahead: int, limit_s: Callable[[], float]) -> Iterator[MeshAllocation]:
-        """Yield allocations with a lower bound of the step time below the limit.
+        """Yield allocations with a lower bound below the limit, which may fall meanwhile.
 
         Each role fits alone on the mesh of its set.
-
-        limit_s: returns the limit, which may fall while the search runs.
         """
         lower_bounds, cluster = _LowerBounds(self._choices, ahead), self._choices.problem.cluster
         shared = 0.0
@@ -119,7 +117,6 @@ class MappingSearch:
         return best[1], num_scheduled
 
     def _iter_by_bound(self, ahead: int, limit: int | None) -> Iterator[MeshAllocation]:
-        """Yield allocations by increasing lower bound of the step time, at most `limit`."""
         if limit is not None:
             yield from self.find_lowest(ahead, limit)
             return
@@ -137,8 +134,7 @@ class MappingSearch:
     ) -> Iterator[Placement]:
         """Yield a placement per parallelism of the generator, other roles at their fastest.
 
-        The other roles decide how much memory is left for the KV cache, and the KV cache decides
-        which grid of the generator is best.
+        The other roles decide how much memory the KV cache gets, and so which grid is best.
         """
         roles: dict[str, CallAssignment] = {}
         for role_set, mesh in zip(allocation.role_sets, allocation.meshes, strict=True):

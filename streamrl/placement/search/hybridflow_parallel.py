@@ -30,7 +30,6 @@ RoleAssignments = Mapping[str, CallAssignment]
 
 
 def list_grids(mesh: Mesh, cluster: Cluster, shape: ModelShape) -> list[RankGrid]:
-    """Return every pipeline-tensor-data grid that a model allows on a mesh."""
     max_tp_size = min(MAX_TP_SIZE, mesh.count_devices_per_node(cluster))
     stages = max(1, mesh.size // mesh.count_devices_per_node(cluster))
     return [
@@ -130,7 +129,6 @@ class ParallelismChoices:
         return self._sorted_options(role, mesh)
 
     def find_smallest(self, role: str, mesh: Mesh) -> CallAssignment:
-        """Return a role's parallelism on a mesh with the least memory, whether or not it fits."""
         return min(
             self._list_all_options(role, mesh),
             key=lambda option: self._find_role_bytes(role, option),
@@ -144,8 +142,7 @@ class ParallelismChoices:
         return [options[i] for seconds, i in sorted(timed) if math.isfinite(seconds)]
 
     def _list_all_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
-        """Return every parallelism of a role on a mesh that the rules allow, whether or not it
-        fits."""
+        """List what the rules allow, whether or not it fits."""
         shape = self.problem.find_model(self.stages_by_role[role][0])
         assert shape is not None
         call = self.problem.dataflow.calls_by_role[role][0]
@@ -159,7 +156,6 @@ class ParallelismChoices:
     def make_placement(
         self, roles: RoleAssignments, ahead: int = 0, *, streamed: bool = True
     ) -> Placement:
-        """Build a placement from an assignment per role, with generation `ahead` steps ahead."""
         calls = {
             stage: assignment
             for role, assignment in roles.items()
@@ -168,7 +164,6 @@ class ParallelismChoices:
         return Placement(calls, ahead, streamed)
 
     def can_fit(self, roles: RoleAssignments) -> bool:
-        """Return whether these roles fit together, by memory and rules."""
         return not self.estimator.costs.explain_infeasible(self.make_placement(roles))
 
     def find_canonical_mesh(self, mesh: Mesh) -> Mesh:
@@ -213,7 +208,6 @@ class ParallelismChoices:
         return None
 
     def _find_crowded(self, roles: RoleAssignments) -> RoleAssignments:
-        """Return the roles on the device with the least free memory, with their parallelism."""
         placement, cluster = self.make_placement(roles), self.problem.cluster
         device, _, _ = find_fullest_device(
             self.estimator.costs.predict_memory(placement), placement, cluster
@@ -227,10 +221,7 @@ class ParallelismChoices:
     def _find_relief(
         self, roles: RoleAssignments, options: Mapping[str, list[CallAssignment]]
     ) -> tuple[str, int] | None:
-        """Return the role and number of the option that free the most bytes per second of slowdown.
-
-        Return None if no other option of these roles takes less memory.
-        """
+        """Return the role and option that free the most bytes per second of slowdown."""
         best: tuple[float, str, int] | None = None
         for role, assignment in roles.items():
             num_bytes = self._find_role_bytes(role, assignment)
@@ -246,7 +237,6 @@ class ParallelismChoices:
         return None if best is None else best[1:]
 
     def _compute_role_bytes(self, role: str, assignment: CallAssignment) -> float:
-        """Return the peak bytes per device of a role's calls, which compute in turn."""
         memory = self.estimator.costs.predict_memory(self.make_placement({role: assignment}))
         return sum(call_memory.resident_bytes for call_memory in memory.values()) + max(
             call_memory.active_bytes for call_memory in memory.values()

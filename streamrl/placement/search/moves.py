@@ -65,7 +65,6 @@ def _find_min_busy_s(choices: ParallelismChoices, role: str, mesh: Mesh, ahead: 
 
 
 def _find_max_busy_s(meshes: tuple[Mesh, ...], seconds: list[float]) -> float:
-    """Return the busiest device's work, where role i works `seconds[i]` on `meshes[i]`."""
     return max(
         sum(s for mesh, s in zip(meshes, seconds, strict=True) if first in mesh.devices)
         for first in {mesh.first for mesh in meshes}

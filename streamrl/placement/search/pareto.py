@@ -24,7 +24,6 @@ class PlacementCandidate:
 
     @property
     def step_s(self) -> float:
-        """Step time of the placement in seconds; inf if infeasible."""
         return self.estimate.step_s
 
 
@@ -67,7 +66,6 @@ class PlanResult:
 def find_dominated(
     points: Iterable[ParetoPoint], front: Sequence[ParetoPoint]
 ) -> Iterator[ExcludedBound]:
-    """Yield the staleness bounds with no shorter step than a lower bound on the front."""
     front_bounds = {point.max_staleness for point in front}
     for point in points:
         if point.max_staleness not in front_bounds:
@@ -88,7 +86,6 @@ def find_pareto_front(points: Iterable[ParetoPoint]) -> list[ParetoPoint]:
 
 
 def compare_to_winner(winner: PlacementCandidate, other: PlacementCandidate) -> PlacementCandidate:
-    """Return the other candidate with the reason why it loses to the winner."""
     reason = other.estimate.infeasible_reason or _explain_slowness(winner, other)
     return PlacementCandidate(other.label, other.placement, other.estimate, reason)
 
@@ -97,7 +94,7 @@ def _explain_slowness(best: PlacementCandidate, candidate: PlacementCandidate) -
     """Explain why a candidate is slower than the best.
 
     Names the stage with the largest extra time, else the extra time on shared devices; adds idle
-    devices. Otherwise its calls wait for each other, or the difference is insignificant.
+    devices.
     """
     winner, other = best.estimate, candidate.estimate
     extra_s = {
@@ -128,7 +125,6 @@ def _explain_slowness(best: PlacementCandidate, candidate: PlacementCandidate) -
 
 
 def find_max_shared_s(candidate: PlacementCandidate) -> float:
-    """Return the largest sum, in seconds per step, over stages that share devices."""
     estimate, placement = candidate.estimate, candidate.placement
     stages = [stage for stage in placement.assignments if stage in estimate.idle]
     return max(
@@ -142,5 +138,4 @@ def find_max_shared_s(candidate: PlacementCandidate) -> float:
 
 
 def compute_stage_busy_s(estimate: PlacementEstimate, stage: str) -> float:
-    """Return the seconds per training step in which a stage computes."""
     return (1 - estimate.idle[stage]) * estimate.step_s

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from streamrl.dataflow import EMA_REFERENCE, Dataflow
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.meshes import Mesh
+from streamrl.placement.meshes import Mesh, list_node_edges
 from streamrl.placement.problem import PlacementProblem
 
 T = TypeVar("T")
@@ -23,7 +23,6 @@ def group_roles_by_model(problem: PlacementProblem) -> list[tuple[str, ...]]:
 
 
 def list_placed_roles(problem: PlacementProblem) -> list[str]:
-    """Return the roles that need devices, in the order of the dataflow."""
     placed = set(problem.placed_stages)
     return [
         role
@@ -33,7 +32,6 @@ def list_placed_roles(problem: PlacementProblem) -> list[str]:
 
 
 def _find_leader(dataflow: Dataflow, role: str) -> str:
-    """Return the trained role whose model a role follows, or the role itself."""
     follows = {call.followed_role for call in dataflow.calls_by_role[role]} - {"", EMA_REFERENCE}
     return min(follows, default=role)
 
@@ -83,10 +81,7 @@ def iter_allocations(
 def _iter_runs(
     edges: Sequence[int], sets: int, accepts: Callable[[int, Mesh], bool], before: tuple[Mesh, ...]
 ) -> Iterator[tuple[Mesh, ...]]:
-    """Yield the meshes `before`, followed by runs of whole nodes for `sets` further sets.
-
-    edges: first devices of the nodes that are left, and the end of the last node.
-    """
+    """Yield `before`, then runs of the nodes between `edges` for `sets` further sets."""
     first, number = edges[0], len(before)
     if sets == 1:
         rest = Mesh(first, edges[-1] - first)
@@ -100,10 +95,9 @@ def _iter_runs(
 
 
 def _pack_meshes(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
-    """Return disjoint meshes of these sizes in a node, large meshes at the first free place first.
+    """Return disjoint meshes of these sizes in a node, large meshes first; None without room.
 
-    A mesh starts at a multiple of its size. Return None if a mesh has no room. Sizes that divide
-    each other always fit.
+    A mesh starts at a multiple of its size. Sizes that divide each other always fit.
     """
     mesh_by_set: dict[int, Mesh] = {}
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -118,11 +112,3 @@ def _pack_meshes(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
             return None
         mesh_by_set[i] = free_mesh
     return tuple(mesh_by_set[i] for i in range(len(sizes)))
-
-
-def list_node_edges(cluster: Cluster) -> list[int]:
-    """Return the number of the first device of every node, and the number of devices."""
-    edges = [0]
-    for group in cluster.node_groups:
-        edges += [edges[-1] + group.devices_per_node * (i + 1) for i in range(group.num_nodes)]
-    return edges

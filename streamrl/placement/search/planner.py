@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 
-from streamrl.placement.meshes import Mesh
+from streamrl.placement.meshes import Mesh, list_node_edges
 from streamrl.placement.placements import Placement, PlacementMode
 from streamrl.placement.problem import PlacementCosts, PlacementProblem
 from streamrl.placement.search.annealing import AnnealingSearch, SearchState
@@ -21,7 +21,7 @@ from streamrl.placement.search.pareto import (
     find_dominated,
     find_pareto_front,
 )
-from streamrl.placement.search.partitions import group_roles_by_model, list_node_edges
+from streamrl.placement.search.partitions import group_roles_by_model
 from streamrl.placement.search.split_rules import SplitRules, allow_any_split
 from streamrl.placement.search.sub_clusters import iter_sub_problems, shift_devices
 from streamrl.placement.steady_state.estimator import PlacementEstimator
@@ -168,7 +168,6 @@ class PlacementPlanner:
         return states + [SearchState(dict(roles)) for roles in assignments if roles is not None]
 
     def _place_colocated(self) -> RoleAssignments | None:
-        """Place all roles on all devices; None if they do not fit."""
         all_devices = Mesh(0, self._problem.cluster.num_devices)
         return self.choices.fit_on_mesh(self.choices.roles, all_devices)
 
@@ -226,7 +225,6 @@ class PlacementPlanner:
     # Build the result from all evaluated placements.
 
     def _build_result(self, bounds: Sequence[int], run_bound: int | None) -> PlanResult:
-        """Confirm the best placement of each bound by exact costs, and explain why others lost."""
         outcomes = [self._confirm_best(bound) for bound in bounds]
         points = [outcome for outcome in outcomes if isinstance(outcome, ParetoPoint)]
         excluded = [outcome for outcome in outcomes if isinstance(outcome, ExcludedBound)]
@@ -255,12 +253,7 @@ class PlacementPlanner:
         return PlanResult(best, candidates, front, excluded, run_point)
 
     def _confirm_best(self, bound: int, *, min_ahead: int = 0) -> ParetoPoint | ExcludedBound:
-        """Return the best evaluated placement of a staleness bound that exact costs confirm.
-
-        If they confirm none, return the bound with the reason.
-
-        min_ahead: minimum steps that generation runs ahead.
-        """
+        """Return the best placement of a bound that exact costs confirm, else the reason."""
         min_ahead = max(min_ahead, self._min_staleness)
         if bound < self._min_staleness:
             tokens = f"tokens sampled just before a pull are {self._min_staleness} versions old"
@@ -298,8 +291,6 @@ class PlacementPlanner:
         """Yield start placements of the caller that are almost as fast as the best placement.
 
         Such a placement may be the best of a part of the cluster.
-
-        aheads: allowed steps that generation runs ahead.
         """
         for i, placement in enumerate(self._known_placements):
             is_duplicate = placement == best.placement or placement in self._known_placements[:i]
@@ -338,10 +329,7 @@ class PlacementPlanner:
         )
 
     def _list_best_of_kinds(self, aheads: Sequence[int] | None = None) -> list[Placement]:
-        """Return the best evaluated placement of every kind (see `_format_kind`).
-
-        aheads: allowed steps that generation runs ahead; all if None.
-        """
+        """Return the best evaluated placement of every kind, at any or the allowed aheads."""
         best: dict[str, tuple[float, Placement]] = {}
         for placement, seconds in self.estimator.iter_estimated():
             ahead = placement.max_staleness
@@ -360,10 +348,7 @@ class PlacementPlanner:
         return f"{mode.value}{steps}{WHOLE_STEPS_SUFFIX if waits_for_steps else ''}"
 
     def _iter_misfits(self, feasible_kinds: Set[str]) -> Iterator[PlacementCandidate]:
-        """Yield a plain placement, with the reason, of each kind without a feasible placement.
-
-        feasible_kinds: kinds with a feasible placement.
-        """
+        """Yield a plain placement, with the reason, of each kind without a feasible one."""
         cluster = self._problem.cluster
         all_devices = Mesh(0, cluster.num_devices)
         colocated = dict.fromkeys(self.choices.roles, all_devices)

@@ -15,7 +15,6 @@ SHARDED_ZERO_STAGES = (1, 3)
 
 
 def allow_any_split(call: ModelCall, grid: RankGrid) -> Sequence[int]:
-    """Allow any grid; return the ZeRO stages for a call on a grid."""
     return (
         SHARDED_ZERO_STAGES
         if call.kind is CallKind.TRAIN and grid.dp_size > 1

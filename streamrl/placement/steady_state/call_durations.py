@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class GenerationModel:
         self._completions_s = cache(self._compute_completions_s)
         self._replica_schedules = cache(self._make_replica_schedules)
         self._in_flight_steps: dict[int, float] = {}
-        self._sample_loads = cache(self._draw_loads)
+        self._sample_loads = cache(partial(sample_loads, workload, self.rollouts_per_group))
         self._rollout_profile = cache(self._build_rollout_profile)
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean_length = float(np.mean(quantiles))
@@ -69,7 +69,6 @@ class GenerationModel:
         self._mean_age = square / (2 * self._mean_length)
 
     def count_max_replica_groups(self, replicas: int) -> int:
-        """Return the groups per step of the replica with the most groups."""
         return -(-self.workload.groups_per_step // replicas)
 
     def count_slots(self, timing: GeneratorTiming) -> float:
@@ -108,10 +107,7 @@ class GenerationModel:
     def _estimate_slowest_replica_factor(
         self, timing: GeneratorTiming, schedule: ReplicaSchedule
     ) -> float:
-        """Return the mean time of a step's slowest replica over the time of `schedule`.
-
-        schedule: of the simulated replica that takes the longest.
-        """
+        """Return the mean time of a step's slowest replica over that of the slowest simulated."""
         if not (self.workload.has_varied_lengths or self.workload.filtered_fraction):
             return 1.0
         replicas = min(timing.replicas, self.workload.groups_per_step)
@@ -130,10 +126,7 @@ class GenerationModel:
         )
 
     def _delay_in_window(self, timing: GeneratorTiming, last: float, window: int) -> float:
-        """Return the decode steps that a training step takes among `window` steps in flight.
-
-        last: decode steps that the training step takes alone.
-        """
+        """Return the decode steps, `last` if alone, of a step among `window` in flight."""
         if self._replaced_fraction:
             # Replacements start while the first groups still wait for slots.
             return max(last, self._find_in_flight_steps(timing, window))
@@ -146,10 +139,7 @@ class GenerationModel:
         return last
 
     def _find_in_flight_steps(self, timing: GeneratorTiming, window: int) -> float:
-        """Return the mean decode steps that a training step is in flight, without slot limits.
-
-        window: training steps in flight together.
-        """
+        """Return the mean decode steps that a step is in flight, without slot limits."""
         if window not in self._in_flight_steps:
             workload, replaced = self.workload, self._replaced_fraction
             groups = round(workload.groups_per_step * (1 - replaced)) if replaced else 1
@@ -165,9 +155,6 @@ class GenerationModel:
                 longest, window=window, groups=groups, filtered=replaced
             )
         return self._in_flight_steps[window]
-
-    def _draw_loads(self, replicas: int) -> ReplicaLoads:
-        return sample_loads(self.workload, self.rollouts_per_group, replicas)
 
     def find_rollout_profile(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
@@ -284,10 +271,7 @@ class GenerationModel:
     def _draw_chains(
         self, replicas: int, num_schedules: int, chains: int
     ) -> Iterator[RefillChains]:
-        """Yield the groups of each simulated replica, as `chains` chains of replaced groups.
-
-        One of the replicas has the longest rollout of a step.
-        """
+        """Yield each simulated replica's groups as `chains` chains; one has the longest rollout."""
         if self.workload.filtered_fraction:
             longest = float(self._sample_loads(replicas).longest_tokens.max(axis=1).mean())
             all_chains = self._make_refill_chains(num_schedules * chains).stretch_longest(longest)
@@ -308,10 +292,9 @@ class GenerationModel:
         return self._to_chains(lengths, counts)
 
     def _make_unfiltered_chains(self, groups: int) -> RefillChains:
-        """Return chains of a single group each, as nothing is filtered.
+        """Return chains of a single group each, with the longest rollout in the middle.
 
-        Rollout lengths are quantiles in a fixed random order, with the longest rollout in the
-        middle.
+        Rollout lengths are quantiles in a fixed random order.
         """
         num_rollouts = self.workload.groups_per_step * self.rollouts_per_group
         lengths_without_longest = np.random.default_rng(0).permutation(
@@ -327,12 +310,10 @@ class GenerationModel:
         return self._to_chains(lengths, np.ones(groups, np.int64))
 
     def _compute_length_quantiles(self, groups: int) -> Array:
-        """Return ascending completion lengths, a quantile for each rollout of `groups` groups."""
         total = groups * self.rollouts_per_group
         return self.workload.lengths.quantiles((np.arange(total) + 0.5) / total)
 
     def _to_chains(self, lengths: Array, counts: Array) -> RefillChains:
-        """Arrange rollout lengths in groups, and the groups in chains of `counts` groups."""
         return RefillChains.from_counts(
             np.rint(lengths).reshape(-1, self.rollouts_per_group), counts
         )

@@ -183,10 +183,7 @@ class _ContinuousBatch:
                 self._preempt_last(now)
 
     def _find_end(self, rollout: int) -> float:
-        """Return the decode step at which a running rollout will end; -1 if the rollout has ended.
-
-        Heap entries from before a preemption have another time.
-        """
+        """Return the decode step of a rollout's end, -1 if past; stale heap entries differ."""
         return (
             self._start_steps[rollout] + self._remaining_tokens[rollout]
             if self._remaining_tokens[rollout]
@@ -194,7 +191,6 @@ class _ContinuousBatch:
         )
 
     def _fill_slots(self, now: float) -> None:
-        """Start waiting rollouts as long as slots and KV cache suffice."""
         while self._waiting and len(self._in_slots) < self.slots:
             rollout = self._waiting[0]
             if (
@@ -210,7 +206,6 @@ class _ContinuousBatch:
             self.prefill_tokens[-1] += self._context_tokens[rollout]
 
     def _finish_rollouts(self, now: float) -> None:
-        """End the rollouts that are complete at decode step `now`."""
         while self._end_heap and self._end_heap[0][0] <= now:
             due, rollout = heapq.heappop(self._end_heap)
             if due == self._find_end(rollout):
@@ -221,10 +216,7 @@ class _ContinuousBatch:
                 self._finish_in_group(rollout // self._per_group)
 
     def _finish_in_group(self, group: int) -> None:
-        """Count a finished rollout of a group.
-
-        When the last rollout of a filtered group ends, the rollouts of the replacing group arrive.
-        """
+        """Count a finished rollout; the last of a filtered group lets its replacement arrive."""
         self._num_unfinished[group] -= 1
         if not self._num_unfinished[group] and group in self._next_group:
             first = self._next_group[group] * self._per_group

@@ -146,11 +146,7 @@ class PlacementEstimator:
         return jobs, schedule
 
     def _compute_period_s(self, jobs: JobGraph, schedule: UnrolledSchedule) -> float:
-        """Return the seconds of a training step: the period of the schedule, or more.
-
-        If all processes share `timings.cores` cores, a step takes at least its core time divided by
-        the cores.
-        """
+        """Return the period of the schedule, or the core time over `timings.cores` if longer."""
         timings = jobs.timings
         if not timings.cores:
             return schedule.period_s
@@ -170,7 +166,6 @@ class PlacementEstimator:
 
 
 def make_placement_key(placement: Placement) -> PlacementKey:
-    """Return a hashable key that identifies a placement."""
     calls = tuple(sorted(placement.assignments.items(), key=lambda item: item[0]))
     return calls, placement.max_staleness, placement.is_streamed
 
@@ -185,8 +180,7 @@ def find_fullest_device(
     """
     worst = (0, 0.0, math.inf)
     # From the first device of a mesh to that of the next, devices hold the same calls or fewer.
-    firsts = {edge for call in placement.assignments.values() for edge in (call.mesh.first,)}
-    for device in sorted(firsts):
+    for device in sorted({call.mesh.first for call in placement.assignments.values()}):
         residents = [
             memory[stage]
             for stage, call in placement.assignments.items()

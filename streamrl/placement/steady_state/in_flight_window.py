@@ -59,7 +59,6 @@ class _InFlightWindow:
         self._num_ready: Counter[int] = Counter()
 
     def find_step_ends(self, steps: int) -> list[float]:
-        """Return the end of each of the first `steps` training steps."""
         ends: list[float] = []
         chances, ready = _draw_values(None), 0
         self._admit_groups(self._window * self._groups_per_step, 0, 0.0)
@@ -79,21 +78,16 @@ class _InFlightWindow:
         return ends
 
     def _admit_groups(self, groups: int, version: int, now: float) -> None:
-        """Start groups at time `now` under `version`."""
         for _ in range(groups):
             heapq.heappush(self._end_heap, (now + next(self._lengths), version))
         self._num_in_flight[version] += groups
 
     def _must_wait(self, version: int) -> bool:
-        """Return whether the step that trains `version` has to wait for a group in flight.
-
-        Such a group would exceed the staleness bound after this step.
-        """
+        """Return whether a group in flight would exceed the staleness bound after this step."""
         due = version - self._window + 1
         return any(count for admitted, count in self._num_in_flight.items() if admitted <= due)
 
     def _take_earliest(self) -> None:
-        """Remove a step's groups from the ready groups, the earliest admitted first."""
         remaining = self._groups_per_step
         for version in sorted(self._num_ready):
             num_taken = min(remaining, self._num_ready[version])
@@ -103,10 +97,7 @@ class _InFlightWindow:
 
 
 def _draw_values(values: Array | None) -> Iterator[float]:
-    """Yield random elements of `values` endlessly, with a fixed seed.
-
-    For None, yield uniform numbers in [0, 1).
-    """
+    """Yield random elements of `values`, or of [0, 1), endlessly, with a fixed seed."""
     rng = np.random.default_rng(0)
     while True:
         drawn = rng.random(DRAW_SIZE) if values is None else rng.choice(values, DRAW_SIZE)

@@ -56,11 +56,9 @@ class CallGraph:
         return sum(call.kind is CallKind.GENERATE for call in self.calls) - 1
 
     def count_rollouts(self, call: ModelCall, workload: Workload) -> int:
-        """Return the rollouts per group that a call scores; for greedy rollouts, 1."""
         return 1 if "greedy_ids" in call.needs else workload.group_size
 
     def find_leader(self, call: ModelCall) -> str:
-        """Return the trained role that a call's model follows; empty if the model is fixed."""
         role = POLICY if call.followed_role == EMA_REFERENCE else call.followed_role
         return role if role in self.trained_roles else ""
 
@@ -111,7 +109,6 @@ class JobGraph:
         self.is_streamed = is_disaggregated and self.placement.is_streamed
 
     def find_mesh(self, stage: str) -> int:
-        """Return the number of a stage's mesh, or NO_MESH for a stage without devices."""
         return self._mesh_by_stage.get(stage, NO_MESH)
 
     def choose_cuts(self, pieces: int) -> tuple[float, ...]:
@@ -123,7 +120,6 @@ class JobGraph:
 
     @property
     def group_cuts(self) -> tuple[float, ...]:
-        """Cuts of generation and scoring jobs, as fractions of a step's groups."""
         return self.choose_cuts(self.workload.groups_per_step)
 
     @property
@@ -166,7 +162,6 @@ class JobGraph:
         )
 
     def score_duration_s(self, call: ModelCall) -> float:
-        """Return a scoring call's seconds per step, on the replica with the most groups."""
         timing, per_group = (
             self.timings.score[call.stage],
             self.call_graph.count_rollouts(call, self.workload),
@@ -177,17 +172,12 @@ class JobGraph:
         return seconds * self._compute_sampled_per_trained(call)
 
     def _estimate_group_score_s(self, call: ModelCall) -> float:
-        """Return the seconds in which a scoring call scores a single group."""
         per_group = self.call_graph.count_rollouts(call, self.workload)
         timing, tokens = self.timings.score[call.stage], per_group * self.workload.rollout_tokens
         return timing.batch_duration_s(per_group, tokens)
 
     def _compute_sampled_per_trained(self, call: ModelCall) -> float:
-        """Return the groups that a call scores per trained group.
-
-        The judge, the call that produces the scores, also scores groups that are filtered
-        afterwards.
-        """
+        """Return the groups scored per trained group; the judge scores filtered groups too."""
         return 1 / (1 - self.workload.filtered_fraction) if "scores" in call.produces else 1.0
 
     @property
@@ -201,7 +191,6 @@ class JobGraph:
         return self.placement.is_streamed and self.workload.has_varied_lengths
 
     def find_weights_timing(self, stage: str) -> WeightsTiming:
-        """Return the timing of new weights for a stage; zeros for a stage with fixed weights."""
         return self.timings.weights.get(stage, WeightsTiming())
 
     def build_jobs(self, generate: StepJob) -> list[StepJob]:
@@ -220,7 +209,9 @@ class JobGraph:
             pulls[call.stage] = self._add_job(self._make_pull_job(call))
         generate_stage = self.call_graph.generate_call.stage
         self.job_by_stage[generate_stage] = len(self.jobs)
-        self.jobs.append(self._make_generate_job(generate, pulls.get(generate_stage)))
+        pull = pulls.get(generate_stage)
+        dependencies = [] if pull is None else [JobDependency(pull)]
+        self.jobs.append(replace(generate, dependencies=dependencies))
         for call in scores:
             self.job_by_stage[call.stage] = self._add_job(
                 self._make_score_job(call, pulls.get(call.stage))
@@ -236,7 +227,6 @@ class JobGraph:
         return len(self.jobs) - 1
 
     def _is_follower(self, call: ModelCall) -> bool:
-        """Return whether a call gets new versions of its weights from a trained model."""
         return call is self.call_graph.generate_call or (
             call.kind is CallKind.SCORE and bool(self.call_graph.find_leader(call))
         )
@@ -244,8 +234,7 @@ class JobGraph:
     def _make_pull_job(self, call: ModelCall) -> StepJob:
         """Return the job in which a follower pulls new weights for a step.
 
-        Steps that use the same published version share a pull, which the first of these steps
-        makes.
+        Of the steps that use the same published version, the first makes the pull.
         """
         weights = self.find_weights_timing(call.stage)
         delay_s = weights.publish_s + weights.pull_s - weights.pause_s
@@ -260,14 +249,8 @@ class JobGraph:
         )
 
     def _find_version_interval(self, call: ModelCall) -> int:
-        """Return the number of steps between two versions of the model that a call follows.
-
-        An EMA reference changes in every step, even if the policy is published less often.
-        """
+        """Return the steps between two versions; an EMA reference changes in every step."""
         return 1 if call.followed_role == EMA_REFERENCE else self.publish_every
-
-    def _make_generate_job(self, job: StepJob, pull: int | None) -> StepJob:
-        return replace(job, dependencies=[] if pull is None else [JobDependency(pull)])
 
     def _make_score_job(self, call: ModelCall, pull: int | None) -> StepJob:
         dependencies = self._make_data_dependencies(call)
@@ -282,9 +265,8 @@ class JobGraph:
     def _interrupted_s(self, call: ModelCall) -> float:
         """Return seconds per step in which a scoring call interrupts generation on shared devices.
 
-        The result is 0 if scoring and generation share no devices. Groups are scored one by one as
-        they finish; generation keeps the devices for at least `slice_s` between two groups, and
-        each group holds the devices for the time of its scoring.
+        Groups are scored one by one as they finish; generation keeps the devices for at least
+        `slice_s` between two groups.
         """
         if not self.has_single_group_arrivals or not self.placement.overlaps(
             call.stage, self.call_graph.generate_call.stage
@@ -301,10 +283,7 @@ class JobGraph:
     def _make_data_dependencies(
         self, call: ModelCall, *, is_whole: bool = False
     ) -> list[JobDependency]:
-        """Return a call's dependencies on the stages that produce its columns.
-
-        is_whole: wait for the columns of all groups of the step, even with streaming.
-        """
+        """Depend on the stages that produce the columns; is_whole: of all groups of the step."""
         hop_s, is_whole = self.timings.hop_s, is_whole or not self.is_streamed
         return [
             JobDependency(self.job_by_stage[source], is_whole=is_whole, delay_s=hop_s)
@@ -321,8 +300,9 @@ class JobGraph:
         duration = train_duration(timing, self.workload)
         publish_s = max(
             (
-                self.find_weights_timing(stage).publish_s
-                for stage in self._list_follower_stages(call)
+                self.find_weights_timing(other.stage).publish_s
+                for other in self.call_graph.calls
+                if self.call_graph.find_leader(other) == call.role
             ),
             default=0.0,
         )
@@ -348,21 +328,11 @@ class JobGraph:
         parts = [*parts, duration.final_s + timing.step_s]
         return StepJob(call.stage, self.find_mesh(call.stage), parts, dependencies, is_glued=True)
 
-    def _list_follower_stages(self, call: ModelCall) -> Sequence[str]:
-        """Return the stages that follow the model a call trains."""
-        return [
-            c.stage for c in self.call_graph.calls if self.call_graph.find_leader(c) == call.role
-        ]
-
 
 def _are_exclusive(
     first: tuple[Mesh, bool], second: tuple[Mesh, bool], trained: Sequence[Mesh]
 ) -> bool:
-    """Return whether work on two meshes cannot run at the same time.
-
-    first, second: a mesh, and whether the work on that mesh is training.
-    trained: meshes of all trained models.
-    """
+    """Return whether work on two (mesh, is training) pairs cannot run at the same time."""
     (mesh, trains), (other_mesh, other_trains) = first, second
     if trains == other_trains:
         return mesh.overlaps(other_mesh)
@@ -378,7 +348,6 @@ def make_on_policy_job(jobs: JobGraph, generation: GenerationModel) -> StepJob:
 
 
 def make_ahead_job(jobs: JobGraph, generation: GenerationModel) -> StepJob:
-    """Return the generation job of generation ahead, where rollouts of several steps overlap."""
     stage = jobs.call_graph.generate_call.stage
     window = jobs.placement.max_staleness + 1
     profile = generation.find_rollout_profile(jobs.timings.generator, jobs.group_cuts, window)
@@ -398,9 +367,7 @@ def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> tuple[list[S
     return jobs.build_jobs(StepJob(stage, jobs.find_mesh(stage), (busy_s,))), busy_s
 
 
-def find_max_busy_s(
-    jobs: JobGraph, jobs_of_step: Sequence[StepJob], within: Mesh | None = None
-) -> float:
+def find_max_busy_s(jobs: JobGraph, jobs_of_step: Sequence[StepJob]) -> float:
     """Return the busiest device's busy seconds per step; no step is shorter.
 
     within: mesh of the devices to search; None for all devices.
@@ -412,8 +379,6 @@ def find_max_busy_s(
         if job.mesh != NO_MESH:
             mesh_s[job.mesh] += sum(job.parts) / job.step_interval
     firsts = {mesh.first for mesh in jobs.meshes}
-    if within is not None:
-        firsts = {first for first in firsts if first in within.devices} | {within.first}
     return max(
         sum(
             seconds

@@ -51,7 +51,6 @@ class JobDependency:
     step_interval: int = 1
 
     def find_lag(self, step: int) -> int:
-        """Return how many steps before `step` the job ran that `step` waits for."""
         return self.lag - (self.lag - step - 1) % self.step_interval
 
 
@@ -83,7 +82,6 @@ class StepJob:
     first_step: int = 0
 
     def takes_time(self, step: int) -> bool:
-        """Return whether the job takes time in `step`; in other steps its parts take 0 s."""
         return not (step - self.first_step) % self.step_interval
 
 
@@ -158,7 +156,6 @@ class _PartGraph:
         )
 
     def _link_all(self, step: int) -> None:
-        """Link each part of `step` to the results that the part waits for."""
         for j, job in enumerate(self.jobs):
             for dependency in job.dependencies:
                 self._link_dependency(j, dependency, step)
@@ -166,7 +163,6 @@ class _PartGraph:
                 self._add_dependent(self.after_part[step][part - 1], part, step, 0, 0.0)
 
     def _link_dependency(self, j: int, dependency: JobDependency, step: int) -> None:
-        """Let the parts of job `j` in `step` wait for the other job's results."""
         source, lag = self.jobs[dependency.job], dependency.find_lag(step)
         first_source_part, source_cycle_step = (
             self.first_part[dependency.job],
@@ -200,7 +196,6 @@ class _PartGraph:
     def _add_dependent(
         self, followers: _Dependents, part: int, step: int, lag: int, delay_s: float
     ) -> None:
-        """Add a part to `followers`, the list of parts that wait for a result."""
         followers.append((part, lag, delay_s))
         self.lags[step][part].append(lag)
 
@@ -253,7 +248,6 @@ class ListScheduler:
         return schedule
 
     def _run_next(self) -> bool:
-        """Process the next ready part or generation result; return False if there is none."""
         heap = self._ready_heap
         if self._generation is not None and not (heap and heap[0][0] == RUN_NEXT):
             result = self._generation.advance(heap[0][0] if heap else math.inf)
@@ -273,7 +267,6 @@ class ListScheduler:
         return True
 
     def _finish_result(self, result: CompletionEvent) -> None:
-        """Record that generation completed a fraction of a step's groups; release waiting parts."""
         schedule, at, step = self._schedule, result.at_s, result.step
         schedule.results_s.setdefault(step, []).append(at)
         part_graph, j = self._part_graph, self._generation_job
@@ -288,7 +281,6 @@ class ListScheduler:
             self._finish_part(step, at)
 
     def _finish_part(self, step: int, at: float) -> None:
-        """Record the end of a part in `step` at time `at`; the last part also ends the step."""
         ended, schedule = self._step_ends_s, self._schedule
         if step >= len(ended):
             ended += [0.0] * (step + 1 - len(ended))
@@ -301,10 +293,9 @@ class ListScheduler:
             schedule.ends_s.append(ended[len(schedule.ends_s)])
 
     def _is_periodic(self, window: int) -> bool:
-        """Return whether consecutive windows of steps took equally long.
+        """Return whether consecutive windows of steps took equally long; update the period.
 
-        Steps that start together may keep different lengths, so only windows are comparable. The
-        call also updates the period of the schedule.
+        Steps that start together may keep different lengths, so only windows are comparable.
         """
         ends = self._schedule.ends_s
         num_steps = 2 * window if len(ends) > 2 * window + 1 else max(1, len(ends) // 2)
@@ -319,10 +310,7 @@ class ListScheduler:
         return max(window_times) - min(window_times) <= OVERLAP_TOLERANCE * window_times[0]
 
     def _is_settled(self, window: int) -> bool:
-        """Return whether step times repeat after a number of steps, at most `window` + 1.
-
-        The call also updates the period of the schedule.
-        """
+        """Return whether step times repeat after at most `window` + 1 steps; update the period."""
         schedule = self._schedule
         step_times = [late - early for early, late in itertools.pairwise(schedule.ends_s)]
         half = step_times[len(step_times) // 2 :]
@@ -342,10 +330,7 @@ class ListScheduler:
         return False
 
     def _open_steps(self, step: int) -> None:
-        """Add all steps up to `step`: count the results that each part waits for.
-
-        Parts that wait for no result are ready at time 0.
-        """
+        """Add all steps up to `step`; parts that wait for no result are ready at time 0."""
         part_graph = self._part_graph
         for number in range(len(self._wait_counts), step + 1):
             cycle_step = number % part_graph.cycle_steps
@@ -362,7 +347,6 @@ class ListScheduler:
                     heapq.heappush(self._ready_heap, (0.0, number, part))
 
     def _run_part(self, ready: float, step: int, part: int) -> float:
-        """Run a part of a job on its mesh; return the time at which its results are available."""
         part_graph, schedule = self._part_graph, self._schedule
         cycle_step = step % part_graph.cycle_steps
         j, seconds = part_graph.job_by_part[part], part_graph.part_seconds[cycle_step][part]
@@ -393,10 +377,7 @@ class ListScheduler:
     def _release_dependents(
         self, dependents: _Dependents, step: int, at: float, source_job: int
     ) -> None:
-        """Mark a result as available at time `at` for the job parts that wait; queue ready parts.
-
-        step, source_job: step and job that produced the result.
-        """
+        """Mark a result as available at time `at` for the waiting parts; queue ready ones."""
         part_graph, jobs = self._part_graph, self._jobs
         for part, lag, delay_s in dependents:
             dependent_step = step + lag

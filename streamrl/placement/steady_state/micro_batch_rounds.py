@@ -52,10 +52,7 @@ def pack_rounds(lengths: Array, budget: float, dp_size: int) -> tuple[int, float
 
 
 def _halve_largest(bins: list[Array], dp_size: int) -> list[Array]:
-    """Halve the micro-batches with the most padded tokens until each rank has equally many.
-
-    bins: rollout lengths of each micro-batch.
-    """
+    """Halve the micro-batches with the most padded tokens until each rank has equally many."""
     heap = [(-_padded_tokens(rows), i) for i, rows in enumerate(bins) if len(rows) > 1]
     heapq.heapify(heap)
     micro_batches, halved = list(bins), set[int]()
@@ -71,5 +68,4 @@ def _halve_largest(bins: list[Array], dp_size: int) -> list[Array]:
 
 
 def _padded_tokens(rows: Array) -> float:
-    """Return the tokens of a micro-batch that is padded to its first and longest rollout."""
     return len(rows) * float(rows[0])

@@ -79,7 +79,6 @@ class OverlappedGeneration:
         self._blocked_spans: list[tuple[float, float]] = []
 
     def admit_step(self, step: int) -> None:
-        """Begin the rollouts of a training step at the present estimated time."""
         self._steps.append(_StepProgress(step))
 
     def block_devices(self, start_s: float, end_s: float) -> None:
@@ -114,7 +113,6 @@ class OverlappedGeneration:
         return min(limit_s, spans[0][0]) if spans else limit_s
 
     def _pop_result(self) -> CompletionEvent | None:
-        """Return the completion of a cut of groups that a step has reached, or None."""
         results = self._profile.result_steps
         for i, progress in enumerate(self._steps):
             if progress.decode_steps >= results[progress.num_results] * (1 - ROUNDING_TOLERANCE):
@@ -127,7 +125,6 @@ class OverlappedGeneration:
         return None
 
     def _advance_until(self, until_s: float) -> None:
-        """Generate until a step reaches the next segment or cut of its profile, or until a time."""
         profile = self._profile
         step_s = self._decode_step_s()
         steps = (until_s - self._now) / step_s
@@ -151,7 +148,6 @@ class OverlappedGeneration:
                 progress.segment += 1
 
     def _decode_step_s(self) -> float:
-        """Return the seconds of a decode step, and set the speed of each training step."""
         profile, free = self._profile, self._profile.slots
         running = resident = overhead_s = 0.0
         for progress in self._steps:

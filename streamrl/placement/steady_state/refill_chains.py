@@ -42,7 +42,6 @@ class RefillChains:
         return cls(lengths, chain, counts - 1.0)
 
     def split_chains(self, parts: int) -> Iterator["RefillChains"]:
-        """Divide the chains into `parts` sets with equally many consecutive chains."""
         chains_per_part = self.num_chains // parts
         for index in range(parts):
             is_in_part = self.chain_by_group // chains_per_part == index
@@ -70,7 +69,7 @@ class RefillChains:
 
     @property
     def num_chains(self) -> int:
-        """Number of chains, which is the number of groups requested at the start."""
+        """Number of groups requested at the start."""
         return int(self.chain_by_group.max()) + 1
 
     @cached_property

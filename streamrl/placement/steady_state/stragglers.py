@@ -66,12 +66,11 @@ def sample_loads(workload: Workload, per_group: int, replicas: int) -> ReplicaLo
         padded[:, :groups] = np.add.reduceat(of_groups, firsts).reshape(count, groups)
         return padded.reshape(count, rounds, replicas)
 
-    longest, tokens, read_sums = (
-        assign_to_replicas(group_lengths.max(axis=1)),
-        assign_to_replicas(group_lengths.sum(axis=1)),
-        assign_to_replicas(read.sum(axis=1)),
+    return ReplicaLoads(
+        assign_to_replicas(group_lengths.max(axis=1)).max(axis=1),
+        assign_to_replicas(group_lengths.sum(axis=1)).sum(axis=1),
+        assign_to_replicas(read.sum(axis=1)).sum(axis=1),
     )
-    return ReplicaLoads(longest.max(axis=1), tokens.sum(axis=1), read_sums.sum(axis=1))
 
 
 def estimate_slowest_replica_factor(

@@ -73,14 +73,10 @@ class SteadyState:
 
     @property
     def _is_overlapped(self) -> bool:
-        """Whether generation is ahead of training, with rollouts of several steps at once."""
         return self.jobs[self.generate_job].profile is not None
 
     def _list_generation_intervals(self, start_s: float) -> list[tuple[str, int, float, float]]:
-        """Return the intervals in which generation ahead computes, as (stage, step, start, end).
-
-        In these intervals no other job blocks the devices of generation.
-        """
+        """Return (stage, step, start, end) while no other job blocks generation's devices."""
         job = self.jobs[self.generate_job]
         overlapping = set(self.overlaps[job.mesh])
         blocked = sorted(
@@ -101,7 +97,6 @@ class SteadyState:
         return intervals
 
     def compute_idle_fractions(self) -> dict[str, float]:
-        """Return, by stage, the fraction of time in which the stage does not compute."""
         total_s = self.end_s - self.start_s
         return {
             stage: max(0.0, 1 - seconds / total_s) if total_s else 0.0
@@ -109,7 +104,6 @@ class SteadyState:
         }
 
     def compute_device_idle_fraction(self, cluster: Cluster) -> float:
-        """Return the fraction of time in which a device of the cluster is idle, on average."""
         sizes = {job.stage: self.meshes[job.mesh].size if job.mesh >= 0 else 0 for job in self.jobs}
         used = sum(seconds * sizes[stage] for stage, seconds in self._busy_s.items())
         total_device_s = (self.end_s - self.start_s) * cluster.num_devices
@@ -117,7 +111,6 @@ class SteadyState:
 
     @cached_property
     def _busy_s(self) -> dict[str, float]:
-        """Busy seconds of each stage in the measured steps."""
         busy = {job.stage: 0.0 for job in self.jobs}
         for interval in self._list_intervals_since(self.start_s):
             busy[interval.stage] += interval.end_s - interval.start_s
@@ -156,11 +149,9 @@ class SteadyState:
 def _compute_mean_versions_behind(
     span: TimeSpan, step: int, arrived: dict[int, float], most: int
 ) -> float:
-    """Return how many versions the generators' weights are behind `step`, as a mean over time.
+    """Return how many versions the generators' weights are behind `step`, as a mean over `span`.
 
-    span: start and end of the averaged time, in seconds.
-    arrived: time at which each version arrived in the generators.
-    most: the most versions that weights may be behind.
+    arrived: time at which each version arrived in the generators. most: the most versions behind.
     """
     start, end = span
     total, at, staleness = 0.0, start, float(most)
@@ -191,7 +182,6 @@ def _find_free_intervals(busy: Iterable[TimeSpan], within: TimeSpan) -> list[Tim
 
 
 def _join_adjacent(intervals: Iterable[DeviceInterval]) -> list[DeviceInterval]:
-    """Join consecutive intervals of the same stage and step."""
     joined: list[DeviceInterval] = []
     for interval in intervals:
         last = joined[-1] if joined else None

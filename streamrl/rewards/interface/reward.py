@@ -105,11 +105,9 @@ class RuleReward(Reward):
         self._validate_truth(prompt.ground_truth)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        return await asyncio.to_thread(self._judge_completions, prompt.ground_truth, completions)
-
-    def _judge_completions(self, truth: Any, completions: Sequence[str]) -> list[RewardResult]:
-        self._validate_truth(truth)
-        return [self._judge_with_timeout(text, truth) for text in completions]
+        self._validate_truth(prompt.ground_truth)
+        judge = partial(self._judge_with_timeout, truth=prompt.ground_truth)
+        return await asyncio.to_thread(lambda: [*map(judge, completions)])
 
     def _judge_with_timeout(self, completion: str, truth: Any) -> RewardResult:
         try:
@@ -219,7 +217,7 @@ class WorkerReward(Reward):
         )
 
     async def _call_once(self, request: Any, *, exclusive: bool = False) -> Any:
-        """Run a request in a worker without retries; convert failures to RewardErrors."""
+        """Run a request without retries; convert failures to RewardErrors."""
         try:
             answer = await self._pool.call(request, exclusive=exclusive)
         except WorkerError as failure:

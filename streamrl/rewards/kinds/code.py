@@ -114,7 +114,6 @@ class CodeReward(Reward):
         return await asyncio.gather(*(self._judge_source(source, tests) for source in sources))
 
     def _extract_source(self, completion: str) -> str | PatternTimeoutError:
-        """Return the program in a completion, or the error of a search past its deadline."""
         try:
             source = self._program_pattern.find_last(completion)
         except PatternTimeoutError as error:
@@ -157,7 +156,7 @@ class CodeReward(Reward):
 
 
 def _select_language(options: CodeOptions) -> dict[str, LanguageSpec]:
-    """Return the configured language, own ones first, as {name: spec}. Raises ConfigError."""
+    """Return {name: spec} of the configured language; own ones come before built-in ones."""
     specs = dict(LANGUAGES)
     for name, settings in options.languages.items():
         specs[name] = read_settings(LanguageSpec, settings, section=f"rewards.languages.{name}")

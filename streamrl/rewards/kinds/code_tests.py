@@ -44,7 +44,6 @@ def _parse_assertions(cases: Any) -> list[ProgramTest]:
 
 
 def _parse_object(truth: Any) -> dict[str, Any]:
-    """Return a ground truth, a dict or its JSON, as dict. Raises RewardError."""
     if isinstance(truth, str):
         try:
             truth = parse_json(truth)
@@ -89,10 +88,7 @@ def _join_lines(value: Any) -> str:
 
 
 def _parse_call_arguments(value: Any) -> list[Any]:
-    """Parse the arguments of a test of `fn_name`: a list, or text with one JSON value per line.
-
-    Any other value is the only argument. Raises RewardError for a line that is not JSON.
-    """
+    """Parse a list, text with one JSON value per line, or any other value as only argument."""
     if not isinstance(value, str):
         return list(value) if isinstance(value, list) else [value]
     try:
@@ -104,7 +100,7 @@ def _parse_call_arguments(value: Any) -> list[Any]:
 def _parse_accepted(value: Any) -> list[Any]:
     """Parse an expected return value; return all values that a function may return.
 
-    Some datasets wrap the expected value in a list of length one, so its element is accepted too.
+    Some datasets wrap the expected value in a list of length one; its element is accepted too.
     """
     if isinstance(value, str):
         try:
@@ -117,7 +113,7 @@ def _parse_accepted(value: Any) -> list[Any]:
 def _parse_assertion(case: Any) -> CallTest:
     """Parse `assert f(literals) == literal` to a call and its expected value.
 
-    Raises RewardError for other asserts: they would have to run inside the program.
+    Other asserts raise RewardError: they would have to run inside the program.
     """
     try:
         (statement,) = ast.parse(str(case).strip()).body

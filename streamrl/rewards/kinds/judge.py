@@ -175,7 +175,6 @@ class JudgeReward(Reward):
         return RewardResult.from_correctness(passes, score=number, detail=detail)
 
     def _parse_score(self, response: str) -> float | None:
-        """Return the number in a judge's response; None unless within [least, most]."""
         try:
             number = float(self._pattern.find_last(response) or "")
         except ValueError:
@@ -201,7 +200,6 @@ def _load_template(options: JudgeOptions) -> str:
 
 
 def _load_api_key(name: str) -> str:
-    """Return the API key in environment variable `name`; "" without a name."""
     key = os.environ.get(name, "") if name else ""
     if name and not key:
         raise ConfigError(

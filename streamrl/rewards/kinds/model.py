@@ -134,7 +134,6 @@ class ModelReward(Reward):
         return [self._to_result(row, i) for i, row in enumerate(logits)]
 
     def _render_text(self, prompt: Prompt, completion: str) -> str:
-        """Return the model's input text for a prompt and a completion. Raises RewardError."""
         from jinja2 import TemplateError
 
         messages = [dict(message) for message in prompt.messages]
@@ -149,7 +148,6 @@ class ModelReward(Reward):
             raise RewardError(f"the reward model's chat template failed: {reason}") from error
 
     def _tokenize_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize each text. Raises RewardError if a text is empty or too long."""
         rows: list[list[int]] = self._tokenizer(
             list(texts),
             # A chat template already contains the special tokens.
@@ -167,7 +165,6 @@ class ModelReward(Reward):
         return rows
 
     async def _compute_logits(self, rows: Sequence[TokenRow]) -> Sequence[RowLogits]:
-        """Return the logits of each row, computed in `_model_thread`. Raises RewardTimeoutError."""
         model = self._model
         assert model is not None
         return await self._run_with_timeout(self._model_thread, lambda: model.compute_logits(rows))
@@ -224,7 +221,6 @@ def _find_label_index(options: ModelOptions, labels: Sequence[str]) -> int:
 
 
 def _resolve_max_length(options: ModelOptions, files: "ClassifierFiles") -> int:
-    """Return the longest prompt and completion together, tokens. Raises ConfigError."""
     limit = files.max_tokens or options.batch_tokens
     if options.max_length is None:
         return int(min(limit, files.tokenizer.model_max_length, options.batch_tokens))

@@ -187,7 +187,6 @@ class ChatClient:
 
     @staticmethod
     async def _wait_to_retry(busy: _RetryAfterError, deadline: asyncio.Timeout) -> None:
-        """Wait as long as the server demands. Raises RewardInfraError if past the deadline."""
         end = deadline.when()
         if end is not None and asyncio.get_running_loop().time() + busy.retry_after_s >= end:
             raise RewardInfraError(f"{busy} (retry after {busy.retry_after_s:g} s)") from None
@@ -202,11 +201,7 @@ class ChatClient:
             raise RewardTimeoutError(f"{self._url}: no answer in {self._timeout_s:g} s") from None
 
     async def _send_request(self, send: Callable[[], Awaitable[Any]], kind: type[T]) -> T:
-        """Send a request and decode the JSON response to type `kind`.
-
-        Raises RewardInfraError for a transient error (_RetryAfterError if the server names a wait),
-        and RewardError for a permanent error.
-        """
+        """Send a request and decode the JSON response to type `kind`."""
         try:
             raw = await send()
         except openai.APIStatusError as error:

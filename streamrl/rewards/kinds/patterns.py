@@ -45,7 +45,7 @@ def build_exact_reward(options: PatternOptions) -> RuleReward:
 
     A completion without a match is wrong. The ground truth is nonempty text or an int.
     """
-    pattern = _compile_pattern(options)
+    pattern = AnswerPattern(options.pattern) if options.pattern else None
 
     def judge(completion: str, truth: Any) -> RewardResult:
         answer = _extract_answer(completion, pattern)
@@ -61,7 +61,7 @@ def build_numeric_reward(options: PatternOptions) -> RuleReward:
     match of `pattern`, must be a number; a number inside prose is wrong. The ground truth is such a
     text, an int or a float. The float 0.1 means the decimal 0.1, not its binary value.
     """
-    pattern = _compile_pattern(options)
+    pattern = AnswerPattern(options.pattern) if options.pattern else None
 
     def judge(completion: str, truth: Any) -> RewardResult:
         answer = _extract_answer(completion, pattern)
@@ -81,12 +81,7 @@ def build_regex_reward(options: RegexOptions) -> RuleReward:
     return RuleReward(lambda text, truth: RewardResult.from_correctness(pattern.has_match(text)))
 
 
-def _compile_pattern(options: PatternOptions) -> AnswerPattern | None:
-    return AnswerPattern(options.pattern) if options.pattern else None
-
-
 def _extract_answer(completion: str, pattern: AnswerPattern | None) -> str | None:
-    """Return the last match of `pattern`, or the whole completion without a pattern, stripped."""
     answer = completion if pattern is None else pattern.find_last(completion)
     return None if answer is None else answer.strip()
 

@@ -106,6 +106,5 @@ def normalize_latex(text: str) -> str:
 
 
 def _add_braces(fraction: re.Match[str]) -> str:
-    r"""Rewrite a fraction such as \frac12 to \frac{1}{2}."""
     numerator, denominator = fraction.groups()
     return f"\\frac{{{numerator}}}" + (f"{{{denominator}}}" if denominator else "")

@@ -15,6 +15,8 @@ from streamrl.rewards.matchers.matcher import (
     parse_truth_text,
 )
 
+validate_truth = parse_truth_text
+
 
 def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
     r"""Score 1 if the last answer of the completion equals the truth, else 0.
@@ -37,13 +39,7 @@ def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
     return RewardResult.from_correctness(right, _format_answer(parsed))
 
 
-def validate_truth(truth: GroundTruth) -> str:
-    """Return the truth as text, unparsed. Raises RewardError if neither text nor int."""
-    return parse_truth_text(truth)
-
-
 def _parse_math(text: str) -> list[Any]:
-    """Return math-verify's parses of a text; empty if the text has no mathematics."""
     from math_verify import parse
 
     # Silence its warning about the disabled timeout; the worker pool enforces a deadline.
@@ -52,7 +48,6 @@ def _parse_math(text: str) -> list[Any]:
 
 
 def _format_answer(parsed: list[Any]) -> str:
-    """Return the first of math-verify's parses as text that is equal for equivalent notations."""
     try:
         return str(parsed[0])
     except ValueError:  # more digits than sys.get_int_max_str_digits()

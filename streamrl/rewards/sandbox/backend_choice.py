@@ -132,7 +132,6 @@ def explain_unavailability() -> str | None:
 
 
 def _find_missing_dependency() -> str | None:
-    """Return which requirement of isolation is missing, as part of an error message, or None."""
     if sys.platform != "linux":
         return f"isolating programs needs Linux, this is {sys.platform}: use a remote sandbox,"
     if find_bubblewrap() is None:

@@ -92,7 +92,6 @@ def find_bubblewrap() -> str | None:
 
 
 def compute_jail_user(number: int) -> int:
-    """Return the user id of jail `number`; concurrent jails have different ids."""
     return _FIRST_USER_ID + os.getpid() * _USERS_PER_PROCESS + number % _USERS_PER_PROCESS
 
 
@@ -127,7 +126,6 @@ def build_jail_command(
 
 
 def build_boot_command(size: int) -> list[str]:
-    """Return the Python command that reads the jail driver's code (`size` bytes) and runs it."""
     return [
         find_python(),
         *["-I", "-S", "-B", "-X", "utf8", "-X", "no_debug_ranges", "-c"],
@@ -142,7 +140,7 @@ def find_python() -> str:
 
 
 def _build_mount_options(limits: ProgramLimits) -> list[str]:
-    """Return options to mount system and Python directories read-only, and a private tmpfs."""
+    """Mount system and Python directories read-only, and a private tmpfs."""
     view = []
     for path in _SYSTEM_DIRS:
         view += (

@@ -96,7 +96,6 @@ class JailSpec:
 def make_jail_spec(
     isolation: IsolationMode, limits: ProgramLimits, syscall_filter: bytes
 ) -> JailSpec:
-    """Build the settings of jails; compile jail_driver.py, which each jail receives as code."""
     source = Path(jail_driver.__file__).read_text(encoding="utf-8")
     code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True, optimize=2))
     return JailSpec(
@@ -146,7 +145,6 @@ class Jail:
         return jail
 
     async def _boot_driver(self, info_fd: int) -> None:
-        """Send the driver's code into the jail; wait until the driver runs. Raises JailError."""
         self._writer.write(self._spec.driver_code)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -198,7 +196,7 @@ class Jail:
             reading.cancel()
 
     async def _enforce_limits(self, deadline: float) -> float:
-        """Return the seconds that the check took. Raises TimeoutError or MemoryLimitError."""
+        """Return the seconds that the check took."""
         started = time.monotonic()
         if started > deadline:
             raise TimeoutError("did not end before its deadline")
@@ -293,6 +291,5 @@ def _spawn_jail(
 
 
 def _read_child_pid(info_fd: int) -> int:
-    """Return the pid of the jail's process 1, once the driver is ready. Raises ValueError."""
     with os.fdopen(info_fd, "rb", closefd=False) as file:
         return int(json.load(file)["child-pid"])

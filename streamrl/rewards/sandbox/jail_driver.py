@@ -64,14 +64,12 @@ def main() -> None:
 
 
 def receive_message() -> JobMessage:
-    """Receive a program or a test; exit, and so end the jail, if the socket is closed."""
     (length,) = LENGTH_FORMAT.unpack(_read_exactly(LENGTH_FORMAT.size))
     message: JobMessage = marshal.loads(_read_exactly(length))
     return message
 
 
 def _read_exactly(size: int) -> bytes:
-    """Read `size` bytes from the host; exit if the socket is closed."""
     chunks = []
     while size:
         chunk = os.read(_HOST_FD, min(size, 1 << 20))
@@ -327,7 +325,6 @@ def exec_program(job: JobMessage, pipes: list[int]) -> None:
 
 
 def set_rlimits(job: JobMessage) -> None:
-    """Apply the resource limits in the message `job` to this process and its future children."""
     limits = {
         # The hard limit kills. A second earlier the soft limit, set below, sends SIGXCPU, which
         # names the cause but can be ignored.

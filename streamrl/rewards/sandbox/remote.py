@@ -86,7 +86,6 @@ class RemoteSandbox:
         return await asyncio.to_thread(_judge_reply, reply, program, test)
 
     async def _post_request(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a request; return the JSON reply. Raises RewardInfraError if the server fails."""
         try:
             async with self._slots:
                 response = await self._client.post(self._url, json=body)
@@ -97,7 +96,8 @@ class RemoteSandbox:
                 f"{self._url}: no reply in {self._client.timeout.read:g} s"
             ) from None
         except (httpx.HTTPError, ValueError) as error:
-            raise RewardInfraError(f"{self._url}: {_one_line(error)}") from None
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RewardInfraError(f"{self._url}: {reason}") from None
         if not isinstance(reply, dict) or reply.get("status") not in ("Success", "Failed"):
             message = reply.get("message") if isinstance(reply, dict) else reply
             raise RewardInfraError(f"{self._url}: the sandbox failed: {message}")
@@ -125,7 +125,6 @@ def _judge_reply(
 
 
 def _is_correct(out: str, program: SandboxProgram, test: StdinTest | CallTest) -> bool:
-    """Compare stdout, or the value behind _VALUE_MARKER, with the test's expected output."""
     if isinstance(test, StdinTest):
         return is_same_text(test.stdout, out, loose_numbers=program.loose_numbers)
     _, mark, value = out.rpartition("\n" + _VALUE_MARKER)
@@ -141,7 +140,3 @@ def _is_correct(out: str, program: SandboxProgram, test: StdinTest | CallTest) -
 
 def _get_last_line(result: dict[str, Any]) -> str:
     return (str(result.get("stderr") or "").strip().splitlines() or [""])[-1]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -177,7 +177,6 @@ class Sandbox:
         self._start_tasks.add(starting)
 
     def _kill_unused_jail(self, starting: "asyncio.Task[Jail]") -> None:
-        """Kill the jail of a finished start task, unless the start failed."""
         if starting.exception() is None:
             self._kill_jail(starting.result())
 
@@ -242,7 +241,6 @@ class ProgramRun:
             self._jail = None
 
     async def _run_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
-        """Run a test; convert the errors of its jail to outcomes."""
         started = time.monotonic()
         outcome, detail = RewardOutcome.RUNTIME_ERROR, "the program killed its jail"
         for _ in range(_JAILS_PER_TEST):
@@ -257,7 +255,6 @@ class ProgramRun:
         return ProgramTestResult(outcome, time.monotonic() - started, detail)
 
     async def _try_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
-        """Run a test in the current jail; without a jail, first compile in a fresh jail."""
         if self._jail is None:
             self._jail = await self.jails.acquire_jail()
             self._jail.pin_to_core(slot)
@@ -288,7 +285,6 @@ class ProgramRun:
     async def _request_report(
         self, jail: Jail, message: dict[str, object], seconds: float
     ) -> JailReport:
-        """Send a message to the jail's driver; wait `seconds` and a grace period for the report."""
         started = time.monotonic()
         try:
             return await jail.request_report(message, started + seconds + GRACE_PERIOD_S)

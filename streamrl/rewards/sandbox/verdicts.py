@@ -75,7 +75,6 @@ def judge_report(
 
 
 def describe_compile_failure(report: JailReport) -> str:
-    """Return the compiler's error from a jail's report; empty if compiling succeeded."""
     if report.exit_kind == jail_driver.EXITED and report.exit_code == 0:
         return ""
     lines = report.err.decode(errors="replace").strip().splitlines()
@@ -89,7 +88,7 @@ def describe_compile_failure(report: JailReport) -> str:
 
 
 def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOutcome, str]:
-    """Return outcome and detail by the exit alone; PASS for exit code 0 within all limits."""
+    """Judge by the exit alone; PASS for exit code 0 within all limits."""
     last_line = (report.err.decode(errors="replace").strip().splitlines() or [""])[-1]
     stopped = {
         jail_driver.COMPILE_FAILED: (RewardOutcome.COMPILE_ERROR, last_line),
@@ -124,7 +123,6 @@ def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOut
 def _compare_output(
     out: bytes, test: StdinTest | CallTest, program: SandboxProgram
 ) -> tuple[RewardOutcome, str]:
-    """Compare a program's output `out` with the expected output; return outcome and detail."""
     if isinstance(test, StdinTest):
         actual = decode_output(out)
         if is_same_text(test.stdout, actual, loose_numbers=program.loose_numbers):

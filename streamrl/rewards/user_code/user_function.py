@@ -53,10 +53,7 @@ def _build_verl_batch_arguments(prompt: Prompt, completions: Sequence[str]) -> C
 
 
 def _build_trl_arguments(prompt: Prompt, completions: Sequence[str]) -> CallArguments:
-    """Build TRL's arguments: every column of the row as a list with an element per completion.
-
-    For chat prompts a completion is a list with the assistant's message.
-    """
+    """Repeat every column of the row per completion; a chat completion is a list of messages."""
     is_chat = prompt.is_chat
     columns = {
         **prompt.extra_info,
@@ -147,7 +144,6 @@ class UserFunction:
     call_spec: FunctionCallSpec
 
     def to_reward_error(self, failure: BaseException) -> RewardError:
-        """Convert an exception of the function; the message names a line of the user's file."""
         return RewardError(self.file_function.describe_error(failure))
 
     def __str__(self) -> str:

@@ -101,7 +101,6 @@ def _parse_results(
 
 
 def _split_results(user: UserFunction, results: Any, size: int) -> Sequence[Any]:
-    """Return a group's values from a single call. Raises RewardError unless `size` values."""
     if hasattr(results, "tolist"):  # numpy array or torch tensor
         results = results.tolist()
     if not isinstance(results, list | tuple) or len(results) != size:
@@ -112,8 +111,7 @@ def _split_results(user: UserFunction, results: Any, size: int) -> Sequence[Any]
 def _parse_result(user: UserFunction, result: Any, index: int) -> RewardResult:
     """Convert the value returned for the completion at `index`: a number, or a dict with "score".
 
-    Optional keys of a dict: `acc` is the pass flag, `pred` or `answer` the extracted answer. `acc`
-    and further numbers become extra metrics.
+    Optional keys: `acc` is the pass flag, `pred` or `answer` the extracted answer.
     """
     if result is None and user.style.can_abstain:
         return RewardResult.make_not_judged()
@@ -140,7 +138,6 @@ def _parse_result(user: UserFunction, result: Any, index: int) -> RewardResult:
 
 
 def _collect_extra_metrics(fields: Mapping[Any, Any]) -> tuple[tuple[str, float], ...]:
-    """Return `acc` and the numbers under keys other than RESULT_KEYS, with their names."""
     numbers = (
         (str(name), to_finite_float(value))
         for name, value in fields.items()

@@ -50,11 +50,9 @@ class CpuModel:
         return self._work_s + (self._clock.time() - self._speed_since) * self._speed
 
     def has_passed(self, when: float) -> bool:
-        """Return whether the work clock `now` has reached `when`, within rounding error."""
         return when <= self.now * (1 + _TIME_TOLERANCE) + _TIME_TOLERANCE_S
 
     def call_at(self, when: float, callback: Callable[[], object]) -> CpuTimer:
-        """Call back when the work clock `now` reaches `when`."""
         timer = CpuTimer(callback)
         heapq.heappush(self._timers, (when, next(self._timer_ids), timer))
         if self._timers[0][2] is timer:
@@ -62,14 +60,12 @@ class CpuModel:
         return timer
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
-        """Call back after this many seconds of the work clock `now`."""
         if self._cores:
             self.call_at(self.now + seconds, callback)
         else:
             self._clock.call_later(seconds, callback)
 
     def adjust_busy(self, processes: int) -> None:
-        """Add `processes`, which may be negative, to the number of busy processes."""
         self._num_busy += processes
         cores = self._cores
         speed = (
@@ -81,7 +77,6 @@ class CpuModel:
             self._schedule_next()
 
     async def wait_until(self, when: float) -> None:
-        """Wait until the work clock `now` reaches `when`."""
         if when > self.now:
             future = self._clock.create_future()
             timer = self.call_at(when, partial(_resolve_future, future))
@@ -99,7 +94,6 @@ class CpuModel:
             self.adjust_busy(-processes)
 
     def _schedule_next(self) -> None:
-        """Set the event loop's timer to the first pending callback, at the present speed."""
         if self._next_handle is not None:
             self._next_handle.cancel()
             self._next_handle = None
@@ -129,7 +123,6 @@ class SerialProcess:
         self._is_busy = False
 
     def add_work(self, seconds: float) -> None:
-        """Queue this many seconds of work for the process."""
         if not seconds:
             return
         self._busy_until = max(self._busy_until, self._cpu.now) + seconds
@@ -139,7 +132,6 @@ class SerialProcess:
             self._cpu.call_at(self._busy_until, self._stop_if_done)
 
     def _stop_if_done(self) -> None:
-        """Count the process as idle if all queued work is done."""
         if self._cpu.has_passed(self._busy_until):
             self._is_busy = False
             self._cpu.adjust_busy(-1)

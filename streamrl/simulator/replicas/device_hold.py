@@ -47,7 +47,6 @@ class SimulatedDeviceHold:
         self.is_held = False
 
     async def _hold_lease(self, lease: DeviceLease) -> None:
-        """Acquire the lease, call `on_granted`, and release the lease when all work is done."""
         while self._num_pending:
             self._idle_event.clear()
             async with lease.hold(self._stage):

@@ -13,8 +13,7 @@ TRAINER_PHASE = "trainer"
 class _UntimedArbiter:
     """Device arbiter in which waiting for a preemption never times out.
 
-    The real arbiter answers such polls after a timeout; in virtual time each poll would cost an
-    event.
+    In virtual time each poll of the real arbiter would cost an event.
     """
 
     def __init__(self, arbiter: DeviceArbiter) -> None:
@@ -24,7 +23,6 @@ class _UntimedArbiter:
         self.report_progress = arbiter.report_progress
 
     async def wait_for_preemption(self, holder: str) -> bool:
-        """Wait, without a timeout, until the arbiter preempts this holder of a lease."""
         return await self._arbiter.wait_for_preemption(holder, math.inf)
 
 
@@ -49,7 +47,6 @@ class DeviceLeases:
         self._arbiter = _UntimedArbiter(arbiter)
 
     def _find_phase(self, role: str) -> str:
-        """Return the phase in which a role holds devices; all trained roles have a common phase."""
         return TRAINER_PHASE if role in self._trained_roles else role
 
     def make_lease(

@@ -102,7 +102,6 @@ class SimulatedGenerator:
             self._enqueue_works(works)
 
     def _enqueue_works(self, works: Sequence[GroupWork]) -> None:
-        """Queue groups to be sampled, or to wait for the version at which they were admitted."""
         loaded_version = self._weight_puller.loaded_version
         self._awaiting_version += [
             work for work in works if work.group.admitted_version > loaded_version
@@ -113,7 +112,6 @@ class SimulatedGenerator:
             self._device_hold.begin_work(len(ready))
 
     def _start_sampling(self) -> None:
-        """Add all queued groups to the engine; the caller has made sure that devices are held."""
         completions, now = self._context.completions, self._context.cpu.now
         ready_works, self._ready_works = self._ready_works, []
         for work in ready_works:
@@ -122,13 +120,8 @@ class SimulatedGenerator:
             lengths = (
                 [completions.get_greedy_length(uid)] if greedy else completions.get_lengths(uid)
             )
-            lengths_text = " ".join(map(str, lengths))
-            tokens = completions.prompt_tokens
-            span_args: dict[str, SpanArgValue] = {
-                "uid": uid,
-                "prompt": tokens,
-                "lengths": lengths_text,
-            }
+            text, tokens = " ".join(map(str, lengths)), completions.prompt_tokens
+            span_args: dict[str, SpanArgValue] = {"uid": uid, "prompt": tokens, "lengths": text}
             work.lane = self._recorder.begin_span(work.stage, span_args)
             self._engine.add_group(work, tokens, lengths, now, self._slots[work.stage])
         self._update_timer()
@@ -186,7 +179,6 @@ class SimulatedGenerator:
         self._finish_groups(done)
 
     def _finish_groups(self, done: Sequence[RunningGroup[GroupWork]]) -> None:
-        """Commit sampled groups and request more."""
         finished: dict[str, list[SimulatedGroup]] = {}
         for sampling in done:
             work = sampling.key
@@ -199,16 +191,12 @@ class SimulatedGenerator:
         self._request_groups()
 
     def _request_groups(self) -> None:
-        """Request groups from the queue for every stage with free slots."""
         for stage, slots in self._slots.items():
             if slots.free_slots > 0:
                 self._context.queue.request_groups(stage, self)
 
     def _set_group_info(self, work: GroupWork, versions: Mapping[int, int]) -> None:
-        """Record lengths and sampling versions of a sampled group for later stages.
-
-        versions: number of sampled tokens by version.
-        """
+        """Record a sampled group for later stages; versions: sampled tokens by version."""
         completions, group = self._context.completions, work.group
         prompt_tokens = completions.prompt_tokens
         if work.stage == GREEDY_CALL.stage:
@@ -230,7 +218,6 @@ class GeneratorPool:
         self._cpu = context.cpu
 
     async def suspend(self) -> None:
-        """Pause the engines of all generators and wait for the end of their decode steps."""
         await self._cpu.wait_until(
             max((generator.pause() for generator in self.replicas), default=0.0)
         )

@@ -23,7 +23,6 @@ class ProcessRecorder:
         self._paused_names: Collection[str] = ()
 
     def begin_span(self, name: str, args: SpanArgs = NO_SPAN_ARGS) -> int:
-        """Begin a span and return the number of its lane; `args` are those of a real span."""
         lane = heapq.heappop(self._free_lanes) if self._free_lanes else len(self._open_spans)
         self._open_spans[lane] = name, self._clock.time(), args
         return lane
@@ -47,7 +46,6 @@ class ProcessRecorder:
         ]
 
     def resume_spans(self) -> None:
-        """Begin again the spans that `pause_spans` ended."""
         now = self._clock.time()
         for lane, (name, _, args) in self._open_spans.items():
             if name in self._paused_names:
@@ -55,7 +53,6 @@ class ProcessRecorder:
         self._paused_names = ()
 
     def close_spans(self) -> None:
-        """End all open spans of the process, which has crashed."""
         for lane in list(self._open_spans):
             self.end_span(lane)
 

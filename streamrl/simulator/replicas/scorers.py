@@ -23,7 +23,6 @@ class ScoreBatch:
 
     @property
     def newest_version(self) -> int:
-        """Highest version at which a group of the batch was admitted."""
         return max(group.admitted_version for group in self.groups)
 
 
@@ -57,14 +56,12 @@ class SimulatedScorer:
         self._is_busy = self._is_dead = False
 
     def start(self) -> None:
-        """Start to request groups; a scorer that follows a trained model pulls weights first."""
         if self._weight_puller is not None:
             self._weight_puller.start()
         else:
             self.on_version_loaded()
 
     def _find_required_version(self, version: int) -> int:
-        """Return the oldest version of the model that may score groups admitted at `version`."""
         is_ema_reference = next(iter(self._calls.values())).followed_role == EMA_REFERENCE
         return (
             self._context.reference.find_reference_version(version) if is_ema_reference else version
@@ -95,7 +92,6 @@ class SimulatedScorer:
         )
 
     def _enqueue_batches(self, batches: Sequence[ScoreBatch]) -> None:
-        """Queue batches to be scored, or to wait for the version of the model that they require."""
         for batch in batches:
             if (
                 self._weight_puller is not None
@@ -118,7 +114,6 @@ class SimulatedScorer:
                 self._context.queue.request_groups(stage, self)
 
     def _start_next_batch(self) -> None:
-        """Start to score the next batch if the scorer is idle and holds its devices."""
         if self._is_busy or not self._ready_batches or not self._device_hold.is_held:
             return
         batch, cpu = self._ready_batches.popleft(), self._context.cpu
@@ -131,7 +126,6 @@ class SimulatedScorer:
         self._timer = cpu.call_at(at, lambda: self._finish_batch(batch, lane))
 
     def _count_batch_tokens(self, batch: ScoreBatch) -> tuple[int, int]:
-        """Return the number of rollouts of a batch, and of their tokens, prompts included."""
         groups = batch.groups
         if "greedy_ids" in self._calls[batch.stage].needs:
             return len(groups), sum(group.greedy_tokens for group in groups)

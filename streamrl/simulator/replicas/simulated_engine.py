@@ -72,8 +72,8 @@ class SimulatedEngine(Generic[K]):
     ) -> None:
         """Create an engine without groups.
 
-        slot_pools: when one of these full pools gets a free slot, the engine reports an event, so
-            that the caller can request another group.
+        slot_pools: a free slot in one of these full pools is an event, so that the caller can
+        request another group.
         """
         self._timing = timing
         self._slot_pools = slot_pools
@@ -96,7 +96,6 @@ class SimulatedEngine(Generic[K]):
 
     @property
     def version(self) -> int:
-        """Version of the weights with which the engine samples."""
         return self._version_marks[-1][1]
 
     @property
@@ -106,7 +105,6 @@ class SimulatedEngine(Generic[K]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine has groups and is not paused."""
         return not self._is_paused and not self.is_empty
 
     @property
@@ -228,7 +226,6 @@ class SimulatedEngine(Generic[K]):
             self._plan = None
 
     def _get_plan(self, until: float = math.inf) -> "_EventPlan":
-        """Return the planned events, planned further if `until` lies after the last of them."""
         plan = self._plan
         if plan is None or (plan.is_truncated and plan.event_times[-1] <= until):
             plan = self._plan = self._make_plan(until)
@@ -237,18 +234,13 @@ class SimulatedEngine(Generic[K]):
     def _make_plan(self, until: float) -> "_EventPlan":
         """Plan the next events: when running rollouts end, up to the first end that is an event.
 
-        The plan also ends with the first rollout that ends after `until`. Rollouts are sorted by
-        last step. Between two ends the batch has a constant size, so one call of `decode_run_s`
-        covers all steps up to the next end. The plan stops early at the step in which the KV cache
-        would overflow (`preemption_step`).
+        The plan also ends with the first rollout that ends after `until`. Between two ends the
+        batch has a constant size, so one call of `decode_run_s` covers all steps up to the next
+        end. The plan stops early at the step in which the KV cache would overflow.
         """
         timing, waiting = self._timing, self._waiting
-        now, step, resident, count = (
-            self.now,
-            self.decode_steps,
-            self.resident_tokens,
-            len(self._running),
-        )
+        now, step = self.now, self.decode_steps
+        resident, count = self.resident_tokens, len(self._running)
         plan, is_event = _EventPlan([], []), False
         ends_until_free_slot = min(
             [1 - pool.free_slots for pool in self._slot_pools if pool.free_slots <= 0],
@@ -284,7 +276,6 @@ class SimulatedEngine(Generic[K]):
         return plan
 
     def _apply_events(self, count: int) -> None:
-        """Advance the engine over the first `count` ends of rollouts in the plan."""
         if not count:
             return
         plan = self._plan
@@ -305,7 +296,6 @@ class SimulatedEngine(Generic[K]):
             del plan.resident_tokens[:count]
 
     def _finish_rollouts(self, count: int) -> None:
-        """Remove the first `count` running rollouts, and collect the groups that they complete."""
         newest, version = self._version_marks[-1]
         num_finished_before = len(self._finished_groups)
         full_pools = [pool for pool in self._slot_pools if pool.free_slots <= 0]
@@ -347,17 +337,12 @@ class SimulatedEngine(Generic[K]):
         return count < timing.max_running and resident + context + count + 1 <= timing.kv_tokens
 
     def _start_waiting(self) -> None:
-        """Start waiting rollouts, in order of arrival, while slots and KV cache suffice."""
         if self._is_paused:
             return
         waiting, running, step = self._waiting, self._running, self.decode_steps
         max_running, kv_tokens = self._timing.max_running, self._timing.kv_tokens
-        count, resident, last_slot, prefill_tokens = (
-            len(running),
-            self.resident_tokens,
-            self._last_slot,
-            0.0,
-        )
+        count, resident = len(running), self.resident_tokens
+        last_slot, prefill_tokens = self._last_slot, 0.0
         while waiting and count < max_running:
             group, context, tokens = waiting[0]
             # Inlined `_has_capacity`: a call per waiting rollout is too slow.
@@ -412,10 +397,7 @@ class _EventPlan:
 def _count_steps_until(
     timing: GeneratorTiming, count: int, resident: float, seconds: float, *, at_most: int
 ) -> int:
-    """Return the smallest number of decode steps that takes `seconds`, at most `at_most`.
-
-    count, resident: running rollouts, and tokens in the KV cache at the start.
-    """
+    """Return the smallest number of decode steps that takes `seconds`, at most `at_most`."""
     low, high = 0, at_most
     while low < high:
         middle = (low + high) // 2

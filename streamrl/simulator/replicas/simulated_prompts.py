@@ -30,7 +30,6 @@ class SimulatedPrompts:
         return Prompt(uid, self._tokens)
 
     def retry_prompt(self, uid: str) -> Prompt:
-        """Return the prompt of this uid again, with the uid of the next attempt."""
         epoch, index, attempt = parse_uid(uid)
         return self.get_prompt(make_uid(epoch, index, attempt + 1))
 
@@ -55,7 +54,6 @@ class CompletionLengths:
         self._lengths_by_uid: dict[str, list[int]] = {}
 
     def get_lengths(self, uid: str) -> Sequence[int]:
-        """Return the length of each completion of a group, in tokens."""
         lengths = self._lengths_by_uid.get(uid)
         if lengths is None:
             lengths = self._lengths_by_uid[uid] = self._draw_lengths(uid)[:-1]
@@ -74,7 +72,6 @@ class CompletionLengths:
         return self._filtered_flags[block][offset]
 
     def get_greedy_length(self, uid: str) -> int:
-        """Return the length of a prompt's greedy completion, in tokens."""
         return self._draw_lengths(uid)[-1]
 
     def _draw_lengths(self, uid: str) -> list[int]:

@@ -46,16 +46,13 @@ class SimulatedGroup:
     end_reason: GroupOutcome | None = None
 
     def is_done_with(self, stage: str) -> bool:
-        """Return whether a stage has no work left on this group."""
         return stage in self.done_stages or self.end_reason is not None
 
 
 class GroupConsumer(Protocol):
     """Protocol of a simulated replica that leases groups."""
 
-    def count_free_slots(self, stage: str) -> int:
-        """Return how many more groups the replica can take for a stage."""
-        ...
+    def count_free_slots(self, stage: str) -> int: ...
 
     def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
         """Take over these groups for a stage: the queue has leased them to the replica."""
@@ -89,7 +86,6 @@ class StageQueue:
         heapq.heappush(self.ready_heap, (group.admission_index, group))
 
     def remove_groups(self, groups: Sequence[SimulatedGroup]) -> None:
-        """Remove groups from the ready groups of the stage, because they have ended."""
         removed = {group.admission_index for group in groups}
         self.ready_heap = [entry for entry in self.ready_heap if entry[0] not in removed]
         heapq.heapify(self.ready_heap)
@@ -125,7 +121,6 @@ class StageQueue:
                 self.add_request(consumer, now)
 
     def _renew_requests(self, now: float) -> None:
-        """Renew lease requests that have waited LEASE_REQUEST_WAIT_S, with the slots now free."""
         for consumer in self.requests:
             if now - self._requested_s[consumer] >= LEASE_REQUEST_WAIT_S:
                 self.requests[consumer] = consumer.count_free_slots(self.stage)
@@ -138,7 +133,6 @@ class StageQueue:
         self._oldest_request_s = max(oldest_s, now - LEASE_REQUEST_WAIT_S + REQUEST_CHECK_S)
 
     def _assign_groups(self, consumer: GroupConsumer, free_slots: int, share: int) -> None:
-        """Lease the first ready groups to a replica, at most its free slots and its share."""
         count = min(free_slots, share)
         chosen = [heapq.heappop(self.ready_heap)[1] for _ in range(count)]
         for group in chosen:
@@ -203,7 +197,6 @@ class SimulatedQueue:
     # Called by replicas.
 
     def request_groups(self, stage: str, consumer: GroupConsumer) -> None:
-        """Request groups of a stage for all free slots of a replica."""
         stage_queue = self._stage_queues[stage]
         stage_queue.add_request(consumer, self._loop.time())
         if stage_queue.ready_heap:
@@ -238,7 +231,6 @@ class SimulatedQueue:
         return count
 
     def _apply_commit(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
-        """Mark groups as done by a stage, and offer them to the stages that are then ready."""
         groups = [group for group in groups if group.uid in self.groups]
         for group in groups:
             group.done_stages.add(stage)
@@ -266,7 +258,6 @@ class SimulatedQueue:
         self._serve_stage(self._stage_queues[self._train_stage])
 
     def _mark_ready(self, stage_queue: StageQueue, group: SimulatedGroup) -> None:
-        """Add a group to a stage's ready groups, or hold it until its whole step is ready."""
         if stage_queue.stage == self._train_stage:
             group.ready_version = self.version
             self._trainable.append(group)
@@ -281,7 +272,6 @@ class SimulatedQueue:
             stage_queue.add_group(group)
 
     def _serve_stage(self, stage_queue: StageQueue) -> None:
-        """Assign ready groups of a stage to waiting replicas, or wake the waiting trainer."""
         if stage_queue.stage == self._train_stage:
             if (
                 self._trainable
@@ -297,7 +287,6 @@ class SimulatedQueue:
             self._observe_depth(stage_queue, len(stage_queue.ready_heap))
 
     def _observe_depth(self, stage_queue: StageQueue, depth: int) -> None:
-        """Record the number of groups that wait for a stage."""
         now = self._loop.time()
         if depth != (stage_queue.depths[-1][1] if stage_queue.depths else 0):
             stage_queue.depths.append((now, depth))
@@ -314,14 +303,8 @@ class SimulatedQueue:
         on_entered: Callable[[Collection[str]], None] = lambda uids: None,
     ) -> None:
         """Add a group per prompt, ready for the stages that need no earlier stage; never waits."""
-        now, stage_queues = (
-            self._loop.time(),
-            [
-                stage_queue
-                for stage_queue in self._stage_queues.values()
-                if not stage_queue.required_stages
-            ],
-        )
+        now, all_queues = self._loop.time(), self._stage_queues.values()
+        stage_queues = [queue for queue in all_queues if not queue.required_stages]
         for prompt in prompts:
             group = SimulatedGroup(prompt.uid, self._num_admitted, version, now)
             self._num_admitted += 1
@@ -357,7 +340,6 @@ class SimulatedQueue:
         ]
 
     async def find_uids_with(self, column: str) -> list[str]:
-        """Return the uids of groups with this column, which must be the group filter's verdict."""
         assert column == FILTER_COLUMN, column
         await self._cpu.wait_until(self._cpu.now + self._hop_s)
         return [
@@ -376,7 +358,7 @@ class SimulatedQueue:
         ]
 
     def restore_trainable(self) -> None:
-        """Offer all groups that are ready to train once more, after a restart of the trainer."""
+        """Offer all groups that are ready to train again, after a restart of the trainer."""
         required_stages = self._stage_queues[self._train_stage].required_stages
         self._trainable = [
             group
@@ -407,7 +389,6 @@ class SimulatedQueue:
         return stats
 
     async def get_stats(self) -> ShardStats:
-        """Return depths, uids and counts of the queue since the last step."""
         now = self._loop.time()
         oldest_s = next((group.admitted_s for group in self.groups.values()), now)
         return ShardStats(
@@ -419,7 +400,6 @@ class SimulatedQueue:
         )
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
-        """Return, by uid, which stages have finished a group, as text for a report."""
         return {
             uid: f"done: {sorted(self.groups[uid].done_stages)}"
             for uid in uids

@@ -1,26 +1,10 @@
 """Run log of a simulated run, in memory only."""
 
 import asyncio
-from collections.abc import Sequence
 
 from streamrl.buffer import Ledger, RunLog
 from streamrl.buffer.books.run_log import TrainedStep
-from streamrl.buffer.log.segment_file import JournalRecord
-
-
-class _NullLog:
-    """Journal that discards records: a simulation is never resumed from disk."""
-
-    num_bytes = 0
-
-    def drain_fsync_s(self) -> float:
-        return 0.0
-
-    async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
-        pass
-
-    def append_nowait(self, records: Sequence[JournalRecord]) -> None:
-        pass
+from streamrl.buffer.log.journal import NullRecordLog
 
 
 class SimulatedRunLog(RunLog):
@@ -30,7 +14,7 @@ class SimulatedRunLog(RunLog):
     """
 
     def __init__(self, ledger: Ledger, *, step_s: float, keeps: bool) -> None:
-        super().__init__(ledger, _NullLog())
+        super().__init__(ledger, NullRecordLog())
         self._step_s = step_s
         self._keeps_steps = keeps
         self.steps_since_checkpoint: dict[int, TrainedStep] = {}

@@ -72,23 +72,19 @@ class SimulatedTrainer:
         return {}
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Wait `publish_s`, while training goes on, and return the manifest of a version."""
         lane = self._recorder.begin_span("publish", {"version": version})
         await asyncio.sleep(self._publish_s)
         self._recorder.end_span(lane)
         return WeightManifest(version, (), ())
 
     async def _wait_round_delay(self) -> None:
-        """Wait `TrainTiming.round_s`, the time to dispatch a round, without occupying devices."""
+        """Wait the time to dispatch a round, without occupying devices."""
         await self._cpu.wait_until(self._cpu.now + self._timing.round_s)
 
     async def _run_work(
         self, name: str, seconds: float, processes: int = 1, span_args: SpanArgs = NO_SPAN_ARGS
     ) -> None:
-        """Occupy the trainer's devices for `seconds`, recorded as a span of this name.
-
-        processes: number of ranks that are busy.
-        """
+        """Occupy the trainer's devices, with `processes` busy ranks, recorded as a span."""
         devices: AbstractAsyncContextManager[object] = self._device_lock or nullcontext()
         async with devices:
             lane = self._recorder.begin_span(name, span_args)

@@ -44,7 +44,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
     def _clock_resolution(self) -> float:
         """Seconds within which timers count as due together.
 
-        After about half a year of virtual time (1e7 s), one nanosecond is below the rounding error.
+        After about half a year (1e7 s), one nanosecond is below the rounding error.
         """
         return max(MIN_CLOCK_RESOLUTION_S, math.ulp(self._instant_selector.now))
 
@@ -62,13 +62,11 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
         *args: Any,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Schedule a callback at a virtual time; a timer at infinity is never scheduled."""
         if when == math.inf:
             return asyncio.TimerHandle(when, callback, args, self, context)
         return super().call_at(when, callback, *args, context=context)
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, polls: bool = True) -> T:
-    """Run a coroutine to completion on a virtual clock."""
     with asyncio.Runner(loop_factory=lambda: VirtualEventLoop(polls=polls)) as runner:
         return runner.run(main)

@@ -30,9 +30,7 @@ class VersionFollower(Protocol):
         """Simulate loading a version of the weights: compute nothing for `pause_s`."""
         ...
 
-    def on_version_loaded(self) -> None:
-        """Start work that waited for the version that has just been loaded."""
-        ...
+    def on_version_loaded(self) -> None: ...
 
 
 class WeightPuller:
@@ -73,7 +71,6 @@ class WeightPuller:
             self._pull_task.cancel()
 
     async def _pull_newest(self) -> None:
-        """Wait the time of a pull and load the version; then check for a newer version."""
         timing = self._timing
         while (version := self._registry.version) > self.loaded_version:
             lane = self._recorder.begin_span("pull", {"version": version})
