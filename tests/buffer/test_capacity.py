@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.buffer import QueueShard, ShardCapacity, group
 from streamrl.buffer.encoding.column_codec import encode_columns
-from streamrl.buffer.wire_types import ColumnCommit
+from streamrl.buffer.encoding.wire_types import ColumnCommit
 from streamrl.errors import ConfigError, DeadlineError
 from streamrl.messages import GroupLease
 from tests.buffer.shards import (

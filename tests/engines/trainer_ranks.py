@@ -286,7 +286,7 @@ def master_weights(job: RankJob, layout: Layout) -> None:
 def save_legacy_progress(
     trainer: "ModelTrainer", folder: Path, *, num_updates: int
 ) -> dict[str, Any]:
-    from streamrl.engines.checkpoint.trainer_checkpoint import describe_layout
+    from streamrl.engines.training.trainer_checkpoint import describe_layout
 
     progress = {"layout": describe_layout(trainer._config), "num_updates": num_updates}
     progress |= {"rng": torch.get_rng_state(), "cuda_rng": None}

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from streamrl.actors.coordination.trainer_group import ParallelTrainer
 from streamrl.actors.engine_factory import RealEngineFactory
-from streamrl.actors.trainer_group import ParallelTrainer
 from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound
 from streamrl.buffer.assembly.packing import MicroBatch, Round
 from streamrl.config.run_config import RunConfig
