@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from streamrl.engines.generation.requests_in_flight import ProgressWatch
 from streamrl.engines.generator_config import GeneratorConfig
@@ -79,7 +80,8 @@ async def test_every_version_reaches_every_rank(tmp_path: Path):
     async with start_engine(save(models[0], tmp_path, ends=False), CONFIG) as engine:
         assert len(list_ranks()) == 2
         shared = list_shared_files()
-        assert shared
+        # vLLM's builds for CPUs without AVX-512 have no collectives over shared memory.
+        assert bool(shared) == hasattr(torch.ops._C, "init_shm_manager")
         await engine.load_weights(weights_of(models[0]), 0)
         for version in (1, 2):
             running = asyncio.create_task(
