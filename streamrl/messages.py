@@ -360,7 +360,7 @@ def _get_column_dtype(name: str) -> np.dtype[Any]:
 
 
 def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
-    """Raise ContractError if columns lack an entry per token, or per rollout, of a group."""
+    """Raise ContractError unless each column has an entry per token, or per rollout, of a group."""
     expected = {ColumnAxis.TOKEN: info.num_tokens, ColumnAxis.ROLLOUT: len(info.lengths)}
     for name, entries in sizes.items():
         spec = get_column_spec(name)

@@ -106,8 +106,8 @@ class RealEngineFactory:
     ) -> "GenerationEngine":
         """Start the vLLM engine of a generator replica.
 
-        Where an engine spans several trainer processes, the process of its first rank, `replica`,
-        calls this method and the others call `make_follower_rank`.
+        Where a tensor-parallel engine spans trainer processes, only its leader's process calls
+        this method, with its trainer rank as `replica`; the others call `make_follower_rank`.
         """
         with pause_gc():
             from streamrl.engines.generation.generation_engine import GenerationEngine

@@ -128,4 +128,4 @@ class FollowerRankActor(ReplicaActor):
     async def run(self) -> None:
         """Compute each engine step together with the leader, until the leader exits."""
         assert self._follower_rank is not None
-        await self._run_loops([self._follower_rank.run_rank()], self._shared_weights)
+        await self._run_loops([self._follower_rank.wait_until_closed()], self._shared_weights)

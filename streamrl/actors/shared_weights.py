@@ -39,9 +39,10 @@ async def run_directly(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class SharedWeights:
-    """Weights that the trainer and the generator of a process share, and their current version.
+    """Weights in a process's memory that its trainer updates and its generator samples from.
 
-    The trainer publishes them; `follow_weights` loads them as those of any follower.
+    The trainer publishes a version here, and `follow_weights` loads it into the generator, with the
+    same calls as for a generator in another process.
     """
 
     _trainer: "ModelTrainer"

@@ -342,9 +342,10 @@ class TrainerActor(PingableActor):
     def _run_compute_phase(
         self, *, is_piece: bool = False, may_release_kv: bool = True
     ) -> AbstractAsyncContextManager[None]:
-        """Context in which the trainer computes (`SharedWeights.run_training_phase`).
+        """Context in which the trainer may use the memory of the generator of this process.
 
-        Does nothing without a generator in this process.
+        Arguments are those of `SharedWeights.run_training_phase`. Does nothing without a generator
+        here, and takes no device lease.
         """
         if self._shared_weights is None:
             return nullcontext()

@@ -27,9 +27,9 @@ class PendingAdmission(msgspec.Struct, frozen=True, eq=False):
 class CapacityLimiter:
     """Keeps a shard within its capacity. Times: s of the shard's clock.
 
-    A group reserves the largest possible size until its columns are complete, and its actual size
-    after that. So admission is the only operation that waits for capacity. `enter` inserts groups
-    into the shard.
+    A group reserves at least `reserved_group_bytes` until its columns are complete, and its actual
+    size after that. So admission is the only operation that waits for capacity. `enter` inserts
+    groups into the shard.
     """
 
     def __init__(

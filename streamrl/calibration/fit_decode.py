@@ -94,7 +94,9 @@ class DecodeReplay:
     def from_process(
         cls, groups: Sequence[GeneratedGroup], loads: Sequence[float], clock: WorkClock
     ) -> "list[DecodeReplay]":
-        """Return the replays of a generator process, one per window.
+        """Return the measured times of a generator process, an object per GroupWindow.
+
+        Of a long run only some windows are used, spread over the run.
 
         groups: groups of the process, ordered by begin.
         loads: times at which the process loaded versions.

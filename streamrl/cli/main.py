@@ -131,7 +131,10 @@ def _parse_arguments(
 
 
 def _install_handlers() -> Callable[[], None]:
-    """Handle Ctrl-C and SIGTERM; let a crash of any process print the stacks of all its threads."""
+    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt; return a function that raises a late one.
+
+    A crash of this process or one that it starts prints the stacks of all threads (faulthandler).
+    """
     faulthandler.enable(2)
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     return interrupt_on_signals()

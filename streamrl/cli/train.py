@@ -199,7 +199,7 @@ def _log_failure(
 ) -> StreamError:
     """Log why a run failed; return the error with crashed processes and the kept checkpoint."""
     crashes = session.crash_watch.find_new_crashes()
-    failure = _add_kept_checkpoint(_add_crashes(error, crashes), config)
+    failure = _add_kept_checkpoint(_add_crashes_to_message(error, crashes), config)
     with contextlib.suppress(DiskError):  # a full disk may have caused the failure
         for crash in crashes:
             sinks.log_event("crashed", asdict(crash))
@@ -207,7 +207,7 @@ def _log_failure(
     return failure
 
 
-def _add_crashes(error: StreamError, crashes: Sequence["CrashRecord"]) -> StreamError:
+def _add_crashes_to_message(error: StreamError, crashes: Sequence["CrashRecord"]) -> StreamError:
     if not crashes:
         return error
     descriptions = [f"{c.actor} crashed: {c.reason}, stacks in {c.stacks}" for c in crashes]

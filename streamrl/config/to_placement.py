@@ -357,7 +357,7 @@ def find_pools(dataflow: Dataflow, placement: Placement) -> PlacementConfig | No
     counts = {role: mesh.size for role, mesh in meshes.items()}
     offsets = _compute_mesh_offsets(meshes)
     for option in _iter_pool_options(meshes):
-        if not _has_all_overlaps(option.shared_pools, offsets):
+        if not _pools_cover_overlaps(option.shared_pools, offsets):
             continue
         is_shared = any(GENERATE_CALL.role in pool for pool in option.shared_pools)
         # A hybrid run has one process per device for generator and policy, so their meshes agree.
@@ -372,8 +372,8 @@ def find_pools(dataflow: Dataflow, placement: Placement) -> PlacementConfig | No
     return None
 
 
-def _has_all_overlaps(pools: Sequence[RolePool], overlaps: Iterable[tuple[str, str]]) -> bool:
-    """Return whether every two roles with common devices are in the same pool.
+def _pools_cover_overlaps(pools: Sequence[RolePool], overlaps: Iterable[tuple[str, str]]) -> bool:
+    """Return whether a placement config can express the overlaps: pairs of a common pool.
 
     overlaps: the pairs of roles with common devices.
     """

@@ -70,10 +70,10 @@ def count_transfers(
     amounts: Mapping[int, int],
     receivers: Collection[int],
 ) -> None:
-    """Add to `ranks` the bytes of transfers from every source rank to every receiver.
+    """Add to `ranks`, by kind of link, the bytes that every source rank sends to every receiver.
 
-    amounts: bytes that each source sends to each receiver. A source may be a receiver too. Takes
-    O(sources + receivers) steps, not their product.
+    amounts: bytes that each source sends to each receiver. What a source that is a receiver too
+    keeps counts as local. Takes O(sources + receivers) steps, not their product.
     """
     receivers_by_node = Counter(cluster.get_node(rank) for rank in receivers)
     bytes_by_node: Counter[int] = Counter()

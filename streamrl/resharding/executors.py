@@ -356,7 +356,10 @@ def create_least_bytes_executor(
     """Return the executor that reshards with the fewest bytes, on a tie a gather over all ranks.
 
     A gather is a single collective; copies are a message per pair of ranks. Every rank of the
-    process group must call this, and all make the same choice. bucket_bytes: limit of a round.
+    process group must call this, and all make the same choice.
+
+    bucket_bytes: limit of a round of transfers: of the bytes that a rank sends and that it receives
+    in copies, of the bytes that all ranks send in a gather.
     """
     copies = plan_copies(source, target, cluster)
     gather = plan_gather(source, target, cluster, [source.ranks])

@@ -280,7 +280,7 @@ def _get_snapshot_layout(checkpoint: Checkpoint, *, shards: int) -> QueueLayout:
 
 
 def find_next_generation(run_dir: Path) -> int:
-    """Return a generation of shard folders that no folder or checkpoint of the run uses."""
+    """Return a `QueueLayout.generation` that no shard folder or checkpoint of the run has."""
     names = [path.name for path in (run_dir / "journal").glob("shard-*")]
     for folder in list_checkpoints(run_dir / "checkpoints"):
         names += read_checkpoint(folder).state["cuts"]
@@ -396,9 +396,9 @@ def find_resume_point(path: Path) -> ResumePoint:
     return ResumePoint(folder, None)
 
 
-def get_journal_dir(run_dir: Path, owner: str) -> Path:
-    """Return the journal folder of a shard (owner "shard-<i>") or of the run log ("books")."""
-    return run_dir / "journal" / owner
+def get_journal_dir(run_dir: Path, name: str) -> Path:
+    """Return the journal folder of a shard (of `QueueLayout.shard_names`) or of the run log."""
+    return run_dir / "journal" / name
 
 
 def find_snapshot(run_dir: Path, shard: str) -> SnapshotBase:
@@ -431,7 +431,10 @@ def _find_journal_gaps(run_dir: Path, checkpoint: Checkpoint) -> set[str]:
 
 
 def remove_old_shards(run_dir: Path, layout: QueueLayout) -> None:
-    """Remove the journal folders of shards outside the layout, once no checkpoint needs them."""
+    """Remove the journal folders of shards outside the layout.
+
+    Call it only after a checkpoint with this layout is complete; no checkpoint is looked at.
+    """
     for path in (run_dir / "journal").glob("shard-*"):
         if path.name not in layout.shard_names and _SHARD_FOLDER_PATTERN.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)

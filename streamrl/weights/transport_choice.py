@@ -18,7 +18,7 @@ class PublishedModel:
 
 
 @dataclass(frozen=True)
-class ClusterFacts:
+class TransportFacts:
     """Facts about a cluster and a run that decide the transport.
 
     num_nodes: nodes that may hold publishers or readers. max_staleness: largest staleness of a
@@ -46,7 +46,7 @@ class ClusterFacts:
         return min(model.num_readers, self.max_staleness + 1)
 
 
-def choose_transport(config: WeightsConfig, facts: ClusterFacts) -> tuple[str, str]:
+def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str, str]:
     """Return the configured transport, or for auto the fastest that is possible.
 
     Also returns the reason, a line for the user. Raises ConfigError, with the arithmetic, if the
@@ -66,11 +66,11 @@ def choose_transport(config: WeightsConfig, facts: ClusterFacts) -> tuple[str, s
     return (
         SHARED_MEMORY,
         f"weights: {TRANSPORT_LABELS[SHARED_MEMORY]} (publisher and {readers} are on one node;"
-        f" {_describe_demand(config, facts)}; {_describe_capacity(facts)})",
+        f" {_describe_needed_memory(config, facts)}; {_describe_capacity(facts)})",
     )
 
 
-def divide_shared_memory(config: WeightsConfig, facts: ClusterFacts) -> dict[str, int]:
+def divide_shared_memory(config: WeightsConfig, facts: TransportFacts) -> dict[str, int]:
     """Return the bytes of shared memory that each published model may use, by role.
 
     The available bytes are divided in proportion to the models' peak needs.
@@ -80,12 +80,12 @@ def divide_shared_memory(config: WeightsConfig, facts: ClusterFacts) -> dict[str
     return {role: facts.capacity_bytes * need // total for role, need in needs.items()}
 
 
-def _find_obstacle(config: WeightsConfig, facts: ClusterFacts) -> str | None:
+def _find_obstacle(config: WeightsConfig, facts: TransportFacts) -> str | None:
     """Return the reason why the shared memory transport is impossible, or None."""
     if obstacle := describe_node_obstacle(facts.num_nodes):
         return obstacle
     if sum(_count_needed_bytes(config, facts).values()) > facts.capacity_bytes:
-        return f"{_describe_demand(config, facts)}; {_describe_capacity(facts)}"
+        return f"{_describe_needed_memory(config, facts)}; {_describe_capacity(facts)}"
     return None
 
 
@@ -96,7 +96,7 @@ def describe_node_obstacle(num_nodes: int) -> str:
     return f"needs one node; publisher and readers are on {num_nodes}"
 
 
-def _count_needed_bytes(config: WeightsConfig, facts: ClusterFacts) -> dict[str, int]:
+def _count_needed_bytes(config: WeightsConfig, facts: TransportFacts) -> dict[str, int]:
     """Return the peak shared memory of each model, in bytes by role.
 
     The peak consists of the versions kept, the version being written, and those that readers still
@@ -109,7 +109,7 @@ def _count_needed_bytes(config: WeightsConfig, facts: ClusterFacts) -> dict[str,
     }
 
 
-def _describe_capacity(facts: ClusterFacts) -> str:
+def _describe_capacity(facts: TransportFacts) -> str:
     capacity = f"/dev/shm has {_format_size(facts.capacity_bytes)}"
     if not facts.object_store_bytes:
         return capacity
@@ -119,7 +119,7 @@ def _describe_capacity(facts: ClusterFacts) -> str:
     )
 
 
-def _describe_demand(config: WeightsConfig, facts: ClusterFacts) -> str:
+def _describe_needed_memory(config: WeightsConfig, facts: TransportFacts) -> str:
     terms = " + ".join(
         f"(weights.keep_versions={config.keep_versions} + 1 being written +"
         f" {facts.count_lagging_versions(model)} being read)"

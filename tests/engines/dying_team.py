@@ -46,7 +46,7 @@ async def lead(spec: EngineSpec, victim: int, ready_file: Path) -> str:
 
 async def follow(spec: EngineSpec, victim: int, ready_file: Path) -> str:
     follower = await FollowerRank.start(spec)
-    serving = asyncio.create_task(follower.run_rank())
+    serving = asyncio.create_task(follower.wait_until_closed())
     if victim == 1:
         while not ready_file.exists():
             await asyncio.sleep(0.01)

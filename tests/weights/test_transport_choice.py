@@ -6,16 +6,16 @@ from streamrl.errors import ConfigError
 from streamrl.weights import WeightsConfig
 from streamrl.weights.config import TRANSPORTS
 from streamrl.weights.transport_choice import (
-    ClusterFacts,
     PublishedModel,
+    TransportFacts,
     choose_transport,
     divide_shared_memory,
 )
 
 POLICY = PublishedModel("policy", num_bytes=1_900_000, num_readers=3)
-ONE_NODE = ClusterFacts(1, (POLICY,), max_staleness=0, shm_free_bytes=11_200_000_000)
-TWO_NODES = ClusterFacts(2, (POLICY,), max_staleness=0, shm_free_bytes=11_200_000_000)
-LITTLE_MEMORY = ClusterFacts(
+ONE_NODE = TransportFacts(1, (POLICY,), max_staleness=0, shm_free_bytes=11_200_000_000)
+TWO_NODES = TransportFacts(2, (POLICY,), max_staleness=0, shm_free_bytes=11_200_000_000)
+LITTLE_MEMORY = TransportFacts(
     1,
     (PublishedModel("policy", num_bytes=20_000_000, num_readers=1),),
     max_staleness=1,
@@ -57,9 +57,9 @@ def test_lagging_versions_are_bounded_by_readers_and_max_staleness(
     readers: int, max_staleness: int, read: int
 ):
     model = PublishedModel("policy", 100, readers)
-    facts = ClusterFacts(1, (model,), max_staleness, shm_free_bytes=100 * (3 + read))
+    facts = TransportFacts(1, (model,), max_staleness, shm_free_bytes=100 * (3 + read))
     assert choose_transport(WeightsConfig(), facts)[0] == "shared_memory"
-    facts = ClusterFacts(1, (model,), max_staleness, shm_free_bytes=100 * (3 + read) - 1)
+    facts = TransportFacts(1, (model,), max_staleness, shm_free_bytes=100 * (3 + read) - 1)
     assert choose_transport(WeightsConfig(), facts)[0] == "store"
 
 
@@ -68,7 +68,7 @@ def test_published_models_share_the_memory_by_need():
         PublishedModel("policy", 100, num_readers=2),
         PublishedModel("critic", 50, num_readers=1),
     )
-    facts = ClusterFacts(1, models, max_staleness=1, shm_free_bytes=1750, object_store_bytes=350)
+    facts = TransportFacts(1, models, max_staleness=1, shm_free_bytes=1750, object_store_bytes=350)
     _, reason = choose_transport(WeightsConfig(), facts)
     assert reason.endswith(
         "needs 700 bytes ="
@@ -92,7 +92,7 @@ def test_published_models_share_the_memory_by_need():
         ),
     ],
 )
-def test_impossible_shared_memory_is_refused_with_the_arithmetic(facts: ClusterFacts, rule: str):
+def test_impossible_shared_memory_is_refused_with_the_arithmetic(facts: TransportFacts, rule: str):
     with pytest.raises(ConfigError, match=rule):
         choose_transport(WeightsConfig(transport="shared_memory"), facts)
 
@@ -100,7 +100,7 @@ def test_impossible_shared_memory_is_refused_with_the_arithmetic(facts: ClusterF
 @given(
     st.sampled_from(TRANSPORTS),
     st.builds(
-        ClusterFacts,
+        TransportFacts,
         num_nodes=st.integers(1, 3),
         models=st.tuples(
             st.builds(
@@ -115,7 +115,7 @@ def test_impossible_shared_memory_is_refused_with_the_arithmetic(facts: ClusterF
         object_store_bytes=st.integers(0, 10**11),
     ),
 )
-def test_the_configured_transport_is_chosen_or_refused(transport: str, facts: ClusterFacts):
+def test_the_configured_transport_is_chosen_or_refused(transport: str, facts: TransportFacts):
     try:
         chosen, reason = choose_transport(WeightsConfig(transport=transport), facts)
     except ConfigError:

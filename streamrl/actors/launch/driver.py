@@ -233,7 +233,7 @@ class RunSession:
         try:
             result = fetch_reply(reply, name)
         except StreamError as error:
-            if self._scaler.reject_if_unserved(name, str(error)):
+            if self._scaler.reject_if_joining(name, str(error)):
                 return None
             self._replace_actor(name, reply, error, handle)
             return None

@@ -197,10 +197,11 @@ class ReplicaScaler:
         else:
             self._register_replica(pending)
 
-    def reject_if_unserved(self, name: str, reason: str) -> bool:
-        """Remove a joining replica after its loops ended before it loaded weights.
+    def reject_if_joining(self, name: str, reason: str) -> bool:
+        """Return whether the failed actor is a replica that has not served yet, and remove it.
 
-        Returns False for any other actor: its failure concerns the run.
+        The answer to the scale request then states `reason`. The failure of any other actor
+        concerns the run.
         """
         for reply, pending in self._pending_replies.items():
             if pending.name == name and pending.milestone == "serves":

@@ -22,8 +22,8 @@ from streamrl.placement.resource_demand import ResourceDemand
 from streamrl.weights.config import SHARED_MEMORY
 from streamrl.weights.transport import TransportSpec, load_transport
 from streamrl.weights.transport_choice import (
-    ClusterFacts,
     PublishedModel,
+    TransportFacts,
     choose_transport,
     divide_shared_memory,
 )
@@ -53,7 +53,7 @@ def plan_transport(
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     # Segments of killed runs count as free memory.
     remove_stale_segments()
-    facts = ClusterFacts(
+    facts = TransportFacts(
         num_nodes=len(nodes),
         models=_list_published_models(config, demands),
         max_staleness=config.pipeline.max_staleness,

@@ -77,9 +77,10 @@ def _print_status(text: str) -> None:
 
 
 def _check_replaceable(config: RunConfig) -> None:
-    """Raise ConfigError unless run.overwrite=true may replace the existing folder of the run.
+    """Raise ConfigError if the existing folder of the run must not be replaced.
 
-    The folder must be a run directory without an input of the new run (model, data, code).
+    Called with run.overwrite=true. The folder must be a run directory without an input of the new
+    run (model, data, code).
     """
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():

@@ -287,7 +287,7 @@ class StateReader:
 
 @dataclass
 class _StateWriter:
-    """Writes the shards of a rank into files of bounded size; a context manager."""
+    """Writes a rank's shards of parameters and AdamW moments into files of bounded size."""
 
     directory: Path
     stem: str

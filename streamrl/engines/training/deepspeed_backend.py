@@ -84,10 +84,10 @@ class DeepSpeedBackend(TrainingBackend):
         return float(engine.get_global_grad_norm())
 
     def _divide_and_clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Divide and clip the gradients of ZeRO stage 0 before the optimizer's step.
+        """Divide the gradients of ZeRO stage 0 by the divisor of `step`, and clip them.
 
-        Called by torch as a hook of the optimizer. Stores the gradients' norm; if the norm is not
-        finite, the update is skipped.
+        Called by torch as a hook before the optimizer's step. Stores the gradients' norm; if the
+        norm is not finite, the update is skipped.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:

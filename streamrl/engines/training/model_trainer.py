@@ -250,10 +250,11 @@ class ModelTrainer:
     ) -> ReshardingStats | None:
         """Write the trained parameters into this rank's generator as `version`. Collective.
 
-        `served` is the generator's storage, the same at every call. Keep the generator paused
-        during the call, and from every update until the following call, because trained shards may
-        live in that storage (`alias_into`). Returns None if resharding is not possible; use
-        `full_state` then. Raises DeadlineError if a rank times out.
+        `served` is the generator's storage, the same at every call; None if it cannot be written
+        into. Pause the generator before each update and until the call for that update returns,
+        because trained shards may live in its storage (`alias_into`). Returns None, on all ranks
+        and at every call, if a rank cannot reshard; use `full_state` then. Raises DeadlineError if
+        a rank times out.
         """
         if self._config.lora_rank:
             return None

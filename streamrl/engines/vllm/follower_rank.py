@@ -56,10 +56,10 @@ class FollowerRank:
             ) from error
         return follower
 
-    async def run_rank(self) -> None:
-        """Wait until the leader shuts down.
+    async def wait_until_closed(self) -> None:
+        """Wait until the leader shuts down; a thread executes its calls meanwhile.
 
-        Raises GenerationError if the leader dies or a call fails.
+        Raises GenerationError if the leader dies or one of its calls fails on this rank.
         """
         await asyncio.shield(self._finished)
 

@@ -84,7 +84,10 @@ def _place_interleaved(choices: ParallelismChoices) -> RoleAssignments | None:
 
 
 def _split_halves(choices: ParallelismChoices) -> Sequence[Mesh]:
-    """Return the two halves of the cluster as meshes; empty if a node would be split."""
+    """Return the halves of the cluster as meshes, for reference and reward; empty if impossible.
+
+    Of several nodes none is split; a single node needs an even number of devices.
+    """
     cluster = choices.problem.cluster
     half = cluster.num_devices // 2
     edges = list_node_edges(cluster)

@@ -103,7 +103,11 @@ class OverlappedGeneration:
                 self._now = until
 
     def _skip_blocked_spans(self, limit_s: float) -> float:
-        """Wait until the devices are free; return the time until which they remain free."""
+        """Advance the time, at most to `limit_s`, past spans in which other jobs have the devices.
+
+        Returns the start of the next such span, or `limit_s` if that is earlier; without meaning if
+        the time has reached `limit_s`.
+        """
         spans = self._blocked_spans
         while spans and spans[0][0] <= self._now:
             self._now = max(self._now, min(spans[0][1], limit_s))

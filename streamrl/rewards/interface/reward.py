@@ -217,7 +217,10 @@ class WorkerReward(Reward):
         )
 
     async def _call_once(self, request: Any, *, exclusive: bool = False) -> Any:
-        """Run a request without retries; convert failures to RewardErrors."""
+        """Run a request in a worker once. Raises RewardError for a failure or a text response.
+
+        exclusive: use a worker that runs nothing else.
+        """
         try:
             answer = await self._pool.call(request, exclusive=exclusive)
         except WorkerError as failure:

@@ -122,7 +122,10 @@ class ModelReward(Reward):
         self._model = await loop.run_in_executor(self._model_thread, load)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """Score each completion. Raises RewardError for a text too long or a logit not finite."""
+        """Score each completion.
+
+        Raises RewardError for a logit not finite, and for a text too long unless truncated.
+        """
         texts = [self._render_text(prompt, completion) for completion in completions]
         return await retry_infra_errors(lambda: self._score_texts(texts), self._options.attempts)
 

@@ -69,7 +69,7 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    """Return the ground truth as text. Raises RewardError if unusable or empty in normal form."""
+    """Return the ground truth as it is written. Raises RewardError if its normal form is empty."""
     text = parse_truth_text(truth)
     require_nonempty(normalize_answer(text), truth)
     return text

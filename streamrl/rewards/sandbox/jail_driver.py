@@ -197,7 +197,7 @@ def run_job(job: JobMessage) -> bool:
 
 
 class PipeReader:
-    """Reads an output pipe of the tested program until more than `limit` bytes have arrived."""
+    """Reads an output pipe of the tested program; full once over `limit` bytes have arrived."""
 
     def __init__(self, fd: int, limit: int) -> None:
         self.fd = fd

@@ -256,7 +256,7 @@ class CollectiveReader(TransportReader):
             self._group = None
             # A group is unusable after any error; the writer begins a new epoch.
             self.fallback_reason = f"weights version {manifest.version} was not sent: {error}"
-        self._announce_return()
+        self._request_membership()
         try:
             return self._fallback.fetch_buckets(_make_fallback_manifest(manifest))
         except WeightsError as error:
@@ -280,8 +280,8 @@ class CollectiveReader(TransportReader):
         """Return True if this reader joined after the epoch began; the next epoch includes it."""
         return self._epoch is None and self._name not in epoch.members
 
-    def _announce_return(self) -> None:
-        """Ask the publisher, if reachable, to include this reader in the next epoch."""
+    def _request_membership(self) -> None:
+        """Ask the publisher, if reachable, to include this reader in the next group epoch."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(_make_return_key(self._name), "")

@@ -59,7 +59,11 @@ def format_bucket_name(bucket: int, num_buckets: int) -> str:
 
 @dataclass(frozen=True)
 class _ManifestFile:
-    """Contents of manifest.json. Handles are left out: the directory may be moved."""
+    """Contents of manifest.json: a WeightManifest without handles.
+
+    Handles contain the directory's path; `read_manifest` makes them anew, because the directory may
+    have moved.
+    """
 
     version: int
     buckets: tuple[WeightBucket, ...]

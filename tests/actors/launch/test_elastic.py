@@ -214,7 +214,7 @@ def test_a_replica_that_never_serves_is_rejected_and_the_run_goes_on(
     match reported_by:
         case "its loops":
             del run.loops["run generator-1"]
-            assert run.scaling.reject_if_unserved("generator-1", "bucket 0: gone\nmore")
+            assert run.scaling.reject_if_joining("generator-1", "bucket 0: gone\nmore")
         case "its answer":
             run.reply("serving generator-1")
         case "timeout":
@@ -234,8 +234,8 @@ def test_a_replica_that_has_served_is_not_rejected(tmp_path: Path):
     run = Run(1, tmp_path)
     run.ask(generator=2)
     run.reply("placed generator-1", "started generator-1", "serving generator-1")
-    assert not run.scaling.reject_if_unserved("generator-1", "it died")
-    assert not run.scaling.reject_if_unserved("generator-0", "it died")
+    assert not run.scaling.reject_if_joining("generator-1", "it died")
+    assert not run.scaling.reject_if_joining("generator-0", "it died")
     assert run.registry.removed == []
 
 
