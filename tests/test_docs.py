@@ -94,3 +94,52 @@ def test_the_folder_map_names_the_packages_and_modules():
     rooms = {f"{p.name}/" for p in package.iterdir() if (p / "__init__.py").exists()}
     files = {p.name for p in package.glob("*.py")} - {"__init__.py", "errors.py"}
     assert named == rooms | files
+
+
+def test_modules_that_pages_name_exist():
+    folders = ("streamrl", "tests", "benchmarks", "examples", "scripts")
+    modules = [
+        f"/{p.relative_to(ROOT)}" for folder in folders for p in (ROOT / folder).rglob("*.py")
+    ]
+    missing = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in PAGES
+        for name in re.findall(r"`([\w.-]+/[\w./-]*\.py)`", page.read_text())
+        if not any(module.endswith(f"/{name}") for module in modules)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_the_walks_name_existing_files_and_count_them():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    walk = text.split("## The way of a prompt, and of a version\n")[1].split("\n## ")[0]
+    prompt, version = re.split(r"^\*\*An optimizer step", walk, flags=re.MULTILINE)
+    read, also_run, both = (int(n) for n in re.findall(r"(\d+)(?: files|\)|\stogether)", prompt))
+    sums = [sum(column) for column in zip(*map(count_files, list_rows(prompt)), strict=True)]
+    assert (sums, sum(sums)) == ([read, also_run], both)
+    (total,) = re.findall(r"(\d+) files", version)
+    assert sum(count_files(row)[0] for row in list_rows(version)) == int(total)
+
+
+def list_rows(section: str) -> list[list[str]]:
+    """Return the cells of the rows of a section's table, without its two header lines."""
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def count_files(row: list[str]) -> tuple[int, int]:
+    """Return the files of a row of a walk, and those that also run; all must exist.
+
+    A name without a folder is in that of the name before it.
+    """
+    counts = []
+    for cell in (row[1], row[3] if len(row) > 3 else ""):
+        folder = ROOT / "streamrl"
+        names = re.findall(r"`([\w/]+(?:\.py|/))`", cell)
+        for name in names:
+            roots = (folder, *folder.parents)
+            path = next(root / name for root in roots if (root / name).exists())
+            folder = path.parent
+        counts.append(len(names))
+    assert counts[0] == int(row[2]), row[0]
+    return counts[0], counts[1]
