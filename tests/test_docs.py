@@ -15,6 +15,7 @@ from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.registry import build_rewards
 from streamrl.telemetry.metric_names import METRICS
+from tests.test_layering import ROOMS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -86,14 +87,11 @@ def list_anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_folder_map_names_the_packages_and_modules():
+def test_the_folder_map_names_the_packages_and_modules_in_their_order():
     text = (ROOT / "docs" / "architecture.md").read_text().split("## The rooms")[1]
     text = text.split("\n## ")[0]
-    named = set(re.findall(r"^  ([a-z_]+(?:/|\.py))", text, flags=re.MULTILINE))
-    package = ROOT / "streamrl"
-    rooms = {f"{p.name}/" for p in package.iterdir() if (p / "__init__.py").exists()}
-    files = {p.name for p in package.glob("*.py")} - {"__init__.py", "errors.py"}
-    assert named == rooms | files
+    named = re.findall(r"^  ([a-z_]+)(?:/|\.py)", text, flags=re.MULTILINE)
+    assert named == [room for room in reversed(ROOMS) if room != "errors"]
 
 
 def test_modules_that_pages_name_exist():

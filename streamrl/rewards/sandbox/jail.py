@@ -51,7 +51,7 @@ class JailError(Exception):
 
 
 class JailLostError(Exception):
-    """A jail ended before its process 1 (driver.py) reported; the sandbox did not kill it."""
+    """A jail ended before its process 1 (jail_driver.py) reported; the sandbox did not kill it."""
 
 
 class MemoryLimitError(Exception):
