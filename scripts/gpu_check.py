@@ -1,12 +1,12 @@
-"""Check the trainer's half of streamrl on one GPU in a few minutes: numbers, memory, speed.
+"""Check the trainer of streamrl on one GPU in a few minutes: numerics, memory, speed.
 
     python scripts/gpu_check.py --device cuda --out gpu_check.jsonl
 
-Needs PyTorch, transformers, DeepSpeed and tensordict; neither Ray nor vLLM, and no network: models
-are made here, with random weights. Each step runs in a process of its own with its own deadline
-and adds one JSON line to the output as it ends. A step that dies or hangs costs only itself: its
-line has the cases that were done and the end of what it wrote to standard error. With `--device
-cpu` the same code runs on small models, which checks this script rather than a GPU.
+Needs PyTorch, transformers, DeepSpeed and tensordict; neither Ray nor vLLM, and no network: the
+script makes its models, with random weights. Each step runs in a separate process with its own
+deadline and appends a JSON line to the output when it ends. A step that dies or hangs does not
+affect the other steps: its line holds the finished cases and the end of its standard error. With
+`--device cpu` the same code runs on small models, which checks this script rather than a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -49,52 +49,50 @@ if TYPE_CHECKING:
     from streamrl.messages import Array, Columns
     from streamrl.resharding.storage import ShardStorage
 
-Found = dict[str, Any]
-"""What a case found; `ok` False marks a failure."""
+Measurements = dict[str, Any]
+"""Measurements of a case by name; `ok` False marks a failure."""
 
-CPU_PATIENCE = 6
-"""Factor on the deadlines where everything runs on a CPU."""
+CPU_DEADLINE_FACTOR = 6
 STDERR_CHARS = 1500
-CASE = '{"case"'
-"""How the line of a case begins."""
+CASE_PREFIX = '{"case"'
+"""Start of a line that reports a case."""
 GIB = 1 << 30
 GB = 1e9
-PROMPT = 4
-"""Tokens of a prompt in made-up rollouts."""
+PROMPT_TOKENS = 4
 TEMPERATURE = 0.8
 LR = 3e-5
 
-# Largest differences that count as rounding.
+# Tolerances: larger differences are errors, smaller differences are rounding.
 FP32_LOGPROB = 1e-3
 FP32_GRADIENT = 1e-3
 BF16_LOGPROB = 0.1
 """Mean over tokens, in nats."""
 BF16_NORM = 0.2
-"""Of the gradient's norm, relative."""
-SAME_STEP = 0.1
-"""Mean difference between two parameters that should be the same, in learning rates."""
+"""Relative difference of gradient norms."""
+PARAMETER_TOLERANCE = 0.1
+"""Mean absolute difference between equal parameters, in learning rates."""
 
 
-# --- The parent: steps, deadlines, lines ----------------------------------------------------------
+# --- Parent process: run steps under deadlines ----------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Step:
-    """A function that yields a name and what was found for each of its cases."""
+class CheckStep:
+    """Generator function that yields name and measurements of each case, and its deadline."""
 
-    run: Callable[[], Iterator[tuple[str, Found]]]
+    run: Callable[[], Iterator[tuple[str, Measurements]]]
     deadline_s: float
 
 
 def main() -> None:
-    """Run the chosen steps and exit with 1 if one failed."""
+    """Run the chosen steps; exit with 1 if any step fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("gpu_check.jsonl"),
-        help="file the JSON lines are added to (gpu_check.jsonl)",
+        help="file to append JSON lines to (default: gpu_check.jsonl)",
     )
     parser.add_argument("--steps", default=",".join(STEPS), help="comma-separated; default: all")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -116,9 +114,9 @@ def main() -> None:
     sys.exit(1 if failed else 0)
 
 
-def run_step(name: str, device: str) -> Found:
-    """Run a step in a process of its own; its line, whatever becomes of the process."""
-    deadline_s = STEPS[name].deadline_s * (1 if device == "cuda" else CPU_PATIENCE)
+def run_step(name: str, device: str) -> Measurements:
+    """Run a step in a separate process; return its JSON line even if the process dies or hangs."""
+    deadline_s = STEPS[name].deadline_s * (1 if device == "cuda" else CPU_DEADLINE_FACTOR)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -128,9 +126,10 @@ def run_step(name: str, device: str) -> Found:
             )
             code = wait_or_kill(process, deadline_s)
         cases = read_cases(out)
-        line: Found = {
+        line: Measurements = {
             "step": name,
-            "ok": code == 0 and all(found.get("ok", True) for found in cases.values()),
+            "ok": code == 0
+            and all(measurements.get("ok", True) for measurements in cases.values()),
             "seconds": round(time.monotonic() - begun, 1),
             "cases": cases,
         }
@@ -142,7 +141,7 @@ def run_step(name: str, device: str) -> Found:
 
 
 def start_child(name: str, device: str, **options: Any) -> subprocess.Popen[str]:
-    """Start this script for one step, or for one part of a step."""
+    """Start this script for a step or for a part of a step."""
     env = {**os.environ, **options.pop("env", {})}
     if device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -151,11 +150,11 @@ def start_child(name: str, device: str, **options: Any) -> subprocess.Popen[str]
 
 
 def wait_or_kill(process: subprocess.Popen[str], deadline_s: float) -> int | None:
-    """Wait for the exit code; None if the process had to be killed, with a group it leads."""
+    """Wait for the exit code; at the deadline kill the process, and its group, and return None."""
     try:
         return process.wait(max(deadline_s, 0))
     except subprocess.TimeoutExpired:
-        # Only a leader's group has its number.
+        # A process group exists under this pid only if the process leads a session.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
@@ -163,104 +162,104 @@ def wait_or_kill(process: subprocess.Popen[str], deadline_s: float) -> int | Non
         return None
 
 
-def read_cases(path: Path) -> dict[str, Found]:
-    """Read what a child printed, without what libraries print and a line that was cut off."""
+def read_cases(path: Path) -> dict[str, Measurements]:
+    """Read the cases that a child printed; skip output of libraries and truncated lines."""
     cases = {}
     for line in path.read_text(errors="replace").splitlines():
-        if line.startswith(CASE):
+        if line.startswith(CASE_PREFIX):
             with contextlib.suppress(ValueError):
-                found = json.loads(line)
-                cases[found.pop("case")] = found
+                measurements = json.loads(line)
+                cases[measurements.pop("case")] = measurements
     return cases
 
 
-# --- The child: one step --------------------------------------------------------------------------
+# --- Child process: run a step --------------------------------------------------------------------
 
 
 def run_child(name: str, device: str) -> None:
-    """Run one step, or one part of a step, and print a line for each case."""
+    """Run a step or a part of a step; print a line per case."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch.cuda.is_available() is False: no GPU, or a driver too old for this PyTorch")
-    fill_gaps_of_torch()
+    alias_torch_functions()
     run = STEPS[name].run if name in STEPS else NCCL_PARTS[name]
-    for case, found in run():
-        print(json.dumps({"case": case, **tidy(found)}), flush=True)
+    for case, measurements in run():
+        print(json.dumps({"case": case, **round_floats(measurements)}), flush=True)
 
 
-def fill_gaps_of_torch() -> None:
-    """Add names that streamrl uses and that PyTorch before 2.13 has under another name."""
+def alias_torch_functions() -> None:
+    """Alias functions that PyTorch has under the name that streamrl uses only since 2.13."""
     import torch.distributed as dist
 
     if not hasattr(dist, "all_gather_single"):
         vars(dist)["all_gather_single"] = dist.all_gather_into_tensor
 
 
-def run_cases(cases: Mapping[str, Callable[[], Found]]) -> Iterator[tuple[str, Found]]:
-    """Run each case; one that raises is reported and does not end the others."""
+def run_cases(
+    cases: Mapping[str, Callable[[], Measurements]],
+) -> Iterator[tuple[str, Measurements]]:
+    """Run all cases; report a case that raises as failed and continue with the next."""
     for name, run in cases.items():
         begun = time.monotonic()
         try:
-            found = run()
-        except Exception as error:  # noqa: BLE001  whatever it is, the next case may still tell
+            measurements = run()
+        except Exception as error:  # noqa: BLE001  report any error, run the next case
             traceback.print_exc()
             reason = " ".join(str(error).split())[:400]
-            found = {"ok": False, "error": f"{type(error).__name__}: {reason}"}
+            measurements = {"ok": False, "error": f"{type(error).__name__}: {reason}"}
             free_memory()
-        yield name, {**found, "seconds": time.monotonic() - begun}
+        yield name, {**measurements, "seconds": time.monotonic() - begun}
 
 
-def tidy(found: Any) -> Any:
-    """Round numbers to four digits; JSON has no NaN and no infinity."""
-    if isinstance(found, Mapping):
-        return {str(key): tidy(value) for key, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [tidy(value) for value in found]
-    if isinstance(found, float):
-        return float(f"{found:.4g}") if math.isfinite(found) else str(found)
-    return found
+def round_floats(value: Any) -> Any:
+    """Round nested floats to four digits; turn NaN and infinity into text, as JSON has neither."""
+    if isinstance(value, Mapping):
+        return {str(key): round_floats(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [round_floats(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else str(value)
+    return value
 
 
-def on_gpu() -> bool:
-    """Whether this process checks a GPU."""
+def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
 
 
-def synchronize() -> None:
-    """Wait for the GPU."""
+def synchronize_gpu() -> None:
     import torch
 
-    if on_gpu():
+    if has_gpu():
         torch.cuda.synchronize()
 
 
 def free_memory() -> None:
-    """Give memory that nothing uses back to the GPU."""
+    """Return unused memory to the GPU."""
     import gc
 
     import torch
 
     gc.collect()
-    if on_gpu():
+    if has_gpu():
         torch.cuda.empty_cache()
 
 
 def time_seconds(run: Callable[[], object], repeats: int = 1) -> float:
-    """Time a call, GPU included, mean over the repeats, s."""
-    synchronize()
+    """Measure the mean wall time of a call, including its GPU work, s."""
+    synchronize_gpu()
     begun = time.monotonic()
     for _ in range(repeats):
         run()
-    synchronize()
+    synchronize_gpu()
     return (time.monotonic() - begun) / repeats
 
 
 @contextlib.contextmanager
-def without_gpu() -> Iterator[None]:
-    """Let streamrl and transformers take this machine for one without a GPU."""
+def hide_gpu() -> Iterator[None]:
+    """Hide the GPU from streamrl and transformers."""
     import torch
 
     with mock.patch.object(torch.cuda, "is_available", lambda: False):
@@ -269,7 +268,7 @@ def without_gpu() -> Iterator[None]:
 
 # --- Models and rollouts --------------------------------------------------------------------------
 
-COMMON: Found = {
+TINY_CONFIG: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -281,40 +280,40 @@ COMMON: Found = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-BIG: Found = {
+QWEN2_COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 151936,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
 TINY = "tiny"
-QWEN2: Mapping[str, Found] = {
-    TINY: COMMON,
+QWEN2: Mapping[str, dict[str, Any]] = {
+    TINY: TINY_CONFIG,
     "0.5B": {
-        **BIG,
+        **QWEN2_COMMON,
         "hidden_size": 896,
         "intermediate_size": 4864,
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
     },
     "1.5B": {
-        **BIG,
+        **QWEN2_COMMON,
         "hidden_size": 1536,
         "intermediate_size": 8960,
         "num_hidden_layers": 28,
         "num_attention_heads": 12,
     },
     "3B": {
-        **BIG,
+        **QWEN2_COMMON,
         "hidden_size": 2048,
         "intermediate_size": 11008,
         "num_hidden_layers": 36,
         "num_attention_heads": 16,
     },
 }
-"""Settings of Qwen2 models, those with a size as Qwen2.5 has them."""
-MIXED = ["sliding_attention", "full_attention"]
-ROUTED: Found = {
+"""Settings of Qwen2 models by size; all but the tiny model equal Qwen2.5."""
+MIXED_ATTENTION = ["sliding_attention", "full_attention"]
+ROUTED_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
@@ -322,7 +321,7 @@ ROUTED: Found = {
     "n_group": 1,
     "topk_group": 1,
 }
-ARCHITECTURES: Mapping[str, Found] = {
+ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 32},
     "llama": {},
@@ -340,10 +339,10 @@ ARCHITECTURES: Mapping[str, Found] = {
         "num_experts_per_tok": 2,
         "head_dim": 32,
         "sliding_window": 16,
-        "layer_types": MIXED,
+        "layer_types": MIXED_ATTENTION,
     },
     "deepseek_v3": {
-        **ROUTED,
+        **ROUTED_EXPERTS,
         "first_k_dense_replace": 1,
         "num_key_value_heads": 4,
         "q_lora_rank": 32,
@@ -352,7 +351,7 @@ ARCHITECTURES: Mapping[str, Found] = {
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
     },
-    # Last: on a GPU its attention is compiled, which may take long or fail.
+    # Last: on a GPU transformers compiles its attention, which may take long or fail.
     "gemma2": {
         "head_dim": 32,
         "query_pre_attn_scalar": 32,
@@ -364,20 +363,20 @@ ARCHITECTURES: Mapping[str, Found] = {
 
 
 @contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    """Make a folder in main memory, where that has room for a model, until the step ends."""
+def make_scratch_folder() -> Iterator[Path]:
+    """Make a temporary folder, in shared memory if a model fits."""
     shared = Path("/dev/shm")
-    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 16 * GIB
-    with tempfile.TemporaryDirectory(dir=shared if roomy else None) as folder:
+    has_room = shared.is_dir() and shutil.disk_usage(shared).free > 16 * GIB
+    with tempfile.TemporaryDirectory(dir=shared if has_room else None) as folder:
         yield Path(folder)
 
 
 def write_tiny(folder: Path, architecture: str = "qwen2") -> str:
-    """Write a float32 model whose distributions are far from uniform; returns its path."""
+    """Write a float32 model with distributions far from uniform; return its path."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(architecture, **{**COMMON, **ARCHITECTURES[architecture]})
+    config = AutoConfig.for_model(architecture, **{**TINY_CONFIG, **ARCHITECTURES[architecture]})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -394,12 +393,12 @@ def write_tiny(folder: Path, architecture: str = "qwen2") -> str:
 
 
 def write_qwen2(folder: Path, size: str) -> str:
-    """Write a Qwen2 of a size with random weights, made on the GPU where there is one."""
+    """Write a Qwen2 model with random weights, drawn on the GPU if available; return its path."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     path = folder / size
-    with torch.device("cuda" if on_gpu() else "cpu"):
+    with torch.device("cuda" if has_gpu() else "cpu"):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN2[size]), dtype=torch.bfloat16)
     model.save_pretrained(path)
     del model
@@ -410,7 +409,7 @@ def write_qwen2(folder: Path, size: str) -> str:
 def make_groups(
     lengths: Sequence[Sequence[int]], vocabulary: int, *, seed: int = 0
 ) -> dict[str, Columns]:
-    """Make up groups of rollouts of these lengths, with every column that an algorithm may read."""
+    """Generate groups of rollouts of these lengths with every column that an algorithm may read."""
     import numpy as np
 
     from streamrl.messages import FinishReason, Rollout, rollouts_to_columns
@@ -420,10 +419,10 @@ def make_groups(
     for number, group in enumerate(lengths):
         rollouts = [
             Rollout.from_single_turn(
-                rng.integers(3, vocabulary, PROMPT).astype(np.int32),
-                rng.integers(3, vocabulary, length - PROMPT).tolist(),
-                logprobs=(-rng.uniform(2, 6, length - PROMPT)).tolist(),
-                versions=[0] * (length - PROMPT),
+                rng.integers(3, vocabulary, PROMPT_TOKENS).astype(np.int32),
+                rng.integers(3, vocabulary, length - PROMPT_TOKENS).tolist(),
+                logprobs=(-rng.uniform(2, 6, length - PROMPT_TOKENS)).tolist(),
+                versions=[0] * (length - PROMPT_TOKENS),
                 finish_reason=FinishReason.STOP,
             )
             for length in group
@@ -447,29 +446,30 @@ def make_groups(
 
 
 def sample_logprobs(groups: Mapping[str, Columns], model_path: str) -> dict[str, Columns]:
-    """Replace log-probabilities by what a policy near that of the model would have said."""
+    """Replace log-probabilities with those of a policy close to the model."""
     import numpy as np
 
     from streamrl.engines.training.forward_scorers import LogprobScorer
 
-    with without_gpu():
+    with hide_gpu():
         scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=4096)
         rng = np.random.default_rng(7)
-        found: dict[str, Columns] = {}
+        sampled: dict[str, Columns] = {}
         for uid, columns in groups.items():
             own = scorer.compute_ref_logprobs(columns)["ref_logprobs"]
             near, far = (rng.normal(0, scale, len(own)).astype(np.float32) for scale in (0.1, 0.3))
             mask = columns["loss_mask"]
-            found[uid] = {
+            sampled[uid] = {
                 **columns,
                 "generator_logprobs": np.where(mask, own + near, 0),
                 "ref_logprobs": np.where(mask, own + far, 0),
             }
-    return found
+    return sampled
 
 
-def policy_task(model_path: str, config: AlgorithmConfig, groups: Mapping[str, Columns]) -> Any:
-    """Make the task of a policy under an algorithm."""
+def make_policy_task(
+    model_path: str, config: AlgorithmConfig, groups: Mapping[str, Columns]
+) -> Any:
     from streamrl.engines.training.tasks import PolicyTask
 
     longest = max(int(columns["lengths"].max()) for columns in groups.values())
@@ -477,23 +477,25 @@ def policy_task(model_path: str, config: AlgorithmConfig, groups: Mapping[str, C
     return PolicyTask(model_path, config.spec, settings, TEMPERATURE)
 
 
-def all_picks(groups: Mapping[str, Columns]) -> list[tuple[str, int]]:
-    """Name every rollout."""
+def list_picks(groups: Mapping[str, Columns]) -> list[tuple[str, int]]:
+    """List all rollouts as (group uid, index)."""
     return [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
 
 
-def batch_of(task: PolicyTask, groups: Mapping[str, Columns]) -> Any:
-    """Lay all rollouts into one batch, with what the algorithm derives."""
+def build_full_batch(task: PolicyTask, groups: Mapping[str, Columns]) -> Any:
+    """Build a batch of all rollouts, with the columns that the algorithm derives."""
     from streamrl.engines.training.collate import build_batch, derive_columns
 
     derived = derive_columns(task.spec, task.settings, groups)
-    return build_batch(groups, all_picks(groups), derived=derived, token_columns=task.token_columns)
+    return build_batch(
+        groups, list_picks(groups), derived=derived, token_columns=task.token_columns
+    )
 
 
-def tiny_groups(model_path: str) -> dict[str, Columns]:
-    """Make three groups of four short rollouts that the tiny model may have sampled."""
+def make_tiny_groups(model_path: str) -> dict[str, Columns]:
+    """Generate three groups of four short rollouts with log-probabilities close to the model's."""
     lengths = [[11, 7, 30, 19], [25, 9, 14, 40], [6, 33, 12, 21]]
-    return sample_logprobs(make_groups(lengths, COMMON["vocab_size"]), model_path)
+    return sample_logprobs(make_groups(lengths, TINY_CONFIG["vocab_size"]), model_path)
 
 
 # --- Step: the machine ----------------------------------------------------------------------------
@@ -501,42 +503,41 @@ def tiny_groups(model_path: str) -> dict[str, Columns]:
 PACKAGES = ("torch", "transformers", "deepspeed", "tensordict", "triton", "numpy", "safetensors")
 
 
-def check_machine() -> Iterator[tuple[str, Found]]:
-    """Report driver, compilers and memory, and import the trainer's half."""
+def check_machine() -> Iterator[tuple[str, Measurements]]:
+    """Report driver, compilers and memory; import the trainer."""
     yield from run_cases({"system": describe_system, "imports": import_trainer})
 
 
-def describe_system() -> Found:
-    """Report what a GPU run needs from its machine."""
+def describe_system() -> Measurements:
     import torch
 
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    found: Found = {
+    measurements: Measurements = {
         "python": platform.python_version(),
         "kernel": platform.release(),
         "cores": os.cpu_count(),
-        "nvidia_smi": first_line(query),
-        "nvcc": first_line(["nvcc", "--version"], last=True),
-        "compiler": first_line(["cc", "--version"]),
+        "nvidia_smi": read_output_line(query),
+        "nvcc": read_output_line(["nvcc", "--version"], last=True),
+        "compiler": read_output_line(["cc", "--version"]),
         "Python.h": Path(sysconfig.get_paths()["include"], "Python.h").is_file(),
         "shared_memory_gib": shutil.disk_usage("/dev/shm").total / GIB,
         "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         "cuda": torch.version.cuda,
-        "versions": {name: version_of(name) for name in PACKAGES},
+        "versions": {name: get_package_version(name) for name in PACKAGES},
     }
-    if on_gpu():
+    if has_gpu():
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        measurements |= {
             "gpu": properties.name,
             "capability": list(torch.cuda.get_device_capability()),
             "free_gib": torch.cuda.mem_get_info()[0] / GIB,
             "nccl": list(torch.cuda.nccl.version()),
         }
-    return found
+    return measurements
 
 
-def first_line(command: Sequence[str], *, last: bool = False) -> str | None:
-    """Run a command; the first or last line it prints, None if there is no such command."""
+def read_output_line(command: Sequence[str], *, last: bool = False) -> str | None:
+    """Run a command; return its first or last output line, None if it fails to start."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -545,23 +546,22 @@ def first_line(command: Sequence[str], *, last: bool = False) -> str | None:
     return lines[-1 if last else 0]
 
 
-def version_of(package: str) -> str | None:
-    """Name the installed version of a package, None if there is none."""
+def get_package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def import_trainer() -> Found:
-    """Import the trainer and DeepSpeed; neither may need Ray or vLLM."""
+def import_trainer() -> Measurements:
+    """Import the trainer and DeepSpeed; fail if they import Ray or vLLM."""
     begun = time.monotonic()
     import streamrl.engines.training.model_trainer
     import streamrl.weights.buckets  # noqa: F401
     from streamrl.engines.training.deepspeed_backend import _import_deepspeed
 
     imported = time.monotonic()
-    # On a GPU this also tries compilers, once for each kind of DeepSpeed's kernels.
+    # On a GPU DeepSpeed also probes the compilers, once per kind of kernel.
     _import_deepspeed()
     needless = [name for name in ("ray", "vllm") if name in sys.modules]
     return {
@@ -574,7 +574,7 @@ def import_trainer() -> Found:
 
 # --- Step: every loss -----------------------------------------------------------------------------
 
-VARIANTS: Mapping[str, Found] = {
+VARIANTS: Mapping[str, dict[str, Any]] = {
     "plain": {},
     "kl": {"kl_coef": 0.1},
     "entropy": {"entropy_coef": 0.01},
@@ -582,75 +582,81 @@ VARIANTS: Mapping[str, Found] = {
 
 
 @dataclass(frozen=True)
-class LossOf:
-    """What one loss says of a batch: its value, the gradient of all parameters, its sums."""
+class LossResult:
+    """Loss of a batch, flat gradient of all parameters, and the sums that the loss reports."""
 
     loss: float
     gradient: Tensor
     sums: Mapping[str, float]
 
 
-def check_losses() -> Iterator[tuple[str, Found]]:
-    """Compare scores, losses and gradients of all algorithms with those on the CPU in float32."""
-    with scratch() as folder:
+def check_losses() -> Iterator[tuple[str, Measurements]]:
+    """Compare scores, losses and gradients of all algorithms with the CPU in float32."""
+    with make_scratch_folder() as folder:
         path = write_tiny(folder)
-        groups = tiny_groups(path)
+        groups = make_tiny_groups(path)
         cases = {
-            f"{what}, {dtype}": partial(compare, path, groups, dtype)
+            f"{quantity}, {dtype}": partial(compare, path, groups, dtype)
             for dtype in ("float32", "bfloat16")
-            for what, compare in (("scores", compare_scores), ("losses", compare_losses))
+            for quantity, compare in (("scores", compare_scores), ("losses", compare_losses))
         }
         yield from run_cases(cases)
 
 
 @cache
-def reference_model(model_path: str) -> Any:
+def load_reference_model(model_path: str) -> Any:
     """Load a model on the CPU in float32."""
     import torch
 
     from streamrl.engines.models.forward import load_model
 
-    with without_gpu():
+    with hide_gpu():
         return load_model(model_path, dtype=torch.float32)
 
 
 @cache
-def device_model(model_path: str, dtype: str) -> Any:
-    """Load a model where streamrl would have it."""
+def load_device_model(model_path: str, dtype: str) -> Any:
+    """Load a model on the device that streamrl chooses."""
     from streamrl.engines.dtypes import TORCH_DTYPES
     from streamrl.engines.models.forward import load_model
 
     return load_model(model_path, dtype=TORCH_DTYPES[dtype])
 
 
-def compare_scores(path: str, groups: Mapping[str, Columns], dtype: str) -> Found:
+def compare_scores(path: str, groups: Mapping[str, Columns], dtype: str) -> Measurements:
     """Compare log-probabilities and entropies."""
     import torch
 
     from streamrl.algorithms import AlgorithmConfig
     from streamrl.engines.models.forward import get_local_device
 
-    task = policy_task(path, AlgorithmConfig(), groups)
-    batch = batch_of(task, groups)
+    task = make_policy_task(path, AlgorithmConfig(), groups)
+    batch = build_full_batch(task, groups)
     with torch.no_grad():
-        expected = task.score_batch(reference_model(path), batch, "value")
-        found = task.score_batch(device_model(path, dtype), batch.to(get_local_device()), "value")
+        expected = task.score_batch(load_reference_model(path), batch, "value")
+        actual = task.score_batch(
+            load_device_model(path, dtype), batch.to(get_local_device()), "value"
+        )
     mask = batch["attention_mask"]
-    logprobs = (found.logprobs.cpu() - expected.logprobs).abs()[mask]
-    entropy = (found.entropy.cpu() - expected.entropy).abs()[mask]
+    logprobs = (actual.logprobs.cpu() - expected.logprobs).abs()[mask]
+    entropy = (actual.entropy.cpu() - expected.entropy).abs()[mask]
     is_close = (
         logprobs.max() < FP32_LOGPROB if dtype == "float32" else logprobs.mean() < BF16_LOGPROB
     )
-    return {"ok": bool(is_close), "logprob": spread(logprobs), "entropy": spread(entropy)}
+    return {
+        "ok": bool(is_close),
+        "logprob": summarize_differences(logprobs),
+        "entropy": summarize_differences(entropy),
+    }
 
 
-def spread(differences: Tensor) -> Found:
-    """Summarise absolute differences."""
+def summarize_differences(differences: Tensor) -> Measurements:
+    """Compute maximum and mean of absolute differences."""
     return {"max": float(differences.max()), "mean": float(differences.mean())}
 
 
-def compare_losses(path: str, groups: Mapping[str, Columns], dtype: str) -> Found:
-    """Compare the loss and the gradient of every algorithm, plain, with KL and with entropy."""
+def compare_losses(path: str, groups: Mapping[str, Columns], dtype: str) -> Measurements:
+    """Compare loss and gradient of every algorithm: plain, with KL, with entropy."""
     from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
     from streamrl.engines.models.forward import get_local_device
     from streamrl.errors import ConfigError
@@ -666,14 +672,16 @@ def compare_losses(path: str, groups: Mapping[str, Columns], dtype: str) -> Foun
             except ConfigError:
                 refused.append(label)
                 continue
-            task = policy_task(path, config, groups)
-            batch = batch_of(task, groups)
-            expected = loss_of(task, reference_model(path), batch)
-            found = loss_of(task, device_model(path, dtype), batch.to(get_local_device()))
+            task = make_policy_task(path, config, groups)
+            batch = build_full_batch(task, groups)
+            expected = compute_loss_and_gradient(task, load_reference_model(path), batch)
+            actual = compute_loss_and_gradient(
+                task, load_device_model(path, dtype), batch.to(get_local_device())
+            )
             scale = max(abs(expected.loss), expected.sums.get("num_tokens", 1.0) * 1e-2)
-            losses[label] = abs(found.loss - expected.loss) / scale
+            losses[label] = abs(actual.loss - expected.loss) / scale
             norm = float(expected.gradient.norm())
-            gradients[label] = float((found.gradient - expected.gradient).norm()) / max(norm, 1e-9)
+            gradients[label] = float((actual.gradient - expected.gradient).norm()) / max(norm, 1e-9)
     worst = max(gradients.values())
     limit = FP32_GRADIENT if dtype == "float32" else math.inf
     return {
@@ -681,13 +689,13 @@ def compare_losses(path: str, groups: Mapping[str, Columns], dtype: str) -> Foun
         "variants": len(losses),
         "refused": refused,
         "median_gradient": sorted(gradients.values())[len(gradients) // 2],
-        "worst_losses": worst_of(losses),
-        "worst_gradients": worst_of(gradients),
+        "worst_losses": select_largest(losses),
+        "worst_gradients": select_largest(gradients),
     }
 
 
-def loss_of(task: PolicyTask, model: Any, batch: Any) -> LossOf:
-    """Compute loss and gradient of a batch where the model is."""
+def compute_loss_and_gradient(task: PolicyTask, model: Any, batch: Any) -> LossResult:
+    """Compute loss and gradient of a batch on the device of the model."""
     import torch
 
     model.zero_grad()
@@ -695,23 +703,24 @@ def loss_of(task: PolicyTask, model: Any, batch: Any) -> LossOf:
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([gradient.detach().float().cpu().flatten() for gradient in gradients])
-    return LossOf(loss.item(), flat, {name: float(value) for name, value in sums.items()})
+    return LossResult(loss.item(), flat, {name: float(value) for name, value in sums.items()})
 
 
-def worst_of(differences: Mapping[str, float], count: int = 3) -> dict[str, float]:
-    """Pick the largest; what is no number counts as the largest of all."""
-    ranked = sorted(
-        differences.items(), key=lambda item: -item[1] if item[1] == item[1] else -math.inf
-    )
-    return dict(ranked[:count])
+def select_largest(differences: Mapping[str, float], count: int = 3) -> dict[str, float]:
+    """Select the largest differences; NaN ranks first."""
+
+    def rank_by(item: tuple[str, float]) -> float:
+        return math.inf if math.isnan(item[1]) else item[1]
+
+    return dict(sorted(differences.items(), key=rank_by, reverse=True)[:count])
 
 
 # --- Step: the trainer ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A way to train."""
+class TrainerLayout:
+    """Backend, ZeRO stage and parameter dtype of a trainer."""
 
     backend: str
     zero_stage: int
@@ -719,29 +728,29 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """Its name in the report."""
+        """Case name in the report."""
         return f"{self.backend} {self.zero_stage} {self.dtype}"
 
 
 LAYOUTS = (
-    Layout("deepspeed", 1, "bfloat16"),
-    Layout("deepspeed", 1, "float32"),
-    Layout("torch", 0, "float32"),
-    Layout("deepspeed", 3, "bfloat16"),
-    Layout("deepspeed", 2, "bfloat16"),
-    Layout("deepspeed", 0, "float32"),
-    Layout("deepspeed", 2, "float32"),
-    Layout("deepspeed", 3, "float32"),
+    TrainerLayout("deepspeed", 1, "bfloat16"),
+    TrainerLayout("deepspeed", 1, "float32"),
+    TrainerLayout("torch", 0, "float32"),
+    TrainerLayout("deepspeed", 3, "bfloat16"),
+    TrainerLayout("deepspeed", 2, "bfloat16"),
+    TrainerLayout("deepspeed", 0, "float32"),
+    TrainerLayout("deepspeed", 2, "float32"),
+    TrainerLayout("deepspeed", 3, "float32"),
 )
-"""The default of a GPU run first."""
+"""Starts with the default of a GPU run, so that a missed deadline still covers it."""
 
 
-def check_trainer() -> Iterator[tuple[str, Found]]:
-    """Train three steps in every layout, against a plain loop, through a save and a load."""
-    with scratch() as folder:
+def check_trainer() -> Iterator[tuple[str, Measurements]]:
+    """Train three steps in every layout; compare with a plain loop and with a resumed trainer."""
+    with make_scratch_folder() as folder:
         path = write_tiny(folder)
-        groups = tiny_groups(path)
-        cases: dict[str, Callable[[], Found]] = {
+        groups = make_tiny_groups(path)
+        cases: dict[str, Callable[[], Measurements]] = {
             layout.label: partial(train_and_resume, layout, path, groups, folder)
             for layout in LAYOUTS
         }
@@ -749,30 +758,30 @@ def check_trainer() -> Iterator[tuple[str, Found]]:
 
 
 def train_and_resume(
-    layout: Layout, path: str, groups: Mapping[str, Columns], folder: Path
-) -> Found:
-    """Take three steps and compare; load what was saved after the second, and repeat the third."""
+    layout: TrainerLayout, path: str, groups: Mapping[str, Columns], folder: Path
+) -> Measurements:
+    """Train three steps; then load the state saved after the second step and repeat the third."""
     import torch
 
     saved = folder / layout.label.replace(" ", "-")
     trainer = make_trainer(layout, path, groups)
     norms = [take_step(trainer, groups) for _ in range(2)]
     trainer.save_training_state(saved)
-    drawn = torch.rand(4, device=device_name()).tolist()
+    drawn = torch.rand(4, device=get_device_name()).tolist()
     norms.append(take_step(trainer, groups))
-    trained = whole_state(trainer)
+    trained = copy_parameters(trainer)
     trainer.close()
     trainer = make_trainer(layout, path, groups)
     trainer.load_training_state(saved)
-    drawn_again = torch.rand(4, device=device_name()).tolist()
+    drawn_again = torch.rand(4, device=get_device_name()).tolist()
     take_step(trainer, groups)
-    resumed = whole_state(trainer)
+    resumed = copy_parameters(trainer)
     trainer.close()
-    expected, expected_norms = plain_steps(path, groups, 3)
+    expected, expected_norms = train_plain_loop(path, groups, 3)
     norm_error = max(abs(a / b - 1) for a, b in zip(norms, expected_norms, strict=True))
-    from_resumed = apart(trained, resumed)
-    found = {
-        "ok": from_resumed["mean"] < SAME_STEP and drawn == drawn_again,
+    from_resumed = compare_parameters(trained, resumed)
+    measurements = {
+        "ok": from_resumed["mean"] < PARAMETER_TOLERANCE and drawn == drawn_again,
         "norms": norms,
         "norm_error": norm_error,
         "from_resumed_in_lr": from_resumed,
@@ -780,34 +789,34 @@ def train_and_resume(
         "same_random_numbers": drawn == drawn_again,
     }
     if layout.dtype == "bfloat16":
-        # Its parameters are rounded to far more than a learning rate.
-        found["ok"] &= norm_error < BF16_NORM
+        # bfloat16 rounds parameters by far more than a learning rate.
+        measurements["ok"] &= norm_error < BF16_NORM
     else:
-        found["from_plain_in_lr"] = from_plain = apart(trained, expected)
-        found["ok"] &= norm_error < FP32_GRADIENT and from_plain["mean"] < SAME_STEP
-    return found
+        measurements["from_plain_in_lr"] = from_plain = compare_parameters(trained, expected)
+        measurements["ok"] &= (
+            norm_error < FP32_GRADIENT and from_plain["mean"] < PARAMETER_TOLERANCE
+        )
+    return measurements
 
 
-def device_name() -> str:
-    """Name the device that streamrl works on."""
+def get_device_name() -> str:
     from streamrl.engines.models.forward import get_local_device
 
     return str(get_local_device())
 
 
 def make_trainer(
-    layout: Layout, path: str, groups: Mapping[str, Columns], **changes: Any
+    layout: TrainerLayout, path: str, groups: Mapping[str, Columns], **changes: Any
 ) -> ModelTrainer:
-    """Make a trainer of one rank."""
+    """Make a single-rank trainer."""
     from streamrl.algorithms import AlgorithmConfig
     from streamrl.engines.training.model_trainer import ModelTrainer
 
-    task = policy_task(path, AlgorithmConfig(), groups)
-    return ModelTrainer(task, config=trainer_config(layout, **changes))
+    task = make_policy_task(path, AlgorithmConfig(), groups)
+    return ModelTrainer(task, config=make_trainer_config(layout, **changes))
 
 
-def trainer_config(layout: Layout, **changes: Any) -> TrainerConfig:
-    """Make the settings of a layout."""
+def make_trainer_config(layout: TrainerLayout, **changes: Any) -> TrainerConfig:
     from streamrl.engines.trainer_config import TrainerConfig
 
     return TrainerConfig(
@@ -816,8 +825,8 @@ def trainer_config(layout: Layout, **changes: Any) -> TrainerConfig:
 
 
 def take_step(trainer: ModelTrainer, groups: Mapping[str, Columns]) -> float:
-    """Train all rollouts in two micro-batches and update; the gradient's norm."""
-    picks = all_picks(groups)
+    """Train all rollouts in two micro-batches and update; return the gradient norm."""
+    picks = list_picks(groups)
     sums: dict[str, float] = {}
     for part in (picks[::2], picks[1::2]):
         for name, value in trainer.train_micro_batch(groups, part).items():
@@ -825,23 +834,23 @@ def take_step(trainer: ModelTrainer, groups: Mapping[str, Columns]) -> float:
     return trainer.step(trainer.compute_loss_denominator(sums))["policy/grad_norm"]
 
 
-def whole_state(trainer: ModelTrainer) -> dict[str, Tensor]:
+def copy_parameters(trainer: ModelTrainer) -> dict[str, Tensor]:
     """Copy the parameters to the CPU."""
     return {name: tensor.float().cpu().clone() for name, tensor in trainer.full_state()}
 
 
-def plain_steps(
+def train_plain_loop(
     path: str, groups: Mapping[str, Columns], num_steps: int
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Take the same steps in float32 on the CPU, in a loop without streamrl's trainer."""
+    """Train in float32 on the CPU without `ModelTrainer`; return parameters and gradient norms."""
     import torch
 
     from streamrl.algorithms import AlgorithmConfig
 
-    task = policy_task(path, AlgorithmConfig(), groups)
-    model = copy.deepcopy(reference_model(path))
+    task = make_policy_task(path, AlgorithmConfig(), groups)
+    model = copy.deepcopy(load_reference_model(path))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    batch = batch_of(task, groups)
+    batch = build_full_batch(task, groups)
     norms = []
     for _ in range(num_steps):
         optimizer.zero_grad()
@@ -854,64 +863,72 @@ def plain_steps(
     return {name: p.detach().clone() for name, p in model.named_parameters()}, norms
 
 
-def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Found:
-    """Say how far apart parameters are, in learning rates."""
+def compare_parameters(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> Measurements:
+    """Measure the difference of parameters, in learning rates."""
     import torch
 
-    differences = [(tensor - other[name]).abs().flatten() / LR for name, tensor in one.items()]
-    return spread(torch.cat(differences))
+    differences = [
+        (tensor - expected[name]).abs().flatten() / LR for name, tensor in actual.items()
+    ]
+    return summarize_differences(torch.cat(differences))
 
 
 # --- Step: architectures --------------------------------------------------------------------------
 
 
-IMPLEMENTED = ("attn", "experts")
-"""What transformers has several implementations of."""
+CHOSEN_KERNELS = ("attn", "experts")
+"""Layers for which transformers chooses an implementation, by the prefix of its setting."""
 
 
-def check_architectures() -> Iterator[tuple[str, Found]]:
-    """Compare log-probabilities of ten architectures with those on the CPU in float32."""
-    with scratch() as folder:
-        yield from run_cases({name: partial(score, folder, name) for name in ARCHITECTURES})
+def check_architectures() -> Iterator[tuple[str, Measurements]]:
+    """Compare log-probabilities of ten architectures with the CPU in float32."""
+    with make_scratch_folder() as folder:
+        yield from run_cases(
+            {name: partial(compare_architecture, folder, name) for name in ARCHITECTURES}
+        )
 
 
-def score(folder: Path, architecture: str) -> Found:
-    """Score made-up rollouts with streamrl's own scorer on both devices."""
+def compare_architecture(folder: Path, architecture: str) -> Measurements:
+    """Score generated rollouts with `LogprobScorer` on CPU and GPU."""
     path = write_tiny(folder, architecture)
-    (columns,) = make_groups([[60, 17, 33, 100]], COMMON["vocab_size"]).values()
-    with without_gpu():
+    (columns,) = make_groups([[60, 17, 33, 100]], TINY_CONFIG["vocab_size"]).values()
+    with hide_gpu():
         expected, on_cpu = score_group(path, columns, "float32")
-        # The rounding to expect: what bfloat16 does where no GPU has a part in it.
+        # Rounding to expect: bfloat16 on the CPU.
         rounded, _ = score_group(path, columns, "bfloat16")
     mask = columns["loss_mask"]
-    found: Found = {"ok": True, "cpu": on_cpu}
-    found["cpu bfloat16"] = spread_of(rounded - expected, mask)
+    measurements: Measurements = {"ok": True, "cpu": on_cpu}
+    measurements["cpu bfloat16"] = summarize_sampled(rounded - expected, mask)
     for dtype in ("float32", "bfloat16"):
         logprobs, chosen = score_group(path, columns, dtype)
-        seen = spread_of(logprobs - expected, mask)
-        found |= {**chosen, dtype: seen}
+        differences = summarize_sampled(logprobs - expected, mask)
+        measurements |= {**chosen, dtype: differences}
         if dtype == "float32":
-            found["ok"] &= seen["max"] < FP32_LOGPROB
+            measurements["ok"] &= differences["max"] < FP32_LOGPROB
         else:
-            found["ok"] &= seen["mean"] < 2 * found["cpu bfloat16"]["mean"] + BF16_LOGPROB
-    return found
+            measurements["ok"] &= (
+                differences["mean"] < 2 * measurements["cpu bfloat16"]["mean"] + BF16_LOGPROB
+            )
+    return measurements
 
 
-def score_group(path: str, columns: Columns, dtype: str) -> tuple[Array, Found]:
-    """Give the log-probabilities of a group and what computed attention and experts."""
+def score_group(path: str, columns: Columns, dtype: str) -> tuple[Array, Measurements]:
+    """Return the log-probabilities of a group, and the implementation of attention and experts."""
     from streamrl.engines.training.forward_scorers import LogprobScorer
 
     scorer = LogprobScorer(path, temperature=1.0, micro_batch_tokens=512, dtype=dtype)
     config = vars(scorer._model.config)
-    chosen = {kind: config.get(f"_{kind}_implementation_internal") for kind in IMPLEMENTED}
+    chosen = {kind: config.get(f"_{kind}_implementation_internal") for kind in CHOSEN_KERNELS}
     return scorer.compute_ref_logprobs(columns)["ref_logprobs"], chosen
 
 
-def spread_of(differences: Array, mask: Array) -> Found:
-    """Summarise the differences of what was sampled."""
+def summarize_sampled(differences: Array, mask: Array) -> Measurements:
+    """Compute maximum and mean of absolute differences of sampled tokens."""
     import torch
 
-    return spread(torch.from_numpy(abs(differences[mask])))
+    return summarize_differences(torch.from_numpy(abs(differences[mask])))
 
 
 # --- Step: nccl without a peer --------------------------------------------------------------------
@@ -919,10 +936,10 @@ def spread_of(differences: Array, mask: Array) -> Found:
 NCCL_TIMEOUT_S = 3.0
 JOIN_S = 20.0
 ALIVE_S = 20.0
-"""How long after its call has ended a process has to live to count as having survived."""
+"""A process that lives this long after its call ended counts as having survived, s."""
 NCCL_S = 42.0
 STUCK_S = 10.0
-"""How long the GPU is kept busy before the collective that is late."""
+"""Time that the GPU is kept busy before the late collective, s."""
 CYCLES_PER_S = 1.7e9
 HANDLING, BLOCKING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"
 NONBLOCKING = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "5"}
@@ -938,13 +955,13 @@ NCCL_RUNS: Mapping[str, tuple[str, dict[str, str]]] = {
     "left, nonblocking": ("left_alone", NONBLOCKING),
     "join": ("lonely_join", {}),
 }
-"""By name: a part of this step and what is added to its environment."""
+"""By case: the part of this step to run, and environment variables to add."""
 
 
-def check_nccl() -> Iterator[tuple[str, Found]]:
-    """Report what is raised, when, and whether the process lives on, if nccl gets no answer."""
-    if not on_gpu():
-        yield "all", {"skipped": "nccl needs a GPU; gloo has deadlines of its own"}
+def check_nccl() -> Iterator[tuple[str, Measurements]]:
+    """Report error, delay and survival of a process whose nccl call gets no answer."""
+    if not has_gpu():
+        yield "all", {"skipped": "nccl needs a GPU; gloo enforces its own timeouts"}
         return
     with tempfile.TemporaryDirectory() as name:
         begun = time.monotonic()
@@ -952,7 +969,7 @@ def check_nccl() -> Iterator[tuple[str, Found]]:
         for label, (part, env) in NCCL_RUNS.items():
             out = Path(name, label)
             with out.open("w") as stdout, out.with_suffix(".err").open("w") as stderr:
-                env = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+                env = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
                 started = start_child(part, "cuda", env=env, stdout=stdout, stderr=stderr)
                 if part == "left_alone":
                     start_child("leave_at_once", "cuda", env=env, stdout=stdout, stderr=stderr)
@@ -961,40 +978,39 @@ def check_nccl() -> Iterator[tuple[str, Found]]:
             code = wait_or_kill(process, NCCL_S - (time.monotonic() - begun))
             events = read_cases(out)
             outcome = "died" if code else "ran on until it was killed"
-            found = {
+            measurements = {
                 "outcome": "lived on" if "alive" in events else outcome,
                 "exit_code": code,
                 "events": events,
                 "stderr": out.with_suffix(".err").read_text(errors="replace")[-500:],
             }
-            yield label, found
+            yield label, measurements
 
 
-def free_port() -> int:
-    """Find a port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
+def find_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
     return port
 
 
-def watch(run: Callable[[], object]) -> Iterator[tuple[str, Found]]:
-    """Report how a call ends, and whether the process lives on after that."""
+def report_call(run: Callable[[], object]) -> Iterator[tuple[str, Measurements]]:
+    """Report the error of a call, and whether the process survives the call."""
     begun = time.monotonic()
     yield "begun", {}
     try:
         run()
-        ended: Found = {"raised": None}
-    except Exception as error:  # noqa: BLE001  what is raised is the question
+        ended: Measurements = {"raised": None}
+    except Exception as error:  # noqa: BLE001  the type of the error is the result
         ended = {"raised": f"{type(error).__name__}: {str(error)[:300]}"}
     yield "ended", {**ended, "at": time.monotonic() - begun}
     time.sleep(ALIVE_S)
     yield "alive", {"at": time.monotonic() - begun}
 
 
-def wait_for_late_collective() -> Iterator[tuple[str, Found]]:
-    """Wait for a collective that the GPU does not get to: it is busy with something else.
+def wait_for_late_collective() -> Iterator[tuple[str, Measurements]]:
+    """Wait for a collective behind a busy kernel on the same GPU.
 
-    To nccl's watchdog it looks as one that waits for a peer that has died.
+    nccl's watchdog cannot tell this from a collective that waits for a dead peer.
     """
     import torch
     import torch.distributed as dist
@@ -1014,11 +1030,11 @@ def wait_for_late_collective() -> Iterator[tuple[str, Found]]:
             work.wait(timedelta(seconds=NCCL_TIMEOUT_S))
             tensor.sum().item()
 
-    return watch(wait)
+    return report_call(wait)
 
 
-def broadcast_in_lonely_group() -> Iterator[tuple[str, Found]]:
-    """Broadcast weights to a reader that never comes."""
+def broadcast_in_lonely_group() -> Iterator[tuple[str, Measurements]]:
+    """Broadcast weights to a reader that never joins."""
     import torch
 
     from streamrl.weights.transports.collective_group import (
@@ -1036,11 +1052,11 @@ def broadcast_in_lonely_group() -> Iterator[tuple[str, Found]]:
         group = BroadcastGroup(store, term, 0, torch.device("cuda", 0), until)
         group.broadcast_tensor(torch.ones(1 << 20), until)
 
-    return watch(broadcast)
+    return report_call(broadcast)
 
 
-def reduce_when_left_alone() -> Iterator[tuple[str, Found]]:
-    """Reduce with a rank that has joined and then died."""
+def reduce_when_left_alone() -> Iterator[tuple[str, Measurements]]:
+    """Reduce with a rank that joined and then died."""
     import torch
     import torch.distributed as dist
 
@@ -1060,11 +1076,11 @@ def reduce_when_left_alone() -> Iterator[tuple[str, Found]]:
             dist.all_reduce(tensor)
             tensor.sum().item()
 
-    return watch(reduce)
+    return report_call(reduce)
 
 
-def leave_at_once() -> Iterator[tuple[str, Found]]:
-    """Join as the second rank and die."""
+def leave_at_once() -> Iterator[tuple[str, Measurements]]:
+    """Join as the second rank, then kill this process."""
     from streamrl.distributed.process_group import join_process_group
 
     join_process_group(rank=1, world_size=2, timeout_s=JOIN_S)
@@ -1072,14 +1088,14 @@ def leave_at_once() -> Iterator[tuple[str, Found]]:
     yield from ()
 
 
-def join_alone() -> Iterator[tuple[str, Found]]:
-    """Wait for a second rank that does not come."""
+def join_alone() -> Iterator[tuple[str, Measurements]]:
+    """Wait for a second rank that never joins."""
     from streamrl.distributed.process_group import join_process_group
 
-    return watch(partial(join_process_group, rank=0, world_size=2, timeout_s=NCCL_TIMEOUT_S))
+    return report_call(partial(join_process_group, rank=0, world_size=2, timeout_s=NCCL_TIMEOUT_S))
 
 
-NCCL_PARTS: Mapping[str, Callable[[], Iterator[tuple[str, Found]]]] = {
+NCCL_PARTS: Mapping[str, Callable[[], Iterator[tuple[str, Measurements]]]] = {
     "late": wait_for_late_collective,
     "lonely_group": broadcast_in_lonely_group,
     "left_alone": reduce_when_left_alone,
@@ -1097,39 +1113,39 @@ PASSES: Mapping[str, Sequence[tuple[int, bool]]] = {
     "3B": ((1, True), (2, True), (4, True), (1, False)),
     TINY: ((1, True), (1, False)),
 }
-"""By model: rows of a micro-batch, and whether with checkpointing. What may not fit comes last."""
+"""By model: rows of a micro-batch, and checkpointing on or off. The largest passes come last."""
 
 
-def check_memory(size: str) -> Iterator[tuple[str, Found]]:
-    """Compare the memory of a micro-batch and of an update with what streamrl expects.
+def check_memory(size: str) -> Iterator[tuple[str, Measurements]]:
+    """Compare peak memory of a micro-batch and of an update with streamrl's estimate.
 
-    The first pass that does not fit is the last: what it leaves behind would count in the next.
+    Stop after the first pass out of memory: its leftovers would count in the next.
     """
-    model, width = (size, MEMORY_ROW) if on_gpu() else (TINY, 64)
-    layout = Layout("deepspeed", 1, "bfloat16")
-    with scratch() as folder:
+    model, width = (size, MEMORY_ROW) if has_gpu() else (TINY, 64)
+    layout = TrainerLayout("deepspeed", 1, "bfloat16")
+    with make_scratch_folder() as folder:
         path = write_qwen2(folder, model)
         groups = make_groups([[width] * 8], QWEN2[model]["vocab_size"])
         trainer = make_trainer(layout, path, groups, gradient_checkpointing=True)
-        picks = all_picks(groups)
-        measure_pass(trainer, groups, picks[:1])  # the optimizer's state comes with an update
+        picks = list_picks(groups)
+        measure_pass(trainer, groups, picks[:1])  # the first update allocates the optimizer's state
         for rows, checkpointing in PASSES[model]:
             set_checkpointing(trainer._backend.module, checkpointing)
-            config = trainer_config(layout, gradient_checkpointing=checkpointing)
-            expected = expect_memory(path, config, rows * width)
+            config = make_trainer_config(layout, gradient_checkpointing=checkpointing)
+            expected = estimate_pass_memory(path, config, rows * width)
             name = f"{rows * width} tokens" + (", checkpointing" if checkpointing else "")
             run = partial(measure_pass, trainer, groups, picks[:rows])
-            ((_, found),) = run_cases({name: run})
-            is_full = "OutOfMemory" in found.get("error", "")
-            yield name, {**found, **expected, "ok": is_full or found.get("ok", True)}
-            if "error" in found:
+            ((_, measurements),) = run_cases({name: run})
+            is_full = "OutOfMemory" in measurements.get("error", "")
+            yield name, {**measurements, **expected, "ok": is_full or measurements.get("ok", True)}
+            if "error" in measurements:
                 break
         trainer.close()
 
 
-def set_checkpointing(module: Any, wanted: bool) -> None:
-    """Turn gradient checkpointing on as the trainer does, or off."""
-    if wanted:
+def set_checkpointing(module: Any, enabled: bool) -> None:
+    """Turn gradient checkpointing on, with the trainer's options, or off."""
+    if enabled:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         module.gradient_checkpointing_disable()
@@ -1137,71 +1153,74 @@ def set_checkpointing(module: Any, wanted: bool) -> None:
 
 def measure_pass(
     trainer: ModelTrainer, groups: Mapping[str, Columns], picks: Sequence[tuple[str, int]]
-) -> Found:
-    """Train one micro-batch and update; the peaks of both, GiB."""
+) -> Measurements:
+    """Train a micro-batch and update; return the peak memory of both, GiB."""
     free_memory()
-    held = memory_gib("memory_allocated")
-    reset_peak()
+    held = read_memory_gib("memory_allocated")
+    reset_peak_memory()
     seconds = time_seconds(lambda: trainer.train_micro_batch(groups, picks))
-    peak = memory_gib("max_memory_allocated")
-    reset_peak()
+    peak = read_memory_gib("max_memory_allocated")
+    reset_peak_memory()
     trainer.step(float(len(picks)))
     return {
         "held": held,
         "micro_batch": peak,
-        "update": memory_gib("max_memory_allocated"),
-        "reserved": memory_gib("max_memory_reserved"),
+        "update": read_memory_gib("max_memory_allocated"),
+        "reserved": read_memory_gib("max_memory_reserved"),
         "pass_seconds": seconds,
     }
 
 
-def memory_gib(name: str) -> float | None:
-    """Read one of torch's counters, GiB; None on a CPU."""
+def read_memory_gib(name: str) -> float | None:
+    """Read a memory counter of `torch.cuda`, GiB; None on a CPU."""
     import torch
 
-    return getattr(torch.cuda, name)() / GIB if on_gpu() else None
+    return getattr(torch.cuda, name)() / GIB if has_gpu() else None
 
 
-def reset_peak() -> None:
-    """Begin a new peak."""
+def reset_peak_memory() -> None:
     import torch
 
-    if on_gpu():
+    if has_gpu():
         torch.cuda.reset_peak_memory_stats()
 
 
-def expect_memory(path: str, config: TrainerConfig, tokens: int) -> Found:
-    """Compute what streamrl expects of such a micro-batch, GiB."""
+def estimate_pass_memory(path: str, config: TrainerConfig, tokens: int) -> Measurements:
+    """Compute streamrl's estimate for a micro-batch, GiB."""
     from streamrl.engines.generator_config import GeneratorConfig
     from streamrl.engines.memory.memory_model import estimate_worker_memory
 
     generator = GeneratorConfig(kv_cache_mb=64)
-    found = estimate_worker_memory(path, config, generator, micro_batch_tokens=tokens, on_gpu=True)
-    held = (found.weights + found.optimizer + found.gradients) / GIB
+    estimate = estimate_worker_memory(
+        path, config, generator, micro_batch_tokens=tokens, on_gpu=True
+    )
+    held = (estimate.weights + estimate.optimizer + estimate.gradients) / GIB
     return {
         "expected_held": held,
-        "expected_micro_batch": held + found.activations / GIB,
-        "expected_update": held + found.update_buffers / GIB,
+        "expected_micro_batch": held + estimate.activations / GIB,
+        "expected_update": held + estimate.update_buffers / GIB,
     }
 
 
-# --- Step: the optimizer's memory -----------------------------------------------------------------
+# --- Step: optimizer offload ----------------------------------------------------------------------
 
 
-def check_optimizer_memory() -> Iterator[tuple[str, Found]]:
-    """Release the optimizer's state and restore it: memory, time, and every bit."""
-    size = "0.5B" if on_gpu() else TINY
-    with scratch() as folder:
+def check_optimizer_memory() -> Iterator[tuple[str, Measurements]]:
+    """Offload and restore the optimizer's state; measure memory and time, compare bitwise."""
+    size = "0.5B" if has_gpu() else TINY
+    with make_scratch_folder() as folder:
         path = write_qwen2(folder, size)
         groups = make_groups([[64, 40, 52, 64]], QWEN2[size]["vocab_size"])
-        layouts = [Layout("deepspeed", stage, "bfloat16") for stage in (1, 3)]
+        layouts = [TrainerLayout("deepspeed", stage, "bfloat16") for stage in (1, 3)]
         yield from run_cases(
-            {layout.label: partial(release_and_restore, layout, path, groups) for layout in layouts}
+            {layout.label: partial(offload_and_restore, layout, path, groups) for layout in layouts}
         )
 
 
-def release_and_restore(layout: Layout, path: str, groups: Mapping[str, Columns]) -> Found:
-    """Release and restore twice; the second time finds pinned memory that was kept."""
+def offload_and_restore(
+    layout: TrainerLayout, path: str, groups: Mapping[str, Columns]
+) -> Measurements:
+    """Offload and restore twice; the second round reuses pinned memory."""
     import torch
 
     trainer = make_trainer(layout, path, groups)
@@ -1209,9 +1228,9 @@ def release_and_restore(layout: Layout, path: str, groups: Mapping[str, Columns]
     before = [tensor.detach().clone() for tensor in trainer._backend.iter_optimizer_state()]
     rounds = []
     for _ in range(2):
-        free = free_gib()
+        free = measure_free_gib()
         away_s = time_seconds(trainer.offload_optimizer)
-        freed = free_gib()
+        freed = measure_free_gib()
         back_s = time_seconds(trainer._optimizer_offload.restore_state)
         rounds.append({"away_s": away_s, "back_s": back_s, "freed_gib": freed - free})
     after = list(trainer._backend.iter_optimizer_state())
@@ -1219,30 +1238,30 @@ def release_and_restore(layout: Layout, path: str, groups: Mapping[str, Columns]
     state_gib = sum(tensor.nbytes for tensor in before) / GIB
     norm = take_step(trainer, groups)
     trainer.close()
-    found = {
+    measurements = {
         "ok": same and math.isfinite(norm),
         "bits_equal": same,
         "state_gib": state_gib,
         "rounds": rounds,
-        "pinned": pinned_memory(),
+        "pinned": read_pinned_memory(),
     }
     del trainer
     free_memory()
-    return found
+    return measurements
 
 
-def free_gib() -> float:
-    """Measure what the GPU has free, for whatever process; 0 on a CPU."""
+def measure_free_gib() -> float:
+    """Measure the free memory of the GPU, all processes counted; 0 on a CPU."""
     import torch
 
-    return torch.cuda.mem_get_info()[0] / GIB if on_gpu() else 0.0
+    return torch.cuda.mem_get_info()[0] / GIB if has_gpu() else 0.0
 
 
-def pinned_memory() -> Found:
-    """Read how much pinned memory torch holds, GiB, where it counts that."""
+def read_pinned_memory() -> Measurements:
+    """Read the pinned memory that torch holds, GiB; empty if this torch has no such counter."""
     import torch
 
-    if not on_gpu() or not hasattr(torch.cuda, "host_memory_stats"):
+    if not has_gpu() or not hasattr(torch.cuda, "host_memory_stats"):
         return {}
     stats = torch.cuda.host_memory_stats()
     return {name: n / GIB for name, n in stats.items() if name.endswith("bytes.current")}
@@ -1251,43 +1270,43 @@ def pinned_memory() -> Found:
 # --- Step: weights --------------------------------------------------------------------------------
 
 
-def check_weights() -> Iterator[tuple[str, Found]]:
-    """Publish weights through shared memory into a model on the same GPU; GB/s of each part."""
-    num_tensors, elements = (48, 32 << 20) if on_gpu() else (4, 1 << 20)
-    yield from run_cases({"shared memory": partial(move_weights, num_tensors, elements)})
+def check_weights() -> Iterator[tuple[str, Measurements]]:
+    """Publish weights through shared memory into a model on the same GPU; measure GB/s."""
+    num_tensors, elements = (48, 32 << 20) if has_gpu() else (4, 1 << 20)
+    yield from run_cases({"shared memory": partial(publish_and_fetch, num_tensors, elements)})
 
 
-def move_weights(num_tensors: int, elements: int) -> Found:
-    """Move three versions of bfloat16 tensors; from the second on, memory is used again."""
+def publish_and_fetch(num_tensors: int, elements: int) -> Measurements:
+    """Publish three versions of bfloat16 tensors; from the second on, shared memory is reused."""
     import torch
 
     from streamrl.weights import TransportReader, TransportWriter
     from streamrl.weights.buckets import publish_version, unpack_tensors
     from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
-    device = device_name()
+    device = get_device_name()
     trained = {
         f"layer.{i}": torch.randn(elements, device=device).bfloat16() for i in range(num_tensors)
     }
     served = {name: torch.empty_like(tensor) for name, tensor in trained.items()}
     num_bytes = sum(tensor.nbytes for tensor in trained.values())
-    # The fallbacks can do nothing: every bucket must find room in shared memory.
-    outlet = SharedMemoryWriter(f"gpu-check-{os.getpid()}", TransportWriter(), keep_versions=1)
-    inlet = SharedMemoryReader("gpu check", TransportReader())
+    # The fallbacks do nothing: every bucket must fit in shared memory.
+    writer = SharedMemoryWriter(f"gpu-check-{os.getpid()}", TransportWriter(), keep_versions=1)
+    reader = SharedMemoryReader("gpu check", TransportReader())
     rounds = []
     try:
         for version in range(3):
             for tensor in trained.values():
                 tensor.add_(1)
-            synchronize()
+            synchronize_gpu()
             begun = time.monotonic()
             manifest = publish_version(
-                trained.items(), version=version, bucket_bytes=64 << 20, writer=outlet
+                trained.items(), version=version, bucket_bytes=64 << 20, writer=writer
             )
             published = time.monotonic()
-            tensors = unpack_tensors(manifest, inlet.fetch_buckets(manifest))
+            tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
             verified = time.monotonic()
-            copy_s = time_seconds(partial(copy_all, served, tensors))
+            copy_s = time_seconds(partial(copy_tensors, served, tensors))
             rounds.append(
                 {
                     "publish": num_bytes / GB / (published - begun),
@@ -1297,65 +1316,71 @@ def move_weights(num_tensors: int, elements: int) -> Found:
             )
             del tensors
     finally:
-        outlet.close()
+        writer.close()
     same = all(torch.equal(tensor, served[name]) for name, tensor in trained.items())
-    return {"ok": same, "bits_equal": same, "gb_per_s": rounds, **copy_speeds(trained, served)}
+    return {
+        "ok": same,
+        "bits_equal": same,
+        "gb_per_s": rounds,
+        **measure_copy_speeds(trained, served),
+    }
 
 
-def copy_all(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors by name."""
+def copy_tensors(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        into[name].copy_(tensor)
+        target[name].copy_(tensor)
 
 
-def copy_speeds(trained: Mapping[str, Tensor], served: Mapping[str, Tensor]) -> Found:
-    """Measure the copies that streamrl could make instead, GB/s."""
+def measure_copy_speeds(
+    trained: Mapping[str, Tensor], served: Mapping[str, Tensor]
+) -> Measurements:
+    """Measure copies without shared memory, for comparison, GB/s."""
     import torch
 
     num_bytes = sum(tensor.nbytes for tensor in trained.values())
-    found: Found = {
-        "device_to_device": num_bytes / GB / time_seconds(lambda: copy_all(served, trained), 3)
+    speeds: Measurements = {
+        "device_to_device": num_bytes / GB / time_seconds(lambda: copy_tensors(served, trained), 3)
     }
     tensor = next(iter(trained.values()))
-    for kind in ("pageable", "pinned") if on_gpu() else ():
+    for kind in ("pageable", "pinned") if has_gpu() else ():
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=kind == "pinned")
         host.copy_(tensor)
-        found[f"{kind}_out"] = tensor.nbytes / GB / time_seconds(partial(host.copy_, tensor), 8)
-        found[f"{kind}_in"] = tensor.nbytes / GB / time_seconds(partial(tensor.copy_, host), 8)
-    return found
+        speeds[f"{kind}_out"] = tensor.nbytes / GB / time_seconds(partial(host.copy_, tensor), 8)
+        speeds[f"{kind}_in"] = tensor.nbytes / GB / time_seconds(partial(tensor.copy_, host), 8)
+    return speeds
 
 
 # --- Step: speed ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SpeedSizes:
-    """A model and a batch of so many rows of at most so many tokens."""
+class SpeedWorkload:
+    """Size of a model, and rows and tokens per row of a batch."""
 
     model: str
     rows: int
     width: int
 
 
-def check_speed() -> Iterator[tuple[str, Found]]:
-    """Measure tokens per second of a forward and a backward pass, and of the scores alone."""
-    sizes = SpeedSizes("0.5B", 4, 2048) if on_gpu() else SpeedSizes(TINY, 4, 64)
-    step = sizes.width // sizes.rows
-    full = [sizes.width] * sizes.rows
-    ragged = [step * (i + 1) for i in range(sizes.rows)]
-    with scratch() as folder:
-        path = write_qwen2(folder, sizes.model)
-        cases: dict[str, Callable[[], Found]] = {
-            f"{dtype}, {rows}": partial(measure_speed, path, dtype, lengths, sizes.model)
+def check_speed() -> Iterator[tuple[str, Measurements]]:
+    """Measure tokens per second of forward and backward, and the time of scoring alone."""
+    workload = SpeedWorkload("0.5B", 4, 2048) if has_gpu() else SpeedWorkload(TINY, 4, 64)
+    step = workload.width // workload.rows
+    full = [workload.width] * workload.rows
+    ragged = [step * (i + 1) for i in range(workload.rows)]
+    with make_scratch_folder() as folder:
+        path = write_qwen2(folder, workload.model)
+        cases: dict[str, Callable[[], Measurements]] = {
+            f"{dtype}, {rows}": partial(measure_speed, path, dtype, lengths, workload.model)
             for dtype in ("bfloat16", "float32", "float32 by TF32")
             for rows, lengths in (("full rows", full), ("ragged rows", ragged))
         }
-        cases["scores alone"] = partial(measure_scores, sizes)
+        cases["scores alone"] = partial(measure_scores, workload)
         yield from run_cases(cases)
 
 
-def measure_speed(path: str, dtype: str, lengths: list[int], model: str) -> Found:
-    """Time the loss of a batch and its backward pass."""
+def measure_speed(path: str, dtype: str, lengths: list[int], model: str) -> Measurements:
+    """Measure loss and backward pass of a batch."""
     import torch
 
     from streamrl.algorithms import AlgorithmConfig
@@ -1365,9 +1390,9 @@ def measure_speed(path: str, dtype: str, lengths: list[int], model: str) -> Foun
     free_memory()
     torch.set_float32_matmul_precision("high" if "TF32" in dtype else "highest")
     groups = make_groups([lengths], QWEN2[model]["vocab_size"])
-    task = policy_task(path, AlgorithmConfig(), groups)
+    task = make_policy_task(path, AlgorithmConfig(), groups)
     module = load_model(path, dtype=TORCH_DTYPES[dtype.partition(" ")[0]])
-    batch = batch_of(task, groups).to(get_local_device())
+    batch = build_full_batch(task, groups).to(get_local_device())
 
     def run() -> None:
         module.zero_grad()
@@ -1375,27 +1400,26 @@ def measure_speed(path: str, dtype: str, lengths: list[int], model: str) -> Foun
 
     run()
     seconds = time_seconds(run, 2)
-    found = {
+    return {
         "tokens_per_s": sum(lengths) / seconds,
         "padded_tokens_per_s": batch["token_ids"].numel() / seconds,
         "pass_seconds": seconds,
     }
-    return found
 
 
-def measure_scores(sizes: SpeedSizes) -> Found:
-    """Time what follows the logits, forward and backward."""
+def measure_scores(workload: SpeedWorkload) -> Measurements:
+    """Measure forward and backward from the logits on."""
     import torch
 
     from streamrl.engines.models.forward import score_tokens
 
-    shape, vocabulary = (sizes.rows, sizes.width), QWEN2[sizes.model]["vocab_size"]
-    device = device_name()
+    shape, vocabulary = (workload.rows, workload.width), QWEN2[workload.model]["vocab_size"]
+    device = get_device_name()
     logits = torch.randn(*shape, vocabulary, device=device, dtype=torch.bfloat16)
     logits.requires_grad_()
     ids = torch.randint(vocabulary, shape, device=device)
     mask = torch.ones(shape, dtype=torch.bool, device=device)
-    found = {}
+    seconds = {}
     for mode in ("none", "value", "gradient"):
 
         def run(mode: Any = mode) -> None:
@@ -1404,36 +1428,36 @@ def measure_scores(sizes: SpeedSizes) -> Found:
             (scores.logprobs.sum() + scores.entropy.sum()).backward()
 
         run()
-        found[f"entropy {mode}"] = time_seconds(run, 2)
-    return {"pass_seconds": found}
+        seconds[f"entropy {mode}"] = time_seconds(run, 2)
+    return {"pass_seconds": seconds}
 
 
 # --- Step: resharding -----------------------------------------------------------------------------
 
 
-def check_resharding() -> Iterator[tuple[str, Found]]:
-    """Fill a generator's parameters from the trainer's on the same GPU, to the last bit."""
-    size = "0.5B" if on_gpu() else TINY
+def check_resharding() -> Iterator[tuple[str, Measurements]]:
+    """Reshard parameters from a trainer to a generator on the same GPU; compare bitwise."""
+    size = "0.5B" if has_gpu() else TINY
     layouts = (
-        Layout("deepspeed", 1, "bfloat16"),
-        Layout("deepspeed", 3, "bfloat16"),
-        Layout("torch", 0, "float32"),
+        TrainerLayout("deepspeed", 1, "bfloat16"),
+        TrainerLayout("deepspeed", 3, "bfloat16"),
+        TrainerLayout("torch", 0, "float32"),
     )
-    with scratch() as folder:
+    with make_scratch_folder() as folder:
         path = write_qwen2(folder, size)
         groups = make_groups([[64, 40, 52, 64]], QWEN2[size]["vocab_size"])
         yield from run_cases(
-            {layout.label: partial(switch_twice, layout, path, groups) for layout in layouts}
+            {layout.label: partial(reshard_twice, layout, path, groups) for layout in layouts}
         )
 
 
-def switch_twice(layout: Layout, path: str, groups: Mapping[str, Columns]) -> Found:
-    """Switch two versions into bfloat16 parameters; the second is of a plan that was made."""
+def reshard_twice(layout: TrainerLayout, path: str, groups: Mapping[str, Columns]) -> Measurements:
+    """Reshard two versions into bfloat16 parameters; the second reuses the plan."""
     import torch
 
     trainer = make_trainer(layout, path, groups)
     served = {n: torch.zeros_like(t, dtype=torch.bfloat16) for n, t in trainer.full_state()}
-    storage = storage_of(served)
+    storage = make_shard_storage(served)
     rounds = []
     for version in (1, 2):
         take_step(trainer, groups)
@@ -1447,35 +1471,34 @@ def switch_twice(layout: Layout, path: str, groups: Mapping[str, Columns]) -> Fo
     trainer.close()
     del trainer
     free_memory()
-    return {"ok": all(found["bits_equal"] for found in rounds), "rounds": rounds}
+    return {"ok": all(entry["bits_equal"] for entry in rounds), "rounds": rounds}
 
 
-def storage_of(tensors: Mapping[str, Tensor]) -> ShardStorage:
-    """Describe whole tensors as what a generator serves."""
+def make_shard_storage(tensors: Mapping[str, Tensor]) -> ShardStorage:
+    """Make the storage of a generator that holds every tensor whole."""
     from streamrl.resharding.boxes import TensorBox
     from streamrl.resharding.storage import ShardStorage
 
-    def whole(tensor: Tensor) -> Iterable[tuple[TensorBox, Tensor]]:
-        shape = tuple(tensor.shape)
-        return [(TensorBox((0,) * len(shape), shape), tensor)]
+    def make_box(tensor: Tensor) -> TensorBox:
+        return TensorBox((0,) * tensor.dim(), tuple(tensor.shape))
 
-    return ShardStorage({name: list(whole(tensor)) for name, tensor in tensors.items()})
+    return ShardStorage({name: [(make_box(t), t)] for name, t in tensors.items()})
 
 
-STEPS: Mapping[str, Step] = {
-    "machine": Step(check_machine, 20),
-    "losses": Step(check_losses, 30),
-    "trainer": Step(check_trainer, 60),
-    "architectures": Step(check_architectures, 70),
-    "nccl": Step(check_nccl, 50),
-    "memory-1.5B": Step(partial(check_memory, "1.5B"), 45),
-    "memory-3B": Step(partial(check_memory, "3B"), 40),
-    "optimizer": Step(check_optimizer_memory, 60),
-    "weights": Step(check_weights, 20),
-    "speed": Step(check_speed, 60),
-    "resharding": Step(check_resharding, 60),
+STEPS: Mapping[str, CheckStep] = {
+    "machine": CheckStep(check_machine, 20),
+    "losses": CheckStep(check_losses, 30),
+    "trainer": CheckStep(check_trainer, 60),
+    "architectures": CheckStep(check_architectures, 70),
+    "nccl": CheckStep(check_nccl, 50),
+    "memory-1.5B": CheckStep(partial(check_memory, "1.5B"), 45),
+    "memory-3B": CheckStep(partial(check_memory, "3B"), 40),
+    "optimizer": CheckStep(check_optimizer_memory, 60),
+    "weights": CheckStep(check_weights, 20),
+    "speed": CheckStep(check_speed, 60),
+    "resharding": CheckStep(check_resharding, 60),
 }
-"""In the order of their worth; the deadlines add up to 515 s."""
+"""Most important first; the deadlines sum to 515 s."""
 
 if __name__ == "__main__":
     main()

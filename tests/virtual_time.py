@@ -19,7 +19,7 @@ def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P,
     return run
 
 
-class Clock:
+class ManualClock:
     """Clock that advances by assignment."""
 
     def __init__(self, now: float = 0.0) -> None:

@@ -30,7 +30,7 @@ from streamrl.config.preflight import PreparedRun
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL
 from streamrl.errors import DeadlineError, FilterLimitError
-from tests.virtual_time import Clock
+from tests.virtual_time import ManualClock
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -124,7 +124,7 @@ def test_processes_lists_each_process_once_without_unplaced_replicas():
 
 def watch_actors(
     monitor: LivenessMonitor,
-    clock: Clock,
+    clock: ManualClock,
     actors: dict[str, Any],
     seconds: int,
     *,
@@ -145,7 +145,7 @@ def test_a_silent_actor_is_reported_once_until_it_answers_again(local_ray: None)
     waiter: Any = ray.remote(num_cpus=0)(Waiter)
     actors = {"trainer-0": waiter.remote()}
     pid = ray.get(actors["trainer-0"].pid.remote())
-    clock = Clock()
+    clock = ManualClock()
     monitor = LivenessMonitor(12.0, clock=clock)
     assert watch_actors(monitor, clock, actors, 10) == [] and monitor.find_pid("trainer-0") == str(
         pid
@@ -182,7 +182,7 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     session._irreplaceable = registry.restarts.select_irreplaceable(registry.processes)
     assert sorted(session._irreplaceable) == ["coordinator", "trainer-0"]
     events: list[Any] = []
-    clock = Clock()
+    clock = ManualClock()
     session._liveness = LivenessMonitor(config.run.silent_s, clock=clock)
     for _ in range(40):
         clock.now += 1.0
@@ -212,7 +212,7 @@ def test_a_silent_actor_is_reported_killed_and_restarted(local_ray: None):
     waiter: Any = ray.remote(num_cpus=0, max_restarts=1)(Waiter)
     actors = {name: waiter.remote() for name in ("generator-0", "generator-1")}
     pids = {name: ray.get(actor.pid.remote()) for name, actor in actors.items()}
-    clock = Clock()
+    clock = ManualClock()
     monitor = LivenessMonitor(12.0, clock=clock)
     assert watch_actors(monitor, clock, actors, 30) == []
     os.kill(pids["generator-1"], signal.SIGSTOP)
@@ -226,7 +226,7 @@ def test_a_silent_actor_is_reported_killed_and_restarted(local_ray: None):
 def test_a_pause_of_the_monitor_does_not_count_as_silence(
     processes: dict[str, ray.actor.ActorHandle],
 ):
-    clock = Clock()
+    clock = ManualClock()
     monitor = LivenessMonitor(30.0, clock=clock)
     actors = {"generator-1": processes["generator-1"]}
     assert monitor.ping_actors(actors) == []
@@ -235,6 +235,6 @@ def test_a_pause_of_the_monitor_does_not_count_as_silence(
 
 
 def test_dead_actors_are_not_silent(processes: dict[str, ray.actor.ActorHandle]):
-    clock = Clock()
+    clock = ManualClock()
     monitor = LivenessMonitor(6.0, clock=clock)
     assert watch_actors(monitor, clock, {"reward-0": processes["reward-0"]}, 15) == []

@@ -109,7 +109,7 @@ def derive_columns(config: AlgorithmConfig, step: Step) -> dict[str, Tensor]:
 
 
 @dataclass
-class Trained:
+class TrainingResult:
     """Summed loss, sums and gradient of logprobs."""
 
     loss: Tensor
@@ -117,14 +117,16 @@ class Trained:
     gradient: Tensor
 
 
-def train(config: AlgorithmConfig, step: Step, derived: dict[str, Tensor]) -> Trained:
+def train(config: AlgorithmConfig, step: Step, derived: dict[str, Tensor]) -> TrainingResult:
     """Run forward and backward on these rows with their derived columns."""
     leaf = step.logprobs.clone().requires_grad_()
     batch, settings = {**step.columns, **derived}, make_settings(config)
     loss, sums = policy_loss(config.spec, settings, batch, logprobs=leaf, entropy=step.entropy)
     loss.backward()
     assert leaf.grad is not None
-    return Trained(loss.detach(), sums, torch.where(step.columns["loss_mask"], leaf.grad, 0.0))
+    return TrainingResult(
+        loss.detach(), sums, torch.where(step.columns["loss_mask"], leaf.grad, 0.0)
+    )
 
 
 def replace_settings(config: AlgorithmConfig, **changes: Any) -> AlgorithmConfig:

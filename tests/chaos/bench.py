@@ -1,4 +1,4 @@
-"""Run scenarios on a toy: real runs, a real kill -9, and an audit of the result."""
+"""Run chaos scenarios on a toy task: real runs, a real kill -9, and an audit of the result."""
 
 import json
 import os
@@ -22,11 +22,17 @@ from tests.toy import write_toy
 INJECT = Path(__file__).with_name("inject")
 STEPS, GROUPS_PER_STEP = 6, 4
 ROWS = 10
-"""Rows of the data set: a run has more than two epochs."""
-SAME = ("reward/mean", "reward/std", "loss/policy", "policy/grad_norm", "policy/ratio_mean")
-"""Metrics of a step that follow from its micro-batches, their order and the weights."""
-HEALED_WITHIN_S = 100.0
-"""Longest step in which an actor may be restarted, s: an engine starts in a third of it."""
+"""Rows of the data set; few, so that a run has more than two epochs."""
+DETERMINISTIC_METRICS = (
+    "reward/mean",
+    "reward/std",
+    "loss/policy",
+    "policy/grad_norm",
+    "policy/ratio_mean",
+)
+"""Step metrics determined by micro-batches, their order and the weights."""
+HEALING_LIMIT_S = 100.0
+"""Limit of a step in which an actor restarts, s; three times an engine's start."""
 REWARD = """
 def score(prompt, completion):
     return sum(map(ord, completion)) % 7 / 7
@@ -34,14 +40,14 @@ def score(prompt, completion):
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The uids of each step of a finished run, from its run log, and its metrics."""
+class TrainedRun:
+    """Finished run: uids of each step, from the run log, and metrics."""
 
     steps: Sequence[Sequence[str]]
     rows: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def read(cls, run_dir: Path) -> "Trained":
+    def read(cls, run_dir: Path) -> "TrainedRun":
         return cls(list(_read_steps(run_dir)), rows(run_dir))
 
     @property
@@ -50,7 +56,7 @@ class Trained:
 
 
 def group_by_epoch(uids: Sequence[str]) -> dict[int, set[int]]:
-    """Return rows of the data set by epoch."""
+    """Collect row indices of the data set by epoch."""
     epochs: dict[int, set[int]] = {}
     for uid in uids:
         epoch, index, _ = parse_uid(uid)
@@ -59,8 +65,8 @@ def group_by_epoch(uids: Sequence[str]) -> dict[int, set[int]]:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The result of a scenario: its problems, none if it passed."""
+class ScenarioResult:
+    """Result of a scenario, with problems if it failed."""
 
     scenario: Scenario
     seconds: float
@@ -68,32 +74,32 @@ class Verdict:
 
 
 class Bench:
-    """A folder with a toy and its runs; an undisturbed run is made once for equal settings."""
+    """Folder with a toy task and its runs; scenarios with equal settings share a baseline run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = write_toy(folder)
         lines = (folder / "rows.jsonl").read_text().splitlines()[:ROWS]
         (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
         (folder / "reward.py").write_text(REWARD)
-        self._undisturbed: dict[str, Trained] = {}
+        self._baseline: dict[str, TrainedRun] = {}
 
-    def undisturbed(self, settings: Mapping[str, Any]) -> Trained:
-        """Return the result of a run with these settings without a kill, on any transport."""
+    def get_baseline(self, settings: Mapping[str, Any]) -> TrainedRun:
+        """Return a run with these settings and without a kill; the transport does not matter."""
         settings = {key: value for key, value in settings.items() if key != TRANSPORT}
         kind = "-".join(f"{key.partition('.')[2]}-{value}" for key, value in settings.items())
-        if kind not in self._undisturbed:
-            run_dir = self.run_dir(f"undisturbed-{kind}")
+        if kind not in self._baseline:
+            run_dir = self.get_run_dir(f"baseline-{kind}")
             shutil.rmtree(run_dir, ignore_errors=True)
-            run = Launched(self._words(run_dir.name, settings), self.folder)
-            problems = [*_check_end(run, code=0), *audit(run_dir, settings)]
+            run = Launched(self._make_arguments(run_dir.name, settings), self.folder)
+            problems = [*_check_end(run, code=0), *audit_run(run_dir, settings)]
             assert not problems, "\n".join(problems)
-            self._undisturbed[kind] = Trained.read(run_dir)
-        return self._undisturbed[kind]
+            self._baseline[kind] = TrainedRun.read(run_dir)
+        return self._baseline[kind]
 
-    def run_dir(self, name: str) -> Path:
+    def get_run_dir(self, name: str) -> Path:
         return self.folder / "runs" / name
 
-    def _words(self, name: str, settings: Mapping[str, Any]) -> list[str]:
+    def _make_arguments(self, name: str, settings: Mapping[str, Any]) -> list[str]:
         settings = {
             "run.dir": self.folder / "runs",
             "run.name": name,
@@ -110,28 +116,28 @@ class Bench:
         words = [f"{key}={value}" for key, value in settings.items()]
         return ["train", str(self.folder / "recipe.yaml"), *words]
 
-    def play(self, scenario: Scenario, *, beside_undisturbed: bool = True) -> Verdict:
-        """Run, kill, resume if the run does not heal, audit.
+    def run_scenario(self, scenario: Scenario, *, with_baseline: bool = True) -> ScenarioResult:
+        """Run, kill, resume unless the run heals, and audit.
 
-        The result is compared with an undisturbed run, or only with the prompts of the seed.
+        Compare the result with a baseline run or, without it, with the prompts of the seed.
         """
-        undisturbed = self.undisturbed(scenario.settings) if beside_undisturbed else None
+        baseline = self.get_baseline(scenario.settings) if with_baseline else None
         started = time.monotonic()
-        problems = list(self._problems(scenario, undisturbed))
-        return Verdict(scenario, time.monotonic() - started, problems)
+        problems = list(self._find_problems(scenario, baseline))
+        return ScenarioResult(scenario, time.monotonic() - started, problems)
 
-    def _problems(self, scenario: Scenario, undisturbed: Trained | None) -> Iterator[str]:
+    def _find_problems(self, scenario: Scenario, baseline: TrainedRun | None) -> Iterator[str]:
         name = scenario.name.replace(":", "-")
-        run_dir, marker = self.run_dir(name), self.folder / f"{name}.killed"
+        run_dir, marker = self.get_run_dir(name), self.folder / f"{name}.killed"
         shutil.rmtree(run_dir, ignore_errors=True)
-        for path in (marker, Path(f"{marker}.order")):
+        for path in (marker, Path(f"{marker}.request")):
             path.unlink(missing_ok=True)
-        env = self._env(scenario.plan(run_dir, marker))
-        run = Launched(self._words(name, scenario.settings), self.folder, env)
+        env = self._make_env(scenario.plan(run_dir, marker))
+        run = Launched(self._make_arguments(name, scenario.settings), self.folder, env)
         exit_code = -9 if scenario.role == "driver" else 0 if scenario.heals else 1
         problems, before = list(_check_end(run, code=exit_code)), rows(run_dir)
         if not marker.exists():
-            yield from ["nothing was killed: the moment did not come", *problems]
+            yield from ["no process was killed: the fault point was not hit", *problems]
             return
         if scenario.heals:
             problems, before = problems + list(_check_healing(run_dir, scenario)), []
@@ -140,31 +146,33 @@ class Bench:
             again = Launched(["train", "--resume", str(run_dir)], self.folder, env)
             problems += _check_end(again, code=0)
         if not problems:
-            problems += compare(before, rows(run_dir), "before the crash")
-            problems += audit(run_dir, scenario.settings)
-            problems += self._compare_trained(Trained.read(run_dir), undisturbed, scenario)
+            problems += compare_metrics(before, rows(run_dir), "before the crash")
+            problems += audit_run(run_dir, scenario.settings)
+            problems += self._compare_trained(TrainedRun.read(run_dir), baseline, scenario)
         yield from problems
 
     def _compare_trained(
-        self, result: Trained, undisturbed: Trained | None, scenario: Scenario
+        self, result: TrainedRun, baseline: TrainedRun | None, scenario: Scenario
     ) -> Iterator[str]:
-        """Compare prompts; on policy also steps and metrics."""
-        if undisturbed is None:
-            words = self._words("prompts", {})[2:]
+        """Compare prompts, and for on-policy runs also steps and metrics."""
+        if baseline is None:
+            words = self._make_arguments("prompts", {})[2:]
             prompts = prepare_run(load_config(self.folder / "recipe.yaml", words)).prompts
             drawn = prompts.draw_prompts(STEPS * GROUPS_PER_STEP)
             expected = group_by_epoch([prompt.uid for prompt in drawn])
         else:
-            expected = undisturbed.by_epoch
+            expected = baseline.by_epoch
         if result.by_epoch != expected:
             yield f"trained {result.by_epoch}, without the crash {expected}"
-        if undisturbed is not None and scenario.is_on_policy:
-            if [set(step) for step in result.steps] != [set(step) for step in undisturbed.steps]:
-                yield f"steps of {result.steps}, without the crash {undisturbed.steps}"
-            yield from compare(undisturbed.rows, result.rows, "without the crash", tolerance=1e-4)
+        if baseline is not None and scenario.is_on_policy:
+            if [set(step) for step in result.steps] != [set(step) for step in baseline.steps]:
+                yield f"steps of {result.steps}, without the crash {baseline.steps}"
+            yield from compare_metrics(
+                baseline.rows, result.rows, "without the crash", tolerance=1e-4
+            )
 
     @staticmethod
-    def _env(plan: Mapping[str, Any]) -> dict[str, str]:
+    def _make_env(plan: Mapping[str, Any]) -> dict[str, str]:
         paths = [str(INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {"PYTHONPATH": os.pathsep.join(paths), "STREAMRL_CHAOS": json.dumps(plan)}
 
@@ -179,7 +187,7 @@ def _check_end(run: Launched, *, code: int) -> Iterator[str]:
     if exit_code != code:
         yield f"exit code {exit_code}, expected {code}:\n{run.output}"
     if "Traceback" in run.output or "(raylet)" in run.output:
-        yield f"a traceback or a message of Ray's:\n{run.output}"
+        yield f"a traceback or a message from Ray:\n{run.output}"
     if orphans := run.orphans():
         yield f"still alive: {orphans}"
 
@@ -194,14 +202,14 @@ def _check_last_line(run: Launched, scenario: Scenario) -> Iterator[str]:
 
 
 def _check_healing(run_dir: Path, scenario: Scenario) -> Iterator[str]:
-    """Check that only this actor died and restarted, soon."""
+    """Check that only this actor died, and that it restarted in time."""
     slowest_s = max((row["time/step_s"] for row in rows(run_dir)), default=0.0)
-    if slowest_s > HEALED_WITHIN_S:
+    if slowest_s > HEALING_LIMIT_S:
         yield f"a step took {slowest_s:.0f} s"
     for name in ("died", "restarted"):
         actors = [event["actor"] for event in events(run_dir, name)]
         if actors != [scenario.actor]:
-            yield f"events {name}: {actors}, expected one of {scenario.actor}"
+            yield f"events {name}: {actors}, expected only {scenario.actor}"
 
 
 def _read_steps(run_dir: Path) -> Iterator[list[str]]:
@@ -210,7 +218,7 @@ def _read_steps(run_dir: Path) -> Iterator[list[str]]:
             yield list(record.meta["uids"])
 
 
-def audit(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[str]:
+def audit_run(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     """Check the run log and the metrics of a finished run, killed or not."""
     records = list(read_log(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
     admitted = [u for r in records if r.meta["kind"] == "admit" for u in r.meta["uids"]]
@@ -242,7 +250,7 @@ def _audit_metrics(metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if steps != list(range(1, STEPS + 1)):
         yield f"steps in metrics.jsonl: {steps}"
     trained = [row["ledger/trained"] for row in metrics]
-    # A repeated step is in the run log from the start, and so are the later ones.
+    # A step repeated after resume counts later steps too, since they are in the run log already.
     early = [r["step"] for r in metrics if r["ledger/trained"] < GROUPS_PER_STEP * r["step"]]
     if early or trained != sorted(trained):
         yield f"ledger/trained in metrics.jsonl: {trained}"
@@ -251,12 +259,14 @@ def _audit_metrics(metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 Rows = Sequence[Mapping[str, Any]]
 
 
-def compare(before: Rows, after: Rows, when: str, *, tolerance: float = 1e-6) -> Iterator[str]:
-    """Compare metrics of equal steps; `when` names those before."""
-    rows_after = {row["step"]: row for row in after}
+def compare_metrics(
+    before: Rows, after: Rows, when: str, *, tolerance: float = 1e-6
+) -> Iterator[str]:
+    """Compare metrics of equal steps; `when` describes the run of `before`."""
+    after_by_step = {row["step"]: row for row in after}
     for row in before:
-        other = rows_after.get(row["step"], {})
-        for name in SAME:
-            x, y = row[name], other.get(name)
+        row_after = after_by_step.get(row["step"], {})
+        for name in DETERMINISTIC_METRICS:
+            x, y = row[name], row_after.get(name)
             if y is None or abs(x - y) > tolerance * max(1.0, abs(x)):
                 yield f"step {row['step']}: {name} is {y}, {when} {x}"

@@ -1,6 +1,7 @@
-"""Kill -9 every kind of actor at every moment: `python -m tests.chaos.run_chaos --seed 3`.
+"""Kill -9 every kind of actor at every fault point: `python -m tests.chaos.run_chaos --seed 3`.
 
-Prints a line per scenario; if it fails, also the problems, its run's folder, and how to repeat it.
+Print a line per scenario; for a failed scenario also its problems, its run folder, and the command
+to repeat it.
 """
 
 import argparse
@@ -10,25 +11,25 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.chaos.bench import Bench, Verdict
+from tests.chaos.bench import Bench, ScenarioResult
 from tests.chaos.scenarios import Scenario, all_scenarios, more_scenarios, short_scenarios
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the scenarios; return 1 if one of them failed."""
+    """Run the scenarios; return 1 if any fails."""
     arguments = _parser().parse_args(argv)
     chosen = _choose_scenarios(arguments)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="streamrl-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(folder)
-    verdicts = []
+    results = []
     for scenario in chosen:
         print(f"{scenario.name:26} {scenario} ... ", end="", flush=True)
-        verdicts.append(bench.play(scenario))
-        _report(verdicts[-1], bench, arguments.seed)
-    failed = sum(bool(verdict.problems) for verdict in verdicts)
-    total_s = sum(verdict.seconds for verdict in verdicts)
-    print(f"{len(verdicts) - failed} of {len(verdicts)} passed in {total_s:.0f} s")
+        results.append(bench.run_scenario(scenario))
+        _report(results[-1], bench, arguments.seed)
+    failed = sum(bool(result.problems) for result in results)
+    total_s = sum(result.seconds for result in results)
+    print(f"{len(results) - failed} of {len(results)} passed in {total_s:.0f} s")
     if not failed and arguments.folder is None:
         shutil.rmtree(folder)
     return 1 if failed else 0
@@ -36,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.run_chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of actors, passages and delays")
-    parser.add_argument("--short", action="store_true", help="each role once")
+    parser.add_argument("--seed", type=int, default=0, help="chooses actors, hits and delays")
+    parser.add_argument("--short", action="store_true", help="a scenario per role")
     parser.add_argument("--more", action="store_true", help="scenarios outside the table")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="ROLE[:MOMENT]", help="may be repeated"
+        "--only", action="append", default=[], metavar="ROLE[:POINT]", help="may be repeated"
     )
-    parser.add_argument("--folder", type=Path, help="where the runs go, and stay")
+    parser.add_argument("--folder", type=Path, help="folder to write runs to and keep")
     return parser
 
 
@@ -61,13 +62,13 @@ def _choose_scenarios(arguments: argparse.Namespace) -> list[Scenario]:
     return exact + [s for s in scenarios if not names or (s.role in names and s not in exact)]
 
 
-def _report(verdict: Verdict, bench: Bench, seed: int) -> None:
-    scenario = verdict.scenario
-    print(f"{'FAILED' if verdict.problems else 'ok'} in {verdict.seconds:.0f} s", flush=True)
-    if verdict.problems:
-        for problem in verdict.problems:
+def _report(result: ScenarioResult, bench: Bench, seed: int) -> None:
+    scenario = result.scenario
+    print(f"{'FAILED' if result.problems else 'ok'} in {result.seconds:.0f} s", flush=True)
+    if result.problems:
+        for problem in result.problems:
             print("   ", problem.replace("\n", "\n    "))
-        print(f"    the run: {bench.run_dir(scenario.name.replace(':', '-'))}")
+        print(f"    the run: {bench.get_run_dir(scenario.name.replace(':', '-'))}")
         again = f"python -m tests.chaos.run_chaos --seed {seed} --only {scenario.name}"
         print(f"    again: {again}", flush=True)
 

@@ -1,4 +1,4 @@
-"""Kills of a process: roles, five moments of each, and scenarios that follow from a seed."""
+"""Chaos scenarios: roles, five fault points of each, and scenarios derived from a seed."""
 
 import random
 from collections.abc import Mapping
@@ -7,88 +7,88 @@ from pathlib import Path
 from typing import Any
 
 TRANSPORT = "weights.transport"
-MOMENTS = ("before_take", "after_take", "mid_compute", "mid_put", "mid_checkpoint")
+FAULT_POINTS = ("before_take", "after_take", "mid_compute", "mid_put", "mid_checkpoint")
 ON_POLICY: dict[str, Any] = {"pipeline.max_staleness": 0}
 AT_THE_END_S = 60.0
-"""A delay that means: when the work is done and not yet reported."""
+"""Sentinel delay: kill when the work is done and before its result is returned."""
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Work of a role.
+class FaultPoint:
+    """Work of a role during which a kill may happen.
 
-    passages: how often every run starts this work before its last step.
+    min_hits: how often every run starts this work before its last step.
     delays_s: possible times from its start to the kill, s.
     """
 
     text: str
-    passages: int
+    min_hits: int
     delays_s: tuple[float, ...] = (0.0,)
 
 
 @dataclass(frozen=True)
 class Role:
-    """A kind of process: the names of its actors, and whether a run survives the death of one."""
+    """Kind of process: names of its actors, and whether a run heals the death of an actor."""
 
     actors: tuple[str, ...]
     heals: bool
-    moments: Mapping[str, Moment]
+    points: Mapping[str, FaultPoint]
 
 
 ROLES: Mapping[str, Role] = {
     "generator": Role(
         ("generator-0",),
         heals=True,
-        moments={
-            "before_take": Moment("it asks for prompts", 4),
-            "after_take": Moment("it has leased prompts", 4),
-            "mid_compute": Moment("it samples", 16, (0.0, 0.005, 0.02, AT_THE_END_S)),
-            "mid_put": Moment("its commit is under way", 4, (0.0, 0.002, AT_THE_END_S)),
-            "mid_checkpoint": Moment("a checkpoint is being written", 2, (0.0, 0.02)),
+        points={
+            "before_take": FaultPoint("it requests prompts", 4),
+            "after_take": FaultPoint("it has leased prompts", 4),
+            "mid_compute": FaultPoint("it samples", 16, (0.0, 0.005, 0.02, AT_THE_END_S)),
+            "mid_put": FaultPoint("its commit is under way", 4, (0.0, 0.002, AT_THE_END_S)),
+            "mid_checkpoint": FaultPoint("a checkpoint is being written", 2, (0.0, 0.02)),
         },
     ),
     "scorer": Role(
         ("reward-0",),
         heals=True,
-        moments={
-            "before_take": Moment("it asks for groups", 4),
-            "after_take": Moment("it has leased groups", 4),
-            "mid_compute": Moment("it scores", 4, (0.0, 0.001, AT_THE_END_S)),
-            "mid_put": Moment("its commit is under way", 4, (0.0, 0.002, AT_THE_END_S)),
-            "mid_checkpoint": Moment("a checkpoint is being written", 2, (0.0, 0.02)),
+        points={
+            "before_take": FaultPoint("it requests groups", 4),
+            "after_take": FaultPoint("it has leased groups", 4),
+            "mid_compute": FaultPoint("it scores", 4, (0.0, 0.001, AT_THE_END_S)),
+            "mid_put": FaultPoint("its commit is under way", 4, (0.0, 0.002, AT_THE_END_S)),
+            "mid_checkpoint": FaultPoint("a checkpoint is being written", 2, (0.0, 0.02)),
         },
     ),
     "shard": Role(
         ("shard-0", "shard-1"),
         heals=True,
-        moments={
-            "before_take": Moment("it gets a request for groups", 12),
-            "after_take": Moment("it has leased groups, and the answer is not sent", 8),
-            "mid_compute": Moment("it has read columns, and the answer is not sent", 4),
-            "mid_put": Moment("half of a commit is in its journal", 4),
-            "mid_checkpoint": Moment("half of its snapshot is written", 2),
+        points={
+            "before_take": FaultPoint("it gets a request for groups", 12),
+            "after_take": FaultPoint("it has leased groups, and the response is not sent", 8),
+            "mid_compute": FaultPoint("it has read columns, and the response is not sent", 4),
+            "mid_put": FaultPoint("half of a commit is in its journal", 4),
+            "mid_checkpoint": FaultPoint("half of its snapshot is written", 2),
         },
     ),
     "coordinator": Role(
         ("coordinator",),
         heals=False,
-        moments={
-            "before_take": Moment("it asks for groups to train", 6),
-            "after_take": Moment("it has leased groups to train", 6),
-            "mid_compute": Moment("a micro-batch is trained", 10, (0.0, 0.005, AT_THE_END_S)),
-            "mid_put": Moment("a step is in the run log, and its groups are in the shards", 5),
-            "mid_checkpoint": Moment("a checkpoint gets its name", 2, (0.0, AT_THE_END_S)),
+        points={
+            "before_take": FaultPoint("it requests groups to train", 6),
+            "after_take": FaultPoint("it has leased groups to train", 6),
+            "mid_compute": FaultPoint("a micro-batch is trained", 10, (0.0, 0.005, AT_THE_END_S)),
+            "mid_put": FaultPoint("a step is in the run log, and its groups are in the shards", 5),
+            "mid_checkpoint": FaultPoint("a checkpoint is renamed", 2, (0.0, AT_THE_END_S)),
         },
     ),
     "trainer": Role(
         ("trainer-0",),
         heals=False,
-        moments={
-            "before_take": Moment("it asks for the columns of a micro-batch", 10),
-            "after_take": Moment("it has the columns of a micro-batch", 10),
-            "mid_compute": Moment("forward and backward are under way", 10, (0.0, 0.005)),
-            "mid_put": Moment("it has updated, or gathers a version", 5, (0.0, AT_THE_END_S)),
-            "mid_checkpoint": Moment("it writes its part of a checkpoint", 2, (0.0, 0.005)),
+        points={
+            "before_take": FaultPoint("it requests the columns of a micro-batch", 10),
+            "after_take": FaultPoint("it has the columns of a micro-batch", 10),
+            "mid_compute": FaultPoint("forward and backward are under way", 10, (0.0, 0.005)),
+            "mid_put": FaultPoint("it has updated, or gathers a version", 5, (0.0, AT_THE_END_S)),
+            "mid_checkpoint": FaultPoint("it writes its part of a checkpoint", 2, (0.0, 0.005)),
         },
     ),
 }
@@ -96,16 +96,16 @@ ROLES: Mapping[str, Role] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """One kill in one run.
+    """Run with a single kill.
 
-    `stored`: columns of any size go through the object store. `settings` of the run are added to
-    those of the bench.
+    stored: put columns of any size into the object store.
+    settings: run settings on top of the bench's defaults.
     """
 
     role: str
-    moment: str
+    point: str
     actor: str
-    passage: int
+    hit: int
     delay_s: float = 0.0
     stored: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -115,16 +115,16 @@ class Scenario:
     @property
     def name(self) -> str:
         """Name for the option --only."""
-        return ":".join(filter(None, (self.role, self.moment, self.variant)))
+        return ":".join(filter(None, (self.role, self.point, self.variant)))
 
     @property
     def heals(self) -> bool:
-        """Whether the run goes on by itself; otherwise it ends and is resumed."""
+        """Whether the run continues after the kill; otherwise the bench resumes it."""
         return self.role in ROLES and ROLES[self.role].heals
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether the metrics are independent of timing."""
+        """Whether metrics are independent of timing."""
         return not self.settings["pipeline.max_staleness"]
 
     def __str__(self) -> str:
@@ -132,10 +132,10 @@ class Scenario:
         delay = ends.get(self.delay_s, f", after {self.delay_s * 1000:g} ms")
         facts = [f"{key.partition('.')[2]}={value}" for key, value in self.settings.items()]
         facts += ["stored"] * self.stored
-        return f"{self.actor} as {self.text} (no. {self.passage}{delay}; {' '.join(facts)})"
+        return f"{self.actor} as {self.text} (no. {self.hit}{delay}; {' '.join(facts)})"
 
     def plan(self, run_dir: Path, marker: Path) -> dict[str, Any]:
-        """Return the description that the injected fault reads."""
+        """Return the plan that the injected `PlannedFault` reads."""
         return {**asdict(self), "run_dir": str(run_dir), "marker": str(marker)}
 
 
@@ -146,7 +146,7 @@ TRANSPORTS = {
     "coordinator": "disk",
     "trainer": "shared_memory",
 }
-"""Weights transport in the scenarios of a role; it has no effect on the metrics."""
+"""Weights transport by role, so that all are covered; metrics do not depend on the transport."""
 
 WITH_CRITIC = {
     "algorithm.name": "ppo",
@@ -156,21 +156,21 @@ WITH_CRITIC = {
 }
 
 
-def scenario(role: str, moment: str, seed: int) -> Scenario:
-    """Make the scenario of one moment, which depends on the seed only."""
-    draw = random.Random(f"{seed}:{role}:{moment}")
-    work = ROLES[role].moments[moment]
-    # In an update the ranks wait for each other.
-    ranks = 2 if (role, moment) == ("trainer", "mid_put") else 1
+def make_scenario(role: str, point: str, seed: int) -> Scenario:
+    """Make the scenario of a fault point; it depends only on the seed."""
+    draw = random.Random(f"{seed}:{role}:{point}")
+    work = ROLES[role].points[point]
+    # An update is a collective: with two ranks, the other rank waits for the dead one.
+    ranks = 2 if (role, point) == ("trainer", "mid_put") else 1
     actors = ("trainer-0", "trainer-1") if ranks > 1 else ROLES[role].actors
-    # Two models in training, each updated several times in a step.
-    has_critic = (role, moment) == ("trainer", "mid_compute")
+    # Train two models, each with several updates per step.
+    has_critic = (role, point) == ("trainer", "mid_compute")
     actors = ("trainer-0", "critic-0") if has_critic else actors
     return Scenario(
         role=role,
-        moment=moment,
+        point=point,
         actor=draw.choice(actors),
-        passage=draw.randint(1, work.passages),
+        hit=draw.randint(1, work.min_hits),
         delay_s=draw.choice(work.delays_s),
         stored=draw.choice((False, True)),
         settings={
@@ -184,17 +184,17 @@ def scenario(role: str, moment: str, seed: int) -> Scenario:
 
 
 def all_scenarios(seed: int) -> list[Scenario]:
-    return [scenario(role, moment, seed) for role in ROLES for moment in MOMENTS]
+    return [make_scenario(role, point, seed) for role in ROLES for point in FAULT_POINTS]
 
 
 def short_scenarios(seed: int) -> list[Scenario]:
-    """Return every role once, at moments that rotate with the seed."""
-    moments = [MOMENTS[(seed + i) % len(MOMENTS)] for i in range(len(ROLES))]
-    return [scenario(role, moment, seed) for role, moment in zip(ROLES, moments, strict=True)]
+    """Return a scenario per role; fault points rotate with the seed."""
+    points = [FAULT_POINTS[(seed + i) % len(FAULT_POINTS)] for i in range(len(ROLES))]
+    return [make_scenario(role, point, seed) for role, point in zip(ROLES, points, strict=True)]
 
 
 def more_scenarios(seed: int) -> list[Scenario]:
-    """Return scenarios outside the table: other placements, processes and narrower moments."""
+    """Return scenarios outside the table: other placements, the driver, narrower fault points."""
     draw = random.Random(f"{seed}:more")
     sequential = {**ON_POLICY, "placement.mode": "sequential"}
     colocated = {"pipeline.max_staleness": 1, "placement.mode": "colocated"}
@@ -202,18 +202,18 @@ def more_scenarios(seed: int) -> list[Scenario]:
     pulled = {**ON_POLICY, TRANSPORT: draw.choice(sorted(TRANSPORTS.values()))}
     delay_s = draw.choice((0.0, 0.002, 0.01, AT_THE_END_S))
 
-    def kill(role: str, moment: str, passes: tuple[int, int], text: str, **more: Any) -> Scenario:
+    def kill(role: str, point: str, hits: tuple[int, int], text: str, **more: Any) -> Scenario:
         actor = draw.choice(ROLES[role].actors) if role in ROLES else role
         more = {"settings": ON_POLICY, **more}
-        return Scenario(role, moment, actor, draw.randint(*passes), text=text, **more)
+        return Scenario(role, point, actor, draw.randint(*hits), text=text, **more)
 
     in_turn: dict[str, Any] = {"settings": sequential, "variant": "in_turn"}
     in_place: dict[str, Any] = {"settings": colocated, "variant": "in_place"}
     leased = "it has leased groups, and waits for the device lease"
-    fetched = "its answer is there, and the columns it owns are not fetched"
-    updated = "it has updated the weights where its generator has them"
+    fetched = "its response has arrived, and the columns it owns are not fetched"
+    updated = "it has updated weights that it shares with its generator"
     paused = "forward and backward are under way, and its generator is paused"
-    loaded = "it has loaded the model, before the run is under way"
+    loaded = "it has loaded the model, before the first step"
     pulls = "it fetches a version, or has fetched it"
     on_policy = {"settings": {**colocated, **ON_POLICY}}
     return [
@@ -226,5 +226,5 @@ def more_scenarios(seed: int) -> list[Scenario]:
         kill("trainer", "at_start", (1, 1), loaded),
         kill("trainer", "mid_put", (2, 5), updated, **{**in_place, **on_policy}),
         kill("trainer", "mid_compute", (1, 10), paused, **in_place),
-        kill("driver", "mid_step", (1, 5), "it takes the row of a step"),
+        kill("driver", "mid_step", (1, 5), "it writes the metrics of a step"),
     ]

@@ -1,6 +1,6 @@
 """A run survives the kill -9 of any of its actors; `make test-chaos` runs all scenarios.
 
-CHAOS_SEED=<n> chooses other moments.
+CHAOS_SEED=<n> chooses other fault points.
 """
 
 import importlib
@@ -28,17 +28,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", short_scenarios(SEED), ids=lambda scenario: scenario.name)
 def test_after_a_kill_every_prompt_is_trained_once(bench: Bench, scenario: Scenario):
-    verdict = bench.play(scenario, beside_undisturbed=False)
-    assert not verdict.problems, f"{scenario}, CHAOS_SEED={SEED}:\n" + "\n".join(verdict.problems)
+    result = bench.run_scenario(scenario, with_baseline=False)
+    assert not result.problems, f"{scenario}, CHAOS_SEED={SEED}:\n" + "\n".join(result.problems)
 
 
-def test_the_injected_sitecustomize_is_idle_without_a_plan_and_runs_others(tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text("print('the other one')\n")
+def test_the_injected_sitecustomize_is_idle_without_a_plan_and_runs_the_hidden_one(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("print('hidden')\n")
     script = "import sys; print([m for m in sys.modules if 'chaos' in m])"
     env = {**os.environ, "PYTHONPATH": f"{INJECT}{os.pathsep}{tmp_path}"}
     env.pop("STREAMRL_CHAOS", None)
     output = subprocess.check_output([sys.executable, "-c", script], env=env, text=True)
-    assert output.splitlines() == ["the other one", "[]"]
+    assert output.splitlines() == ["hidden", "[]"]
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -52,8 +52,8 @@ def test_faults_keep_the_signatures_they_wrap(role: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(faults, "wrap", note)
     monkeypatch.setattr(faults, "wrap_async", note)
-    names = ("role", "moment", "actor", "passage", "delay_s", "run_dir", "marker", "stored")
-    fault = faults.Fault({**dict.fromkeys(names), "role": role, "moment": "mid_fetch"})
+    names = ("role", "point", "actor", "hit", "delay_s", "run_dir", "marker", "stored")
+    fault = faults.PlannedFault({**dict.fromkeys(names), "role": role, "point": "mid_fetch"})
     for module, patch in faults.PATCHES.items():
         patch(fault, importlib.import_module(module))
     assert len(wrapped) > 10

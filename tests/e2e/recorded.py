@@ -20,7 +20,7 @@ from streamrl.messages import Columns, columns_to_rollouts
 if TYPE_CHECKING:
     from streamrl.engines.training.model_trainer import ModelTrainer
 
-Trained = dict[tuple[int, str, int], list[int]]
+TrainedRollouts = dict[tuple[int, str, int], list[int]]
 """Tokens of a rollout, prompt included, by version, uid and index in the group."""
 
 
@@ -52,9 +52,9 @@ class Recording(RealEngineFactory):
         return trainer
 
 
-def trained(notes: Path, name: str) -> Trained:
+def trained(notes: Path, name: str) -> TrainedRollouts:
     """Read the rollouts that all ranks of a run trained; repeated ones have to be equal."""
-    rollouts: Trained = {}
+    rollouts: TrainedRollouts = {}
     for path in sorted(notes.glob(f"{name}.*.jsonl")):
         for version, uid, index, tokens in map(json.loads, path.read_text().splitlines()):
             assert rollouts.setdefault((version, uid, index), tokens) == tokens

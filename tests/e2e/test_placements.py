@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.launched import Launched, rows
-from tests.e2e.recorded import Trained, trained
+from tests.e2e.recorded import TrainedRollouts, trained
 from tests.toy import write_toy
 
 STEPS, HALF = 6, 3
@@ -67,7 +67,7 @@ class Played:
     """A run that has ended: the rows of its metrics, and what it trained."""
 
     rows: list[dict[str, Any]]
-    trained: Trained
+    trained: TrainedRollouts
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_colocated_and_disaggregated_runs_have_the_same_tokens_and_losses(pair: 
     assert _sent_bytes(disaggregated) > 0 == _sent_bytes(colocated)
 
 
-def check_tokens(runs: Sequence[Trained]) -> None:
+def check_tokens(runs: Sequence[TrainedRollouts]) -> None:
     """Assert the same rollouts in every step, token for token."""
     assert {version for version, _, _ in runs[0]} == set(range(STEPS))
     assert all(run == runs[0] for run in runs)

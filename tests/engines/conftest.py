@@ -11,7 +11,7 @@ import pytest_asyncio
 from tests.engines.flight import Engines
 from tests.engines.tiny_qwen import save, tiny_model
 from tests.engines.trainer_layouts import LAYOUTS, Layout
-from tests.engines.trainer_ranks import NARROW, Case, run_ranks
+from tests.engines.trainer_ranks import NARROW, TrainerCase, run_ranks
 
 PAIRS = [layout for layout in LAYOUTS if layout.world_size == 2]
 SAVED = [layout for layout in LAYOUTS if layout.world_size == 2 or layout.zero_stage == 2]
@@ -45,7 +45,7 @@ def parametrize_layouts(
     params = [
         param_of_ranks(
             layout,
-            cases=[Case(name, layout) for name in names],
+            cases=[TrainerCase(name, layout) for name in names],
             is_quick=layout in quick,
             label=layout.label,
         )
@@ -83,7 +83,7 @@ def results(
 ) -> dict[str, list[Any]]:
     """Run all cases that tests use; return results by case, a list with an entry per rank."""
     return run_ranks(
-        list_cases(request, Case), model_path=model_path, folder=folder, timeout_s=TIMEOUT_S
+        list_cases(request, TrainerCase), model_path=model_path, folder=folder, timeout_s=TIMEOUT_S
     )
 
 

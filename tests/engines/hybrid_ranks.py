@@ -43,7 +43,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Case(NamedTuple):
+class HybridCase(NamedTuple):
     """A trainer in the process of the engine."""
 
     backend: str
@@ -60,7 +60,7 @@ def write_model(folder: Path) -> str:
 
 
 def run_rank(
-    rank: int, model_path: str, port: int, cases: Sequence[Case]
+    rank: int, model_path: str, port: int, cases: Sequence[HybridCase]
 ) -> dict[str, list[dict[str, Any]]]:
     """Return a rank's results for every version, by backend."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -68,7 +68,7 @@ def run_rank(
     return asyncio.run(run_backends(model_path, cases))
 
 
-async def run_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[str, Any]]]:
+async def run_backends(path: str, cases: Sequence[HybridCase]) -> dict[str, list[dict[str, Any]]]:
     engine = await GenerationEngine.start(EngineSpec(path, GeneratorConfig(), 64))
     version = 0
     results: dict[str, list[dict[str, Any]]] = {}

@@ -47,7 +47,7 @@ MODELS = ("qwen2", "qwen2 tied", "llama", "mistral")
 WIDE = "sharded data 2, tensor 2"
 
 
-class Case(NamedTuple):
+class MeshCase(NamedTuple):
     """A model in a mesh, with or without activation checkpointing."""
 
     model: str
@@ -59,9 +59,9 @@ class Case(NamedTuple):
         return f"{self.model}; {self.mesh}{'; recomputed' * self.recomputes}"
 
 
-CASES = [Case("qwen2 tied", mesh) for mesh in MESHES]
-CASES += [Case(model, WIDE) for model in MODELS if model != "qwen2 tied"]
-CASES += [Case("qwen2 tied", WIDE, recomputes=True)]
+CASES = [MeshCase("qwen2 tied", mesh) for mesh in MESHES]
+CASES += [MeshCase(model, WIDE) for model in MODELS if model != "qwen2 tied"]
+CASES += [MeshCase("qwen2 tied", WIDE, recomputes=True)]
 
 
 def make_model(model: str) -> PreTrainedModel:
@@ -81,7 +81,7 @@ def make_single_rank_key(model: str) -> str:
     return f"{model}; alone"
 
 
-def run_rank(rank: int, ports: Sequence[int], cases: Sequence[Case]) -> dict[str, Any]:
+def run_rank(rank: int, ports: Sequence[int], cases: Sequence[MeshCase]) -> dict[str, Any]:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     results = {}
     # Each rank computes the single-rank results of some of the models.

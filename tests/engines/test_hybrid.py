@@ -6,14 +6,15 @@ import pytest
 
 from tests import forked
 from tests.engines.conftest import list_cases, param_of_ranks
-from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD, Case, run_rank, write_model
+from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD, HybridCase, run_rank, write_model
 from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SPLIT, RESHARDED = "torch, split", "deepspeed 3"
 QUICK = ("torch", RESHARDED, SPLIT)
 BACKEND_PARAMS = {
-    name: param_of_ranks(name, cases=[Case(name)], is_quick=name in QUICK) for name in BACKENDS
+    name: param_of_ranks(name, cases=[HybridCase(name)], is_quick=name in QUICK)
+    for name in BACKENDS
 }
 ALIASING = [param for name, param in BACKEND_PARAMS.items() if name not in (RESHARDED, SPLIT)]
 
@@ -25,7 +26,7 @@ def ranks(
     """Return each rank's results for every version, by backend."""
     path = write_model(tmp_path_factory.mktemp("hybrid"))
     order = list(BACKENDS)
-    cases = sorted(list_cases(request, Case), key=lambda case: order.index(case.backend))
+    cases = sorted(list_cases(request, HybridCase), key=lambda case: order.index(case.backend))
     (port,) = find_free_ports(1)
     arguments = [(rank, path, port, cases) for rank in range(WORLD)]
     return forked.run(run_rank, arguments, timeout_s=400)
@@ -54,7 +55,7 @@ def test_served_logprobs_equal_the_trainers_after_each_update(
     assert ranks[0][backend][-1]["logprobs"] == ranks[1][backend][-1]["logprobs"]
 
 
-@pytest.mark.ranks(Case(RESHARDED))
+@pytest.mark.ranks(HybridCase(RESHARDED))
 def test_missing_shards_are_received_once_without_staging(ranks: list[dict[str, Any]]):
     for results in ranks:
         for version in results[RESHARDED]:
@@ -65,7 +66,7 @@ def test_missing_shards_are_received_once_without_staging(ranks: list[dict[str, 
             assert version["in_flight_bytes"] == model + model // WORLD
 
 
-@pytest.mark.ranks(Case(SPLIT))
+@pytest.mark.ranks(HybridCase(SPLIT))
 def test_trained_shards_alias_the_generator_and_only_columns_are_copied(
     ranks: list[dict[str, Any]],
 ):
@@ -83,13 +84,13 @@ def test_trained_shards_alias_the_generator_and_only_columns_are_copied(
             assert version["received_bytes"] == sum(sizes[name] for name in cut) // WORLD
 
 
-@pytest.mark.ranks(Case(RESHARDED))
+@pytest.mark.ranks(HybridCase(RESHARDED))
 def test_resharding_is_off_if_any_rank_cannot_be_written(ranks: list[dict[str, Any]]):
     for results in ranks:
         assert results[RESHARDED][0]["is_off"]
 
 
-@pytest.mark.ranks(Case(RESHARDED))
+@pytest.mark.ranks(HybridCase(RESHARDED))
 def test_resharding_casts_shards_of_another_dtype_on_the_source_rank(ranks: list[dict[str, Any]]):
     for results in ranks:
         assert results[RESHARDED][0]["is_cast"]

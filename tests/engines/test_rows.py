@@ -8,7 +8,7 @@ from streamrl.engines.training.forward_scorers import LogprobScorer
 from streamrl.messages import split_token_column
 from tests.engines.conftest import ONE, TWO, param_of_ranks
 from tests.engines.tiny_qwen import save, tiny_model
-from tests.engines.trainer_ranks import GROUPS, SEVERAL_LR, TEMPERATURE, Case
+from tests.engines.trainer_ranks import GROUPS, SEVERAL_LR, TEMPERATURE, TrainerCase
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -24,7 +24,7 @@ QUICK = {
 ROWS = [
     param_of_ranks(
         name,
-        cases=[Case("row", layout, (name,)) for layout in (ONE, TWO)],
+        cases=[TrainerCase("row", layout, (name,)) for layout in (ONE, TWO)],
         is_quick=name in QUICK,
     )
     for name in ALGORITHMS

@@ -571,7 +571,7 @@ CASES: dict[str, Callable[..., None]] = {
 }
 
 
-class Case(NamedTuple):
+class TrainerCase(NamedTuple):
     """A sequence of steps that the ranks of a layout run, and its parameters."""
 
     name: str
@@ -580,7 +580,7 @@ class Case(NamedTuple):
 
 
 def run_cases(
-    rank: int, plan: Sequence[Case], model_path: str, folder: Path, ports: list[int]
+    rank: int, plan: Sequence[TrainerCase], model_path: str, folder: Path, ports: list[int]
 ) -> Any:
     """Run all cases in a process and return the results."""
     job = RankJob(rank, model_path, folder, list(ports))
@@ -590,7 +590,7 @@ def run_cases(
 
 
 def run_ranks(
-    cases: Iterable[Case], *, model_path: str, folder: Path, timeout_s: float
+    cases: Iterable[TrainerCase], *, model_path: str, folder: Path, timeout_s: float
 ) -> dict[str, list[Any]]:
     """Return the results of two processes by case: an entry per rank, or one for a single rank.
 

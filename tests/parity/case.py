@@ -57,7 +57,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Case:
+class ParityCase:
     """Two functions to compare, and the bound of their difference."""
 
     function: str
@@ -90,7 +90,7 @@ class Difference:
         return self.value <= bound and (self.gradient is None or self.gradient <= bound)
 
 
-def measure(case: Case, seed: int) -> Difference:
+def measure(case: ParityCase, seed: int) -> Difference:
     """Run a case on its batches."""
     values, gradients = [], []
     for index in range(BATCHES):

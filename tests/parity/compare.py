@@ -24,7 +24,7 @@ from tests.parity import (  # noqa: E402
     verl_shaping,
 )
 from tests.parity.answer_case import score_all  # noqa: E402
-from tests.parity.case import Case, Difference, measure  # noqa: E402
+from tests.parity.case import Difference, ParityCase, measure  # noqa: E402
 
 VERL = (verl_advantages, verl_losses, verl_shaping, verl_correction, verl_recipes)
 CASES = [
@@ -72,7 +72,7 @@ def compare_answers() -> bool:
     return as_listed == len(cases)
 
 
-def _report(peer: str, case: Case, difference: Difference) -> str:
+def _report(peer: str, case: ParityCase, difference: Difference) -> str:
     gradient = "" if difference.gradient is None else f"{difference.gradient:.1e}"
     figures = (f"{difference.value:.1e}", gradient, f"{case.bound:.0e}")
     verdict = "" if difference.within(case.bound) else "DIFFERS "

@@ -13,7 +13,7 @@ from trl.trainer.utils import entropy_from_logits
 
 from streamrl.algorithms.math import advantages, correction, kl, losses
 from tests.algorithms.aggregate import aggregate_loss
-from tests.parity.case import EQUAL, Batch, Case
+from tests.parity.case import EQUAL, Batch, ParityCase
 from tests.parity.stub_trainers import (
     SETTINGS,
     StubGMPOTrainer,
@@ -37,7 +37,7 @@ RLOO = RLOOConfig(**SETTINGS, beta=0.0, reward_weights=FIRST_REWARD)
 grpo = partial(GRPOConfig, **SETTINGS, epsilon=0.2, epsilon_high=0.28)
 
 
-def geometric_mean() -> Case:
+def geometric_mean() -> ParityCase:
     """Make the case of GMPO; a row without tokens gets the advantage 0."""
     config = GMPOConfig(**SETTINGS, epsilon=0.2, epsilon_high=0.28)
     trl_loss = compute_loss(make_trainer(StubGMPOTrainer, config))
@@ -50,7 +50,7 @@ def geometric_mean() -> Case:
         has_tokens = b.loss_mask.any(-1, keepdim=True)
         return trl_loss(replace(b, row_advantages=b.row_advantages * has_tokens))
 
-    return Case(
+    return ParityCase(
         "losses.geometric_mean",
         "GMPOTrainer",
         ours,
@@ -92,11 +92,11 @@ def loss_case(
     loss_type: str = "grpo",
     beta: float = 0.0,
     note: str = "",
-) -> Case:
+) -> ParityCase:
     """Make a case of a loss of GRPOTrainer; `loss_type` is its reduction."""
     trainer = make_trainer(StubGRPOTrainer, config)
     trainer.beta = beta  # set late: its constructor would load a reference
-    return Case(
+    return ParityCase(
         function,
         f"GRPOTrainer, {peer}",
         lambda b: reduce_loss(b, token_loss(b), loss_type),
@@ -109,13 +109,13 @@ def loss_case(
 
 def advantage_case(
     function: str, peer: str, ours: Callable[[Batch], Tensor], config: GRPOConfig
-) -> Case:
+) -> ParityCase:
     """Make a case of advantages of GRPOTrainer, one per row."""
     theirs = compute_column(make_trainer(StubGRPOTrainer, config), "advantages")
-    return Case(f"advantages.{function}", f"GRPOTrainer, {peer}", ours, theirs, sizes=EQUAL)
+    return ParityCase(f"advantages.{function}", f"GRPOTrainer, {peer}", ours, theirs, sizes=EQUAL)
 
 
-def scale(ours: str, theirs: str) -> Case:
+def scale(ours: str, theirs: str) -> ParityCase:
     """Make a case of group-relative advantages under one `scale_rewards`."""
     return advantage_case(
         f"group_relative, {ours}",
@@ -134,7 +134,7 @@ def our_normalize_then_sum(batch: Batch) -> Tensor:
     return advantages.group_relative_advantages(total, torch.zeros_like(batch.group_ids), eps=EPS)
 
 
-def weights(level: str, mode: str, low: float | None) -> Case:
+def weights(level: str, mode: str, low: float | None) -> ParityCase:
     """Make a case of importance ratios of tokens that vLLM sampled."""
     config = grpo(
         vllm_importance_sampling_mode=f"{level}_{mode}",
@@ -144,7 +144,7 @@ def weights(level: str, mode: str, low: float | None) -> Case:
     trainer = make_trainer(StubGRPOTrainer, config)
     trainer.use_vllm = True  # set late: its constructor would start vLLM
     theirs = compute_column(trainer, "importance_sampling_ratio")
-    return Case(
+    return ParityCase(
         f"correction.importance_weights, {level}, {mode}{', low' if low else ''}",
         f"GRPOTrainer, vLLM {level}_{mode}",
         lambda b: correction.importance_weights(
@@ -193,7 +193,7 @@ CASES = [
         our_normalize_then_sum,
         grpo(multi_objective_aggregation="normalize_then_sum", reward_weights=list(WEIGHTS)),
     ),
-    Case(
+    ParityCase(
         "advantages.leave_one_out",
         "RLOOTrainer",
         lambda b: advantages.leave_one_out_advantages(b.scores, b.group_ids),
@@ -265,7 +265,7 @@ CASES = [
         beta=BETA,
         note="up to 10; TRL has no limit",
     ),
-    Case(
+    ParityCase(
         "losses.entropy",
         "entropy_from_logits",
         lambda b: losses.entropy_from_logits(b.logits),
@@ -277,7 +277,7 @@ CASES = [
         for level in ("token", "sequence")
         for mode, low in (("truncate", None), ("truncate", 0.5), ("mask", 0.5))
     ),
-    Case(
+    ParityCase(
         "correction.off_policy_sequence_mask",
         "get_off_policy_mask",
         lambda b: our_off_policy_mask(b).double(),
@@ -290,7 +290,7 @@ CASES = [
         lambda b: our_surrogate(b) * our_off_policy_mask(b),
         grpo(loss_type="grpo", off_policy_mask_threshold=THRESHOLD),
     ),
-    Case(
+    ParityCase(
         "shaping.soft_overlong",
         "get_soft_overlong_punishment",
         our_overlong,

@@ -9,7 +9,7 @@ from verl.trainer.ppo import core_algos
 from verl.utils import torch_functional
 
 from streamrl.algorithms.math import advantages
-from tests.parity.case import PAIRS_UP, RAGGED, Batch, Case
+from tests.parity.case import PAIRS_UP, RAGGED, Batch, ParityCase
 
 GAMMA, LAM = 0.97, 0.9
 WEIGHTS = (1.0, 0.5, 0.25)
@@ -119,9 +119,9 @@ def by_group(
     sizes: Sequence[int] = PAIRS_UP,
     dtype: torch.dtype = torch.float64,
     note: str = "",
-) -> Case:
+) -> ParityCase:
     """Make a case of an advantage per row, which verl puts on the tokens."""
-    return Case(
+    return ParityCase(
         f"advantages.{function}",
         peer,
         lambda b: b.on_tokens(ours(b)),
@@ -133,21 +133,21 @@ def by_group(
 
 
 CASES = [
-    Case(
+    ParityCase(
         "advantages.generalized_advantages, whitened",
         "gae",
         lambda b: advantages.masked_whiten(our_gae(b)[0], b.loss_mask),
         lambda b: gae(b)[0] * b.mask,
         note=HOLES,
     ),
-    Case(
+    ParityCase(
         "advantages.generalized_advantages, returns",
         "gae",
         lambda b: our_gae(b)[1],
         lambda b: gae(b)[1] * b.mask,
         note=HOLES,
     ),
-    Case(
+    ParityCase(
         "advantages.whiten",
         "masked_whiten",
         lambda b: advantages.masked_whiten(b.values, b.loss_mask),
@@ -170,7 +170,7 @@ CASES = [
         )
         for peer in ("grpo", "grpo_vectorized")
     ),
-    Case(
+    ParityCase(
         "advantages.group_relative, none, keep",
         "grpo",
         lambda b: b.on_tokens(
@@ -215,14 +215,14 @@ CASES = [
         dtype=torch.float32,
         note=f"verl's factor is float32; {ALONE}",
     ),
-    Case(
+    ParityCase(
         "advantages.greedy_baseline",
         "remax",
         lambda b: b.on_tokens(advantages.greedy_baseline_advantages(b.scores, b.baseline_scores)),
         remax,
         note=HOLES,
     ),
-    Case(
+    ParityCase(
         "advantages.decoupled_reward_normalization",
         "gdpo",
         our_gdpo,
@@ -231,19 +231,19 @@ CASES = [
         dtype=torch.float32,
         note=ALONE,
     ),
-    Case(
+    ParityCase(
         "advantages.reward_to_go",
         "reinforce_plus_plus, returns",
         our_rewards_to_go,
         lambda b: reinforce_plus_plus(b)[1],
     ),
-    Case(
+    ParityCase(
         "advantages.reward_to_go, whitened",
         "reinforce_plus_plus",
         lambda b: advantages.masked_whiten(our_rewards_to_go(b), b.loss_mask),
         lambda b: reinforce_plus_plus(b)[0],
     ),
-    Case(
+    ParityCase(
         "advantages.group_relative, none, whitened",
         "reinforce_plus_plus_baseline",
         our_baseline,

@@ -4,10 +4,10 @@ from torch import Tensor
 from verl.trainer.ppo import rollout_corr_helper
 
 from streamrl.algorithms.math import correction
-from tests.parity.case import Batch, Case
+from tests.parity.case import Batch, ParityCase
 
 
-def weights(level: str, mode: str, low: float | None, *, far: bool = False) -> Case:
+def weights(level: str, mode: str, low: float | None, *, far: bool = False) -> ParityCase:
     """Make a case of importance weights; verl truncates from above and masks from both sides."""
     threshold = 2.0 if low is None else f"{low}_2.0"
     name = f"{', low' if low else ''}{', far' if far else ''}"
@@ -15,7 +15,7 @@ def weights(level: str, mode: str, low: float | None, *, far: bool = False) -> C
     def log_ratio(batch: Batch) -> Tensor:
         return batch.logprobs - (batch.far_logprobs if far else batch.old_logprobs)
 
-    return Case(
+    return ParityCase(
         f"correction.importance_weights, {level}, {mode}{name}",
         "compute_rollout_correction_weights",
         lambda b: correction.importance_weights(
@@ -27,11 +27,11 @@ def weights(level: str, mode: str, low: float | None, *, far: bool = False) -> C
     )
 
 
-def rejection(kind: str, level: str, high: float, low: float | None = None) -> Case:
+def rejection(kind: str, level: str, high: float, low: float | None = None) -> ParityCase:
     """Make a case of a rejection mask; verl bounds the inverse ratio."""
     threshold = high if low is None else f"{1 / high}_{1 / low}"
     option = f"token_{kind}" if level == "token" else f"seq_{level}_{kind}"
-    return Case(
+    return ParityCase(
         f"correction.rejection_mask, {kind}, {level}",
         f"compute_rollout_rejection_mask, {option}",
         lambda b: correction.rejection_mask(

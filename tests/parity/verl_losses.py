@@ -11,7 +11,7 @@ from verl.workers.config.actor import PolicyLossConfig
 
 from streamrl.algorithms.math import losses
 from tests.algorithms.aggregate import aggregate_loss
-from tests.parity.case import Batch, Case
+from tests.parity.case import Batch, ParityCase
 
 COUNTS = "verl adds 1e-8 to a row's number of tokens"
 PER_ROW = "seq-mean-token-mean"
@@ -59,10 +59,10 @@ def loss_case(
     *,
     mode: str = "token-mean",
     note: str = "",
-) -> Case:
+) -> ParityCase:
     """Make a case of a policy loss."""
     per_row = mode == PER_ROW
-    return Case(
+    return ParityCase(
         f"losses.{function}",
         peer,
         lambda b: aggregate_loss(token_loss(b), b.loss_mask, mode=mode),
@@ -88,9 +88,9 @@ def agg_loss(
     num_tokens: int | None = None,
     num_sequences: int | None = None,
     max_length: int | None = None,
-) -> Case:
+) -> ParityCase:
     """Make a case of an aggregation, with counts of the batch or of a larger step."""
-    return Case(
+    return ParityCase(
         f"losses.aggregate, {mode}{', of a larger step' if num_tokens else ''}",
         "agg_loss",
         lambda b: aggregate_loss(
@@ -115,9 +115,9 @@ def agg_loss(
     )
 
 
-def value_loss(clip: float | None) -> Case:
+def value_loss(clip: float | None) -> ParityCase:
     """Make a case of the critic's loss, clipped or not."""
-    return Case(
+    return ParityCase(
         f"losses.value_loss, {'clip' if clip else 'no clip'}",
         "compute_value_loss",
         lambda b: aggregate_loss(
@@ -170,7 +170,7 @@ CASES = [
         ),
         policy_loss("cispo", CLIP_ACTOR()),
     ),
-    Case(
+    ParityCase(
         "losses.geometric_mean",
         "geo_mean",
         lambda b: aggregate_loss(
@@ -235,7 +235,7 @@ CASES = [
     ),
     value_loss(0.2),
     value_loss(None),
-    Case(
+    ParityCase(
         "losses.entropy",
         "entropy_from_logits",
         lambda b: losses.entropy_from_logits(b.logits),

@@ -15,7 +15,7 @@ from verl.workers.config import ActorConfig
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.objective import derive_group_columns, policy_loss
-from tests.parity.case import Batch, Case
+from tests.parity.case import Batch, ParityCase
 from tests.parity.verl_advantages import outcome_rewards
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
@@ -100,7 +100,7 @@ def _remax(batch: Batch) -> Tensor:
     return core_algos.compute_remax_outcome_advantage(rewards, baselines, batch.mask)[0]
 
 
-recipe = partial(Case, wrt="logprobs", note=THREE)
+recipe = partial(ParityCase, wrt="logprobs", note=THREE)
 CASES = [
     replace(
         recipe("a step of GRPO", "defaults", step_loss("verl's GRPO"), vanilla(_grpo)),

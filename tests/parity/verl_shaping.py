@@ -11,15 +11,15 @@ from verl.trainer.ppo import core_algos
 from verl.workers.reward_manager.dapo import DAPORewardManager
 
 from streamrl.algorithms.math import advantages, kl
-from tests.parity.case import Batch, Case
+from tests.parity.case import Batch, ParityCase
 from tests.parity.verl_advantages import outcome_rewards
 
 BUFFER, FACTOR = 9, 0.7
 
 
-def divergence(kind: str, reference: str) -> Case:
+def divergence(kind: str, reference: str) -> ParityCase:
     """Make a case of a KL estimate; `reference` is a field of the batch."""
-    return Case(
+    return ParityCase(
         f"kl.kl_estimate, {kind}{', far' if reference == 'far_logprobs' else ''}",
         "kl_penalty",
         lambda b: kl.kl_estimate(b.logprobs, getattr(b, reference), kind),
@@ -75,7 +75,7 @@ def our_overlong(batch: Batch) -> Tensor:
 CASES = [
     *(divergence(kind, "ref_logprobs") for kind in kl.KL_KINDS),
     *(divergence(kind, "far_logprobs") for kind in ("k3", "k3+")),
-    Case(
+    ParityCase(
         "shaping.token_rewards",
         "compute_rewards",
         lambda b: advantages.make_token_rewards(
@@ -83,7 +83,7 @@ CASES = [
         ),
         lambda b: core_algos.compute_rewards(outcome_rewards(b), b.values, b.returns, 0.1) * b.mask,
     ),
-    Case(
+    ParityCase(
         "shaping.soft_overlong",
         "DAPORewardManager",
         our_overlong,
@@ -91,5 +91,5 @@ CASES = [
         dtype=torch.float32,
         note="up to max_length; beyond it verl's goes on falling",
     ),
-    Case("kl.adapt_coefficient", "AdaptiveKLController", our_kl_coefs, verl_kl_coefs),
+    ParityCase("kl.adapt_coefficient", "AdaptiveKLController", our_kl_coefs, verl_kl_coefs),
 ]

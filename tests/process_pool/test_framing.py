@@ -28,7 +28,7 @@ def test_responses_survive_a_round_trip():
         "f of x.py", "style", frozenset("ab"), frozenset("a"), False, (("k", [1]),)
     )
     results = RewardResult.from_correctness(True, "7"), RewardResult.make_not_judged().outcome
-    for response in ([*results], call_spec, [1.5, None], "no judgement"):
+    for response in ([*results], call_spec, [1.5, None], "no result"):
         assert unpickle_response(pack_message((1, response))[HEADER_BYTES:]) == (1, response)
 
 

@@ -207,9 +207,9 @@ def test_overlap_keeps_at_least_as_much_as_any_assignment(
         return sum(counts.received_by_link["local"] for counts in report.rank_bytes.values())
 
     best = assign_max_overlap(training_layout, sizes)
-    seats = list(best.coordinates)
-    random.shuffle(seats)
-    shuffled = type(best)(best.pp_size, best.tp_size, best.dp_size, tuple(seats))
+    coordinates = list(best.coordinates)
+    random.shuffle(coordinates)
+    shuffled = type(best)(best.pp_size, best.tp_size, best.dp_size, tuple(coordinates))
     assert count_kept(best) >= count_kept(shuffled)
 
 

@@ -19,7 +19,7 @@ from streamrl.run_dir.control_requests import (
 )
 
 
-class Clock:
+class PollingClock:
     """Clock that advances in sleep; the run acts at every poll."""
 
     def __init__(self, run: Callable[[float], object]) -> None:
@@ -35,7 +35,7 @@ class Clock:
 
 
 def send_request(run_dir: Path, run: Callable[[float], object], **counts: int) -> ScaleAnswer:
-    clock = Clock(run)
+    clock = PollingClock(run)
     return request_scale(run_dir, counts, timeout_s=100.0, clock=clock, sleep=clock.sleep)
 
 

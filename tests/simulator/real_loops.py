@@ -44,7 +44,7 @@ BATCH = 2
 
 
 @dataclass
-class Case:
+class AgreementCase:
     """A run for the real loops and the simulator: plan, placement, timings, workload."""
 
     plan: Plan
@@ -62,7 +62,7 @@ class Case:
         return self.timings.weights.get(stage, WeightsTiming())
 
 
-def run_real(case: Case, monkeypatch: pytest.MonkeyPatch) -> Stream:
+def run_real(case: AgreementCase, monkeypatch: pytest.MonkeyPatch) -> Stream:
     """Run the real loops of a case to the end and return the stream."""
     completions = CompletionLengths(case.workload, case.seed)
 
@@ -86,7 +86,7 @@ def run_real(case: Case, monkeypatch: pytest.MonkeyPatch) -> Stream:
 class Stages:
     """Maker of stage contexts with the device leases of each role."""
 
-    def __init__(self, case: Case, stream: Stream) -> None:
+    def __init__(self, case: AgreementCase, stream: Stream) -> None:
         self._make = FAKE_STAGE_MAKER(stream)
         self._stream = stream
         self._leases = DeviceLeases(case.dataflow, case.placement, slice_s=1.0)
@@ -145,7 +145,7 @@ class SampledGroup:
 class TimedGenerator:
     """Simulated engine behind the interface of a real generator."""
 
-    def __init__(self, case: Case, completions: CompletionLengths) -> None:
+    def __init__(self, case: AgreementCase, completions: CompletionLengths) -> None:
         self._active_groups: list[SampledGroup] = []
         # Each group has its own limit without free slots, so that every finished rollout is an
         # event.
@@ -229,7 +229,7 @@ class TimedGenerator:
 class TimedScorer:
     """Scorer that scores one batch at a time."""
 
-    def __init__(self, case: Case, stage: str) -> None:
+    def __init__(self, case: AgreementCase, stage: str) -> None:
         self._case = case
         self._stage = stage
         self._lock = asyncio.Lock()
@@ -256,7 +256,7 @@ class TimedScorer:
 class Rank:
     """Trainer whose rounds take as long as their largest micro-batch."""
 
-    def __init__(self, case: Case, role: str, completions: CompletionLengths) -> None:
+    def __init__(self, case: AgreementCase, role: str, completions: CompletionLengths) -> None:
         self._timing = case.timings.train[role]
         self._case = case
         self._role = role

@@ -21,7 +21,7 @@ from streamrl.resharding.grids import RankGrid
 from streamrl.simulator.simulation import run_simulation
 from tests.fake_stream import GROUPS_AT_ONCE
 from tests.fakes import Plan
-from tests.simulator.real_loops import BATCH, PROMPT_TOKENS, Case, run_real
+from tests.simulator.real_loops import BATCH, PROMPT_TOKENS, AgreementCase, run_real
 
 GROUP_SIZE = 2
 TIMINGS = StageTimings(
@@ -71,16 +71,17 @@ TOGETHER = dict.fromkeys(APART, 0)
 SPLIT = {"generate": 0, "reference": 2, "value": 2, "train": 0, "train_critic": 2}
 
 
-def make_case(staleness: int, first_devices: dict[str, int], **plan: Any) -> Case:
+def make_case(staleness: int, first_devices: dict[str, int], **plan: Any) -> AgreementCase:
     plan_of_case = replace(PLAN, max_staleness=staleness, **plan)
     stages = [
-        call.stage for call in Case(plan_of_case, Placement({}), TIMINGS, WORKLOAD).dataflow.calls
+        call.stage
+        for call in AgreementCase(plan_of_case, Placement({}), TIMINGS, WORKLOAD).dataflow.calls
     ]
     chosen = {stage: at for stage, at in first_devices.items() if stage in stages}
-    return Case(plan_of_case, make_placement(staleness, **chosen), TIMINGS, WORKLOAD)
+    return AgreementCase(plan_of_case, make_placement(staleness, **chosen), TIMINGS, WORKLOAD)
 
 
-def make_crowded_case(group_size: int, max_running: int) -> Case:
+def make_crowded_case(group_size: int, max_running: int) -> AgreementCase:
     """Return a case with uneven lengths and few slots per generator."""
     base_case = make_case(2, APART, group_size=group_size, slots=max_running)
     return replace(

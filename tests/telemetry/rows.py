@@ -1,4 +1,4 @@
-"""Metric rows and run info for tests, and a clock with a settable time."""
+"""Metric rows and run info for tests."""
 
 from pathlib import Path
 
@@ -6,16 +6,6 @@ from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histog
 from streamrl.telemetry.progress import RunInfo
 
 STAGES = ("generate", "reward", "reference", "train")
-
-
-class Clock:
-    """Clock that returns `now`, in seconds, until a test sets it."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make_run_info(run_dir: Path, *, num_steps: int = 40, resume_step: int | None = None) -> RunInfo:

@@ -16,7 +16,8 @@ from streamrl.telemetry.chrome_trace import (
     read_spans,
 )
 from streamrl.telemetry.spans import Span
-from tests.telemetry.rows import Clock, full_row
+from tests.telemetry.rows import full_row
+from tests.virtual_time import ManualClock
 
 SPANS = [
     Span("generator-0", "generate", 0, 100.0, 102.0, {"groups": 4}),
@@ -31,7 +32,7 @@ def events(run_dir, phase):
 
 @pytest.fixture
 def sink(tmp_path):
-    sink = TraceSink(tmp_path, clock=Clock(104.0))
+    sink = TraceSink(tmp_path, clock=ManualClock(104.0))
     sink.start({})
     return sink
 
@@ -149,7 +150,7 @@ def test_a_failed_fsync_names_the_file(sink, monkeypatch):
 
 
 def long_run(run_dir, *, steps, most_bytes):
-    sink = TraceSink(run_dir, clock=Clock(104.0), most_bytes=most_bytes)
+    sink = TraceSink(run_dir, clock=ManualClock(104.0), most_bytes=most_bytes)
     sink.start({})
     for step in range(steps):
         start_s = 100.0 + step

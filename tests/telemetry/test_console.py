@@ -8,7 +8,8 @@ from rich.console import Console
 
 from streamrl.telemetry.console import PlainConsole
 from streamrl.telemetry.live_console import LiveConsole
-from tests.telemetry.rows import Clock, full_row, make_run_info
+from tests.telemetry.rows import full_row, make_run_info
+from tests.virtual_time import ManualClock
 
 WIDTHS = (60, 80, 120)
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -53,18 +54,18 @@ def run(console, *, steps=(1, 2, 3), clock=None):
 @pytest.fixture
 def live(tmp_path):
     """Return a live console of width 80; not started, so that no background thread draws."""
-    return LiveConsole(make_run_info(tmp_path), terminal(80), clock=Clock())
+    return LiveConsole(make_run_info(tmp_path), terminal(80), clock=ManualClock())
 
 
 @pytest.fixture
 def plain(tmp_path):
-    return PlainConsole(make_run_info(tmp_path), pipe(80), clock=Clock())
+    return PlainConsole(make_run_info(tmp_path), pipe(80), clock=ManualClock())
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("kind", "output"), [(LiveConsole, terminal), (PlainConsole, pipe)])
 def test_no_line_is_wider_than_the_terminal(kind, output, width, tmp_path):
-    console = kind(make_run_info(tmp_path / ("long" * 30)), output(width), clock=Clock())
+    console = kind(make_run_info(tmp_path / ("long" * 30)), output(width), clock=ManualClock())
     run(console)
     console.log_event("stall", {"reason": "a reason of many words " * 10})
     console.close({"note": "x" * 200})
@@ -85,7 +86,7 @@ def test_the_plain_console_prints_one_aligned_line_per_step(plain):
 
 
 def test_the_plain_console_uses_the_terminal_width(tmp_path):
-    console = PlainConsole(make_run_info(tmp_path), pipe(120), clock=Clock())
+    console = PlainConsole(make_run_info(tmp_path), pipe(120), clock=ManualClock())
     run(console)
     assert any(line.endswith("left") for line in lines(console.console))
 
@@ -169,7 +170,7 @@ def test_event_counts_restart_with_each_step(plain):
 
 @pytest.mark.parametrize(("kind", "output"), [(LiveConsole, terminal), (PlainConsole, pipe)])
 def test_the_summary_shows_rewards_totals_and_ledger(kind, output, tmp_path):
-    console = kind(make_run_info(tmp_path), output(120), clock=Clock())
+    console = kind(make_run_info(tmp_path), output(120), clock=ManualClock())
     run(console)
     console.close({"wandb": "offline", "written": "runs/demo"})
     printed = [" ".join(line.split()) for line in lines(console.console)]
@@ -197,7 +198,7 @@ def test_a_run_saved_before_its_first_step_prints_the_checkpoint(plain):
 
 
 def test_a_resumed_console_keeps_the_first_reward(tmp_path):
-    console = PlainConsole(make_run_info(tmp_path, resume_step=2), pipe(120), clock=Clock())
+    console = PlainConsole(make_run_info(tmp_path, resume_step=2), pipe(120), clock=ManualClock())
     console.restore_rows([(1, full_row(1)), (2, full_row(2))])
     console.start({})
     console.log_step(3, full_row(3))
@@ -287,7 +288,7 @@ def test_markup_in_names_is_printed_verbatim(plain):
 def test_filter_cost_is_shown_with_a_filter(tmp_path):
     run_info = replace(make_run_info(tmp_path), has_filter=True)
     cost = {"filter/share": 0.9, "filter/generate_s": 11.5, "filter/score_s": 0.75}
-    console = PlainConsole(run_info, pipe(120), clock=Clock())
+    console = PlainConsole(run_info, pipe(120), clock=ManualClock())
     console.start({})
     for step in (1, 2):
         console.log_step(step, full_row(step) | cost)
@@ -298,7 +299,7 @@ def test_filter_cost_is_shown_with_a_filter(tmp_path):
     summary = next(line for line in body if line.lstrip().startswith("filtered"))
     cost_line = "2 of 12 groups (17%), which took 23.0 s of generation and 1.5 s of scoring"
     assert cost_line in " ".join(summary.split())
-    live = LiveConsole(run_info, terminal(80), clock=Clock())
+    live = LiveConsole(run_info, terminal(80), clock=ManualClock())
     assert "filtered" not in view(live, 80)
     live.add_row(1, full_row(1) | cost | {"filter/oversample": 8.0})
     assert "filtered 90% 12.2s of generation and scoring, 8.0 prompts per group" in " ".join(

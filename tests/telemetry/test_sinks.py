@@ -10,11 +10,12 @@ from streamrl.errors import ConfigError, DiskError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.telemetry.metric_names import Histogram
 from streamrl.telemetry.sinks import JsonlSink, RolloutLog
-from tests.telemetry.rows import Clock, full_row
+from tests.telemetry.rows import full_row
+from tests.virtual_time import ManualClock
 
 
 def started(run_dir, **options):
-    sink = JsonlSink(run_dir, clock=Clock(1000.0), **options)
+    sink = JsonlSink(run_dir, clock=ManualClock(1000.0), **options)
     sink.start({})
     return sink
 

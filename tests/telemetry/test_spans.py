@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.telemetry.spans import Span, SpanRecorder, compute_busy_s, compute_idle_fraction
-from tests.telemetry.rows import Clock
+from tests.virtual_time import ManualClock
 
 
 def span(start, end, process="p"):
@@ -15,7 +15,7 @@ def span(start, end, process="p"):
 
 
 def test_a_span_is_recorded_when_its_block_ends():
-    clock = Clock(10.0)
+    clock = ManualClock(10.0)
     recorder = SpanRecorder("trainer-0", clock)
     with recorder.record_span("train", rollouts=4):
         clock.now = 12.5
@@ -24,7 +24,7 @@ def test_a_span_is_recorded_when_its_block_ends():
 
 
 def test_a_block_can_add_args_without_changing_drained_spans():
-    recorder = SpanRecorder("p", Clock())
+    recorder = SpanRecorder("p", ManualClock())
     with recorder.record_span("generate", uid="0:1:0") as fields:
         (open_span,) = recorder.drain_spans()
         fields["lengths"] = "3 4"
@@ -34,14 +34,14 @@ def test_a_block_can_add_args_without_changing_drained_spans():
 
 
 def test_a_block_that_raises_is_recorded():
-    recorder = SpanRecorder("p", Clock())
+    recorder = SpanRecorder("p", ManualClock())
     with pytest.raises(RuntimeError), recorder.record_span("work"):
         raise RuntimeError
     assert [s.name for s in recorder.drain_spans()] == ["work"]
 
 
 def test_an_open_span_is_drained_in_part_and_later_complete():
-    clock = Clock(1.0)
+    clock = ManualClock(1.0)
     recorder = SpanRecorder("p", clock)
     with recorder.record_span("work"):
         assert recorder.drain_spans(now=3.0) == [Span("p", "work", 0, 1.0, 3.0, is_open=True)]
@@ -50,7 +50,7 @@ def test_an_open_span_is_drained_in_part_and_later_complete():
 
 
 def test_paused_spans_are_recorded_in_pieces():
-    clock = Clock(1.0)
+    clock = ManualClock(1.0)
     recorder = SpanRecorder("p", clock)
     with recorder.record_span("work"), recorder.record_span("other"):
         clock.now = 2.0
@@ -69,7 +69,7 @@ def test_paused_spans_are_recorded_in_pieces():
 
 
 def test_overlapping_spans_take_the_lowest_free_lane():
-    recorder = SpanRecorder("p", Clock())
+    recorder = SpanRecorder("p", ManualClock())
     first, second, third = (recorder.record_span(name) for name in ("a", "b", "c"))
     first.__enter__()
     second.__enter__()
@@ -81,7 +81,7 @@ def test_overlapping_spans_take_the_lowest_free_lane():
 
 
 async def test_tasks_of_one_event_loop_record_in_separate_lanes():
-    recorder = SpanRecorder("p", Clock())
+    recorder = SpanRecorder("p", ManualClock())
     entered = asyncio.Barrier(3)
 
     async def work():
@@ -93,7 +93,7 @@ async def test_tasks_of_one_event_loop_record_in_separate_lanes():
 
 
 def test_threads_record_in_separate_lanes():
-    recorder = SpanRecorder("p", Clock())
+    recorder = SpanRecorder("p", ManualClock())
     entered = threading.Barrier(3)
 
     def work():
@@ -109,7 +109,7 @@ def test_threads_record_in_separate_lanes():
 
 
 def test_a_clock_that_is_set_back_gives_an_empty_span():
-    clock = Clock(10.0)
+    clock = ManualClock(10.0)
     recorder = SpanRecorder("p", clock)
     with recorder.record_span("work"):
         clock.now = 4.0
@@ -139,7 +139,7 @@ def test_busy_time_is_the_union_within_the_window(spans, expected):
 
 
 def test_an_open_span_and_its_complete_span_count_once():
-    clock = Clock(1.0)
+    clock = ManualClock(1.0)
     recorder = SpanRecorder("p", clock)
     with recorder.record_span("work"):
         clock.now = 4.0

@@ -21,7 +21,7 @@ from streamrl.run_dir.control_requests import (
     ScaleRequest,
     ScaleRequestInbox,
 )
-from tests.virtual_time import Clock
+from tests.virtual_time import ManualClock
 
 RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 START_S = 30.0
@@ -293,7 +293,7 @@ def test_the_inbox_closes_when_the_run_ends(tmp_path: Path):
 
 
 def test_each_start_has_its_own_deadline_and_late_actors_are_named():
-    clock = Clock()
+    clock = ManualClock()
     starting = PendingStarts(30.0, clock=clock)
     starting.add_actor("reply a", "generator-1")
     starting.add_actor("reply b", "generator-0")

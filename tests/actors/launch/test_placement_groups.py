@@ -8,7 +8,7 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from streamrl.actors.launch import placement_groups as seats_module
+from streamrl.actors.launch import placement_groups
 from streamrl.actors.launch.placement_groups import (
     DedicatedSlots,
     SharedSlots,
@@ -44,11 +44,11 @@ class SlotReporter:
 
 def test_actors_get_their_share_of_a_slot_and_slots_are_released():
     messages: list[str] = []
-    seats = SharedSlots(
+    slots = SharedSlots(
         lay_out_slots(POOLS, COUNTS), is_hybrid=True, on_gpu=(), waiting=messages.append
     )
     # Policy and generator share a process; each slot has one more process.
-    options = [seats.make_actor_options(role, 0) for role in ("policy", "reference", "reward")]
+    options = [slots.make_actor_options(role, 0) for role in ("policy", "reference", "reward")]
     indices = [
         actor_options["scheduling_strategy"].placement_group_bundle_index
         for actor_options in options
@@ -59,7 +59,7 @@ def test_actors_get_their_share_of_a_slot_and_slots_are_released():
     with pytest.raises(ConfigError, match=r"no room for 2 slots of 1 CPU each in 2 s; free:"):
         reserve_bundles([{"CPU": 1.0}] * 2, timeout_s=2.0, waiting=messages.append)
     assert set(messages) == {"waiting for room for 2 slots"}
-    seats.close()
+    slots.close()
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
 
@@ -68,10 +68,10 @@ def test_only_slots_of_gpu_roles_have_a_gpu_and_only_those_roles_share_it():
     counts = {"policy": 1, "generator": 1, "reference": 1, "reward": 2}
     pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0, "reward": 1.0}]
     on_gpu = {"policy", "generator", "reference"}
-    seats = SharedSlots(lay_out_slots(pools, counts), is_hybrid=True, on_gpu=on_gpu, waiting=print)
+    slots = SharedSlots(lay_out_slots(pools, counts), is_hybrid=True, on_gpu=on_gpu, waiting=print)
     role_slots = [("policy", 0), ("reference", 0), ("reward", 0), ("reward", 1)]
     third = pytest.approx(1 / 3, abs=1e-3)
-    assert shares([seats.make_actor_options(*role_slot) for role_slot in role_slots]) == [
+    assert shares([slots.make_actor_options(*role_slot) for role_slot in role_slots]) == [
         {"CPU": third, "GPU": 0.5},
         {"CPU": third, "GPU": 0.5},
         {"CPU": third},
@@ -80,7 +80,7 @@ def test_only_slots_of_gpu_roles_have_a_gpu_and_only_those_roles_share_it():
     message = "no room for 1 slots of 1 CPU and 1 GPU each and 1 slots of 1 CPU each in 1 s"
     with pytest.raises(ConfigError, match=message):
         reserve_bundles([{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}], timeout_s=1.0)
-    seats.close()
+    slots.close()
 
 
 def test_neighboring_slots_share_a_node_where_possible():
@@ -126,22 +126,22 @@ def test_ranks_of_a_model_have_dedicated_slots_which_are_released():
     # A single rank needs no group, and a rank without resources gets no slot.
     demands = {"policy": ranks(3), "critic": ranks(1), "cost_critic": ranks(2, cpus=0)}
     node_id = ray.get_runtime_context().get_node_id()
-    seats = DedicatedSlots(demands, node=node_id, waiting=messages.append)
-    assert [role for role in demands if role in seats] == ["policy"]
-    options = [seats.make_actor_options("policy", rank) for rank in range(3)]
+    slots = DedicatedSlots(demands, node=node_id, waiting=messages.append)
+    assert [role for role in demands if role in slots] == ["policy"]
+    options = [slots.make_actor_options("policy", rank) for rank in range(3)]
     indices = [
         actor_options["scheduling_strategy"].placement_group_bundle_index
         for actor_options in options
     ]
     assert indices == [0, 1, 2]
     assert shares(options) == [{"CPU": 1.0}] * 3
-    seats.close()
+    slots.close()
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
 
 def test_a_model_without_room_is_named_and_all_slots_are_released(monkeypatch: pytest.MonkeyPatch):
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
-    monkeypatch.setattr(seats_module, "CAPACITY_WAIT_S", 2.0)
+    monkeypatch.setattr(placement_groups, "CAPACITY_WAIT_S", 2.0)
     messages: list[str] = []
     words = r"^trainer.world_size=2: no room for 2 slots of 1 CPU each in 2 s; free: \S+ of 5 CPU"
     with pytest.raises(ConfigError, match=words):
@@ -166,8 +166,8 @@ def test_releasing_slots_of_a_lost_cluster_does_not_block(monkeypatch: pytest.Mo
         raise ray.exceptions.RaySystemError("lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(seats_module, "RELEASE_TIMEOUT_S", 0.1)
-        patch.setattr(seats_module, "remove_placement_group", unanswered)
+        patch.setattr(placement_groups, "RELEASE_TIMEOUT_S", 0.1)
+        patch.setattr(placement_groups, "remove_placement_group", unanswered)
         release_placement_groups(group)
         assert called.wait(60.0)
         # Without a connection, a call to Ray would search for a cluster.
@@ -176,8 +176,8 @@ def test_releasing_slots_of_a_lost_cluster_does_not_block(monkeypatch: pytest.Mo
         release_placement_groups(group)
         assert not called.is_set()
     with monkeypatch.context() as patch:
-        patch.setattr(seats_module, "RELEASE_TIMEOUT_S", 60.0)
-        patch.setattr(seats_module, "remove_placement_group", refused)
+        patch.setattr(placement_groups, "RELEASE_TIMEOUT_S", 60.0)
+        patch.setattr(placement_groups, "remove_placement_group", refused)
         patch.setattr(threading, "excepthook", lambda arguments: called.set())
         release_placement_groups(group)
         assert not called.is_set()

@@ -30,7 +30,7 @@ from tests.buffer.journals import (
     read_numbers,
     write_journal,
 )
-from tests.virtual_time import Clock
+from tests.virtual_time import ManualClock
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -359,7 +359,7 @@ async def test_fsync_s_null_never_fsyncs(tmp_path: Path, fsyncs: list[str]):
 
 
 async def test_fsync_s_bounds_the_time_between_fsyncs(tmp_path: Path, fsyncs: list[str]):
-    clock = Clock(100.0)
+    clock = ManualClock(100.0)
     journal = Journal(tmp_path, JournalConfig(fsync_s=5.0), clock=clock)
     at = []
     for _ in range(100):

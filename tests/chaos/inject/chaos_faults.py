@@ -1,8 +1,8 @@
-"""Kills this process at the n-th passage of one moment, once in the life of a run.
+"""Fault injection: kill -9 this process at the n-th hit of a fault point, once per run.
 
-Imported by sitecustomize in every process of the run, so the standard library alone is used. The
-methods that make a moment are wrapped when their module is imported; what is not there any more is
-an AttributeError at that import, which ends the run: a moment never gets lost silently.
+sitecustomize imports this module in every process of the run, so it needs only the standard
+library. Methods of a fault point are wrapped when their module is imported. If streamrl renames
+such a method, the import raises AttributeError and the run fails: no fault point is lost silently.
 """
 
 import asyncio
@@ -20,60 +20,60 @@ from importlib.machinery import PathFinder
 
 POLL_S = 0.0005
 AT_THE_END_S = 60.0
-"""A delay that stands for: when the work is done, before anybody hears of it."""
+"""Sentinel delay: kill when the work is done and before its result is returned."""
 
 
-class Fault:
-    """The plan, and which actor this process is."""
+class PlannedFault:
+    """Planned kill of an actor, enabled in the process that hosts the actor."""
 
     def __init__(self, plan):
         self.role = plan["role"]
-        self.moment = plan["moment"]
+        self.point = plan["point"]
         self.actor = plan["actor"]
-        self.passage = plan["passage"]
+        self.hit = plan["hit"]
         self.delay_s = plan["delay_s"]
         self.run_dir = plan["run_dir"]
         self.marker = plan["marker"]
         self.stored = plan["stored"]
-        self.is_here = False
-        self._passages = 0
+        self.is_target = False
+        self._hits = 0
         self._lock = threading.Lock()
 
-    def arrive(self, name):
-        """This process hosts the actor `name`."""
+    def enable_in_actor(self, name):
+        """Enable the fault if this process, which hosts the actor `name`, is its target."""
         if name != self.actor:
             return
-        self.is_here = True
+        self.is_target = True
         watch = {
             ("generator", "mid_checkpoint"): self._watch_checkpoints,
             ("scorer", "mid_checkpoint"): self._watch_checkpoints,
-            ("shard", "mid_fetch"): self._watch_orders,
-        }.get((self.role, self.moment))
+            ("shard", "mid_fetch"): self._watch_requests,
+        }.get((self.role, self.point))
         if watch is not None:
             threading.Thread(target=watch, daemon=True).start()
 
-    def is_due(self, role, moment):
-        """Whether this is the passage: counts one of `moment` if it is that of the plan.
+    def count_hit(self, role, point):
+        """Count a hit of the planned fault point; return whether the kill is due.
 
-        Never again once somebody was killed, the successor of the one that was included.
+        The marker file keeps a restarted actor from being killed again.
         """
-        if not self.is_here or (role, moment) != (self.role, self.moment):
+        if not self.is_target or (role, point) != (self.role, self.point):
             return False
         if os.path.exists(self.marker):
             return False
         with self._lock:
-            self._passages += 1
-            self._trace(f"{self.actor} {moment} {self._passages}")
-            return self._passages == self.passage
+            self._hits += 1
+            self._trace(f"{self.actor} {point} {self._hits}")
+            return self._hits == self.hit
 
     def kill(self):
-        """kill -9, and a mark that it was done."""
+        """Write the marker file, then kill -9 this process."""
         with open(self.marker, "x") as marker:
             marker.write(f"{os.getpid()} {time.time()}\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
     def kill_later(self):
-        """`kill` once the plan's delay has passed, whatever the process does then."""
+        """Kill from a thread after the planned delay, unless the delay is the sentinel."""
 
         def wait():
             time.sleep(self.delay_s)
@@ -82,20 +82,20 @@ class Fault:
         if self.delay_s < AT_THE_END_S:
             threading.Thread(target=wait, daemon=True).start()
 
-    def at(self, role, moment):
-        """A passage that takes no time."""
-        if self.is_due(role, moment):
+    def kill_if_due(self, role, point):
+        """Count a hit of a fault point without duration; kill at the planned hit."""
+        if self.count_hit(role, point):
             self.kill()
 
-    def order(self):
-        """Have the actor kill itself, from the process that saw the moment; wait until it did."""
-        with open(f"{self.marker}.order", "x"):
+    def request_kill(self):
+        """Request that the actor in another process kill itself; wait until its marker appears."""
+        with open(f"{self.marker}.request", "x"):
             pass
         while not os.path.exists(self.marker):
             time.sleep(POLL_S)
 
-    def _watch_orders(self):
-        while not os.path.exists(f"{self.marker}.order"):
+    def _watch_requests(self):
+        while not os.path.exists(f"{self.marker}.request"):
             time.sleep(POLL_S)
         if not os.path.exists(self.marker):
             self.kill()
@@ -103,10 +103,10 @@ class Fault:
     def _watch_checkpoints(self):
         seen: set[str] = set()
         while True:
-            found = glob.glob(os.path.join(self.run_dir, "checkpoints", ".step_*.partial"))
-            for path in sorted(set(found) - seen):
+            paths = glob.glob(os.path.join(self.run_dir, "checkpoints", ".step_*.partial"))
+            for path in sorted(set(paths) - seen):
                 seen.add(path)
-                if self.is_due(self.role, self.moment):
+                if self.count_hit(self.role, self.point):
                     self.kill_later()
             time.sleep(POLL_S)
 
@@ -118,7 +118,7 @@ class Fault:
 
 
 def wrap(owner, name, around):
-    """Put `around(original, ...)` in the place of a method or function."""
+    """Replace a method or function by `around(original, ...)`."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -129,7 +129,7 @@ def wrap(owner, name, around):
 
 
 def wrap_async(owner, name, around):
-    """The same for a coroutine function."""
+    """Replace a coroutine function by `around(original, ...)`."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -139,9 +139,9 @@ def wrap_async(owner, name, around):
     setattr(owner, name, wrapped)
 
 
-async def die_during(fault, work, role, moment):
-    """Await what a coroutine function returns, unless the moment is while it is at work."""
-    if not fault.is_due(role, moment):
+async def run_and_kill(fault, work, role, point):
+    """Await a coroutine function; if the hit is due, kill while the function runs or at its end."""
+    if not fault.count_hit(role, point):
         return await work()
     running = asyncio.ensure_future(work())
     await asyncio.sleep(0)
@@ -150,23 +150,23 @@ async def die_during(fault, work, role, moment):
     fault.kill()
 
 
-def during_async(fault, owner, name, role, moment, named=None):
-    """Fire while this coroutine function runs, on a call with the argument `named` if given."""
+def kill_during_async(fault, owner, name, role, point, named=None):
+    """Kill during this coroutine function; with `named`, count only calls with that argument."""
 
     async def around(original, *arguments, **keywords):
         work = functools.partial(original, *arguments, **keywords)
         if named not in (None, *keywords):
             return await work()
-        return await die_during(fault, work, role, moment)
+        return await run_and_kill(fault, work, role, point)
 
     wrap_async(owner, name, around)
 
 
-def during(fault, owner, name, role, moment):
-    """The moment is while this function is at work."""
+def kill_during(fault, owner, name, role, point):
+    """Kill while this function runs or at its end."""
 
     def around(original, *arguments, **named):
-        if not fault.is_due(role, moment):
+        if not fault.count_hit(role, point):
             return original(*arguments, **named)
         fault.kill_later()
         original(*arguments, **named)
@@ -175,30 +175,29 @@ def during(fault, owner, name, role, moment):
     wrap(owner, name, around)
 
 
-# What is wrapped, by module. A "stage" is what takes from the queue: generator, scorer,
-# coordinator.
+# Patches, by module.
 
 
-def queue_client(fault, module):
+def patch_queue_client(fault, module):
     queue = module.ExperienceQueue
     role = fault.role
 
     def init(original, self, shards, holder, **named):
         original(self, shards, holder, **named)
-        fault.arrive(holder)
+        fault.enable_in_actor(holder)
 
     async def take(original, self, *arguments, **named):
-        fault.at(role, "before_take")
+        fault.kill_if_due(role, "before_take")
         taken = await original(self, *arguments, **named)
         if taken:
-            fault.at(role, "after_take")
+            fault.kill_if_due(role, "after_take")
         return taken
 
     async def read(original, self, *arguments):
-        fault.at(role, "before_take")
-        found = await original(self, *arguments)
-        fault.at(role, "after_take")
-        return found
+        fault.kill_if_due(role, "before_take")
+        columns = await original(self, *arguments)
+        fault.kill_if_due(role, "after_take")
+        return columns
 
     wrap(queue, "__init__", init)
     if role in ("generator", "scorer", "coordinator"):
@@ -207,12 +206,12 @@ def queue_client(fault, module):
         wrap_async(queue, "read_columns", read)
 
 
-asked = contextvars.ContextVar("asked", default="")
-"""The shard that is being asked."""
+called_shard = contextvars.ContextVar("called_shard", default="")
+"""Name of the shard of the current remote call."""
 
 
-def blobs(fault, module):
-    """A reader has a shard's answer, and is about to fetch the columns that the shard owns."""
+def patch_blob_store(fault, module):
+    """Kill a shard whose response a reader has, before the reader fetches the shard's columns."""
     if fault.stored:
         module.INLINE_BYTES = 0
 
@@ -220,75 +219,79 @@ def blobs(fault, module):
         is_stored = any(
             isinstance(blob, module.ObjectStoreBlob) for blobs in groups for blob in blobs
         )
-        if is_stored and asked.get() == fault.actor and fault.is_due("shard", "mid_fetch"):
-            fault.order()
-            # Until Ray has noticed, what a dead process owned can be had.
+        if (
+            is_stored
+            and called_shard.get() == fault.actor
+            and fault.count_hit("shard", "mid_fetch")
+        ):
+            fault.request_kill()
+            # Objects of a dead process stay readable until Ray notices the death.
             await asyncio.sleep(1.0)
         return await original(groups)
 
-    if fault.moment == "mid_fetch":
-        fault.is_here = True
+    if fault.point == "mid_fetch":
+        fault.is_target = True
         wrap_async(module, "resolve_blobs", resolve)
 
 
-def remote_shard(fault, module):
+def patch_remote_shard(fault, module):
     async def ask(original, self, method, *arguments, **named):
-        asked.set(self.name)
+        called_shard.set(self.name)
         work = functools.partial(original, self, method, *arguments, **named)
         if fault.role in ("generator", "scorer") and method.__name__ == "commit_columns":
-            return await die_during(fault, work, fault.role, "mid_put")
+            return await run_and_kill(fault, work, fault.role, "mid_put")
         return await work()
 
     wrap_async(module.RemoteShard, "call", ask)
 
 
-def generation_engine(fault, module):
+def patch_generation_engine(fault, module):
     engine = module.GenerationEngine
-    during_async(fault, engine, "generate_group", "generator", "mid_compute")
-    # Groups are sampled with the generator's own settings.
-    during_async(fault, engine, "generate", "generator", "mid_evaluation", named="sampling")
+    kill_during_async(fault, engine, "generate_group", "generator", "mid_compute")
+    # Only evaluation passes `sampling`; groups use the generator's own settings.
+    kill_during_async(fault, engine, "generate", "generator", "mid_evaluation", named="sampling")
 
 
-def channel(fault, module):
-    during_async(fault, module.RemoteWeightChannel, "fetch_weights", "generator", "mid_pull")
+def patch_weight_channel(fault, module):
+    kill_during_async(fault, module.RemoteWeightChannel, "fetch_weights", "generator", "mid_pull")
 
 
-def reward_scorer(fault, module):
-    moment = "mid_evaluation" if fault.moment == "mid_evaluation" else "mid_compute"
-    during_async(fault, module.RewardScorer, "score", "scorer", moment)
+def patch_reward_scorer(fault, module):
+    point = "mid_evaluation" if fault.point == "mid_evaluation" else "mid_compute"
+    kill_during_async(fault, module.RewardScorer, "score", "scorer", point)
 
 
-def keeper(fault, module):
+def patch_durable_shard(fault, module):
     def init(original, self, plan, files, *arguments):
         original(self, plan, files, *arguments)
-        fault.arrive(os.path.basename(files.journal_dir))
+        fault.enable_in_actor(os.path.basename(files.journal_dir))
 
     wrap(module.DurableShard, "__init__", init)
 
 
-def shard(fault, module):
+def patch_queue_shard(fault, module):
     async def take(original, self, *arguments, **named):
-        fault.at("shard", "before_take")
+        fault.kill_if_due("shard", "before_take")
         grants = await original(self, *arguments, **named)
         if grants:
-            fault.at("shard", "after_take")
+            fault.kill_if_due("shard", "after_take")
         return grants
 
     async def read(original, self, *arguments):
-        found = await original(self, *arguments)
-        fault.at("shard", "mid_compute")
-        return found
+        columns = await original(self, *arguments)
+        fault.kill_if_due("shard", "mid_compute")
+        return columns
 
     wrap_async(module.QueueShard, "lease_groups", take)
     wrap_async(module.QueueShard, "read_columns", read)
 
 
-def journal(fault, module):
-    """Half of the bytes of a commit reach the file."""
+def patch_journal(fault, module):
+    """Kill a shard after half of a commit's bytes reach its journal."""
 
     def write(original, self, frames):
         is_commit = any(b'"kind":"put"' in meta for meta, _ in frames)
-        if not is_commit or not fault.is_due("shard", "mid_put"):
+        if not is_commit or not fault.count_hit("shard", "mid_put"):
             return original(self, frames)
         written = b""
         for frame in frames:
@@ -300,11 +303,11 @@ def journal(fault, module):
     wrap(module._JournalWriter, "_write_records", write)
 
 
-def recovery(fault, module):
-    """Half of a snapshot is written."""
+def patch_recovery(fault, module):
+    """Kill a shard after half of its snapshot is written."""
 
     def write(original, path, records):
-        if not fault.is_due("shard", "mid_checkpoint"):
+        if not fault.count_hit("shard", "mid_checkpoint"):
             return original(path, records)
         original(path, records)
         os.truncate(path, os.path.getsize(path) // 2)
@@ -313,25 +316,25 @@ def recovery(fault, module):
     wrap(module, "write_segment", write)
 
 
-def trainer_group(fault, module):
-    during_async(fault, module.TrainerGroup, "train_round", "coordinator", "mid_compute")
+def patch_trainer_group(fault, module):
+    kill_during_async(fault, module.TrainerGroup, "train_round", "coordinator", "mid_compute")
 
 
-def books(fault, module):
-    """A step is on the books and its groups are still in the shards."""
+def patch_run_log(fault, module):
+    """Kill the coordinator after a step is in the run log, with its groups still in the shards."""
 
     async def train(original, self, step):
         await original(self, step)
-        fault.at("coordinator", "mid_put")
+        fault.kill_if_due("coordinator", "mid_put")
 
     wrap_async(module.RunLog, "record_step", train)
 
 
-def checkpoint(fault, module):
-    """Right before a checkpoint gets its name, or right after, before the journals are cut."""
+def patch_checkpoint(fault, module):
+    """Kill the coordinator before a checkpoint is renamed, or after, before journals are cut."""
 
     def move(original, partial, final):
-        if not fault.is_due("coordinator", "mid_checkpoint"):
+        if not fault.count_hit("coordinator", "mid_checkpoint"):
             return original(partial, final)
         if fault.delay_s:
             original(partial, final)
@@ -340,14 +343,14 @@ def checkpoint(fault, module):
     wrap(module, "sync_and_rename", move)
 
 
-def model_trainer(fault, module):
+def patch_model_trainer(fault, module):
     trainer = module.ModelTrainer
-    during(fault, trainer, "train_micro_batch", "trainer", "mid_compute")
-    during(fault, trainer, "save_model", "trainer", "mid_checkpoint")
+    kill_during(fault, trainer, "train_micro_batch", "trainer", "mid_compute")
+    kill_during(fault, trainer, "save_model", "trainer", "mid_checkpoint")
 
     def init(original, self, *arguments, **named):
         original(self, *arguments, **named)
-        fault.at("trainer", "at_start")
+        fault.kill_if_due("trainer", "at_start")
 
     updated = threading.Event()
 
@@ -356,7 +359,7 @@ def model_trainer(fault, module):
         if fault.delay_s:
             updated.set()
         else:
-            fault.at("trainer", "mid_put")
+            fault.kill_if_due("trainer", "mid_put")
         return metrics
 
     def full_state(original, self):
@@ -364,7 +367,7 @@ def model_trainer(fault, module):
         updated.clear()
         for number, item in enumerate(original(self)):
             if number == 1 and is_published:
-                fault.at("trainer", "mid_put")
+                fault.kill_if_due("trainer", "mid_put")
             yield item
 
     wrap(trainer, "__init__", init)
@@ -372,38 +375,38 @@ def model_trainer(fault, module):
     wrap(trainer, "full_state", full_state)
 
 
-def driver(fault, module):
-    """The row of a step is on its way to the disk."""
+def patch_metrics_sink(fault, module):
+    """Kill the driver before it writes the metrics of a step."""
 
     def step(original, self, *arguments):
-        fault.arrive("driver")
-        fault.at("driver", "mid_step")
+        fault.enable_in_actor("driver")
+        fault.kill_if_due("driver", "mid_step")
         original(self, *arguments)
 
     wrap(module.JsonlSink, "log_step", step)
 
 
 PATCHES = {
-    "streamrl.telemetry.sinks": driver,
-    "streamrl.buffer.client": queue_client,
-    "streamrl.actors.transport.blob_store": blobs,
-    "streamrl.actors.queue_shard": remote_shard,
-    "streamrl.actors.replica": channel,
-    "streamrl.engines.generation.generation_engine": generation_engine,
-    "streamrl.rewards.reward_scorer": reward_scorer,
-    "streamrl.buffer.durable_shard": keeper,
-    "streamrl.buffer.shard": shard,
-    "streamrl.buffer.log.journal": journal,
-    "streamrl.buffer.recovery": recovery,
-    "streamrl.actors.coordination.trainer_group": trainer_group,
-    "streamrl.buffer.books.run_log": books,
-    "streamrl.run_dir.checkpoint": checkpoint,
-    "streamrl.engines.training.model_trainer": model_trainer,
+    "streamrl.telemetry.sinks": patch_metrics_sink,
+    "streamrl.buffer.client": patch_queue_client,
+    "streamrl.actors.transport.blob_store": patch_blob_store,
+    "streamrl.actors.queue_shard": patch_remote_shard,
+    "streamrl.actors.replica": patch_weight_channel,
+    "streamrl.engines.generation.generation_engine": patch_generation_engine,
+    "streamrl.rewards.reward_scorer": patch_reward_scorer,
+    "streamrl.buffer.durable_shard": patch_durable_shard,
+    "streamrl.buffer.shard": patch_queue_shard,
+    "streamrl.buffer.log.journal": patch_journal,
+    "streamrl.buffer.recovery": patch_recovery,
+    "streamrl.actors.coordination.trainer_group": patch_trainer_group,
+    "streamrl.buffer.books.run_log": patch_run_log,
+    "streamrl.run_dir.checkpoint": patch_checkpoint,
+    "streamrl.engines.training.model_trainer": patch_model_trainer,
 }
 
 
 class PatchOnImport(MetaPathFinder):
-    """Finds the modules of PATCHES as the path does, and wraps them once they have run."""
+    """Import hook that applies PATCHES to modules after their import."""
 
     def __init__(self, fault):
         self._fault = fault
@@ -420,11 +423,11 @@ class PatchOnImport(MetaPathFinder):
             run(module)
             PATCHES[name](self._fault, module)
 
-        # On the loader of this module alone, hence no subclass.
+        # Each spec has its own loader, so this affects no other module.
         spec.loader.exec_module = run_and_patch  # type: ignore[method-assign]
         return spec
 
 
 def install(plan):
-    """Prepare the fault of a plan, given as JSON, in this process."""
-    sys.meta_path.insert(0, PatchOnImport(Fault(json.loads(plan))))
+    """Install the import hook for a plan, given as JSON."""
+    sys.meta_path.insert(0, PatchOnImport(PlannedFault(json.loads(plan))))

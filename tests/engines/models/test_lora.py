@@ -30,7 +30,14 @@ from tests.engines.conftest import GATHERED, ONE, SHARDED, parametrize_layouts
 from tests.engines.plain_step import PlainOptimizer, plain_loss
 from tests.engines.tiny_qwen import VOCABULARY, tiny_model
 from tests.engines.trainer_layouts import LAYOUTS, Layout
-from tests.engines.trainer_ranks import GROUPS, LORA, SEQUENCE, SEVERAL_LR, Case, compute_divisor
+from tests.engines.trainer_ranks import (
+    GROUPS,
+    LORA,
+    SEQUENCE,
+    SEVERAL_LR,
+    TrainerCase,
+    compute_divisor,
+)
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -95,7 +102,7 @@ def expected(results):
     return optimizer.norms, {name: tensor.detach() for name, tensor in trained.items()}
 
 
-@pytest.mark.ranks(Case("lora_updates", ONE))
+@pytest.mark.ranks(TrainerCase("lora_updates", ONE))
 @parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
 def test_the_lora_update_equals_a_plain_process_on_any_number_of_ranks(results, expected, layout):
     norms, trained = expected
@@ -107,7 +114,7 @@ def test_the_lora_update_equals_a_plain_process_on_any_number_of_ranks(results, 
         assert measure_max_difference(case["published"], case["start"]) > SEVERAL_LR
 
 
-@pytest.mark.ranks(Case("lora_updates", ONE))
+@pytest.mark.ranks(TrainerCase("lora_updates", ONE))
 @parametrize_layouts("lora_recomputed", on=RECOMPUTED, quick=[ONE])
 def test_recomputing_activations_does_not_change_the_update(results, expected, layout):
     for case in results[f"lora_recomputed/{layout.label}"]:
@@ -182,7 +189,7 @@ def test_a_version_on_disk_has_the_logprobs_of_the_trainer(results, folder, layo
     assert names.keys() == dict(tiny_model(tied=True, seed=0).named_parameters()).keys()
 
 
-@pytest.mark.ranks(Case("lora_critic", ONE))
+@pytest.mark.ranks(TrainerCase("lora_critic", ONE))
 @parametrize_layouts("lora_critic", on=CRITICS, quick=[ONE, GATHERED])
 def test_lora_trains_the_whole_value_head_of_a_critic(results, folder, one_kv_head_path, layout):
     head = {"score.weight", "score.bias"}

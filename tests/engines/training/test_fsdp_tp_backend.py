@@ -16,7 +16,7 @@ from tests.engines.mesh_ranks import (
     UPDATES,
     WIDE,
     WORLD,
-    Case,
+    MeshCase,
     make_single_rank_key,
     run_rank,
 )
@@ -24,7 +24,7 @@ from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-QUICK = [Case("qwen2 tied", "data 2, tensor 2"), Case("llama", WIDE)]
+QUICK = [MeshCase("qwen2 tied", "data 2, tensor 2"), MeshCase("llama", WIDE)]
 CASE_PARAMS = [
     param_of_ranks(case, cases=[case], is_quick=case in QUICK, label=case.label) for case in CASES
 ]
@@ -33,7 +33,7 @@ CASE_PARAMS = [
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return each rank's results, by case."""
-    cases = list_cases(request, Case)
+    cases = list_cases(request, MeshCase)
     ports = find_free_ports(len(cases))
     arguments = [(rank, ports, cases) for rank in range(WORLD)]
     all_results = forked.run(run_rank, arguments, timeout_s=400)
@@ -43,7 +43,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASE_PARAMS)
-def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case: Case):
+def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case: MeshCase):
     for results in ranks:
         single, mesh = results[make_single_rank_key(case.model)], results[case.label]
         assert min(single["norms"][:UPDATES]) > 1, "the gradient is clipped"
@@ -59,20 +59,22 @@ def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case:
 
 
 @pytest.mark.parametrize("case", CASE_PARAMS)
-def test_a_non_finite_gradient_norm_changes_no_parameter(ranks: list[dict[str, Any]], case: Case):
+def test_a_non_finite_gradient_norm_changes_no_parameter(
+    ranks: list[dict[str, Any]], case: MeshCase
+):
     for results in ranks:
         assert not torch.tensor(results[case.label]["norms"][UPDATES]).isfinite()
         assert results[case.label]["unchanged"]
 
 
 @pytest.mark.parametrize("case", CASE_PARAMS)
-def test_a_shard_holds_the_elements_it_describes(ranks: list[dict[str, Any]], case: Case):
+def test_a_shard_holds_the_elements_it_describes(ranks: list[dict[str, Any]], case: MeshCase):
     for results in ranks:
         assert results[case.label]["misplaced"] == []
 
 
 @pytest.mark.parametrize("case", [param for param in CASE_PARAMS if "sharded" not in str(param.id)])
-def test_a_rank_holds_no_memory_of_other_ranks_shards(ranks: list[dict[str, Any]], case: Case):
+def test_a_rank_holds_no_memory_of_other_ranks_shards(ranks: list[dict[str, Any]], case: MeshCase):
     for results in ranks:
         assert results[case.label]["memory_bytes"] == results[case.label]["kept_bytes"]
 

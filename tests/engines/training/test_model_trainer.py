@@ -54,7 +54,7 @@ from tests.engines.trainer_ranks import (
     SHARED_COEFS,
     TEXTS,
     VALUED,
-    Case,
+    TrainerCase,
     compute_divisor,
     sum_metrics,
 )
@@ -64,7 +64,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 SINGLE_RANKS = [Layout("deepspeed", stage, 1) for stage in (0, 1)]
 QUICK = [ONE, TWO, SPLIT, SHARDED, GATHERED, *SINGLE_RANKS]
 """A trainer of each kind."""
-OTHER_SETTINGS = Case("other_settings", Layout("deepspeed", 1, 1))
+OTHER_SETTINGS = TrainerCase("other_settings", Layout("deepspeed", 1, 1))
 
 
 def plain_steps(num_steps: int):
@@ -290,7 +290,7 @@ def test_the_gradient_is_clipped_and_the_parameters_move(expected):
     assert measure_max_difference(start, parameters) > LR
 
 
-@pytest.mark.ranks(Case("same_update", GATHERED))
+@pytest.mark.ranks(TrainerCase("same_update", GATHERED))
 def test_tied_parameters_are_published_under_both_names(results):
     for case in results["update/deepspeed3-2/1"]:
         parameters = case["parameters"]
@@ -366,7 +366,7 @@ def test_a_legacy_state_is_loaded_only_into_its_own_layout(results, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(Case("master_weights", SINGLE_RANKS[1]))
+@pytest.mark.ranks(TrainerCase("master_weights", SINGLE_RANKS[1]))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_resume_restores_the_master_weights_of_any_stage(results, stage):
     (((report, parameters, _), runs),) = results[f"bf16_state/{stage}"]
@@ -378,7 +378,7 @@ def test_resume_restores_the_master_weights_of_any_stage(results, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(Case("hostile_state", SINGLE_RANKS[1]))
+@pytest.mark.ranks(TrainerCase("hostile_state", SINGLE_RANKS[1]))
 def test_a_hostile_legacy_state_executes_no_code(results):
     ((refusals, harmed),) = results["hostile"]
     assert len(refusals) == 2 and not harmed
@@ -440,7 +440,7 @@ def test_bfloat16_gradients_agree_within_bfloat16_precision(results, expected, s
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(Case("miss_collective", Layout("deepspeed", 1, 2)))
+@pytest.mark.ranks(TrainerCase("miss_collective", Layout("deepspeed", 1, 2)))
 def test_a_collective_times_out_if_a_rank_is_missing(results):
     ((message, waited_s),) = results["late"]
     assert message.startswith(

@@ -12,8 +12,8 @@ from streamrl.engines.vllm.rank_groups import RankGroup, assign_rank_groups, mak
 from streamrl.resharding.byte_report import NodeTopology
 from tests import forked
 from tests.engines.conftest import list_cases, param_of_ranks
-from tests.engines.dying_team import TEAM, run_member
-from tests.engines.team_ranks import (
+from tests.engines.dying_rank_group import RANKS, run_dying_rank
+from tests.engines.rank_group_ranks import (
     ODD_VOCABULARY,
     UPDATES,
     make_model,
@@ -55,7 +55,7 @@ CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
 
 
 @pytest.mark.parametrize(
-    ("settings", "size", "teams"),
+    ("settings", "size", "rank_groups"),
     [
         # Tensor ranks at intervals of t / t_g, in every data-parallel replica.
         ({"world_size": 4, "tensor_parallel": 4}, 2, [(0, 2), (1, 3)]),
@@ -71,9 +71,9 @@ CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
     ],
 )
 def test_rank_groups_maximize_the_overlap_of_trained_and_served_shards(
-    settings: dict[str, Any], size: int, teams: list[tuple[int, ...]]
+    settings: dict[str, Any], size: int, rank_groups: list[tuple[int, ...]]
 ):
-    assert list(assign_rank_groups(TrainerConfig(backend="torch", **settings), size)) == teams
+    assert list(assign_rank_groups(TrainerConfig(backend="torch", **settings), size)) == rank_groups
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
@@ -81,11 +81,11 @@ def test_rank_groups_stay_within_a_node_where_possible(tensor_parallel: int):
     trainer = TrainerConfig(
         backend="torch", zero_stage=3, world_size=32, tensor_parallel=tensor_parallel
     )
-    teams = assign_rank_groups(trainer, 8)
-    assert {frozenset(rank // 8 for rank in team) for team in teams} == {
+    rank_groups = assign_rank_groups(trainer, 8)
+    assert {frozenset(rank // 8 for rank in group) for group in rank_groups} == {
         frozenset([node]) for node in range(4)
     }
-    assert sorted(rank for team in teams for rank in team) == list(range(32))
+    assert sorted(rank for group in rank_groups for rank in group) == list(range(32))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def results(
     results_by_run: dict[str, list[Any]] = {}
     for (name,) in list_cases(request, Run):
         world, heads, meshes = RUNS[name]
-        path = write_model(heads, tmp_path_factory.mktemp("team"))
+        path = write_model(heads, tmp_path_factory.mktemp("rank_group"))
         (port,) = find_free_ports(1)
         arguments = [(rank, path, port, world, meshes) for rank in range(world)]
         ranks = forked.run(run_rank, arguments, timeout_s=400)
@@ -152,7 +152,7 @@ def test_a_rank_receives_only_the_elements_it_lacks_once(
 @pytest.mark.ranks(Run("four"))
 def test_four_tensor_ranks_form_generators_of_every_other_rank(results: dict[str, list[Any]]):
     ranks = results["four"][:-1]
-    assert [rank["team"] for rank in ranks] == [(0, 2), (1, 3)] * 2
+    assert [rank["rank_group"] for rank in ranks] == [(0, 2), (1, 3)] * 2
     cut = sum(p.nbytes for name, p in make_model(4).named_parameters() if "_proj" in name)
     for rank in ranks:
         # (d_g - 1) / (t p) of the split tensors, the theoretical minimum.
@@ -180,7 +180,7 @@ def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
             n: sizes[n] // (len(ranks) if n in cut else 1) for n in sizes.keys() - copied_names
         }
         assert mesh_results["aliased_bytes"] == aliased_bytes
-        rows = 64 if number == rank["team"][0] else ODD_VOCABULARY - 64
+        rows = 64 if number == rank["rank_group"][0] else ODD_VOCABULARY - 64
         copied_bytes = (
             sum(sizes[n] for n in copied_names) // len(ranks)
             + embedding_bytes * rows // ODD_VOCABULARY
@@ -214,5 +214,7 @@ def test_a_split_generator_samples_the_tokens_of_an_unsplit_one_also_after_sleep
 def test_a_split_generator_names_the_dead_rank(tmp_path: Path, victim: int, message: str):
     path = save(tiny_model(tied=True, seed=1), tmp_path / "model", ends=False)
     (port,) = find_free_ports(1)
-    arguments = [(rank, path, port, victim, tmp_path / "sampling") for rank in TEAM]
-    assert message in forked.run(run_member, arguments, timeout_s=400, killed=[victim])[1 - victim]
+    arguments = [(rank, path, port, victim, tmp_path / "sampling") for rank in RANKS]
+    assert (
+        message in forked.run(run_dying_rank, arguments, timeout_s=400, killed=[victim])[1 - victim]
+    )

@@ -54,10 +54,10 @@ def test_every_data_source_has_an_existing_matcher():
 @pytest.mark.parametrize("name", QUICK)
 @given(completion=st.text() | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
 def test_matchers_accept_any_completion(name, completion):
-    judgement = judge(name, completion)
-    assert isinstance(judgement, RewardResult)
-    assert judgement.outcome in (RewardOutcome.PASS, RewardOutcome.WRONG)
-    assert -1 <= judgement.score <= 1
+    result = judge(name, completion)
+    assert isinstance(result, RewardResult)
+    assert result.outcome in (RewardOutcome.PASS, RewardOutcome.WRONG)
+    assert -1 <= result.score <= 1
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -1,6 +1,7 @@
-"""Processes with a trainer rank and a part of a generator each.
+"""Processes that each host a trainer rank and a shard of a generator.
 
-Generators are split over rank groups of two and stay; trainers of several meshes follow each other.
+Generators are split over rank groups of two. The same generators serve a sequence of trainers with
+different meshes.
 """
 
 import asyncio
@@ -90,18 +91,23 @@ def run_rank(rank: int, path: str, port: int, world: int, meshes: Sequence[str])
     """Return a rank's results by mesh, and the ranks of its group."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=world, timeout_s=120.0)
-    team = make_rank_group(rank, trainer_config(meshes[0], world), SIZE)
-    return {"team": team.ranks, "meshes": asyncio.run(run_meshes(path, team, meshes))}
+    rank_group = make_rank_group(rank, trainer_config(meshes[0], world), SIZE)
+    return {
+        "rank_group": rank_group.ranks,
+        "meshes": asyncio.run(run_meshes(path, rank_group, meshes)),
+    }
 
 
-async def start_engine(path: str, team: RankGroup) -> GenerationEngine | FollowerRank:
-    spec = EngineSpec(path, CONFIG, MAX_LENGTH, rank_group=team)
-    return await (GenerationEngine.start(spec) if team.is_leader else FollowerRank.start(spec))
+async def start_engine(path: str, rank_group: RankGroup) -> GenerationEngine | FollowerRank:
+    spec = EngineSpec(path, CONFIG, MAX_LENGTH, rank_group=rank_group)
+    return await (
+        GenerationEngine.start(spec) if rank_group.is_leader else FollowerRank.start(spec)
+    )
 
 
-async def run_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[str, Any]:
+async def run_meshes(path: str, rank_group: RankGroup, meshes: Sequence[str]) -> dict[str, Any]:
     world = dist.get_world_size()
-    engine = await start_engine(path, team)
+    engine = await start_engine(path, rank_group)
     results: dict[str, Any] = {}
     version = 0
     for mesh in meshes:
@@ -129,7 +135,7 @@ async def run_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
     if isinstance(engine, GenerationEngine):
         await engine.activate_version(version)
         results["tokens"] = await sample_tokens(engine)
-    if team.rank == 0:
+    if rank_group.rank == 0:
         results["last"] = last
     results["kv_bytes"] = await measure_sleep(engine)
     if isinstance(engine, GenerationEngine):

@@ -1,4 +1,4 @@
-"""Two processes share a generator; one is killed while it samples."""
+"""Two ranks of a generator split by tensor parallelism; one rank is killed during sampling."""
 
 import asyncio
 import os
@@ -14,16 +14,16 @@ from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.errors import GenerationError
 from tests.engines.tiny_qwen import MAX_LENGTH, prompt
 
-TEAM = (0, 1)
-CONFIG = GeneratorConfig(max_new_tokens=400, tensor_parallel=len(TEAM))
+RANKS = (0, 1)
+CONFIG = GeneratorConfig(max_new_tokens=400, tensor_parallel=len(RANKS))
 SAMPLING_S = 0.5
 
 
-def run_member(rank: int, path: str, port: int, victim: int, ready_file: Path) -> str:
+def run_dying_rank(rank: int, path: str, port: int, victim: int, ready_file: Path) -> str:
     """Return the survivor's error; the file `ready_file` appears once the ranks sample."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    join_process_group(rank=rank, world_size=len(TEAM), timeout_s=120.0)
-    spec = EngineSpec(path, CONFIG, MAX_LENGTH, rank_group=RankGroup(rank, (TEAM,)))
+    join_process_group(rank=rank, world_size=len(RANKS), timeout_s=120.0)
+    spec = EngineSpec(path, CONFIG, MAX_LENGTH, rank_group=RankGroup(rank, (RANKS,)))
     return asyncio.run(
         lead(spec, victim, ready_file) if rank == 0 else follow(spec, victim, ready_file)
     )
