@@ -39,17 +39,17 @@ WAYS = {"side_by_side": (BESIDE, 1.0), "gated": (GATED, 1.0), "gated_auto": (GAT
 """By variant: its calls and filter.oversample."""
 
 
-def on(first: int, devices: int) -> CallAssignment:
-    """Return one replica on each of the devices from this one on."""
+def assign_devices(first: int, devices: int) -> CallAssignment:
+    """Return one replica on each of `devices` devices, from device `first` on."""
     return CallAssignment(Mesh(first, devices), RankGrid.from_text(f"1-1-{devices}"))
 
 
 CALLS = {
-    "generate": on(0, 8),
-    "reference": on(8, 1),
-    "value": on(9, 1),
-    "train": on(10, 4),
-    "train_critic": on(14, 2),
+    "generate": assign_devices(0, 8),
+    "reference": assign_devices(8, 1),
+    "value": assign_devices(9, 1),
+    "train": assign_devices(10, 4),
+    "train_critic": assign_devices(14, 2),
 }
 TIMINGS = StageTimings(
     generator=GeneratorTiming(
@@ -105,17 +105,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure_bound(bound: int, percents: Sequence[int], steps: int) -> dict[str, Any]:
     """Simulate the runs of one bound."""
-    alone = play(BESIDE, 1.0, bound, 0.0, steps)
-    results: dict[str, Any] = {"unfiltered": figures(alone, alone)}
+    alone = simulate_variant(BESIDE, 1.0, bound, 0.0, steps)
+    results: dict[str, Any] = {"unfiltered": summarize_run(alone, alone)}
     for percent in percents:
         for name, (flow, oversample) in WAYS.items():
             report_progress(f"max_staleness {bound}, {percent} % filtered, {name}")
-            run = play(flow, oversample, bound, percent / 100, steps)
-            results[f"filtered_{percent}_{name}"] = figures(run, alone)
+            run = simulate_variant(flow, oversample, bound, percent / 100, steps)
+            results[f"filtered_{percent}_{name}"] = summarize_run(run, alone)
     return results
 
 
-def play(
+def simulate_variant(
     flow: Dataflow, oversample: float | None, bound: int, filtered: float, steps: int
 ) -> SimulationResult:
     workload = Workload(64, 8, 256, LognormalLengths(600, 0.8, 4000), filtered_fraction=filtered)
@@ -125,7 +125,7 @@ def play(
     )
 
 
-def figures(run: SimulationResult, alone: SimulationResult) -> dict[str, float]:
+def summarize_run(run: SimulationResult, alone: SimulationResult) -> dict[str, float]:
     """Return the step time, and the groups computed by reference and critic."""
     trained = sum(len(outcome.groups) for outcome in run.outcomes)
     computed = {

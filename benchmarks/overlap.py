@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.actors import start_actor
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
-from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
+from benchmarks.runs import RECIPE, compute_medians, load_quiet, make_arithmetic, train_run
 from benchmarks.timed_engines import TimedEngines
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
@@ -59,7 +59,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure_real(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure vLLM and DeepSpeed in every mode, and the speed-up over sequential stages."""
     modes = {"sequential": ["placement.mode=sequential", "pipeline.max_staleness=0"]}
-    modes |= {name_of(bound): [f"pipeline.max_staleness={bound}"] for bound in arguments.bounds}
+    modes |= {name_bound(bound): [f"pipeline.max_staleness={bound}"] for bound in arguments.bounds}
     results = {
         name: measure_run(f"real, {name}", RealEngineFactory(), arguments.steps, mode)
         for name, mode in modes.items()
@@ -85,8 +85,8 @@ def measure_sleeps(arguments: argparse.Namespace) -> dict[str, Any]:
         "pipeline.micro_batch_tokens=512",
     ]
     return {
-        name_of(bound): measure_run(
-            f"sleeps, {name_of(bound)}",
+        name_bound(bound): measure_run(
+            f"sleeps, {name_bound(bound)}",
             engines,
             arguments.steps,
             [*workers, f"pipeline.max_staleness={bound}"],
@@ -99,8 +99,8 @@ def measure_empty(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the pipeline's own cost, in seconds and in round trips of a Ray call."""
     call_s = measure_call()
     results = {
-        name_of(bound): measure_run(
-            f"empty, {name_of(bound)}",
+        name_bound(bound): measure_run(
+            f"empty, {name_bound(bound)}",
             TimedEngines(),
             4 * arguments.steps,
             [f"pipeline.max_staleness={bound}"],
@@ -115,14 +115,14 @@ def measure_empty(arguments: argparse.Namespace) -> dict[str, Any]:
 PARTS = {"real": measure_real, "sleeps": measure_sleeps, "empty": measure_empty}
 
 
-def name_of(bound: int) -> str:
+def name_bound(bound: int) -> str:
     return f"max_staleness_{bound}"
 
 
 def measure_call(count: int = 500) -> float:
     """Return the median round trip of a call to an idle Ray actor, in seconds."""
     with connect_cluster(PlacementConfig(), disaggregated_only):
-        actor = start_actor(Echo)
+        actor = start_actor(EchoActor)
         seconds = []
         for _ in range(count):
             start = time.perf_counter()
@@ -131,7 +131,7 @@ def measure_call(count: int = 500) -> float:
     return statistics.median(seconds)
 
 
-class Echo:
+class EchoActor:
     """Asyncio actor without work, in a process of its own like the actors of a run."""
 
     async def echo(self) -> None:
@@ -145,12 +145,14 @@ def measure_run(
     report_progress(f"{description}: {steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         run = [f"run.dir={folder}", "run.name=overlap", f"run.steps={steps + WARM_UP_STEPS}"]
-        rows = play(load_quiet(RECIPE, [*run, *settings]), engines, skip=WARM_UP_STEPS)
+        rows = train_run(load_quiet(RECIPE, [*run, *settings]), engines, skip=WARM_UP_STEPS)
     total = sum(row["time/step_s"] for row in rows)
     busy = {kind: sum(row[f"time/{kind}_s"] for row in rows) for kind in KINDS}
     return {
         "steps": len(rows),
-        **medians(rows, {"step_s": "time/step_s", "tokens_per_s": "throughput/tokens_per_s"}),
+        **compute_medians(
+            rows, {"step_s": "time/step_s", "tokens_per_s": "throughput/tokens_per_s"}
+        ),
         "step_s_mean": total / len(rows),
         "busy_s": {kind: seconds / len(rows) for kind, seconds in busy.items()},
         "overlap_efficiency": max(busy.values()) / total,

@@ -11,7 +11,7 @@ from streamrl.errors import StreamError
 PARITY = ROOT / ".venv-parity"
 
 
-def attempt(measure: Callable[[], dict[str, float]]) -> dict[str, Any]:
+def measure_peer(measure: Callable[[], dict[str, float]]) -> dict[str, Any]:
     """Return a peer's results, or {"error": reason}."""
     try:
         return dict(measure())
@@ -19,21 +19,21 @@ def attempt(measure: Callable[[], dict[str, float]]) -> dict[str, Any]:
         return {"error": str(error).partition("\n")[0]}
 
 
-def parity_python() -> Path:
+def find_parity_python() -> Path:
     """Return the Python of the parity environment. Raises BenchmarkError if missing."""
-    return _installed(PARITY / "bin" / "python")
+    return _check_installed(PARITY / "bin" / "python")
 
 
-def parity_packages(package: str) -> Path:
+def find_parity_packages(package: str) -> Path:
     """Return the site-packages folder from which a `.venv` process imports a peer.
 
     Raises BenchmarkError if the peer is missing.
     """
     folders = sorted(PARITY.glob("lib/python3.*/site-packages"))
-    return _installed(*(folder / package for folder in folders[:1])).parent
+    return _check_installed(*(folder / package for folder in folders[:1])).parent
 
 
-def _installed(*paths: Path) -> Path:
+def _check_installed(*paths: Path) -> Path:
     for path in paths:
         if os.path.lexists(path):
             return path

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.random_model import write_model
-from benchmarks.runs import load_quiet, medians, play
+from benchmarks.runs import compute_medians, load_quiet, train_run
 from streamrl.actors.engine_factory import RealEngineFactory
 
 RUNS: Mapping[str, Sequence[str]] = {
@@ -45,7 +45,7 @@ algorithm: {{name: grpo, group_size: 8}}
 pipeline: {{groups_per_step: 8, micro_batch_tokens: 1024}}
 generator: {{max_new_tokens: 224, max_concurrent_rollouts: 128}}
 rewards: [{{kind: length, unit: words, least: 32, tolerance: 32}}]
-# So small that lengths stay what they are.
+# Too small to change the lengths of completions.
 trainer: {{lr: 1.0e-7}}
 # A fraction of a step.
 placement: {{slice_s: 0.2}}
@@ -85,7 +85,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure every run `repeats` times."""
     placements = dict.fromkeys(["disaggregated", *arguments.placements])
     with tempfile.TemporaryDirectory() as folder:
-        recipe = prepare(Path(folder))
+        recipe = write_inputs(Path(folder))
         runs = [
             {
                 key: measure_run(recipe, *key, arguments.steps)
@@ -93,12 +93,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             }
             for _ in range(arguments.repeats)
         ]
-    return compared(runs)
+    return compare_placements(runs)
 
 
-def compared(runs: Sequence[Mapping[tuple[int, str], dict[str, Any]]]) -> dict[str, Any]:
-    """Return by bound and placement the run with the median step time, and its ratio to
-    disaggregated."""
+def compare_placements(runs: Sequence[Mapping[tuple[int, str], dict[str, Any]]]) -> dict[str, Any]:
+    """Return by bound and placement the median run, and its step time relative to disaggregated."""
     results: dict[str, Any] = {}
     for bound, placement in runs[0]:
         by_step_s = sorted((run[bound, placement] for run in runs), key=itemgetter("step_s"))
@@ -109,7 +108,7 @@ def compared(runs: Sequence[Mapping[tuple[int, str], dict[str, Any]]]) -> dict[s
     return results
 
 
-def prepare(folder: Path) -> Path:
+def write_inputs(folder: Path) -> Path:
     """Write model, prompts and recipe into a folder; return the recipe."""
     write_model(1, folder / "model", num_words=NUM_WORDS)
     rows = [
@@ -134,7 +133,7 @@ def measure_run(recipe: Path, bound: int, placement: str, steps: int) -> dict[st
         f"pipeline.max_staleness={bound}",
         f"run.steps={steps + WARM_UP_STEPS}",
     ]
-    rows = play(load_quiet(recipe, settings), RealEngineFactory(), skip=WARM_UP_STEPS)
+    rows = train_run(load_quiet(recipe, settings), RealEngineFactory(), skip=WARM_UP_STEPS)
     names = {"length_mean": "rollout/length_mean", "length_max": "rollout/length_max"}
     seconds = [row["time/step_s"] for row in rows]
     rates = [row["throughput/tokens_per_s"] for row in rows]
@@ -145,7 +144,7 @@ def measure_run(recipe: Path, bound: int, placement: str, steps: int) -> dict[st
         "tokens_per_s": sum(map(mul, rates, seconds)) / sum(seconds),
         "idle": {stage: statistics.fmean(row[f"idle/{stage}"] for row in rows) for stage in STAGES},
         "staleness_mean": statistics.fmean(row["staleness/mean"] for row in rows),
-        **medians(rows, names),
+        **compute_medians(rows, names),
     }
 
 

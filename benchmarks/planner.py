@@ -105,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure every part; report each plan before it starts."""
-    sizes = list(product(arguments.models, map(a100s, arguments.gpus)))
-    largest = a100s(max(arguments.gpus))
+    sizes = list(product(arguments.models, map(name_a100_cluster, arguments.gpus)))
+    largest = name_a100_cluster(max(arguments.gpus))
     small = [
         (cluster, model, algorithm, lengths, ahead)
         for cluster, model, algorithm in SMALL
@@ -116,25 +116,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"command": [], "seconds": [], "seeds": [], "gap": []}
     for groups in arguments.commands:
         report_progress(f"command: 128 GPUs, {groups} groups a step")
-        results["command"].append(command(groups))
+        results["command"].append(measure_command(groups))
     for model, cluster in sizes:
         report_progress(f"seconds: {model} on {cluster}")
-        results["seconds"].append(planned(problem("ppo", cluster, model, FIXED, 1024), arguments))
+        results["seconds"].append(
+            measure_plan(make_problem("ppo", cluster, model, FIXED, 1024), arguments)
+        )
     for model in arguments.models if arguments.seeds else ():
         report_progress(f"seeds: {model} on {largest}, {arguments.seeds} times")
-        results["seeds"].append(seeds(problem("ppo", largest, model, FIXED, 1024), arguments))
+        results["seeds"].append(
+            measure_seeds(make_problem("ppo", largest, model, FIXED, 1024), arguments)
+        )
     for number, (cluster, model, algorithm, lengths, ahead) in enumerate(small, 1):
         name = type(lengths).__name__
         report_progress(
             f"gap {number} of {len(small)}: {algorithm}, {model} on {cluster}, {name},"
             f" max_staleness {ahead}: every placement"
         )
-        asked = problem(algorithm, cluster, model, lengths, 128)
-        results["gap"].append(gap(asked, ahead, arguments))
+        asked = make_problem(algorithm, cluster, model, lengths, 128)
+        results["gap"].append(measure_gap(asked, ahead, arguments))
     return results
 
 
-def a100s(gpus: int) -> str:
+def name_a100_cluster(gpus: int) -> str:
     """Return the name of a cluster with at most eight GPUs per node. Raises ConfigError for partial
     nodes."""
     if gpus > 8 and gpus % 8:
@@ -142,7 +146,7 @@ def a100s(gpus: int) -> str:
     return f"{gpus}xA100" if gpus < 8 else f"{gpus // 8}x8xA100"
 
 
-def problem(
+def make_problem(
     algorithm: str, cluster: str, model: str, lengths: FixedLength | LognormalLengths, groups: int
 ) -> PlacementProblem:
     """Return a problem in which every role has a model of this size."""
@@ -157,7 +161,9 @@ def problem(
     )
 
 
-def planned(placement_problem: PlacementProblem, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_plan(
+    placement_problem: PlacementProblem, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Return the seconds to plan, and the plan."""
     start_s = time.process_time()
     planner = PlacementPlanner(placement_problem, CostModel(placement_problem))
@@ -173,7 +179,7 @@ def planned(placement_problem: PlacementProblem, arguments: argparse.Namespace) 
     }
 
 
-def command(groups: int) -> dict[str, Any]:
+def measure_command(groups: int) -> dict[str, Any]:
     """Measure a whole command in a process of its own."""
     words = [sys.executable, "-m", "streamrl.cli", *COMMAND, f"pipeline.groups_per_step={groups}"]
     start_s = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -187,7 +193,7 @@ def command(groups: int) -> dict[str, Any]:
     return row | ({"limit": COMMAND_LIMIT_S} if groups == COMMAND_GROUPS else {})
 
 
-def seeds(asked: PlacementProblem, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_seeds(asked: PlacementProblem, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return step times on policy by seed."""
     step_times = []
     for seed in range(arguments.seeds):
@@ -204,7 +210,9 @@ def seeds(asked: PlacementProblem, arguments: argparse.Namespace) -> dict[str, A
     }
 
 
-def gap(asked: PlacementProblem, ahead: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_gap(
+    asked: PlacementProblem, ahead: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Return the relative excess of Algorithm 1, and of the plan, over the best placement."""
     costs = CostModel(asked)
     planner = PlacementPlanner(asked, costs)

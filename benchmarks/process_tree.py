@@ -89,7 +89,7 @@ class ProcessTree:
             return []
 
     def kill(self) -> None:
-        """End every process of the tree: SIGTERM to the root, then SIGKILL to the rest."""
+        """Kill every process of the tree: SIGTERM to the root, then SIGKILL to the rest."""
         processes = {*self._alive(), *self._seen}
         with contextlib.suppress(psutil.Error):
             self._root.terminate()
@@ -101,7 +101,7 @@ class ProcessTree:
 
 
 def _pss(process: psutil.Process) -> int:
-    """Return the PSS of a process in bytes; 0 after its end."""
+    """Return the PSS of a process in bytes; 0 if the process has exited."""
     try:
         with open(f"/proc/{process.pid}/smaps_rollup") as file:
             lines: Mapping[str, str] = dict(line.split(":", 1) for line in file if ":" in line)

@@ -35,16 +35,16 @@ from benchmarks.command import (
     report_progress,
     run_benchmark,
 )
-from benchmarks.peers import attempt
+from benchmarks.peers import measure_peer
 from benchmarks.queue_peers import (
     FLOW_S,
-    check,
+    check_group,
+    compute_scores,
     make_group,
-    memcpy,
-    number,
-    ray_queue,
-    score,
-    transfer_queue,
+    measure_memcpy,
+    measure_ray_queue,
+    measure_transfer_queue,
+    set_numbers,
 )
 from streamrl import pipeline
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
@@ -131,11 +131,13 @@ def measure_size(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
         for journal in (False, True)
     }
     others = {
-        "ray_queue": partial(attempt, partial(ray_queue, size, **few)),
-        "ray_queue_batch": partial(attempt, partial(ray_queue, size, **many)),
-        "ray_queue_references": partial(attempt, partial(ray_queue, size, references=True, **many)),
-        "transfer_queue": partial(attempt, partial(transfer_queue, size, **many)),
-        "memcpy": partial(memcpy, size),
+        "ray_queue": partial(measure_peer, partial(measure_ray_queue, size, **few)),
+        "ray_queue_batch": partial(measure_peer, partial(measure_ray_queue, size, **many)),
+        "ray_queue_references": partial(
+            measure_peer, partial(measure_ray_queue, size, references=True, **many)
+        ),
+        "transfer_queue": partial(measure_peer, partial(measure_transfer_queue, size, **many)),
+        "memcpy": partial(measure_memcpy, size),
     }
     peers = {name: others[name] for name in arguments.peers}
     rounds = []
@@ -145,17 +147,20 @@ def measure_size(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
             results[name] = measure_one()
             report_progress(f"{size} bytes, round {turn + 1}, {name}: {results[name]}")
         rounds.append(results)
-    figures = {name: middle([one[name] for one in rounds]) for name in queue_names | peers}
+    figures = {name: compute_medians([one[name] for one in rounds]) for name in queue_names | peers}
     off = max(
         (n for n in queue_names if n.endswith("off")), key=lambda n: figures[n]["groups_per_s"]
     )
-    return {**figures, "ratios": middle([ratios(one, off, peers) for one in rounds])}
+    return {
+        **figures,
+        "ratios": compute_medians([compute_ratios(one, off, peers) for one in rounds]),
+    }
 
 
 PEERS = ("ray_queue", "ray_queue_batch", "ray_queue_references", "transfer_queue", "memcpy")
 
 
-def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def compute_medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the median of each result over the rounds, without failed rounds."""
     failed = [one for one in rounds if "error" in one]
     if failed:
@@ -164,7 +169,7 @@ def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return {n: statistics.median(one[n] for one in rounds) for n in rounds[0] if n in names}
 
 
-def ratios(results: dict[str, Figures], off: str, peers: Collection[str]) -> Figures:
+def compute_ratios(results: dict[str, Figures], off: str, peers: Collection[str]) -> Figures:
     """Return the ratios of one round: ours over each peer; the journal's time over the time
     without."""
     ours, kept = results[off], results[off.replace("off", "on")]
@@ -196,13 +201,13 @@ def stream_queue(
     faces = create_shards(plans)
     makers = {"put": workers["producers"], "score": workers["consumers"], "train": 1}
     members = {
-        stage: [start_actor(Member, faces, f"{stage}-{i}", size, batch) for i in range(count)]
+        stage: [start_actor(FlowMember, faces, f"{stage}-{i}", size, batch) for i in range(count)]
         for stage, count in makers.items()
     }
     try:
         scoring = [scorer.score.remote() for scorer in members["score"]]
-        flow(members, scoring, range(num_groups, num_groups + 8 * batch))
-        rate = num_groups / flow(members, scoring, range(num_groups))
+        run_flow(members, scoring, range(num_groups, num_groups + 8 * batch))
+        rate = num_groups / run_flow(members, scoring, range(num_groups))
     finally:
         for actor in (*chain(*members.values()), *(face.actor for face in faces)):
             ray.kill(actor)
@@ -210,7 +215,7 @@ def stream_queue(
     return {"groups_per_s": rate, "mb_per_s": rate * size / 1e6}
 
 
-def flow(members: dict[str, list[Any]], scoring: Sequence[Any], numbers: range) -> float:
+def run_flow(members: dict[str, list[Any]], scoring: Sequence[Any], numbers: range) -> float:
     """Run the flow once; return the seconds from the first put to the last removal."""
     (trainer,), producers = members["train"], members["put"]
     trained = trainer.train.remote(len(numbers))
@@ -224,8 +229,8 @@ def flow(members: dict[str, list[Any]], scoring: Sequence[Any], numbers: range) 
     return float(end - min(started))
 
 
-class Member:
-    """A process of the flow with its own queue client."""
+class FlowMember:
+    """Actor of the flow with its own queue client."""
 
     def __init__(self, shards: Sequence[RemoteShard], name: str, size: int, batch: int) -> None:
         self._name = name
@@ -238,7 +243,7 @@ class Member:
         start = time.monotonic()
         for first in range(0, len(numbers), self._batch):
             some = numbers[first : first + self._batch]
-            columns = number(self._groups, some)
+            columns = set_numbers(self._groups, some)
             prompts = [Prompt(make_uid(0, n), columns[0]["lengths"]) for n in some]
             await self._queue.add_groups(
                 list(zip(prompts, columns, strict=True)), 0, stage="generate"
@@ -246,10 +251,10 @@ class Member:
         return start
 
     async def score(self) -> None:
-        """Score groups without end, as a scorer of a run does."""
+        """Score groups until the actor is killed, as a scorer of a run does."""
 
         async def judge(experiences: Sequence[Experience]) -> Sequence[StageResult]:
-            return [score(dict(experience.columns)) for experience in experiences]
+            return [compute_scores(dict(experience.columns)) for experience in experiences]
 
         stage = StageContext("score", self._queue, DedicatedDeviceLease(), SpanRecorder(self._name))
         serving = pipeline.ScoringLimits(ROLLOUT_COLUMNS, 2 * self._batch, self._batch)
@@ -265,7 +270,7 @@ class Member:
                 columns=STAGES["train"].needs,
                 wait_s=WAIT_S,
             )
-            done += [check(dict(experience.columns)) for experience in taken]
+            done += [check_group(dict(experience.columns)) for experience in taken]
             await self._queue.remove_groups([experience.uid for experience in taken], 0)
         return time.monotonic(), done
 

@@ -22,7 +22,7 @@ from ray.util.queue import Empty, Queue
 
 from benchmarks.actors import start_actor, wait_for_all
 from benchmarks.command import BenchmarkError
-from benchmarks.peers import parity_packages
+from benchmarks.peers import find_parity_packages
 from streamrl.messages import COLUMN_SPECS, ROLLOUT_COLUMNS, Array, ColumnAxis
 
 ROLLOUTS = 8
@@ -33,7 +33,7 @@ Group = dict[str, Array]
 Stages = dict[str, Callable[[Sequence[int]], Any]]
 
 
-def ray_queue(
+def measure_ray_queue(
     size_bytes: int,
     *,
     num_groups: int,
@@ -45,25 +45,25 @@ def ray_queue(
     """Measure Ray's queue: with batch calls if batch > 1, or with only a reference to each
     batch."""
     queues = [Queue(actor_options={"num_cpus": 0}) for _ in range(2)]
-    make = partial(by_queue, size_bytes, batch, references, *queues)
+    make = partial(make_queue_stages, size_bytes, batch, references, *queues)
     rate = measure(make, np.arange(num_groups).reshape(-1, batch), producers, consumers, {})
     return {"groups_per_s": rate, "mb_per_s": rate * size_bytes / 1e6}
 
 
-def transfer_queue(
+def measure_transfer_queue(
     size_bytes: int, *, num_groups: int, producers: int, consumers: int, batch: int
 ) -> dict[str, float]:
     """Measure TransferQueue, which takes three CPUs of the cluster. Raises BenchmarkError."""
-    packages = str(parity_packages("transfer_queue"))
+    packages = str(find_parity_packages("transfer_queue"))
     path = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
     # The default of 8 copy threads per process is slower with few cores.
     env = {"PYTHONPATH": path, "TQ_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}
-    make = partial(by_row, size_bytes, batch)
+    make = partial(make_row_stages, size_bytes, batch)
     rate = measure(make, np.arange(num_groups).reshape(-1, batch), producers, consumers, env)
     return {"groups_per_s": rate, "mb_per_s": rate * size_bytes / 1e6}
 
 
-def memcpy(size_bytes: int) -> dict[str, float]:
+def measure_memcpy(size_bytes: int) -> dict[str, float]:
     """Measure copies of buffers of the group's size, more of them than fit into a cache."""
     shape = ((256 << 20) // size_bytes, size_bytes)
     pairs = list(zip(np.zeros(shape, np.uint8), np.ones(shape, np.uint8), strict=True))
@@ -83,18 +83,18 @@ def measure(
     counts = {"put": producers, "score": consumers, "train": 1}
     options = {"runtime_env": {"env_vars": env}}
     workers = {
-        stage: [start_actor(Worker, make, stage, **options) for _ in range(count)]
+        stage: [start_actor(PeerWorker, make, stage, **options) for _ in range(count)]
         for stage, count in counts.items()
     }
     try:
-        run(workers, batches[: 2 * max(producers, consumers)])
-        return float(batches.size / run(workers, batches))
+        run_flow(workers, batches[: 2 * max(producers, consumers)])
+        return float(batches.size / run_flow(workers, batches))
     finally:
         for worker in chain(*workers.values()):
             ray.kill(worker)
 
 
-def run(workers: dict[str, list[Any]], batches: Array) -> float:
+def run_flow(workers: dict[str, list[Any]], batches: Array) -> float:
     """Run the flow once; return the seconds from the first put to the last removal."""
     calls = {
         stage: [worker.work.remote(batches[i :: len(same)]) for i, worker in enumerate(same)]
@@ -109,8 +109,8 @@ def run(workers: dict[str, list[Any]], batches: Array) -> float:
     return float(end - min(start for start, _, _ in puts))
 
 
-class Worker:
-    """A process: "put" puts the groups with these numbers, "score" and "train" take a batch."""
+class PeerWorker:
+    """Actor of a stage: "put" sends the given groups; "score" and "train" take a batch."""
 
     def __init__(self, make: Callable[[], Stages], stage: str) -> None:
         self.do = make()[stage]
@@ -131,28 +131,30 @@ def make_group(size_bytes: int) -> Group:
     return group
 
 
-def number(groups: list[Group], numbers: Sequence[int]) -> list[Group]:
+def set_numbers(groups: list[Group], numbers: Sequence[int]) -> list[Group]:
     """Write these numbers into the groups: a group's first token is its number."""
     for group, new in zip(groups, numbers, strict=True):
         group["token_ids"][0] = new
     return groups
 
 
-def score(group: Group) -> Group:
+def compute_scores(group: Group) -> Group:
     """Read every byte as fast as possible; return scores that encode the group's number."""
     for column in group.values():
         xxhash.xxh3_64_intdigest(column.data)
     return {"scores": np.full(ROLLOUTS, group["token_ids"][0], COLUMN_SPECS["scores"].dtype)}
 
 
-def check(group: Group) -> int:
+def check_group(group: Group) -> int:
     """Read every column and return the group's number. Raises BenchmarkError for foreign scores."""
-    if (score(group)["scores"] != group["scores"]).any():
+    if (compute_scores(group)["scores"] != group["scores"]).any():
         raise BenchmarkError(f"group {group['token_ids'][0]} has the scores {group['scores']}")
     return int(group["token_ids"][0])
 
 
-def by_queue(size: int, batch: int, references: bool, generated: Queue, scored: Queue) -> Stages:
+def make_queue_stages(
+    size: int, batch: int, references: bool, generated: Queue, scored: Queue
+) -> Stages:
     """Pass groups through both queues' processes, or by reference with one object per batch."""
     groups = [make_group(size) for _ in range(batch)]
 
@@ -167,25 +169,29 @@ def by_queue(size: int, batch: int, references: bool, generated: Queue, scored: 
                 time.sleep(POLL_S)
 
     def forward(held: list[Any]) -> None:
-        scored.put((held, [score(group) for group in ray.get(held[0])]))
+        scored.put((held, [compute_scores(group) for group in ray.get(held[0])]))
 
     def finish(held: list[Any], scores: list[Group]) -> list[int]:
-        return [check(group | own) for group, own in zip(ray.get(held[0]), scores, strict=True)]
+        return [
+            check_group(group | own) for group, own in zip(ray.get(held[0]), scores, strict=True)
+        ]
 
     if references:
         return {
-            "put": lambda numbers: generated.put([ray.put(number(groups, numbers))]),
+            "put": lambda numbers: generated.put([ray.put(set_numbers(groups, numbers))]),
             "score": lambda _: forward(generated.get()),
             "train": lambda _: finish(*scored.get()),
         }
     return {
-        "put": lambda numbers: send(generated, number(groups, numbers)),
-        "score": lambda _: send(scored, [group | score(group) for group in take(generated)]),
-        "train": lambda _: [check(group) for group in take(scored)],
+        "put": lambda numbers: send(generated, set_numbers(groups, numbers)),
+        "score": lambda _: send(
+            scored, [group | compute_scores(group) for group in take(generated)]
+        ),
+        "train": lambda _: [check_group(group) for group in take(scored)],
     }
 
 
-def by_row(size_bytes: int, batch: int) -> Stages:
+def make_row_stages(size_bytes: int, batch: int) -> Stages:
     """Pass groups through a TransferQueue partition; its controller gives each row to each task
     once."""
     import transfer_queue
@@ -209,12 +215,12 @@ def by_row(size_bytes: int, batch: int) -> Stages:
 
     def forward(_: Sequence[int]) -> None:
         meta, rows = take("score", ROLLOUT_COLUMNS)
-        scores = np.stack([score(row)["scores"] for row in rows])
+        scores = np.stack([compute_scores(row)["scores"] for row in rows])
         client.put(TensorDict({"scores": scores}, batch_size=batch), metadata=meta)
 
     def finish(_: Sequence[int]) -> list[int]:
         meta, rows = take("train", (*ROLLOUT_COLUMNS, "scores"))
-        numbers = [check(row) for row in rows]
+        numbers = [check_group(row) for row in rows]
         client.clear_samples(meta)
         return numbers
 

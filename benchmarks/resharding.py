@@ -67,7 +67,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Switch:
+class LayoutSwitch:
     """Parameters of a switch: both grids, the model, and the grouping."""
 
     train: RankGrid
@@ -133,10 +133,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         plans = switch.plans()
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return execute(switch, plans, arguments)
+    return execute_patterns(switch, plans, arguments)
 
 
-def make_switch(arguments: argparse.Namespace) -> Switch:
+def make_switch(arguments: argparse.Namespace) -> LayoutSwitch:
     """Build the switch. Raises ValueError if sizes do not fit."""
     train = RankGrid.from_text(arguments.train, arguments.order)
     generate = GenerationSizes.from_text(arguments.generate)
@@ -153,10 +153,10 @@ def make_switch(arguments: argparse.Namespace) -> Switch:
     held = create_layout(model, train.assign_ranks())
     serving = assign_generation_ranks(arguments.grouping, train, generate, held)
     cluster = NodeTopology(arguments.ranks_per_node)
-    return Switch(train, generate, arguments.grouping, model, held, serving, cluster)
+    return LayoutSwitch(train, generate, arguments.grouping, model, held, serving, cluster)
 
 
-def even_model(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
+def make_even_model(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
     """Return matrices that divide evenly in every split: Table 2 holds exactly."""
     places = math.lcm(train.pp_size, generate.pp_size)
     pieces = math.lcm(train.tp_size, generate.tp_size) * train.dp_size
@@ -173,10 +173,10 @@ def even_model(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
     )
 
 
-def transformer(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
+def make_transformer(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
     """Return grouped heads, fused matrices, replicated norms and a tied embedding."""
     sizes = (train.tp_size, generate.tp_size)
-    heads, kv_heads = 2 * math.lcm(*sizes), fewest_shared(*sizes)
+    heads, kv_heads = 2 * math.lcm(*sizes), find_fewest_heads(*sizes)
     layers = max(2, train.pp_size, generate.pp_size)
     head, words, last = 16, 64 * heads, layers + 1
     width, inner = heads * head, 4 * heads * head
@@ -196,7 +196,7 @@ def transformer(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
     return ModelSpec((*tensors, TensorSpec("norm", (width,), (last,))), last + 1)
 
 
-def fewest_shared(*sizes: int) -> int:
+def find_fewest_heads(*sizes: int) -> int:
     """Return the smallest number of heads, at least two, that divides evenly in every split.
 
     Each rank has equally many heads, or each head equally many ranks. Twice the sizes' common
@@ -211,18 +211,18 @@ def fewest_shared(*sizes: int) -> int:
 
 
 MODELS: dict[str, Callable[[RankGrid, GenerationSizes], ModelSpec]] = {
-    "even": even_model,
-    "transformer": transformer,
+    "even": make_even_model,
+    "transformer": make_transformer,
 }
 
 
-def execute(
-    switch: Switch, plans: Mapping[str, CopyPlan | GatherPlan], arguments: argparse.Namespace
+def execute_patterns(
+    switch: LayoutSwitch, plans: Mapping[str, CopyPlan | GatherPlan], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Execute every pattern; return the groups and the results."""
     bucket_bytes = int(arguments.bucket_mb * 2**20)
     with tempfile.TemporaryDirectory() as folder:
-        work = partial(one_rank, plans, bucket_bytes, arguments.rounds)
+        work = partial(measure_rank, plans, bucket_bytes, arguments.rounds)
         ranks = run_ranks(work, switch.train.num_ranks, Path(folder))
     train, serving = switch.train.assign_ranks(), switch.serving
     exact = plans["point_to_point"].report_bytes()
@@ -247,13 +247,15 @@ def execute(
             if not counts.received_by_link["local"]
         ],
         "ways": {
-            way: figures(plan.report_bytes(), [seen[way] for seen in ranks], expected(switch, way))
+            way: summarize_pattern(
+                plan.report_bytes(), [seen[way] for seen in ranks], get_table_2_row(switch, way)
+            )
             for way, plan in plans.items()
         },
     }
 
 
-def expected(switch: Switch, way: str) -> dict[str, str] | None:
+def get_table_2_row(switch: LayoutSwitch, way: str) -> dict[str, str] | None:
     """Return Table 2's row for this pattern; None without one."""
     train, generate = switch.train, switch.generate
     if train.pp_size % generate.pp_size or train.tp_size % generate.tp_size:
@@ -264,7 +266,7 @@ def expected(switch: Switch, way: str) -> dict[str, str] | None:
     return {k: str(v) for k, v in asdict(rows[scheme]).items()} if scheme else None
 
 
-def figures(
+def summarize_pattern(
     report: BytesReport, seen: Sequence[dict[str, Any]], table: dict[str, str] | None
 ) -> dict[str, Any]:
     """Return the cost of a pattern from the plan's report and the ranks' measurements."""
@@ -302,7 +304,7 @@ def run_ranks(work: Callable[[], Any], count: int, folder: Path) -> list[Any]:
     """
     context = multiprocessing.get_context("fork")
     ranks = [
-        context.Process(target=_rank, args=(work, rank, count, folder)) for rank in range(count)
+        context.Process(target=_run_rank, args=(work, rank, count, folder)) for rank in range(count)
     ]
     for process in ranks:
         process.start()
@@ -325,7 +327,7 @@ def run_ranks(work: Callable[[], Any], count: int, folder: Path) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def _rank(work: Callable[[], Any], rank: int, count: int, folder: Path) -> None:
+def _run_rank(work: Callable[[], Any], rank: int, count: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count
@@ -335,17 +337,17 @@ def _rank(work: Callable[[], Any], rank: int, count: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def one_rank(
+def measure_rank(
     plans: Mapping[str, CopyPlan | GatherPlan], bucket_bytes: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
     """Measure every pattern on this rank."""
     model = next(iter(plans.values())).target.model
     generator = torch.Generator().manual_seed(0)
     whole = {spec.name: torch.randn(spec.shape, generator=generator) for spec in model.tensors}
-    return {way: one_way(plan, whole, bucket_bytes, rounds) for way, plan in plans.items()}
+    return {way: measure_pattern(plan, whole, bucket_bytes, rounds) for way, plan in plans.items()}
 
 
-def one_way(
+def measure_pattern(
     plan: CopyPlan | GatherPlan, whole: dict[str, torch.Tensor], bucket_bytes: int, rounds: int
 ) -> dict[str, Any]:
     """Execute a pattern, compare with the unsplit model, and time it beside an all-gather."""
@@ -356,7 +358,7 @@ def one_way(
     else:
         executor = GroupGatherExecutor(plan, bucket_bytes=bucket_bytes)
     dtypes = {name: tensor.dtype for name, tensor in whole.items()}
-    source, target = _memory(plan, rank, dtypes)
+    source, target = _allocate_shards(plan, rank, dtypes)
     seconds, peers = [], []
     exact = True
     for _ in range(rounds + 1):
@@ -370,7 +372,7 @@ def one_way(
         exact = exact and target.version == VERSION
         exact = exact and all(v.equal(whole[name][box.slices]) for name, box, v in target)
         seconds.append(moved.seconds)
-        peers.append(_all_gather_s(moved.received_bytes))
+        peers.append(_time_all_gather(moved.received_bytes))
     return {
         **asdict(moved),
         # The first round is the warm-up.
@@ -382,7 +384,7 @@ def one_way(
     }
 
 
-def _memory(
+def _allocate_shards(
     plan: CopyPlan | GatherPlan, rank: int, dtypes: dict[str, torch.dtype]
 ) -> tuple[ShardStorage, ShardStorage]:
     """Allocate the shards of both layouts, in one buffer where the plan shares memory."""
@@ -393,7 +395,7 @@ def _memory(
     return allocate_overlapping(plan.source, plan.target, rank, dtypes)
 
 
-def _all_gather_s(received: int) -> float | None:
+def _time_all_gather(received: int) -> float | None:
     """Time an all-gather that brings each rank as many bytes as the most that any rank received.
 
     None if no rank received any.

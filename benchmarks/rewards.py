@@ -30,7 +30,7 @@ from benchmarks.command import (
     run_benchmark,
     run_command,
 )
-from benchmarks.peers import attempt, parity_python
+from benchmarks.peers import find_parity_python, measure_peer
 from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
@@ -84,7 +84,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         path.write_text(FUNCTION)
         figures = asyncio.run(measure_own(path, arguments))
     calls = 10 * GROUP if arguments.rounds > 1 else GROUP
-    figures["prime_code"] = peer = attempt(partial(prime_code, calls))
+    figures["prime_code"] = peer = measure_peer(partial(measure_prime_code, calls))
     if "median_s" in peer:
         peer["ours_over_theirs"] = figures["sandbox"]["program_median_s"] / peer["median_s"]
     return {"cores": os.cpu_count(), "group": GROUP, "groups": arguments.groups, **figures}
@@ -101,7 +101,7 @@ async def measure_own(path: Path, arguments: argparse.Namespace) -> dict[str, An
     ) -> dict[str, float]:
         report_progress(f"{kind}: {options}")
         rewards = build_rewards([RewardConfig(kind, options=options)])
-        work = flow(rewards, truth, texts, max(groups // share, 1), rounds)
+        work = measure_rewards(rewards, truth, texts, max(groups // share, 1), rounds)
         return await await_reply(work, f"rewards of kind {kind}", FLOW_S)
 
     figures: dict[str, Any] = {}
@@ -114,11 +114,13 @@ async def measure_own(path: Path, arguments: argparse.Namespace) -> dict[str, An
         }
     figures["gsm8k"] = await judged("gsm8k", {}, "7", ["#### 7"] * GROUP)
     report_progress("the sandbox alone")
-    figures["sandbox"] = await await_reply(sandbox(10 * GROUP // 3, rounds), "the sandbox", FLOW_S)
+    figures["sandbox"] = await await_reply(
+        measure_sandbox(10 * GROUP // 3, rounds), "the sandbox", FLOW_S
+    )
     return figures
 
 
-async def flow(
+async def measure_rewards(
     rewards: RewardSet, truth: str, texts: Sequence[str], groups: int, rounds: int
 ) -> dict[str, float]:
     """Score many groups at once for the rate, then one after another for the latency of a group."""
@@ -128,7 +130,7 @@ async def flow(
         warm_at = time.monotonic() + WARM_S
         while time.monotonic() < warm_at:
             await asyncio.gather(*(rewards.judge_group(prompt, texts) for _ in range(8)))
-        rates = [await _rate(rewards, prompt, texts, groups) for _ in range(rounds)]
+        rates = [await _measure_rate(rewards, prompt, texts, groups) for _ in range(rounds)]
         latency = []
         for _ in range(groups):
             started = time.perf_counter()
@@ -143,13 +145,15 @@ async def flow(
     }
 
 
-async def _rate(rewards: RewardSet, prompt: Prompt, texts: Sequence[str], groups: int) -> float:
+async def _measure_rate(
+    rewards: RewardSet, prompt: Prompt, texts: Sequence[str], groups: int
+) -> float:
     started = time.perf_counter()
     await asyncio.gather(*(rewards.judge_group(prompt, texts) for _ in range(groups)))
     return groups * len(texts) / (time.perf_counter() - started)
 
 
-async def sandbox(calls: int, rounds: int) -> dict[str, float]:
+async def measure_sandbox(calls: int, rounds: int) -> dict[str, float]:
     """Measure the start of a jail with its self test, then a trivial program repeatedly."""
     program = SandboxProgram("python", PROGRAMS[0], [CallTest("add", [3, 4], [7])])
     starts, seconds, passed = [], [], 0
@@ -172,9 +176,9 @@ async def sandbox(calls: int, rounds: int) -> dict[str, float]:
     }
 
 
-def prime_code(calls: int) -> dict[str, float]:
+def measure_prime_code(calls: int) -> dict[str, float]:
     """Measure verl's scorer on the same program. Raises BenchmarkError."""
-    words = [str(parity_python()), "-c", PEER]
+    words = [str(find_parity_python()), "-c", PEER]
     told = json.dumps([PROGRAMS[0], TESTS, calls])
     printed = run_command(words, "verl's prime_code", timeout_s=PEER_S, stdin=told)
     result_lines = [line for line in printed.splitlines() if line.startswith("RESULT")]

@@ -37,13 +37,13 @@ def load_quiet(recipe: Path, settings: Sequence[str]) -> RunConfig:
     return load_config(recipe, [*QUIET, *settings])
 
 
-def play(config: RunConfig, engines: RealEngineFactory, *, skip: int = 0) -> list[Row]:
+def train_run(config: RunConfig, engines: RealEngineFactory, *, skip: int = 0) -> list[Row]:
     """Train, and return the metrics of each step after the first `skip`."""
     train(config, None, engines)
     lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][skip:]
 
 
-def medians(rows: Sequence[Row], names: Mapping[str, str]) -> dict[str, float]:
+def compute_medians(rows: Sequence[Row], names: Mapping[str, str]) -> dict[str, float]:
     """Return by result the median of its metric over the steps."""
     return {figure: statistics.median(row[name] for row in rows) for figure, name in names.items()}

@@ -45,8 +45,8 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Case:
-    """A planned run; `sigma` is that of its lognormal lengths."""
+class PlannedRun:
+    """Run to plan; `sigma` is the parameter of the lognormal distribution of lengths."""
 
     algorithm: str
     model: str
@@ -90,15 +90,15 @@ class Case:
 
 
 CASES = (
-    Case("grpo", "qwen2.5-1.5b", "4xA100", 64, 8, 0.8, 64),
-    Case("grpo", "qwen2.5-7b", "8xA100", 64, 16, 0.8, 64),
-    Case("grpo", "qwen2.5-7b", "4x8xH100@400Gb", 128, 16, 0.8, 256),
-    Case("ppo", "llama-7b", "2x8xA100@200Gb", 512, 1, 0.6, 256),
-    Case("ppo", "qwen2.5-1.5b", "8xA100", 256, 4, 0.6, 64),
-    Case("remax", "qwen2.5-7b", "2x8xH100@400Gb", 256, 1, 0.8, 128),
-    Case("dapo", "qwen2.5-7b", "8xH100", 32, 16, 0.8, 128, 0.5),
-    Case("dapo", "qwen2.5-32b", "8x8xH100@400Gb", 128, 16, 0.8, 256, 0.3),
-    Case("dapo", "qwen2.5-1.5b", "8xA100", 64, 8, 0.8, 64, 0.8),
+    PlannedRun("grpo", "qwen2.5-1.5b", "4xA100", 64, 8, 0.8, 64),
+    PlannedRun("grpo", "qwen2.5-7b", "8xA100", 64, 16, 0.8, 64),
+    PlannedRun("grpo", "qwen2.5-7b", "4x8xH100@400Gb", 128, 16, 0.8, 256),
+    PlannedRun("ppo", "llama-7b", "2x8xA100@200Gb", 512, 1, 0.6, 256),
+    PlannedRun("ppo", "qwen2.5-1.5b", "8xA100", 256, 4, 0.6, 64),
+    PlannedRun("remax", "qwen2.5-7b", "2x8xH100@400Gb", 256, 1, 0.8, 128),
+    PlannedRun("dapo", "qwen2.5-7b", "8xH100", 32, 16, 0.8, 128, 0.5),
+    PlannedRun("dapo", "qwen2.5-32b", "8x8xH100@400Gb", 128, 16, 0.8, 256, 0.3),
+    PlannedRun("dapo", "qwen2.5-1.5b", "8xA100", 64, 8, 0.8, 64, 0.8),
 )
 
 
@@ -123,16 +123,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    rows = [row for number in arguments.cases for row in errors(CASES[number], arguments)]
-    return {"placements": len(rows), **summary(rows), "errors": rows}
+    rows = [row for number in arguments.cases for row in measure_errors(CASES[number], arguments)]
+    return {"placements": len(rows), **summarize_errors(rows), "errors": rows}
 
 
-def errors(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the error of each planned placement of a case."""
+def measure_errors(case: PlannedRun, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the error of each planned placement of a run."""
     report_progress(f"{case.algorithm} {case.model} {case.cluster}")
     problem, costs = case.problem, case.costs(case.problem)
     estimator = PlacementEstimator(problem, costs)
-    for label, placement in planned(case, arguments):
+    for label, placement in plan_placements(case, arguments):
         step_s = estimator.estimate_step_s(placement)
         timings = costs.predict_timings(placement)
         played = run_quick_simulation(
@@ -153,7 +153,9 @@ def errors(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]
         }
 
 
-def planned(case: Case, arguments: argparse.Namespace) -> Iterator[tuple[str, Placement]]:
+def plan_placements(
+    case: PlannedRun, arguments: argparse.Namespace
+) -> Iterator[tuple[str, Placement]]:
     """Return the best placements of every kind and bound, and the runners-up."""
     plan = plan_placement(
         case.problem,
@@ -174,7 +176,7 @@ def planned(case: Case, arguments: argparse.Namespace) -> Iterator[tuple[str, Pl
         yield candidate.label, candidate.placement
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarize_errors(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return medians and extremes."""
     kinds = {
         "on_policy": [r for r in rows if not r["max_staleness"] and not r["filtered"]],

@@ -30,24 +30,32 @@ FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 WORKLOAD = Workload(512, 16, 512, LognormalLengths(2000, 0.8, 12000))
 
 
-def on(first: int, grid: str) -> CallAssignment:
-    """Return a placement on the devices from this one on."""
+def assign_devices(first: int, grid: str) -> CallAssignment:
+    """Return the grid on the devices from `first` on."""
     parsed = RankGrid.from_text(grid)
     return CallAssignment(Mesh(first, parsed.num_ranks), parsed)
 
 
 PLACEMENTS = {
     "apart": Placement(
-        {"generate": on(0, "1-4-128"), "reference": on(512, "1-4-16"), "train": on(576, "1-8-56")},
+        {
+            "generate": assign_devices(0, "1-4-128"),
+            "reference": assign_devices(512, "1-4-16"),
+            "train": assign_devices(576, "1-8-56"),
+        },
         max_staleness=2,
     ),
     "in_turn": Placement(
-        {"generate": on(0, "1-4-256"), "reference": on(0, "1-4-256"), "train": on(0, "1-8-128")}
+        {
+            "generate": assign_devices(0, "1-4-256"),
+            "reference": assign_devices(0, "1-4-256"),
+            "train": assign_devices(0, "1-8-128"),
+        }
     ),
 }
 
 
-def timings(placement: Placement) -> StageTimings:
+def make_timings(placement: Placement) -> StageTimings:
     """Return roughly the timings of a model of 7 billion parameters on H100s."""
     calls = placement.assignments
     return StageTimings(
@@ -76,7 +84,7 @@ def timings(placement: Placement) -> StageTimings:
 
 def simulate_once(placement: Placement, steps: int) -> dict[str, Any]:
     wall, cpu = time.perf_counter(), time.process_time()
-    result = run_simulation(FLOW, placement, timings(placement), WORKLOAD, steps=steps, seed=1)
+    result = run_simulation(FLOW, placement, make_timings(placement), WORKLOAD, steps=steps, seed=1)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     events = steps * WORKLOAD.num_rollouts + len(result.spans)
     return {

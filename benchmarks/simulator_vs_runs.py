@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import ROOT, BenchmarkParser, at_least, report_progress, run_benchmark
-from benchmarks.runs import load_quiet, make_arithmetic, play
+from benchmarks.runs import load_quiet, make_arithmetic, train_run
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.calibration.fit_timings import fit_timings
 from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
@@ -59,14 +59,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as end:
         folder = arguments.runs or Path(end.enter_context(tempfile.TemporaryDirectory()))
         runs = {
-            key: played(folder, *key, steps=arguments.steps)
+            key: load_or_train_run(folder, *key, steps=arguments.steps)
             for key in product(arguments.recipes, arguments.modes, OTHER)
         }
-        results = {recipe: compared(recipe, runs) for recipe in arguments.recipes}
-    return {"worst_error": worst(results), "recipes": results}
+        results = {recipe: compare_runs(recipe, runs) for recipe in arguments.recipes}
+    return {"worst_error": find_worst_errors(results), "recipes": results}
 
 
-def played(folder: Path, recipe: str, mode: str, seed: int, *, steps: int) -> RunTrace:
+def load_or_train_run(folder: Path, recipe: str, mode: str, seed: int, *, steps: int) -> RunTrace:
     """Return the run of a recipe in a mode; train it if missing."""
     name = f"{recipe}_{mode}_{seed}"
     if not (folder / name / "metrics.jsonl").exists():
@@ -75,11 +75,11 @@ def played(folder: Path, recipe: str, mode: str, seed: int, *, steps: int) -> Ru
         settings += [f"run.dir={folder}", f"run.name={name}", f"run.steps={steps}"]
         settings += ["run.overwrite=true", "data.eval=''", "checkpoint.every=0"]
         config = load_quiet(ROOT / f"configs/{recipe}_arithmetic.yaml", settings)
-        play(config, RealEngineFactory())
+        train_run(config, RealEngineFactory())
     return load_run_trace(folder / name)
 
 
-def compared(recipe: str, runs: Mapping[Key, RunTrace]) -> dict[str, Any]:
+def compare_runs(recipe: str, runs: Mapping[Key, RunTrace]) -> dict[str, Any]:
     """Compare each run of a recipe with predictions from the other runs and from itself."""
     results = {}
     for (mode, over), (seed, other) in product(OVER.items(), OTHER.items()):
@@ -89,12 +89,12 @@ def compared(recipe: str, runs: Mapping[Key, RunTrace]) -> dict[str, Any]:
             results[f"{mode}, seed {seed}"] = {
                 "steps": len(measured.steps),
                 "left_out": dict(measured.excluded_steps),
-                **{name: predicted(measured, source) for name, source in sources.items()},
+                **{name: predict_run(measured, source) for name, source in sources.items()},
             }
     return results
 
 
-def predicted(measured: RunTrace, source: RunTrace) -> dict[str, dict[str, float]]:
+def predict_run(measured: RunTrace, source: RunTrace) -> dict[str, dict[str, float]]:
     """Predict a run from the timings and lengths of another."""
     of_source = PlannedRun.from_trace(source, source.config)
     timings = fit_timings(source, of_source.base_timings).timings
@@ -102,7 +102,7 @@ def predicted(measured: RunTrace, source: RunTrace) -> dict[str, dict[str, float
     return figures.compare_with(SteadyMetrics.from_trace(measured))
 
 
-def worst(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def find_worst_errors(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return by source of timings and metric the error furthest from 0."""
     errors: dict[str, dict[str, float]] = {source: {} for source in SOURCES}
     for runs, source in product(results.values(), SOURCES):

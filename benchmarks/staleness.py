@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
-from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, play
+from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, train_run
 from streamrl.actors.engine_factory import RealEngineFactory
 
 LAST_STEPS = 5
@@ -57,7 +57,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     make_arithmetic()
     results = [
         {"max_staleness": bound, "correction": name}
-        | over_seeds(play_run(arguments.steps, bound, name, seed) for seed in arguments.seeds)
+        | summarize_seeds(
+            measure_run(arguments.steps, bound, name, seed) for seed in arguments.seeds
+        )
         for bound in sorted({0, *arguments.bounds})
         for name in dict.fromkeys(["none", *arguments.corrections])
     ]
@@ -67,7 +69,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"steps": arguments.steps, "seeds": arguments.seeds, "runs": results}
 
 
-def over_seeds(runs: Iterable[dict[str, float]]) -> dict[str, Any]:
+def summarize_seeds(runs: Iterable[dict[str, float]]) -> dict[str, Any]:
     """Return median, minimum and maximum of each result."""
     rows = list(runs)
     return {
@@ -80,7 +82,7 @@ def over_seeds(runs: Iterable[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def play_run(steps: int, bound: int, correction: str, seed: int) -> dict[str, float]:
+def measure_run(steps: int, bound: int, correction: str, seed: int) -> dict[str, float]:
     report_progress(f"max_staleness {bound}, correction {correction}, seed {seed}: {steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         run = [f"run.dir={folder}", "run.name=staleness", f"run.steps={steps}", f"run.seed={seed}"]
@@ -89,7 +91,7 @@ def play_run(steps: int, bound: int, correction: str, seed: int) -> dict[str, fl
         per_step = config.algorithm.group_size * config.pipeline.groups_per_step
         config.generator.max_concurrent_rollouts = (bound + 1) * per_step
         config.generator.kv_cache_mb = (bound + 1) * KV_CACHE_MB
-        rows = play(config, RealEngineFactory())
+        rows = train_run(config, RealEngineFactory())
     return {
         "reward": statistics.fmean(row["reward/mean"] for row in rows[-LAST_STEPS:]),
         "ess": statistics.fmean(row["policy/ess"] for row in rows),

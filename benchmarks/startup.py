@@ -85,11 +85,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         report_progress(f"round {turn + 1} of {arguments.repeats}")
         with tempfile.TemporaryDirectory() as folder:
             run_dir = Path(folder) / "startup"
-            with launched_demo(run_dir) as run:
+            with launch_demo(run_dir) as run:
                 start_s, processor_s = run.wait_for_first_step()
                 restart_s = run.kill_generator()
                 run.wait_for_steps(REPORTED_STEPS)
-            with launched_demo(run_dir.with_name("plain"), PLAIN) as run:
+            with launch_demo(run_dir.with_name("plain"), PLAIN) as run:
                 plain.append(run.wait_for_first_step())
             starts.append(start_s)
             restarts.append(restart_s)
@@ -125,7 +125,7 @@ def time_command(*words: str) -> float:
 
 
 class DemoRun:
-    """A run of the demo's recipe; its processes share a mark in their environment."""
+    """Run of the demo's recipe; an environment variable marks its processes."""
 
     def __init__(self, run_dir: Path, log: Path, env: Mapping[str, str]) -> None:
         self._run_dir = run_dir
@@ -153,7 +153,7 @@ class DemoRun:
             for process in self._processes():
                 with contextlib.suppress(psutil.Error):
                     times = process.cpu_times()
-                    used[process.pid] = kind_of(process), times.user + times.system
+                    used[process.pid] = get_process_kind(process), times.user + times.system
 
         def has_stepped() -> bool:
             nonlocal scan_at
@@ -172,7 +172,7 @@ class DemoRun:
 
     def kill_generator(self) -> float:
         """Kill the generator; return the seconds until the run reports its return."""
-        generators = [p for p in self._processes() if "GeneratorActor" in kind_of(p)]
+        generators = [p for p in self._processes() if "GeneratorActor" in get_process_kind(p)]
         if len(generators) != 1:
             raise BenchmarkError(f"the run has {len(generators)} generators, not one")
         events = self._run_dir / "events.jsonl"
@@ -215,7 +215,7 @@ class DemoRun:
             time.sleep(POLL_S)
 
 
-def kind_of(process: psutil.Process) -> str:
+def get_process_kind(process: psutil.Process) -> str:
     """Return the name of an actor's class, or of the program."""
     words = process.cmdline()
     if not words:
@@ -232,10 +232,8 @@ def kind_of(process: psutil.Process) -> str:
 
 
 @contextlib.contextmanager
-def launched_demo(
-    run_dir: Path, env: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[DemoRun]:
-    """Start the demo; end it in any case."""
+def launch_demo(run_dir: Path, env: Mapping[str, str] = MappingProxyType({})) -> Iterator[DemoRun]:
+    """Start the demo; stop its processes on exit."""
     run = DemoRun(run_dir, run_dir.parent / "output.txt", env)
     try:
         yield run

@@ -49,7 +49,7 @@ class TimedEngines(RealEngineFactory):
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int
     ) -> GenerationEngine:
-        return _Generator(self.generate_s, config.algorithm.group_size)
+        return _TimedGenerator(self.generate_s, config.algorithm.group_size)
 
     async def make_follower_rank(
         self, config: RunConfig, max_length: int, rank: int
@@ -60,15 +60,15 @@ class TimedEngines(RealEngineFactory):
         )
 
     async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
-        return HostedScorer({REWARD_CALL.stage: _Scorer(self.score_s).score})
+        return HostedScorer({REWARD_CALL.stage: _TimedScorer(self.score_s).score})
 
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str
     ) -> ModelTrainer:
-        return _Rank(self.train_s)
+        return _TimedTrainer(self.train_s)
 
 
-class _Generator(GenerationEngine):
+class _TimedGenerator(GenerationEngine):
     """Generation engine without vLLM: overrides all that a generator actor calls."""
 
     def __init__(self, seconds: float, group_size: int) -> None:
@@ -122,7 +122,7 @@ class _Generator(GenerationEngine):
         pass
 
 
-class _Scorer:
+class _TimedScorer:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
@@ -135,7 +135,7 @@ class _Scorer:
         ]
 
 
-class _Rank(ModelTrainer):
+class _TimedTrainer(ModelTrainer):
     """Trainer rank without a model: overrides all that a trainer actor calls."""
 
     has_sharded_params = False

@@ -82,12 +82,12 @@ Figures = dict[str, float]
 
 
 class RunError(BenchmarkError):
-    """A run failed or timed out."""
+    """Failure or timeout of a run."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """A recipe with overrides, for both systems; `rows` as JSONL for TRL."""
+class TrainingTask:
+    """Recipe with overrides, for both systems; `rows` as JSONL for TRL."""
 
     recipe: Path
     overrides: Sequence[str]
@@ -119,7 +119,7 @@ class PeerSpec:
 
 @dataclass(frozen=True)
 class Step:
-    """A reported step: time (epoch seconds), duration, sampled tokens, mean reward."""
+    """Reported step: time (epoch seconds), duration, sampled tokens, mean reward."""
 
     time: float
     seconds: float
@@ -129,14 +129,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Launch:
-    """A training command, and a function that reads the steps so far."""
+    """Training command, and a function that reads the steps so far."""
 
     command: Sequence[str]
     read: Callable[[], list[Step]]
 
 
 @dataclass(frozen=True)
-class Length:
+class RunLength:
     """Number of steps; the first `warm_up` do not count."""
 
     steps: int
@@ -195,8 +195,8 @@ def measure_task(folder: Path, name: str, arguments: argparse.Namespace) -> dict
     if arguments.max_staleness is not None:
         bound = f"pipeline.max_staleness={arguments.max_staleness}"
         task = replace(task, overrides=[*task.overrides, bound])
-    length = Length(arguments.steps or STEPS[name], arguments.warm_up)
-    systems: Mapping[str, Callable[[Task, int, Path], Launch]] = {
+    length = RunLength(arguments.steps or STEPS[name], arguments.warm_up)
+    systems: Mapping[str, Callable[[TrainingTask, int, Path], Launch]] = {
         STREAMRL: launch_streamrl,
         TRL: partial(launch_trl, python=arguments.python),
     }
@@ -209,25 +209,27 @@ def measure_task(folder: Path, name: str, arguments: argparse.Namespace) -> dict
             own.mkdir()
             command = launch(task, length.steps, own)
             try:
-                figures[system] = play(command, own, length=length, deadline_s=arguments.deadline)
+                figures[system] = run_launch(
+                    command, own, length=length, deadline_s=arguments.deadline
+                )
             except RunError as error:
                 raise RunError(f"{name}: {system}: {error}") from None
         rounds.append(figures)
     return {
         "steps": length.steps - length.warm_up,
         "rounds": len(rounds),
-        **{system: medians([one[system] for one in rounds]) for system in systems},
-        "ratios": medians([ratios(one[STREAMRL], one[TRL]) for one in rounds]),
+        **{system: compute_medians([one[system] for one in rounds]) for system in systems},
+        "ratios": compute_medians([compute_ratios(one[STREAMRL], one[TRL]) for one in rounds]),
     }
 
 
-def make_demo(folder: Path, overrides: Sequence[str]) -> Task:
+def make_demo(folder: Path, overrides: Sequence[str]) -> TrainingTask:
     """Return the demo's task; make its base model if missing."""
     make_arithmetic()
-    return Task(DEMO, overrides, ROOT / "examples" / "arithmetic" / "build" / "train.jsonl")
+    return TrainingTask(DEMO, overrides, ROOT / "examples" / "arithmetic" / "build" / "train.jsonl")
 
 
-def make_long_tailed(folder: Path, overrides: Sequence[str]) -> Task:
+def make_long_tailed(folder: Path, overrides: Sequence[str]) -> TrainingTask:
     """Return a random model, prompts of random words, and a reward of 1 for one rollout in ten."""
     import numpy as np
 
@@ -245,16 +247,16 @@ def make_long_tailed(folder: Path, overrides: Sequence[str]) -> Task:
     recipe.write_text(
         yaml.safe_dump({"model": {"path": model}, "data": {"train": str(path)}, **LONG_TAILED})
     )
-    return Task(recipe, overrides, path)
+    return TrainingTask(recipe, overrides, path)
 
 
-TASKS: Mapping[str, Callable[[Path, Sequence[str]], Task]] = {
+TASKS: Mapping[str, Callable[[Path, Sequence[str]], TrainingTask]] = {
     "demo": make_demo,
     "long_tailed": make_long_tailed,
 }
 
 
-def launch_streamrl(task: Task, steps: int, folder: Path) -> Launch:
+def launch_streamrl(task: TrainingTask, steps: int, folder: Path) -> Launch:
     """Return the launch of `streamrl train` on the task, with its run directory in `folder`."""
     own = [f"run.dir={folder}", "run.name=run", f"run.steps={steps}"]
     config = task.config(own)
@@ -275,9 +277,9 @@ def launch_streamrl(task: Task, steps: int, folder: Path) -> Launch:
     return Launch([sys.executable, "-m", "streamrl.cli", "train", *words], read)
 
 
-def launch_trl(task: Task, steps: int, folder: Path, *, python: Path) -> Launch:
+def launch_trl(task: TrainingTask, steps: int, folder: Path, *, python: Path) -> Launch:
     """Return the launch of `benchmarks.trl_peer` on the task."""
-    spec = peer_spec(task, steps, folder)
+    spec = make_peer_spec(task, steps, folder)
     path = folder / "spec.json"
     path.write_text(json.dumps(asdict(spec)))
 
@@ -290,7 +292,7 @@ def launch_trl(task: Task, steps: int, folder: Path, *, python: Path) -> Launch:
     return Launch([str(python), "-m", "benchmarks.trl_peer", str(path)], read)
 
 
-def peer_spec(task: Task, steps: int, folder: Path) -> PeerSpec:
+def make_peer_spec(task: TrainingTask, steps: int, folder: Path) -> PeerSpec:
     """Convert the task for TRL; every number comes from streamrl's own settings."""
     config = task.config()
     return PeerSpec(
@@ -310,7 +312,7 @@ def peer_spec(task: Task, steps: int, folder: Path) -> PeerSpec:
     )
 
 
-def play(launch: Launch, folder: Path, *, length: Length, deadline_s: float) -> Figures:
+def run_launch(launch: Launch, folder: Path, *, length: RunLength, deadline_s: float) -> Figures:
     """Run a command and return its results. Raises RunError."""
     log = folder / "log.txt"
     # Each system sets its own threads: TRL uses all cores.
@@ -332,27 +334,31 @@ def play(launch: Launch, folder: Path, *, length: Length, deadline_s: float) -> 
         except subprocess.TimeoutExpired:
             raise RunError(
                 f"made {len(launch.read())} of {length.steps} steps in"
-                f" --deadline={deadline_s:g} s; last line: {last_line(log)}"
+                f" --deadline={deadline_s:g} s; last line: {read_last_line(log)}"
             ) from None
         finally:
             if process.poll() is None:
                 tree.kill()
                 process.wait()
     if code:
-        raise RunError(f"exit code {code}: {last_line(log)}")
+        raise RunError(f"exit code {code}: {read_last_line(log)}")
     steps = launch.read()
     if len(steps) != length.steps:
-        raise RunError(f"made {len(steps)} of {length.steps} steps; last line: {last_line(log)}")
-    return figures_of(started, steps, length.warm_up, tree)
+        raise RunError(
+            f"made {len(steps)} of {length.steps} steps; last line: {read_last_line(log)}"
+        )
+    return summarize_steps(started, steps, length.warm_up, tree)
 
 
-def last_line(log: Path) -> str:
+def read_last_line(log: Path) -> str:
     """Return the last line of a log, shortened."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip()[:300] if lines else "(nothing)"
 
 
-def figures_of(started: float, steps: Sequence[Step], warm_up: int, tree: ProcessTree) -> Figures:
+def summarize_steps(
+    started: float, steps: Sequence[Step], warm_up: int, tree: ProcessTree
+) -> Figures:
     """Return the results of the steps after the first `warm_up`."""
     counted = steps[warm_up:]
     seconds = [step.seconds for step in counted]
@@ -372,12 +378,12 @@ def figures_of(started: float, steps: Sequence[Step], warm_up: int, tree: Proces
     }
 
 
-def medians(rounds: Sequence[Figures]) -> Figures:
+def compute_medians(rounds: Sequence[Figures]) -> Figures:
     """Return the median of each result over the rounds."""
     return {name: round(statistics.median(one[name] for one in rounds), 4) for name in rounds[0]}
 
 
-def ratios(ours: Figures, peer: Figures) -> Figures:
+def compute_ratios(ours: Figures, peer: Figures) -> Figures:
     """Return ours over the peer's; below 1 is better, except for tokens_per_s."""
     names = ("step_s", "step_s_mean", "tokens_per_s", "start_s", "cpu_step_s")
     return {

@@ -31,14 +31,14 @@ def main(spec: dict[str, Any]) -> None:
         model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype="float32"),
         processing_class=PreTrainedTokenizerFast.from_pretrained(spec["model"]),
         reward_funcs=log.score,
-        args=config_of(spec),
+        args=make_grpo_config(spec),
         train_dataset=Dataset.from_list(rows),
         callbacks=[log],
     )
     trainer.train()
 
 
-def config_of(spec: dict[str, Any]) -> GRPOConfig:
+def make_grpo_config(spec: dict[str, Any]) -> GRPOConfig:
     """Translate our settings into TRL's; turn off defaults that only cost time."""
     return GRPOConfig(
         output_dir=spec["folder"],

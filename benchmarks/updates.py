@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import ROOT, BenchmarkParser, at_least, report_progress, run_benchmark
-from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
+from benchmarks.runs import RECIPE, compute_medians, load_quiet, make_arithmetic, train_run
 from streamrl.actors.engine_factory import RealEngineFactory
 
 MODES = {
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     make_arithmetic()
     with tempfile.TemporaryDirectory() as folder:
-        model = endless(Path(folder) / "model")
+        model = write_endless_model(Path(folder) / "model")
         results = {
             name: measure_run(name, model, Path(folder), arguments) for name in arguments.modes
         }
@@ -58,7 +58,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def endless(folder: Path) -> Path:
+def write_endless_model(folder: Path) -> Path:
     """Return the demo's model with another end-of-text token."""
     shutil.copytree(ROOT / "examples" / "arithmetic" / "build" / "base_model", folder)
     token, token_id = NEVER_WRITTEN
@@ -88,7 +88,7 @@ def measure_run(
         "pipeline.groups_per_step=4",
         *MODES[mode],
     ]
-    rows = play(load_quiet(RECIPE, settings), RealEngineFactory(), skip=WARM_UP_STEPS)
+    rows = train_run(load_quiet(RECIPE, settings), RealEngineFactory(), skip=WARM_UP_STEPS)
     names = {
         "sampled_per_s": "rollout/tokens_per_s",
         "trained_per_s": "throughput/tokens_per_s",
@@ -98,7 +98,7 @@ def measure_run(
         "staleness_mean": "staleness/mean",
         "idle_train": "idle/train",
     }
-    return medians(rows, names)
+    return compute_medians(rows, names)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.actors import start_actor, wait_for_all
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.random_model import SHAPES, write_model
-from benchmarks.weights_actors import Generator, Publisher
+from benchmarks.weights_actors import BenchmarkGenerator, BenchmarkPublisher
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.engines.vllm.environment import make_vllm_env
@@ -71,10 +71,10 @@ def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]
     placement = PlacementConfig(cpus=8, object_store_mb=store_mb)
     with tempfile.TemporaryDirectory() as folder, connect_cluster(placement, disaggregated_only):
         model = write_model(millions, Path(folder) / "model")
-        publisher = start_actor(Publisher, millions, num_cpus=1)
+        publisher = start_actor(BenchmarkPublisher, millions, num_cpus=1)
         env = {"env_vars": make_vllm_env("cpu")}
         names = [f"generator-{i}" for i in range(max(arguments.generators))]
-        readers = {n: start_actor(Generator, num_cpus=1, runtime_env=env) for n in names}
+        readers = {n: start_actor(BenchmarkGenerator, num_cpus=1, runtime_env=env) for n in names}
         report_progress(f"{millions}M: starting {len(readers)} vLLM engines")
         starts = [reader.start.remote(name, model) for name, reader in readers.items()]
         wait_for_all(starts, "start of the engines", timeout_s=START_S)
@@ -86,9 +86,12 @@ def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]
             for number in arguments.generators:
                 some = dict(list(readers.items())[:number])
                 disk = f"{folder}/{transport}-{number}"
-                fetch_reply(publisher.use.remote(transport, list(some), disk), "publisher.use")
-                uses = [reader.use.remote(transport) for reader in some.values()]
-                wait_for_all(uses, f"readers of {transport}", timeout_s=CALL_S)
+                fetch_reply(
+                    publisher.set_transport.remote(transport, list(some), disk),
+                    "publisher.set_transport",
+                )
+                changes = [reader.set_transport.remote(transport) for reader in some.values()]
+                wait_for_all(changes, f"readers of {transport}", timeout_s=CALL_S)
                 figures = measure_transport(
                     publisher, list(some.values()), versions, arguments.versions
                 )
@@ -104,22 +107,22 @@ def measure_transport(
     """Return medians over `number` versions with idle engines, and as many with running
     rollouts."""
     for _ in range(WARM_UP_VERSIONS):
-        one_version(publisher, readers, next(versions))
-    rows = [one_version(publisher, readers, next(versions)) for _ in range(number)]
+        measure_version(publisher, readers, next(versions))
+    rows = [measure_version(publisher, readers, next(versions)) for _ in range(number)]
     results = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     results["end_to_end_over_memcpy"] = results["end_to_end_s"] / results["memcpy_s"]
-    decoding = [reader.decode.remote() for reader in readers]
+    decoding = [reader.start_decoding.remote() for reader in readers]
     wait_for_all(decoding, "generators that begin to decode", timeout_s=CALL_S)
-    busy = [one_version(publisher, readers, next(versions)) for _ in range(number)]
+    busy = [measure_version(publisher, readers, next(versions)) for _ in range(number)]
     results["pause_s"] = statistics.median(row["pause_s"] for row in busy)
-    resting = [reader.rest.remote() for reader in readers]
+    resting = [reader.stop_decoding.remote() for reader in readers]
     steps = wait_for_all(resting, "generators that end decoding", timeout_s=CALL_S)
     results["decode_step_s"] = statistics.median(steps)
     results["end_to_end_decoding_s"] = statistics.median(row["end_to_end_s"] for row in busy)
     return results
 
 
-def one_version(publisher: Any, readers: Sequence[Any], version: int) -> dict[str, float]:
+def measure_version(publisher: Any, readers: Sequence[Any], version: int) -> dict[str, float]:
     """Publish a version and load it in all readers; the slowest reader counts."""
     name = f"version {version}"
     manifest, publish_s, memcpy_s = fetch_reply(

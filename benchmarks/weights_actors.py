@@ -38,8 +38,8 @@ def make_spec(transport: str, folder: Path) -> TransportSpec:
     return TransportSpec(transport, "", "benchmark", folder, keep, RAY_ACCESS, max_bytes=limits)
 
 
-class Publisher:
-    """Holds the tensors of a model and makes versions by changing a few elements."""
+class BenchmarkPublisher:
+    """Actor with the tensors of a model; makes versions by changing a few elements."""
 
     def __init__(self, millions: int) -> None:
         named = dict(make_model(millions).named_parameters())
@@ -51,8 +51,8 @@ class Publisher:
     def num_bytes(self) -> int:
         return self._bytes
 
-    def use(self, transport: str, readers: list[str], folder: str) -> None:
-        """Publish by this transport from now on."""
+    def set_transport(self, transport: str, readers: list[str], folder: str) -> None:
+        """Publish through this transport from now on."""
         self.end()
         self._outlet = make_spec(transport, Path(folder)).make_writer(MODEL, "")
         self._outlet.set_readers(readers)
@@ -86,19 +86,19 @@ class Publisher:
             self._outlet = None
 
 
-class Generator:
-    """An engine that follows the weights and, after `decode`, samples rollouts meanwhile."""
+class BenchmarkGenerator:
+    """Actor with an engine that loads versions, idle or while it samples rollouts."""
 
     async def start(self, name: str, model_path: str) -> None:
         self._name = name
         self._inlet: TransportReader | None = None
         self._decoding: asyncio.Task[None] | None = None
-        self._step_s = timed("step_engine")
+        self._step_s = record_call_times("step_engine")
         config = GeneratorConfig(max_concurrent_rollouts=16, max_new_tokens=128)
         self._engine = await GenerationEngine.start(EngineSpec(model_path, config, MAX_LENGTH))
 
-    async def use(self, transport: str) -> None:
-        """Read by this transport from now on."""
+    async def set_transport(self, transport: str) -> None:
+        """Read through this transport from now on."""
         if self._inlet is not None:
             self._inlet.close()
         self._inlet = make_spec(transport, Path()).make_reader(MODEL, self._name)
@@ -123,7 +123,7 @@ class Generator:
         """Load a version; return the seconds in which no rollout was decoded."""
         return (await self._engine.load_weights(tensors, version)).pause_s
 
-    async def decode(self) -> None:
+    async def start_decoding(self) -> None:
         """Start sampling rollouts."""
         self._step_s.clear()
         self._decoding = asyncio.create_task(self._decode())
@@ -134,7 +134,7 @@ class Generator:
                 prompt = np.arange(4, 20, dtype=np.int32)
                 await self._engine.generate(prompt, seeds=list(range(8)))
 
-    async def rest(self) -> float:
+    async def stop_decoding(self) -> float:
         """Stop sampling; return the median seconds of a decode step."""
         assert self._decoding is not None
         self._decoding.cancel()
@@ -142,7 +142,7 @@ class Generator:
         return statistics.median(self._step_s)
 
 
-def timed(function: str) -> list[float]:
+def record_call_times(function: str) -> list[float]:
     """Record the seconds of every call of a function of `vllm_engine` from now on."""
     seconds: list[float] = []
     call = vars(engine)[function]

@@ -5,17 +5,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__":  # run by its path, it sees its own folder only
+if __name__ == "__main__":  # a script run by path has only its own folder on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.toy_models.building import Build
 
 if TYPE_CHECKING:
-    from examples.toy_models.lessons import Recipe
+    from examples.toy_models.lessons import PretrainingRecipe
 
 
-def fill(folder: Path, seed: int, recipe: "Recipe | None" = None) -> dict[str, Any]:
-    """Write the rows, the base model, and pretraining texts with slips."""
+def write_contents(
+    folder: Path, seed: int, recipe: "PretrainingRecipe | None" = None
+) -> dict[str, Any]:
+    """Write the rows, the base model and its pretraining texts, some with mistakes."""
     from examples.arithmetic.problems import make_rows
     from examples.arithmetic.training import LESSONS, RECIPE
     from examples.toy_models.base_model import make_base_model
@@ -33,7 +35,7 @@ def fill(folder: Path, seed: int, recipe: "Recipe | None" = None) -> dict[str, A
     return make_base_model(folder, rows, LESSONS, recipe, seed=seed)
 
 
-BUILD = Build("arithmetic", Path(__file__).parent / "build", format=2, fill=fill)
+BUILD = Build("arithmetic", Path(__file__).parent / "build", format=2, fill=write_contents)
 
 if __name__ == "__main__":
     BUILD.main()

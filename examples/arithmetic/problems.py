@@ -11,24 +11,24 @@ NUM_EVAL = 256
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A question such as `7+5-3`, and its answer, 9."""
+class ArithmeticProblem:
+    """Question such as `7+5-3`, and its answer, 9."""
 
     question: str
     answer: int
 
 
-def list_problems() -> Iterator[Problem]:
-    """Return each problem once: 200 with two numbers, 4000 with three."""
+def list_problems() -> Iterator[ArithmeticProblem]:
+    """Yield each problem once: 200 with two numbers, 4000 with three."""
     for num_later in (1, 2):
         signed = list(product("+-", range(10)))
         for first, later in product(range(10), product(signed, repeat=num_later)):
             question = f"{first}" + "".join(f"{sign}{digit}" for sign, digit in later)
             answer = first + sum(digit if sign == "+" else -digit for sign, digit in later)
-            yield Problem(question, answer)
+            yield ArithmeticProblem(question, answer)
 
 
-def split(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Problem]]:
+def split_problems(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[ArithmeticProblem]]:
     """Shuffle all problems and split them into `train` and `eval`, which share no question."""
     shuffled = list(list_problems())
     random.Random(seed).shuffle(shuffled)
@@ -36,7 +36,7 @@ def split(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Problem]]:
 
 
 def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
-    """Return the rows by split; answers are text."""
+    """Return the rows by split, with answers as text."""
     return {
         name: [
             make_row(
@@ -49,5 +49,5 @@ def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
             )
             for i, problem in enumerate(part)
         ]
-        for name, part in split(seed=seed, num_eval=num_eval).items()
+        for name, part in split_problems(seed=seed, num_eval=num_eval).items()
     }

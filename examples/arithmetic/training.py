@@ -3,20 +3,20 @@
 import random
 import re
 
-from examples.toy_models.lessons import Lessons, Recipe
+from examples.toy_models.lessons import Lessons, PretrainingRecipe
 from examples.toy_models.rows import Row, get_question
 
 # A problem of three numbers has two operations that may be wrong.
-RECIPE = Recipe(num_clean_steps=300, num_slip_steps=80, slip_rate=0.33)
+RECIPE = PretrainingRecipe(num_clean_steps=300, num_slip_steps=80, slip_rate=0.33)
 SLIPS = (-1, 1)
-# The last part if it is a number: "12-3=9" answers 9.
+# The number after the last equals sign: "12-3=9" answers 9.
 ANSWER = re.compile(r"(?:\A|=)(-?\d+)\Z")
 
 
 def write_solution(row: Row, rng: random.Random, slip_rate: float) -> str:
     """Return the text after `7+5-3=`: one operation at a time, `12-3=9`.
 
-    slip_rate: fraction of wrong operations. A slip is carried on, as a person would.
+    slip_rate: fraction of wrong operations. Later operations continue from a wrong result.
     """
     first, *later = re.findall(r"[+-]?\d", get_question(row))
     total, parts = int(first), []
@@ -29,7 +29,7 @@ def write_solution(row: Row, rng: random.Random, slip_rate: float) -> str:
 
 
 def parse_answer(completion: str) -> int | None:
-    """Parse the number at the end of a completion; None if there is none."""
+    """Return the number at the end of a completion; None without a number."""
     match = ANSWER.search(completion)
     return int(match[1]) if match else None
 

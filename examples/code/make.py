@@ -10,10 +10,12 @@ if __name__ == "__main__":  # a script run by path has only its own folder on sy
 from examples.toy_models.building import Build
 
 if TYPE_CHECKING:
-    from examples.toy_models.lessons import Recipe
+    from examples.toy_models.lessons import PretrainingRecipe
 
 
-def fill(folder: Path, seed: int, recipe: "Recipe | None" = None) -> dict[str, Any]:
+def write_contents(
+    folder: Path, seed: int, recipe: "PretrainingRecipe | None" = None
+) -> dict[str, Any]:
     """Write the rows and the base model."""
     from examples.code.rows import make_rows
     from examples.code.training import LESSONS, RECIPE
@@ -22,7 +24,7 @@ def fill(folder: Path, seed: int, recipe: "Recipe | None" = None) -> dict[str, A
     return make_base_model(folder, make_rows(seed=seed), LESSONS, recipe or RECIPE, seed=seed)
 
 
-BUILD = Build("code", Path(__file__).parent / "build", format=1, fill=fill)
+BUILD = Build("code", Path(__file__).parent / "build", format=1, fill=write_contents)
 
 if __name__ == "__main__":
     BUILD.main()

@@ -16,8 +16,8 @@ Arguments = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The return value of f, as a description and as equivalent expressions.
+class CodeProblem:
+    """Function f to write: a description of its return value, and equivalent expressions.
 
     family: type of the test arguments; a key of ARGUMENTS.
     """
@@ -37,42 +37,42 @@ class Problem:
 
     @property
     def programs(self) -> list[str]:
-        """A right program per expression."""
+        """Correct programs, one per expression."""
         return [f"def {self.signature}:\n return {text}" for text in self.expressions]
 
-    def expected(self, arguments: Arguments) -> Any:
+    def compute_expected(self, arguments: Arguments) -> Any:
         """Return the expected value of f(*arguments)."""
         return eval(self.expressions[0], dict(zip("xy", arguments, strict=False)))
 
 
-def list_problems() -> Iterator[Problem]:
+def list_problems() -> Iterator[CodeProblem]:
     yield from _iter_number_problems()
     yield from _iter_pair_problems()
     yield from _iter_list_problems()
     yield from _iter_text_problems()
 
 
-def _iter_number_problems() -> Iterator[Problem]:
+def _iter_number_problems() -> Iterator[CodeProblem]:
     for a, b in product(FACTORS, TERMS):
         for description, expressions in (
             (f"{a} times x plus {b}", (f"{a}*x+{b}", f"x*{a}+{b}")),
             (f"{a} times x minus {b}", (f"{a}*x-{b}", f"x*{a}-{b}")),
             (f"x plus {b}, times {a}", (f"(x+{b})*{a}", f"{a}*(x+{b})")),
         ):
-            yield Problem("number", description, expressions)
+            yield CodeProblem("number", description, expressions)
 
 
-def _iter_pair_problems() -> Iterator[Problem]:
+def _iter_pair_problems() -> Iterator[CodeProblem]:
     for a, b in product(FACTORS, TERMS):
         for word, name in (("larger", "max"), ("smaller", "min")):
-            yield Problem(
+            yield CodeProblem(
                 "pair",
                 f"the {word} of x plus {b} and {a} times y",
                 (f"{name}(x+{b},{a}*y)", f"{name}({a}*y,x+{b})"),
             )
 
 
-def _iter_list_problems() -> Iterator[Problem]:
+def _iter_list_problems() -> Iterator[CodeProblem]:
     slices = [("x", "x")]
     for n in COUNTS:
         slices += [
@@ -85,14 +85,14 @@ def _iter_list_problems() -> Iterator[Problem]:
     names = (("sum", "sum"), ("largest", "max"), ("smallest", "min"), ("length", "len"))
     for (word, name), (label, code) in product(names, slices):
         description, call = f"the {word} of {label}", f"{name}({code})"
-        yield Problem("list", description, (call,))
+        yield CodeProblem("list", description, (call,))
         for a in FACTORS:
-            yield Problem("list", f"{description}, times {a}", (f"{call}*{a}", f"{a}*{call}"))
+            yield CodeProblem("list", f"{description}, times {a}", (f"{call}*{a}", f"{a}*{call}"))
         for b in TERMS:
-            yield Problem("list", f"{description}, plus {b}", (f"{call}+{b}", f"{b}+{call}"))
+            yield CodeProblem("list", f"{description}, plus {b}", (f"{call}+{b}", f"{b}+{call}"))
 
 
-def _iter_text_problems() -> Iterator[Problem]:
+def _iter_text_problems() -> Iterator[CodeProblem]:
     slices = [("x", "x")]
     for n in COUNTS:
         slices += [
@@ -100,29 +100,34 @@ def _iter_text_problems() -> Iterator[Problem]:
             (f"the last {n} letters of x", f"x[-{n}:]"),
         ]
     for label, code in slices:
-        yield Problem("text", f"{label} backwards", (f"{code}[::-1]",))
+        yield CodeProblem("text", f"{label} backwards", (f"{code}[::-1]",))
         for a in FACTORS:
-            yield Problem("text", f"{label}, {a} times", (f"{code}*{a}", f"{a}*{code}"))
+            yield CodeProblem("text", f"{label}, {a} times", (f"{code}*{a}", f"{a}*{code}"))
 
 
-def _numbers(rng: random.Random) -> list[Arguments]:
+def _sample_numbers(rng: random.Random) -> list[Arguments]:
     return [(number,) for number in rng.sample(range(-50, 50), 4)]
 
 
-def _pairs(rng: random.Random) -> list[Arguments]:
+def _sample_pairs(rng: random.Random) -> list[Arguments]:
     """Return pairs in which x or y dominates for every problem."""
     sizes = ((90, 1), (-90, 1), (1, 90), (1, -90))
     return [(x + rng.randrange(5), y + rng.randrange(5)) for x, y in sizes]
 
 
-def _lists(rng: random.Random) -> list[Arguments]:
+def _sample_lists(rng: random.Random) -> list[Arguments]:
     """Return lists, one ascending and one descending, on which different slices differ."""
     rising, falling, *rest = (rng.sample(range(1, 100), length) for length in LIST_LENGTHS)
     return [(sorted(rising),), (sorted(falling, reverse=True),), *((items,) for items in rest)]
 
 
-def _texts(rng: random.Random) -> list[Arguments]:
+def _sample_texts(rng: random.Random) -> list[Arguments]:
     return [("".join(rng.sample(LETTERS, length)),) for length in (9, 10, 11)]
 
 
-ARGUMENTS = {"number": _numbers, "pair": _pairs, "list": _lists, "text": _texts}
+ARGUMENTS = {
+    "number": _sample_numbers,
+    "pair": _sample_pairs,
+    "list": _sample_lists,
+    "text": _sample_texts,
+}

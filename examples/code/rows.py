@@ -3,7 +3,7 @@
 import json
 import random
 
-from examples.code.problems import ARGUMENTS, Problem, list_problems
+from examples.code.problems import ARGUMENTS, CodeProblem, list_problems
 from examples.toy_models.rows import Row, make_row
 
 NUM_EVAL = 128
@@ -19,7 +19,7 @@ def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
         name: [
             make_row(
                 problem.question,
-                ground_truth(problem, rng),
+                make_ground_truth(problem, rng),
                 data_source="code",
                 ability="code",
                 split=name,
@@ -31,7 +31,7 @@ def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
     }
 
 
-def ground_truth(problem: Problem, rng: random.Random) -> str:
+def make_ground_truth(problem: CodeProblem, rng: random.Random) -> str:
     """Return a JSON object with `fn_name`, `inputs` and `outputs`.
 
     An input is text with an argument in JSON per line; an output is the return value in JSON.
@@ -40,7 +40,7 @@ def ground_truth(problem: Problem, rng: random.Random) -> str:
     return json.dumps(
         {
             "inputs": ["\n".join(map(json.dumps, arguments)) for arguments in calls],
-            "outputs": [json.dumps(problem.expected(arguments)) for arguments in calls],
+            "outputs": [json.dumps(problem.compute_expected(arguments)) for arguments in calls],
             "fn_name": "f",
         }
     )

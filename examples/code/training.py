@@ -1,31 +1,31 @@
-"""Pretraining texts of the base model: right programs, and programs with a slip."""
+"""Pretraining texts of the base model: correct programs, and programs with one mistake."""
 
 import random
 from functools import cache
 
-from examples.code.problems import Problem, list_problems
-from examples.toy_models.lessons import Lessons, Recipe
+from examples.code.problems import CodeProblem, list_problems
+from examples.toy_models.lessons import Lessons, PretrainingRecipe
 from examples.toy_models.rows import Row, get_question
 
-RECIPE = Recipe(num_clean_steps=200, num_slip_steps=40, slip_rate=0.5, rows_per_step=64)
-LOST = "()[]:,"
+RECIPE = PretrainingRecipe(num_clean_steps=200, num_slip_steps=40, slip_rate=0.5, rows_per_step=64)
+DELETABLE_SIGNS = "()[]:,"
 NAMES = ("sum", "max", "min", "len")
 
 
-def program(row: Row, rng: random.Random, slip_rate: float) -> str:
-    """Return a program for the row, with probability `slip_rate` a wrong one."""
+def sample_program(row: Row, rng: random.Random, slip_rate: float) -> str:
+    """Return a program for the row; with probability `slip_rate`, it has a mistake."""
     text = rng.choice(find_problem(row).programs)
-    return slip(text, rng) if rng.random() < slip_rate else text
+    return add_slip(text, rng) if rng.random() < slip_rate else text
 
 
-def slip(text: str, rng: random.Random) -> str:
+def add_slip(text: str, rng: random.Random) -> str:
     """Return the program with a single mistake.
 
     The mistakes: a missing sign (usually a syntax error), a digit off by one or another function
     (wrong results), or an unknown name (a runtime error).
     """
     head, body = text.split("return ")
-    changes = [text[:i] + text[i + 1 :] for i, sign in enumerate(text) if sign in LOST]
+    changes = [text[:i] + text[i + 1 :] for i, sign in enumerate(text) if sign in DELETABLE_SIGNS]
     for i, sign in enumerate(body):
         if sign.isdigit():
             digit = str(int(sign) + rng.choice((-1, 1)))
@@ -36,11 +36,11 @@ def slip(text: str, rng: random.Random) -> str:
 
 
 @cache
-def _index_by_question() -> dict[str, Problem]:
+def _index_by_question() -> dict[str, CodeProblem]:
     return {problem.question: problem for problem in list_problems()}
 
 
-def find_problem(row: Row) -> Problem:
+def find_problem(row: Row) -> CodeProblem:
     return _index_by_question()[get_question(row)]
 
 
@@ -52,4 +52,4 @@ def is_right(row: Row, completion: str) -> bool:
     return completion in find_problem(row).programs
 
 
-LESSONS = Lessons(write=program, is_right=is_right, max_new_tokens=36, opening="\n")
+LESSONS = Lessons(write=sample_program, is_right=is_right, max_new_tokens=36, opening="\n")

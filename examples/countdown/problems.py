@@ -17,13 +17,13 @@ TARGETS = range(1, 100)
 def list_solutions(numbers: tuple[int, ...]) -> dict[int, list[str]]:
     """Return the sums of two or three of the numbers with + - *, by their value."""
     sums_by_value: dict[int, list[str]] = {}
-    for text in sorted(set(_sums(numbers))):
+    for text in sorted(set(_iter_sums(numbers))):
         value, _ = evaluate_sum(text)
         sums_by_value.setdefault(int(value), []).append(text)
     return sums_by_value
 
 
-def _sums(numbers: tuple[int, ...]) -> Iterator[str]:
+def _iter_sums(numbers: tuple[int, ...]) -> Iterator[str]:
     for a, b in permutations(numbers, 2):
         yield from (f"{a}{sign}{b}" for sign in "+-*")
     for a, b, c in permutations(numbers, 3):
@@ -33,7 +33,7 @@ def _sums(numbers: tuple[int, ...]) -> Iterator[str]:
 
 
 def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
-    """Return the rows by split: each problem once, its numbers in ascending order."""
+    """Return the rows by split: each problem once, with numbers in ascending order."""
     problems = [
         (numbers, target)
         for numbers in combinations_with_replacement(NUMBERS, 3)
@@ -45,14 +45,14 @@ def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
     parts = {"train": problems[num_eval:], "eval": problems[:num_eval]}
     return {
         name: [
-            _row(list(numbers), target, split=name, index=i)
+            _make_row(list(numbers), target, split=name, index=i)
             for i, (numbers, target) in enumerate(part)
         ]
         for name, part in parts.items()
     }
 
 
-def _row(numbers: list[int], target: int, *, split: str, index: int) -> Row:
+def _make_row(numbers: list[int], target: int, *, split: str, index: int) -> Row:
     return make_row(
         f"{','.join(map(str, numbers))}:{target}",
         {"numbers": numbers, "target": target},

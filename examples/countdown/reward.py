@@ -12,7 +12,7 @@ SIGNS = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-# Excludes names, calls, and texts long enough for deep nesting or huge numbers.
+# Reject names, calls, and texts long enough for deep nesting or huge numbers.
 SUM = re.compile(r"[0-9+\-*/() ]{1,60}")
 
 
@@ -35,13 +35,13 @@ def evaluate_sum(text):
         raise ValueError(f"not a sum: {text[:60]!r}")
     numbers = []
 
-    def value(node):
+    def evaluate_node(node):
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             numbers.append(node.value)
             return Fraction(node.value)
         if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
-            left, right = value(node.left), value(node.right)
+            left, right = evaluate_node(node.left), evaluate_node(node.right)
             return SIGNS[type(node.op)](left, right)
         raise ValueError(f"not part of a sum: {ast.unparse(node)}")
 
-    return value(ast.parse(text.strip(), mode="eval").body), numbers
+    return evaluate_node(ast.parse(text.strip(), mode="eval").body), numbers

@@ -1,22 +1,24 @@
-"""Pretraining texts of the base model: a sum that reaches the target, or comes near it."""
+"""Pretraining texts of the base model: sums equal to the target, or close to it."""
 
 import random
 
 from examples.countdown.problems import list_solutions
 from examples.countdown.reward import compute_score
-from examples.toy_models.lessons import Lessons, Recipe
+from examples.toy_models.lessons import Lessons, PretrainingRecipe
 from examples.toy_models.rows import Row
 
-RECIPE = Recipe(num_clean_steps=450, num_slip_steps=50, slip_rate=0.5, clean_lr=3e-3)
-NEAR = 9
+RECIPE = PretrainingRecipe(num_clean_steps=450, num_slip_steps=50, slip_rate=0.5, clean_lr=3e-3)
+MAX_SLIP_DISTANCE = 9
 
 
 def sample_solution(row: Row, rng: random.Random, slip_rate: float) -> str:
-    """Return a sum such as `7+2*9` for `2,7,9:25`; a slip returns a sum with a near value."""
+    """Return a sum such as `7+2*9` for `2,7,9:25`; a slip returns a sum close to the target."""
     truth = row["reward_model"]["ground_truth"]
     found, value = list_solutions(tuple(truth["numbers"])), truth["target"]
     if rng.random() < slip_rate:
-        value = rng.choice([other for other in found if 0 < abs(other - value) <= NEAR] or [value])
+        value = rng.choice(
+            [other for other in found if 0 < abs(other - value) <= MAX_SLIP_DISTANCE] or [value]
+        )
     return rng.choice(found[value])
 
 

@@ -1,7 +1,7 @@
 """GRPO with the group's median as the baseline instead of its mean: one function and one row.
 
-A single lucky rollout raises the mean and makes all other rollouts look bad. The median does not
-move.
+A single high score raises the mean and lowers the advantages of all other rollouts. The median
+barely changes.
 """
 
 import torch

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator
 
-from examples.own_loop.stage import Stage, Step, main
+from examples.own_loop.loop_setup import LoopSetup, Step, main
 from streamrl.actors.worker_groups.model_workers import CriticWorker, PolicyWorker, ScorerWorker
 
 
-def ppo(stage: Stage) -> Iterator[Step]:
+def ppo(setup: LoopSetup) -> Iterator[Step]:
     """Train a policy with PPO: a critic predicts the return, the policy learns from the rest."""
-    policy = stage.group(PolicyWorker)
-    critic = stage.group(CriticWorker)
-    reference = stage.group(ScorerWorker, "reference", ranks=1)
-    reward = stage.group(ScorerWorker, "reward", ranks=1)
+    policy = setup.start_group(PolicyWorker)
+    critic = setup.start_group(CriticWorker)
+    reference = setup.start_group(ScorerWorker, "reference", ranks=1)
+    reward = setup.start_group(ScorerWorker, "reward", ranks=1)
 
-    for batch in stage.batches:
+    for batch in setup.batches:
         batch |= policy.generate_sequences(batch)
         batch |= critic.compute_values(batch) | reference.score(batch) | reward.score(batch)
         batch |= policy.compute_advantages(batch)

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 
-from examples.own_loop.stage import Stage, Step, main
+from examples.own_loop.loop_setup import LoopSetup, Step, main
 from streamrl.actors.worker_groups.model_workers import PolicyWorker, ScorerWorker
 
 
-def remax(stage: Stage) -> Iterator[Step]:
+def remax(setup: LoopSetup) -> Iterator[Step]:
     """Train with ReMax: no critic; the baseline is the reward of the greedy completion."""
-    policy = stage.group(PolicyWorker)
-    reference = stage.group(ScorerWorker, "reference", ranks=1)
-    reward = stage.group(ScorerWorker, "reward", ranks=1)
+    policy = setup.start_group(PolicyWorker)
+    reference = setup.start_group(ScorerWorker, "reference", ranks=1)
+    reward = setup.start_group(ScorerWorker, "reward", ranks=1)
 
-    for batch in stage.batches:
+    for batch in setup.batches:
         batch |= policy.generate_sequences(batch) | policy.generate_greedy(batch)
         batch |= reference.score(batch) | reward.score(batch)
         batch |= policy.compute_advantages(batch)

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator
 
-from examples.own_loop.stage import Stage, Step, main
+from examples.own_loop.loop_setup import LoopSetup, Step, main
 from streamrl.actors.worker_groups.model_workers import CriticWorker, PolicyWorker, ScorerWorker
 
 
-def safe_rlhf(stage: Stage) -> Iterator[Step]:
+def safe_rlhf(setup: LoopSetup) -> Iterator[Step]:
     """Train with Safe RLHF: reward under a cost limit, a critic for each, and a multiplier."""
-    policy = stage.group(PolicyWorker)
-    critic = stage.group(CriticWorker, "critic")
-    cost_critic = stage.group(CriticWorker, "cost_critic")
-    scorers = [stage.group(ScorerWorker, r, ranks=1) for r in ("reference", "reward", "cost")]
+    policy = setup.start_group(PolicyWorker)
+    critic = setup.start_group(CriticWorker, "critic")
+    cost_critic = setup.start_group(CriticWorker, "cost_critic")
+    scorers = [setup.start_group(ScorerWorker, r, ranks=1) for r in ("reference", "reward", "cost")]
 
-    for batch in stage.batches:
+    for batch in setup.batches:
         batch |= policy.generate_sequences(batch)
         scored = critic.compute_values(batch) | cost_critic.compute_values(batch)
         for scorer in scorers:

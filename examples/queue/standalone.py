@@ -2,7 +2,7 @@
 
 python examples/queue/standalone.py
 
-Half way the script kills a shard with SIGKILL; every group still arrives exactly once.
+Halfway, the script kills a shard with SIGKILL; every group still arrives exactly once.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ NUM_GROUPS, GROUP_SIZE = 400, 4
 TIMEOUT_S = 60.0
 
 
-class Worker:
-    """Leases groups that are ready for a stage, computes, and commits the columns of the stage."""
+class StageWorker:
+    """Ray actor that leases groups of a stage, computes its columns and commits them."""
 
     def __init__(self, shards: list[RemoteShard], name: str) -> None:
         self.queue = ExperienceQueue(shards, name)
@@ -40,7 +40,7 @@ class Worker:
     async def run(self, stage: str, compute: Callable[[Experience], Columns]) -> None:
         """Process groups forever.
 
-        Work that takes longer than queue.lease_s must call `queue.renew_leases` meanwhile.
+        A computation longer than queue.lease_s must call `queue.renew_leases` in between.
         """
         needs = STAGES[stage].needs
         while True:
@@ -49,11 +49,11 @@ class Worker:
 
 
 # Called, not used as a decorator, so that type checkers see `remote` (with @ray.method above).
-WORKER = ray.remote(num_cpus=0)(Worker)
+WORKER = ray.remote(num_cpus=0)(StageWorker)
 
 
 def make_rollouts(group: Experience) -> Columns:
-    """Stand in for a model: each rollout is the prompt's only token n, then n + i."""
+    """Return rollouts as a model would: the prompt's only token n, then n + i."""
     assert group.prompt is not None
     time.sleep(0.01)
     n = int(group.prompt.token_ids[0])
@@ -68,13 +68,13 @@ def make_rollouts(group: Experience) -> Columns:
     }
 
 
-def score(group: Experience) -> Columns:
-    """Stand in for a reward: the score of a rollout is its sampled token."""
+def compute_scores(group: Experience) -> Columns:
+    """Return the sampled token of each rollout as its score."""
     return {"scores": group.columns["token_ids"][1::2].astype(np.float32)}
 
 
-async def consume(queue: ExperienceQueue) -> tuple[dict[str, Array], int]:
-    """Return the scores of each group and the number of repeated grants; kill a shard half way."""
+async def consume_groups(queue: ExperienceQueue) -> tuple[dict[str, Array], int]:
+    """Return the scores of each group and the number of repeated leases; kill a shard halfway."""
     received: dict[str, Array] = {}
     repeated, is_killed = 0, False
     while len(received) < NUM_GROUPS:
@@ -104,12 +104,12 @@ async def main(folder: Path) -> int:
     jobs = {"producer-0": "generate", "producer-1": "generate", "scorer-0": "reward"}
     workers = {name: WORKER.remote(shards, name) for name in jobs}
     for name, stage in jobs.items():
-        workers[name].run.remote(stage, make_rollouts if stage == "generate" else score)
+        workers[name].run.remote(stage, make_rollouts if stage == "generate" else compute_scores)
     queue, uids = ExperienceQueue(shards, "consumer"), [make_uid(0, i) for i in range(NUM_GROUPS)]
     prompts = [Prompt(uid, np.array([n], np.int32)) for n, uid in enumerate(uids)]
     await queue.admit_prompts(prompts, version=0)
     print(f"{NUM_GROUPS} prompts are in {len(shards)} shards, with journals in {folder}")
-    received, repeated = await asyncio.wait_for(consume(queue), TIMEOUT_S)
+    received, repeated = await asyncio.wait_for(consume_groups(queue), TIMEOUT_S)
     print(f"{len(received)} groups have arrived; {repeated} were leased twice and ignored")
     wanted = {uid: np.arange(n, n + GROUP_SIZE) for n, uid in enumerate(uids)}
     wrong = [uid for uid in wanted if not np.array_equal(received[uid], wanted[uid])]

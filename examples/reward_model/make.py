@@ -11,11 +11,14 @@ from examples.arithmetic.make import BUILD as ARITHMETIC
 from examples.toy_models.building import Build
 
 if TYPE_CHECKING:
-    from examples.reward_model.training import Recipe
+    from examples.reward_model.training import RewardModelRecipe
 
 
-def fill(
-    folder: Path, seed: int, recipe: "Recipe | None" = None, arithmetic: Path = ARITHMETIC.folder
+def write_contents(
+    folder: Path,
+    seed: int,
+    recipe: "RewardModelRecipe | None" = None,
+    arithmetic: Path = ARITHMETIC.folder,
 ) -> dict[str, Any]:
     """Train the model on training problems of the arithmetic task and write `model/`."""
     from dataclasses import asdict
@@ -23,17 +26,26 @@ def fill(
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
     from examples.arithmetic.problems import make_rows
-    from examples.reward_model.training import Recipe, build_untrained, measure_ranking, train
-    from examples.toy_models.lessons import report
-    from examples.toy_models.small_qwen2 import save
+    from examples.reward_model.training import (
+        RewardModelRecipe,
+        build_untrained,
+        measure_ranking,
+        train_reward_model,
+    )
+    from examples.toy_models.lessons import report_losses
+    from examples.toy_models.small_qwen2 import save_model
 
     if not ARITHMETIC.is_made(arithmetic, seed=seed):
         ARITHMETIC.make(arithmetic, seed=seed)
-    base_model, rows, recipe = arithmetic / "base_model", make_rows(seed=seed), recipe or Recipe()
+    base_model, rows = arithmetic / "base_model", make_rows(seed=seed)
+    recipe = recipe or RewardModelRecipe()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base_model)
     model, hints = build_untrained(base_model, seed=seed)
-    report(train(model, hints, tokenizer, rows["train"], recipe, seed=seed), task="reward_model")
-    save(model, tokenizer, folder / "model")
+    report_losses(
+        train_reward_model(model, hints, tokenizer, rows["train"], recipe, seed=seed),
+        task="reward_model",
+    )
+    save_model(model, tokenizer, folder / "model")
     policy = Qwen2ForCausalLM.from_pretrained(base_model)
     above = {
         name: measure_ranking(model, policy, tokenizer, part[: recipe.num_measured])
@@ -43,7 +55,7 @@ def fill(
     return {"recipe": asdict(recipe), "ranking": above}
 
 
-BUILD = Build("reward_model", Path(__file__).parent / "build", format=1, fill=fill)
+BUILD = Build("reward_model", Path(__file__).parent / "build", format=1, fill=write_contents)
 
 if __name__ == "__main__":
     BUILD.main()

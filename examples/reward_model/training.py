@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from examples.arithmetic.training import LESSONS, is_right, write_solution
-from examples.toy_models.base_model import sample
-from examples.toy_models.lessons import IGNORED, encode, render_prompt, step
+from examples.toy_models.base_model import sample_completions
+from examples.toy_models.lessons import IGNORED, encode_rows, render_prompt, take_optimizer_step
 from examples.toy_models.rows import Row
 
-# Some training answers have random signs: a policy trained on this reward may write anything.
+# Some training answers have random signs, because the policy can sample any text.
 SIGNS = "0123456789+-="
 NUM_LAYERS = 5
 EXPECTS, COMPARES = 3, 4
@@ -22,7 +22,7 @@ EXPECTS, COMPARES = 3, 4
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RewardModelRecipe:
     """Hyperparameters of the training.
 
     rows_per_step: problems per optimizer step, with an answer each.
@@ -36,11 +36,11 @@ class Recipe:
     num_measured: int = 256
 
 
-class Hints(torch.nn.Module):
+class AuxiliaryHeads(torch.nn.Module):
     """Heads of the auxiliary losses, discarded after training.
 
-    The label of an answer is a single bit, too weak a signal to learn from. A layer therefore also
-    predicts the expected and the written sign at each place, and the next layer their equality.
+    The label of an answer is a single bit, too weak a signal. A layer therefore also predicts the
+    expected and the written sign at each position, and the next layer predicts their equality.
     """
 
     def __init__(self, width: int, num_tokens: int) -> None:
@@ -50,7 +50,9 @@ class Hints(torch.nn.Module):
         self.agree = torch.nn.Linear(width, 1)
 
 
-def build_untrained(base_model: Path, *, seed: int) -> tuple[Qwen2ForSequenceClassification, Hints]:
+def build_untrained(
+    base_model: Path, *, seed: int
+) -> tuple[Qwen2ForSequenceClassification, AuxiliaryHeads]:
     """Return the frozen base model with additional layers and a head, randomly initialized."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -60,7 +62,7 @@ def build_untrained(base_model: Path, *, seed: int) -> tuple[Qwen2ForSequenceCla
             num_hidden_layers=NUM_LAYERS,
             layer_types=["full_attention"] * NUM_LAYERS,
         )
-        hints = Hints(model.config.hidden_size, model.config.vocab_size)
+        hints = AuxiliaryHeads(model.config.hidden_size, model.config.vocab_size)
     model.model.embed_tokens.requires_grad_(False)
     for layer in model.model.layers[: EXPECTS - 1]:
         layer.requires_grad_(False)
@@ -68,7 +70,7 @@ def build_untrained(base_model: Path, *, seed: int) -> tuple[Qwen2ForSequenceCla
 
 
 def sample_answer(row: Row, rng: random.Random) -> str:
-    """Return a sample answer: right in about half of the cases, else with slips, cut or garbled."""
+    """Return a sample answer: about half are right, others have slips, are cut or garbled."""
     kind = rng.random()
     if kind < 0.85:
         return write_solution(row, rng, 0.5 if kind < 0.7 else 0.0)
@@ -82,7 +84,7 @@ def sample_answer(row: Row, rng: random.Random) -> str:
     return "".join(letters)[: LESSONS.max_new_tokens]
 
 
-def conversation(row: Row, answer: str, tokenizer: PreTrainedTokenizerFast) -> str:
+def render_conversation(row: Row, answer: str, tokenizer: PreTrainedTokenizerFast) -> str:
     """Render the row's prompt and an answer with the chat template."""
     messages = [*row["prompt"], {"role": "assistant", "content": answer}]
     return str(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -96,12 +98,12 @@ def compute_logits(
     return model(batch.input_ids, attention_mask=batch.attention_mask).logits.squeeze(1)
 
 
-def train(
+def train_reward_model(
     model: Qwen2ForSequenceClassification,
-    hints: Hints,
+    hints: AuxiliaryHeads,
     tokenizer: PreTrainedTokenizerFast,
     rows: list[Row],
-    recipe: Recipe,
+    recipe: RewardModelRecipe,
     *,
     seed: int,
 ) -> Iterator[float]:
@@ -121,22 +123,24 @@ def train(
         )
         clean = [write_solution(row, rng, 0.0) for row in batch]
         prompts = [render_prompt(row, tokenizer) for row in batch]
-        ids, labels = encode(prompts * 2, answers + clean, tokenizer)
+        ids, labels = encode_rows(prompts * 2, answers + clean, tokenizer)
         model.train()
-        yield step(modules, optimizer, compute_loss(model, hints, ids, labels != IGNORED, right))
+        yield take_optimizer_step(
+            modules, optimizer, compute_loss(model, hints, ids, labels != IGNORED, right)
+        )
         schedule.step()
 
 
 def compute_loss(
     model: Qwen2ForSequenceClassification,
-    hints: Hints,
+    hints: AuxiliaryHeads,
     ids: Tensor,
     is_answer: Tensor,
     right: Tensor,
 ) -> Tensor:
-    """Return the classification loss plus the auxiliary losses of the hints.
+    """Return the classification loss plus the auxiliary losses.
 
-    The hints count up to the first token where an answer differs from the clean answer.
+    The auxiliary losses count up to the first token where an answer differs from the clean one.
     ids, is_answer: [2 * rows, tokens], answers first, then clean answers. right: bool [rows].
     """
     written, expected = ids.chunk(2)
@@ -167,12 +171,14 @@ def measure_ranking(
 
     The answers are samples of the policy.
     """
-    answers = sample(policy, tokenizer, rows, max_new_tokens=LESSONS.max_new_tokens)
+    answers = sample_completions(policy, tokenizer, rows, max_new_tokens=LESSONS.max_new_tokens)
     above = []
     for row, texts in zip(rows, answers, strict=True):
         with torch.inference_mode():
             logits = compute_logits(
-                model.eval(), tokenizer, [conversation(row, text, tokenizer) for text in texts]
+                model.eval(),
+                tokenizer,
+                [render_conversation(row, text, tokenizer) for text in texts],
             )
         right = torch.tensor([is_right(row, text) for text in texts])
         above += (logits[right, None] > logits[None, ~right]).flatten().tolist()

@@ -7,13 +7,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from examples.toy_models.lessons import Lessons, Recipe, render_prompt, report, train
+from examples.toy_models.lessons import (
+    Lessons,
+    PretrainingRecipe,
+    pretrain_model,
+    render_prompt,
+    report_losses,
+)
 from examples.toy_models.rows import Row, write_rows
-from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
+from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save_model
 
 
 def make_base_model(
-    folder: Path, rows: dict[str, list[Row]], lessons: Lessons, recipe: Recipe, *, seed: int
+    folder: Path,
+    rows: dict[str, list[Row]],
+    lessons: Lessons,
+    recipe: PretrainingRecipe,
+    *,
+    seed: int,
 ) -> dict[str, Any]:
     """Write the rows of each split and `base_model/`, trained on the split `train`.
 
@@ -25,8 +36,10 @@ def make_base_model(
     print(f"{task}: " + ", ".join(f"{len(part)} {name} rows" for name, part in rows.items()))
     tokenizer = make_tokenizer(lessons.opening)
     model = make_untrained(tokenizer, seed=seed)
-    report(train(model, tokenizer, rows["train"], lessons.write, recipe, seed=seed), task=task)
-    save(model, tokenizer, folder / "base_model")
+    report_losses(
+        pretrain_model(model, tokenizer, rows["train"], lessons.write, recipe, seed=seed), task=task
+    )
+    save_model(model, tokenizer, folder / "base_model")
     pass_rates = {
         name: measure_pass_rate(model, tokenizer, part[: recipe.num_measured], lessons)
         for name, part in rows.items()
@@ -35,7 +48,7 @@ def make_base_model(
     return {"recipe": asdict(recipe), "pass_rates": pass_rates}
 
 
-def sample(
+def sample_completions(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     rows: list[Row],
@@ -60,7 +73,7 @@ def measure_pass_rate(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row], lessons: Lessons
 ) -> float:
     """Return the fraction of right answers among four samples per row."""
-    completions = sample(model, tokenizer, rows, max_new_tokens=lessons.max_new_tokens)
+    completions = sample_completions(model, tokenizer, rows, max_new_tokens=lessons.max_new_tokens)
     right = [
         lessons.is_right(row, text)
         for row, texts in zip(rows, completions, strict=True)

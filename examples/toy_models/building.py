@@ -72,7 +72,7 @@ class Build:
         Waits for another process that builds the same folder.
         """
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(out.parent):
+        with _lock_folder(out.parent):
             if not self.is_made(out, seed=seed):
                 self._make(out, seed=seed)
 
@@ -91,7 +91,7 @@ _HELD = set[Path]()
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Hold the flock of a folder; the system releases it when the process ends."""
     key = folder.resolve()
     if key in _HELD:

@@ -1,4 +1,4 @@
-"""Pretrain a base model on right answers, then on answers with slips, so that it often fails."""
+"""Pretrain a base model on right answers, then on answers with slips (deliberate mistakes)."""
 
 import random
 import time
@@ -16,7 +16,7 @@ STEPS_PER_LINE = 100
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PretrainingRecipe:
     """Steps, learning rates and slips of the pretraining of a base model."""
 
     num_clean_steps: int = 300
@@ -57,7 +57,7 @@ def render_prompt(row: Row, tokenizer: PreTrainedTokenizerFast) -> str:
     )
 
 
-def encode(
+def encode_rows(
     prompts: list[str], completions: list[str], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Tensor, Tensor]:
     """Return token ids and labels, both [rows, tokens], padded on the right.
@@ -72,12 +72,12 @@ def encode(
     return batch.input_ids, batch.input_ids.masked_fill(~has_label, IGNORED)
 
 
-def train(
+def pretrain_model(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     rows: list[Row],
     write: Write,
-    recipe: Recipe,
+    recipe: PretrainingRecipe,
     *,
     seed: int,
 ) -> Iterator[float]:
@@ -97,13 +97,17 @@ def train(
         for _ in range(num_steps):
             batch = rng.sample(lessons, recipe.rows_per_step)
             answers = [write(row, rng, slip_rate) for _, row in batch]
-            ids, labels = encode([prompt for prompt, _ in batch], answers, tokenizer)
+            ids, labels = encode_rows([prompt for prompt, _ in batch], answers, tokenizer)
             model.train()
-            yield step(model, optimizer, model(input_ids=ids, labels=labels, use_cache=False).loss)
+            yield take_optimizer_step(
+                model, optimizer, model(input_ids=ids, labels=labels, use_cache=False).loss
+            )
             schedule.step()
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+def take_optimizer_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor
+) -> float:
     """Take one optimizer step; return the loss."""
     optimizer.zero_grad()
     loss.backward()
@@ -112,8 +116,8 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor)
     return loss.item()
 
 
-def report(losses: Iterator[float], *, task: str) -> None:
-    """Consume the losses of a training and print some."""
+def report_losses(losses: Iterator[float], *, task: str) -> None:
+    """Consume the losses of a training; print one in STEPS_PER_LINE."""
     start_s = time.monotonic()
     for number, loss in enumerate(losses, 1):
         if number % STEPS_PER_LINE == 0:

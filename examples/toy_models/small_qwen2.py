@@ -74,7 +74,7 @@ def make_untrained(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2For
     return model
 
 
-def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write config, weights, generation config and tokenizer."""
     disable_progress_bar()
     model.save_pretrained(folder)

@@ -101,7 +101,7 @@ def slow(name: str) -> Any:
 def test_the_queue_benchmark_ends_when_an_actor_dies(
     name: str, actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(queue, "flow", kill_during(queue.flow, actors, name, least=1000))
+    monkeypatch.setattr(queue, "run_flow", kill_during(queue.run_flow, actors, name, least=1000))
     with pytest.raises(ActorLostError):
         queue.stream_queue(1024, shards=1, journal=False, num_groups=1000, **WORKERS)
 
@@ -111,9 +111,11 @@ def test_the_queue_benchmark_ends_when_an_actor_dies(
 def test_a_peers_benchmark_ends_when_a_worker_dies(
     name: str, actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(queue_peers, "run", kill_during(queue_peers.run, actors, name, least=1000))
+    monkeypatch.setattr(
+        queue_peers, "run_flow", kill_during(queue_peers.run_flow, actors, name, least=1000)
+    )
     with pytest.raises(ActorLostError):
-        queue_peers.ray_queue(1024, num_groups=1000, **WORKERS)
+        queue_peers.measure_ray_queue(1024, num_groups=1000, **WORKERS)
 
 
 DYING_RANK = """
@@ -157,7 +159,7 @@ def kill_a_member(command: psutil.Process) -> None:
     deadline = time.monotonic() + LONGEST_S
     while time.monotonic() < deadline:
         for process in command.children(recursive=True):
-            if "ray::Member" in " ".join(process.cmdline()):
+            if "ray::FlowMember" in " ".join(process.cmdline()):
                 process.kill()
                 return
         time.sleep(0.05)

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import trl
 from benchmarks.process_tree import ProcessTree
-from benchmarks.trl import Launch, Length, RunError, Step
+from benchmarks.trl import Launch, RunError, RunLength, Step
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.prompts import load_prompts
@@ -26,12 +26,12 @@ def python(program: str) -> Launch:
 
 
 def play(launch: Launch, folder: Path, *, deadline_s: float = 60.0) -> trl.Figures:
-    return trl.play(launch, folder, length=Length(3, 1), deadline_s=deadline_s)
+    return trl.run_launch(launch, folder, length=RunLength(3, 1), deadline_s=deadline_s)
 
 
 def test_trl_gets_the_settings_of_the_recipe(tmp_path: Path):
-    task = trl.Task(trl.DEMO, ["trainer.lr=3e-4"], ROOT / "rows.jsonl")
-    spec = trl.peer_spec(task, 30, tmp_path)
+    task = trl.TrainingTask(trl.DEMO, ["trainer.lr=3e-4"], ROOT / "rows.jsonl")
+    spec = trl.make_peer_spec(task, 30, tmp_path)
     assert (spec.groups, spec.group_size, spec.max_new_tokens) == (32, 8, 12)
     assert (spec.lr, spec.temperature, spec.grad_clip) == (3e-4, 1.0, 1.0)
     assert spec.pattern == r"(?:^|=)(-?\d+)$"
@@ -40,7 +40,7 @@ def test_trl_gets_the_settings_of_the_recipe(tmp_path: Path):
 
 def test_both_sides_get_the_same_model_and_rows_for_the_long_tailed_task(tmp_path: Path):
     task = trl.make_long_tailed(tmp_path, [])
-    spec, config = trl.peer_spec(task, 10, tmp_path), task.config()
+    spec, config = trl.make_peer_spec(task, 10, tmp_path), task.config()
     assert spec.model == config.model.path == str(tmp_path / "model")
     assert [spec.rows] == [file.path for file in config.data.train_files]
     assert (spec.groups * spec.group_size, spec.max_new_tokens) == (256, 256)
@@ -57,7 +57,7 @@ def test_figures_leave_the_first_steps_out(tmp_path: Path):
     steps += [Step(1020.0 + i, seconds, 100.0, 0.5) for i, seconds in enumerate((1.0, 2.0, 3.0))]
     with ProcessTree(psutil.Process().pid) as tree:
         pass
-    figures = trl.figures_of(1000.0, steps, 1, tree)
+    figures = trl.summarize_steps(1000.0, steps, 1, tree)
     assert (figures["start_s"], figures["step_s"], figures["step_s_mean"]) == (20.0, 2.0, 2.0)
     assert figures["tokens_per_s"] == 50.0
 
@@ -66,7 +66,7 @@ def test_ratios_are_ours_over_trls_round_by_round():
     names = ("step_s", "step_s_mean", "tokens_per_s", "start_s", "cpu_step_s")
     peer = dict.fromkeys((*names, "peak_rss_mb", "peak_pss_mb"), 4.0)
     ours = {**dict.fromkeys(peer, 2.0), "tokens_per_s": 8.0}
-    result = trl.ratios(ours, peer)
+    result = trl.compute_ratios(ours, peer)
     assert (result["step_s"], result["tokens_per_s"]) == (0.5, 2.0)
 
 

@@ -129,7 +129,7 @@ def check_python(words: Sequence[str]) -> None:
     if not arguments:
         return
     if room == "examples":
-        parser = importlib.import_module("examples.own_loop.stage").make_parser()
+        parser = importlib.import_module("examples.own_loop.loop_setup").make_parser()
         parsed = parse(parser, arguments)
         load_config(RECIPE, parsed.overrides)
     else:

@@ -69,7 +69,9 @@ def test_a_build_is_complete_and_is_not_made_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "build"
-    build = Build("arithmetic", out, format=2, fill=partial(make.fill, recipe=SHORT_RECIPE))
+    build = Build(
+        "arithmetic", out, format=2, fill=partial(make.write_contents, recipe=SHORT_RECIPE)
+    )
     build.make(out, seed=0)
     assert [path.name for path in tmp_path.iterdir()] == ["build"], "no partial build is left"
     assert build.is_made(out, seed=0)

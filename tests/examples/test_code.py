@@ -8,7 +8,7 @@ from typing import Any
 
 from examples.code import make, training
 from examples.code.problems import list_problems
-from examples.code.rows import ground_truth, make_rows
+from examples.code.rows import make_ground_truth, make_rows
 from examples.toy_models.small_qwen2 import CHARACTERS
 from tests.examples.builds import SHORT_RECIPE, check_build, check_split
 
@@ -31,7 +31,7 @@ def passes(program: str, ground_truth: str) -> bool:
 def test_every_training_program_passes_the_tests_of_its_problem():
     rng = random.Random(0)
     for problem in list_problems():
-        truth = ground_truth(problem, rng)
+        truth = make_ground_truth(problem, rng)
         for program in problem.programs:
             assert passes(program, truth), (problem, program)
             assert len(program) < training.LESSONS.max_new_tokens
@@ -42,7 +42,7 @@ def test_expected_results_by_hand():
     problems = {problem.question: problem for problem in list_problems()}
 
     def returned(question: str, *arguments: Any) -> Any:
-        return problems[question].expected(arguments)
+        return problems[question].compute_expected(arguments)
 
     assert returned("f(x): 3 times x plus 2", 5) == 17
     assert returned("f(x): x plus 2, times 3", 5) == 21
@@ -62,13 +62,13 @@ def test_a_program_with_a_slip_fails_whether_it_parses_or_not():
     outcomes = {"right": 0, "wrong": 0, "syntax": 0}
     for problem in list_problems():
         for _ in range(3):
-            program = training.slip(problem.programs[0], rng)
+            program = training.add_slip(problem.programs[0], rng)
             try:
                 compile(program, "program", "exec")
             except SyntaxError:
                 outcomes["syntax"] += 1
                 continue
-            outcomes["right" if passes(program, ground_truth(problem, rng)) else "wrong"] += 1
+            outcomes["right" if passes(program, make_ground_truth(problem, rng)) else "wrong"] += 1
     total = sum(outcomes.values())
     assert outcomes["right"] < 0.05 * total, outcomes
     assert outcomes["wrong"] > 0.3 * total, outcomes
@@ -87,4 +87,6 @@ def test_the_base_models_training_counts_only_programs_of_the_problem_as_right()
 
 
 def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
-    check_build("code", partial(make.fill, recipe=SHORT_RECIPE), make_rows(seed=0), tmp_path)
+    check_build(
+        "code", partial(make.write_contents, recipe=SHORT_RECIPE), make_rows(seed=0), tmp_path
+    )

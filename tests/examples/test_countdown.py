@@ -76,4 +76,6 @@ def test_other_answers_score_0_and_raise_nothing(answer: str):
 
 
 def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
-    check_build("countdown", partial(make.fill, recipe=SHORT_RECIPE), make_rows(seed=0), tmp_path)
+    check_build(
+        "countdown", partial(make.write_contents, recipe=SHORT_RECIPE), make_rows(seed=0), tmp_path
+    )

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from examples.own_loop import stage as own_loop
+from examples.own_loop import loop_setup
+from examples.own_loop.loop_setup import Loop, LoopSetup, Step, format_step, iter_steps
 from examples.own_loop.ppo import ppo
 from examples.own_loop.remax import remax
 from examples.own_loop.safe_rlhf import safe_rlhf
-from examples.own_loop.stage import Loop, Stage, Step, line, steps_of
 from streamrl.actors.launch.fork_server import start_fork_server, stop_fork_server
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.worker_groups import worker_group
@@ -70,7 +70,7 @@ class Narrow:
 def play(loop: Loop, config: RunConfig, pool: Any) -> list[Mapping[str, float]]:
     """The figures of every step."""
     prepared = prepare_run(config)
-    return list(steps_of(loop, Stage(config, pool, prepared.prompts, prepared.max_length)))
+    return list(iter_steps(loop, LoopSetup(config, pool, prepared.prompts, prepared.max_length)))
 
 
 class Watched(PolicyWorker):
@@ -89,8 +89,8 @@ class Watched(PolicyWorker):
         return {**figures, "optimizer_bytes": float(held)}
 
 
-class Failing(PolicyWorker):
-    """Whose updates fail half-way."""
+class FailingPolicy(PolicyWorker):
+    """Policy worker that fails in the middle of each update."""
 
     @transfers("TO_ALL_FROM_FIRST")
     def fail(self, batch: Batch) -> None:
@@ -129,11 +129,11 @@ def assert_alike(found: Mapping[str, float], wanted: Mapping[str, float]) -> Non
 def ppo_saved(folder: Path) -> Loop:
     """PPO, whose policy is saved after its second step."""
 
-    def loop(stage: Stage) -> Iterator[Step]:
-        for number, step in enumerate(ppo(stage), start=1):
+    def loop(setup: LoopSetup) -> Iterator[Step]:
+        for number, step in enumerate(ppo(setup), start=1):
             yield step
             if number == 2:
-                stage.groups[0].save_model(folder).get()
+                setup.groups[0].save_model(folder).get()
 
     return loop
 
@@ -205,30 +205,32 @@ class Answer:
         return self
 
 
-class OnPaper:
-    """A stage of two steps whose groups compute nothing, but have the methods of their class."""
+class FakeLoopSetup:
+    """Setup of two steps without workers; its groups accept the calls of their worker class."""
 
     def __init__(self) -> None:
         self.max_length, self.batches = 64, [Answer(), Answer()]
         self.called = set[str]()
 
-    def group(self, worker: type, *arguments: object, ranks: int | None = None) -> "OnPaperGroup":
+    def start_group(
+        self, worker: type, *arguments: object, ranks: int | None = None
+    ) -> "FakeGroup":
         inspect.signature(worker).bind("context", "config", self.max_length, *arguments)
-        return OnPaperGroup(self, worker)
+        return FakeGroup(self, worker)
 
 
-class OnPaperGroup:
-    """A group of a stage on paper."""
+class FakeGroup:
+    """Group without workers that checks each call against the signatures of its class."""
 
-    def __init__(self, stage: OnPaper, worker: type) -> None:
-        self._stage, self._worker = stage, worker
+    def __init__(self, setup: FakeLoopSetup, worker: type) -> None:
+        self._setup, self._worker = setup, worker
 
     def __getattr__(self, name: str) -> Callable[..., Answer]:
         assert name in find_transfer_methods(self._worker), f"{self._worker.__name__} has no {name}"
 
         def call(*arguments: object) -> Answer:
             inspect.signature(getattr(self._worker, name)).bind("self", *arguments)
-            self._stage.called.add(name)
+            self._setup.called.add(name)
             return Answer()
 
         return call
@@ -240,11 +242,11 @@ class OnPaperGroup:
 def test_a_loop_calls_what_its_workers_have_and_yields_the_updates_of_each_model(
     loop: Loop, models: int
 ):
-    stage = OnPaper()
-    steps = list(loop(cast(Stage, stage)))
+    setup = FakeLoopSetup()
+    steps = list(loop(cast(LoopSetup, setup)))
     assert [len(step) for step in steps] == [models, models]
-    assert stage.called >= {"generate_sequences", "score", "update_policy"}
-    assert ("update_critic" in stage.called) == (models > 1)
+    assert setup.called >= {"generate_sequences", "score", "update_policy"}
+    assert ("update_critic" in setup.called) == (models > 1)
 
 
 SPLIT = {
@@ -289,12 +291,12 @@ def test_workers_that_hold_a_model_together_learn_the_same(
 @pytest.mark.slow
 def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool):
     split = ["trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_parallel=2"]
-    there = Stage(load_config(PPO, split), pool, None, 64)  # type: ignore[arg-type]
+    setup = LoopSetup(load_config(PPO, split), pool, None, 64)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel=2: must divide --workers=1"):
-        there.group(PolicyWorker, ranks=1)
+        setup.start_group(PolicyWorker, ranks=1)
     seating = RankGrid(1, 1, 2).assign_ranks()
     mesh = WorkerMesh(seating, seating)
-    group = WorkerGroup(pool, CriticWorker, there.config, 64, mesh=mesh)
+    group = WorkerGroup(pool, CriticWorker, setup.config, 64, mesh=mesh)
     told = r"trainer\.tensor_parallel=2: the mesh of the critic must be RankGrid\(1, 2, 1\)"
     with pytest.raises(ConfigError, match=told):
         group.wait_until_ready()
@@ -302,12 +304,12 @@ def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool):
 
 
 @pytest.mark.slow
-def test_who_samples_after_an_update_that_failed_is_told(pool: ResourcePool):
+def test_generating_after_a_failed_update_raises(pool: ResourcePool):
     config = load_config(PPO, ["run.steps=1", "pipeline.groups_per_step=2"])
     prepared = prepare_run(config)
-    there = Stage(config, Narrow(pool, 1), prepared.prompts, prepared.max_length)  # type: ignore[arg-type]
-    policy = there.group(Failing)
-    (batch,) = there.batches
+    setup = LoopSetup(config, Narrow(pool, 1), prepared.prompts, prepared.max_length)  # type: ignore[arg-type]
+    policy = setup.start_group(FailingPolicy)
+    (batch,) = setup.batches
     sampled = policy.generate_sequences(batch)
     with pytest.raises(StreamError, match="no gradient"):
         policy.fail(sampled).get()
@@ -376,16 +378,16 @@ def test_bad_input_is_one_line(
 ):
     monkeypatch.setattr("sys.argv", ["ppo", *words])
     with pytest.raises(SystemExit) as left:
-        own_loop.main(ppo, str(PPO), "critic.warmup_alone=2")
+        loop_setup.main(ppo, str(PPO), "critic.warmup_alone=2")
     assert left.value.code == EXIT_BAD_INPUT
     (said,) = capsys.readouterr().err.splitlines()
     assert told in said
 
 
 @pytest.mark.slow
-def test_a_worker_refuses_what_it_cannot_do_to_who_starts_it_without_a_stage(pool: ResourcePool):
-    there = Stage(load_config(PPO, ["reference.every=2"]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
-    group = there.group(PolicyWorker)
+def test_a_worker_started_without_the_command_refuses_unsupported_settings(pool: ResourcePool):
+    setup = LoopSetup(load_config(PPO, ["reference.every=2"]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
+    group = setup.start_group(PolicyWorker)
     with pytest.raises(ConfigError, match=r"reference\.every=2: "):
         group.wait_until_ready()
     group.close()
@@ -405,8 +407,8 @@ def test_on_a_gpu_a_worker_must_know_what_its_generator_may_take(monkeypatch: py
 
 def test_a_line_has_what_a_step_has():
     figures = {"reward/mean": 0.5, "loss/policy": -0.25, "time/step_s": 1.5}
-    assert line(7, figures) == "step   7  reward 0.500  loss -0.250  s 1.500"
-    assert line(7, {"memory/train_mb": 901.7}) == "step   7  MB to train 902"
+    assert format_step(7, figures) == "step   7  reward 0.500  loss -0.250  s 1.500"
+    assert format_step(7, {"memory/train_mb": 901.7}) == "step   7  MB to train 902"
 
 
 def test_the_page_has_every_protocol():
@@ -446,16 +448,18 @@ def test_a_shadow_critic_scores_with_the_weights_that_the_critic_published(
     names: dict[str, Any] = {}
     exec(code, names)
     critics: list[RecordingCritic] = []
-    start_group = Stage.group
+    start_group = LoopSetup.start_group
 
-    def group(stage: Stage, worker: type, *arguments: object, ranks: int | None = None) -> Any:
-        started = start_group(stage, worker, *arguments, ranks=ranks)
+    def record_group(
+        setup: LoopSetup, worker: type, *arguments: object, ranks: int | None = None
+    ) -> Any:
+        started = start_group(setup, worker, *arguments, ranks=ranks)
         if worker is not CriticWorker:
             return started
         critics.append(RecordingCritic(started))
         return critics[-1]
 
-    monkeypatch.setattr(Stage, "group", group)
+    monkeypatch.setattr(LoopSetup, "start_group", record_group)
     overrides = ["run.steps=3", "pipeline.groups_per_step=8", "critic.warmup_alone=9"]
     play(names["shadowed_ppo"], load_config(PPO, overrides), Narrow(pool, 1))
     differences = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
+from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save_model
 from streamrl.engines.models.forward import load_skeleton, load_value_skeleton
 from streamrl.engines.models.lora import count_trained_params
 from streamrl.engines.models.param_count import count_trained_params_from_config
@@ -77,7 +77,7 @@ def test_the_count_from_config_equals_the_built_models(tmp_path: Path, model: st
 def test_the_count_of_the_examples_model(tmp_path: Path):
     tokenizer = make_tokenizer()
     model = make_untrained(tokenizer, seed=0)
-    save(model, tokenizer, tmp_path)
+    save_model(model, tokenizer, tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         in_file = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     path = str(tmp_path)

@@ -1,4 +1,4 @@
-"""Setup shared by the loops: a pool, worker groups, batches of prompts, a printed line per step."""
+"""Setup that the loops share: device pool, worker groups, prompts and the command line."""
 
 import argparse
 import contextlib
@@ -30,17 +30,17 @@ from streamrl.errors import ConfigError, StreamError
 from streamrl.resharding.grids import RankGrid
 
 Step = Sequence[WorkerGroupReply]
-"""Replies of a step's updates, the policy's first; each gives metrics."""
-MOST_GROUPS = 8
+"""Replies of a step's updates, the policy's first; each resolves to metrics."""
+MAX_GROUPS = 8
 
 
 @dataclass
-class Stage:
-    """Everything a loop runs on.
+class LoopSetup:
+    """Setup of a loop: config, devices, prompts and the worker groups that it has started.
 
     pool: a slot per data-parallel worker.
     max_length: maximum tokens of prompt and completion together.
-    began: start of the current step, seconds of the monotonic clock.
+    step_started_at: start of the current step, seconds of the monotonic clock.
     """
 
     config: RunConfig
@@ -49,16 +49,19 @@ class Stage:
     max_length: int
     on_gpu: bool = False
     groups: list[WorkerGroup] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
+    step_started_at: float = field(default_factory=time.monotonic)
 
-    def group(self, worker: type, *arguments: object, ranks: int | None = None) -> WorkerGroup:
+    def start_group(
+        self, worker: type, *arguments: object, ranks: int | None = None
+    ) -> WorkerGroup:
         """Start workers of a class in the first `ranks` slots; by default in every slot.
 
         Workers get config, max_length and then `arguments`. Training ranks are tensor parallel as
         `trainer.tensor_parallel` says; each rank generates alone.
         """
         ranks = ranks or self.pool.slots
-        tp_size = tensor_parallel(self.config, ranks) if issubclass(worker, TrainedWorker) else 1
+        is_trained = issubclass(worker, TrainedWorker)
+        tp_size = get_tensor_parallel(self.config, ranks) if is_trained else 1
         env = make_hybrid_env(self.config, on_gpu=self.on_gpu)
         mesh = WorkerMesh(
             RankGrid(1, tp_size, ranks // tp_size).assign_ranks(),
@@ -71,15 +74,15 @@ class Stage:
 
     @property
     def batches(self) -> Iterator[BatchRef | WorkerGroupReply]:
-        """Prompts of every step, by reference; waits for all workers before the first."""
+        """Prompts of each step, by reference; waits for all workers before the first."""
         for group in self.groups:
             group.wait_until_ready()
         for _ in range(self.config.run.steps):
-            self.began = time.monotonic()
+            self.step_started_at = time.monotonic()
             yield put({"prompt": self.prompts.draw_prompts(self.config.pipeline.groups_per_step)})
 
 
-def tensor_parallel(config: RunConfig, ranks: int) -> int:
+def get_tensor_parallel(config: RunConfig, ranks: int) -> int:
     """Return trainer.tensor_parallel. Raises ConfigError unless it divides `ranks`."""
     tp_size = config.trainer.tensor_parallel
     if ranks % tp_size:
@@ -87,31 +90,31 @@ def tensor_parallel(config: RunConfig, ranks: int) -> int:
     return tp_size
 
 
-Loop = Callable[[Stage], Iterator[Step]]
+Loop = Callable[[LoopSetup], Iterator[Step]]
 
 
 @contextlib.contextmanager
-def stage(config: RunConfig, workers: int) -> Iterator[Stage]:
-    """Make a pool of `workers` slots on a local Ray or on the cluster of placement.address.
+def make_loop_setup(config: RunConfig, workers: int) -> Iterator[LoopSetup]:
+    """Yield a setup with `workers` slots on a local Ray or the cluster of placement.address.
 
     Raises ConfigError for invalid settings or data, or an unsuitable cluster.
     """
-    tensor_parallel(config, workers)
+    get_tensor_parallel(config, workers)
     prepared = prepare_run(make_loop_config(config, workers))
     placement = replace(config.placement, cpus=config.placement.cpus or workers)
     with connect_cluster(placement, disaggregated_only) as cluster:
-        pool = ResourcePool(workers, gpus=float(cluster.has_gpus), groups=MOST_GROUPS)
-        yield Stage(config, pool, prepared.prompts, prepared.max_length, cluster.has_gpus)
+        pool = ResourcePool(workers, gpus=float(cluster.has_gpus), groups=MAX_GROUPS)
+        yield LoopSetup(config, pool, prepared.prompts, prepared.max_length, cluster.has_gpus)
 
 
-def steps_of(loop: Loop, loop_stage: Stage) -> Iterator[Mapping[str, float]]:
+def iter_steps(loop: Loop, setup: LoopSetup) -> Iterator[Mapping[str, float]]:
     """Run a loop; yield the metrics of every step, with its duration."""
-    for step in loop(loop_stage):
+    for step in loop(setup):
         metrics: dict[str, float] = {}
         for reply in step:
             metrics |= reply.get()
-        yield metrics | {"time/step_s": time.monotonic() - loop_stage.began}
-    for group in loop_stage.groups:
+        yield metrics | {"time/step_s": time.monotonic() - setup.step_started_at}
+    for group in setup.groups:
         group.close()
 
 
@@ -137,15 +140,16 @@ def main(loop: Loop, recipe: str, *overrides: str) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     try:
-        # Without the loop's own overrides, which may be invalid for another algorithm.
+        # Check before the loop's overrides apply: they can be invalid for another algorithm.
         check_algorithm(load_config(Path(arguments.config), settings), recipe)
-        run(loop, load_config(Path(arguments.config), (*overrides, *settings)), arguments.workers)
+        config = load_config(Path(arguments.config), (*overrides, *settings))
+        run_loop(loop, config, arguments.workers)
     except ConfigError as error:
-        end(str(error), EXIT_BAD_INPUT)
+        exit_with_error(str(error), EXIT_BAD_INPUT)
     except StreamError as error:
-        end(str(error), EXIT_FAILED)
+        exit_with_error(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
-        end("interrupted", EXIT_INTERRUPTED)
+        exit_with_error("interrupted", EXIT_INTERRUPTED)
 
 
 def check_algorithm(config: RunConfig, recipe: str) -> None:
@@ -158,20 +162,20 @@ def check_algorithm(config: RunConfig, recipe: str) -> None:
         )
 
 
-def run(loop: Loop, config: RunConfig, workers: int) -> None:
+def run_loop(loop: Loop, config: RunConfig, workers: int) -> None:
     if workers < 1:
         raise ConfigError(f"--workers={workers}: must be at least 1")
-    with stage(config, workers) as loop_stage:
+    with make_loop_setup(config, workers) as setup:
         interrupt_on_signals()
-        memory = check_worker_memory(make_loop_config(config, workers), on_gpu=loop_stage.on_gpu)
+        memory = check_worker_memory(make_loop_config(config, workers), on_gpu=setup.on_gpu)
         print(memory.summary_line if memory else "")
         print(f"{config.algorithm.name}: starting {workers} workers of each kind", flush=True)
-        for number, metrics in enumerate(steps_of(loop, loop_stage), 1):
-            print(line(number, metrics), flush=True)
+        for number, metrics in enumerate(iter_steps(loop, setup), 1):
+            print(format_step(number, metrics), flush=True)
 
 
-def line(number: int, metrics: Mapping[str, float]) -> str:
-    """Format a step as a line."""
+def format_step(number: int, metrics: Mapping[str, float]) -> str:
+    """Format the metrics of a step as a line of text."""
     shown = {
         "reward": ("reward/mean", 3),
         "cost": ("cost/mean", 3),
@@ -190,7 +194,7 @@ def line(number: int, metrics: Mapping[str, float]) -> str:
     return f"step {number:3d}  " + "  ".join(columns)
 
 
-def end(text: str, code: int) -> None:
-    """Print an error line and exit."""
+def exit_with_error(text: str, code: int) -> None:
+    """Print an error line and exit with the code."""
     print(f"own_loop: {text}", file=sys.stderr)
     raise SystemExit(code)
