@@ -645,7 +645,7 @@ def compare_scores(path: str, groups: Mapping[str, Columns], dtype: str) -> Foun
 
 
 def spread(differences: Tensor) -> Found:
-    """Summarise absolute differences."""
+    """Summarize absolute differences."""
     return {"max": float(differences.max()), "mean": float(differences.mean())}
 
 
@@ -908,7 +908,7 @@ def score_group(path: str, columns: Columns, dtype: str) -> tuple[Array, Found]:
 
 
 def spread_of(differences: Array, mask: Array) -> Found:
-    """Summarise the differences of what was sampled."""
+    """Summarize the differences of what was sampled."""
     import torch
 
     return spread(torch.from_numpy(abs(differences[mask])))

@@ -234,30 +234,30 @@ class RunConfig:
 
 
 def load_config(
-    path: Path, overrides: Sequence[str] = (), *, is_rehearsed: bool = False
+    path: Path, overrides: Sequence[str] = (), *, skips_dry_run: bool = False
 ) -> RunConfig:
     """Read a YAML file and key=value overrides into a checked RunConfig.
 
-    is_rehearsed: skip the algorithm's dry run, because it passed when the run started. Raises a
+    skips_dry_run: skip the algorithm's dry run, because it passed when the run started. Raises a
     one-line ConfigError with key, value and rule, or with the nearest valid key.
     """
     return build_config(
-        _read_config_file(path), overrides, source=str(path), is_rehearsed=is_rehearsed
+        _read_config_file(path), overrides, source=str(path), skips_dry_run=skips_dry_run
     )
 
 
 def build_config(
-    settings: DictConfig, overrides: Sequence[str] = (), *, source: str, is_rehearsed: bool = False
+    settings: DictConfig, overrides: Sequence[str] = (), *, source: str, skips_dry_run: bool = False
 ) -> RunConfig:
     """Build a checked RunConfig from settings in YAML's structure and key=value overrides.
 
-    source: file or command that gave the settings, for errors. is_rehearsed: skip the algorithm's
+    source: file or command that gave the settings, for errors. skips_dry_run: skip the algorithm's
     dry run.
     """
     for override in overrides:
         _apply_override(settings, override)
     config = parse_settings(settings, source=source)
-    if not is_rehearsed:
+    if not skips_dry_run:
         check_algorithm(config)
     _make_paths_absolute(config)
     return config

@@ -45,7 +45,7 @@ def prompt(**extra_info):
     )
 
 
-async def judgements(reward, completions=("5", "6"), row=None):
+async def judgments(reward, completions=("5", "6"), row=None):
     results = await reward.score(row or prompt(), list(completions))
     if isinstance(results, str):
         raise RewardError(results)
@@ -53,4 +53,4 @@ async def judgements(reward, completions=("5", "6"), row=None):
 
 
 async def scores(reward, completions=("5", "6"), row=None):
-    return [result.score for result in await judgements(reward, completions, row)]
+    return [result.score for result in await judgments(reward, completions, row)]

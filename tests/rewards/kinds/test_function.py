@@ -9,11 +9,11 @@ from msgspec.structs import replace
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.user_code.user_function import FunctionSource
 from streamrl.rewards.user_code.worker_entry import make_reward_handler
-from tests.rewards.judged import judgements, prompt, scores, started_rewards
+from tests.rewards.judged import judgments, prompt, scores, started_rewards
 
 
 def text_prompt(**extra_info):
@@ -127,7 +127,7 @@ async def test_a_dict_has_pass_flag_and_answer(reward_from):
         def f(solution_str, ground_truth):
             return {"score": -1, "acc": solution_str == ground_truth, "pred": int(solution_str)}
     """)
-    assert await judgements(reward) == [
+    assert await judgments(reward) == [
         RewardResult(-1.0, RewardOutcome.PASS, "5", extra_metrics=(("acc", 1.0),)),
         RewardResult(-1.0, RewardOutcome.WRONG, "6", extra_metrics=(("acc", 0.0),)),
     ]
@@ -147,7 +147,7 @@ async def test_the_verl_batch_signature_receives_the_group_as_lists(reward_from)
     """,
         "compute_score",
     )
-    assert await judgements(reward, row=prompt(n=1)) == [
+    assert await judgments(reward, row=prompt(n=1)) == [
         RewardResult(2.0, RewardOutcome.PASS, extra_metrics=(("acc", 1.0), ("length", 1.0))),
         RewardResult(0.0, RewardOutcome.WRONG, extra_metrics=(("acc", 0.0), ("length", 1.0))),
     ]
@@ -165,18 +165,18 @@ async def test_only_finite_numbers_of_a_dict_become_extra_metrics(reward_from):
             result = {"score": 1, "format": np.float32(0.5), "pred": 3, "text": "x", "none": None}
             return result | {"nan": float("nan"), "list": [1], "ok": True, 5: 6}
     """)
-    (result, _) = await judgements(reward)
+    (result, _) = await judgments(reward)
     assert result.extra_metrics == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
     many = reward_from("""
         def f(solution_str, ground_truth):
             return {"score": 1} | {f"n{i}": i for i in range(999)}
     """)
-    assert len((await judgements(many))[0].extra_metrics) == 50
+    assert len((await judgments(many))[0].extra_metrics) == 50
 
 
 async def test_none_abstains_in_the_trl_signature_and_is_an_error_in_other_signatures(reward_from):
     reward = reward_from("def f(completions, **columns): return [None, 0.5]")
-    first, second = await judgements(reward)
+    first, second = await judgments(reward)
     assert first.is_not_judged and math.isnan(first.score)
     assert second == RewardResult(0.5, RewardOutcome.WRONG)
     for source in (
@@ -192,7 +192,7 @@ async def test_none_abstains_in_the_trl_signature_and_is_an_error_in_other_signa
 async def test_acc_must_be_a_bool(reward_from):
     reward = reward_from("def f(prompt, completion): return {'score': 1, 'acc': 'no'}")
     with pytest.raises(RewardError, match=r"for completion 0: acc must be true or false"):
-        await judgements(reward)
+        await judgments(reward)
 
 
 async def test_a_column_never_replaces_the_prompt(reward_from):
@@ -207,7 +207,7 @@ async def test_a_column_never_replaces_the_prompt(reward_from):
 
 async def test_a_plain_number_passes_from_1(reward_from):
     reward = reward_from("def f(prompt, completion): return float(completion)")
-    results = await judgements(reward, ["0.99", "1"])
+    results = await judgments(reward, ["0.99", "1"])
     assert [result.outcome for result in results] == [RewardOutcome.WRONG, RewardOutcome.PASS]
 
 

@@ -23,9 +23,9 @@ UNNAMED = [
 
 @pytest.mark.parametrize("completion", [*NAMED, *UNNAMED])
 def test_the_last_letter_named_as_the_answer_counts(completion):
-    judgement = choice.judge_completion(completion, "B")
-    assert judgement.answer == (None if completion in UNNAMED else "B")
-    assert judgement.score == (completion in NAMED)
+    judgment = choice.judge_completion(completion, "B")
+    assert judgment.answer == (None if completion in UNNAMED else "B")
+    assert judgment.score == (completion in NAMED)
 
 
 def test_only_the_configured_letters_count():

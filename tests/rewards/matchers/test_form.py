@@ -1,7 +1,7 @@
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.matchers import length, tags
 
 GOOD = "<think>2 + 3</think>\n<answer>5</answer>"
@@ -28,9 +28,9 @@ SWAPPED = "not in the order <think> </think> <answer> </answer>"
     ],
 )
 def test_every_tag_occurs_once_in_order_with_content(completion, detail):
-    judgement = tags.judge_completion(completion)
-    assert judgement.detail == detail
-    assert judgement.score == (detail == "")
+    judgment = tags.judge_completion(completion)
+    assert judgment.detail == detail
+    assert judgment.score == (detail == "")
 
 
 def test_text_outside_the_tags_can_be_allowed():
@@ -49,9 +49,9 @@ def test_invalid_tags_are_refused(names):
     [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (20, 1.0), (21, 0.75), (24, 0.0)],
 )
 def test_the_score_falls_linearly_outside_the_length_bounds(num_words, score):
-    judgement = length.judge_completion("word " * num_words, least=10, most=20, tolerance=4)
-    assert judgement.score == score
-    assert judgement.outcome is (RewardOutcome.PASS if score == 1 else RewardOutcome.WRONG)
+    judgment = length.judge_completion("word " * num_words, least=10, most=20, tolerance=4)
+    assert judgment.score == score
+    assert judgment.outcome is (RewardOutcome.PASS if score == 1 else RewardOutcome.WRONG)
 
 
 def test_without_tolerance_the_length_score_is_0_or_1():

@@ -1,7 +1,7 @@
 import pytest
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.matchers import boxed, dapo_math, gsm8k
 from tests.rewards.matchers.answers_table import ANSWERS, RULES
 
@@ -10,12 +10,12 @@ from tests.rewards.matchers.answers_table import ANSWERS, RULES
 def test_matchers_agree_with_the_answers_table(letter):
     for completion, truth, right_by in ANSWERS:
         try:
-            judgement = RULES[letter](completion, truth)
+            judgment = RULES[letter](completion, truth)
         except RewardError:
             assert letter in "sf"  # only GSM8K requires a number
             continue
-        assert (judgement.score == 1) == (letter in right_by), (completion, truth)
-        assert (judgement.outcome is RewardOutcome.PASS) == (judgement.score == 1)
+        assert (judgment.score == 1) == (letter in right_by), (completion, truth)
+        assert (judgment.outcome is RewardOutcome.PASS) == (judgment.score == 1)
 
 
 def test_the_table_has_two_hundred_distinct_answers():
@@ -45,9 +45,9 @@ def test_equal_answers_have_equal_normal_forms():
 
 
 def test_the_detail_of_a_missing_answer_names_the_missing_marker():
-    judgement = gsm8k.judge_completion("9", "9")
-    assert judgement.answer is None
-    assert judgement.detail == "no #### and a number in the last 300 characters"
+    judgment = gsm8k.judge_completion("9", "9")
+    assert judgment.answer is None
+    assert judgment.detail == "no #### and a number in the last 300 characters"
     expected = "no number in the last 300 characters"
     assert gsm8k.judge_completion("", "9", method="flexible").detail == expected
     assert boxed.judge_completion(r"\boxed{9", "9").detail == r"no \boxed{} that is closed"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import RewardError
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.matchers.matcher_table import MATCHER_BY_SOURCE, MATCHERS, find_matcher
 
 TRUTHS = {"choice": "B"}
@@ -54,10 +54,10 @@ def test_every_data_source_has_an_existing_matcher():
 @pytest.mark.parametrize("name", QUICK)
 @given(completion=st.text() | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
 def test_matchers_accept_any_completion(name, completion):
-    judgement = judge(name, completion)
-    assert isinstance(judgement, RewardResult)
-    assert judgement.outcome in (RewardOutcome.PASS, RewardOutcome.WRONG)
-    assert -1 <= judgement.score <= 1
+    judgment = judge(name, completion)
+    assert isinstance(judgment, RewardResult)
+    assert judgment.outcome in (RewardOutcome.PASS, RewardOutcome.WRONG)
+    assert -1 <= judgment.score <= 1
 
 
 @pytest.mark.parametrize("name", QUICK)
